@@ -1,6 +1,8 @@
-# One place for every chore. `demo` and `test` set the machine up themselves; the second time that costs nothing.
-# PYTHON (3.11 or newer) makes the environments, VENV is where ours stands, ENGINES where those of other projects stand, for all checkouts
-# of this machine; ARGS goes to the command: make demo ARGS="train.max_steps=50"
+# All development commands. `make help` lists them. Each command sets up what it needs; this is done once.
+#   PYTHON   the Python (3.11 or newer) that creates the environments
+#   VENV     the folder of this project's environment
+#   ENGINES  the folder of the engines' environments, which all checkouts on this machine share
+#   ARGS     arguments of the command: make demo ARGS="train.max_steps=50"
 PYTHON ?= python3
 VENV ?= .venv
 ENGINES ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/specdistill/engines
@@ -8,90 +10,100 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# Tools that libraries look up by name (ninja builds DeepSpeed's kernels) are the environment's.
+# Libraries look up tools by name (DeepSpeed: ninja). They must find those of the environment.
 export PATH := $(abspath $(BIN)):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long test-launches test-all lint format site bench methods smollm2 smollm2-methods smollm2-engines engines test-engines test-lowest cuda-check gpu mutants kills fuzz
+.PHONY: help setup demo test test-long test-launches test-all lint format site bench methods smollm2 smollm2-methods smollm2-engines engines test-engines test-lowest cuda-check gpu gpu-wheels mutants kills fuzz
 
-help:  ## this list
+help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(READY)  ## make .venv with the tested library versions (constraints.txt)
+setup: $(READY)  ## create .venv with the tested library versions (constraints.txt)
 
-demo: $(READY)  ## train a draft for pico, decode with it, measure, write runs/demo/report, pass the gate
+demo: $(READY)  ## train a draft for pico, measure it, write runs/demo/report, judge it by its gate
 	$(BIN)/python -m specdistill demo $(ARGS)
 
-# A worker for each core, up to eight; ARGS="-n 0" runs all in one process.
+# One worker per core, at most eight. ARGS="-n 0" runs all tests in one process.
 PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadgroup
 
-test: $(READY)  ## the quick tests, in minutes; ARGS="tests/losses" for one folder
+test: $(READY)  ## run the quick tests, in minutes; ARGS="tests/training/losses" for one folder
 	$(PYTEST) -m 'not long' $(ARGS)
 	@echo "Not run: long tests (make test-long), launches (make test-launches), engines (make test-engines); make test-all runs all."
 
-test-long: $(READY)  ## the tests above two seconds, but for launches and engines
+test-long: $(READY)  ## run the tests that take more than two seconds, except launches and engines
 	$(PYTEST) -m 'long and not launches and not engines' $(ARGS)
 
-test-launches: $(READY)  ## methods under launch configurations, in several processes; ARGS=all for every pair
-	$(BIN)/python -m pytest tests/train/test_launches.py -m '$(if $(filter all,$(ARGS)),launches,launches and not every_pair)' $(filter-out all,$(ARGS))
+test-launches: $(READY)  ## train under each launch configuration, in several processes; ARGS=all for every method
+	$(BIN)/python -m pytest -n logical --maxprocesses 2 --dist loadgroup tests/train/test_launches.py tests/eval/test_launch.py \
+		-m '$(if $(filter all,$(ARGS)),launches,launches and not every_pair)' $(filter-out all,$(ARGS))
 
-test-all:  ## all of these and test-engines
+test-all:  ## run all tests: quick, long, launches, engines
 	$(MAKE) test
 	$(MAKE) test-long
 	$(MAKE) test-launches
 	$(MAKE) test-engines
 
-lint: $(READY)  ## formatting, lint, types and the import direction; changes nothing
+lint: $(READY)  ## check formatting, lint, types, import order and import cycles; change nothing
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python .ci/import_cycles.py
 
 format: $(READY)  ## reformat the code and sort its imports
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-site: $(READY)  ## the pages of docs/ as a site, in site/
+site: $(READY)  ## build the documentation site in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-bench: $(READY)  ## measure speed on this machine
+bench: $(READY)  ## measure decoding and training speed on this machine
 	$(BIN)/python bench/run.py $(ARGS)
 
-methods: $(READY)  ## train every method for pico, compare them in one run, write the table of docs/methods.md
+methods: $(READY)  ## train every method for pico, compare them, write the table of docs/methods.md
 	$(BIN)/python -m bench.methods $(ARGS)
 
-smollm2: $(READY)  ## train a draft for SmolLM2-135M-Instruct, measure, gate: about 90 minutes; ARGS="small=true" for a few
+smollm2: $(READY)  ## train, measure and judge a draft for SmolLM2-135M-Instruct: about 90 minutes (ARGS="small=true": a few)
 	$(BIN)/python -m bench.smollm2 $(ARGS)
 
-smollm2-methods: $(READY)  ## every method for that target on equal data, minutes and tokens: hours; ARGS="small=true" for a few
+smollm2-methods: $(READY)  ## compare all methods for SmolLM2 at equal minutes and tokens: hours (ARGS="small=true": minutes)
 	$(BIN)/python -m bench.smollm2_methods $(ARGS)
 
-smollm2-engines: $(READY) engines  ## those drafts in vLLM and in llama.cpp: as much accepted, how much faster; ARGS="small=true" for few prompts
+smollm2-engines: $(READY) engines  ## measure SmolLM2's drafts in vLLM and llama.cpp; ARGS="small=true" for few prompts
 	SPECDISTILL_ENGINES=$(abspath $(ENGINES)) $(BIN)/python -m bench.smollm2_engines $(ARGS)
 
-# An environment is named after the hash of its list: another list makes another one, and what stands is kept.
+# The name of an environment has the hash of its list of packages. A changed list makes a new one and keeps the old one.
 environment = $(ENGINES)/$(1)-$(shell sha256sum $(LISTS)/$(1).txt | cut -c 1-12)
 LISTS := tests/with_engines
 SPECULATORS := $(call environment,speculators)
 VLLM := $(call environment,vllm)
 LLAMA := $(call environment,llama.cpp)
 
-engines: $(SPECULATORS)/.ready $(VLLM)/.ready $(LLAMA)/.ready  ## make an environment for each engine that reads our drafts (docs/engines.md)
+engines: $(SPECULATORS)/.ready $(VLLM)/.ready $(LLAMA)/.ready  ## create an environment for each engine that reads our drafts (docs/engines.md)
 
-test-engines: $(READY) engines  ## drafts in those engines: same logits, same text, same counts of accepted tokens
-	SPECDISTILL_ENGINES=$(abspath $(ENGINES)) $(BIN)/python -m pytest -n logical --maxprocesses 2 --dist loadfile tests/with_engines -m engines $(ARGS)
+test-engines: $(READY) engines  ## run exported drafts in the engines: same logits, text and acceptance; ARGS=all for every combination
+	SPECDISTILL_ENGINES=$(abspath $(ENGINES)) $(BIN)/python -m pytest -n logical --maxprocesses 2 --dist loadfile tests/with_engines \
+		-m '$(if $(filter all,$(ARGS)),engines,engines and not every_pair)' $(filter-out all,$(ARGS))
 
-# Warnings of old libraries about others are no failure, and the pins are other versions'. torch comes as its CUDA build (3 GB), which runs on
-# CPUs too.
+# Old libraries warn about each other, so warnings do not fail here. The two deselected tests are about the tested versions, not the
+# lowest ones. torch is its CUDA build (3 GB), which also runs on CPUs.
 LOWEST := $(ENGINES)/lowest-$(shell sha256sum pyproject.toml | cut -c 1-12)
-test-lowest: $(LOWEST)/.ready  ## the quick tests with the lowest versions that pyproject.toml allows
-	$(LOWEST)/bin/python $(wordlist 2,99,$(PYTEST)) -W default -m 'not long' --deselect tests/test_packaging.py::test_constraints_pin_what_the_dependencies_need $(ARGS)
+test-lowest: $(LOWEST)/.ready  ## run the quick tests with the lowest versions that pyproject.toml allows
+	$(LOWEST)/bin/python $(wordlist 2,99,$(PYTEST)) -W default -m 'not long' --deselect tests/test_packaging.py::test_constraints_pin_what_the_dependencies_need \
+		--deselect tests/bench/test_gpu_wheels.py::test_the_list_holds_what_is_required_at_the_tested_versions $(ARGS)
 
-cuda-check: $(LOWEST)/.ready  ## count kernels, bytes and waits of a GPU's step and round; needs no GPU
+cuda-check: $(LOWEST)/.ready  ## count the kernels, bytes and waits of a GPU's training step and decoding round; needs no GPU
 	$(LOWEST)/bin/python -m bench.cuda_check $(ARGS)
 
-gpu:  ## what a GPU does with all of this, in half an hour: bench/results/gpu; without a network, in the Python that is active
-	$(PYTHON) -m bench.gpu $(ARGS)
+# Missing wheels are installed into a separate folder, so that the machine's Python does not change.
+PACKAGES := $(abspath runs/gpu-packages)
+gpu:  ## measure on a GPU, in half an hour, without a network; ARGS="short=true" for nine minutes
+	$(PYTHON) -m bench.gpu_wheels install $(PACKAGES)
+	PYTHONPATH="$(PACKAGES)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m bench.gpu $(ARGS)
+
+gpu-wheels: $(READY)  ## download the wheels that `make gpu` needs into wheels/; ARGS=record renews their list
+	$(BIN)/python -m bench.gpu_wheels download $(ARGS)
 
 $(LOWEST)/.ready:
 	$(PYTHON) -m venv $(@D)
@@ -99,19 +111,19 @@ $(LOWEST)/.ready:
 	$(@D)/bin/uv pip install --quiet --python $(@D)/bin/python --resolution lowest-direct --requirement pyproject.toml --extra dev
 	touch $@
 
-mutants: $(READY)  ## break the library in each way of tests/mutants.json: do the quick tests notice?
+mutants: $(READY)  ## check that the quick tests notice each mutation of tests/mutants.json
 	$(BIN)/python bench/mutants.py $(ARGS)
 
 kills: $(READY)  ## kill export, publish, data and train a hundred times each, at random moments (make test-long: twenty times)
-	SPECDISTILL_KILLS=100 $(PYTEST) -m long -k kills tests/test_kills.py tests/produce/test_command.py $(ARGS)
+	SPECDISTILL_KILLS=100 $(PYTEST) -m long -k kills tests/test_kills.py tests/cli/test_data.py $(ARGS)
 
-# make prints the line with its seed, by which a failure is found again.
+# make prints the command with its seed. Run it with that seed to repeat a failure.
 NUM_INPUTS ?= 20000
 SEED ?= $(shell date +%s)
-fuzz: $(READY)  ## 20,000 hostile inputs to the commands, others each time: an hour; SEED=… repeats a run
+fuzz: $(READY)  ## give the commands 20,000 hostile inputs, in about an hour; SEED=… repeats a run
 	SPECDISTILL_FUZZ=$(NUM_INPUTS) $(PYTEST) --timeout 7200 --hypothesis-seed $(SEED) tests/fuzz $(ARGS)
 
-# The lists are whole, so nothing is left to resolve: what the packages ask for beyond them, they do not need on a CPU.
+# The lists are complete, so pip resolves nothing. Further packages that these ask for are not needed on a CPU.
 define INSTALL
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --constraint $(LISTS)/$(1).txt torch
@@ -129,7 +141,7 @@ $(VLLM)/.ready:
 		mkdir -p vllm-$$version.dist-info; printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\n' $$version > vllm-$$version.dist-info/METADATA
 	touch $@
 
-# llama.cpp's server, built here without its web page; its converter is Python.
+# llama.cpp's server is compiled without its web page. Its converter is a Python script.
 SOURCE := $(LLAMA)/source/vendor/llama.cpp
 $(LLAMA)/.ready:
 	$(PYTHON) -m venv $(@D)
@@ -141,7 +153,8 @@ $(LLAMA)/.ready:
 	PATH="$(abspath $(@D))/bin:$$PATH" cmake --build $(SOURCE)/build --target llama-server
 	touch $@
 
-# torch first and by its pin: without one, pip takes the newest CUDA build. DeepSpeed's set-up imports torch, so it sees this environment.
+# torch comes first and pinned, because without a pin pip installs the newest CUDA build. DeepSpeed's setup script imports torch, so it is
+# built without isolation.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

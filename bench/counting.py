@@ -1,7 +1,8 @@
-"""What this package's decoder generates with a draft and accepts of it, counted as engines count.
+"""Decode with this package's decoder, and count drafts and accepted tokens as engines count them.
 
-Engines count what the target accepted of a draft before they cut the completion at its limit or at a stop token; rounds here count after
-the cut. So decoding here ignores stop tokens and continues until the last round is complete.
+Engines count what the target accepted of a draft before they cut the completion at its limit or at
+a stop token; rounds here count after the cut. So decoding here ignores stop tokens and continues
+until the last round is complete.
 """
 
 import math
@@ -15,7 +16,13 @@ from specdistill.targets.frozen import FrozenTarget
 
 @dataclass(frozen=True)
 class Counts:
-    """Of one completion or of several, as vLLM counts. accepted_per_position [K]: drafts whose token there was accepted."""
+    """The counts of one completion or of several, as vLLM counts.
+
+    Attributes:
+        num_drafts: rounds in which something was drafted.
+        num_draft_tokens: draft tokens of these rounds.
+        accepted_per_position: K numbers: the drafts whose token at this position was accepted.
+    """
 
     num_drafts: int
     num_draft_tokens: int
@@ -23,7 +30,7 @@ class Counts:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens per round, the target's own included; NaN when nothing was drafted."""
+        """The tokens per round, the target's own included; NaN if nothing was drafted."""
         return (
             1 + sum(self.accepted_per_position) / self.num_drafts if self.num_drafts else math.nan
         )
@@ -31,14 +38,19 @@ class Counts:
 
 @dataclass(frozen=True)
 class Completion:
-    """A completion, and what was accepted on the way: all zeros without a draft."""
+    """A completion, and what was accepted on the way.
+
+    Attributes:
+        token_ids: the completion.
+        counts: its counts; all zeros without a draft.
+    """
 
     token_ids: tuple[int, ...]
     counts: Counts
 
 
-def total(completions: Sequence[Completion]) -> Counts:
-    """The counts of all completions together."""
+def sum_counts(completions: Sequence[Completion]) -> Counts:
+    """Return the counts of all completions together."""
     counts = [completion.counts for completion in completions]
     rows = [
         (count.num_drafts, count.num_draft_tokens, *count.accepted_per_position) for count in counts
@@ -48,8 +60,9 @@ def total(completions: Sequence[Completion]) -> Counts:
 
 
 def ignore_stop_tokens(target: FrozenTarget) -> None:
-    """From now on this target's completions end at their limit alone."""
-    target.model.generation_config.eos_token_id = []  # not None, for which the model's config is asked
+    """Make all later completions of this target end at their limit only."""
+    # None would not do: the stop tokens would then be read from the model's config.
+    target.model.generation_config.eos_token_id = []
 
 
 def generate_here(
@@ -61,13 +74,27 @@ def generate_here(
     num_speculative_tokens: int = 0,
     stop_ids: Collection[int] = (),
 ) -> list[Completion]:
-    """Each prompt continued by `max_new_tokens` tokens, greedily, or to one of `stop_ids`; the last round counts what it would accept
-    without that end.
+    """Continue each prompt greedily by `max_new_tokens` tokens, or up to a stop token.
 
-    The target ignores stop tokens (`ignore_stop_tokens`). There must be room for K more tokens in its context; raises UserError where
-    there is not.
+    The last round counts what it would accept if the completion did not end there. So decoding
+    continues for up to K tokens after the end.
+
+    Args:
+        target: the target; it ignores stop tokens (`ignore_stop_tokens`).
+        proposer: the draft; None for plain decoding.
+        prompts: the token ids of each prompt.
+        max_new_tokens: the limit of each completion.
+        num_speculative_tokens: K.
+        stop_ids: tokens that end a completion.
+
+    Returns:
+        The completion of each prompt.
+
+    Raises:
+        UserError: if the target's context has no room for K more tokens.
     """
-    decoder, completions = Decoder(target, proposer), []
+    decoder = Decoder(target, proposer)
+    completions = []
     for prompt_ids in prompts:
         k = num_speculative_tokens
         generation = decoder.generate(
@@ -77,7 +104,7 @@ def generate_here(
             place for place, token in enumerate(generation.token_ids, start=1) if token in stop_ids
         )
         end = min(max_new_tokens, next(stops, max_new_tokens))
-        length, drafts = 1, []  # the first token is the prefill's
+        length, drafts = 1, []  # the first token comes from the prefill, not from a round
         for entry in generation.rounds:
             if length >= end:
                 break
@@ -91,6 +118,6 @@ def generate_here(
     return completions
 
 
-def num_same(one: Sequence[Completion], other: Sequence[Completion]) -> int:
-    """How many prompts are continued by the same tokens."""
-    return sum(a.token_ids == b.token_ids for a, b in zip(one, other, strict=True))
+def count_identical_completions(first: Sequence[Completion], second: Sequence[Completion]) -> int:
+    """Return the number of prompts that both continue by the same tokens."""
+    return sum(a.token_ids == b.token_ids for a, b in zip(first, second, strict=True))

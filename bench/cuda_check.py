@@ -1,12 +1,22 @@
-"""What a GPU would do with a step of training and a round of decoding, counted without one: a JSON line for each part.
+"""Count, without a GPU, what a GPU would do in a training step and in a decoding round.
 
-    make cuda-check                     # exits with 1 where training waits for the host, or a part takes 5 % more than is recorded
+It prints a JSON line for each part.
+
+    # exits with 1 if training waits for the host, or if a part takes 5 % more than is recorded
+    make cuda-check
     make cuda-check ARGS="record=true"  # replaces bench/results/cuda_check.json
 
-Under the CUDA build of torch tensors are on `cuda:0` and have no content: schemas, dtypes and devices are a GPU's, and nothing is computed.
-`kernels`: operations that write; a GPU may take several for one. `traffic_gb`: read and written by all but matrix products and attention.
-`waits`: copies between host and device that block, and operations whose result's shape depends on data. Autograd's engine takes no such
-tensors, so the gradients are counted on the CPU, with the chunks of a GPU; and so is what `train.torch_compile` makes of a step, as
+Under the CUDA build of torch, tensors without content are on `cuda:0`. Their schemas, dtypes and
+devices are those of a GPU, and nothing is computed. The numbers of a part:
+
+- `kernels`: operations that write. A GPU may take several kernels for one operation.
+- `traffic_gb`: what all operations except matrix products and attention read and write.
+- `tflop`: floating-point operations of matrix products and attention.
+- `waits`: blocking copies between host and device, and operations whose result has a shape that
+  depends on data.
+
+Autograd's engine does not take such tensors. So the gradients are counted on the CPU, with the
+chunk sizes of a GPU. The same holds for a step under `train.torch_compile`, which is counted as
 torch's compiler fuses it for a CPU.
 """
 
@@ -31,47 +41,49 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bench.memory import NUM_STEPS, TARGET
-from specdistill.command import run
+from bench.llama_8b import NUM_STEPS, TARGET
+from specdistill.advice.plan.accounting import (
+    VIEW_OPERATIONS,
+    Ledger,
+    count_training_step,
+    list_tensors,
+)
+from specdistill.cli.command import run
+from specdistill.common.errors import ExitCode
+from specdistill.data.rows.packing import collate
 from specdistill.decoding.kv_cache import DraftKVCache
 from specdistill.decoding.readers import CachedTarget
+from specdistill.decoding.transformers_models import pad_rows
 from specdistill.decoding.tree import Tree
-from specdistill.errors import ExitCode
-from specdistill.losses import chunked
 from specdistill.methods import METHODS
-from specdistill.methods.chains.unroll import objective
-from specdistill.methods.eagle3 import method as eagle3
+from specdistill.methods.eagle3.advice import Eagle3Advice
 from specdistill.methods.eagle3.module import check_aux_layers
 from specdistill.methods.sizes import PlannedDraft, WeightlessTarget
-from specdistill.planning.accounting import UNWRITTEN, Ledger, training_step
 from specdistill.recipe.fields import Section, option
-from specdistill.recipe.load import validate
-from specdistill.rows.packing import collate
+from specdistill.recipe.load import validate_recipe
 from specdistill.targets import packed_attention
 from specdistill.targets.frozen import FrozenTarget, compile_layers
 from specdistill.targets.packed_rows import (
     Documents,
-    attending,
-    by_lengths,
-    lengths_of,
-    sdpa_configs,
+    build_length_inputs,
+    find_sdpa_configs,
+    replace_attention,
+    run_by_lengths,
 )
+from specdistill.training.losses import head_loss
 
 aten = torch.ops.aten
 
-# What an H200 reaches: operations of matrix products, and bytes, a second. Assumed: bench/gpu.py measures them where there is one.
-PRODUCTS, BANDWIDTH = 650e12, 3.65e12
-FP8_BYTES = 3  # of an activation that is read and rounded, in a compiled layer
-ADAMW_BYTES = 32  # of a parameter in a step: it, its gradient and moments are read, all but the gradient written, and the norm taken
-
 RECORD = Path(__file__).with_name("results") / "cuda_check.json"
-ALLOWED = 1.05  # of what is recorded
-DEVICE, ROWS, LENGTH, VOCABULARY = "cuda:0", 4, 2048, 32_000
-PROMPT = 2048  # tokens of the sequence that a round continues
+MAX_RATIO_TO_RECORD = 1.05  # of what is recorded
+DEVICE = "cuda:0"
+NUM_ROWS = 4
+LENGTH = 2048
+VOCABULARY = 32_000
+PROMPT_LENGTH = 2048  # tokens of the sequence that a round continues
 TREE = Tree(tuple((node - 1) // 2 if node else -1 for node in range(60)))
 RECIPE = {
     "method": "eagle3",
@@ -79,28 +91,46 @@ RECIPE = {
     "data": {"source": "x"},
     "train": {"output_dir": "x"},
 }
-# A draft model of about a billion parameters, as Llama-3.2-1B
+# A draft model of about a billion parameters, of the shape of Llama-3.2-1B.
 DRAFT_MODEL = {
-    "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+    "num_attention_heads": 32, "num_key_value_heads": 8,
     "vocab_size": 128_256, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
 }  # fmt: skip
-COPIES = {aten._to_copy, aten.copy_}
-WAITS = {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.unique_dim, aten._unique2}
+COPY_OPERATIONS = {aten._to_copy, aten.copy_}
+WAITING_OPERATIONS = {
+    aten._local_scalar_dense,
+    aten.nonzero,
+    aten.masked_select,
+    aten.unique_dim,
+    aten._unique2,
+}
 
 
 packed_attention.capability = lambda device: (9, 0)  # type: ignore[assignment]  # an H100's: there is no driver to ask
-# torch's own formula takes heads to come before positions.
+# torch's own formula assumes that heads come before positions.
 flop_registry[aten._flash_attention_forward] = lambda query, key, *_, **__: (
     4 * query.numel() * key.shape[1]
 )
 
 
 class Options(Section):
+    """The options of this script."""
+
     record: bool = option(False, "replace bench/results/cuda_check.json by what is counted")
 
 
-class Launches(Ledger):
-    """A Ledger that also counts kernels, and what the host waits for."""
+class LaunchLedger(Ledger):
+    """A Ledger that also counts kernels and what the host waits for.
+
+    Attributes:
+        device: the type of device whose operations are counted.
+        kernels: operations that write.
+        copies: blocking copies between host and device, and operations whose result has a shape
+            that depends on data. The host waits for both.
+        in_graph: whether a compiled graph runs, whose kernels are counted as a whole.
+        compiles: whether torch is compiling; what it runs meanwhile does not count.
+    """
 
     def __init__(self, device: str = "cuda") -> None:
         super().__init__()
@@ -117,29 +147,43 @@ class Launches(Ledger):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.compiles or (self.in_graph and func.overloadpacket not in flop_registry):
             return func(*args, **(kwargs or {}))
-        given = tensors((args, kwargs))
-        held = {tensor.untyped_storage()._cdata for tensor in given}
+        inputs = list_tensors((args, kwargs))
+        held_storages = {tensor.untyped_storage()._cdata for tensor in inputs}
         try:
             result = super().__torch_dispatch__(func, types, args, kwargs)
         except DynamicOutputShapeException:
+            # An index with masks has a result of unknown size, for which the host would wait.
             if func.overloadpacket is not aten.index:
                 raise
             self.copies += 1
-            result = super().__torch_dispatch__(func, types, (args[0], whole(args[1])), kwargs)
-        operation, made = func.overloadpacket, tensors(result)
+            result = super().__torch_dispatch__(
+                func, types, (args[0], expand_masks(args[1])), kwargs
+            )
+        operation = func.overloadpacket
+        outputs = list_tensors(result)
         writes = func._schema.is_mutable or any(
-            tensor.untyped_storage()._cdata not in held for tensor in made
+            tensor.untyped_storage()._cdata not in held_storages for tensor in outputs
         )
-        on_device = any(tensor.device.type == self.device for tensor in (*given, *made))
-        self.kernels += writes and on_device and operation not in UNWRITTEN and not self.in_graph
-        between = {tensor.device.type for tensor in (*given, *made)} == {"cpu", "cuda"}
-        blocks = operation in COPIES and between and not (kwargs or {}).get("non_blocking")
-        self.copies += blocks or (operation in WAITS and on_device)
+        on_device = any(tensor.device.type == self.device for tensor in (*inputs, *outputs))
+        self.kernels += (
+            writes and on_device and operation not in VIEW_OPERATIONS and not self.in_graph
+        )
+        between = {tensor.device.type for tensor in (*inputs, *outputs)} == {"cpu", "cuda"}
+        blocks = operation in COPY_OPERATIONS and between and not (kwargs or {}).get("non_blocking")
+        self.copies += blocks or (operation in WAITING_OPERATIONS and on_device)
         return result
 
-    def graph(self, module: Any, inputs: Any) -> Any:
-        """A compiler's backend: counts the kernels of each call as they are fused, and computes them one by one."""
-        # Here, and not above: they warn of torch's own deprecations.
+    def compile_graph(self, module: Any, inputs: Any) -> Any:
+        """Return the backend of torch.compile that counts the fused kernels of each call.
+
+        The call itself runs the operations one by one. Only its matrix products and attention are
+        counted as they run.
+
+        Args:
+            module: the traced graph.
+            inputs: its inputs, without content.
+        """
+        # These are imported here, and not above, because they warn of torch's own deprecations.
         from torch._inductor.compile_fx import _recursive_post_grad_passes, fake_tensor_prop
         from torch._inductor.debug import DebugContext
         from torch._inductor.graph import GraphLowering
@@ -164,35 +208,36 @@ class Launches(Ledger):
                 ]
                 traffic = sum(node.get_read_write_buffers_sizes() for node in fused)
 
-        def call(*given: Tensor) -> Any:
+        def call(*graph_inputs: Tensor) -> Any:
             self.kernels += len(kernels)
             self.traffic += traffic
             self.in_graph = True
             try:
-                return module.forward(*given)
+                return module.forward(*graph_inputs)
             finally:
                 self.in_graph = False
 
         return make_boxed_func(call)
 
     def compile(self, target: Any, objective: Any) -> None:
-        """As `train.torch_compile=true` does."""
+        """Compile target and objective like `train.torch_compile=true`, with `graph` as backend."""
         from torch._inductor.decomposition import select_decomp_table
 
         partition = {
             "decompositions": select_decomp_table,
             "partition_fn": min_cut_rematerialization_partition,
         }
-        backend = aot_autograd(fw_compiler=self.graph, bw_compiler=self.graph, **partition)
+        backend = aot_autograd(
+            fw_compiler=self.compile_graph, bw_compiler=self.compile_graph, **partition
+        )
         compile_layers({"torch_compile": True, "torch_compile_backend": backend}, target, objective)
 
 
-def tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+def expand_masks(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return the indices with each mask replaced by indices, as if the mask were true throughout.
 
-
-def whole(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Indices in the place of masks, for as many elements as masks that are true throughout would choose."""
+    A mask of d dimensions becomes d tensors of indices, one index for each element of the mask.
+    """
     chosen: list[Tensor | None] = []
     for index in indices:
         if index is not None and index.dtype == torch.bool:
@@ -203,8 +248,11 @@ def whole(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 
 @contextmanager
-def autocast() -> Iterator[None]:
-    """As under `train.bf16=true`. torch's own context refuses a device that is not there."""
+def enable_autocast() -> Iterator[None]:
+    """Run as under `train.bf16=true`.
+
+    torch's own context manager refuses a device that is not there.
+    """
     torch.set_autocast_enabled("cuda", True)
     torch.set_autocast_dtype("cuda", torch.bfloat16)
     try:
@@ -213,100 +261,82 @@ def autocast() -> Iterator[None]:
         torch.set_autocast_enabled("cuda", False)
 
 
+def plan_head() -> PlannedDraft:
+    """Return the EAGLE-3 head that is counted."""
+    return Eagle3Advice().plan_draft(TARGET, None, {"vocab_size": VOCABULARY})
+
+
 def main(options: Options) -> ExitCode:
-    head = eagle3.planned(TARGET, None, {"vocab_size": VOCABULARY})
+    """Count all parts, print them, and compare them with the record."""
+    head = plan_head()
     row = {"input_ids": [0], "loss_mask": [1], "document_ids": [0]}
     packed = {name: value * LENGTH for name, value in row.items()} | {
         "position_ids": list(range(LENGTH))
     }
-    batch = collate([packed] * ROWS)
-    found = {}
+    batch = collate([packed] * NUM_ROWS)
+    counts_by_part = {}
     with FakeTensorMode() as mode, torch.device(DEVICE):
-        for name, part in parts_of(head, batch, mode).items():
-            found[name] = count(part)
-    chunked.CHUNK_BYTES["cpu"] = chunked.CHUNK_BYTES["cuda"]
+        for name, part in build_parts(head, batch, mode).items():
+            counts_by_part[name] = count(part)
+    head_loss.CHUNK_BYTES["cpu"] = head_loss.CHUNK_BYTES["cuda"]
     for compiled in (False, True):
-        ledger = Launches("cpu")
-        step: dict[str, Any] = {"rows": ROWS, "length": LENGTH, "ledger": ledger}
+        ledger = LaunchLedger("cpu")
+        step: dict[str, Any] = {"rows": NUM_ROWS, "length": LENGTH, "ledger": ledger}
         if compiled:
             step["prepare"] = partial(
                 ledger.compile, SimpleNamespace(compile=lambda **options: None)
             )
-        training_step("eagle3", head.build, {"ttt_steps": NUM_STEPS}, TARGET, **step)
-        found["training: unroll and loss with gradients" + ", compiled" * compiled] = counted(
-            ledger
+        count_training_step("eagle3", head.build, {"ttt_steps": NUM_STEPS}, TARGET, **step)
+        counts_by_part["training: unroll and loss with gradients" + ", compiled" * compiled] = (
+            format_counts(ledger)
         )
-    found["training: target layers, compiled"] = compiled_target(batch)
-    for name, counts in found.items():
+    counts_by_part["training: target layers, compiled"] = count_compiled_target(batch)
+    for name, counts in counts_by_part.items():
         print(json.dumps({"part": name, **counts}), flush=True)
-    print(
-        json.dumps(
-            {"part": "compiled step on an H200, computed", **tokens_per_second(found, head)}
-        ),
-        flush=True,
-    )
     if options.record:
-        RECORD.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        RECORD.write_text(json.dumps(counts_by_part, indent=1) + "\n", encoding="utf-8")
     recorded = json.loads(RECORD.read_text(encoding="utf-8"))
     worse = [
         f"{name} waits for the host"
-        for name in found
-        if name.startswith("training") and found[name]["waits"]
+        for name in counts_by_part
+        if name.startswith("training") and counts_by_part[name]["waits"]
     ]
-    for name, counts in found.items():
-        known = recorded.get(name, dict.fromkeys(counts, 0))
+    for name, counts in counts_by_part.items():
+        recorded_counts = recorded.get(name, dict.fromkeys(counts, 0))
         worse += [
-            f"{name}: {key} {counts[key]}, recorded {known[key]}"
+            f"{name}: {key} {counts[key]}, recorded {recorded_counts[key]}"
             for key in counts
-            if counts[key] > ALLOWED * known[key]
+            if counts[key] > MAX_RATIO_TO_RECORD * recorded_counts[key]
         ]
     print(*worse, sep="\n", file=sys.stderr, end="\n" * bool(worse))
     return ExitCode.CHECK_FAILED if worse else ExitCode.DONE
 
 
-def tokens_per_second(found: dict[str, dict[str, float]], head: PlannedDraft) -> dict[str, int]:
-    """Of a compiled step with AdamW; and with a target in FP8, whose layers' products take half of the time."""
-    target, draft = (
-        found[f"training: {part}, compiled"]
-        for part in ("target layers", "unroll and loss with gradients")
-    )
-    traffic = (
-        1e9 * (target["traffic_gb"] + draft["traffic_gb"]) + ADAMW_BYTES * head.parts.parameters
-    )
-    seconds = 1e12 * (target["tflop"] + draft["tflop"]) / PRODUCTS + traffic / BANDWIDTH
-    config, tokens = TARGET.text, ROWS * LENGTH
-    rounded = (
-        FP8_BYTES
-        * tokens
-        * config.num_hidden_layers
-        * (3 * config.hidden_size + config.intermediate_size)
-    )
-    in_fp8 = seconds - 0.5e12 * target["tflop"] / PRODUCTS + rounded / BANDWIDTH
-    return {"bfloat16": round(tokens / seconds), "target in FP8": round(tokens / in_fp8)}
-
-
-def compiled_target(batch: dict[str, Any]) -> dict[str, float]:
+def count_compiled_target(batch: dict[str, Any]) -> dict[str, float]:
+    """Count a pass of the target over packed rows, with its layers compiled for a CPU."""
     with FakeTensorMode() as mode:
         batch = {
             name: mode.from_tensor(value) if isinstance(value, Tensor) else value
             for name, value in batch.items()
         }
         target = WeightlessTarget(TARGET)
-        vars(target).update(_packing=by_lengths)
-        ledger = Launches("cpu")
+        vars(target).update(_packing=run_by_lengths)
+        ledger = LaunchLedger("cpu")
         ledger.compile(target, SimpleNamespace(layers=(), row_losses=len))
         with ledger, torch.autocast("cpu", torch.bfloat16):
-            target_pass(target, check_aux_layers(None, target.num_layers), batch)
-    return counted(ledger)
+            run_target_pass(target, check_aux_layers(None, target.num_layers), batch)
+    return format_counts(ledger)
 
 
 def count(run_part: Callable[[], Any]) -> dict[str, float]:
-    with Launches() as ledger:
+    """Run a part and return its counts."""
+    with LaunchLedger() as ledger:
         run_part()
-    return counted(ledger)
+    return format_counts(ledger)
 
 
-def counted(ledger: Launches) -> dict[str, float]:
+def format_counts(ledger: LaunchLedger) -> dict[str, float]:
+    """Return the counts of a ledger under the names of the record."""
     return {
         "kernels": ledger.kernels,
         "traffic_gb": round(ledger.traffic / 1e9, 1),
@@ -315,27 +345,36 @@ def counted(ledger: Launches) -> dict[str, float]:
     }
 
 
-def parts_of(
+def build_parts(
     planned: PlannedDraft, batch: dict[str, Any], mode: FakeTensorMode
 ) -> dict[str, Callable[[], Any]]:
+    """Return the parts that are counted with the schemas of CUDA, by name.
+
+    Args:
+        planned: the EAGLE-3 head.
+        batch: packed rows, whose tensors lose their content here.
+        mode: the mode of tensors without content.
+    """
     batch = {
         name: mode.from_tensor(value).to(DEVICE) if isinstance(value, Tensor) else value
         for name, value in batch.items()
     }
     target = WeightlessTarget(TARGET)
-    vars(target).update(_packing=by_lengths, _maskless=sdpa_configs(target.model))
+    vars(target).update(_packing=run_by_lengths, _maskless=find_sdpa_configs(target.model))
     assert planned.build is not None
     head = planned.build(target)
-    recipe = validate(METHODS["eagle3"].recipe(), {**RECIPE, "draft": {"ttt_steps": NUM_STEPS}})
-    step: Any = objective(head, recipe, target)
+    recipe = validate_recipe(
+        METHODS["eagle3"].recipe(), {**RECIPE, "draft": {"ttt_steps": NUM_STEPS}}
+    )
+    step: Any = METHODS["eagle3"].load().build_objective(head, recipe, target)
     draft: Any = LlamaForCausalLM(LlamaConfig(**DRAFT_MODEL))
     torch.set_default_dtype(torch.bfloat16)  # such a tensor cannot be cast in place
     decoding = Decoding(target, planned.build(target))
     torch.set_default_dtype(torch.float32)
     return {
-        "training: target layers": partial(target_layers, target, head.aux_layers, batch),
-        "training: unroll and loss": partial(unroll, step, target, batch),
-        "training: draft model": partial(draft_model, draft, batch),
+        "training: target layers": partial(run_target_layers, target, head.aux_layers, batch),
+        "training: unroll and loss": partial(compute_unroll_loss, step, target, batch),
+        "training: draft model": partial(run_draft_model, draft, batch),
         "decoding: prompt": decoding.prompt,
         "decoding: chain drafted": decoding.draft,
         "decoding: chain verified": decoding.verify,
@@ -343,27 +382,30 @@ def parts_of(
     }
 
 
-def target_layers(target: FrozenTarget, aux_layers: Any, batch: dict[str, Any]) -> None:
-    with autocast():
-        target_pass(target, aux_layers, batch)
+def run_target_layers(target: FrozenTarget, aux_layers: Any, batch: dict[str, Any]) -> None:
+    """Run the layers of the target under autocast."""
+    with enable_autocast():
+        run_target_pass(target, aux_layers, batch)
 
 
 @torch.no_grad()
-def target_pass(target: FrozenTarget, aux_layers: Any, batch: dict[str, Any]) -> None:
-    rows = {"position_ids_BT": batch["position_ids"], "documents": documents_of(batch)}
+def run_target_pass(target: FrozenTarget, aux_layers: Any, batch: dict[str, Any]) -> None:
+    """Run the layers of the target over packed rows, as they are run to get features."""
+    rows = {"position_ids_BT": batch["position_ids"], "documents": build_documents(batch)}
     FrozenTarget.features(target, batch["input_ids"], aux_layers, **rows)
 
 
-def unroll(step: Any, target: FrozenTarget, batch: dict[str, Any]) -> None:
-    """As the Trainer takes the loss."""
+def compute_unroll_loss(step: Any, target: FrozenTarget, batch: dict[str, Any]) -> None:
+    """Compute the loss of a head as the Trainer computes it."""
     batch = step.prepare(batch, None)
-    with torch.no_grad(), autocast():
+    with torch.no_grad(), enable_autocast():
         step(**batch, **step.read_target(target, batch))
 
 
-def draft_model(draft: Any, batch: dict[str, Any]) -> None:
-    packed = lengths_of(batch["input_ids"], documents_of(batch))
-    with autocast(), attending(sdpa_configs(draft)):
+def run_draft_model(draft: Any, batch: dict[str, Any]) -> None:
+    """Run the layers of a draft model over packed rows."""
+    packed = build_length_inputs(batch["input_ids"], build_documents(batch))
+    with enable_autocast(), replace_attention(find_sdpa_configs(draft)):
         draft.model(
             input_ids=batch["input_ids"],
             position_ids=batch["position_ids"],
@@ -373,49 +415,56 @@ def draft_model(draft: Any, batch: dict[str, Any]) -> None:
 
 
 class Decoding:
-    """A round at PROMPT tokens, as far as it does not depend on what is computed."""
+    """The passes of a decoding round after PROMPT tokens, with acceptance that is fixed beforehand.
+
+    What depends on computed values is left out.
+    """
 
     def __init__(self, target: FrozenTarget, head: Any) -> None:
-        self.head, target = head, copy.copy(target)
+        self.head = head
+        target = copy.copy(target)
         vars(target)["features"] = partial(FrozenTarget.features, target)
         self.reader = CachedTarget(target, head.aux_layers)
 
     @torch.no_grad()
     def prompt(self) -> None:
-        _, features = self.reader.begin([range(PROMPT)])
+        """Read the prompt, in the target and in the head."""
+        _, features = self.reader.begin([range(PROMPT_LENGTH)])
         self.cache = DraftKVCache(
             1, partial(self.head.rotary, self.head.fc.weight), torch.device(DEVICE)
         )
-        self._step(torch.zeros(1, PROMPT, dtype=torch.long), self.head.fuse(features))
+        self._step(torch.zeros(1, PROMPT_LENGTH, dtype=torch.long), self.head.fuse(features))
 
     @torch.no_grad()
     def draft(self) -> None:
-        ids, hidden = (
-            torch.zeros(1, 1, dtype=torch.long),
-            torch.zeros(1, 1, self.head.config.hidden_size, dtype=torch.bfloat16),
-        )
+        """Draft a chain of NUM_STEPS tokens."""
+        ids = torch.zeros(1, 1, dtype=torch.long)
+        hidden = torch.zeros(1, 1, self.head.config.hidden_size, dtype=torch.bfloat16)
         for _ in range(NUM_STEPS):
             ids, hidden = self._step(ids, hidden)
 
     def _step(self, ids_1T: Tensor, hidden_1TH: Tensor) -> tuple[Tensor, Tensor]:
         normed, hidden = self.head(
-            ids_1T, hidden_1TH, self.cache.extend([ids_1T.shape[1]]), self.cache
+            ids_1T, hidden_1TH, self.cache.begin_chain([ids_1T.shape[1]]), self.cache
         )
         return self.head.target_ids_W[self.head.logits(normed[:, -1:]).argmax(-1)], hidden[:, -1:]
 
     @torch.no_grad()
     def verify(self) -> None:
+        """Read a chain of NUM_STEPS draft tokens in one pass of the target, and keep two."""
         self.reader.read([range(1 + NUM_STEPS)])
         self.reader.keep([[0, 1]])
 
     @torch.no_grad()
     def verify_tree(self) -> None:
+        """Read TREE in one pass of the target, and keep a path of it."""
         _, features = self.reader.read([range(1 + len(TREE.parents))], [TREE])
         self.reader.keep([[1, 4]])
-        features.at([0, 2, 5])
+        features.at(pad_rows([[0, 2, 5]], torch.device(DEVICE)))
 
 
-def documents_of(batch: dict[str, Any]) -> Documents:
+def build_documents(batch: dict[str, Any]) -> Documents:
+    """Return the documents of a batch of packed rows."""
     return Documents(batch["cumulative_lengths"], batch["longest"])
 
 

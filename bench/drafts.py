@@ -1,4 +1,4 @@
-"""What `make methods` and `make smollm2` share: a training of each recipe, and a comparison as a table with a line for each method."""
+"""The training of recipes and the tables of drafts that `make methods` and `make smollm2` share."""
 
 import subprocess
 import sys
@@ -8,24 +8,23 @@ from typing import Any
 
 import yaml
 
-from specdistill.comparison.compare import is_lossless
-from specdistill.errors import ExitCode, UserError
+from specdistill.common.errors import ExitCode, UserError
+from specdistill.evaluation.comparison.compare import is_lossless
+from specdistill.evaluation.report.phrases import (
+    describe_tree,
+    format_bracketed_interval,
+    format_count,
+    format_duration,
+    format_number,
+    format_percent,
+    format_settings,
+    format_size,
+    format_times,
+)
+from specdistill.evaluation.report.text import format_table
 from specdistill.methods import METHODS
 from specdistill.methods.recipe import Recipe
-from specdistill.recipe.load import load_recipe, recipe_yaml
-from specdistill.report.phrases import (
-    between,
-    counted,
-    duration,
-    number,
-    per_round,
-    percent,
-    settings_line,
-    size,
-    times,
-    tree,
-)
-from specdistill.report.text import table
+from specdistill.recipe.load import format_recipe, load_recipe
 
 TRAINING = "Training is the time of its steps, without the generation of its data."
 HEAD = (
@@ -39,8 +38,19 @@ HEAD = (
 )
 
 
-def specdistill(verb: str, *arguments: str, failing: bool = False) -> int:
-    """Run a command of the package; this process ends with its exit code when that is not 0, or of a gate where one may be `failing`."""
+def run_specdistill(verb: str, *arguments: str, failing: bool = False) -> int:
+    """Run a command of the package in a process of its own.
+
+    This process ends with the command's exit code if that is not 0.
+
+    Args:
+        verb: the command.
+        *arguments: its arguments.
+        failing: whether a gate may fail or be inconclusive without ending this process.
+
+    Returns:
+        The exit code: 0, or that of the gate.
+    """
     print(f"$ specdistill {verb} {' '.join(arguments)}", flush=True)
     code = subprocess.run(
         [sys.executable, "-m", "specdistill", verb, *arguments], check=False
@@ -51,14 +61,23 @@ def specdistill(verb: str, *arguments: str, failing: bool = False) -> int:
 
 
 def train(folder: Path, *keys: str, launch: str | None = None) -> None:
-    """Train the recipe that `keys` give into a folder, or finish that; nothing where that is done.
+    """Train a recipe into a folder, or resume that training; do nothing if it is finished.
 
-    launch: a file of accelerate_configs/, without its suffix; None: in one process. Raises UserError where another training is.
+    Args:
+        folder: the folder of the run.
+        *keys: arguments of `specdistill train` that give the recipe.
+        launch: a file of accelerate_configs/, without its suffix; None trains in one process.
+
+    Raises:
+        UserError: if the folder holds the training of another recipe, or of the same recipe with
+            other keys.
     """
     keys = (*keys, f"train.output_dir={folder}")
     record = folder / "run" / "recipe.yaml"
-    recipe = recipe_yaml(load_recipe(Recipe, list(keys)))
-    if record.is_file() and _training(record.read_text(encoding="utf-8")) != _training(recipe):
+    recipe = format_recipe(load_recipe(Recipe, list(keys)))
+    if record.is_file() and _select_training_sections(
+        record.read_text(encoding="utf-8")
+    ) != _select_training_sections(recipe):
         got = f"{folder}, where another recipe, or the same with other keys, was trained"
         raise UserError(
             "train.output_dir",
@@ -66,11 +85,11 @@ def train(folder: Path, *keys: str, launch: str | None = None) -> None:
             expected="the recipe and the keys of then, or no such folder: move it away",
         )
     if not (folder / "draft").is_dir():
-        specdistill("train", *keys, *([f"launch={launch}"] if launch else []))
+        run_specdistill("train", *keys, *([f"launch={launch}"] if launch else []))
 
 
-def _training(recipe: str) -> dict[str, Any]:
-    """A recipe without what is done with the draft once it is trained."""
+def _select_training_sections(recipe: str) -> dict[str, Any]:
+    """Return a recipe's sections, without those that apply after training."""
     return {
         name: section
         for name, section in yaml.safe_load(recipe).items()
@@ -78,73 +97,79 @@ def _training(recipe: str) -> dict[str, Any]:
     }
 
 
-def caption(report: Mapping[str, Any], measured_for: str, settings: str | None = None) -> str:
-    """How a table was measured, in a sentence. settings: of all its lines; None: those of the report."""
-    row, threads, repeats = (
-        report["results"][0],
-        report["hardware"]["cpu_threads"],
-        report["settings"]["repeats"],
-    )
+def format_caption(
+    report: Mapping[str, Any], measured_for: str, settings: str | None = None
+) -> str:
+    """Return a sentence that says how a table was measured.
+
+    Args:
+        report: one of the reports of the table.
+        measured_for: what was measured, and by which command.
+        settings: the settings of all lines; None for those of the report.
+    """
+    row = report["results"][0]
+    threads = report["hardware"]["cpu_threads"]
+    repeats = report["settings"]["repeats"]
     repetitions = f"{repeats} repetitions" if repeats > 1 else "one repetition"
     return (
-        f"Measured for {measured_for}: {settings or settings_line(report)}, {counted(threads, 'thread')}; {row['num_prompts']} prompts, "
-        f"one paired run of {repetitions}."
+        f"Measured for {measured_for}: {settings or format_settings(report)},"
+        f" {format_count(threads, 'thread')}; {row['num_prompts']} prompts, one paired run of"
+        f" {repetitions}."
     )
 
 
-def methods_table(candidates: Sequence[Mapping[str, Any]]) -> str:
-    """One line for each candidate, methods in the order of the project's own table."""
+def format_methods_table(candidates: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table with one line for each candidate, in the order of METHODS."""
     order = list(METHODS)
     ordered = sorted(
         candidates, key=lambda candidate: order.index(candidate["report"]["draft"]["method"])
     )
-    return table(HEAD, map(_line, ordered))
+    return format_table(HEAD, map(_format_line, ordered))
 
 
-def _line(candidate: Mapping[str, Any]) -> list[str]:
-    report, training = candidate["report"], candidate["training"]
+def _format_line(candidate: Mapping[str, Any]) -> list[str]:
+    report = candidate["report"]
+    training = candidate["training"]
     row = report["results"][0]
     return [
-        f"`{drafts_by(report)}`",
-        ", ".join(
-            filter(
-                None,
-                [
-                    f"{number(row['mean_acceptance_length'])}{between(row, 'mean_acceptance_length')}",
-                    per_round(row),
-                ],
-            )
-        ),
-        " ".join(percent(rate) for rate in row["acceptance_rate_per_position"]),
-        f"{times(row['speedup'])}{between(row, 'speedup')}",
+        f"`{describe_method(report)}`",
+        f"{format_number(row['mean_acceptance_length'])}"
+        f"{format_bracketed_interval(row, 'mean_acceptance_length')}",
+        " ".join(format_percent(rate) for rate in row["acceptance_rate_per_position"]),
+        f"{format_times(row['speedup'])}{format_bracketed_interval(row, 'speedup')}",
         "yes" if is_lossless(report) else "NO",
-        size(report["draft"]["bytes"]) if report["draft"]["bytes"] else "–",
-        duration(training["seconds"]) if training and training["seconds"] else "–",
+        format_size(report["draft"]["bytes"]) if report["draft"]["bytes"] else "–",
+        format_duration(training["seconds"]) if training and training["seconds"] else "–",
     ]
 
 
-def drafts_by(report: Mapping[str, Any]) -> str:
-    """The method, after the lookup that stands in front of it."""
+def describe_method(report: Mapping[str, Any]) -> str:
+    """Return the method of a report's draft, after the lookup in front of it: `ngram+eagle3`."""
     lookup = report["settings"].get("drafting", {}).get("lookup_first")
     return "+".join(filter(None, (lookup and lookup["method"], report["draft"]["method"])))
 
 
-def reports(comparison: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Each candidate's report by its name, in the order of the drafts."""
+def reports_by_name(comparison: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the report of each candidate by its name, in the order of the drafts."""
     return {candidate["name"]: candidate["report"] for candidate in comparison["candidates"]}
 
 
-def drafts_what(report: dict[str, Any]) -> str:
-    """What a round drafts, in a sentence, where it is a tree or behind an n-gram lookup; else empty."""
-    method, settings = drafts_by(report), report["settings"]
-    if lookup := settings.get("drafting", {}).get("lookup_first"):
-        behind = tree(lookup.get("draft_tree")) or f"chain of {lookup['draft_tokens']}"
+def describe_shape(report: dict[str, Any]) -> str:
+    """Return a sentence on what a round drafts if it is a tree or behind a lookup.
+
+    Otherwise the text is empty.
+    """
+    method = describe_method(report)
+    settings = report["settings"]
+    lookup = settings.get("drafting", {}).get("lookup_first")
+    if lookup:
+        behind = describe_tree(lookup.get("draft_tree")) or f"chain of {lookup['draft_tokens']}"
         return (
-            f"`{method}` looks up {settings['num_speculative_tokens']} tokens where the last {lookup['min']} or more occurred before; "
-            f"elsewhere its draft drafts a {behind}."
+            f"`{method}` looks up {settings['num_speculative_tokens']} tokens where the last"
+            f" {lookup['min']} or more occurred before; elsewhere its draft drafts a {behind}."
         )
     return (
-        f"`{method}` drafts a {tree(settings['tree'])}, whose depth is its K."
+        f"`{method}` drafts a {describe_tree(settings['tree'])}, whose depth is its K."
         if settings["tree"]
         else ""
     )

@@ -1,4 +1,7 @@
-"""Engines as `make engines` leaves them, each in an environment of its own, and their programs, run as other processes."""
+"""The environments of the engines, as `make engines` leaves them, and ways to run their programs.
+
+Each engine has an environment of its own, and its programs run in other processes.
+"""
 
 import hashlib
 import os
@@ -7,8 +10,9 @@ import tomllib
 from pathlib import Path
 
 from specdistill import __version__
-from specdistill.errors import ResourceError
-from specdistill.project import ROOT
+from specdistill.common.errors import ResourceError
+from specdistill.common.project import ROOT
+from specdistill.serving.engines.guard import build_environment
 
 QUIET_VLLM = {
     "HF_HUB_OFFLINE": "1",
@@ -20,53 +24,65 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 FOLDER = Path(os.environ.get("SPECDISTILL_ENGINES", CACHE / "specdistill" / "engines"))
 
 
-def environment(name: str) -> Path:
-    """The folder of an engine, which `make engines` names after the hash of its list."""
+def find_environment(name: str) -> Path:
+    """Return the folder of an engine, which `make engines` names after the hash of its list."""
     listed = ROOT / "tests" / "with_engines" / f"{name}.txt"
     return FOLDER / f"{name}-{hashlib.sha256(listed.read_bytes()).hexdigest()[:12]}"
 
 
 def is_set_up(name: str) -> bool:
-    return (environment(name) / ".ready").is_file()
+    """Return whether `make engines` has finished the environment of an engine."""
+    return (find_environment(name) / ".ready").is_file()
 
 
 def run(*command: str | Path) -> str:
-    """What a program of an engine prints, errors last, in a process that sees nothing of this one's Python.
+    """Run a program of an engine, in a process that sees nothing of this process's Python.
 
-    Raises ResourceError, which shows the end of that, unless it succeeds.
+    Returns:
+        The output: stdout, then stderr.
+
+    Raises:
+        ResourceError: if the program fails; the message shows the end of the output.
     """
-    hidden = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
-    surroundings = {name: value for name, value in os.environ.items() if name not in hidden}
-    done = subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, check=False, env=surroundings
+    process = subprocess.run(
+        list(map(str, command)),
+        capture_output=True,
+        text=True,
+        check=False,
+        env=build_environment(str(command[0])),
     )
-    if done.returncode:
-        output = f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+    if process.returncode:
+        output = f"{process.stdout[-2000:]}\n{process.stderr[-6000:]}"
         raise ResourceError(
-            f"{command[0]} ended with {done.returncode}:\n{output}",
+            f"{command[0]} ended with {process.returncode}:\n{output}",
             next_step="look at what it printed",
         )
-    return done.stdout + done.stderr
+    return process.stdout + process.stderr
 
 
-def with_plugin(folder: Path) -> str:
-    """The value of PYTHONPATH with which vLLM finds specdistill and its plugin as if pip had installed them. folder: for what pip notes."""
+def install_plugin(folder: Path) -> str:
+    """Return the PYTHONPATH with which vLLM finds specdistill and its plugin.
+
+    vLLM finds both as if pip had installed them.
+
+    Args:
+        folder: where the metadata is written that pip would write.
+    """
     information = folder / f"specdistill-{__version__}.dist-info"
     information.mkdir(parents=True, exist_ok=True)
     (information / "METADATA").write_text(
         f"Metadata-Version: 2.1\nName: specdistill\nVersion: {__version__}\n"
     )
     groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
-    lines = [
-        f"[{group}]\n{name} = {value}\n"
-        for group, entries in groups.items()
-        for name, value in entries.items()
-    ]
+    lines = []
+    for group, entries in groups.items():
+        for name, value in entries.items():
+            lines.append(f"[{group}]\n{name} = {value}\n")
     (information / "entry_points.txt").write_text("".join(lines))
     return f"{folder}{os.pathsep}{ROOT}"
 
 
-LLAMA_CPP = environment("llama.cpp") / "source" / "vendor" / "llama.cpp"
+LLAMA_CPP = find_environment("llama.cpp") / "source" / "vendor" / "llama.cpp"
 SERVER = LLAMA_CPP / "build" / "bin" / "llama-server"
 
 
@@ -76,13 +92,25 @@ def convert(
     *options: str | Path,
     script: tuple[str | Path, ...] | None = None,
 ) -> Path:
-    """A checkpoint as a GGUF file, by llama.cpp's own converter, which runs in vLLM's environment: that has what it needs.
+    """Convert a checkpoint to a GGUF file with llama.cpp's own converter.
 
-    script: what is run in its place. Raises ResourceError for what it does not convert.
+    The converter runs in vLLM's environment, which has the packages that it needs.
+
+    Args:
+        checkpoint: the folder to convert.
+        output: the GGUF file.
+        *options: further arguments of the converter.
+        script: the arguments of Python that start another converter; None for llama.cpp's own.
+
+    Returns:
+        `output`.
+
+    Raises:
+        ResourceError: if the checkpoint cannot be converted.
     """
     converter = script or (LLAMA_CPP / "convert_hf_to_gguf.py",)
     run(
-        environment("vllm") / "bin" / "python",
+        find_environment("vllm") / "bin" / "python",
         *converter,
         checkpoint,
         *options,

@@ -1,15 +1,15 @@
-"""How often a regression rule passes, fails and cannot decide, against the true change of a draft and the number of prompts.
+"""Simulate how often a regression rule passes, fails and cannot decide.
 
-    python bench/gate.py        # writes docs/images/gate.svg and the tables of docs/gate.md from what bench/gate.json holds
+The chances depend on the true change of a draft and on the number of prompts.
 
-bench/gate.json holds measurements; to replace them:
+    # writes docs/images/gate.svg and the tables of docs/gate.md from the data in bench/gate.json
+    python bench/gate.py
 
-    specdistill compare target=… drafts=[…,…] suite=… output_dir=runs/compared
-    python bench/gate.py comparisons=[runs/compared] before=NAME after=[NAME,…] again=[runs/report-1,runs/report-2]
-
-`before` and each of `after` are two drafts on the same prompts; `again` is one draft, measured twice. A simulated release draws prompts
-with replacement, keeps the measurements of both drafts, and changes the later one so that its true change over all measured prompts is
-the one on the axis. The rule is that of eval/gates/release.yaml, decided by the gate's own code.
+bench/gate.json holds measurements: `drafts` are pairs of two drafts on the same prompts, `timings`
+is one draft that was timed twice. A simulated release draws prompts with replacement and keeps the
+measurements of both drafts. It changes the later ones so that the true change over all measured
+prompts is the one on the axis. The rule is that of eval/gates/release.yaml, and the gate's own
+code decides it.
 """
 
 import itertools
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import matplotlib
 import numpy as np
@@ -28,49 +28,43 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from bench.pages import write_between
-from specdistill.command import run
-from specdistill.errors import ExitCode, UserError
-from specdistill.gate.decide import Estimate, Verdict, holds
-from specdistill.gate.rules import Rule, load_gate
-from specdistill.project import ROOT
-from specdistill.recipe.fields import Section, option
-from specdistill.report.files import read_report
-from specdistill.report.text import table
-from specdistill.statistics.intervals import relative_change
-from specdistill.statistics.metrics import METRICS, PromptSums
-from specdistill.statistics.records import PromptRecord
+from specdistill.common.errors import ExitCode
+from specdistill.common.project import ROOT
+from specdistill.evaluation.gate.decide import Estimate, Verdict, compare_with_threshold
+from specdistill.evaluation.gate.rules import Rule, load_gate
+from specdistill.evaluation.report.text import format_table
+from specdistill.evaluation.statistics.intervals import compute_relative_change
+from specdistill.evaluation.statistics.metrics import METRICS, PromptSums
 
-MEASURED = Path(__file__).with_suffix(".json")
-PAGE, PICTURE = ROOT / "docs" / "gate.md", ROOT / "docs" / "images" / "gate.svg"
+MEASUREMENTS_FILE = Path(__file__).with_suffix(".json")
+PAGE = ROOT / "docs" / "gate.md"
+PICTURE = ROOT / "docs" / "images" / "gate.svg"
 GATE = "release"
 NUM_PROMPTS = {"mean_acceptance_length": (48, 128, 192, 384), "speedup": (48, 128, 192, 384)}
 CHANGES = (-0.06, -0.05, -0.04, -0.03, -0.02, -0.01, 0.0, 0.01)
-NUM_TRIALS, NUM_TRIALS_IN_TABLE = (
-    20,
-    150,
-)  # simulated releases for a point of a curve, and for a number of the table
-TIMED = ("num_tokens", "seconds", "baseline_num_tokens", "baseline_seconds")
+# The numbers of simulated releases for a point of a curve, and for a number of the table.
+NUM_TRIALS = 20
+NUM_TRIALS_IN_TABLE = 150
+TIMING_COLUMNS = ("num_tokens", "seconds", "baseline_num_tokens", "baseline_seconds")
 
 Counts = NDArray[np.int64]
 Table = NDArray[np.float64]
 Chances = dict[Verdict, float]
-Curve = dict[
-    int, dict[float, Chances]
-]  # number of prompts -> true change -> chance of each verdict
-
-
-class Options(Section):
-    comparisons: list[str] = option(
-        [], "folders that specdistill compare left; none: what bench/gate.json holds"
-    )
-    before: str = option("", "the draft that is compared with, by its name in those folders")
-    after: list[str] = option([], "the drafts that are compared with it")
-    again: list[str] = option([], "two report folders of one draft on the same prompts")
+# Number of prompts -> true change -> chance of each verdict.
+Curve = dict[int, dict[float, Chances]]
 
 
 @dataclass(frozen=True)
 class Drafts:
-    """Two drafts on the same P prompts: rounds_PA[p, a] is how many rounds of prompt p had a accepted tokens."""
+    """The acceptance of two drafts on the same P prompts.
+
+    Attributes:
+        name: what the drafts are, for captions.
+        before_PA: [P, A], the earlier draft's: entry [p, a] is the number of rounds of prompt p
+            that accepted a tokens.
+        after_PA: [P, A], the later draft's.
+        metric: the metric that the rule compares.
+    """
 
     name: str
     before_PA: Counts
@@ -80,17 +74,35 @@ class Drafts:
     def release(
         self, change: float, num_prompts: int, generator: np.random.Generator
     ) -> tuple[PromptSums, PromptSums]:
-        """Prompt sums of (after, before) on prompts drawn with replacement; the true acceptance length changes by `change`."""
-        wanted = (1 + change) * (1 + _mean(self.before_PA)) - (1 + _mean(self.after_PA))
-        drawn = generator.integers(len(self.before_PA), size=num_prompts)
-        return _accepted(shifted(self.after_PA, wanted, drawn, generator)), _accepted(
-            self.before_PA[drawn]
+        """Draw prompts with replacement, for a release whose acceptance length changes by `change`.
+
+        Args:
+            change: the true relative change, over all measured prompts.
+            num_prompts: the number of prompts to draw.
+            generator: draws prompts and changed rounds.
+
+        Returns:
+            The prompt sums of the later and of the earlier draft.
+        """
+        wanted_change = (1 + change) * (1 + _compute_mean_accepted(self.before_PA)) - (
+            1 + _compute_mean_accepted(self.after_PA)
         )
+        drawn = generator.integers(len(self.before_PA), size=num_prompts)
+        return _sum_accepted(
+            shift_rounds(self.after_PA, wanted_change, drawn, generator)
+        ), _sum_accepted(self.before_PA[drawn])
 
 
 @dataclass(frozen=True)
 class Timings:
-    """One draft on the same P prompts, timed twice: [P, 4] of TIMED."""
+    """The times of one draft on the same P prompts, measured twice.
+
+    Attributes:
+        name: what the draft is, for captions.
+        first_PT: [P, 4], the columns of TIMED, in the first measurement.
+        again_PT: [P, 4], in the second measurement.
+        metric: the metric that the rule compares.
+    """
 
     name: str
     first_PT: Table
@@ -100,25 +112,39 @@ class Timings:
     def release(
         self, change: float, num_prompts: int, generator: np.random.Generator
     ) -> tuple[PromptSums, PromptSums]:
-        """Prompt sums of (again, first) on prompts drawn with replacement; the second times are scaled to a true change of `change`."""
-        drift = _speedup(self.again_PT) / _speedup(self.first_PT)
+        """Draw prompts with replacement, for a release whose true speedup changes by `change`.
+
+        The times of the second measurement are scaled so that the speedup over all measured prompts
+        changes by exactly this.
+
+        Args:
+            change: the relative change.
+            num_prompts: the number of prompts to draw.
+            generator: draws the prompts.
+
+        Returns:
+            The prompt sums of the second and of the first measurement.
+        """
+        drift = _compute_speedup(self.again_PT) / _compute_speedup(self.first_PT)
         drawn = generator.integers(len(self.first_PT), size=num_prompts)
-        again = dict(zip(TIMED, self.again_PT[drawn].T, strict=True))
-        again["seconds"] = again["seconds"] * drift / (1 + change)
-        return again, dict(zip(TIMED, self.first_PT[drawn].T, strict=True))
+        second_sums = dict(zip(TIMING_COLUMNS, self.again_PT[drawn].T, strict=True))
+        second_sums["seconds"] = second_sums["seconds"] * drift / (1 + change)
+        return second_sums, dict(zip(TIMING_COLUMNS, self.first_PT[drawn].T, strict=True))
 
 
-def main(options: Options) -> ExitCode:
-    if options.comparisons:
-        MEASURED.write_text(json.dumps(read(options), ensure_ascii=False) + "\n", encoding="utf-8")
+def main() -> ExitCode:
+    """Simulate all populations, and write the picture and the tables."""
     rules = {rule.metric: rule for rule in load_gate(GATE) if rule.requirement == "max_regression"}
-    populations = load(MEASURED)
+    populations = load(MEASUREMENTS_FILE)
     with ProcessPoolExecutor() as pool:
-        curves = [curve(population, rules[population.metric], pool) for population in populations]
+        curves = [
+            compute_curve(population, rules[population.metric], pool) for population in populations
+        ]
     draw(populations, curves, rules)
-    each = zip(populations, curves, strict=True)
+    populations_and_curves = zip(populations, curves, strict=True)
     shown = "\n\n".join(
-        table_of(population, curve, rules[population.metric]) for population, curve in each
+        format_population(population, curve, rules[population.metric])
+        for population, curve in populations_and_curves
     )
     write_between(PAGE, "chances", shown)
     print(shown)
@@ -126,6 +152,7 @@ def main(options: Options) -> ExitCode:
 
 
 def load(path: Path) -> list[Drafts | Timings]:
+    """Read the measurements of bench/gate.json."""
     measured = json.loads(path.read_text(encoding="utf-8"))
     drafts = [
         Drafts(pair["name"], np.array(pair["before"]), np.array(pair["after"]))
@@ -138,7 +165,7 @@ def load(path: Path) -> list[Drafts | Timings]:
     return [*drafts, *timings]
 
 
-def chances(
+def simulate_releases(
     population: Drafts | Timings,
     rule: Rule,
     change: float,
@@ -147,57 +174,80 @@ def chances(
     trials: int,
     seed: int = 0,
 ) -> Chances:
-    """The share of simulated releases that pass the rule, fail it, and leave it undecided."""
+    """Return the shares of simulated releases that pass the rule, fail it, and leave it undecided.
+
+    Args:
+        population: the measurements that releases are drawn from.
+        rule: the rule.
+        change: the true relative change.
+        num_prompts: prompts of a release.
+        trials: the number of simulated releases.
+        seed: seeds the draws, together with the number of prompts.
+    """
     generator = np.random.default_rng([seed, num_prompts])
     counts: Counter[Verdict] = Counter()
     for trial in range(trials):
         after, before = population.release(change, num_prompts, generator)
         estimate = Estimate(
-            *relative_change(
+            *compute_relative_change(
                 METRICS[rule.metric], after, before, confidence=rule.confidence, seed=trial
             )
         )
-        counts[holds(rule, estimate)[0]] += 1
+        counts[compare_with_threshold(rule, estimate)[0]] += 1
     return {verdict: counts[verdict] / trials for verdict in get_args(Verdict)}
 
 
-def curve(population: Drafts | Timings, rule: Rule, pool: Executor) -> Curve:
-    """The chances for each number of prompts and each true change."""
+def compute_curve(population: Drafts | Timings, rule: Rule, pool: Executor) -> Curve:
+    """Return the chances of each verdict, for each number of prompts and each true change."""
     points = list(itertools.product(NUM_PROMPTS[population.metric], CHANGES))
     trials = {
         change: NUM_TRIALS_IN_TABLE if change in (0.0, -float(rule.threshold)) else NUM_TRIALS
         for change in CHANGES
     }
     futures = [
-        pool.submit(chances, population, rule, change, number, trials=trials[change])
+        pool.submit(simulate_releases, population, rule, change, number, trials=trials[change])
         for number, change in points
     ]
-    found: Curve = {}
+    curve: Curve = {}
     for (number, change), chance in zip(points, futures, strict=True):
-        found.setdefault(number, {})[change] = chance.result()
-    return found
+        curve.setdefault(number, {})[change] = chance.result()
+    return curve
 
 
-def shifted(
-    rounds_PA: Counts, wanted: float, drawn: NDArray[np.int64], generator: np.random.Generator
+def shift_rounds(
+    rounds_PA: Counts,
+    wanted_change: float,
+    drawn: NDArray[np.int64],
+    generator: np.random.Generator,
 ) -> Counts:
-    """The drawn prompts' rounds, each that can accept one token more (less, for a negative `wanted`) doing so with the probability
-    that moves the mean over all of `rounds_PA` by `wanted`.
+    """Return the rounds of drawn prompts, changed so that the true mean of accepted tokens moves.
+
+    Each round that can accept one token more does so with the probability that moves the mean over
+    all of `rounds_PA` by `wanted_change`. If this is negative, rounds accept one token less.
+
+    Args:
+        rounds_PA: [P, A], the rounds of all prompts by their accepted tokens.
+        wanted_change: the change of the mean of accepted tokens per round.
+        drawn: the indices of the drawn prompts.
+        generator: draws the rounds that change.
+
+    Returns:
+        [drawn prompts, A].
     """
     chosen_PA = rounds_PA[drawn]
-    movable = slice(0, -1) if wanted > 0 else slice(1, None)
-    share = abs(wanted) * rounds_PA.sum() / rounds_PA[:, movable].sum()
+    movable = slice(0, -1) if wanted_change > 0 else slice(1, None)
+    share = abs(wanted_change) * rounds_PA.sum() / rounds_PA[:, movable].sum()
     moved = generator.binomial(chosen_PA[:, movable], share)
     result = chosen_PA.copy()
     result[:, movable] -= moved
-    result[:, slice(1, None) if wanted > 0 else slice(0, -1)] += moved
+    result[:, slice(1, None) if wanted_change > 0 else slice(0, -1)] += moved
     return result
 
 
 def draw(
     populations: Sequence[Drafts | Timings], curves: Sequence[Curve], rules: dict[str, Rule]
 ) -> None:
-    """A panel for each population, a curve for each number of prompts."""
+    """Draw a panel for each population, with a curve for each number of prompts."""
     matplotlib.rcParams.update(
         {
             "svg.fonttype": "none",
@@ -209,16 +259,16 @@ def draw(
     figure = Figure(figsize=(3.6 * len(populations), 3.2), layout="constrained")
     panels = figure.subplots(1, len(populations), sharey=True, squeeze=False)[0]
     for panel, population, curve in zip(panels, populations, curves, strict=True):
-        for shade, (num_prompts, found) in zip((0.25, 0.5, 0.75, 1.0), curve.items(), strict=True):
-            percents, shares = (
-                [100 * change for change in found],
-                [each["passed"] for each in found.values()],
-            )
+        for shade, (num_prompts, chances_by_change) in zip(
+            (0.25, 0.5, 0.75, 1.0), curve.items(), strict=True
+        ):
+            percents = [100 * change for change in chances_by_change]
+            shares = [chances["passed"] for chances in chances_by_change.values()]
             panel.plot(
                 percents, shares, color=(0.1, 0.35, 0.6, shade), label=f"{num_prompts} prompts"
             )
-        for stated in (0.0, -100 * float(rules[population.metric].threshold)):
-            panel.axvline(stated, color="0.6", linewidth=0.8, linestyle=":")
+        for true_change in (0.0, -100 * float(rules[population.metric].threshold)):
+            panel.axvline(true_change, color="0.6", linewidth=0.8, linestyle=":")
         panel.set_title(f"{population.metric.replace('_', ' ')}:\n{population.name}", fontsize=9)
         panel.set_xlabel("true change in %")
         panel.spines[["top", "right"]].set_visible(False)
@@ -227,98 +277,57 @@ def draw(
     figure.savefig(PICTURE, metadata={"Date": None}, facecolor="white")
 
 
-def table_of(population: Drafts | Timings, curve: Curve, rule: Rule) -> str:
-    """The rule and the population, and a table with a line for each number of prompts."""
+def format_population(population: Drafts | Timings, curve: Curve, rule: Rule) -> str:
+    """Return the rule and the population, and a table with a line for each number of prompts."""
     threshold = float(rule.threshold)
-    rows = [
-        (
-            str(number),
-            *(
-                f"{found[change][verdict]:.1%}"
-                for change in (0.0, -threshold)
-                for verdict in get_args(Verdict)
-            ),
+    rows = []
+    for number, chances_by_change in curve.items():
+        rows.append(
+            (
+                str(number),
+                *(
+                    f"{chances_by_change[change][verdict]:.1%}"
+                    for change in (0.0, -threshold)
+                    for verdict in get_args(Verdict)
+                ),
+            )
         )
-        for number, found in curve.items()
-    ]
     states = ("no change", f"a true drop of {threshold:.0%}")
     head = (
         "prompts",
         *(f"{state}: {verdict}" for state in states for verdict in get_args(Verdict)),
     )
-    return f"`{rule.metric}`, `max_regression: {threshold:g}`, {population.name}:\n\n{table(head, rows)}"
+    return (
+        f"`{rule.metric}`, `max_regression: {threshold:g}`,"
+        f" {population.name}:\n\n{format_table(head, rows)}"
+    )
 
 
-def read(options: Options) -> dict[str, Any]:
-    """The content of bench/gate.json, from the folders of comparisons and reports."""
-    if not options.before or not options.after or len(options.again) != 2:
-        raise UserError(
-            "comparisons",
-            got="folders alone",
-            expected="also before, after, and two folders in again",
-        )
-    before = _rounds(options.comparisons, options.before)
-    drafts = [
-        {
-            "name": f"{options.before} to {name}",
-            "before": before,
-            "after": _rounds(options.comparisons, name),
-        }
-        for name in options.after
-    ]
-    first, again = (read_report(Path(folder), "again")[1] for folder in options.again)
-    if [record.id for record in first] != [record.id for record in again]:
-        raise UserError(
-            "again",
-            got="reports of different prompts",
-            expected="one draft on the same prompts, twice",
-        )
-    timings = [
-        {
-            "name": "one draft, timed twice",
-            "first": [_timed(one) for one in first],
-            "again": [_timed(one) for one in again],
-        }
-    ]
-    return {"drafts": drafts, "timings": timings}
-
-
-def _rounds(folders: Sequence[str], name: str) -> list[list[int]]:
-    records = [
-        record
-        for folder in folders
-        for record in read_report(Path(folder) / name, "comparisons")[1]
-    ]
-    k = max(len(entry.drafted) for record in records for entry in record.rounds)
-    return [
-        [
-            sum(len(entry.accepted) == a for entry in record.rounds if entry.drafted)
-            for a in range(k + 1)
-        ]
-        for record in records
-    ]
-
-
-def _timed(record: PromptRecord) -> list[float]:
-    sides = (record.speculative, record.baseline)
-    return [number for side in sides for number in (side.num_tokens, round(side.seconds, 6))]
-
-
-def _mean(rounds_PA: Counts) -> float:
+def _compute_mean_accepted(rounds_PA: Counts) -> float:
+    """Return the mean number of accepted tokens of a round."""
     return float((rounds_PA @ np.arange(rounds_PA.shape[1])).sum() / rounds_PA.sum())
 
 
-def _accepted(rounds_PA: Counts) -> PromptSums:
-    accepted = rounds_PA @ np.arange(rounds_PA.shape[1])
+def _sum_accepted(rounds_PA: Counts) -> PromptSums:
+    """Return the sums of the acceptance length.
+
+    Each round emits its accepted tokens and one of the target's own. The prefill emits one more for
+    each prompt.
+    """
+    num_rounds = rounds_PA.sum(axis=1).astype(np.float64)
+    num_accepted = rounds_PA @ np.arange(rounds_PA.shape[1])
+    num_prompts = np.ones(len(rounds_PA))
     return {
-        "num_accepted_tokens": accepted.astype(np.float64),
-        "num_drafts": rounds_PA.sum(axis=1).astype(np.float64),
+        "num_tokens": num_prompts + num_rounds + num_accepted,
+        "num_prompts": num_prompts,
+        "num_rounds": num_rounds,
     }
 
 
-def _speedup(times_PT: Table) -> float:
+def _compute_speedup(times_PT: Table) -> float:
+    """Return the speedup over all prompts."""
     return float(METRICS["speedup"].formula(*times_PT.sum(axis=0)))
 
 
 if __name__ == "__main__":
-    sys.exit(run(main, Options))
+    sys.exit(main())

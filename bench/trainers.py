@@ -1,13 +1,18 @@
-"""What bench/train.py compares: a trainer in a process of its own, which takes a step for each line that it reads.
+"""Take training steps that bench/train.py compares, in a process for each trainer.
 
-    python -P bench/trainers.py NAME SETTINGS    # a name of TRAINERS, its settings in JSON; the Python that has the trainer's library
+The process takes a step for each line that it reads.
 
-It answers with the seconds of the step's parts, its loss, and the memory that it took at its peak above what stood before it. Trainers of a
-draft have the same weights, tokens and target features, and the same loss: in nats, of a head the mean of each step of the unroll, summed
-over these, of a block drafter the mean over the slots that predict. Each draws its blocks, of all tokens with loss where there are no more.
+    # a name of TRAINERS, its settings in JSON; the Python that has the trainer's library
+    python -P bench/trainers.py NAME SETTINGS
 
-Shapes: B rows of one document each, T positions, A layers of the target that are read, H hidden size of target and draft, P slots of a
-block, K steps of the unroll, R rows of hidden states.
+It answers with the seconds of the step's parts, its loss, and its peak memory above what the
+process held before. All trainers of a draft have the same weights, tokens, target features and
+loss. The loss is in nats. For a head it is the mean of each step of the unroll, summed over the
+steps; for a block drafter it is the mean over the slots that predict. Each trainer draws its own
+blocks; it takes all tokens with loss if there are no more of them than blocks.
+
+Shapes: B rows of one document each, T positions, A layers of the target that are read, H hidden
+size of target and draft, P slots of a block, K steps of the unroll, R rows of hidden states.
 """
 
 import itertools
@@ -27,32 +32,46 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DEVICE = torch.device("cpu")
 NUM_AUX = {"head": 3, "block": 5}  # layers of the target that a draft reads
-MAX_NORM = 1.0  # speculators' own, as is the weight decay
+MAX_NORM = 1.0  # the value of speculators, like the weight decay
 ADAMW = {"lr": 1e-4, "weight_decay": 0.01}
 
-MicroBatch = Callable[
-    [], tuple[Tensor, float]
-]  # the loss to be followed backward, and the loss to be compared
+# Returns the loss for backward, and the loss to compare.
+MicroBatch = Callable[[], tuple[Tensor, float]]
 
 
 @dataclass
 class Trainer:
-    """optimizer: None clears gradients alone."""
+    """A trainer, whose steps are timed.
+
+    Attributes:
+        micro_batches: the forward passes of a step, whose gradients accumulate.
+        parameters: the trained parameters.
+        optimizer: the optimizer; None only clears the gradients.
+    """
 
     micro_batches: Sequence[MicroBatch]
     parameters: Sequence[Tensor]
     optimizer: torch.optim.Optimizer | None
 
     def step(self) -> dict[str, float]:
-        """One step of training: its `seconds`, also of `forward`, `backward` and `optimizer`, its `loss`, and `peak`, in bytes."""
-        stands, losses, times = from_now(), [], {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
-        start = last = now()
+        """Take one step of training.
+
+        Returns:
+            `seconds` of the step, and of its parts `forward`, `backward` and `optimizer`;
+            `loss`; `peak`, the bytes that the step took at most, above those that the process held
+            before.
+        """
+        reset_peak()
+        stands = read_resident_bytes("VmRSS")
+        losses = []
+        times = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
+        start = last = time.perf_counter()
 
         def passed(part: str) -> None:
             nonlocal last
-            reached = now()
+            reached = time.perf_counter()
             times[part] += reached - last
             last = reached
 
@@ -68,80 +87,91 @@ class Trainer:
         for parameter in self.parameters:
             parameter.grad = None
         passed("optimizer")
-        measured = {"loss": sum(losses) / len(losses), "peak": peak() - stands}
+        measured = {
+            "loss": sum(losses) / len(losses),
+            "peak": read_resident_bytes("VmHWM") - stands,
+        }
         return {"seconds": last - start, **times, **measured}
 
 
-def now() -> float:
-    """Seconds on the clock, once the device is idle."""
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def from_now() -> int:
-    """Bytes of memory that are taken, above which `peak` is from now on."""
-    if DEVICE.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.memory_allocated()
+def reset_peak() -> None:
+    """Set `VmHWM`, the peak of this process, to the memory that it has now."""
     Path("/proc/self/clear_refs").write_text("5")
-    return resident("VmRSS")
 
 
-def peak() -> int:
-    return torch.cuda.max_memory_allocated() if DEVICE.type == "cuda" else resident("VmHWM")
+def read_resident_bytes(name: str) -> int:
+    """Return the bytes of this process in the machine's memory.
 
-
-def resident(name: str) -> int:
-    """Bytes of this process in the machine's memory: now (VmRSS), or at the most since the mark was reset (VmHWM)."""
+    Args:
+        name: VmRSS for now, VmHWM for the most since the peak was reset.
+    """
     (kilobytes,) = re.findall(
         rf"^{name}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE
     )
     return 1024 * int(kilobytes)
 
 
-def precision(bf16: bool) -> torch.autocast:
+def build_autocast(bf16: bool) -> torch.autocast:
+    """Return the autocast context of the trainers."""
     return torch.autocast(DEVICE.type, torch.bfloat16, enabled=bf16)
 
 
-def noise(*shape: int, bf16: bool, seed: int) -> Tensor:
+def draw_noise(*shape: int, bf16: bool, seed: int) -> Tensor:
+    """Return normally distributed random numbers of a shape."""
     drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     return drawn.to(DEVICE, torch.bfloat16 if bf16 else torch.float32)
 
 
-def given(
+def draw_inputs(
     rows: int, length: int, num_aux: int, vocab_size: int, hidden_size: int, bf16: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens [B, T]; the target's features [B, T, A H]; its last layer's output [B, T, H]."""
+    """Return what is given to the trainers of a draft.
+
+    Returns:
+        Tokens [B, T], the target's features [B, T, A H], and the output of its last layer
+        [B, T, H].
+    """
     ids = torch.randint(vocab_size, (rows, length), generator=torch.Generator().manual_seed(0)).to(
         DEVICE
     )
     aux, last = (
-        noise(rows, length, size, bf16=bf16, seed=size)
+        draw_noise(rows, length, size, bf16=bf16, seed=size)
         for size in (num_aux * hidden_size, hidden_size)
     )
     return ids, aux, last
 
 
 def block_loss_mask(length: int, block_size: int) -> list[int]:
-    """[T], of which both sides draw the same anchors: speculators none of a row's last P tokens, ours none without a token before it."""
+    """Return a loss mask [T] with which both sides draw from the same anchors.
+
+    speculators takes none of a row's last P tokens as an anchor, and ours takes no token without
+    one before it.
+    """
     return [int(0 < position < length - block_size) for position in range(length)]
 
 
-def given_target(
+def build_target_with_features(
     folder: str, rows: int, loss_mask: list[int], num_aux: int, bf16: bool
 ) -> tuple[Any, dict[str, Any]]:
-    """Our target, with the features that are given, and the batch that has them."""
+    """Return our target with given features, and the batch that they belong to.
+
+    Args:
+        folder: the folder of the models.
+        rows: B.
+        loss_mask: [T], of each row.
+        num_aux: A.
+        bf16: whether the features are bfloat16.
+    """
     from transformers import AutoModelForCausalLM
 
-    from specdistill.rows.packing import collate
+    from specdistill.data.rows.packing import collate
     from specdistill.targets.frozen import Features, FrozenTarget
 
     length = len(loss_mask)
     target: Any = FrozenTarget(
         AutoModelForCausalLM.from_pretrained(f"{folder}/target").to(DEVICE), None, name=folder
     )
-    ids, aux, last = given(rows, length, num_aux, target.vocab_size, target.hidden_size, bf16)
+    ids, aux, last = draw_inputs(rows, length, num_aux, target.vocab_size, target.hidden_size, bf16)
     with torch.no_grad():
         features = Features(aux.chunk(num_aux, dim=-1), target.norm(last))
     target.features = lambda *_, **__: features
@@ -153,14 +183,22 @@ def given_target(
     return target, collate([{"input_ids": row, **column} for row in ids.tolist()])
 
 
-def our_trainer(
+def build_own_trainer(
     objective: Any,
     target: Any,
     batch: dict[str, Any],
     compared: Callable[[Any], Tensor],
     bf16: bool,
 ) -> Trainer:
-    """All rows at once. compared: sums of each drafted position -> the loss to be compared."""
+    """Return our trainer, which takes all rows at once.
+
+    Args:
+        objective: the objective with the draft.
+        target: the target, whose features are given.
+        batch: the packed rows.
+        compared: returns the loss to compare, from the sums of each drafted position.
+        bf16: whether autocast to bfloat16 is on.
+    """
     objective.to(DEVICE)
     numbers = itertools.count()
 
@@ -170,45 +208,54 @@ def our_trainer(
             name: value.to(DEVICE) if isinstance(value, Tensor) else value
             for name, value in prepared
         }
-        with precision(bf16):
+        with build_autocast(bf16):
             with torch.no_grad():
                 target_outputs = objective.read_target(target, inputs)
             total, sums = objective(**inputs, **target_outputs)
-        return total / objective.num_loss_tokens(inputs), float(compared(sums))
+        return total / objective.count_loss_tokens(inputs), float(compared(sums))
 
     parameters = [parameter for parameter in objective.parameters() if parameter.requires_grad]
     return Trainer([micro_batch], parameters, torch.optim.AdamW(parameters, **ADAMW, fused=True))
 
 
-def ours(
+def build_own_head_trainer(
     folder: str,
     rows: int,
     length: int,
     num_steps: int,
-    trains_head: bool,
     bf16: bool,
     plainly: bool = False,
 ) -> Trainer:
-    """Of a head. plainly: attention with a dense mask, and all logits at once."""
-    from specdistill.losses.chunked import head_loss_plainly
-    from specdistill.losses.divergence import forward_kl
-    from specdistill.methods.chains import unroll
+    """Return our trainer of a head.
+
+    Args:
+        folder: the folder of the models.
+        rows: B.
+        length: T.
+        num_steps: K.
+        bf16: whether autocast to bfloat16 is on.
+        plainly: use attention with a dense mask, and compute all logits at once.
+    """
+    from specdistill.methods.chains import objective
     from specdistill.methods.eagle3.checkpoint import load_eagle3
+    from specdistill.training.losses.divergence import forward_kl
+    from specdistill.training.losses.head_loss import compute_head_loss_at_once
 
     if plainly:
-        unroll.UnrollKVCache, unroll.head_loss = DenseKVCache, head_loss_plainly
-    target, batch = given_target(folder, rows, [1] * length, NUM_AUX["head"], bf16)
+        objective.UnrollKVCache = DenseKVCache
+        objective.compute_head_loss = compute_head_loss_at_once
+    target, batch = build_target_with_features(folder, rows, [1] * length, NUM_AUX["head"], bf16)
     draft = load_eagle3(f"{folder}/draft", target)
-    draft.lm_head.weight.requires_grad_(trains_head)
-    objective = unroll.TrainingTimeTest(draft, forward_kl, num_steps)
+    draft.lm_head.weight.requires_grad_(False)  # as in the trainer of speculators
+    unroll = objective.TrainingTimeTest(draft, forward_kl, num_steps)
 
     def compared(sums: Any) -> Any:
         return sum(loss / count for loss, count in zip(sums.loss, sums.loss_tokens, strict=True))
 
-    return our_trainer(objective, target, batch, compared, bf16)
+    return build_own_trainer(unroll, target, batch, compared, bf16)
 
 
-def ours_block(
+def build_own_block_trainer(
     folder: str,
     rows: int,
     length: int,
@@ -217,32 +264,45 @@ def ours_block(
     bf16: bool,
     plainly: bool = False,
 ) -> Trainer:
-    """Of a DFlash drafter, with `num_anchors` blocks in all rows. plainly: attention with a dense mask, and all logits at once."""
-    from specdistill.losses.chunked import head_loss_plainly
-    from specdistill.losses.divergence import forward_kl
+    """Return our trainer of a DFlash drafter.
+
+    Args:
+        folder: the folder of the models.
+        rows: B.
+        length: T.
+        block_size: P.
+        num_anchors: blocks in all rows.
+        bf16: whether autocast to bfloat16 is on.
+        plainly: use attention with a dense mask, and compute all logits at once.
+    """
     from specdistill.methods.blocks import checkpoint, objective
     from specdistill.methods.dflash.method import KIND
+    from specdistill.training.losses.divergence import forward_kl
+    from specdistill.training.losses.head_loss import compute_head_loss_at_once
 
     if plainly:
-        objective.spans = lambda batch, anchors_N, _: [
+        objective.split_blocks = lambda batch, anchors_N, _: [
             (0, len(anchors_N), 0, batch["input_ids"].numel())
         ]
-        objective.BlockMemory.in_one_call = objective.BlockMemory.in_chunks
-        objective.head_loss = lambda *of_rows, together, **options: head_loss_plainly(
-            *of_rows, **options
+        objective.BlockKVCache.attend_in_one_call = objective.BlockKVCache.attend_in_chunks
+        objective.compute_head_loss = lambda *of_rows, group_size, **options: (
+            compute_head_loss_at_once(*of_rows, **options)
         )
-    target, batch = given_target(
+    target, batch = build_target_with_features(
         folder, rows, block_loss_mask(length, block_size), NUM_AUX["block"], bf16
     )
-    draft = checkpoint.load(KIND, f"{folder}/draft", target)
+    draft = checkpoint.load_block(KIND, f"{folder}/draft", target)
     learns = objective.BlockObjective(draft, forward_kl, num_anchors // rows)
-    return our_trainer(
+    return build_own_trainer(
         learns, target, batch, lambda sums: sum(sums.loss) / sum(sums.loss_tokens), bf16
     )
 
 
 class DenseKVCache:
-    """A KV cache of the unroll that attends to the keys of all steps at once, by torch, with a dense mask."""
+    """A KV cache of the unroll that attends to the keys of all steps at once.
+
+    torch computes the attention, with a dense mask.
+    """
 
     def __init__(
         self, cumulative_lengths: Tensor, longest: int, num_layers: int, window: int | None
@@ -254,6 +314,7 @@ class DenseKVCache:
     def attend(
         self, layer: int, query_BNTd: Tensor, key_BGTd: Tensor, value_BGTd: Tensor
     ) -> Tensor:
+        """Return the attention output [B, N, T, d] of a step over the keys of all steps so far."""
         steps = self.steps[layer]
         steps.append((key_BGTd.to(value_BGTd.dtype), value_BGTd))
         keys, values = (torch.cat(part, dim=2) for part in zip(*steps, strict=True))
@@ -261,6 +322,8 @@ class DenseKVCache:
         document = torch.bucketize(
             torch.arange(rows * length, device=DEVICE), self.starts, right=True
         ).view(rows, 1, length)
+        # In the first step a token sees the tokens of its document, up to itself. Of each later
+        # step it sees its own key only.
         root = (document.mT == document) & torch.ones(
             length, length, dtype=torch.bool, device=DEVICE
         ).tril()
@@ -275,23 +338,32 @@ class DenseKVCache:
         )
 
 
-def speculators(
+def build_speculators_head_trainer(
     folder: str,
     rows: int,
     length: int,
     num_steps: int,
-    trains_head: bool,
     bf16: bool,
-    attention: str | None,
+    attention: str,
 ) -> Trainer:
-    """Of a head."""
-    model = their_model(folder, attention)
-    model.lm_head.weight.requires_grad_(trains_head)
+    """Return the trainer of a head in speculators.
+
+    Args:
+        folder: the folder of the models.
+        rows: B.
+        length: T.
+        num_steps: K.
+        bf16: whether autocast to bfloat16 is on.
+        attention: the implementation of attention.
+    """
+    model = load_speculators_model(folder, attention)
+    model.lm_head.weight.requires_grad_(False)
     settings = call_settings(type(model), ttt_steps=num_steps, ttt_step_loss_decay=1.0)
-    ids, aux, last = given(
+    ids, aux, last = draw_inputs(
         rows, length, NUM_AUX["head"], model.verifier_vocab_size, model.hidden_size, bf16
     )
-    # Shifted as its `shift_batch` does. Its last loss, of a token that is not in the row, is not ours.
+    # The batch is shifted as `shift_batch` of speculators does it. Its last loss is masked, because
+    # ours has none for a token that is not in the row.
     batch = {
         "input_ids": ids[:, 1:],
         "hidden_states": aux[:, :-1],
@@ -300,23 +372,33 @@ def speculators(
         "position_ids": torch.arange(1, length, device=DEVICE).expand(rows, -1),
         "document_ids": torch.zeros(rows, length - 1, dtype=torch.long, device=DEVICE),
     }
-    return their_trainer(model, batch, settings, bf16)
+    return build_speculators_trainer(model, batch, settings, bf16)
 
 
-def speculators_block(
+def build_speculators_block_trainer(
     folder: str,
     rows: int,
     length: int,
     block_size: int,
     num_anchors: int,
     bf16: bool,
-    attention: str | None,
+    attention: str,
 ) -> Trainer:
-    """Of a block drafter."""
-    model = their_model(folder, attention)
-    alike = {"dflash_decay_gamma": float("inf")}  # every slot counts as much
-    settings = call_settings(type(model), max_anchors=num_anchors // rows, **alike)
-    ids, aux, last = given(
+    """Return the trainer of a block drafter in speculators.
+
+    Args:
+        folder: the folder of the models.
+        rows: B.
+        length: T.
+        block_size: P.
+        num_anchors: blocks in all rows.
+        bf16: whether autocast to bfloat16 is on.
+        attention: the implementation of attention.
+    """
+    model = load_speculators_model(folder, attention)
+    equal_weights = {"dflash_decay_gamma": float("inf")}  # every slot has the same weight
+    settings = call_settings(type(model), max_anchors=num_anchors // rows, **equal_weights)
+    ids, aux, last = draw_inputs(
         rows, length, NUM_AUX["block"], model.verifier_vocab_size, model.hidden_size, bf16
     )
     batch = {
@@ -329,16 +411,15 @@ def speculators_block(
         "position_ids": torch.arange(length, device=DEVICE).expand(rows, -1),
         "document_ids": torch.zeros(rows, length, dtype=torch.long, device=DEVICE),
     }
-    return their_trainer(model, batch, settings, bf16)
+    return build_speculators_trainer(model, batch, settings, bf16)
 
 
-def their_model(folder: str, attention: str | None) -> Any:
-    """speculators' model of the exported draft. attention: None for its own default."""
+def load_speculators_model(folder: str, attention: str) -> Any:
+    """Load the exported draft as a model of speculators."""
     from speculators import SpeculatorModel
 
     config = SpeculatorModel.config_class.from_pretrained(f"{folder}/head")
-    if attention is not None:
-        config.transformer_layer_config._attn_implementation = attention
+    config.transformer_layer_config._attn_implementation = attention
     return (
         SpeculatorModel.from_pretrained(f"{folder}/head", config=config, dtype=torch.float32)
         .train()
@@ -346,14 +427,17 @@ def their_model(folder: str, attention: str | None) -> Any:
     )
 
 
-def their_trainer(
+def build_speculators_trainer(
     model: Any, batch: dict[str, Tensor], settings: dict[str, Any], bf16: bool
 ) -> Trainer:
-    """Model, loss and optimizer as speculators' trainer has them; the model takes one row at a time: several accumulate."""
+    """Return a trainer with model, loss and optimizer as in the trainer of speculators.
+
+    The model takes one row at a time, so several rows accumulate their gradients.
+    """
     from speculators.train.optimizers import build_optimizers
 
     def micro_batch(row: int) -> tuple[Tensor, float]:
-        with precision(bf16):
+        with build_autocast(bf16):
             _, loss, _ = model(
                 **{name: part[row : row + 1] for name, part in batch.items()}, **settings
             )
@@ -366,67 +450,84 @@ def their_trainer(
     )
 
 
-def call_settings(model_class: Any, **own: Any) -> dict[str, Any]:
-    """What speculators' trainer hands its model; the fused losses, its default, are Triton's."""
+def call_settings(model_class: Any, **options: Any) -> dict[str, Any]:
+    """Return the keyword arguments that the trainer of speculators passes to its model.
+
+    The losses are the eager ones: the fused losses, which are the default, need Triton.
+    """
     settings: dict[str, Any] = model_class.get_trainer_kwargs(
-        loss_fn="kl_div", loss_implementation="eager", **own
+        loss_fn="kl_div", loss_implementation="eager", **options
     )[0]
     return settings
 
 
-def head_and_loss(
+def build_head_and_loss_trainer(
     rows: int, num_steps: int, hidden_size: int, vocab_size: int, bf16: bool, plainly: bool = False
 ) -> Trainer:
-    """K R hidden states through the head, to the gradients of both. plainly: all logits at once."""
-    from specdistill.losses.chunked import head_loss, head_loss_plainly
-    from specdistill.losses.divergence import forward_kl
+    """Return a trainer that runs K R hidden states through the head, up to the gradients of both.
+
+    Args:
+        rows: R.
+        num_steps: K.
+        hidden_size: H.
+        vocab_size: tokens of the vocabulary.
+        bf16: whether autocast to bfloat16 is on.
+        plainly: compute all logits at once.
+    """
     from specdistill.targets.anatomy import LogitsHead
+    from specdistill.training.losses.divergence import forward_kl
+    from specdistill.training.losses.head_loss import compute_head_loss, compute_head_loss_at_once
     from specdistill.training.objective import SoftTargets, TargetDistributions
 
-    own, of_target = (
+    draft_head, of_target = (
         torch.nn.Linear(hidden_size, vocab_size, bias=False, device=DEVICE) for _ in range(2)
     )
-    for seed, linear in enumerate((own, of_target)):
+    for seed, linear in enumerate((draft_head, of_target)):
         linear.weight.data = (
-            noise(vocab_size, hidden_size, bf16=False, seed=seed) * hidden_size**-0.5
+            draw_noise(vocab_size, hidden_size, bf16=False, seed=seed) * hidden_size**-0.5
         )
     soft = SoftTargets(
-        noise(rows, hidden_size, bf16=False, seed=2),
+        draw_noise(rows, hidden_size, bf16=False, seed=2),
         LogitsHead(of_target),
         None,
         LogitsHead(of_target),
         temperature=1.0,
     )
-    hidden_KRH = noise(num_steps, rows, hidden_size, bf16=False, seed=3).requires_grad_()
+    hidden_KRH = draw_noise(num_steps, rows, hidden_size, bf16=False, seed=3).requires_grad_()
     weights_KR = torch.full((num_steps, rows), 1 / rows, device=DEVICE)
-    form = head_loss_plainly if plainly else head_loss
+    form = compute_head_loss_at_once if plainly else compute_head_loss
 
     def loss_of(logits_rW: Tensor, targets: TargetDistributions, k: int) -> tuple[Tensor, Tensor]:
         losses_r = forward_kl(logits_rW, targets.probs_rW)
         return losses_r, losses_r.detach().unsqueeze(0)
 
     def micro_batch() -> tuple[Tensor, float]:
-        with precision(bf16):
+        with build_autocast(bf16):
             total, _ = form(
-                hidden_KRH, weights_KR, LogitsHead(own), partial(soft.at, measure=False), loss_of
+                hidden_KRH,
+                weights_KR,
+                LogitsHead(draft_head),
+                partial(soft.at, measure=False),
+                loss_of,
             )
         return total, total.item()
 
-    return Trainer([micro_batch], [hidden_KRH, own.weight], None)
+    return Trainer([micro_batch], [hidden_KRH, draft_head.weight], None)
 
 
 TRAINERS: dict[str, Callable[..., Trainer]] = {
-    "ours": ours,
-    "speculators": speculators,
-    "ours_block": ours_block,
-    "speculators_block": speculators_block,
-    "head_and_loss": head_and_loss,
+    "ours": build_own_head_trainer,
+    "speculators": build_speculators_head_trainer,
+    "ours_block": build_own_block_trainer,
+    "speculators_block": build_speculators_block_trainer,
+    "head_and_loss": build_head_and_loss_trainer,
 }
 
 
 def main(name: str, settings: dict[str, Any]) -> None:
+    """Take a step for each line of stdin, and print its numbers as a JSON line."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # what libraries print goes to stderr, because it is no answer
     trainer = TRAINERS[name](**settings)
     for _ in sys.stdin:
         print(json.dumps(trainer.step()), file=answers, flush=True)

@@ -1,4 +1,7 @@
-"""What `mkdocs` is told beyond mkdocs.yml: pages outside docs/, the sample report's page, and links to files of the repository."""
+"""Hooks of mkdocs: add pages outside docs/ and the sample report's page, and lead links.
+
+Links lead to pages of the site, or to files of the repository.
+"""
 
 import re
 from pathlib import Path
@@ -6,7 +9,7 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
-from specdistill.report.files import read_report, to_html
+from specdistill.evaluation.report.files import read_report, to_html
 
 ROOT = Path(__file__).resolve().parent.parent
 OUTSIDE = {
@@ -14,7 +17,8 @@ OUTSIDE = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
 }
-SAMPLE = "sample/report.html"  # rendered from its JSON files, so that the site shows the page as it is now
+# rendered from its JSON files, so that the site shows the page as it is now
+SAMPLE = "sample/report.html"
 LINK = re.compile(r"(?<=\]\()(?!\w+:)([^)#\s]+)")
 THREAD = re.compile(r"(?<![\w/])([\w.-]+/[\w.-]+)#(\d+)\b")
 
@@ -32,7 +36,7 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> str:
-    """Lead links to where the site has the page or image, and links to any other file into the repository; link threads."""
+    """Lead links to the site's page or image, or else into the repository; link threads."""
     folder = ROOT if page.file.src_uri in OUTSIDE.values() else ROOT / "docs"
 
     def led(link: re.Match[str]) -> str:

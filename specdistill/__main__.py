@@ -2,6 +2,6 @@
 
 import sys
 
-from specdistill.cli import main
+from specdistill.cli.main import main
 
 sys.exit(main())

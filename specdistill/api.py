@@ -1,13 +1,16 @@
-"""The Python interface, whose names `specdistill` offers, and what the scripts of train/ and eval/ do.
+"""The Python interface: the functions and classes that `import specdistill` offers.
 
-A call's keys become the arguments of the command, which checks them. Functions raise the UserError and ResourceError of specdistill.errors.
+Each function does what the command of the same name does. The keyword arguments of a call become
+the arguments of that command, which checks them.
+
+Functions raise UserError for mistakes of the user and ResourceError for failures outside, such as
+of the Hub. Both are in specdistill.common.errors.
 """
 
 import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -16,47 +19,45 @@ import torch
 from datasets import Dataset
 from transformers import PreTrainedModel, TrainerCallback
 
-from specdistill.command import COMPARE, SHORTHANDS, TARGET, keys_of
-from specdistill.comparison.candidates import UNTRAINED, measure_candidates
-from specdistill.comparison.compare import compare as compared
-from specdistill.comparison.options import CommonOptions, CompareOptions
-from specdistill.comparison.pages import FILES, write_comparison
+from specdistill.common.errors import UserError, find_nearest
 from specdistill.decoding.assisted import Draft
-from specdistill.decoding.decoder import Decoder, Generation
-from specdistill.errors import UserError, nearest
-from specdistill.export import check_engines
-from specdistill.gate.decide import FIRST_RELEASE, Evidence, GateOptions, judge_again, read_baseline
-from specdistill.gate.decide import judge as decide
-from specdistill.gate.rules import load_gate
+from specdistill.decoding.decoder import Decoder
+from specdistill.decoding.sequence import Generation
+from specdistill.evaluation.comparison.candidates import UNTRAINED_METHODS
+from specdistill.evaluation.comparison.options import CompareOptions
+from specdistill.evaluation.gate.decide import (
+    GateOptions,
+    judge_again,
+)
+from specdistill.evaluation.measurement.configurations import Settings
+from specdistill.evaluation.report.files import stage_files
 from specdistill.hub.acquire import acquire as acquired
-from specdistill.hub.command import AcquireOptions, PublishOptions
+from specdistill.hub.options import AcquireOptions, PublishOptions
 from specdistill.hub.publish import Publication, publish_run
-from specdistill.measurement import evaluate as measurement
-from specdistill.measurement.configurations import Settings
-from specdistill.measurement.measured import discard_finished
 from specdistill.methods import METHODS
-from specdistill.methods.load import create_draft, implementation, load_proposer, locate, method_of
-from specdistill.methods.recipe import Recipe, TrainedRecipe, own_eval_keys, trainable
-from specdistill.methods.target_record import save_draft
-from specdistill.next_step import after
-from specdistill.processes import is_first
-from specdistill.produce.features import feature_store
-from specdistill.produce.job import Job
-from specdistill.produce.make import open_rows
-from specdistill.recipe.load import flattened, load_recipe, merged, validate
-from specdistill.recipe.sections import HiddenStatesConfig, MeasurementConfig, TargetConfig
-from specdistill.report.files import check_replaceable, digest, staged, write_report
-from specdistill.rows.row_set import RowTarget
-from specdistill.suites.conversations import use_template
-from specdistill.suites.suite import check_suite
+from specdistill.methods.load import find_method, load_proposer, locate
+from specdistill.methods.recipe import (
+    Recipe,
+    check_trainable,
+    list_own_eval_keys,
+    select_eval_schema,
+)
+from specdistill.recipe.load import flatten_keys, load_recipe, validate_recipe
+from specdistill.recipe.sections import MeasurementConfig, TargetConfig
+from specdistill.recipe.short_keys import (
+    COMPARE,
+    SHORTHANDS,
+    TARGET,
+    TRAIN,
+    rename_keys_as_typed,
+    select_recipe_keys,
+)
 from specdistill.targets.files import TargetFiles
-from specdistill.targets.frozen import FrozenTarget, compile_layers
+from specdistill.targets.frozen import FrozenTarget
 from specdistill.targets.loading import read_tokenizer
-from specdistill.training import trainer as training
-from specdistill.training.arguments import autocast_dtype
-from specdistill.training.history import read_history
-from specdistill.training.optimizer import build_optimizer
-from specdistill.training.run import TrainingRun
+from specdistill.workflows.compare import compare_drafts
+from specdistill.workflows.evaluate import ARGUMENTS_WITHOUT_RECIPE, evaluate
+from specdistill.workflows.train import train_draft
 
 __all__ = [
     "Draft",
@@ -67,58 +68,94 @@ __all__ = [
     "compare",
     "generate",
     "judge",
+    "load_draft",
+    "load_target",
+    "measure",
+    "publish",
+    "train",
 ]
-__all__ += ["load_draft", "load_target", "measure", "publish", "train"]
-WITHOUT_RECIPE = ["train.output_dir=runs/eval"]
-RecipeOrRun = str | os.PathLike[str] | Mapping[str, Any]
+RecipeOrRun = str | os.PathLike[str] | Mapping[str, object]
 
 
-def arguments_of(recipe: RecipeOrRun, keys: Mapping[str, Any]) -> list[str]:
-    """key=value of a recipe (a name under recipes/, a file, the sections as mappings, a run's folder) and of keys over it."""
-    named, sections = [], [keys]
+def build_arguments(recipe: RecipeOrRun, keys: Mapping[str, object]) -> list[str]:
+    """Return the command-line arguments, `key=value`, of a recipe and of keys that override it.
+
+    Args:
+        recipe: the name of a recipe under recipes/, a file, the folder of a run, or the sections
+            themselves as mappings.
+        keys: settings that take precedence over those of the recipe.
+    """
+    recipe_arguments = []
+    sections = [keys]
     if isinstance(recipe, Mapping):
         sections = [recipe, keys]
     else:
         recorded = Path(recipe) / "run" / "recipe.yaml"
-        named = [f"recipe={recorded if recorded.is_file() else os.fspath(recipe)}"]
-    values = chain.from_iterable(map(flattened, sections))
-    return named + [
+        recipe_arguments = [f"recipe={recorded if recorded.is_file() else os.fspath(recipe)}"]
+    values = chain.from_iterable(map(flatten_keys, sections))
+    return recipe_arguments + [
         f"{key}={json.dumps(value, ensure_ascii=False, default=os.fspath)}" for key, value in values
     ]
 
 
 @dataclass(frozen=True)
 class Completion(Generation):
-    """text: of the new tokens, without special ones."""
+    """The continuation of a prompt.
+
+    Attributes:
+        text: the text of the new tokens, without special tokens.
+    """
 
     text: str
 
 
-def load_target(model: str | os.PathLike[str], **keys: Any) -> FrozenTarget:
-    """A causal language model: `pico`, a folder, a GGUF file or a Hub id. keys: of a recipe's `target:`, e.g. dtype="bfloat16"."""
+def load_target(model: str | os.PathLike[str], **keys: object) -> FrozenTarget:
+    """Load a target: a causal language model that verifies the tokens of a draft.
+
+    Args:
+        model: `pico`, a folder, a GGUF file or a Hub id.
+        keys: further keys of a recipe's section `target:`, e.g. dtype="bfloat16".
+    """
     return FrozenTarget.load(
-        **vars(validate(TargetConfig, {"model": os.fspath(model), **keys}, "target."))
+        **vars(validate_recipe(TargetConfig, {"model": os.fspath(model), **keys}, "target."))
     )
 
 
 def load_draft(
-    draft: str | os.PathLike[str], target: FrozenTarget | PreTrainedModel, **keys: Any
+    draft: str | os.PathLike[str], target: FrozenTarget | PreTrainedModel, **keys: object
 ) -> Draft:
-    """The draft of a folder or Hub id (org/name@revision), of any method and in any layout that is read; or `ngram`, or `suffix`.
+    """Load a draft of any method, in any layout that can be read.
 
-    target: from `load_target`, or a model that transformers loaded from a folder or the Hub, which is put into evaluation mode without
-    gradients. keys: of a recipe's `eval:`, those that the draft's method alone reads, and `lookup_first`.
+    Args:
+        draft: a folder, or a Hub id (`org/name` or `org/name@revision`). For a draft without
+            weights, `ngram` or `suffix`.
+        target: a target from `load_target`, or a model that transformers loaded from a folder or
+            the Hub. Such a model is put into evaluation mode without gradients.
+        keys: keys of a recipe's section `eval:`: `lookup_first`, and those that only the draft's
+            method reads.
+
+    Raises:
+        UserError: for a key that such a draft does not read, and for a draft that is broken or does
+            not fit the target.
     """
     place = os.fspath(draft)
-    method = place if place in UNTRAINED else method_of(locate(place, key="draft"), key="draft")
-    recipe: Any = METHODS[method].recipe()
-    read = [*own_eval_keys(recipe), "lookup_first"]
-    if unread := next((name for name in keys if name not in read), None):
-        expected = f"no such key: a draft of method {method} reads {', '.join(read)}"
-        raise UserError(unread, got=keys[unread], expected=expected, nearest=nearest(unread, read))
-    section = validate(recipe.model_fields["eval"].annotation, keys)
+    method = (
+        place
+        if place in UNTRAINED_METHODS
+        else find_method(locate(place, key="draft"), key="draft")
+    )
+    recipe = METHODS[method].recipe()
+    read = [*list_own_eval_keys(recipe), "lookup_first"]
+    unread = next((name for name in keys if name not in read), None)
+    if unread:
+        expected = f"one of {', '.join(read)}, which a draft of method {method} reads"
+        raise UserError(
+            unread, got="an unknown key", expected=expected, nearest=find_nearest(unread, read)
+        )
+    section = validate_recipe(select_eval_schema(recipe), keys)
     if not isinstance(target, FrozenTarget):
-        name, revision = str(target.name_or_path), getattr(target.config, "_commit_hash", None)
+        name = str(target.name_or_path)
+        revision = getattr(target.config, "_commit_hash", None)
         files = TargetFiles(name, revision)
         tokenizer, *_ = read_tokenizer(files)
         target = FrozenTarget(target, tokenizer, name=name, revision=revision, files=files)
@@ -132,123 +169,84 @@ def generate(
     *,
     max_new_tokens: int = 128,
     num_speculative_tokens: int = 4,
-    tree: Mapping[str, Any] | None = None,
+    tree: Mapping[str, object] | None = None,
     temperature: float = 0.0,
     top_p: float = 1.0,
     top_k: int = 0,
     seed: int = 0,
 ) -> Completion:
-    """Continue a prompt, a text or token ids, with a draft, or by a target alone. The options are keys of a recipe's `eval:`.
+    """Continue a prompt with a draft, or with a target alone.
 
-    The result has `text`, `token_ids` and `rounds`: of each the tokens drafted, how many were accepted, and the seconds.
+    The options have the names and meanings of the keys of a recipe's section `eval:`.
+
+    Args:
+        draft: a draft from `load_draft`, or a target from `load_target`, which decodes alone.
+        prompt: a text or token ids.
+        max_new_tokens: the most tokens to generate.
+        num_speculative_tokens: K, the most draft tokens of a round.
+        tree: the shape of a tree to draft in place of a chain; see `eval.tree`.
+        temperature: 0 decodes greedily.
+        top_p: the share of probability that is sampled from; 1 for all of it.
+        top_k: how many of the most likely tokens are sampled from; 0 for all of them.
+        seed: the seed of the random numbers that sampling uses.
+
+    Returns:
+        The completion. It has `text`, `token_ids` and `rounds`. For each round it lists the tokens
+        drafted, how many of them were accepted, and the seconds.
     """
     keys = {
         name: value for name, value in locals().items() if name in MeasurementConfig.model_fields
     }
-    settings = Settings.of(validate(MeasurementConfig, keys))
+    settings = Settings.from_section(validate_recipe(MeasurementConfig, keys))
     target, proposer = (draft.target, draft.proposer) if isinstance(draft, Draft) else (draft, None)
-    done = Decoder(target, proposer).generate(
+    generation = Decoder(target, proposer).generate(
         target.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt,
         generator=torch.Generator().manual_seed(seed),
         **settings.decoding,
     )
     return Completion(
-        **vars(done), text=target.tokenizer.decode(done.token_ids, skip_special_tokens=True)
+        **vars(generation),
+        text=target.tokenizer.decode(generation.token_ids, skip_special_tokens=True),
     )
 
 
-def train(recipe: RecipeOrRun, *, callbacks: Sequence[TrainerCallback] = (), **keys: Any) -> Path:
-    """Train a draft as `specdistill train` does; returns the run's folder, with the draft in `draft`. An interrupted run resumes.
+def train(
+    recipe: RecipeOrRun, *, callbacks: Sequence[TrainerCallback] = (), **keys: object
+) -> Path:
+    """Train a draft, as `specdistill train` does. An interrupted run resumes.
 
-    recipe: a name, a file or sections. callbacks: of transformers' Trainer. keys: over the recipe's, e.g. train={"output_dir": "runs/a"}.
+    Args:
+        recipe: the name of a recipe, a file or the sections as mappings.
+        callbacks: callbacks of transformers' Trainer.
+        keys: settings that take precedence over those of the recipe, e.g.
+            train={"output_dir": "runs/a"}.
+
+    Returns:
+        The folder of the run, which holds the draft in `draft`.
     """
-    return train_draft(trainable(load_recipe(Recipe, arguments_of(recipe, keys))), callbacks)
-
-
-def train_draft(recipe: TrainedRecipe, callbacks: Sequence[TrainerCallback] = ()) -> Path:
-    """The run's folder, which then holds the draft. Every process of a launch calls it. Raises UserError for what cannot be trained so."""
-    check_suite(
-        recipe.eval.suite
-    )  # with the gate it judges the draft later: an error in them shows now
-    if recipe.selection is not None:
-        check_suite(recipe.selection.suite, key="selection.suite")
-    load_gate(recipe.gate)
-    hidden_states = getattr(recipe, "hidden_states", HiddenStatesConfig())  # which heads have
-    # Processes that read stored features while a GPU trains.
-    readers = 2 if hidden_states.path and torch.cuda.is_available() else 0
-    defaults = {"eval_on_start": recipe.evaluates_first, "dataloader_num_workers": readers}
-    run = TrainingRun.open(recipe, target_dtype=recipe.target.dtype, **defaults)
-    method = implementation(recipe.method)
-
-    # Target and data
-    runs_layers = hidden_states.runs_layers or recipe.selection is not None
-    target = FrozenTarget.load(**vars(recipe.target), layers_on_disk=not runs_layers)
-    check_engines(recipe, target)
-    use_template(target.tokenizer, recipe)
-    train_set, eval_set = open_rows(
-        Job(recipe.data, RowTarget.of(target), recipe.measured_on, recipe.states_folder)
-    )
-
-    # Draft, what it learns, and the run's record before its first step
-    draft = create_draft(recipe, target, train_set)
-    objective = method.objective(draft, recipe, target)
-    compile_layers(recipe.train, target, objective)
-    run.record(
-        target=target.name,
-        target_revision=target.revision,
-        target_weights=target.identity.weights,
-        data_fingerprint=train_set._fingerprint,
-        rows=len(train_set),
-    )
-
-    # Features that are kept, where each step does not have the target make its own
-    autocast, rows = autocast_dtype(run.arguments), run.arguments.train_batch_size
-    passes: dict[str, Any] = {"autocast": autocast, "batch_size": rows, "force": recipe.data.force}
-    store = feature_store(
-        hidden_states, target, getattr(draft, "aux_layers", ()), [train_set, eval_set], **passes
-    )
-
-    # Train, and save the best
-    optimizer = build_optimizer(recipe.optimizer, draft, run.arguments)
-    save = partial(save_draft, method, target, chat_template=recipe.data.chat_template)
-    decode = measurement.decoded_acceptance_length(recipe, target)
-    options: dict[str, Any] = {
-        "save": save,
-        "decode": decode,
-        "optimizer": optimizer,
-        "store": store,
-    }
-    trainer = training.DraftTrainer(
-        objective, target, run.arguments, train_set, eval_set, **options
-    )
-    for callback in callbacks:
-        trainer.add_callback(callback)
-    run.train(trainer)
-    if run.arguments.process_index == 0:
-        _print_trained(run.path)
-    return run.path
-
-
-def _print_trained(run: Path) -> None:
-    """Where the draft is, what it reached, and what to type next."""
-    history = read_history(run / "draft", key="train.output_dir")
-    assert history is not None
-    lengths = dict(history.summary()["curve"])
-    step, reached = history.saved_step, lengths.get(history.saved_step)
-    simulated = f", acceptance length {reached:.2f} (simulated on held-out data)" if reached else ""
-    print(f"The draft of step {step} of {history.steps} is in {run / 'draft'}{simulated}.")
-    message, commands = after(run, merged([f"recipe={run / 'run' / 'recipe.yaml'}"]))
-    print(message, *(f"  {command}" for command in commands), sep="\n")
+    arguments = build_arguments(recipe, keys)
+    with rename_keys_as_typed(arguments, TRAIN):
+        return train_draft(
+            check_trainable(load_recipe(Recipe, select_recipe_keys(arguments, TRAIN))), callbacks
+        )
 
 
 class DraftConfig:
-    """How a `DraftTrainer` trains: fields of transformers.TrainingArguments, and sections of a recipe, e.g. draft={"ttt_steps": 5}."""
+    """The settings with which a `DraftTrainer` trains.
 
-    def __init__(self, output_dir: str | os.PathLike[str], **keys: Any) -> None:
-        sections = {
-            name for recipe in Recipe.variants().values() for name in recipe.model_fields
-        } - {"train"}
+    Args:
+        output_dir: the folder of the run.
+        keys: fields of transformers.TrainingArguments, and sections of a recipe, e.g.
+            draft={"ttt_steps": 5}.
+    """
+
+    def __init__(self, output_dir: str | os.PathLike[str], **keys: object) -> None:
+        sections = set[str]()
+        for schema in Recipe.list_schemas().values():
+            sections.update(schema.model_fields)
+        sections.discard("train")
         fields = {name: value for name, value in keys.items() if name not in sections}
+        self.output_dir = output_dir
         self.keys = {
             **{name: keys[name] for name in keys.keys() & sections},
             "train": {"output_dir": output_dir, **fields},
@@ -256,53 +254,75 @@ class DraftConfig:
 
 
 class DraftTrainer:
-    """Trains a draft of a method for a target: its name, or a recipe's section `target:`.
+    """Trains a draft for a target, in the manner of transformers' Trainer.
 
-    train_dataset: rows in a form that `data.source` reads, e.g. with messages, or a source's name; None: what args say. Rows in memory are
-    written to `<output_dir>.jsonl`, so that the recipe in the run's record is whole. callbacks: of transformers' Trainer.
+    Args:
+        method: the method of the draft, e.g. `eagle3`.
+        target: the name of the target, or a recipe's section `target:` as a mapping.
+        args: the settings of the training.
+        train_dataset: rows in a form that `data.source` reads, e.g. with `messages`, or the name of
+            a source. None for the data that `args` names. Rows in memory are written to
+            `<output_dir>.jsonl`, so that the recipe in the run's record is complete.
+        callbacks: callbacks of transformers' Trainer.
     """
 
     def __init__(
         self,
         method: str,
-        target: str | os.PathLike[str] | Mapping[str, Any],
+        target: str | os.PathLike[str] | Mapping[str, object],
         args: DraftConfig,
-        train_dataset: Dataset | Sequence[Mapping[str, Any]] | str | os.PathLike[str] | None = None,
+        train_dataset: Dataset
+        | Sequence[Mapping[str, object]]
+        | str
+        | os.PathLike[str]
+        | None = None,
         callbacks: Sequence[TrainerCallback] = (),
     ) -> None:
-        self.rows, self.callbacks = (
-            None if isinstance(train_dataset, str | os.PathLike) else train_dataset,
-            callbacks,
-        )
-        source = (
-            train_dataset
-            if self.rows is None
-            else f"{os.fspath(args.keys['train']['output_dir'])}.jsonl"
-        )
-        own = {
+        self.rows = None if isinstance(train_dataset, str | os.PathLike) else train_dataset
+        self.callbacks = callbacks
+        source = train_dataset if self.rows is None else f"{os.fspath(args.output_dir)}.jsonl"
+        train_keys = {
             "method": method,
             "target": target if isinstance(target, Mapping) else {"model": target},
         }
         keys = {"data": {"source": source}} if source else {}
-        self.recipe = trainable(load_recipe(Recipe, arguments_of({**args.keys, **own}, keys)))
+        self.recipe = check_trainable(
+            load_recipe(Recipe, build_arguments({**args.keys, **train_keys}, keys))
+        )
 
     def train(self) -> Path:
-        """Returns the run's folder, with the draft in `draft`. An interrupted run resumes."""
+        """Train the draft. An interrupted run resumes.
+
+        Returns:
+            The folder of the run, which holds the draft in `draft`.
+
+        Raises:
+            UserError: if `<output_dir>.jsonl` already holds other rows.
+        """
         if self.rows is not None:
-            place = Path(self.recipe.data.source)
+            place = Path(str(self.recipe.data.source))
             text = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in self.rows)
             if place.exists() and place.read_bytes() != text.encode():
                 got = f"other rows than those in {place}"
                 raise UserError("train_dataset", got=got, expected="them, or another output_dir")
-            with staged(place.parent) as staging:  # each process of a launch writes the same file
+            # Each process of a launch writes the same file.
+            with stage_files(place.parent) as staging:
                 (staging / place.name).write_text(text, encoding="utf-8")
         return train_draft(self.recipe, self.callbacks)
 
 
 @dataclass(frozen=True)
 class Report:
-    """A measured draft: report.json, its folder, and the headline over the whole suite; None: not measured. verdict: of the gate, whose
-    rules with their reasons are in `data["gate"]["rules"]`: passed, failed or inconclusive.
+    """The report of a measured draft.
+
+    Attributes:
+        data: the content of report.json. The rules of the gate, with their reasons, are in
+            `data["gate"]["rules"]`.
+        folder: the folder of the report.
+        acceptance_length: the mean over the whole suite, in tokens per round; None if it was not
+            measured.
+        speedup: the speedup over the whole suite; None if it was not measured.
+        verdict: the verdict of the gate: passed, failed or inconclusive.
     """
 
     data: dict[str, Any]
@@ -313,6 +333,7 @@ class Report:
 
     @classmethod
     def of(cls, data: dict[str, Any], folder: Path) -> "Report":
+        """Return the report with this content, from this folder."""
         first = data["results"][0]
         return cls(
             data,
@@ -323,92 +344,104 @@ class Report:
         )
 
     def to_dataframe(self) -> Any:
-        """A pandas.DataFrame with a row for each configuration and category, the first one over the whole suite."""
-        import pandas  # slow to import
+        """Return the results as a pandas.DataFrame.
+
+        It has a row for each configuration and category. The first row is for the whole suite.
+        """
+        import pandas  # imported here because it is slow to import
 
         return pandas.DataFrame(self.data["results"])
 
 
-def measure(recipe: RecipeOrRun | None = None, **keys: Any) -> Report:
-    """Measure a draft by speculative decoding and judge it by its recipe's gate, as `specdistill eval` does; its files are written.
+def measure(recipe: RecipeOrRun | None = None, **keys: object) -> Report:
+    """Measure a draft by decoding with it, and judge it by the gate of its recipe.
 
-    recipe: a run's folder, or a recipe; None: keys say all. keys: of that command, e.g. draft="org/name", eval={"num_prompts": 16}.
+    Does what `specdistill eval` does, and writes the same files.
+
+    Args:
+        recipe: the folder of a run, or a recipe. None if the keys say everything.
+        keys: keys of that command, e.g. draft="org/name", eval={"num_prompts": 16}.
     """
-    first = WITHOUT_RECIPE if recipe is None or isinstance(recipe, Mapping) else []
-    return Report.of(
-        *evaluate(
-            load_recipe(Recipe, [*first, *keys_of(arguments_of(recipe or {}, keys), SHORTHANDS)])
+    first = ARGUMENTS_WITHOUT_RECIPE if recipe is None or isinstance(recipe, Mapping) else []
+    arguments = build_arguments(recipe or {}, keys)
+    with rename_keys_as_typed(arguments, SHORTHANDS):
+        return Report.of(
+            *evaluate(load_recipe(Recipe, [*first, *select_recipe_keys(arguments, SHORTHANDS)]))
         )
-    )
-
-
-def evaluate(recipe: Recipe) -> tuple[dict[str, Any], Path]:
-    """The report of a recipe's draft with the verdict of its gate, and the folder that it was written to."""
-    config = recipe.eval
-    folder = Path(config.output_dir or Path(recipe.train["output_dir"]) / "report")
-    check_replaceable(folder, "eval.output_dir")
-    rules = load_gate(recipe.gate)
-    baseline = read_baseline(config.baseline, rules, "eval.baseline")
-    report, records = measurement.measure(recipe, folder)
-    report["digest"] = digest(report, records)
-    report = decide(
-        rules, Evidence(report, records), baseline, first_release=config.baseline == FIRST_RELEASE
-    )
-    if is_first():
-        write_report(folder, report, records)
-    if os.environ.get("LOCAL_RANK", "0") == "0":  # of each machine
-        discard_finished(folder / measurement.FINISHED)
-    return report, folder
 
 
 def judge(
     report: Report | str | os.PathLike[str], gate: str = "default", *, baseline: str | None = None
 ) -> Report:
-    """The report, or that of a folder, with the verdict of a gate, as `specdistill gate` gives it; its files go to a folder of the gate's
-    name next to it. gate: a name or a gate YAML. baseline: a report that regressions are relative to, or `none`.
+    """Judge a report by a gate, as `specdistill gate` does.
+
+    The judged report is written to a folder that is named after the gate, inside the report's
+    folder.
+
+    Args:
+        report: a report, or the path of one: its folder or its report.json.
+        gate: the name of a gate, or a YAML file.
+        baseline: the report that regressions are relative to, or `none` for a first release.
+
+    Returns:
+        The report with the verdict of the gate.
     """
     folder = report.folder if isinstance(report, Report) else Path(report)
     options = load_recipe(
-        GateOptions, arguments_of({"report": folder, "gates": gate, "baseline": baseline}, {})
+        GateOptions, build_arguments({"report": folder, "gates": gate, "baseline": baseline}, {})
     )
     return Report.of(judge_again(options), folder)
 
 
 def compare(
-    target: str | Mapping[str, Any], drafts: Sequence[str | os.PathLike[str]], **keys: Any
+    target: str | Mapping[str, object], drafts: Sequence[str | os.PathLike[str]], **keys: object
 ) -> dict[str, Any]:
-    """Measure drafts for one target in one paired run and rank them, with the keys of `specdistill compare`; returns comparison.json."""
-    options = load_recipe(
-        CompareOptions, keys_of(arguments_of({"target": target, "drafts": drafts}, keys), COMPARE)
-    )
-    return compare_drafts(options)
+    """Measure drafts for one target in one interleaved run, and rank them.
 
+    Args:
+        target: the name of the target, or a recipe's section `target:` as a mapping.
+        drafts: folders, Hub ids, or names of methods without weights, such as `ngram`.
+        keys: keys of `specdistill compare`.
 
-def compare_drafts(options: CommonOptions) -> dict[str, Any]:
-    """The document of a comparison, which is written to its folder with its pages."""
-    folder = Path(options.output_dir)
-    check_replaceable(folder, "output_dir", FILES)
-    try:
-        measured = measure_candidates(options)
-    except UserError as error:  # what decodes names its keys as recipes do, whose section this command does not have
-        error.key, error.args = error.key.removeprefix("eval."), (str(error).removeprefix("eval."),)
-        raise
-    comparison = compared(measured, seed=options.seed)
-    write_comparison(folder, comparison, {entry.name: entry.records for entry in measured})
-    return comparison
+    Returns:
+        The content of comparison.json.
+    """
+    arguments = build_arguments({"target": target, "drafts": drafts}, keys)
+    with rename_keys_as_typed(arguments, COMPARE):
+        return compare_drafts(load_recipe(CompareOptions, select_recipe_keys(arguments, COMPARE)))
 
 
 def acquire(
     method: str,
-    target: str | Mapping[str, Any],
+    target: str | Mapping[str, object],
     draft: str | os.PathLike[str] | None = None,
-    **keys: Any,
+    **keys: object,
 ) -> Path:
-    """The folder of a draft that fits a target, with the keys of `specdistill acquire`, which fetches it."""
-    given = {"method": method, "target": target, "draft": draft}
-    return acquired(load_recipe(AcquireOptions, keys_of(arguments_of(given, keys), TARGET)))
+    """Fetch a draft that fits a target, as `specdistill acquire` does.
+
+    Args:
+        method: the method of the draft.
+        target: the name of the target, or the section `target:` as a mapping.
+        draft: a folder, `org/name` or `org/name@revision`. None for the layer in the target's own
+            checkpoint.
+        keys: further keys of `specdistill acquire`.
+
+    Returns:
+        The folder of the draft, or of the target if its own layer drafts.
+    """
+    arguments = build_arguments({"method": method, "target": target, "draft": draft}, keys)
+    with rename_keys_as_typed(arguments, TARGET):
+        return acquired(load_recipe(AcquireOptions, select_recipe_keys(arguments, TARGET)))
 
 
-def publish(run: str | os.PathLike[str], **keys: Any) -> Publication:
-    """Publish a run's draft if it passed its gate, with the keys of `specdistill publish`; `refusals` say why nothing was published."""
-    return publish_run(load_recipe(PublishOptions, arguments_of({"run": run}, keys)))
+def publish(run: str | os.PathLike[str], **keys: object) -> Publication:
+    """Publish the draft of a run if it passed its gate, as `specdistill publish` does.
+
+    Args:
+        run: the folder of a finished run.
+        keys: keys of `specdistill publish`.
+
+    Returns:
+        What was published. If nothing was, its `refusals` say why.
+    """
+    return publish_run(load_recipe(PublishOptions, build_arguments({"run": run}, keys)))

@@ -1,4 +1,5 @@
-"""A page in headless Chromium: whether it complains, whether it fits, and what a script finds in it."""
+"""A page in headless Chromium: whether it complains, whether it fits, and what a script finds in
+it."""
 
 import html
 import json
@@ -9,8 +10,12 @@ from pathlib import Path
 from typing import Any
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-# A window has a least width of some 500 pixels, a frame has none: the page is shown in a frame, which counts as its viewport.
-FRAME = '<!doctype html><meta charset="utf-8"><iframe style="border: 0; width: {width}px; height: 900px" srcdoc="{page}"></iframe>'
+# A window has a least width of some 500 pixels, a frame has none: the page is shown in a frame,
+# which counts as its viewport.
+FRAME = (
+    '<!doctype html><meta charset="utf-8"><iframe style="border: 0; width: {width}px; height:'
+    ' 900px" srcdoc="{page}"></iframe>'
+)
 WATCH = """<script>
 window.problems = [];
 window.addEventListener("error", event => problems.push(String(event.message)));
@@ -21,7 +26,8 @@ window.found = answer => {
     overflow: document.documentElement.scrollWidth > document.documentElement.clientWidth,
     clipped: [...document.querySelectorAll("svg text")].filter(text => {
       const box = text.getBBox(), view = text.ownerSVGElement.viewBox.baseVal;
-      return box.x < -2 || box.y < 0 || box.x + box.width > view.width + 2 || box.y + box.height > view.height;
+      return box.x < -2 || box.y < 0
+        || box.x + box.width > view.width + 2 || box.y + box.height > view.height;
     }).map(text => text.textContent),
     paper: getComputedStyle(document.body).backgroundColor,
     ...answer,
@@ -33,13 +39,17 @@ window.found = answer => {
 OPENED = """<script>
 window.addEventListener("load", () => {
   document.body.getBoundingClientRect();
-  document.title = JSON.stringify({ seconds: performance.now() / 1000, requests: performance.getEntriesByType("resource").length });
+  document.title = JSON.stringify({
+    seconds: performance.now() / 1000,
+    requests: performance.getEntriesByType("resource").length,
+  });
 });
 </script>"""
 
 
 def opening(page: str, folder: Path) -> dict[str, Any]:
-    """`seconds` from the start of opening the page, a file, until it is laid out, its scripts run; `requests` that it made."""
+    """`seconds` from the start of opening the page, a file, until it is laid out, its scripts run;
+    `requests` that it made."""
     path = folder / "opened.html"
     path.write_text(page.replace("</body>", f"{OPENED}</body>"), encoding="utf-8")
     answer: dict[str, Any] = json.loads(_title(_browse(path, folder)))
@@ -49,10 +59,11 @@ def opening(page: str, folder: Path) -> dict[str, Any]:
 def look(
     page: str, script: str, folder: Path, *, width: int = 500, dark: bool = False
 ) -> dict[str, Any]:
-    """What `script`, run at the page's end, hands to `found({...})`; besides, whether the page overflows sideways, what
-    figures cut off of their text, and `paper`, the colour behind the page.
+    """What `script`, run at the page's end, hands to `found({...})`; besides, whether the page
+    overflows sideways, what figures cut off of their text, and `paper`, the colour behind the page.
 
-    width: of the viewport, in CSS pixels; folder: for the browser's files. An error and anything in the console is a failure.
+    width: of the viewport, in CSS pixels; folder: for the browser's files. An error and anything in
+    the console is a failure.
     """
     watched = page.replace("<style>", WATCH + "<style>", 1).replace(
         "</body>", f"<script>{script}</script></body>"

@@ -1,10 +1,12 @@
-"""What every test stands on: no network, a cache of its own, one thread, no display; what the machine lacks is skipped, saying so."""
+"""What every test stands on: no network, a cache of its own, one thread, no display; what the
+machine lacks is skipped, saying so."""
 
 import gc
 import math
 import os
 import random
 import shutil
+import signal
 import tempfile
 import threading
 import time
@@ -17,8 +19,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-# Before any test module imports a library that reads them; processes that tests start inherit them. Each worker has a fresh cache: no test
-# passes on what an earlier run or another worker prepared. One thread: more would round sums otherwise, and workers would share cores.
+# Before any test module imports a library that reads them; processes that tests start inherit them.
+# Each worker has a fresh cache: no test passes on what an earlier run or another worker prepared.
+# One thread: more would round sums otherwise, and workers would share cores.
 CACHE = tempfile.mkdtemp(prefix="specdistill-tests-")
 os.environ.update(
     HF_HOME=CACHE,
@@ -28,6 +31,9 @@ os.environ.update(
     OMP_NUM_THREADS="1",
 )
 
+
+# A shell starts background jobs with interrupts ignored; tests of interrupts would wait in vain.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 collect_ignore = [] if find_spec("hypothesis") else ["fuzz"]
 
@@ -45,7 +51,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Take all that is imported off the garbage collector, and leave it off: each measurement collects in full, most of it over torch."""
+    """Take all that is imported off the garbage collector, and leave it off: each measurement
+    collects in full, most of it over torch."""
     gc.collect()
     gc.freeze()
     gc.unfreeze = lambda: None
@@ -69,7 +76,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """Prompts, conversations and a small trained model: SPECDISTILL_TEST_DATA, or ../shared/data next to the repository."""
+    """Prompts, conversations and a small trained model: SPECDISTILL_TEST_DATA, or ../shared/data
+    next to the repository."""
     folder = Path(os.environ.get("SPECDISTILL_TEST_DATA", ROOT.parent / "shared" / "data"))
     if not folder.is_dir():
         pytest.skip(f"no test data at {folder}; set SPECDISTILL_TEST_DATA")
@@ -89,7 +97,8 @@ def target() -> Any:
 
 @pytest.fixture
 def simulated_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """time.perf_counter() advances by about a millisecond whenever it is read, so that timings do not depend on the machine.
+    """time.perf_counter() advances by about a millisecond whenever it is read, so that timings do
+    not depend on the machine.
 
     The steps spread by a fifth, the same in every run; what is returned starts them again.
     """

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from specdistill.cli import VERBS, main
+from specdistill.cli.main import VERBS, main
 
 SCRIPTS = {"train/eagle.py": "train", "train/draft.py": "train", "eval/run.py": "eval"}
 
@@ -54,14 +54,16 @@ def keys_in(rest: str) -> list[str]:
 
 
 class Line(NamedTuple):
-    """A command in a shell block. is_marked: says that it needs what a test lacks: a GPU, the Hub, an engine, servers, several machines."""
+    """A command in a shell block. is_marked: says that it needs what a test lacks: a GPU, the Hub,
+    an engine, servers, several machines."""
 
     command: str
     is_marked: bool
 
 
 def shell_lines(page: Path) -> Iterator[Line]:
-    """The commands of a page's shell blocks. A comment that begins with `needs` marks its line, or standing alone its block."""
+    """The commands of a page's shell blocks. A comment that begins with `needs` marks its line, or
+    standing alone its block."""
     for block in re.findall(
         r"^```(?:bash|sh|shell|console)\n(.*?)^```", read(page), re.MULTILINE | re.DOTALL
     ):

@@ -1,4 +1,5 @@
-"""Draft models of tiny targets that need no training: some of their tokens are accepted, and some are not."""
+"""Draft models of tiny targets that need no training: some of their tokens are accepted, and some
+are not."""
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -35,7 +36,8 @@ def half_right(target: FrozenTarget, context: int = 256) -> LlamaForCausalLM:
 
 
 def other_tokenizer(missing: str, special: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
-    """The bytes of the tiny tokenizer in another order, one of them missing, and other special tokens."""
+    """The bytes of the tiny tokenizer in another order, one of them missing, and other special
+    tokens."""
     kept = [
         byte
         for byte in sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=True)
@@ -66,7 +68,8 @@ def words(text: str, **special: str) -> PreTrainedTokenizerFast:
 def translated(
     target: FrozenTarget, missing: str = "a", model: LlamaForCausalLM | None = None, **renamed: str
 ) -> DraftModelProposer:
-    """The target itself, or a model like it, its rows in the order of another vocabulary, which lacks one of its tokens.
+    """The target itself, or a model like it, its rows in the order of another vocabulary, which
+    lacks one of its tokens.
 
     renamed: target's special tokens without their brackets -> what the draft calls them.
     """

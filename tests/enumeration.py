@@ -1,4 +1,5 @@
-"""The exact distribution of decoded tokens: every outcome of the real rule is enumerated, none is sampled."""
+"""The exact distribution of decoded tokens: every outcome of the real rule is enumerated, none is
+sampled."""
 
 import functools
 import itertools
@@ -12,7 +13,7 @@ from transformers import LlamaForCausalLM
 
 from specdistill.decoding.proposer import Proposal
 from specdistill.decoding.sampling import Sampling
-from specdistill.decoding.verify import rejection
+from specdistill.decoding.verify import verify_sampled_chain
 
 Distribution = Callable[[tuple[int, ...]], Tensor]  # a text -> float64 [V], of the token after it
 Propose = Callable[[list[int], Sampling, list[float]], Proposal]
@@ -49,7 +50,7 @@ def distribution_of(model: LlamaForCausalLM, sampling: Sampling = SAMPLING) -> D
     @functools.cache
     @torch.inference_mode()
     def distribution(text: tuple[int, ...]) -> Tensor:
-        return sampling.probabilities(model(input_ids=torch.tensor([text])).logits[0, -1:])[
+        return sampling.compute_probabilities(model(input_ids=torch.tensor([text])).logits[0, -1:])[
             0
         ].double()
 
@@ -71,12 +72,12 @@ def plain_distribution(
 def decoded(
     rounds: Callable[[tuple[int, ...]], Iterator[Outcome]], size: int, length: int
 ) -> Tensor:
-    """The distribution of `length` tokens decoded in rounds; `rounds` gives the outcomes of a round after the tokens so far."""
+    """The distribution of `length` tokens decoded in rounds; `rounds` gives the outcomes of a round
+    after the tokens so far."""
     distribution = torch.zeros((size,) * length, dtype=torch.float64)
     unfinished: dict[tuple[int, ...], float] = {(): 1.0}
-    for done in range(
-        length
-    ):  # every round adds a token: all that leads to a text is known before its next round
+    # every round adds a token: all that leads to a text is known before its next round
+    for done in range(length):
         for text in [text for text in unfinished if len(text) == done]:
             weight = unfinished.pop(text)
             for tokens, chance in rounds(text):
@@ -94,7 +95,8 @@ def output_distribution(
     sampling: Sampling = SAMPLING,
     length: int = 2,
 ) -> Tensor:
-    """Of the next tokens, decoded in rounds: every cell of the proposer's and of the rule's uniforms is visited."""
+    """Of the next tokens, decoded in rounds: every cell of the proposer's and of the rule's
+    uniforms is visited."""
     size = len(target(prompt))
 
     def outcomes(text: tuple[int, ...], uniforms: list[float], weight: float) -> Iterator[Outcome]:
@@ -122,7 +124,7 @@ def output_distribution(
         for cell in itertools.product(*tests, draws):
             midpoints, widths = zip(*cell, strict=True)
             uniforms = torch.tensor([midpoints], dtype=torch.float64)
-            count, last = rejection(
+            count, last = verify_sampled_chain(
                 torch.tensor([tokens], dtype=torch.long),
                 p[None],
                 None if q is None else q[None],

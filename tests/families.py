@@ -1,6 +1,8 @@
-"""Tiny random targets of the classes that published ones have: a config.json with its sizes replaced, a chat template of the family's kind.
+"""Tiny random targets of the classes that published ones have: a config.json with its sizes
+replaced, a chat template of the family's kind.
 
-All else in a config stays: the class, its kinds of layers, attention and experts, how positions are scaled, what is tied.
+All else in a config stays: the class, its kinds of layers, attention and experts, how positions are
+scaled, what is tied.
 """
 
 import re
@@ -14,9 +16,9 @@ from transformers import PretrainedConfig, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from specdistill.methods.mtp.checkpoint import build_mtp, merge_mtp_weights, save_mtp
-from specdistill.targets.anatomy import auto_class
+from specdistill.targets.anatomy import find_auto_class
 from specdistill.targets.frozen import FrozenTarget
-from tests.rows.templates import (
+from tests.data.rows.templates import (
     CHATML,
     DEEPSEEK,
     GEMMA,
@@ -30,7 +32,8 @@ from tests.rows.templates import (
 from tests.targets.architectures import SIZES
 
 Config = dict[str, Any]
-# Of a model with a picture's encoder, which no text reaches; and what stays as published, since it costs nothing.
+# Of a model with a picture's encoder, which no text reaches; and what stays as published, since it
+# costs nothing.
 OWN_SIZES = {
     "depth": 2,
     "out_hidden_size": 64,
@@ -100,7 +103,8 @@ def write_model(
     num_layers: int = 4,
     seed: int = 0,
 ) -> None:
-    """A checkpoint with a tokenizer, for a published config.json. has_layer: with one that predicts further tokens.
+    """A checkpoint with a tokenizer, for a published config.json. has_layer: with one that predicts
+    further tokens.
 
     Raises KeyError for a class that transformers does not know.
     """
@@ -108,7 +112,7 @@ def write_model(
     config = tiny_config(published, tokenizer, num_layers)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model: Any = auto_class(config).from_config(config).eval()
+        model: Any = find_auto_class(config).from_config(config).eval()
         for name, tensor in model.state_dict().items():
             if "norm" in name or "bias" in name:  # which start as a constant
                 tensor.add_(0.1 * torch.randn_like(tensor))
@@ -125,11 +129,11 @@ def write_model(
 def tiny_config(
     published: Config, tokenizer: PreTrainedTokenizerFast, num_layers: int
 ) -> PretrainedConfig:
-    """The config of a tiny model of the same class. Raises KeyError for a class that transformers does not know."""
+    """The config of a tiny model of the same class. Raises KeyError for a class that transformers
+    does not know."""
     config_class = CONFIG_MAPPING[published["model_type"]]
-    whole = config_class.from_dict(
-        dict(published)
-    ).to_dict()  # with what the class adds where the file says nothing
+    # with what the class adds where the file says nothing
+    whole = config_class.from_dict(dict(published)).to_dict()
     ids = {
         "bos_token_id": None,
         "eos_token_id": tokenizer.eos_token_id,
@@ -161,9 +165,8 @@ def _shrunk(config: Config, vocabulary: Config, num_layers: int) -> Config:
         for name, kinds in lists.items()
         if len(kinds) == config.get("num_hidden_layers")
     }
-    if (
-        rope := own.get("rope_parameters")
-    ) and "num_attention_heads" in own:  # a picture's encoder says num_heads
+    # a picture's encoder says num_heads
+    if (rope := own.get("rope_parameters")) and "num_attention_heads" in own:
         own["rope_parameters"] = _rope(rope, config, own)
     return own
 
@@ -181,7 +184,8 @@ def _all(kinds: list[Any], num_layers: int) -> list[Any]:
 
 
 def _rope(rope: Config, published: Config, own: Config) -> Config:
-    """What rotary embeddings say of each pair of numbers, for fewer of them; of each kind of layer where these differ."""
+    """What rotary embeddings say of each pair of numbers, for fewer of them; of each kind of layer
+    where these differ."""
     if any(isinstance(part, dict) for part in rope.values()):
         return {
             kind: _rope(part, published, own) if isinstance(part, dict) else part

@@ -1,4 +1,5 @@
-"""Runs as training and measuring leave them, of a tiny target and a draft model that needs no training."""
+"""Runs as training and measuring leave them, of a tiny target and a draft model that needs no
+training."""
 
 import hashlib
 import json
@@ -10,17 +11,21 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from specdistill.gate.decide import Evidence, judge
-from specdistill.gate.rules import load_gate
+from specdistill.evaluation.gate.decide import Evidence, judge
+from specdistill.evaluation.gate.rules import load_gate
+from specdistill.evaluation.report.build import (
+    build_context_rows,
+    build_result_rows,
+    select_headline,
+)
+from specdistill.evaluation.report.files import compute_digest, read_report, write_report
+from specdistill.evaluation.statistics.records import HFGenerate, PromptRecord, Timing
+from specdistill.evaluation.suites.suite import load_suite
 from specdistill.hub.evidence import PROVENANCE, RECIPE
 from specdistill.methods import METHODS
 from specdistill.methods.recipe import Recipe
 from specdistill.methods.target_record import save_draft
-from specdistill.recipe.load import load_recipe, recipe_yaml
-from specdistill.report.build import context_rows, headline, result_rows
-from specdistill.report.files import digest, read_report, write_report
-from specdistill.statistics.records import HFGenerate, PromptRecord, Timing
-from specdistill.suites.suite import load_suite
+from specdistill.recipe.load import format_recipe, load_recipe
 from specdistill.targets.frozen import FrozenTarget
 from tests.draft_models import half_right
 from tests.scripts import evaluate
@@ -31,7 +36,8 @@ PLAIN_STEP, ROUND = 2.5e-3, 3.5e-3  # seconds
 
 
 def finished_run(folder: Path, *more: str) -> Path:
-    """The folder of a run that was measured for real, with its target and its suite next to it; it passes the default gate.
+    """The folder of a run that was measured for real, with its target and its suite next to it; it
+    passes the default gate.
 
     more: keys of its recipe. Its times are set, as a tiny target gains nothing by speculation.
     """
@@ -61,9 +67,9 @@ def finished_run(folder: Path, *more: str) -> Path:
     ]
     recipe = load_recipe(Recipe, keys)
     target = FrozenTarget.load(**vars(recipe.target))
-    save_draft(METHODS["draft_model"].implementation(), target, half_right(target), run / "draft")
+    save_draft(METHODS["draft_model"].load(), target, half_right(target), run / "draft")
     (run / "run").mkdir()
-    (run / RECIPE).write_text(recipe_yaml(recipe), encoding="utf-8")
+    (run / RECIPE).write_text(format_recipe(recipe), encoding="utf-8")
     sha256 = hashlib.sha256((run / RECIPE).read_bytes()).hexdigest()
     provenance = {"created": "2026-11-23T04:00:00+00:00", "recipe": sha256}
     (run / PROVENANCE).write_text(json.dumps(provenance), encoding="utf-8")
@@ -73,7 +79,8 @@ def finished_run(folder: Path, *more: str) -> Path:
 
 
 def again(run: Path, folder: Path, changes: Mapping[str, str], *, scale: float = 1.001) -> Path:
-    """Another run: a run's copy with other weights and these lines of its recipe changed, measured for real."""
+    """Another run: a run's copy with other weights and these lines of its recipe changed, measured
+    for real."""
     shutil.copytree(run, folder)
     weights = load_file(folder / "draft" / "model.safetensors")
     scaled = {name: tensor * scale for name, tensor in weights.items()}
@@ -105,7 +112,8 @@ def edit_recipe(run: Path, changes: Mapping[str, str], *, with_hash: bool = True
 def remake(
     run: Path, change: Callable[[PromptRecord], PromptRecord], report: Path | None = None
 ) -> None:
-    """Replace a report of a run, its own or another, by the one of changed records, whole in itself, as if they had been measured so."""
+    """Replace a report of a run, its own or another, by the one of changed records, whole in
+    itself, as if they had been measured so."""
     folder = report or run / "report"
     stated, records = read_report(folder)
     write(run, stated, [change(record) for record in records], folder)
@@ -114,9 +122,10 @@ def remake(
 def write(
     run: Path, report: dict[str, Any], records: Sequence[PromptRecord], folder: Path | None = None
 ) -> None:
-    """Write a report that is whole in itself: its numbers are those of its records, its digest and its verdict its own."""
+    """Write a report that is whole in itself: its numbers are those of its records, its digest and
+    its verdict its own."""
     recipe = load_recipe(Recipe, [f"recipe={run / RECIPE}"])
-    rows = result_rows(
+    rows = build_result_rows(
         records,
         load_suite(recipe.eval.suite, recipe.target.model),
         records[0].configuration,
@@ -125,10 +134,10 @@ def write(
     report = {
         **report,
         "results": rows,
-        "headline": headline(rows, records),
-        "context": context_rows(records),
+        "headline": select_headline(rows, records),
+        "context": build_context_rows(records),
     }
-    report["digest"] = digest(report, records)
+    report["digest"] = compute_digest(report, records)
     write_report(
         folder or run / "report", judge(load_gate(recipe.gate), Evidence(report, records)), records
     )

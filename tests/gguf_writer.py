@@ -1,6 +1,8 @@
-"""A plain Llama with pico's tokenizer as a GGUF file, as llama.cpp's converter writes it: a target for tests.
+"""A plain Llama or Qwen2 with pico's tokenizer as a GGUF file, as llama.cpp's converter writes it:
+a target for tests.
 
-llama.cpp rotates neighbouring pairs where transformers rotates halves, so rows of q and k are permuted. Norms stay in float32.
+llama.cpp rotates neighbouring pairs where transformers rotates halves, so rows of a Llama's q and k
+are permuted. Norms stay in float32.
 """
 
 from pathlib import Path
@@ -24,7 +26,9 @@ def write_gguf(folder: Path, path: Path, dtype: str) -> Path:
         AutoTokenizer.from_pretrained(folder),
     )
     config: Any = model.config
-    writer = gguf.GGUFWriter(path, "llama")
+    head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+    arch = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2}[config.model_type]
+    writer = gguf.GGUFWriter(path, config.model_type)
     writer.add_file_type(TYPES[dtype][1])
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -32,11 +36,11 @@ def write_gguf(folder: Path, path: Path, dtype: str) -> Path:
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
-    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_dimension_count(head_dim)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     special = dict.fromkeys(tokenizer.all_special_ids, gguf.TokenType.CONTROL)
     writer.add_tokenizer_model("gpt2")
@@ -48,7 +52,7 @@ def write_gguf(folder: Path, path: Path, dtype: str) -> Path:
     vocabulary = gguf.SpecialVocab(folder, load_merges=True, n_vocab=config.vocab_size)
     vocabulary.add_special_token["bos"] = False
     vocabulary.add_to_gguf(writer, quiet=True)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     if config.tie_word_embeddings:
         del tensors["lm_head.weight"]
@@ -57,12 +61,12 @@ def write_gguf(folder: Path, path: Path, dtype: str) -> Path:
             ("q_proj", config.num_attention_heads),
             ("k_proj", config.num_key_value_heads),
         ):
-            if f".{part}." in name:
+            if f".{part}." in name and config.model_type == "llama":
                 tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
         kind = TYPES[dtype][0] if tensor.dim() > 1 else Type.F32
         values: Any = gguf.quants.quantize(tensor.float().numpy(), kind)
         writer.add_tensor(
-            str(names.get_name(name, try_suffixes=(".weight",))), values, raw_dtype=kind
+            str(names.get_name(name, try_suffixes=(".weight", ".bias"))), values, raw_dtype=kind
         )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 
+from specdistill.data.rows.packing import index_batch
 from specdistill.decoding.proposer import DecodingState
 from specdistill.decoding.sampling import Sampling
-from specdistill.methods.blocks.method import build
-from specdistill.methods.blocks.module import BlockDraft
+from specdistill.methods.blocks.module import BlockDraft, build_block_draft
 from specdistill.methods.blocks.proposer import BlockProposer
-from specdistill.methods.chains.attention import UnrollKVCache
+from specdistill.methods.chains.objective import TrainingTimeTest, UnrollKVCache
 from specdistill.methods.chains.proposer import HeadProposer
-from specdistill.methods.chains.unroll import TrainingTimeTest
 from specdistill.methods.dflash.method import KIND as DFLASH
 from specdistill.methods.dspark.method import KIND as DSPARK
 from specdistill.methods.eagle.checkpoint import load_eagle, save_eagle
@@ -23,7 +22,6 @@ from specdistill.methods.eagle.module import build_eagle
 from specdistill.methods.eagle3.checkpoint import load_eagle3, save_eagle3
 from specdistill.methods.eagle3.module import Eagle3Draft, build_eagle3
 from specdistill.methods.mtp.checkpoint import build_mtp, load_mtp, save_mtp
-from specdistill.rows.packing import indexed
 from specdistill.targets.frozen import FrozenTarget
 
 HEADS = ("eagle", "eagle3", "mtp")
@@ -40,7 +38,7 @@ KINDS = {"dflash": DFLASH, "dspark": DSPARK}
 def build_block(method: str, target: FrozenTarget, **shape: Any) -> BlockDraft:
     """A fresh block drafter with a correction that counts."""
     own = {"markov_rank": 8} if method == "dspark" else {}
-    draft = build(
+    draft = build_block_draft(
         KINDS[method],
         target,
         **{"num_layers": 2, "block_size": 9, "mask_token_id": 2, **own, **shape},
@@ -119,7 +117,8 @@ def document_rows(token_ids: Sequence[int]) -> dict[str, torch.Tensor]:
 def check_unroll(
     head: Any, target: FrozenTarget, num_steps: int = 4, temperature: float = 0.7
 ) -> None:
-    """A chain that the decoder drafted, appended as if it had been accepted, is predicted at its root as it was drafted."""
+    """A chain that the decoder drafted, appended as if it had been accepted, is predicted at its
+    root as it was drafted."""
     sequence = torch.randint(
         3, target.vocab_size, (12,), generator=torch.Generator().manual_seed(3)
     ).tolist()
@@ -142,7 +141,7 @@ def check_unroll(
 
     rows = document_rows([*sequence, *chain.tokens])
     rows["loss_mask"][:, : len(sequence)] = 0
-    unroll, batch = TrainingTimeTest(head, noted, num_steps), indexed(rows)
+    unroll, batch = TrainingTimeTest(head, noted, num_steps), index_batch(rows)
     unroll(**batch, **unroll.read_target(target, batch))
     assert chain.probabilities is not None
     for k, logits_rW in enumerate(predicted):

@@ -33,9 +33,8 @@ CHANGES = {
     "os.truncate",
 }
 HANGS = 120.0  # seconds
-USED_UP = re.compile(
-    r"block-\d+\.jsonl$|^prepared/tmp"
-)  # answers of a block that is whole, and what datasets had begun
+# answers of a block that is whole, and what datasets had begun
+USED_UP = re.compile(r"block-\d+\.jsonl$|^prepared/tmp")
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 
@@ -53,11 +52,14 @@ def survive(
     in_parts: bool = False,
     kills: int = KILLS,
 ) -> None:
-    """Kill `specdistill` with these arguments, half of the times after a while, half at a change of a file, both random with a fixed seed.
+    """Kill `specdistill` with these arguments, half of the times after a while, half at a change of
+    a file, both random with a fixed seed.
 
-    folder: all that it writes; `reset` puts back what it writes elsewhere, and what it is to replace. outputs: what stands there under the
-    output's name. After each kill every output is whole or not there (in_parts: each file of it), the files that were there before are as
-    they were, and the same command makes what one makes that nobody killed, with nothing else next to it.
+    folder: all that it writes; `reset` puts back what it writes elsewhere, and what it is to
+    replace. outputs: what stands there under the output's name. After each kill every output is
+    whole or not there (in_parts: each file of it), the files that were there before are as they
+    were, and the same command makes what one makes that nobody killed, with nothing else next to
+    it.
     """
     others, moments, copy = (
         contents(folder),
@@ -103,8 +105,9 @@ def survive(
 
 
 def run(words: Sequence[str], *, after: float | None = None, change: int = 0) -> Ended:
-    """In a child of this process. after: seconds to the kill. change: the number of the change that the kill comes in place of, or for a
-    file that is opened to be written: when it is open and empty.
+    """In a child of this process. after: seconds to the kill. change: the number of the change that
+    the kill comes in place of, or for a file that is opened to be written: when it is open and
+    empty.
     """
     counted = multiprocessing.get_context("fork").RawValue("i", 0)
 
@@ -119,9 +122,8 @@ def run(words: Sequence[str], *, after: float | None = None, change: int = 0) ->
 
     def work() -> None:
         faulthandler.dump_traceback_later(HANGS, exit=True)
-        tqdm.get_lock().locks[:] = [
-            threading.RLock()
-        ]  # not the one of all children, which a killed one may hold
+        # not the one of all children, which a killed one may hold
+        tqdm.get_lock().locks[:] = [threading.RLock()]
         sys.addaudithook(count)
         done = specdistill(*words)
         sys.stderr.write(done.stderr if done.returncode else "")

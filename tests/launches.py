@@ -1,4 +1,5 @@
-"""Scripts in the processes of `accelerate launch`, as a user starts them on a machine without a GPU."""
+"""Scripts in the processes of `accelerate launch`, as a user starts them on a machine without a
+GPU."""
 
 import os
 import signal
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from specdistill.project import ROOT
+from specdistill.common.project import ROOT
 from tests.tiny import SMALL, write_inputs
 
 CONFIGS = ROOT / "accelerate_configs"
@@ -17,7 +18,8 @@ TWO_PROCESSES = ("--num_processes=2", "--main_process_port=0")
 
 
 def tiny_files(folder: Path) -> list[str]:
-    """A tiny target and a text file in a folder; the keys that name them, and those of a run of twelve steps over three epochs."""
+    """A tiny target and a text file in a folder; the keys that name them, and those of a run of
+    twelve steps over three epochs."""
     noise = "loss.noise=0.1"  # of the processes' random numbers
     return [
         *write_inputs(folder),
@@ -36,7 +38,8 @@ def start(
     options: Sequence[str] = TWO_PROCESSES,
     folder: Path = ROOT,
 ) -> subprocess.Popen[str]:
-    """`accelerate launch` with a configuration that ships, or a path without its ending, in a process group that a test may kill.
+    """`accelerate launch` with a configuration that ships, or a path without its ending, in a
+    process group that a test may kill.
 
     options: of accelerate. folder: where it runs.
     """
@@ -59,7 +62,8 @@ def start(
 
 
 def environment() -> dict[str, str]:
-    """Of a launch on a CPU: the environment's own tools first, as DeepSpeed looks ninja up by name."""
+    """Of a launch on a CPU: the environment's own tools first, as DeepSpeed looks ninja up by
+    name."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return {
         **os.environ,
@@ -72,7 +76,7 @@ def environment() -> dict[str, str]:
 
 def finish(process: subprocess.Popen[str]) -> str:
     """What it printed; kills what is left of its group."""
-    output, _ = process.communicate(timeout=300)
+    output, _ = process.communicate(timeout=900)  # DeepSpeed may compile first
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     return output

@@ -1,4 +1,5 @@
-"""Heads that have learned one text by heart, so that decoding accepts nearly all their draft tokens until something about them is wrong."""
+"""Heads that have learned one text by heart, so that decoding accepts nearly all their draft tokens
+until something about them is wrong."""
 
 import json
 from dataclasses import asdict
@@ -7,15 +8,17 @@ from typing import Any
 
 import torch
 
+from specdistill.data.rows.packing import index_batch
 from specdistill.decoding.decoder import Decoder
-from specdistill.losses.divergence import forward_kl
-from specdistill.methods.blocks.checkpoint import save
-from specdistill.methods.blocks.method import build
+from specdistill.methods.blocks.checkpoint import save_block
+from specdistill.methods.blocks.module import build_block_draft
 from specdistill.methods.blocks.objective import BlockObjective
-from specdistill.methods.chains.unroll import TrainingTimeTest
-from specdistill.rows.packing import indexed
+from specdistill.methods.chains.objective import TrainingTimeTest
+from specdistill.methods.first_loss import check_first_loss
+from specdistill.serving.export import NO_ROWS
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.history import HISTORY, History
+from specdistill.training.losses.divergence import forward_kl
 from tests.heads import KINDS, build_head, document_rows, save_head
 
 PROMPT = "def f(x):"
@@ -25,18 +28,29 @@ K = 4
 
 
 def memorise(
-    method: str, target: FrozenTarget, run: Path, *, num_steps: int = 200, **shape: Any
+    method: str,
+    target: FrozenTarget,
+    run: Path,
+    *,
+    num_steps: int = 200,
+    begins_evenly: bool = False,
+    **shape: Any,
 ) -> Path:
-    """Train a head of this shape, and leave it as a run does: `draft` and `run/history.json`. Returns the draft's folder."""
+    """Train a head of this shape, and leave it as a run does: `draft` and `run/history.json`.
+    Returns the draft's folder.
+
+    begins_evenly: whether its output is scaled down first where its loss is large, as training
+    scales it.
+    """
     prompt = target.tokenizer(PROMPT)["input_ids"]
-    rows: dict[str, Any] = indexed(
+    rows: dict[str, Any] = index_batch(
         document_rows(
             [*prompt, *Decoder(target).generate(prompt, max_new_tokens=NUM_TOKENS).token_ids]
         )
     )
     if method in KINDS:
         own = {"markov_rank": 8} if method == "dspark" else {}
-        head = build(
+        head = build_block_draft(
             KINDS[method], target, num_layers=2, block_size=K + 1, mask_token_id=2, **own, **shape
         )
         unroll: Any = BlockObjective(head, forward_kl, NUM_TOKENS)
@@ -44,12 +58,12 @@ def memorise(
     else:
         head = build_head(method, target, **shape)
         unroll = TrainingTimeTest(head, forward_kl, K, step_decay=0.8)
-    for norm, size in (
-        ("input_layernorm", 2.0),
-        ("hidden_norm", 0.5),
-    ):  # as different as long training makes them
+    # as different as long training makes them
+    for norm, size in (("input_layernorm", 2.0), ("hidden_norm", 0.5)):
         if hasattr(head.layers[0], norm) and method == "eagle3":
             getattr(head.layers[0], norm).weight.data.fill_(size)
+    if begins_evenly:
+        check_first_loss(unroll, target, NO_ROWS, is_fresh=True)
     optimizer = torch.optim.AdamW(head.parameters(), lr=8e-3)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, num_steps)
     seen = unroll.read_target(target, rows)
@@ -61,7 +75,7 @@ def memorise(
         optimizer.step()
         schedule.step()
     if method in KINDS:
-        save(head, KINDS[method], run / "draft")
+        save_block(head, KINDS[method], run / "draft")
     else:
         save_head(method, head, run / "draft")
     accepted = {f"eval_acceptance_{k}": 0.9 for k in range(1, K + 1)} | {

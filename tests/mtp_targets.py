@@ -1,4 +1,5 @@
-"""Tiny random targets with multi-token prediction, and their checkpoints as publishers write them: names and shapes stated by hand."""
+"""Tiny random targets with multi-token prediction, and their checkpoints as publishers write them:
+names and shapes stated by hand."""
 
 import json
 from pathlib import Path
@@ -170,7 +171,8 @@ def mtp_shapes(kind: str) -> dict[str, tuple[int, ...]]:
 def mtp_tensors(
     kind: str, model: PreTrainedModel, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
-    """A published layer, random; DeepSeek's comes with copies of embedding and head, and its routing bias in float32."""
+    """A published layer, random; DeepSeek's comes with copies of embedding and head, and its
+    routing bias in float32."""
     generator = torch.Generator().manual_seed(1)
     tensors = {
         name: torch.randn(shape, generator=generator) * 0.2
@@ -198,7 +200,8 @@ def write_checkpoint(
     with_mtp: bool = True,
     dtype: torch.dtype = torch.float32,
 ) -> FrozenTarget:
-    """A checkpoint as its publisher would write it, and the target that transformers loads from it."""
+    """A checkpoint as its publisher would write it, and the target that transformers loads from
+    it."""
     model = tiny_model(kind)
     for parameter in model.parameters():  # but no buffer: the routing bias is published in float32
         parameter.data = parameter.data.to(dtype)

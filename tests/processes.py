@@ -1,4 +1,5 @@
-"""A function in several processes of one group, as a launcher on each of several machines would start them."""
+"""A function in several processes of one group, as a launcher on each of several machines would
+start them."""
 
 import multiprocessing
 import os
@@ -30,14 +31,23 @@ class EndedProcess(NamedTuple):
 
 
 def fork(work: Callable[..., object], *arguments: object) -> BaseProcess:
-    """Start a child of this process, which has the libraries loaded: imports take longer than what is tested."""
-    process = multiprocessing.get_context("fork").Process(target=work, args=arguments)
+    """Start a child of this process, which has the libraries loaded: imports take longer than what
+    is tested."""
+    process = multiprocessing.get_context("fork").Process(
+        target=_run_forked, args=(work, *arguments)
+    )
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # of a fork next to threads; pytest-xdist has one, which waits
+        # of a fork next to threads; pytest-xdist has one, which waits
+        warnings.simplefilter("ignore", DeprecationWarning)
         process.start()
     return process
+
+
+def _run_forked(work: Callable[..., object], *arguments: object) -> None:
+    # torch replaces its pool of threads in a forked process, at the next call that asks for one,
+    # without a lock: two threads that load weights at once may find none ("Invalid thread pool").
+    torch.set_num_threads(torch.get_num_threads())
+    work(*arguments)
 
 
 def run_processes(

@@ -1,4 +1,5 @@
-"""Proposers of every method for a tiny target, and one with a distribution of its own, whose drafts are sometimes accepted."""
+"""Proposers of every method for a tiny target, and one with a distribution of its own, whose drafts
+are sometimes accepted."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,19 +8,18 @@ from typing import Any
 import torch
 
 from specdistill.decoding.lookup_first import LookupFirstProposer
-from specdistill.decoding.online_length import OnlineLengthProposer
 from specdistill.decoding.proposer import DecodingState, Proposal, Proposer
-from specdistill.decoding.sampling import Generators, Sampling, draw
-from specdistill.decoding.tree import DynamicTree, StaticTree, Tree, candidates_are_drawn
+from specdistill.decoding.sampling import Generators, Sampling, draw_tokens
+from specdistill.decoding.tree import DynamicTree, StaticTree, Tree, has_drawn_candidates
 from specdistill.methods.chains.proposer import HeadProposer
+from specdistill.methods.early_exit.method import ExitProposer
 from specdistill.methods.early_exit.module import build_exit
-from specdistill.methods.early_exit.proposer import ExitProposer
-from specdistill.methods.load import implementation
-from specdistill.methods.lookups import LookupProposer
+from specdistill.methods.load import load_method
+from specdistill.methods.lookups.method import LookupProposer
 from specdistill.methods.models.proposer import DraftModelProposer
 from specdistill.methods.models.vocabulary import SharedVocabulary
 from specdistill.methods.ngram.lookup import NgramLookup
-from specdistill.methods.suffix.method import SuffixLookup
+from specdistill.methods.suffix.lookup import SuffixLookup
 from specdistill.recipe.sections import LookupFirstConfig
 from specdistill.targets.frozen import FrozenTarget
 from tests.draft_models import half_right, translated
@@ -38,7 +38,8 @@ def tiny_target(seed: int = 0) -> FrozenTarget:
 
 @dataclass
 class ModelProposer:
-    """Drafts with a whole model, without a cache: its greedy tokens (one-hot) or tokens drawn from its distribution."""
+    """Drafts with a whole model, without a cache: its greedy tokens (one-hot) or tokens drawn from
+    its distribution."""
 
     model: torch.nn.Module
     one_hot: bool = False
@@ -53,10 +54,12 @@ class ModelProposer:
     def settings(self) -> dict[str, Any]:
         return {}
 
-    def draws(self, sampling: Sampling, tree: StaticTree | DynamicTree | None) -> bool:
-        return not self.one_hot and candidates_are_drawn(sampling, tree)
+    def has_drawn_candidates(
+        self, sampling: Sampling, tree: StaticTree | DynamicTree | None
+    ) -> bool:
+        return not self.one_hot and has_drawn_candidates(sampling, tree)
 
-    def passes(self, k: int) -> int:
+    def count_passes(self, k: int) -> int:
         return k
 
     def begin(self, max_lengths: Sequence[int]) -> None:
@@ -81,9 +84,9 @@ class ModelProposer:
             if sampling.is_greedy or self.one_hot:
                 tokens.append(int(logits.argmax()))
             else:
-                distributions.append(sampling.probabilities(logits.unsqueeze(0))[0])
+                distributions.append(sampling.compute_probabilities(logits.unsqueeze(0))[0])
                 uniform = torch.rand(1, generator=generator, dtype=torch.float64)
-                tokens.append(int(draw(distributions[-1].unsqueeze(0), uniform)))
+                tokens.append(int(draw_tokens(distributions[-1].unsqueeze(0), uniform)))
         return Proposal(tokens[len(text) :], torch.stack(distributions) if distributions else None)
 
 
@@ -96,7 +99,8 @@ class FirstTokens(ModelProposer):
 
 
 class Oracle:
-    """Drafts what the sequence says that begins so, or the first; in a tree among wrong tokens: a node's right child is the last of two."""
+    """Drafts what the sequence says that begins so, or the first; in a tree among wrong tokens: a
+    node's right child is the last of two."""
 
     aux_layers: tuple[int, ...] = ()
     num_parameters = num_bytes = 0
@@ -165,7 +169,6 @@ OTHERS: dict[str, Callable[[FrozenTarget], Proposer]] = {
     "dspark, rnn": lambda target: block_proposer(
         "dspark", target, markov_head_type="rnn", is_causal=True
     ),
-    "online dspark": lambda target: OnlineLengthProposer(block_proposer("dspark", target)),
     "ngram+dspark": lambda target: behind_lookup(block_proposer("dspark", target), min=1),
     "draft_model": lambda target: DraftModelProposer(half_right(target)),
     "pard": lambda target: DraftModelProposer(half_right(target), mask_token_id=2),
@@ -187,15 +190,6 @@ OTHERS: dict[str, Callable[[FrozenTarget], Proposer]] = {
     "ngram+draft_model": lambda target: behind_lookup(
         DraftModelProposer(half_right(target)), min=1
     ),
-    # Uncalibrated: lengths go round from 0 to K.
-    "online eagle3": lambda target: OnlineLengthProposer(proposer_of("eagle3", target)),
-    "online draft_model": lambda target: OnlineLengthProposer(
-        DraftModelProposer(half_right(target))
-    ),
-    "online ngram": lambda target: OnlineLengthProposer(ngram_proposer()),
-    "ngram+online eagle3": lambda target: behind_lookup(
-        proposer_of("online eagle3", target), min=1
-    ),
     "ngram+tree of eagle3": lambda target: behind_lookup(
         proposer_of("eagle3", target), draft_tree={"branching": [2, 2]}
     ),
@@ -206,7 +200,6 @@ OTHERS: dict[str, Callable[[FrozenTarget], Proposer]] = {
 SHARING: dict[str, Callable[[FrozenTarget], Proposer]] = {
     "early_exit": lambda target: ExitProposer(build_exit(target), target),
     "ngram+early_exit": lambda target: behind_lookup(proposer_of("early_exit", target), min=1),
-    "online early_exit": lambda target: OnlineLengthProposer(proposer_of("early_exit", target)),
 }
 
 
@@ -220,7 +213,7 @@ def suffix_proposer(**keys: Any) -> LookupProposer:
 
 def behind_lookup(draft: Proposer, **keys: Any) -> LookupFirstProposer:
     config = LookupFirstConfig(**keys)
-    lookup = implementation(config.method).lookup
+    lookup = load_method(config.method).build_lookup
     return LookupFirstProposer(draft, lookup(config.min, config.max), config)
 
 

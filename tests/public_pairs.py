@@ -1,12 +1,15 @@
-"""Public targets with their drafts, as config.json and tensors without content, and pairs that are wrong in one thing each.
+"""Public targets with their drafts, as config.json and tensors without content, and pairs that are
+wrong in one thing each.
 
-Names, shapes and dtypes are the published checkpoints'; sizes that are known from elsewhere are checked in
-tests/planning/test_public_pairs.py. A file's header is true and its data is a hole in the file: gigabytes in a few blocks of
-disk. Weights of drafts have one element that is not zero, and vocabulary maps are written whole, since readers look at both.
+Names, shapes and dtypes are the published checkpoints'; sizes that are known from elsewhere are
+checked in tests/advice/plan/test_public_pairs.py. A file's header is true and its data is a hole in
+the file: gigabytes in a few blocks of disk. Weights of drafts have one element that is not zero,
+and vocabulary maps are written whole, since readers look at both.
 
     target, draft = PAIRS["llama-eagle3"].write(tmp_path)
 
-Symbols: H hidden size, I MLP width, V vocabulary, W draft vocabulary, N query heads, G key/value heads, d head size.
+Symbols: H hidden size, I MLP width, V vocabulary, W draft vocabulary, N query heads, G key/value
+heads, d head size.
 """
 
 import json
@@ -33,9 +36,9 @@ Tensors = dict[str, tuple[str, tuple[int, ...]]]  # dtype and shape, by name
 class Repository:
     """A repository of the Hub. base: the model that its card names as what it is for.
 
-    filled: whether every tensor has a number that is not zero. written: bytes of tensors that are not a hole. files: further
-    ones, by name. tokenizer: the name of a family, whose members have equal tokenizers of a few tokens; None for a head, which
-    has none.
+    filled: whether every tensor has a number that is not zero. written: bytes of tensors that are
+    not a hole. files: further ones, by name. tokenizer: the name of a family, whose members have
+    equal tokenizers of a few tokens; None for a head, which has none.
     """
 
     name: str
@@ -108,10 +111,11 @@ def _size(tensor: tuple[str, tuple[int, ...]]) -> int:
 def _write_sparse(
     path: Path, tensors: Tensors, written: Mapping[str, bytes], *, filled: bool
 ) -> None:
-    """A safetensors file (an eight-byte length, a JSON header, data) whose data is a hole but for `written` tensors.
+    """A safetensors file (an eight-byte length, a JSON header, data) whose data is a hole but for
+    `written` tensors.
 
-    filled: and but for the last byte of every floating tensor's first element, which makes that 2^-7; so is that of every
-    embedding, of which a draft's may be a copy of its target's.
+    filled: and but for the last byte of every floating tensor's first element, which makes that
+    2^-7; so is that of every embedding, of which a draft's may be a copy of its target's.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -197,7 +201,7 @@ def table(name: str, V: int, H: int) -> Tensors:
 
 def decoder(
     H: int,
-    I: int,
+    I: int,  # noqa: E741
     N: int,
     G: int,
     d: int,
@@ -206,7 +210,7 @@ def decoder(
     *,
     tied: bool,
     norms_of_qk: bool = False,
-) -> Tensors:  # noqa: E741
+) -> Tensors:
     """A Llama's or a Qwen3's."""
     tensors = table("model.embed_tokens.weight", V, H)
     for index in range(depth):
@@ -226,7 +230,8 @@ def in_dtype(tensors: Tensors, dtype: str) -> Tensors:
 
 
 def eagle3(layer: str, H: int, I: int, N: int, G: int, d: int, V: int, W: int | None) -> Tensors:  # noqa: E741
-    """A head whose first layer is called `layer`. W: of its own output layer; None for a head that borrows the target's."""
+    """A head whose first layer is called `layer`. W: of its own output layer; None for a head that
+    borrows the target's."""
     tensors: Tensors = {"fc.weight": ("BF16", (H, 3 * H))}
     tensors |= attention(layer, H, N, G, d, inputs=2 * H) | mlp(f"{layer}mlp.", H, I)
     tensors |= norms(layer, H, "hidden_norm", *LAYER_NORMS) | norms("", H, "norm")
@@ -236,7 +241,8 @@ def eagle3(layer: str, H: int, I: int, N: int, G: int, d: int, V: int, W: int | 
 
 
 def vocabulary_maps(V: int, W: int) -> dict[str, bytes]:
-    """The first half of the draft's tokens are the target's first; the others are spread over the rest of its vocabulary."""
+    """The first half of the draft's tokens are the target's first; the others are spread over the
+    rest of its vocabulary."""
     half = W // 2
     ids = np.concatenate([np.arange(half), np.linspace(half, V - 1, W - half).astype(np.int64)])
     in_draft = np.zeros(V, dtype=bool)
@@ -249,14 +255,19 @@ def vocabulary_maps(V: int, W: int) -> dict[str, bytes]:
 LLAMA_8B = Repository(
     "meta-llama/Llama-3.1-8B-Instruct",
     {
-        "architectures": ["LlamaForCausalLM"], "bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009],
-        "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 131072, "model_type": "llama",
-        "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+        "architectures": ["LlamaForCausalLM"], "bos_token_id": 128000,
+        "eos_token_id": [128001, 128008, 128009],
+        "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 131072,
+        "model_type": "llama",
+        "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
         "rope_scaling": {
-            "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+            "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
             "rope_type": "llama3",
         },
-        "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 128256,
+        "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "vocab_size": 128256,
     },
     decoder(4096, 14336, 32, 8, 128, 128256, 32, tied=False),
     tokenizer="llama3",
@@ -265,7 +276,8 @@ LLAMA_8B = Repository(
 LLAMA_1B = Repository(
     "meta-llama/Llama-3.2-1B-Instruct",
     LLAMA_8B.config | {
-        "head_dim": 64, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "tie_word_embeddings": True,
+        "head_dim": 64, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+        "tie_word_embeddings": True,
         "rope_scaling": LLAMA_8B.config["rope_scaling"] | {"factor": 32.0},
     },
     decoder(2048, 8192, 32, 8, 64, 128256, 16, tied=True),
@@ -275,9 +287,12 @@ LLAMA_1B = Repository(
 
 # As SafeAILab writes heads: a plain Llama's config with one layer
 LLAMA_HEAD = {
-    "architectures": ["LlamaForCausalLM"], "bos_token_id": 128000, "eos_token_id": 128001, "hidden_size": 4096,
-    "intermediate_size": 14336, "max_position_embeddings": 2048, "model_type": "llama", "num_attention_heads": 32,
-    "num_key_value_heads": 8, "num_hidden_layers": 1, "pad_token_id": 0, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+    "architectures": ["LlamaForCausalLM"], "bos_token_id": 128000, "eos_token_id": 128001,
+    "hidden_size": 4096,
+    "intermediate_size": 14336, "max_position_embeddings": 2048, "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8, "num_hidden_layers": 1, "pad_token_id": 0, "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
     "torch_dtype": "float16", "vocab_size": 128256,
 }  # fmt: skip
 LLAMA_EAGLE = Repository(
@@ -308,10 +323,14 @@ LLAMA_EAGLE3 = Repository(
 QWEN3_8B = Repository(
     "Qwen/Qwen3-8B",
     {
-        "architectures": ["Qwen3ForCausalLM"], "bos_token_id": 151643, "eos_token_id": 151645, "head_dim": 128,
-        "hidden_size": 4096, "intermediate_size": 12288, "max_position_embeddings": 40960, "model_type": "qwen3",
-        "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8, "rms_norm_eps": 1e-6,
-        "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": False,
+        "architectures": ["Qwen3ForCausalLM"], "bos_token_id": 151643, "eos_token_id": 151645,
+        "head_dim": 128,
+        "hidden_size": 4096, "intermediate_size": 12288, "max_position_embeddings": 40960,
+        "model_type": "qwen3",
+        "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None,
+        "tie_word_embeddings": False,
         "torch_dtype": "bfloat16", "use_sliding_window": False, "vocab_size": 151936,
     },
     decoder(4096, 12288, 32, 8, 128, 151936, 36, tied=False, norms_of_qk=True),
@@ -322,19 +341,25 @@ QWEN3_8B = Repository(
 QWEN3_EAGLE3 = Repository(
     "RedHatAI/Qwen3-8B-speculator.eagle3",
     {
-        "architectures": ["Eagle3Speculator"], "auto_map": {"": "eagle3.Eagle3SpeculatorConfig"}, "draft_vocab_size": 32000,
-        "norm_before_residual": True, "speculators_model_type": "eagle3", "target_hidden_size": None, "torch_dtype": "bfloat16",
+        "architectures": ["Eagle3Speculator"], "auto_map": {"": "eagle3.Eagle3SpeculatorConfig"},
+        "draft_vocab_size": 32000,
+        "norm_before_residual": True, "speculators_model_type": "eagle3",
+        "target_hidden_size": None, "torch_dtype": "bfloat16",
         "speculators_config": {
             "algorithm": "eagle3", "default_proposal_method": "greedy",
             "proposal_methods": [
-                {"accept_tolerance": 0.0, "proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1}
+                {"accept_tolerance": 0.0, "proposal_type": "greedy", "speculative_tokens": 3,
+                    "verifier_accept_k": 1}
             ],
             "verifier": {"architectures": ["Qwen3ForCausalLM"], "name_or_path": "Qwen/Qwen3-8B"},
         },
         "transformer_layer_config": {
-            "head_dim": 128, "hidden_size": 4096, "intermediate_size": 12288, "max_position_embeddings": 40960,
-            "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 1, "num_key_value_heads": 8,
-            "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 1000000.0, "vocab_size": 151936,
+            "head_dim": 128, "hidden_size": 4096, "intermediate_size": 12288,
+            "max_position_embeddings": 40960,
+            "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 1,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 1000000.0,
+            "vocab_size": 151936,
         },
     },
     table("embed_tokens.weight", 151936, 4096)
@@ -362,7 +387,8 @@ def dflash(H: int, I: int, N: int, G: int, d: int, depth: int, num_aux: int) -> 
 QWEN3_DFLASH = Repository(
     "z-lab/Qwen3-8B-DFlash-b16",
     QWEN3_8B.config | {
-        "architectures": ["DFlashDraftModel"], "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "block_size": 16,
+        "architectures": ["DFlashDraftModel"], "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+        "block_size": 16,
         "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
         "layer_types": ["full_attention"] * 5, "num_hidden_layers": 5, "num_target_layers": 36,
     },
@@ -371,11 +397,13 @@ QWEN3_DFLASH = Repository(
     filled=True,
 )  # fmt: skip
 
-# In the layout of AMD's models that draft in one pass; sizes and the mask's id were not read in a published file.
+# In the layout of AMD's models that draft in one pass; sizes and the mask's id were not read in a
+# published file.
 QWEN3_PARD = Repository(
     "amd/PARD-Qwen3-0.6B",
     QWEN3_8B.config | {
-        "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_hidden_layers": 28,
+        "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16,
+        "num_hidden_layers": 28,
         "pard_token": 151670, "spd_type": "pard", "tie_word_embeddings": True,
     },
     decoder(1024, 3072, 16, 8, 128, 151936, 28, tied=True, norms_of_qk=True),
@@ -439,22 +467,30 @@ def deepseek() -> Tensors:
 DEEPSEEK_V3 = Repository(
     "deepseek-ai/DeepSeek-V3",
     {
-        "architectures": ["DeepseekV3ForCausalLM"], "bos_token_id": 0, "eos_token_id": 1, "first_k_dense_replace": 3,
-        "hidden_size": 7168, "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 163840,
-        "model_type": "deepseek_v3", "moe_intermediate_size": 2048, "n_group": 8, "n_routed_experts": 256,
-        "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128, "num_experts_per_tok": 8,
-        "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1, "q_lora_rank": 1536,
+        "architectures": ["DeepseekV3ForCausalLM"], "bos_token_id": 0, "eos_token_id": 1,
+        "first_k_dense_replace": 3,
+        "hidden_size": 7168, "intermediate_size": 18432, "kv_lora_rank": 512,
+        "max_position_embeddings": 163840,
+        "model_type": "deepseek_v3", "moe_intermediate_size": 2048, "n_group": 8,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1,
+        "q_lora_rank": 1536,
         "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
         "quantization_config": {
-            "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]
+            "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
+            "weight_block_size": [128, 128]
         },
         "rms_norm_eps": 1e-6,
         "rope_scaling": {
             "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
             "original_max_position_embeddings": 4096, "type": "yarn",
         },
-        "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "tie_word_embeddings": False,
-        "topk_group": 4, "topk_method": "noaux_tc", "torch_dtype": "bfloat16", "v_head_dim": 128, "vocab_size": 129280,
+        "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid",
+        "tie_word_embeddings": False,
+        "topk_group": 4, "topk_method": "noaux_tc", "torch_dtype": "bfloat16", "v_head_dim": 128,
+        "vocab_size": 129280,
     },
     deepseek(),
     tokenizer="deepseek",
@@ -491,24 +527,30 @@ def gpt_oss_tensors(depth: int, experts: int) -> Tensors:
 
 def gpt_oss(name: str, depth: int, experts: int) -> Repository:
     config = {
-        "architectures": ["GptOssForCausalLM"], "attention_bias": True, "eos_token_id": 200002, "experts_per_token": 4,
+        "architectures": ["GptOssForCausalLM"], "attention_bias": True, "eos_token_id": 200002,
+        "experts_per_token": 4,
         "head_dim": 64, "hidden_size": 2880, "initial_context_length": 4096,
         "intermediate_size": 2880, "layer_types": ["sliding_attention",
         "full_attention"] * (depth // 2),
-        "max_position_embeddings": 131072, "model_type": "gpt_oss", "num_attention_heads": 64, "num_experts_per_tok": 4,
-        "num_hidden_layers": depth, "num_key_value_heads": 8, "num_local_experts": experts, "pad_token_id": 199999,
+        "max_position_embeddings": 131072, "model_type": "gpt_oss", "num_attention_heads": 64,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": depth, "num_key_value_heads": 8, "num_local_experts": experts,
+        "pad_token_id": 199999,
         "quantization_config": {
             "modules_to_not_convert": [
-                "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"
+                "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens",
+                "lm_head"
             ],
             "quant_method": "mxfp4",
         },
         "rms_norm_eps": 1e-5,
         "rope_scaling": {
-            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096, "rope_type": "yarn",
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0,
+            "original_max_position_embeddings": 4096, "rope_type": "yarn",
             "truncate": False,
         },
-        "rope_theta": 150000, "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False, "vocab_size": 201088,
+        "rope_theta": 150000, "sliding_window": 128, "swiglu_limit": 7.0,
+        "tie_word_embeddings": False, "vocab_size": 201088,
     }  # fmt: skip
     return Repository(name, config, gpt_oss_tensors(depth, experts), tokenizer="gpt-oss")
 
@@ -516,9 +558,12 @@ def gpt_oss(name: str, depth: int, experts: int) -> Repository:
 GPT_OSS_20B = gpt_oss("openai/gpt-oss-20b", 24, 32)
 GPT_OSS_120B = gpt_oss("openai/gpt-oss-120b", 36, 128)
 GPT_OSS_HEAD = {
-    "architectures": ["LlamaForCausalLMEagle3"], "head_dim": 64, "hidden_size": 2880, "intermediate_size": 17280,
-    "max_position_embeddings": 4096, "model_type": "llama", "num_attention_heads": 64, "num_hidden_layers": 1,
-    "num_key_value_heads": 8, "pad_token_id": 0, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "architectures": ["LlamaForCausalLMEagle3"], "head_dim": 64, "hidden_size": 2880,
+    "intermediate_size": 17280,
+    "max_position_embeddings": 4096, "model_type": "llama", "num_attention_heads": 64,
+    "num_hidden_layers": 1,
+    "num_key_value_heads": 8, "pad_token_id": 0, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
     "vocab_size": 201088,
 }  # fmt: skip
 # As SpecForge writes heads
@@ -540,8 +585,10 @@ GPT_OSS_120B_EAGLE3 = Repository(
     GPT_OSS_HEAD | {
         "draft_vocab_size": None,
         "eagle_config": {
-            "eagle_aux_hidden_state_layer_ids": [1, 17, 32], "next_layer_regular": True, "parallel_draft_step": 1,
-            "use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
+            "eagle_aux_hidden_state_layer_ids": [1, 17, 32], "next_layer_regular": True,
+            "parallel_draft_step": 1,
+            "use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True,
+            "use_last_layernorm": True,
             "use_mtp_layernorm": False,
         },
         "rope_scaling": None, "rope_theta": 150000,
@@ -572,9 +619,11 @@ def qwen35_tensors() -> Tensors:
             tensors |= block(layer)
             continue
         linear: Tensors = {
-            "in_proj_qkv.weight": ("BF16", (2 * keys + values, H)), "in_proj_z.weight": ("BF16", (values, H)),
+            "in_proj_qkv.weight": ("BF16", (2 * keys + values, H)),
+            "in_proj_z.weight": ("BF16", (values, H)),
             "in_proj_b.weight": ("BF16", (32, H)), "in_proj_a.weight": ("BF16", (32, H)),
-            "conv1d.weight": ("BF16", (2 * keys + values, 1, 4)), "dt_bias": ("BF16", (32,)), "A_log": ("F32", (32,)),
+            "conv1d.weight": ("BF16", (2 * keys + values, 1, 4)), "dt_bias": ("BF16", (32,)),
+            "A_log": ("F32", (32,)),
             "norm.weight": ("F32", (128,)), "out_proj.weight": ("BF16", (H, values)),
         }  # fmt: skip
         tensors |= {f"{layer}linear_attn.{name}": tensor for name, tensor in linear.items()}
@@ -592,26 +641,35 @@ def qwen35_tensors() -> Tensors:
 QWEN35_9B = Repository(
     "Qwen/Qwen3.5-9B",
     {
-        "architectures": ["Qwen3_5ForConditionalGeneration"], "image_token_id": 248056, "model_type": "qwen3_5",
+        "architectures": ["Qwen3_5ForConditionalGeneration"], "image_token_id": 248056,
+        "model_type": "qwen3_5",
         "text_config": {
-            "attn_output_gate": True, "dtype": "bfloat16", "eos_token_id": 248044, "full_attention_interval": 4,
+            "attn_output_gate": True, "dtype": "bfloat16", "eos_token_id": 248044,
+            "full_attention_interval": 4,
             "head_dim": 256, "hidden_size": 4096, "intermediate_size": 12288,
-            "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 8, "linear_conv_kernel_dim": 4,
-            "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_value_head_dim": 128,
-            "mamba_ssm_dtype": "float32", "max_position_embeddings": 262144, "model_type": "qwen3_5_text",
-            "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False, "num_attention_heads": 16,
+            "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 8,
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+            "linear_value_head_dim": 128,
+            "mamba_ssm_dtype": "float32", "max_position_embeddings": 262144,
+            "model_type": "qwen3_5_text",
+            "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False,
+            "num_attention_heads": 16,
             "num_hidden_layers": 32, "num_key_value_heads": 4, "rms_norm_eps": 1e-6,
             "rope_parameters": {
-                "mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25, "rope_theta": 10000000,
+                "mrope_interleaved": True, "mrope_section": [11, 11, 10],
+                "partial_rotary_factor": 0.25, "rope_theta": 10000000,
                 "rope_type": "default",
             },
             "tie_word_embeddings": False, "vocab_size": 248320,
         },
         "tie_word_embeddings": False, "video_token_id": 248057,
         "vision_config": {
-            "deepstack_visual_indexes": [], "depth": 27, "hidden_act": "gelu_pytorch_tanh", "hidden_size": 1152,
+            "deepstack_visual_indexes": [], "depth": 27, "hidden_act": "gelu_pytorch_tanh",
+            "hidden_size": 1152,
             "in_channels": 3, "intermediate_size": 4304, "model_type": "qwen3_5", "num_heads": 16,
-            "num_position_embeddings": 2304, "out_hidden_size": 4096, "patch_size": 16, "spatial_merge_size": 2,
+            "num_position_embeddings": 2304, "out_hidden_size": 4096, "patch_size": 16,
+            "spatial_merge_size": 2,
             "temporal_patch_size": 2,
         },
         "vision_end_token_id": 248054, "vision_start_token_id": 248053,
@@ -633,18 +691,13 @@ PAIRS = {
     "qwen3.5-mtp": Pair("mtp", QWEN35_9B, None),
 }
 
-QUICK = {
-    "llama-eagle",
-    "llama-eagle3",
-    "llama-1b",
-    "qwen3-dflash",
-    "qwen3-pard",
-    "qwen3.5-mtp",
-}  # one of each method
+# one of each method
+QUICK = {"llama-eagle", "llama-eagle3", "llama-1b", "qwen3-dflash", "qwen3-pard", "qwen3.5-mtp"}
 
 
 def one_a_method(names: Iterable[str], *, but: Iterable[str] = ()) -> list[Any]:
-    """Parameters of a test: these pairs, long but for one of each method. but: quick ones that are long, too."""
+    """Parameters of a test: these pairs, long but for one of each method. but: quick ones that are
+    long, too."""
     return [
         name if name in QUICK.difference(but) else pytest.param(name, marks=pytest.mark.long)
         for name in names
@@ -676,8 +729,10 @@ def _without(repository: Repository, *endings: str) -> Repository:
 ENCODER = Repository(
     "google-t5/t5-small",
     {
-        "architectures": ["T5ForConditionalGeneration"], "d_ff": 2048, "d_kv": 64, "d_model": 512, "is_encoder_decoder": True,
-        "model_type": "t5", "num_heads": 8, "num_layers": 6, "vocab_size": 32128, "tie_word_embeddings": True,
+        "architectures": ["T5ForConditionalGeneration"], "d_ff": 2048, "d_kv": 64, "d_model": 512,
+        "is_encoder_decoder": True,
+        "model_type": "t5", "num_heads": 8, "num_layers": 6, "vocab_size": 32128,
+        "tie_word_embeddings": True,
     },
     table("shared.weight", 32128, 512),
     tokenizer="t5",
@@ -691,9 +746,8 @@ SHORT_VOCABULARY = replace(
     tensors=in_dtype(eagle3("midlayer.", 4096, 14336, 32, 8, 128, 32000, 16000), "F16"),
     written=vocabulary_maps(32000, 16000),
 )
-BEYOND = (
-    np.linspace(0, 130000, 32000).astype(np.int64) - np.arange(32000)
-).tobytes()  # the vocabulary
+# the vocabulary
+BEYOND = (np.linspace(0, 130000, 32000).astype(np.int64) - np.arange(32000)).tobytes()
 WRONG_PAIRS = {
     "width": Pair("eagle3", LLAMA_8B, NARROW),
     "vocabulary": Pair("eagle3", LLAMA_8B, SHORT_VOCABULARY),
@@ -707,9 +761,8 @@ WRONG_PAIRS = {
     "pard-without-a-row": Pair("pard", QWEN3_8B, _with(QWEN3_PARD, pard_token=151936)),
     "dflash-as-eagle3": Pair("eagle3", QWEN3_8B, QWEN3_DFLASH),
     "other-depth": Pair("eagle3", LLAMA_8B, _with(LLAMA_EAGLE3, num_target_layers=80)),
-    "aux-layers": Pair(
-        "eagle3", GPT_OSS_20B, _with(GPT_OSS_120B_EAGLE3, draft_vocab_size=None)
-    ),  # 2, 18 and 33 of 24
+    # 2, 18 and 33 of 24
+    "aux-layers": Pair("eagle3", GPT_OSS_20B, _with(GPT_OSS_120B_EAGLE3, draft_vocab_size=None)),
     "missing-tensor": Pair("eagle3", LLAMA_8B, _without(LLAMA_EAGLE3, "mlp.down_proj.weight")),
     "no-d2t": Pair("eagle3", LLAMA_8B, _without(LLAMA_EAGLE3, "d2t")),
     "d2t-range": Pair(

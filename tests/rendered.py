@@ -1,4 +1,5 @@
-"""Markdown as a page shows it: rendered by markdown-it, searched for what GitHub makes links of by the patterns of pymdown-extensions."""
+"""Markdown as a page shows it: rendered by markdown-it, searched for what GitHub makes links of by
+the patterns of pymdown-extensions."""
 
 import re
 from html.parser import HTMLParser
@@ -8,8 +9,9 @@ from markdown_it import MarkdownIt
 from pymdownx import magiclink
 
 HOSTILE = (
-    "<img src=x>@org/team ![x](http://a.example) https://github.com/org/repo/issues/1 www.c.example eve@d.example #12 org/repo#3 GH-4 "
-    "`a` | &#64;org &lt;img&gt; **x** ~~~ $x$ __y__ <!--\n\n# h\n\n~~~\n- <@org> \x1b[2J\n```\n[z]: http://e.example\n"
+    "<img src=x>@org/team ![x](http://a.example) https://github.com/org/repo/issues/1 www.c.example"
+    " eve@d.example #12 org/repo#3 GH-4 `a` | &#64;org &lt;img&gt; **x** ~~~ $x$ __y__ <!--\n\n#"
+    " h\n\n~~~\n- <@org> \x1b[2J\n```\n[z]: http://e.example\n"
 )
 REFERENCES = (
     magiclink.RE_LINK,
@@ -23,7 +25,8 @@ KEPT = ("verdict", "severity", "better", "metric", "method")
 
 
 class Page(HTMLParser):
-    """elements: (tag, attributes) of each; texts: those outside of code, in which GitHub looks for references."""
+    """elements: (tag, attributes) of each; texts: those outside of code, in which GitHub looks for
+    references."""
 
     def __init__(self, markdown: str) -> None:
         super().__init__()
@@ -55,7 +58,8 @@ class Page(HTMLParser):
 
 
 def renamed(document: Any, more: str) -> Any:
-    """A document with `more` at the end of every name and sentence in it, but for words of this project."""
+    """A document with `more` at the end of every name and sentence in it, but for words of this
+    project."""
     if isinstance(document, dict):
         return {
             key: value if key in KEPT else renamed(value, more) for key, value in document.items()

@@ -1,4 +1,5 @@
-"""The command, and the scripts of train/, eval/ and bench/, called in this process as a command line calls them."""
+"""The command, and the scripts of train/, eval/ and bench/, called in this process as a command
+line calls them."""
 
 import importlib.util
 import subprocess
@@ -8,23 +9,20 @@ from io import StringIO
 from types import ModuleType
 from typing import Any
 
-from specdistill.cli import main
-from specdistill.command import run
+from specdistill.cli.command import run
+from specdistill.cli.main import main
+from specdistill.common.project import ROOT
 from specdistill.methods.recipe import Recipe
-from specdistill.project import ROOT
 
-REPORT_FILES = [
-    "junit.xml",
-    "report.html",
-    "report.json",
-    "report.md",
-    "samples.jsonl",
-]  # that eval/run.py leaves
+# that eval/run.py leaves
+REPORT_FILES = ["junit.xml", "report.html", "report.json", "report.md", "samples.jsonl"]
 
 
 def specdistill(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """`specdistill` with these arguments: what it prints and its exit code, without the seconds of imports of a process."""
+    """`specdistill` with these arguments: what it prints and its exit code, without the seconds of
+    imports of a process."""
     given, out, err = sys.argv, StringIO(), StringIO()
+    sys.argv = ["specdistill", *arguments]  # which a run records
     try:
         with redirect_stdout(out), redirect_stderr(err):
             code = main(arguments)

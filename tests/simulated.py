@@ -1,5 +1,5 @@
-"""Simulated measurements: records with a known acceptance and known step costs, and reports made of them. No model is
-involved.
+"""Simulated measurements: records with a known acceptance and known step costs, and reports made of
+them. No model is involved.
 """
 
 import copy
@@ -11,19 +11,25 @@ from typing import Any
 
 import numpy as np
 
-from specdistill.comparison.compare import Measured
-from specdistill.engines.client import ServerCounts
-from specdistill.report.build import build_report, context_rows, headline, result_rows, theory
-from specdistill.statistics.records import (
+from specdistill.evaluation.comparison.compare import Measured
+from specdistill.evaluation.report.build import (
+    build_context_rows,
+    build_report,
+    build_result_rows,
+    build_theory,
+    select_headline,
+)
+from specdistill.evaluation.statistics.records import (
     Configuration,
     HFGenerate,
     PromptRecord,
     RoundRecord,
     Timing,
 )
-from specdistill.statistics.theory import RoundCost
-from specdistill.suites import suite as suites
-from specdistill.suites.suite import Suite
+from specdistill.evaluation.statistics.theory import RoundCost
+from specdistill.evaluation.suites import suite as suites
+from specdistill.evaluation.suites.suite import Suite
+from specdistill.serving.engines.client import ServerCounts
 
 CATEGORIES = ("function", "docstring", "chat", "long_context")
 WORDS = re.findall(r"\s*\w+|\s*[^\w\s]+", inspect.getsource(suites))
@@ -43,10 +49,11 @@ def simulate(
     seed: int = 0,
     timing_seed: int = 1,
 ) -> list[PromptRecord]:
-    """Prompts whose drafts of len(conditional) tokens are accepted with these rates. `noise`: relative spread of a prompt's
-    times.
+    """Prompts whose drafts of len(conditional) tokens are accepted with these rates. `noise`:
+    relative spread of a prompt's times.
 
-    The same `seed` gives the same prompts with the same texts; a prompt's own difficulty shifts all its rates.
+    The same `seed` gives the same prompts with the same texts; a prompt's own difficulty shifts all
+    its rates.
     """
     steps, seeds = (draft_step, verify_step), (seed, timing_seed)
     return [
@@ -131,8 +138,9 @@ def round_costs(k: int) -> list[RoundCost]:
 def simulated_report(
     records: Sequence[PromptRecord], *, k: int = 4, temperature: float = 0.0, **changes: Any
 ) -> dict[str, Any]:
-    """The report of simulated records, not yet judged. `changes` replace arguments of `build_report`."""
-    rows = result_rows(records, SUITE, Configuration(k, temperature), seed=0)
+    """The report of simulated records, not yet judged. `changes` replace arguments of
+    `build_report`."""
+    rows = build_result_rows(records, SUITE, Configuration(k, temperature), seed=0)
     lossless = {
         "greedy_identical": True,
         "prompts_checked": len(records),
@@ -184,9 +192,9 @@ def simulated_report(
         },
         "suite": SUITE,
         "results": rows,
-        "context": context_rows(records),
-        "headline": headline(rows, records),
-        "theory": theory(rows[0], round_costs(k), lambda k: k),
+        "context": build_context_rows(records),
+        "headline": select_headline(rows, records),
+        "theory": build_theory(rows[0], round_costs(k), lambda k: k),
         "lossless": lossless,
         "not_measured": {},
         "git_revision": "0123456789abcdef",
@@ -195,7 +203,8 @@ def simulated_report(
 
 
 def simulated_sweep(report: dict[str, Any], num_prompts: int = 24) -> dict[str, Any]:
-    """The report with the rows of a sweep over K, temperature, batch and prompt length around its own configuration."""
+    """The report with the rows of a sweep over K, temperature, batch and prompt length around its
+    own configuration."""
     rates = (0.75, 0.72, 0.68, 0.65, 0.6, 0.55, 0.5, 0.5)
     configurations = {
         **{
@@ -218,7 +227,7 @@ def simulated_sweep(report: dict[str, Any], num_prompts: int = 24) -> dict[str, 
     rows = [
         row
         for configuration, (conditional, verify_step) in configurations.items()
-        for row in result_rows(
+        for row in build_result_rows(
             simulate(num_prompts, conditional=conditional, verify_step=verify_step),
             SUITE,
             configuration,
@@ -236,7 +245,8 @@ def simulated_candidate(
     unexplained: int = 0,
     **simulation: Any,
 ) -> Measured:
-    """A draft of a comparison. `unexplained`: greedy completions that differ from plain decoding; `simulation`: arguments of `simulate`."""
+    """A draft of a comparison. `unexplained`: greedy completions that differ from plain decoding;
+    `simulation`: arguments of `simulate`."""
     records = simulate(**simulation)
     report = simulated_report(records, k=len(records[0].rounds[0].drafted))
     report["draft"] |= {"model": f"runs/{name}", "parameters": parameters, "bytes": 4 * parameters}
@@ -300,7 +310,9 @@ def as_from_server(record: PromptRecord, *, with_baseline: bool = True) -> Promp
             sum(count > position for count in accepted) for position in range(longest)
         ),
     )
-    speculative = Timing(record.speculative.num_tokens, None, record.speculative.seconds)
+    speculative = Timing(
+        record.speculative.num_tokens, len(record.rounds), record.speculative.seconds
+    )
     baseline = (
         Timing(record.baseline.num_tokens, None, record.baseline.seconds) if with_baseline else None
     )

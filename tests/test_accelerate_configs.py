@@ -4,7 +4,7 @@ import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
-from specdistill.project import ROOT
+from specdistill.common.project import ROOT
 
 CONFIGURATIONS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 OWNED_BY_RECIPES = {
@@ -17,7 +17,8 @@ OWNED_BY_RECIPES = {
 
 @pytest.mark.parametrize("path", CONFIGURATIONS, ids=lambda path: path.stem)
 def test_accelerate_reads_it(path: Path):
-    """accelerate refuses unknown keys; a launch needs nothing that the file leaves open but the head node's address."""
+    """accelerate refuses unknown keys; a launch needs nothing that the file leaves open but the
+    head node's address."""
     configuration = load_config_from_file(str(path))
     assert configuration.num_processes >= 1
     assert configuration.num_machines == (2 if "multinode" in path.stem else 1)

@@ -1,10 +1,14 @@
-"""The pages name things that exist: links, files, modules, recipe keys, and the keys of every command."""
+"""The pages name things that exist: links, files, modules, recipe keys, and the keys of every
+command."""
 
 import re
 import tomllib
+from itertools import pairwise
+from pathlib import Path
 
-from specdistill.project import RECIPES, ROOT
-from specdistill.recipe.load import HARMLESS
+from specdistill.common.project import RECIPES, ROOT
+from specdistill.methods import METHODS
+from specdistill.recipe.load import RECORDED_VARIABLES
 from tests.documented import commands, keys_of, read, shell_lines, unknown_keys, without_examples
 
 PAGES = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")] + sorted(
@@ -26,10 +30,12 @@ TRACKED = (
     "tests",
     "docs",
     "bench",
+    "examples/cluster",
     ".github",
 )
 IN_TEXT = re.compile(rf"(?<![\w/.-])(?:{'|'.join(map(re.escape, TRACKED))})/[\w./<>*-]*[\w/>*]")
 MODULE = re.compile(r"\bspecdistill(?:\.[a-z_0-9]+)+")
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
 YOURS = "/mine"  # files that a reader is told to write
 SECTIONS = ("target", "data", "draft", "loss", "on_policy", "eval")
 
@@ -112,7 +118,8 @@ def test_recipe_keys_exist() -> None:
 
 
 def unquoted(command: str) -> list[str]:
-    """The characters of a command that bash would expand, or zsh refuse where no file matches: those outside of quotes and `$(…)`."""
+    """The characters of a command that bash would expand, or zsh refuse where no file matches:
+    those outside of quotes and `$(…)`."""
     plain = re.sub(r"\\.|'[^']*'|\"[^\"!]*\"", "", command)
     return re.findall(
         r"[][{}()*?~!]", re.sub(r"\$\(+[^()]*\)+", "", re.split(r"(?:^|\s)#", plain)[0])
@@ -150,34 +157,66 @@ def layers() -> list[str]:
 
 
 def test_architecture_states_the_import_contract() -> None:
-    (block,) = re.findall(r"```text\n(.*?)```", read(ROOT / "docs" / "architecture.md"), re.DOTALL)
+    (block,) = re.findall(r"```text\n(.*?)```", read(ARCHITECTURE), re.DOTALL)
     assert block.splitlines() == layers()
 
 
 def test_every_folder_of_the_library_is_described() -> None:
     folders = {path.parent.name for path in (ROOT / "specdistill").glob("*/__init__.py")}
-    rows = re.findall(r"^\| (`.*?) \|", read(ROOT / "docs" / "architecture.md"), re.MULTILINE)
+    rows = re.findall(r"^\| (`.*?) \|", read(ARCHITECTURE), re.MULTILINE)
     assert folders - {name for row in rows for name in re.findall(r"`(\w+)/", row)} == set()
 
 
-def test_reading_paths_name_what_the_files_define() -> None:
-    page = ROOT / "docs" / "architecture.md"
-    rows = re.findall(r"^\| \[[^\]]+\]\(([^)]+\.py)\) \| (.*) \|$", read(page), re.MULTILINE)
-    named = [
-        (file, name.rpartition(".")[2])
-        for file, what in rows
-        for name in re.findall(r"`([\w.]+)`", what)
+def test_at_most_fourteen_entries_stand_at_the_top() -> None:
+    folders = [path.parent for path in (ROOT / "specdistill").glob("*/__init__.py")]
+    modules = [
+        path for path in (ROOT / "specdistill").glob("*.py") if not path.name.startswith("__")
     ]
-    assert len(rows) == 9
-    assert [
-        pair
-        for pair in named
-        if not re.search(rf"(?:def|class) {pair[1]}\b", read(page.parent / pair[0]))
-    ] == []
+    assert len(folders) + len(modules) <= 14
+
+
+def read_paths() -> dict[str, list[tuple[Path, str]]]:
+    """The reading paths of the architecture page: heading -> (file, what to look at)."""
+    paths = {}
+    for section in read(ARCHITECTURE).split("\n## ")[1:]:
+        heading, _, text = section.partition("\n")
+        rows = re.findall(r"^\| \[[^\]]+\]\(([^)]+\.py)\) \| (.*) \|$", text, re.MULTILINE)
+        if rows:
+            paths[heading] = [((ARCHITECTURE.parent / file).resolve(), what) for file, what in rows]
+    return paths
+
+
+def test_reading_paths_name_what_the_files_define() -> None:
+    for rows in read_paths().values():
+        for file, what in rows:
+            names = [name.rpartition(".")[2] for name in re.findall(r"`([\w.]+)`", what)]
+            assert names
+            for name in names:
+                assert re.search(rf"(?:def|class) {name}\b", read(file)), (file, name)
+
+
+def test_each_file_of_a_reading_path_imports_the_next() -> None:
+    paths = read_paths()
+    assert {heading: len(rows) for heading, rows in paths.items()} == {
+        "Read from a training command to the loss": 5,
+        "Read from an evaluation to the accept/reject rule": 5,
+        "Read from `specdistill data make` to the generation loop": 3,
+        "Read from `specdistill publish` to the upload": 3,
+    }
+    # A recipe names its method, which the table of methods finds.
+    assert type(METHODS["eagle3"].load()).__module__ == "specdistill.methods.eagle3.method"
+    for rows in paths.values():
+        for (file, _), (next_file, _) in pairwise(rows):
+            module = ".".join(next_file.relative_to(ROOT).with_suffix("").parts)
+            if module != "specdistill.methods.eagle3.method":
+                package, _, name = module.rpartition(".")
+                imported = rf"from {re.escape(package)}(?:\.{name} import| import .*\b{name}\b)"
+                assert re.search(imported, read(file)), (file, module)
 
 
 def test_the_page_of_environment_variables_is_complete() -> None:
-    """Names that the code has: those that it asks the environment for, and every constant that is written as a variable is."""
+    """Names that the code has: those that it asks the environment for, and every constant that is
+    written as a variable is."""
     sources = [
         path.read_text("utf-8")
         for folder in ("specdistill", "eval", "train")
@@ -202,7 +241,7 @@ def test_the_page_of_environment_variables_is_complete() -> None:
         for name in read - named
         if not any(name[-1] == "_" and it.startswith(name) for it in named)
     } == set()
-    by_python = {"PYTHONPATH", "PYTHONHOME", *HARMLESS}
+    by_python = {"PYTHONPATH", "PYTHONHOME", *RECORDED_VARIABLES}
     assert {
         name
         for name in named - by_python - read

@@ -8,20 +8,18 @@ import time
 
 import pytest
 
-from specdistill.project import PICO
-from tests.engines.hostile_server import DRIP, SILENCE, K, hostile
 from tests.launches import environment
+from tests.serving.engines.hostile_server import DRIP, SILENCE, hostile
 from tests.tiny import SMALL, write_inputs
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.timeout(180),
-]  # the imports of a command, which end with it too
+# the imports of a command, which end with it too
+pytestmark = [pytest.mark.long, pytest.mark.timeout(180)]
 VLLM = "/v1/completions"
 
 
 def check_interrupted(folder, server, num_asked, *arguments):
-    """Within two seconds it says so, with exit code 130; the interpreter takes a while more to end."""
+    """Within two seconds it says so, with exit code 130; the interpreter takes a while more to
+    end."""
     line, said = [sys.executable, "-m", "specdistill", *arguments], folder / "stderr"
     with (
         said.open("w") as stderr,
@@ -41,25 +39,6 @@ def check_interrupted(folder, server, num_asked, *arguments):
         finally:
             process.kill()
     assert said.read_text().splitlines()[-1] == "interrupted"
-
-
-@pytest.mark.parametrize("wrong", [SILENCE, DRIP])
-def test_eval(wrong, tmp_path):
-    numbers = [
-        f"eval.num_speculative_tokens={K}",
-        "eval.concurrency=16",
-        "eval.max_new_tokens=8",
-        f"output_dir={tmp_path}",
-    ]
-    with hostile({VLLM: wrong}, model=str(PICO)) as server:
-        keys = [
-            "target=pico",
-            "method=ngram",
-            "suite=pico",
-            "eval.engine=vllm",
-            f"eval.server={server.address}",
-        ]
-        check_interrupted(tmp_path, server, 1, "eval", *keys, *numbers)
 
 
 @pytest.mark.parametrize("wrong", [SILENCE, DRIP])

@@ -1,4 +1,5 @@
-"""Every command that writes a folder or a release, killed at random moments: nothing half looks whole, and it runs to the same end."""
+"""Every command that writes a folder or a release, killed at random moments: nothing half looks
+whole, and it runs to the same end."""
 
 import shutil
 from pathlib import Path
@@ -82,9 +83,9 @@ def test_data_features(inputs: list[str], folder: Path) -> None:
         "hidden_states.shard_tokens=256",
     ]
     words = ["data", "features", *inputs, "method=eagle3", "draft.ttt_steps=2", *SMALL, *own]
-    shards = lambda: {
+    shards = lambda: {  # noqa: E731
         path.name: path.read_bytes() for path in (folder / "store").glob("*.safetensors")
-    }  # noqa: E731
+    }
     survive(words, folder, shards, in_parts=True)
     for name in shards():
         with safe_open(folder / "store" / name, framework="pt") as file:

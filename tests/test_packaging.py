@@ -1,4 +1,5 @@
-"""What is shipped and how it is set up: the wheel, the pins, and the commands that people and CI run."""
+"""What is shipped and how it is set up: the wheel, the pins, and the commands that people and CI
+run."""
 
 import json
 import os
@@ -15,7 +16,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from specdistill import __version__
-from specdistill.project import ROOT
+from specdistill.common.project import ROOT
 from tests.refusals import refused_key
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -100,7 +101,7 @@ def installed(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_wheel_works_from_an_empty_folder(site: Path, in_empty_folder: Path):
     assert installed(site, "--version").stdout == f"specdistill {__version__}\n"
-    assert (site / "specdistill" / "assets" / "pico" / "config.json").is_file()
+    assert (site / "specdistill" / "targets" / "pico" / "config.json").is_file()
     assert "specdistill train recipe=pico/eagle3" in installed(site, "train", "--help").stdout
     mistake = installed(site, "train", "recipe=pico/eagle3", "draft.layers=1")
     assert mistake.returncode == 2
@@ -132,13 +133,12 @@ def test_wheel_trains_in_two_processes_from_an_empty_folder(site: Path, in_empty
     )
     assert result.returncode == 0, result.stderr
     assert (
-        f"$ accelerate launch --config_file={site}/specdistill/_project/accelerate_configs/ddp.yaml "
-        in result.stderr
+        "$ accelerate launch"
+        f" --config_file={site}/specdistill/_project/accelerate_configs/ddp.yaml " in result.stderr
     )
     script, *_ = json.loads(Path("run/run/provenance.json").read_text(encoding="utf-8"))["command"]
-    assert (
-        script == "eagle.py"
-    )  # of the package, as the line above says; no place of a machine is recorded
+    # of the package, as the line above says; no place of a machine is recorded
+    assert script == "eagle.py"
     assert Path("run/draft/model.safetensors").is_file()
     # What every process finds is said once, and its exit code is the launch's.
     again = installed(
@@ -161,7 +161,8 @@ def pins() -> dict[str, str]:
 
 
 def declared() -> list[Requirement]:
-    """All but those of an engine's environment, which has pins of its own, and of trackers that only some install."""
+    """All but those of an engine's environment, which has pins of its own, and of trackers that
+    only some install."""
     optional = PYPROJECT["project"]["optional-dependencies"]
     extras = [needs for name, needs in optional.items() if name not in {"vllm", "trackio", "wandb"}]
     groups = [PYPROJECT["build-system"]["requires"], PYPROJECT["project"]["dependencies"], *extras]
@@ -179,7 +180,8 @@ def test_constraints_pin_every_dependency_within_its_range():
 
 
 def test_constraints_pin_what_the_dependencies_need():
-    """Every requirement of every pinned package that is installed is pinned too, so that no set-up differs from another."""
+    """Every requirement of every pinned package that is installed is pinned too, so that no set-up
+    differs from another."""
     from importlib.metadata import PackageNotFoundError, requires
 
     pinned, unpinned = pins(), set()
@@ -202,40 +204,9 @@ def test_newest_entry_of_the_changelog_is_this_version():
     assert re.findall(r"^## (\S+)", changelog, re.MULTILINE)[0] == __version__
 
 
-def test_forms_of_issues_are_such_as_github_reads():
-    kinds = {
-        "markdown": {"value"},
-        "textarea": {"label"},
-        "input": {"label"},
-        "checkboxes": {"label", "options"},
-    }
-    forms = [
-        yaml.safe_load(path.read_text(encoding="utf-8"))
-        for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")
-    ]
-    assert len(forms) == 2
-    for form in forms:
-        assert (
-            form["name"]
-            and form["description"]
-            and len({it["id"] for it in form["body"] if "id" in it}) > 1
-        )
-        assert all(kinds[it["type"]] <= it["attributes"].keys() for it in form["body"])
-
-
-def test_container_of_a_developer_is_a_stage_of_the_dockerfile():
-    built = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text(encoding="utf-8"))[
-        "build"
-    ]
-    stages = re.findall(
-        r"^FROM \S+ AS (\w+)$", (ROOT / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE
-    )
-    assert stages == ["cpu", "cuda"] and built["target"] in stages
-    assert (ROOT / ".devcontainer" / built["dockerfile"]).resolve() == ROOT / "Dockerfile"
-
-
 def make(*arguments: str) -> list[str]:
-    """The lines that make prints when a person starts it: what a surrounding `make test` hands down is removed."""
+    """The lines that make prints when a person starts it: what a surrounding `make test` hands down
+    is removed."""
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))
     }
@@ -288,7 +259,10 @@ def test_the_gpu_tests_run_without_the_development_extras():
     ]
     lacking = [*extras, "importlinter", "xdist", "_hypothesis_pytestplugin"]
     lacking.remove("pytest")
-    code = f"import sys, pytest; sys.modules.update(dict.fromkeys({lacking})); sys.exit(pytest.main(['-m', 'gpu', '-q', '--collect-only']))"
+    code = (
+        f"import sys, pytest; sys.modules.update(dict.fromkeys({lacking}));"
+        " sys.exit(pytest.main(['-m', 'gpu', '-q', '--collect-only']))"
+    )
     alone = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     run = subprocess.run(
         [sys.executable, "-c", code],

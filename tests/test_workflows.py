@@ -1,4 +1,5 @@
-"""The CI workflow that judges and publishes drafts: its callers give inputs that it has, and every command in it is one that exists."""
+"""The CI workflow that judges and publishes drafts: its callers give inputs that it has, and every
+command in it is one that exists."""
 
 import json
 import os
@@ -12,12 +13,12 @@ from typing import Any
 import pytest
 import yaml
 
-from specdistill.command import keys_of
-from specdistill.gate.rules import load_gate
+from specdistill.common.project import ROOT, SUITES
+from specdistill.evaluation.gate.rules import load_gate
+from specdistill.evaluation.report.text import to_markdown
 from specdistill.methods.recipe import Recipe
-from specdistill.project import ROOT, SUITES
 from specdistill.recipe.load import load_recipe
-from specdistill.report.text import to_markdown
+from specdistill.recipe.short_keys import select_recipe_keys
 from tests.scripts import load_script
 from tests.simulated import simulate, simulated_report
 
@@ -71,19 +72,16 @@ class Event:
         }[condition]
 
     def filled_in(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """An `env` section as GitHub would fill it in. An expression that is not here is an error."""
+        """An `env` section as GitHub would fill it in. An expression that is not here is an
+        error."""
         values = {
             **{
                 f"inputs.{name}": str(value).lower() if isinstance(value, bool) else str(value)
                 for name, value in self.inputs.items()
             },
-            **{
-                f"inputs.{name} && '{argument}' || ''": argument if self.inputs[name] else ""
-                for name, argument in {
-                    "trust_remote_code": TRUST,
-                    "run_code": "eval.run_code=true",
-                }.items()
-            },
+            f"inputs.trust_remote_code && '{TRUST}' || ''": TRUST
+            if self.inputs["trust_remote_code"]
+            else "",
             "inputs.run || 'runs/release-gate'": self.inputs["run"] or "runs/release-gate",
             "github.ref_name": self.tag or "7/merge",
             "github.token": "token",
@@ -101,7 +99,8 @@ class Event:
 
 
 def commands(event: Event, folder: Path, report: str = "# Passed\n") -> list[list[str]]:
-    """What every step runs, as the shell passes it on: the program's name and its arguments. report: what `eval` left as report.md."""
+    """What every step runs, as the shell passes it on: the program's name and its arguments.
+    report: what `eval` left as report.md."""
     record = folder / "commands"
     for name in ("python", "gh", ".venv/bin/pip", ".venv/bin/specdistill"):
         program = folder / name
@@ -128,7 +127,7 @@ def commands(event: Event, folder: Path, report: str = "# Passed\n") -> list[lis
 def recipe_of(command: list[str]) -> Recipe:
     """The recipe that a command's keys stand for; raises UserError for one that is not accepted."""
     script = load_script("eval/run.py")
-    return load_recipe(Recipe, keys_of(command, script.SHORTHANDS))
+    return load_recipe(Recipe, select_recipe_keys(command, script.SHORTHANDS))
 
 
 @pytest.mark.parametrize("caller", CALLERS.values(), ids=CALLERS)
@@ -231,23 +230,13 @@ def test_a_tag_is_published_and_a_pull_request_is_not(tmp_path: Path) -> None:
 
 def test_the_caller_gives_what_its_recipe_cannot(tmp_path: Path) -> None:
     """To every command that reads the recipe, which would refuse its word."""
-    given = {
-        "recipe": "mine.yaml",
-        "install": ".",
-        "repo": "org/name",
-        "trust_remote_code": True,
-        "run_code": True,
-    }
+    given = {"recipe": "mine.yaml", "install": ".", "repo": "org/name", "trust_remote_code": True}
     event = Event({**given, "engine_command": "/opt/my vllm serve"}, pull_request=False, tag="v2")
     trained, measured, published = [
         command for command in commands(event, tmp_path) if command[0] == "specdistill"
     ]
     for command in (trained, measured):
-        assert command[-3:] == [
-            TRUST,
-            "eval.run_code=true",
-            "eval.engine_command=/opt/my vllm serve",
-        ]
+        assert command[-2:] == [TRUST, "eval.engine_command=/opt/my vllm serve"]
     assert published == [
         "specdistill",
         "publish",

@@ -1,11 +1,14 @@
-"""Tiny random models and tokenizers: enough for every distribution that does not need a trained target."""
+"""Tiny random models and tokenizers: enough for every distribution that does not need a trained
+target."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import peft
 import torch
+from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
@@ -35,7 +38,8 @@ SPECIAL_TOKENS = ["<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"]
 def tiny_target_model(
     num_layers: int = 4, hidden_size: int = 64, vocab_size: int = 260, seed: int = 0
 ) -> LlamaForCausalLM:
-    """A random Llama with heads of 32 and twice as many query as key/value heads. Its greedy output neither ends nor repeats at once."""
+    """A random Llama with heads of 32 and twice as many query as key/value heads. Its greedy output
+    neither ends nor repeats at once."""
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
@@ -106,6 +110,17 @@ def tiny_tokenizer(chat_template: str | None = None) -> PreTrainedTokenizerFast:
     return fast
 
 
+def packed_rows(rows: Sequence[Sequence[int]]) -> Dataset:
+    """Rows of token ids as training reads them: each one document, with a loss at every token."""
+    columns = {
+        "input_ids": [list(row) for row in rows],
+        "loss_mask": [[1] * len(row) for row in rows],
+        "document_ids": [[0] * len(row) for row in rows],
+        "position_ids": [list(range(len(row))) for row in rows],
+    }
+    return Dataset.from_dict(columns)
+
+
 def write_target(folder: Path, **sizes: int) -> Path:
     """A tiny target in a folder, which is returned."""
     tiny_target_model(**sizes).save_pretrained(folder)
@@ -125,14 +140,14 @@ def save_adapter(folder: Path, base: str, *, model: Any = None, **sizes: Any) ->
             if parameter.requires_grad:
                 torch.nn.init.normal_(parameter, std=0.1)
     adapted.peft_config["default"].base_model_name_or_path = base
-    adapted.save_pretrained(
-        folder, save_embedding_layers=False
-    )  # "auto" asks the Hub about the base
+    # "auto" asks the Hub about the base
+    adapted.save_pretrained(folder, save_embedding_layers=False)
     return adapted.eval()
 
 
 def write_inputs(folder: Path, num_rows: int = 60, **sizes: int) -> list[str]:
-    """A tiny target and texts to train on, as files of a folder; the keys of a recipe that name them."""
+    """A tiny target and texts to train on, as files of a folder; the keys of a recipe that name
+    them."""
     write_target(folder / "model", **sizes)
     rows = [
         json.dumps({"text": f"Row {index} says {index * 7} and then again {index * 7}."})
@@ -154,7 +169,8 @@ def input_keys(folder: Path) -> list[str]:
 
 
 def twins() -> FrozenTarget:
-    """A target whose every choice is a near-tie: the vocabulary's second half are twins of the first, a few roundings apart."""
+    """A target whose every choice is a near-tie: the vocabulary's second half are twins of the
+    first, a few roundings apart."""
     model = tiny_target_model()
     model.generation_config.eos_token_id = []
     head = model.lm_head.weight.data

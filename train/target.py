@@ -1,4 +1,6 @@
-"""Train pico, the small target that ships with the package, on the source text of Python's standard library.
+"""Train pico, the small target that ships with the package, on Python's standard library.
+
+The training text is the source code of the library's modules.
 
 accelerate launch --config_file accelerate_configs/cpu.yaml train/target.py recipe=pico/target
 """
@@ -11,20 +13,22 @@ import torch
 from datasets import Dataset, IterableDataset
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from specdistill import command
-from specdistill.pico import standard_library
-from specdistill.project import ROOT
+from specdistill.cli.command import run
+from specdistill.common.project import ROOT
+from specdistill.data.produce.pico import load_standard_library
 from specdistill.training.optimizer import MuonAdamW
 from specdistill.training.resumable import ResumableTrainer
 from specdistill.training.run import TrainingRun
 
-sys.path.append(str(ROOT))  # what makes pico is next to its recipes, and no part of the library
+# The code that makes pico is next to its recipes; it is not part of the library.
+sys.path.append(str(ROOT))
 from recipes.pico.card import write_card
 from recipes.pico.corpus import curriculum, documents, llama_config, token_stream, train_tokenizer
 from recipes.pico.recipe import TargetRecipe
 
 
 def main(recipe: TargetRecipe) -> None:
+    """Train pico, save it, and write its model card with what was measured."""
     run = TrainingRun.open(
         recipe,
         use_cpu=not torch.cuda.is_available(),
@@ -33,8 +37,8 @@ def main(recipe: TargetRecipe) -> None:
     )
     arguments = run.arguments
 
-    # Tokenizer and data
-    texts = (module.text for module in standard_library("train"))
+    # Train the tokenizer, and make the batches
+    texts = (module.text for module in load_standard_library("train"))
     tokenizer = train_tokenizer(texts, recipe.tokenizer.vocab_size, recipe.shape.context_length)
     train_stream = token_stream(documents("train", tokenizer), tokenizer)
     held_out_texts = documents("validation", tokenizer)
@@ -54,7 +58,7 @@ def main(recipe: TargetRecipe) -> None:
         train_tokens=len(train_stream), data_fingerprint=str(hash(tuple(train_stream.tolist())))
     )
 
-    # Model; eager attention, because the CPU's fused kernel is slow for short rows
+    # Create the model, with eager attention: the CPU's fused kernel is slow for short rows.
     config = llama_config(tokenizer, **vars(recipe.shape))
     config._attn_implementation = "eager"
     model = LlamaForCausalLM(config)
@@ -88,10 +92,10 @@ def main(recipe: TargetRecipe) -> None:
 
 
 def _whole_batch(items: list[dict[str, list[list[int]]]]) -> dict[str, torch.Tensor]:
-    """The curriculum yields whole batches; the loader's own batch size is one."""
+    """Return the only item as a batch: the curriculum yields whole batches."""
     batch = torch.as_tensor(items[0]["input_ids"])
     return {"input_ids": batch, "labels": batch}
 
 
 if __name__ == "__main__":
-    sys.exit(command.run(main, TargetRecipe))
+    sys.exit(run(main, TargetRecipe))

@@ -1,4 +1,8 @@
-"""Pico's model card, with its bits per byte on held-out modules, those of an n-gram model, and samples of its generations."""
+"""Write pico's model card.
+
+The card states the bits per byte of pico and of an n-gram model on held-out modules, and shows
+samples of what pico generates.
+"""
 
 import math
 import platform
@@ -45,14 +49,21 @@ Greedy answer to "{question}":
 ```python
 {answer}
 ```
-"""
+"""  # noqa: E501
 
 
 @torch.no_grad()
 def bits_per_byte(model: PreTrainedModel, stream: Tensor, num_bytes: int, context: int) -> float:
-    """Bits per byte of a stream, in windows of `context` tokens that do not overlap.
+    """Return the bits per byte of a token stream.
 
-    The first token of a window has no context and is not predicted; its bytes are left out in proportion.
+    The stream is read in windows of `context` tokens that do not overlap. The first token of a
+    window has no context and is not predicted. Its bytes are left out in proportion.
+
+    Args:
+        model: the model.
+        stream: [N], token ids.
+        num_bytes: the bytes of the text that the stream encodes.
+        context: the tokens of a window.
     """
     windows = stream[: len(stream) // context * context].view(-1, context)
     nats = 0.0
@@ -70,7 +81,7 @@ def bits_per_byte(model: PreTrainedModel, stream: Tensor, num_bytes: int, contex
 def baseline_bits_per_byte(
     train_stream: Tensor, stream: Tensor, num_bytes: int, vocab_size: int
 ) -> float:
-    """The same measure for a 5-gram model of the same tokens."""
+    """Return the bits per byte of a 5-gram model of the same tokens."""
     probabilities = KneserNey(train_stream.numpy(), vocab_size, order=5).probabilities(
         stream.numpy()
     )
@@ -86,7 +97,7 @@ def continuation(
     prompt: str,
     max_new_tokens: int = 120,
 ) -> str:
-    """Greedy continuation of a prompt."""
+    """Return the greedy completion of a prompt, without special tokens."""
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
     output = model.generate(ids, max_new_tokens=max_new_tokens, do_sample=False)  # type: ignore[operator]
     return str(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True))
@@ -103,7 +114,18 @@ def write_card(
     steps: int,
     batch_tokens: int,
 ) -> None:
-    """Measure a saved model and add README.md to its folder."""
+    """Measure a saved model and add README.md to its folder.
+
+    Args:
+        folder: the folder of the model.
+        model: the model.
+        tokenizer: its tokenizer.
+        train_stream: [N], the token ids of the training text.
+        held_out: [M], the token ids of the held-out modules.
+        held_out_bytes: the bytes of the held-out modules.
+        steps: the optimizer steps of the training.
+        batch_tokens: the tokens of an optimizer step.
+    """
     config = model.config
     context = config.max_position_embeddings
     chat = str(tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True))
@@ -128,29 +150,37 @@ def write_card(
 
 
 class KneserNey:
-    """An n-gram language model with interpolated Kneser-Ney smoothing (Kneser & Ney 1995; Chen & Goodman 1999).
+    """An n-gram language model with interpolated Kneser-Ney smoothing.
+
+    The method is that of Kneser & Ney (1995) and Chen & Goodman (1999):
 
         P_n(w | h) = max(c(h w) - d, 0) / c(h) + d * N1+(h .) / c(h) * P_{n-1}(w | h')
 
-    where h' drops the oldest token of h, N1+(h .) counts the different tokens seen after h, and below the highest order c counts in how
-    many different contexts an n-gram was seen instead of how often. The last backoff is the uniform distribution.
+    h' is h without its oldest token, and N1+(h .) is the number of different tokens seen after h.
+    At the highest order, c is the number of times that an n-gram was seen. Below it, c is the
+    number of different contexts in which it was seen. The last backoff is the uniform distribution.
 
-    Counts of a token stream are kept as sorted integer keys: vocab_size ** order must fit 63 bits.
+    n-grams are stored as sorted integer keys, so vocab_size ** order must fit in 63 bits.
+
+    Attributes:
+        tables: for each n, the keys of n-grams and their counts.
+        contexts: for each n, the keys of contexts, their total counts, and the number of different
+            tokens that followed them.
     """
 
     def __init__(
         self, stream: Ints, vocab_size: int, order: int = 5, discount: float = 0.75
     ) -> None:
         assert vocab_size**order < 2**63
-        self.vocab_size, self.order, self.discount = vocab_size, order, discount
-        self.tables: list[tuple[Ints, Ints]] = []  # per n: keys of n-grams and their counts
-        self.contexts: list[
-            tuple[Ints, Ints, Ints]
-        ] = []  # per n: keys of contexts, total counts, different followers
+        self.vocab_size = vocab_size
+        self.order = order
+        self.discount = discount
+        self.tables: list[tuple[Ints, Ints]] = []
+        self.contexts: list[tuple[Ints, Ints, Ints]] = []
         keys = _windows(stream, order, vocab_size)
-        for n in range(
-            order, 0, -1
-        ):  # below the highest order, one for each different token before it
+        # Cutting the oldest token off the distinct keys of order n + 1 leaves each n-gram once for
+        # each different token before it: its count below the highest order.
+        for n in range(order, 0, -1):
             keys, counts = np.unique(keys % vocab_size**n, return_counts=True)
             context, start = np.unique(keys // vocab_size, return_index=True)
             totals = np.add.reduceat(counts, start)
@@ -158,7 +188,14 @@ class KneserNey:
             self.contexts.insert(0, (context, totals, np.diff(np.append(start, len(keys)))))
 
     def probabilities(self, stream: Ints) -> NDArray[np.float64]:
-        """P(token | the order - 1 tokens before it) for every token that has that many before it: [N - order + 1]."""
+        """Return the probability of each token, given the order - 1 tokens before it.
+
+        Args:
+            stream: [N], token ids.
+
+        Returns:
+            [N - order + 1], for the tokens that have as many tokens before them.
+        """
         result = np.full(len(stream) - self.order + 1, 1.0 / self.vocab_size)
         for n in range(1, self.order + 1):
             grams = _windows(stream[self.order - n :], n, self.vocab_size)
@@ -173,7 +210,7 @@ class KneserNey:
 
 
 def _windows(stream: Ints, n: int, base: int) -> Ints:
-    """Every run of n tokens as one integer."""
+    """Return each window of n consecutive tokens as one integer in base `base`."""
     keys = np.zeros(len(stream) - n + 1, dtype=np.int64)
     for offset in range(n):
         keys = keys * base + stream[offset : offset + len(keys)]
@@ -181,6 +218,6 @@ def _windows(stream: Ints, n: int, base: int) -> Ints:
 
 
 def _lookup(keys: Ints, values: Ints, wanted: Ints) -> Ints:
-    """values of the wanted keys, 0 for a missing key."""
+    """Return the value of each wanted key, 0 for a missing key; `keys` are sorted."""
     index = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
     return np.where(keys[index] == wanted, values[index], 0)

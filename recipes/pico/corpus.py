@@ -1,7 +1,9 @@
-"""Pico: a small, deep and thin Llama that generates Python, shipped with the package so that everything runs offline: its tokenizer,
-shape and training rows, of the modules of `specdistill.pico`. `train/target.py` trains it.
+"""Build pico's tokenizer, its config and its training batches.
 
-Deep and thin on purpose: one draft layer then costs about a tenth of a target step on a CPU, as it does for real models on a GPU.
+Pico is a small Llama that generates Python. The package contains it, so that everything runs
+offline. Its texts are the modules of `specdistill.data.produce.pico`, and `train/target.py` trains
+it. Pico is deep and thin, so that a draft layer costs about a tenth of a target step on a CPU, as
+it does for large models on a GPU.
 """
 
 import hashlib
@@ -13,9 +15,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from specdistill.pico import Split, chats, standard_library
+from specdistill.data.produce.pico import Split, build_chats, load_standard_library
 
-END_OF_TEXT, USER, ASSISTANT, END_OF_TURN = "<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"
+END_OF_TEXT = "<|endoftext|>"
+USER = "<|user|>"
+ASSISTANT = "<|assistant|>"
+END_OF_TURN = "<|end|>"
 SPECIAL_TOKENS = [END_OF_TEXT, USER, ASSISTANT, END_OF_TURN]
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
@@ -32,7 +37,16 @@ CHAT_TEMPLATE = (
 def train_tokenizer(
     texts: Iterable[str], vocab_size: int, context_length: int
 ) -> PreTrainedTokenizerFast:
-    """Byte-level BPE with GPT-2's word boundaries (so that llama.cpp knows it), special tokens first, no unknown token."""
+    """Train a byte-level BPE tokenizer.
+
+    It has GPT-2's word boundaries, which llama.cpp supports. Its first tokens are the special ones,
+    and it has no unknown token.
+
+    Args:
+        texts: the training texts.
+        vocab_size: the number of tokens, the special ones included.
+        context_length: the longest sequence in tokens, which the tokenizer states.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -62,7 +76,11 @@ def llama_config(
     intermediate_size: int,
     context_length: int,
 ) -> LlamaConfig:
-    """Heads are 64 wide (below 80, vLLM's CPU build supports only 32 and 64), one key/value head for two query heads."""
+    """Return pico's config.
+
+    Attention heads are 64 wide: below 80, vLLM's CPU build supports only 32 and 64. Two query heads
+    share a key/value head.
+    """
     head_dim = 64
     return LlamaConfig(
         vocab_size=len(tokenizer),
@@ -81,10 +99,15 @@ def llama_config(
 
 
 def documents(split: Split, tokenizer: PreTrainedTokenizerFast) -> list[str]:
-    """Raw modules and rendered chats of one split, each with the end-of-text token, in the order of a hash of their text."""
-    modules = standard_library(split)
+    """Return the modules and rendered chats of a split, shuffled by a hash of their text.
+
+    Each text ends with the end-of-text token.
+    """
+    modules = load_standard_library(split)
     texts = [module.text for module in modules]
-    texts += [str(tokenizer.apply_chat_template(chat, tokenize=False)) for chat in chats(modules)]
+    texts += [
+        str(tokenizer.apply_chat_template(chat, tokenize=False)) for chat in build_chats(modules)
+    ]
     return sorted(
         (text + END_OF_TEXT for text in texts),
         key=lambda text: hashlib.sha256(text.encode()).digest(),
@@ -92,7 +115,7 @@ def documents(split: Split, tokenizer: PreTrainedTokenizerFast) -> list[str]:
 
 
 def token_stream(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> Tensor:
-    """All documents end to end: [N] int64."""
+    """Return the token ids of all texts, one after the other: [N] int64."""
     ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
     return torch.tensor(list(chain.from_iterable(ids)), dtype=torch.long)
 
@@ -105,9 +128,21 @@ def curriculum(
     shares: list[float],
     seed: int,
 ) -> Iterator[Tensor]:
-    """`num_steps` batches [rows, length] of equal token count: short rows first, because they train faster, long rows at the end.
+    """Yield one batch of token ids per training step, with short rows first.
 
-    shares: of the steps, for each length. Every epoch cuts the stream at another offset and shuffles the rows.
+    Short rows train faster, and long rows at the end teach the whole context. Every epoch cuts the
+    stream at another offset and shuffles the rows.
+
+    Args:
+        stream: [N], the token ids of all texts.
+        num_steps: the number of batches.
+        batch_tokens: the tokens of each batch.
+        lengths: the row lengths, in the order in which they are trained.
+        shares: the share of the steps with each row length; their sum is 1.
+        seed: seeds the offsets and the shuffles.
+
+    Yields:
+        [batch_tokens // length, length] int64.
     """
     generator = torch.Generator().manual_seed(seed)
     bounds = [round(num_steps * sum(shares[: i + 1])) for i in range(len(shares))]

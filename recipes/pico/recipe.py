@@ -1,10 +1,13 @@
-"""The recipe of pico itself: tokenizer, shape, curriculum and training arguments. Units and limits are in each key's help."""
+"""The recipe of pico itself: tokenizer, shape, curriculum and training arguments.
+
+The help of each key has its unit and its limits.
+"""
 
 from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from specdistill.errors import UserError
+from specdistill.common.errors import UserError
 from specdistill.recipe.fields import Section, option, section
 
 
@@ -39,7 +42,9 @@ class TargetRecipe(Section):
 
     @model_validator(mode="after")
     def _curriculum_and_shape_fit(self) -> "TargetRecipe":
-        rows, train, batch = self.curriculum, self.train, "per_device_train_batch_size"
+        rows = self.curriculum
+        train = self.train
+        batch = "per_device_train_batch_size"
         longest = min(self.shape.context_length, rows.batch_tokens)
         for key, got, holds, expected in (
             (

@@ -1,11 +1,18 @@
-"""The pico suites: prompts from the standard-library modules that pico was not trained on.
+"""Write the pico suites: prompts from standard-library modules that pico was not trained on.
 
     python -m recipes.pico.suites
 
-renews `eval/suites/pico*.{yaml,jsonl}`, byte for byte with the Python and the tokenizer that the YAML files name. Gates use `pico`;
-`pico-dev` has other prompts, on which recipes are chosen, so that the choice does not favour a gate's verdict. `pico-edit`, whose
-prompts hold the requested function, and `pico-short`, single lines, show how much a draft gains by copying from the prompt.
-`pico-context` shows the cost of a long context: it has every prompt whole and cut to its end. These three may share lines with the others.
+The command renews `eval/suites/pico*.{yaml,jsonl}`. The files are byte-identical if the Python and
+the tokenizer are those that the YAML files name.
+
+- Gates use `pico`. `pico-dev` has other prompts: recipes are chosen on them, so that the choice
+  does not favour the verdict of a gate.
+- `pico-edit` has prompts that contain the requested function, and `pico-short` has single lines.
+  Together they show how much a draft gains by copying from the prompt.
+- `pico-context` shows the cost of a long context: it has every prompt twice, whole and cut to its
+  last tokens.
+
+The last three suites may share lines with the others.
 """
 
 import ast
@@ -23,8 +30,8 @@ from pathlib import Path
 import yaml
 from transformers import AutoTokenizer
 
-from specdistill.pico import Module, chats, standard_library
-from specdistill.project import PICO, SUITES
+from specdistill.common.project import PICO, SUITES
+from specdistill.data.produce.pico import Module, build_chats, load_standard_library
 
 PROMPTS_PER_CATEGORY = 12
 SHORT_TOKENS = range(40, 91)  # function and docstring prompts
@@ -38,7 +45,14 @@ CountTokens = Callable[[str], int]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A possible prompt. row: of the jsonl file; place: where in the module it is from; lines: of the module in the prompt."""
+    """A possible prompt.
+
+    Attributes:
+        module: the name of the module.
+        place: where in the module the prompt comes from.
+        row: the row of the jsonl file.
+        lines: the lines of the module that the prompt contains.
+    """
 
     module: str
     place: str
@@ -46,7 +60,10 @@ class Candidate:
     lines: range = field(default=range(0))
 
     def order(self) -> bytes:
-        """A key for a fixed shuffle, so that prompts are chosen from anywhere in the alphabet and in a module."""
+        """Return a sort key that shuffles candidates, always in the same way.
+
+        So prompts are chosen from all modules and from all parts of a module.
+        """
         return hashlib.sha256(f"{self.module} {self.place}".encode()).digest()
 
     def overlaps(self, other: "Candidate") -> bool:
@@ -56,7 +73,7 @@ class Candidate:
 
 
 def function_prompts(module: Module, count_tokens: CountTokens) -> Iterator[Candidate]:
-    """Source that ends right after a function's signature, or after its docstring where it has one."""
+    """Yield source code that ends after a function's docstring, or after its signature."""
     for node, lines in _functions(module):
         documented = ast.get_docstring(node) is not None and len(node.body) > 1
         end = (node.body[0].end_lineno or 0) if documented else node.body[0].lineno - 1
@@ -68,7 +85,7 @@ def function_prompts(module: Module, count_tokens: CountTokens) -> Iterator[Cand
 
 
 def docstring_prompts(module: Module, count_tokens: CountTokens) -> Iterator[Candidate]:
-    """Source that ends after the quotes that open a function's docstring."""
+    """Yield source code that ends after the quotes that open a function's docstring."""
     for node, lines in _functions(module):
         first = node.body[0]
         if ast.get_docstring(node) is None or not lines[first.lineno - 1].strip().startswith('"""'):
@@ -86,19 +103,20 @@ def docstring_prompts(module: Module, count_tokens: CountTokens) -> Iterator[Can
 
 
 def chat_prompts(module: Module, count_tokens: CountTokens) -> Iterator[Candidate]:
-    """The user's turn of a (docstring -> function) chat."""
-    for user, _answer in chats([module]):
+    """Yield the user's turn of each (docstring -> function) chat."""
+    for user, _answer in build_chats([module]):
         if count_tokens(user["content"]) in CHAT_TOKENS:
             yield Candidate(module.name, f"chat {user['content']}", {"messages": [user]})
 
 
 def long_prompts(module: Module, count_tokens: CountTokens) -> Iterator[Candidate]:
-    """One long stretch of a module, from a paragraph's start to a line's end, with at least as much of the module after it."""
+    """Yield long parts of a module that begin with a paragraph and end with a line.
+
+    At least as much of the module follows each part.
+    """
     lines = module.text.splitlines()
-    upto = [
-        0,
-        *accumulate(count_tokens(line + "\n") for line in lines),
-    ]  # tokens before each line, to within a few
+    # The tokens before each line. Lines are tokenized one by one, so the sums are off by a few.
+    upto = [0, *accumulate(count_tokens(line + "\n") for line in lines)]
     for start, line in enumerate(lines):
         if not line.strip() or (start and lines[start - 1].strip()):
             continue
@@ -113,7 +131,7 @@ def long_prompts(module: Module, count_tokens: CountTokens) -> Iterator[Candidat
 
 
 def cut_prompts(module: Module, count_tokens: CountTokens) -> Iterator[Candidate]:
-    """The last lines of each of `long_prompts`, as many as a short prompt may have."""
+    """Yield the last lines of each of `long_prompts`, as many as a short prompt may have."""
     for whole in long_prompts(module, count_tokens):
         lines = str(whole.row["prompt"]).splitlines()
         texts = ("\n".join(lines[start:]) for start in range(len(lines)))
@@ -122,10 +140,15 @@ def cut_prompts(module: Module, count_tokens: CountTokens) -> Iterator[Candidate
 
 
 def edit_prompts(module: Module, count_tokens: CountTokens, kind: str) -> Iterator[Candidate]:
-    """A `revision`: a request for a function, with the function under it. A `rename`: a (docstring -> function) chat, then a request for
-    the same function with another name.
+    """Yield chats that ask for a function that they contain.
+
+    Args:
+        module: the module.
+        count_tokens: counts the tokens of a text.
+        kind: `revision` is a request for a function, with the function below it. `rename` is a
+            (docstring -> function) chat, then a request for the same function with another name.
     """
-    for chat in chats([module]):
+    for chat in build_chats([module]):
         request, answer = (turn["content"] for turn in chat)
         if count_tokens(request) + count_tokens(answer) in EDIT_TOKENS:
             renamed = [*chat, {"role": "user", "content": request.replace("(", "_2(", 1)}]
@@ -140,7 +163,13 @@ def edit_prompts(module: Module, count_tokens: CountTokens, kind: str) -> Iterat
 def line_prompts(
     module: Module, count_tokens: CountTokens, opens: type[ast.ClassDef | ast.FunctionDef]
 ) -> Iterator[Candidate]:
-    """The line that opens a class, or a function."""
+    """Yield the first line of each class or function.
+
+    Args:
+        module: the module.
+        count_tokens: counts the tokens of a text.
+        opens: the syntax node whose lines are wanted.
+    """
     lines = module.text.splitlines()
     for node in ast.walk(ast.parse(module.text)):
         if isinstance(node, opens):
@@ -168,17 +197,17 @@ PLAIN: dict[str, FindPrompts] = {
     "chat": chat_prompts,
     "long_context": long_prompts,
 }
-# What each suite holds, in words, and what finds the prompts of each of its categories.
+# For each suite: what it contains, in words, and the functions that find its prompts by category.
 PICO_SUITES: dict[str, tuple[str, dict[str, FindPrompts]]] = {
     "pico": ("function bodies, docstrings, chats and long context", PLAIN),
     "pico-dev": ("function bodies, docstrings, chats and long context", PLAIN),
     "pico-edit": (
-        "chats that ask for a function that they hold",
+        "chats that ask for a function that the chat contains",
         {"revision": revision_prompts, "rename": rename_prompts},
     ),
     "pico-short": ("single lines", {"class": class_prompts, "signature": signature_prompts}),
     "pico-context": (
-        "long stretches of modules, cut to their ends and whole",
+        "long parts of modules, both whole and cut to their last tokens",
         {"end": cut_prompts, "whole": long_prompts},
     ),
 }
@@ -187,7 +216,7 @@ PICO_SUITES: dict[str, tuple[str, dict[str, FindPrompts]]] = {
 def pico_suites(
     modules: Sequence[Module], count_tokens: CountTokens
 ) -> dict[str, list[dict[str, object]]]:
-    """The rows of each suite, 12 of each category, from as many different modules as there are.
+    """Return the rows of each suite, 12 of each category, from as many modules as possible.
 
     No line of a module is in both `pico` and `pico-dev`.
     """
@@ -200,7 +229,7 @@ def pico_suites(
         )
 
     suites: dict[str, list[dict[str, object]]] = {name: [] for name in PICO_SUITES}
-    judging: list[Candidate] = []  # those in `pico`
+    gate_prompts: list[Candidate] = []  # the prompts of `pico`
     for name, (_, categories) in PICO_SUITES.items():
         used: Counter[str] = Counter()
         for category, find in categories.items():
@@ -209,18 +238,21 @@ def pico_suites(
                 pool = [
                     prompt
                     for prompt in pool
-                    if not any(prompt is other or prompt.overlaps(other) for other in judging)
+                    if not any(
+                        prompt is gate_prompt or prompt.overlaps(gate_prompt)
+                        for gate_prompt in gate_prompts
+                    )
                 ]
-            if (
-                name == "pico-context"
-            ):  # each category by itself: their pools have one order, so that the same places are chosen
+            if name == "pico-context":
+                # Both categories choose from pools in the same order, so they get the same places.
                 used.clear()
             for number in range(PROMPTS_PER_CATEGORY):
-                # The module used least so far, over all categories; ties go by the fixed shuffle.
+                # The module used least so far, over all categories. The fixed shuffle breaks ties.
                 chosen = min(pool, key=lambda candidate: used[candidate.module])
                 pool.remove(chosen)
                 used[chosen.module] += 1
-                judging += [chosen] * (name == "pico")
+                if name == "pico":
+                    gate_prompts.append(chosen)
                 row = {
                     "id": f"{category}-{number:02}",
                     "category": category,
@@ -232,7 +264,7 @@ def pico_suites(
 
 
 def write_pico_suites(modules: Sequence[Module], count_tokens: CountTokens, folder: Path) -> None:
-    """Write the jsonl file of each suite and the YAML file that names it by hash."""
+    """Write each suite: a jsonl file, and a YAML file that states its hash."""
     for name, rows in pico_suites(modules, count_tokens).items():
         content = "".join(json.dumps(row) + "\n" for row in rows).encode()
         (folder / f"{name}.jsonl").write_bytes(content)
@@ -240,7 +272,10 @@ def write_pico_suites(modules: Sequence[Module], count_tokens: CountTokens, fold
             "name": name,
             "version": "1",
             "licence": "PSF-2.0",
-            "source": f"standard library of Python {platform.python_version()}, modules held out from pico's training data",
+            "source": (
+                f"standard library of Python {platform.python_version()}, modules held out from"
+                " pico's training data"
+            ),
             "sha256": hashlib.sha256(content).hexdigest(),
             "prompts": f"{name}.jsonl",
             "quality": "python_syntax",
@@ -251,7 +286,11 @@ def write_pico_suites(modules: Sequence[Module], count_tokens: CountTokens, fold
 
 
 def _functions(module: Module) -> Iterator[tuple[ast.FunctionDef, list[str]]]:
-    """Functions whose body starts on the line after the signature, with the module's lines."""
+    """Yield the functions whose body starts on the line after the signature.
+
+    Yields:
+        The function, and the lines of its module.
+    """
     lines = module.text.splitlines()
     for node in ast.walk(ast.parse(module.text)):
         if isinstance(node, ast.FunctionDef) and lines[node.body[0].lineno - 2].rstrip().endswith(
@@ -261,7 +300,11 @@ def _functions(module: Module) -> Iterator[tuple[ast.FunctionDef, list[str]]]:
 
 
 def _paragraphs_up_to(lines: Sequence[str], end: int, count_tokens: CountTokens) -> tuple[int, str]:
-    """The lines before `end`, from the nearest paragraph's start that makes them long enough; empty if they get too long."""
+    """Return the lines before `end`, from the nearest paragraph that makes them long enough.
+
+    Returns:
+        The number of the first line, and the text; an empty text if it would be too long.
+    """
     for start in range(end - 1, -1, -1):
         text = "\n".join(lines[start:end])
         length = count_tokens(text)
@@ -279,5 +322,5 @@ def _paragraphs_up_to(lines: Sequence[str], end: int, count_tokens: CountTokens)
 if __name__ == "__main__":
     pico = AutoTokenizer.from_pretrained(PICO)
     write_pico_suites(
-        standard_library("validation"), lambda text: len(pico(text)["input_ids"]), SUITES
+        load_standard_library("validation"), lambda text: len(pico(text)["input_ids"]), SUITES
     )

@@ -1,0 +1,1 @@
+"""Speculative decoding: propose, verify, and keep the KV caches of target and draft in step."""

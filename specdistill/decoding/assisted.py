@@ -1,123 +1,353 @@
-"""A draft in transformers' own loop of assisted generation: `model.generate(…, custom_generate=draft)`.
+"""Use a draft in transformers' `generate()`: `model.generate(…, custom_generate=draft)`.
 
-Verification, logits processors, stopping criteria and KV cache are transformers'. So the output is that of `generate()` without a draft:
-the same tokens when greedy, up to near-ties in rounding, and the same distribution when sampled. The loop hands a candidate generator token
-ids and logits alone, so hooks keep the hidden states of the target's last pass. It drafts chains, for one sequence.
+Each round drafts a chain, reads it in one pass of the target, and then goes through its positions
+as `generate()` goes through its steps. For each emitted token it calls the logits processors,
+chooses a token, and calls the stopping criteria and the streamer, in this order. So all of them do
+what they do without a draft, even if they have a state of their own. A text that ends inside a
+proposal ends there.
+
+The output equals that of `generate()` without a draft: the same tokens when greedy, up to
+near-ties, and the same distribution when sampled. A draft whose tokens are certain, such as a
+lookup, also uses the same random numbers, so the same seed gives the same text. Hooks collect the
+hidden states that heads read. One sequence at a time, and chains only.
+
+Shapes: N positions of one pass, V vocabulary.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
-from transformers.generation.candidate_generator import CandidateGenerator
+from transformers import DynamicCache, GenerationConfig, GenerationMixin, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from specdistill.decoding.proposer import DecodingState, Proposer
+from specdistill.common.errors import UserError
+from specdistill.decoding.decoder import verify_sampled
+from specdistill.decoding.proposer import DecodingState, Proposal, Proposer
 from specdistill.decoding.sampling import GREEDY, Sampling
-from specdistill.errors import UserError
 from specdistill.targets.frozen import Features, FrozenTarget, capture
 
-LAST = -1  # in place of a layer's number: the hidden state after the final norm
+ONE_SEQUENCE_HINT = "1: a draft continues one sequence"
+OTHER_MODE = (
+    "None: a draft needs greedy search or sampling; leave custom_generate out for other modes"
+)
+TWO_DRAFTS_HINT = "None: custom_generate is the draft; leave one of the two out"
+OTHER_LENGTH = "its default: num_speculative_tokens says how much custom_generate drafts"
+STEP_OUTPUTS = (
+    "False: one pass computes several steps; leave custom_generate out to get what each step"
+    " computes"
+)
+# Options of generate() that a draft does not support unless they have their default value, and what
+# is expected instead.
+UNSUPPORTED_OPTIONS = {
+    "num_beams": ONE_SEQUENCE_HINT,
+    "num_beam_groups": ONE_SEQUENCE_HINT,
+    "num_return_sequences": ONE_SEQUENCE_HINT,
+    "constraints": OTHER_MODE,
+    "force_words_ids": OTHER_MODE,
+    "penalty_alpha": OTHER_MODE,
+    "dola_layers": OTHER_MODE,
+    "diversity_penalty": OTHER_MODE,
+    "assistant_model": TWO_DRAFTS_HINT,
+    "assistant_tokenizer": TWO_DRAFTS_HINT,
+    "assistant_early_exit": TWO_DRAFTS_HINT,
+    "assistant_ensemble_weight": TWO_DRAFTS_HINT,
+    "is_assistant": TWO_DRAFTS_HINT,
+    "prompt_lookup_num_tokens": TWO_DRAFTS_HINT,
+    "max_matching_ngram_size": TWO_DRAFTS_HINT,
+    "use_mtp": TWO_DRAFTS_HINT,
+    "speculation_type": TWO_DRAFTS_HINT,
+    "num_assistant_tokens": OTHER_LENGTH,
+    "num_assistant_tokens_schedule": OTHER_LENGTH,
+    "assistant_confidence_threshold": OTHER_LENGTH,
+    "assistant_lookbehind": OTHER_LENGTH,
+    "target_lookbehind": OTHER_LENGTH,
+    "output_attentions": STEP_OUTPUTS,
+    "output_hidden_states": STEP_OUTPUTS,
+    "use_cache": "True: rejected draft tokens are removed from a KV cache",
+    "cache_implementation": "None: rejected draft tokens are removed from a dynamic cache",
+    "compile_config": "None: passes of different lengths are not compiled",
+    "continuous_batching_config": "None: a draft continues one sequence",
+    "synced_gpus": "False: a draft does not wait for other processes; leave custom_generate out",
+}
+DEFAULTS = GenerationConfig._get_default_generation_params() | {"cache_implementation": "dynamic"}
 
 
-class DraftCandidates(CandidateGenerator):
-    """A draft's tokens, up to `k` per round. captured: hidden states [1, T, D] of the target's last pass, by layer; hooks replace them."""
+@dataclass
+class Continuation:
+    """The sequence that `generate()` continues.
 
-    def __init__(
-        self, draft: "Draft", k: int, config: GenerationConfig, captured: dict[int, Tensor]
-    ) -> None:
-        self.proposer, self.device, self.k, self.captured = (
-            draft.proposer,
-            draft.target.device,
-            k,
-            captured,
-        )
-        self.max_length = config.max_length
-        # Any distribution is verified exactly; processors of the target's logits other than these cost acceptance.
-        of_draft = Sampling(
-            config.temperature or 1.0,
-            1.0 if config.top_p is None else config.top_p,
-            config.top_k or 0,
-        )
-        self.sampling = of_draft if config.do_sample else GREEDY
-        self.num_read = 0  # positions whose features the proposer has been given
-        self.proposer.begin([config.max_length + k])
+    Attributes:
+        input_ids: [1, tokens], prompt and new tokens.
+        details: tuples of scores and logits [1, V], one for each new token, as far as `generate()`
+            must return them.
+        is_finished: whether a stopping criterion has ended the text.
+    """
 
-    def get_candidates(self, input_ids: Tensor, **_: Any) -> tuple[Any, Any]:
-        """The sequence with its draft tokens, and logits [1, K, V] of what they were drawn from; None where each is certain."""
-        token_ids = input_ids[0].tolist()
-        k = min(self.k, self.max_length - len(token_ids) - 1)
-        if not self.captured or k < 1:  # the target has to read the prompt first
-            return input_ids, None
-        num_fresh = len(token_ids) - 1 - self.num_read
-        self.num_read += num_fresh
-        *aux, last = (
-            self.captured[layer].to(self.device) for layer in (*self.proposer.aux_layers, LAST)
-        )
-        state = DecodingState(
-            [token_ids], Features(tuple(aux), last), [num_fresh]
-        )  # what was committed since the last draft
-        (proposal,) = self.proposer.propose(state, k, self.sampling, [None])
-        if not proposal.tokens:
-            return input_ids, None
-        logits = None if proposal.probabilities is None else proposal.probabilities[None].log()
-        return torch.cat((input_ids, input_ids.new_tensor([proposal.tokens])), dim=1), logits
+    input_ids: Tensor
+    logits_processor: Callable[..., Tensor]
+    stopping_criteria: StoppingCriteriaList
+    streamer: BaseStreamer | None
+    do_sample: bool | None
+    details: dict[str, Any]
+    is_finished: bool = False
+
+    def extend(self, logits_1NV: Tensor, proposal: Proposal) -> int:
+        """Emit the accepted draft tokens and the token after them, up to the end of the text.
+
+        Args:
+            logits_1NV: the target's, after the last token and after each draft token.
+            proposal: the draft tokens.
+
+        Returns:
+            The number of emitted tokens.
+        """
+        for index, draft_token in enumerate([*proposal.tokens, None]):
+            # A copy, as in a step of generate(): some processors write into it.
+            logits_1V = logits_1NV[:, index].to(
+                copy=True, dtype=torch.float32, device=self.input_ids.device
+            )
+            scores_1V = self.logits_processor(self.input_ids, logits_1V)
+            if self.do_sample:
+                token_1 = choose_token(scores_1V, proposal, index)
+            else:
+                token_1 = scores_1V.argmax(-1)
+            step = {"scores": scores_1V, "logits": logits_1V}
+            for name in self.details:
+                self.details[name] += (step[name],)
+            self.input_ids = torch.cat((self.input_ids, token_1.unsqueeze(0)), dim=1)
+            self.is_finished = bool(
+                self.stopping_criteria(self.input_ids, self.details.get("scores")).all()
+            )
+            if self.streamer is not None:
+                self.streamer.put(token_1.cpu())
+            if self.is_finished or int(token_1) != draft_token:
+                break
+        return index + 1
+
+
+def choose_token(scores_1V: Tensor, proposal: Proposal, index: int) -> Tensor:
+    """Draw the token [1] at a position of a proposal from the target's distribution.
+
+    It is the draft token as often as speculative sampling accepts that. If the draft token is
+    certain, and after the last one, this is a plain draw with the same random numbers as in
+    `generate()`.
+    """
+    probs_1V = scores_1V.softmax(-1)
+    if proposal.probabilities is None or index == len(proposal.tokens):
+        return torch.multinomial(probs_1V, num_samples=1).squeeze(1)
+    tested = Proposal(
+        proposal.tokens[index : index + 1],
+        proposal.probabilities[index : index + 1].to(probs_1V.device),
+    )
+    # The second row is for the token after an accepted one, which the next position chooses by its
+    # own scores.
+    path, other_token = verify_sampled(tested, probs_1V.expand(2, -1), None)
+    return torch.tensor([proposal.tokens[index] if path else other_token], device=probs_1V.device)
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A draft of a method and the target that it drafts for. In transformers' loop: `model.generate(…, custom_generate=draft)`."""
+    """A draft and its target, for transformers' `generate()`: `custom_generate=draft`."""
 
     method: str
     proposer: Proposer
     target: FrozenTarget
 
     def __call__(
-        self, model: Any, input_ids: Tensor, num_speculative_tokens: int = 4, **generating: Any
+        self,
+        model: Any,
+        input_ids: Tensor,
+        num_speculative_tokens: int = 4,
+        *,
+        generation_config: GenerationConfig,
+        logits_processor: Callable[..., Tensor],
+        stopping_criteria: StoppingCriteriaList,
+        streamer: BaseStreamer | None = None,
+        synced_gpus: bool = False,
+        # generate() has read it, for stop strings and token healing
+        tokenizer: Any = None,
+        **model_kwargs: Any,
     ) -> Any:
-        """What `generate()` runs in place of its own loop, with all that it has prepared."""
-        target, cache = self.target, generating.get("past_key_values")
-        is_begun = input_ids.shape[1] == 0 or (cache is not None and cache.get_seq_length() > 0)
-        for found, got, expected in (
-            (
-                model is not target.model,
-                "a draft of another model",
-                "load_draft(…, model) with this model",
-            ),
-            (
-                target.is_recurrent,
-                f"{target.name}, whose recurrent layers cannot forget tokens",
-                "specdistill.generate for it",
-            ),
-            (
-                self.proposer.reader,
-                "a draft that runs layers of its target",
-                "specdistill.generate for it",
-            ),
-            (
-                is_begun,
-                "inputs_embeds, or tokens in a cache",
-                "input_ids of the whole text, which the draft reads, too",
-            ),
-        ):
-            if found:
-                raise UserError("custom_generate", got=got, expected=expected)
+        """Run in place of the loop of `generate()`, which has prepared the arguments.
+
+        Raises:
+            UserError: for options that a draft does not support.
+        """
+        self._check(
+            model,
+            input_ids,
+            num_speculative_tokens,
+            {**vars(generation_config), **model_kwargs, "synced_gpus": synced_gpus},
+        )
+        cache = model_kwargs["past_key_values"]
+        # Layers with a window must keep the tokens that rejected draft tokens push out of it.
+        cache.activate_past_recording()
+        max_length = stopping_criteria.max_length
+        assert max_length is not None  # generate() always sets one
+        self.proposer.begin([max_length + num_speculative_tokens])
+        # The draft samples with these settings only. Other logits processors cost acceptance, but
+        # the output stays exact.
+        sampling = GREEDY
+        if generation_config.do_sample:
+            sampling = Sampling(
+                generation_config.temperature or 1.0,
+                generation_config.top_p or 1.0,
+                generation_config.top_k or 0,
+            )
+        details: dict[str, Any] = {}
+        if generation_config.return_dict_in_generate:
+            for name in ("scores", "logits"):
+                if getattr(generation_config, f"output_{name}"):
+                    details[name] = ()
+        text = Continuation(
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            streamer,
+            do_sample=generation_config.do_sample,
+            details=details,
+        )
+
+        outputs, features = self._read(
+            partial(model._prefill, input_ids, generation_config, model_kwargs)
+        )
+        model_kwargs.pop("logits_to_keep", None)  # that is for the prompt
+        proposal = Proposal([])
+        while True:
+            # Emit, and forget the tokens that were rejected or lie behind the end of the text.
+            num_emitted = text.extend(outputs.logits[:, -1 - len(proposal.tokens) :], proposal)
+            num_rejected = 1 + len(proposal.tokens) - num_emitted
+            cache.crop(-num_rejected)
+            if text.is_finished:
+                break
+            model_kwargs = extend_inputs(model, outputs, model_kwargs, num_emitted)
+
+            # Draft, and read the last token with the draft tokens.
+            features = features.first(features.last_hidden.shape[1] - num_rejected)
+            state = DecodingState(
+                [text.input_ids[0].tolist()], features, [features.last_hidden.shape[1]]
+            )
+            k = min(num_speculative_tokens, max_length - text.input_ids.shape[1] - 1)
+            (proposal,) = self.proposer.propose(state, k, sampling, [None]) if k else [Proposal([])]
+            inputs = model.prepare_inputs_for_generation(
+                torch.cat((text.input_ids, input_ids.new_tensor([proposal.tokens])), dim=1),
+                next_sequence_length=1 + len(proposal.tokens),
+                **extend_inputs(model, outputs, dict(model_kwargs), len(proposal.tokens)),
+            )
+            outputs, features = self._read(partial(model, **inputs, return_dict=True))
+
+        if streamer is not None:
+            streamer.end()
+        if not generation_config.return_dict_in_generate:
+            return text.input_ids
+        return GenerateDecoderOnlyOutput(
+            **{"sequences": text.input_ids, "past_key_values": cache, **text.details}
+        )
+
+    def _check(self, model: Any, input_ids: Tensor, k: int, options: Mapping[str, Any]) -> None:
+        """Check the options of `generate()`.
+
+        Raises:
+            UserError: for an option that a draft does not support.
+        """
+        for name, expected in UNSUPPORTED_OPTIONS.items():
+            value = options.get(name)
+            if value not in (None, DEFAULTS.get(name, False)):
+                raise UserError(name, got=f"{value!s:.60}", expected=expected)
+
+        # The model and the draft
+        key = "custom_generate"
+        if model is not self.target.model:
+            raise UserError(key, got="a draft of another model", expected="load_draft(…, model)")
+        if self.target.is_recurrent:
+            raise UserError(
+                key,
+                got="a target with recurrent layers",
+                expected="specdistill.generate, which supports such a target",
+            )
+        if self.proposer.reader:
+            raise UserError(
+                key,
+                got="a draft that runs layers of its target",
+                expected="specdistill.generate, which supports such a draft",
+            )
+        if getattr(self.proposer, "tree", None):
+            raise UserError(
+                key,
+                got="a draft with draft_tree",
+                expected="specdistill.generate, which supports such a draft",
+            )
+
+        # The inputs
+        cache = options.get("past_key_values")
+        if input_ids.shape[1] == 0 or (cache is not None and cache.get_seq_length() > 0):
+            raise UserError(
+                key,
+                got="inputs_embeds, or tokens in a cache",
+                expected="input_ids of the whole text",
+            )
+        if not isinstance(cache, DynamicCache):
+            raise UserError(
+                "past_key_values", got=type(cache).__name__, expected="a DynamicCache, or none"
+            )
+        if len(input_ids) > 1:
+            raise UserError(
+                "input_ids",
+                got=f"{len(input_ids)} sequences",
+                expected="1: call generate() for each, without padding",
+            )
+        if type(k) is not int or k < 1:
+            raise UserError("num_speculative_tokens", got=k, expected="a whole number from 1")
+
+    def _read(self, run_pass: Callable[[], Any]) -> tuple[Any, Features]:
+        """Run the target; return its outputs, and the features of all chunks that it reads."""
+        chunks: list[Features] = []
 
         def keep(_module: Any, _inputs: Any, output: Any) -> None:
-            captured[LAST] = output.last_hidden_state
-
-        with (
-            capture(target.layers, self.proposer.aux_layers) as captured,
-            target.backbone.register_forward_hook(keep),
-        ):
-            candidates = DraftCandidates(
-                self, num_speculative_tokens, generating["generation_config"], captured
+            tensors = [
+                *(captured[layer] for layer in self.proposer.aux_layers),
+                output.last_hidden_state,
+            ]
+            chunks.append(
+                Features.from_tensors(tensor.to(self.target.device) for tensor in tensors)
             )
-            model._get_candidate_generator = lambda **_: (
-                candidates
-            )  # hides its class's, which makes others
-            try:
-                return type(model)._assisted_decoding(model, input_ids, **generating)
-            finally:
-                del model._get_candidate_generator
+
+        hooks = self.target.backbone.register_forward_hook(keep)
+        with capture(self.target.layers, self.proposer.aux_layers) as captured, hooks:
+            outputs = run_pass()
+        return outputs, Features.concatenate(chunks)
+
+
+def extend_inputs(
+    model: Any, outputs: Any, model_kwargs: dict[str, Any], num_tokens: int
+) -> dict[str, Any]:
+    """Extend masks and positions by new tokens, one at a time as `generate()` does.
+
+    Changes model_kwargs.
+    """
+    for _ in range(num_tokens):
+        model_kwargs = model._update_model_kwargs_for_generation(
+            outputs, model_kwargs, is_encoder_decoder=False
+        )
+    return model_kwargs
+
+
+# transformers 5.23 does not pass `tokenizer` and `streamer` on to callables: stop strings would
+# raise, and nothing would be streamed.
+extract_arguments = GenerationMixin._extract_generation_mode_kwargs
+
+
+def extract_all_arguments(model: Any, custom_generate: Any, *arguments: Any) -> dict[str, Any]:
+    """Return the arguments of the loop of `generate()`: for a draft, all that its own loops get."""
+    usual_arguments = {}
+    if isinstance(custom_generate, Draft):
+        usual_arguments = extract_arguments(model, None, *arguments)
+    return usual_arguments | extract_arguments(model, custom_generate, *arguments)
+
+
+GenerationMixin._extract_generation_mode_kwargs = extract_all_arguments  # type: ignore[assignment, method-assign]

@@ -1,9 +1,14 @@
-"""How a target reads a sequence piece by piece, over a KV cache that forgets what was rejected: pass by pass, or by one compiled graph; and
-several sequences, whose passes are one.
+"""Read sequences piece by piece with a target, over a KV cache that forgets rejected tokens.
 
-Of a `CompiledTarget` all passes over proposals have one shape (`eval.compile`). Its KV cache is allocated whole: slot s holds position s,
-and the mask hides what lies behind a query. The graph is told how many tokens are held, so forgetting the rejected ones is counting: the
-next pass writes over them. A proposal of fewer than K tokens is padded. Prompts differ in length; they are read uncompiled.
+`CachedTarget` reads any target, and several sequences in one pass. `CompiledTarget` reads one
+sequence by a compiled graph (`eval.compile`). All its passes over proposals have one shape:
+
+- Its KV cache is allocated at once. Slot s holds position s, and the mask hides the slots behind a
+  query.
+- The graph is told how many tokens are held. That number grows only by the tokens that are kept,
+  so the next pass overwrites the rejected ones.
+- A proposal of fewer than K tokens is padded.
+- Prompts differ in length, and are read without the graph.
 
 Shapes: T positions of a pass, D target hidden size, V vocabulary.
 """
@@ -18,27 +23,35 @@ from torch import Tensor
 from transformers import StaticCache
 from transformers.cache_utils import DummyLayer, StaticLayer, StaticSlidingWindowLayer
 
+from specdistill.common.errors import UserError, join_lines
 from specdistill.decoding.kv_cache import BatchKVCache
-from specdistill.decoding.transformers_models import cache_of, keep_path, last_of, read
-from specdistill.decoding.tree import ROOT, Step, Tree
-from specdistill.errors import UserError, one_line
+from specdistill.decoding.transformers_models import (
+    create_cache,
+    gather_last,
+    keep_path,
+    run_target,
+)
+from specdistill.decoding.tree import ROOT, Tree, TreePass
 from specdistill.targets.anatomy import CLASS_ERRORS, reads_alike
-from specdistill.targets.cache import roll_back, snapshot
+from specdistill.targets.cache import copy_state, roll_back
 from specdistill.targets.frozen import Features, FrozenTarget, allow_graphs, capture
 
 KEY = "eval.compile"
-LEAST_SIZE = 256  # positions
-WARM_UP = 3  # passes before CUDA graphs are replayed
-PROMPT, REJECTED, NEXT = (
-    [1, 2, 3],
-    [4, 5],
-    [4, 6],
-)  # of the sequence that shows whether the graph computes the target
+MIN_CACHE_SIZE = 256  # positions
+NUM_WARM_UP_PASSES = 3  # before CUDA graphs are replayed
+# Token ids of the sequence that shows whether a reader computes what the target computes. After the
+# prompt a pass reads REJECTED_TOKENS: its first token is the root, which is kept, and its second
+# is a draft token, which is rejected. NEXT begins with the same root.
+PROMPT = [1, 2, 3]
+REJECTED_TOKENS = [4, 5]
+NEXT_TOKENS = [4, 6]
 
 
 class CachedTarget:
-    """Any target, pass by pass; of several sequences a pass is as long as the longest of their proposals. What a pass costs besides the
-    target's own work does not depend on a sequence's length.
+    """Reads any target pass by pass.
+
+    A pass over several sequences is as long as the longest of their proposals. The work of the
+    reader itself does not grow with the length of a sequence.
     """
 
     def __init__(self, target: FrozenTarget, aux_layers: Sequence[int]) -> None:
@@ -46,66 +59,100 @@ class CachedTarget:
         self.aux_layers = aux_layers
 
     def begin(self, token_ids: Sequence[Sequence[int]]) -> tuple[Tensor, Features]:
-        """Read the prompt of each row: logits [B, 1, V] after its last token, and features [B, T, D] of all."""
-        self.cache: Any = cache_of(self.target.config, len(token_ids), self.target.device)
-        features = self.features(token_ids)
-        last_B1D = last_of(features.last_hidden, [*map(len, token_ids)]).unsqueeze(1)
+        """Read the prompt of each row.
+
+        Returns:
+            Logits [B, 1, V] after the last token of each prompt, and features [B, T, D] of all
+            tokens.
+        """
+        self.cache: Any = create_cache(self.target.config, len(token_ids), self.target.device)
+        features = self.compute_features(token_ids)
+        prompt_lengths = [len(row_ids) for row_ids in token_ids]
+        last_B1D = gather_last(features.last_hidden, prompt_lengths).unsqueeze(1)
         return self.target.logits(last_B1D), features
 
-    def features(self, token_ids: Sequence[Sequence[int]], step: Step | None = None) -> Features:
-        """Of tokens that continue each row's cached ones, as a chain or as the nodes of a tree."""
-        return read(self.target, token_ids, self.cache, self.aux_layers, step)
+    def compute_features(
+        self, token_ids: Sequence[Sequence[int]], tree_pass: TreePass | None = None
+    ) -> Features:
+        """Return the features of tokens that continue each row, as a chain or as a tree."""
+        return run_target(self.target, token_ids, self.cache, self.aux_layers, tree_pass)
 
     def read(
         self, token_ids: Sequence[Sequence[int]], trees: Sequence[Tree | None] = (None,)
     ) -> tuple[Tensor, Features]:
-        """Read each sequence's last token and the draft tokens proposed after it, a chain or the nodes of a tree.
+        """Read each sequence's last token and the draft tokens after it, a chain or a tree.
 
-        Returns logits [B, T, V] and features [B, T, D].
+        Args:
+            token_ids: the tokens of each row.
+            trees: the tree of each row's draft tokens; None for a chain.
+
+        Returns:
+            Logits [B, T, V] and features [B, T, D].
         """
-        self._last, self._trees = token_ids, trees
-        self._before = (
-            snapshot(self.cache) if self.target.is_recurrent and len(token_ids[0]) > 1 else None
-        )
-        self._held = (
-            [*self.cache.lengths]
-            if isinstance(self.cache, BatchKVCache)
-            else [self.cache.get_seq_length()]
-        )
-        step = None
+        # Remember the state before the pass, for `keep`.
+        self._token_ids = token_ids
+        self._trees = trees
+        self._snapshot = None
+        if self.target.is_recurrent and len(token_ids[0]) > 1:
+            self._snapshot = copy_state(self.cache)
+        if isinstance(self.cache, BatchKVCache):
+            self._lengths = [*self.cache.lengths]
+        else:
+            self._lengths = [self.cache.get_seq_length()]
+
+        # If one row has a tree, the chains of the others are trees with one branch.
+        tree_pass = None
         if any(trees):
-            chains = (Tree(tuple(range(ROOT, len(row) - 2))) for row in token_ids)
-            all_trees = [tree or chain for tree, chain in zip(trees, chains, strict=True)]
-            step = Step.whole(all_trees, self._held, self.target.device)
-        features = self.features(token_ids, step)
+            all_trees = []
+            for tree, row_ids in zip(trees, token_ids, strict=True):
+                all_trees.append(tree or Tree(tuple(range(ROOT, len(row_ids) - 2))))
+            tree_pass = TreePass.cover_trees(all_trees, self._lengths, self.target.device)
+        features = self.compute_features(token_ids, tree_pass)
         return self.target.logits(features.last_hidden), features
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
-        """Forget the draft tokens read last but those of these indices: a chain's first, or a path of the tree."""
+        """Keep the accepted draft tokens of the last pass, and forget the others.
+
+        Args:
+            paths: indices of the accepted tokens of each row: the first of a chain, or a path of a
+                tree.
+        """
         if isinstance(self.cache, BatchKVCache):
-            self.cache.keep_paths([held + 1 for held in self._held], paths)
+            # The root, which comes before the draft tokens, is always kept.
+            self.cache.keep_paths([length + 1 for length in self._lengths], paths)
             return
-        (path,), (last,) = paths, self._last
-        num_rejected = len(last) - 1 - len(path)
+        (path,) = paths
+        (token_ids,) = self._token_ids
+        num_rejected = len(token_ids) - 1 - len(path)
         if any(self._trees):
-            keep_path(self.cache, len(last) - 1, path)
-        elif num_rejected and self._before:
-            # Recurrent states have read what is rejected: back to before it, and over what is kept again.
-            roll_back(self.cache, len(last), self._before)
-            read(self.target, [last[: 1 + len(path)]], self.cache)
+            keep_path(self.cache, len(token_ids) - 1, path)
+        elif num_rejected and self._snapshot:
+            # Recurrent states have read the rejected tokens. Go back to the state before the pass,
+            # and read the accepted tokens again.
+            roll_back(self.cache, len(token_ids), self._snapshot)
+            run_target(self.target, [token_ids[: 1 + len(path)]], self.cache)
         elif num_rejected:
             self.cache.crop(-num_rejected)
 
 
-def cache_size(num_tokens: int) -> int:
-    """Positions that are allocated for a sequence: a power of two, so that few sizes are compiled."""
-    return max(LEAST_SIZE, 1 << (num_tokens - 1).bit_length())
+def round_up_cache_size(num_tokens: int) -> int:
+    """Return the positions to allocate for a sequence.
+
+    A power of two, so that few sizes are compiled.
+    """
+    return max(MIN_CACHE_SIZE, 1 << (num_tokens - 1).bit_length())
 
 
 class CompiledTarget:
-    """`CachedTarget` by one graph: `read` takes up to `num_tokens` tokens, within a KV cache of `size` positions, drafted ones included.
+    """Reads one sequence by a compiled graph.
 
-    Raises UserError for a target with layers that do not hold a position in a slot, that does not compile, or computes something else then.
+    Args:
+        num_tokens: the most tokens of a pass.
+        size: positions of the KV cache, draft tokens included.
+
+    Raises:
+        UserError: for a target with layers that do not hold a position in a slot, that does not
+            compile, or that computes something else when compiled.
     """
 
     def __init__(
@@ -114,43 +161,55 @@ class CompiledTarget:
         self.target = target
         self.aux_layers = aux_layers
         self.num_tokens = num_tokens
-        self.cache = static_cache(target, size)
-        self._length = 0  # tokens held
+        self.cache = create_static_cache(target, size)
+        self._num_held = 0  # tokens
         hooks = ExitStack()
         self._captured = hooks.enter_context(capture(target.layers, aux_layers))
         weakref.finalize(self, hooks.close)
         allow_graphs()
-        mode = "reduce-overhead" if target.device.type == "cuda" else None
-        self._graph = torch.compile(self._pass, fullgraph=True, dynamic=False, mode=mode)
+        self._graph = torch.compile(
+            self._run_pass,
+            fullgraph=True,
+            dynamic=False,
+            mode="reduce-overhead" if target.device.type == "cuda" else None,
+        )
         self._check()
 
     def begin(self, token_ids: Sequence[Sequence[int]]) -> tuple[Tensor, Features]:
+        """Read the prompt without the graph; see `CachedTarget.begin`."""
         self._set_length(torch.tensor(0))
         ids = torch.tensor(token_ids, device=self.target.device)
         features = self.target.features(ids, self.aux_layers, past_key_values=self.cache)
-        self._length = ids.shape[1]
+        self._num_held = ids.shape[1]
         return self.target.logits(features.last_hidden[:, -1:]), features
 
     def read(
         self, token_ids: Sequence[Sequence[int]], trees: Sequence[Tree | None] = (None,)
     ) -> tuple[Tensor, Features]:
-        (given,) = token_ids
-        assert not any(trees) and len(given) <= self.num_tokens, (trees, given)
-        filled = [*given, *[0] * (self.num_tokens - len(given))]
-        ids, length = (
-            torch.tensor(numbers, device=self.target.device) for numbers in ([filled], self._length)
-        )
-        logits, aux, last_hidden = self._graph(ids, length)
-        return logits[:, : len(given)], Features(aux, last_hidden).first(len(given))
+        """Read the last token and the draft tokens after it by the graph, padded to its length."""
+        (row_ids,) = token_ids
+        assert not any(trees) and len(row_ids) <= self.num_tokens, (trees, row_ids)
+        padded_ids = [*row_ids, *[0] * (self.num_tokens - len(row_ids))]
+        device = self.target.device
+        ids_1T = torch.tensor([padded_ids], device=device)
+        length = torch.tensor(self._num_held, device=device)
+        logits, aux, last_hidden = self._graph(ids_1T, length)
+        return logits[:, : len(row_ids)], Features(aux, last_hidden).first(len(row_ids))
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
-        self._length += 1 + len(paths[0])
+        """Keep the root and the accepted draft tokens of the last pass."""
+        self._num_held += 1 + len(paths[0])
 
-    def _pass(self, ids_1T: Tensor, length: Tensor) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
+    def _run_pass(
+        self, ids_1T: Tensor, length: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
         self._set_length(length)
         output = self.target.backbone(input_ids=ids_1T, past_key_values=self.cache, use_cache=True)
-        aux = tuple(self._captured[layer] for layer in self.aux_layers)
-        return self.target.logits(output.last_hidden_state), aux, output.last_hidden_state
+        return (
+            self.target.logits(output.last_hidden_state),
+            tuple(self._captured[layer] for layer in self.aux_layers),
+            output.last_hidden_state,
+        )
 
     def _set_length(self, length: Tensor) -> None:
         layer: Any
@@ -160,44 +219,65 @@ class CompiledTarget:
 
     @torch.inference_mode()
     def _check(self) -> None:
-        """A rejection and a padded pass on a short sequence. Compiles."""
+        """Compile, and compare a short sequence with a rejection and padding with the target.
+
+        Raises:
+            UserError: if the graph computes something else, or cannot be compiled.
+        """
         target = self.target
+
+        # Read a proposal of which only the root is kept, then another token after it.
         try:
-            for _ in range(WARM_UP if target.device.type == "cuda" else 1):
+            for _ in range(NUM_WARM_UP_PASSES if target.device.type == "cuda" else 1):
                 self.begin([PROMPT])
-                self.read([REJECTED[: self.num_tokens]])
+                self.read([REJECTED_TOKENS[: self.num_tokens]])
                 self.keep([[]])
-                _, found = self.read([NEXT[1:]])
+                _, features = self.read([NEXT_TOKENS[1:]])
         except torch.OutOfMemoryError:
             raise
-        except CLASS_ERRORS as error:  # a cache that the class does not take, a graph that breaks, a compiler that is missing
-            got = f"true for {target.name}, a {type(target.model).__name__}: {one_line(str(error))[:160]}"
+        except CLASS_ERRORS as error:
+            # A cache that the class does not take, a graph that breaks, or a missing compiler.
             raise UserError(
-                KEY, got=got, expected="false for this target, or on this machine"
+                KEY,
+                got=(
+                    f"true for {target.name}, a {type(target.model).__name__}:"
+                    f" {join_lines(str(error))[:160]}"
+                ),
+                expected="false for this target, or on this machine",
             ) from error
-        whole = CachedTarget(target, ())
-        _, expected = whole.begin([[*PROMPT, *NEXT]])
-        if not reads_alike(found.last_hidden[0], expected.last_hidden[0, -1:]):
-            got = f"true for {target.name}, a {type(target.model).__name__}, which reads padded proposals differently"
-            raise UserError(KEY, got=got, expected="false for this target")
+
+        # The same tokens in one ordinary pass must give the same hidden state.
+        _, expected = CachedTarget(target, ()).begin([[*PROMPT, *NEXT_TOKENS]])
+        if not reads_alike(features.last_hidden[0], expected.last_hidden[0, -1:]):
+            raise UserError(
+                KEY,
+                got=(
+                    f"true for {target.name}, a {type(target.model).__name__}, which reads padded"
+                    " proposals differently"
+                ),
+                expected="false for this target",
+            )
 
 
-def static_cache(target: FrozenTarget, size: int) -> StaticCache:
-    """An empty KV cache of `size` positions. Full layers even for sliding windows, as in `new_cache`."""
+def create_static_cache(target: FrozenTarget, size: int) -> StaticCache:
+    """Return an empty KV cache of `size` positions.
+
+    Its layers are full, even those of sliding windows, as in `new_cache`.
+    """
     cache = StaticCache(target.config, max_cache_len=size)
     cache.layers = [
         StaticLayer(size) if type(layer) is StaticSlidingWindowLayer else layer
         for layer in cache.layers
     ]
-    if other := {type(layer).__name__ for layer in cache.layers} - {
-        StaticLayer.__name__,
-        DummyLayer.__name__,
-    }:
-        got = f"true for {target.name}, which has layers of kind {', '.join(sorted(other))}"
+    other_kinds = {type(layer).__name__ for layer in cache.layers}
+    other_kinds -= {StaticLayer.__name__, DummyLayer.__name__}
+    if other_kinds:
         raise UserError(
             KEY,
-            got=got,
-            expected="false: passes of one shape need full attention or a sliding window",
+            got=(
+                f"true for {target.name}, which has layers of kind {', '.join(sorted(other_kinds))}"
+            ),
+            expected="false: compiled passes need full attention or a sliding window",
         )
     return cache
 

@@ -1,4 +1,7 @@
-"""From logits to the distribution that is sampled: temperature, then top-k, then top-p, for the target and the draft alike."""
+"""Turn logits into the distribution that is sampled, and draw from it.
+
+Temperature comes first, then top-k, then top-p, for the target and the draft alike.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +16,13 @@ Generators = Sequence[Random]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen. `temperature` 0 is greedy, `top_k` 0 and `top_p` 1 keep every token."""
+    """The sampling settings.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_p: 1 keeps every token.
+        top_k: 0 keeps every token.
+    """
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -21,10 +30,14 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
+        """Whether the best token is always chosen."""
         return self.temperature == 0.0
 
-    def probabilities(self, logits: Tensor) -> Tensor:
-        """[..., V] logits -> [..., V] float32 probabilities of the sampled distribution. Needs a temperature above 0."""
+    def compute_probabilities(self, logits: Tensor) -> Tensor:
+        """Return the sampled distribution, [..., V] in float32, of logits [..., V].
+
+        The temperature must be above 0.
+        """
         assert not self.is_greedy
         scores = logits.float().flatten(0, -2) / self.temperature
         if self.top_k:
@@ -33,26 +46,35 @@ class Sampling:
             scores = TopPLogitsWarper(self.top_p)(None, scores)
         return scores.softmax(-1).view(logits.shape)
 
-    def confidence(self, logits_BV: Tensor) -> Tensor:
-        """[B] the probability of each row's best token: at the temperature, at 1 when greedy, before top-k and top-p."""
-        return (logits_BV.float() / (self.temperature or 1.0)).softmax(-1).amax(-1)
-
 
 GREEDY = Sampling()
 
 
-def uniforms(count: int, generators: Generators) -> Tensor:
-    """[B, count] in [0, 1), each row from its own generator. float64, on the CPU."""
-    return torch.stack(
-        [torch.rand(count, generator=generator, dtype=torch.float64) for generator in generators]
-    )
+def draw_uniforms(count: int, generators: Generators) -> Tensor:
+    """Draw [B, count] uniform numbers in [0, 1), each row from its own generator.
+
+    They are in float64 on the CPU.
+    """
+    rows = []
+    for generator in generators:
+        rows.append(torch.rand(count, generator=generator, dtype=torch.float64))
+    return torch.stack(rows)
 
 
-def draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
-    """Inverse-CDF sampling: [B, V] weights (any positive scale) and [B] uniforms in [0, 1) -> [B] token ids. float64 inside."""
+def draw_tokens(probabilities: Tensor, uniform: Tensor) -> Tensor:
+    """Draw a token from each distribution by inverting its cumulative sum, in float64.
+
+    Args:
+        probabilities: [B, V] weights of any positive scale.
+        uniform: [B] in [0, 1).
+
+    Returns:
+        Token ids [B].
+    """
     cumulative = probabilities.double().cumsum(-1)
     threshold = uniform.double() * cumulative[:, -1]
-    # right=True skips tokens of weight zero; the clamp guards a threshold that rounds up to the total.
+    # right=True skips tokens of weight zero.
     index = torch.searchsorted(cumulative, threshold.unsqueeze(-1), right=True).squeeze(-1)
-    last = probabilities.shape[-1] - 1 - probabilities.flip(-1).gt(0).int().argmax(-1)
-    return torch.minimum(index, last)
+    # A threshold that rounds up to the total would lie behind the last token with a weight.
+    last_index = probabilities.shape[-1] - 1 - probabilities.flip(-1).gt(0).int().argmax(-1)
+    return torch.minimum(index, last_index)

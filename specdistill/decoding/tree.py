@@ -1,87 +1,104 @@
-"""Trees of draft tokens: their shape, how a draft grows them, and what each node attends to. One target pass verifies all branches.
+"""Trees of draft tokens: their shape, how a draft grows them, and what each node attends to.
 
-    … x_t ─┬─ a ─┬─ c      The root is the last token of the sequence. A node's position is one after its parent's, whatever its slot in
-           │     └─ d      the KV cache, and it attends to the sequence, its ancestors and itself: c attends to … x_t a c, not to b.
+One pass of the target verifies all branches.
+
+    … x_t ─┬─ a ─┬─ c
+           │     └─ d
            └─ b ─── e
 
-Two kinds. A static tree has the same shape in every round (SpecInfer, arXiv 2305.09781). A dynamic one (EAGLE-2, arXiv 2406.16858)
-grows where the draft is confident: the `top_k` best nodes of each level are expanded by their `top_k` best tokens, and the `budget` best
-of all nodes are proposed. Best means the highest product of the draft's probabilities from the root on: for a draft whose
-probabilities are the target's, that is the chance of being accepted.
+The root is the last token of the sequence, here x_t. A node's position is one after its parent's,
+whatever its slot in the KV cache. It attends to the sequence, its ancestors and itself: c attends
+to … x_t a c, and not to b.
 
-What is drawn and what is certain, at a temperature above 0. In a static tree the children of a node are drawn from the draft's
-distribution q without replacement, which `specdistill.decoding.verify` corrects exactly. In a dynamic tree they are the draft's best
-tokens, and their probabilities decide which are proposed. If they were drawn, choosing among them would change their distribution, and no
-rule that knows only q could correct that. So they are not drawn: the whole tree is a function of the sequence, each candidate is certain
-(one-hot), and certain candidates leave the output's distribution unchanged however they were chosen.
+**Static and dynamic trees.** A static tree has the same shape in every round (SpecInfer, arXiv
+2305.09781). A dynamic tree (EAGLE-2, arXiv 2406.16858) grows where the draft is confident. The
+`top_k` best nodes of each level are expanded by their `top_k` best tokens, and the `budget` best of
+all nodes are proposed. The best nodes have the highest product of the draft's probabilities from
+the root on. If these are the target's probabilities, the product is the chance of being accepted.
 
-Shapes: B rows, T nodes of one level, C children of a node, N nodes of a tree, F nodes in the KV cache, S positions in it, W draft
-vocabulary.
+**Candidates above temperature 0.** In a static tree the children of a node are drawn from the
+draft's distribution q without replacement. `specdistill.decoding.verify` corrects this exactly. In
+a dynamic tree the children are the draft's best tokens, and their probabilities decide which are
+proposed. If they were drawn, this choice would change their distribution, and no rule that knows
+only q could correct it. So they are not drawn: the whole tree is a function of the sequence, and
+each candidate is certain (one-hot). Certain candidates leave the output's distribution unchanged
+however they were chosen.
+
+Shapes: B rows, T nodes of one level, C children of a node, N nodes of a tree, F nodes in the KV
+cache, S positions in it, W draft vocabulary.
 """
 
-import itertools
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from specdistill.decoding.sampling import Generators, Random, Sampling, draw
-from specdistill.errors import UserError
+from specdistill.common.errors import UserError
+from specdistill.decoding.sampling import Generators, Random, Sampling, draw_tokens
 from specdistill.recipe.sections import TreeConfig
 
 ROOT = -1
-MOST_NODES = 1024
+MAX_NODES = 1024  # of one tree
 
-# (draft tokens [B, T] of a level's nodes, indices [B, T] of their parents in the level before), shorter rows padded on the right
-# -> logits [B, T, W] after each node
+# Computes the logits [B, T, W] after each node of a level, from the nodes' draft tokens [B, T] and
+# the indices [B, T] of their parents in the level before. Shorter rows are padded on the right.
 Expand = Callable[[Tensor, Tensor], Tensor]
-# Draft tokens [N], their tree and, where they were drawn, their distributions [N, W], the same for siblings
+# Draft tokens [N], their tree and, if they were drawn, their distributions [N, W], which siblings
+# share.
 TreeDraft = tuple[Tensor, "Tree", Tensor | None]
 
 
 @dataclass(frozen=True)
 class Tree:
-    """parents: of each node, an earlier one or ROOT. A chain is (-1, 0, 1, …). Siblings are in order of preference."""
+    """The shape of one tree.
+
+    Attributes:
+        parents: of each node, an earlier node or ROOT. A chain is (-1, 0, 1, …). Siblings are in
+            order of preference.
+    """
 
     parents: tuple[int, ...]
 
     @cached_property
     def children(self) -> dict[int, list[int]]:
-        """Of the root and of every node."""
+        """The children of the root and of every node."""
         children: dict[int, list[int]] = {node: [] for node in range(ROOT, len(self.parents))}
         for node, parent in enumerate(self.parents):
             children[parent].append(node)
         return children
 
-    def prolonged(self, path: Sequence[int]) -> list[int]:
-        """A path from the root, continued by first children down to a leaf."""
+    def extend_to_leaf(self, path: Sequence[int]) -> list[int]:
+        """Continue a path from the root by first children down to a leaf."""
         path = list(path)
-        while below := self.children[path[-1] if path else ROOT]:
-            path.append(below[0])
+        children = self.children[path[-1] if path else ROOT]
+        while children:
+            path.append(children[0])
+            children = self.children[children[0]]
         return path
 
 
 @dataclass(frozen=True)
-class Step:
-    """A pass over T nodes of each row: what the KV cache holds before and with them. All tensors on the model's device.
+class TreePass:
+    """A pass over T nodes of each row's tree. All tensors are on the model's device.
 
-    num_text: cached positions of each sequence; its nodes are in the slots after them. seen_BTF: which of the F cached nodes, the T new
-    ones last, are a node's ancestors or the node itself. positions: of each row's F nodes. Padding is a node that no other sees.
+    Attributes:
+        num_text: cached positions of each sequence. Its nodes are in the slots after them.
+        ancestors_BTF: bool, which of the F nodes in the KV cache during the pass, the T new ones
+            last, are a node's ancestors or the node itself.
+        positions: of each row's F nodes. Padding is a node that no other node sees.
     """
 
     num_text: Sequence[int]
-    seen_BTF: Tensor
+    ancestors_BTF: Tensor
     positions: Sequence[Sequence[int]]
 
     @classmethod
-    def before(cls, num_text: Sequence[int], device: torch.device) -> "Step":
-        """The sequences alone, the root at the end of each: `descend` leads to the first level."""
+    def begin_at_root(cls, num_text: Sequence[int], device: torch.device) -> "TreePass":
+        """Return the state before the first level: the sequences alone, each ending at its root."""
         return cls(
             num_text,
             torch.zeros(len(num_text), 1, 0, dtype=torch.bool, device=device),
@@ -89,239 +106,371 @@ class Step:
         )
 
     @classmethod
-    def whole(cls, trees: Sequence[Tree], num_text: Sequence[int], device: torch.device) -> "Step":
-        """The root and all nodes of each row's tree in one pass; the root is not cached yet."""
-        width = 1 + max(len(tree.parents) for tree in trees)
-        seen, positions = np.tile(np.eye(width, dtype=bool), (len(trees), 1, 1)), []
-        for seen_NF, tree, start in zip(seen, trees, num_text, strict=True):
+    def cover_trees(
+        cls, trees: Sequence[Tree], num_text: Sequence[int], device: torch.device
+    ) -> "TreePass":
+        """Return a pass over the root and all nodes of each tree. The root is not cached yet."""
+        num_nodes = 1 + max(len(tree.parents) for tree in trees)
+        ancestors = np.tile(np.eye(num_nodes, dtype=bool), (len(trees), 1, 1))
+        positions = []
+        for ancestors_NF, tree, start in zip(ancestors, trees, num_text, strict=True):
             for node, parent in enumerate(tree.parents):
-                seen_NF[node + 1] |= seen_NF[parent + 1]
-            positions.append(
-                (start + seen_NF.sum(1) - 1).tolist()
-            )  # a node's depth is how many ancestors it has
-        return cls(num_text, torch.from_numpy(seen).to(device), positions)
+                ancestors_NF[node + 1] |= ancestors_NF[parent + 1]
+            # A node's depth is the number of its ancestors.
+            depths_N = ancestors_NF.sum(1) - 1
+            positions.append((start + depths_N).tolist())
+        return cls(num_text, torch.from_numpy(ancestors).to(device), positions)
 
-    def descend(self, rows_BT: Tensor) -> "Step":
-        """A level below the last one; rows_BT [B, T]: indices of the new nodes' parents in the last level."""
-        num_rows, count = rows_BT.shape
-        own = torch.eye(count, dtype=torch.bool, device=rows_BT.device).expand(num_rows, -1, -1)
-        positions = [
-            (*held, *[held[-1] + 1 if held else start] * count)
-            for held, start in zip(self.positions, self.num_text, strict=True)
-        ]
-        return Step(self.num_text, torch.cat((at_nodes(self.seen_BTF, rows_BT), own), 2), positions)
+    def add_level(self, parents_BT: Tensor) -> "TreePass":
+        """Return the pass over the next level.
+
+        Args:
+            parents_BT: [B, T], indices of the new nodes' parents in the last level.
+        """
+        num_rows, num_nodes = parents_BT.shape
+        themselves_TT = torch.eye(num_nodes, dtype=torch.bool, device=parents_BT.device)
+        ancestors_BTF = torch.cat(
+            (
+                gather_nodes(self.ancestors_BTF, parents_BT),
+                themselves_TT.expand(num_rows, -1, -1),
+            ),
+            2,
+        )
+        positions = []
+        for row_positions, start in zip(self.positions, self.num_text, strict=True):
+            position = row_positions[-1] + 1 if row_positions else start
+            positions.append((*row_positions, *[position] * num_nodes))
+        return TreePass(self.num_text, ancestors_BTF, positions)
 
     @property
     def new_positions(self) -> list[Sequence[int]]:
-        """Of each row's T nodes."""
-        return [held[-self.seen_BTF.shape[1] :] for held in self.positions]
+        """The positions of each row's T nodes."""
+        num_nodes = self.ancestors_BTF.shape[1]
+        return [positions[-num_nodes:] for positions in self.positions]
 
-    def visible(self, window: int | None) -> Tensor:
-        """[B, T, S] bool: what each node attends to, within the last `window` positions, its own included."""
-        device, (num_rows, num_nodes, num_cached) = self.seen_BTF.device, self.seen_BTF.shape
-        if num_rows == 1 and window is None:  # a seventh of the time
-            return torch.nn.functional.pad(self.seen_BTF, (self.num_text[0], 0), value=True)
+    def build_mask(self, window: int | None) -> Tensor:
+        """Return [B, T, S] bool: whether each node attends to each slot of the KV cache.
+
+        Args:
+            window: a node attends to the last `window` positions, its own included. None: to all.
+        """
+        device = self.ancestors_BTF.device
+        num_rows, num_nodes, num_cached = self.ancestors_BTF.shape
+        # One row without a window needs no scatter, and takes a seventh of the time.
+        if num_rows == 1 and window is None:
+            return torch.nn.functional.pad(self.ancestors_BTF, (self.num_text[0], 0), value=True)
+
+        # All nodes see the sequence, and their ancestors in the slots after it.
         start_B1 = torch.tensor(self.num_text, device=device).unsqueeze(1)
         slot_BF = start_B1 + torch.arange(num_cached, device=device)
         slot_S = torch.arange(max(self.num_text) + num_cached, device=device)
-        seen_BTS = (slot_S < start_B1).unsqueeze(1).repeat(1, num_nodes, 1)
-        seen_BTS.scatter_(2, slot_BF.unsqueeze(1).expand(-1, num_nodes, -1), self.seen_BTF)
+        mask_BTS = (slot_S < start_B1).unsqueeze(1).repeat(1, num_nodes, 1)
+        mask_BTS.scatter_(2, slot_BF.unsqueeze(1).expand(-1, num_nodes, -1), self.ancestors_BTF)
         if window is None:
-            return seen_BTS
+            return mask_BTS
+
+        # A window counts positions, which are not the slots of a tree's nodes.
         query_BT = torch.tensor(self.new_positions, device=device)
-        key_BS = slot_S.repeat(num_rows, 1).scatter_(
-            1, slot_BF, torch.tensor(self.positions, device=device)
-        )
-        return seen_BTS & (query_BT.unsqueeze(2) - key_BS.unsqueeze(1) < window)
+        node_positions_BF = torch.tensor(self.positions, device=device)
+        key_BS = slot_S.repeat(num_rows, 1).scatter_(1, slot_BF, node_positions_BF)
+        return mask_BTS & (query_BT.unsqueeze(2) - key_BS.unsqueeze(1) < window)
 
 
 @dataclass(frozen=True)
 class StaticTree:
-    """branching: children of the root, of each of its children, and so on: [4, 2, 1] has 4 + 8 + 8 nodes."""
+    """A tree of the same shape in every round.
+
+    Attributes:
+        branching: the number of children of the root, of each of its children, and so on.
+            [4, 2, 1] has 4 + 8 + 8 nodes.
+    """
 
     branching: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        key, given = "eval.tree.branching", list(self.branching)
-        if not given:
-            raise UserError(key, got=given, expected="numbers of children, one for each level")
-        if (num_nodes := sum(itertools.accumulate(given, operator.mul))) > MOST_NODES:
+        key = "eval.tree.branching"
+        branching = list(self.branching)
+        if not branching:
+            raise UserError(key, got=branching, expected="numbers of children, one for each level")
+        num_nodes = 0
+        level_width = 1
+        for num_children in branching:
+            level_width *= num_children
+            num_nodes += level_width
+        if num_nodes > MAX_NODES:
             raise UserError(
-                key, got=f"{given}, {num_nodes} nodes", expected=f"at most {MOST_NODES} nodes"
+                key, got=f"{branching}, {num_nodes} nodes", expected=f"at most {MAX_NODES} nodes"
             )
 
     @property
     def depth(self) -> int:
+        """The number of levels."""
         return len(self.branching)
 
     @property
     def settings(self) -> dict[str, int | list[int]]:
+        """The shape in the form of the report (JSON)."""
         return {"branching": list(self.branching)}
 
     def cut(self, depth: int) -> "StaticTree":
-        """Its first levels, at most `depth`."""
+        """Return the tree without the levels below `depth`."""
         return StaticTree(self.branching[:depth])
 
     def grow(
         self, logits_BW: Tensor, expand: Expand, sampling: Sampling, generators: Generators
     ) -> list[TreeDraft]:
-        """From the logits after each row's root. Under sampling a node has fewer children where q has too few tokens."""
-        levels, logits = [], [*logits_BW.split(1)]  # of each row, after the nodes of its last level
-        for level, width in enumerate(self.branching):
-            levels.append(
-                [children(*row, width, sampling) for row in zip(logits, generators, strict=True)]
-            )
+        """Grow a tree for each row, level by level.
+
+        Under sampling a node has fewer children if q has too few tokens.
+
+        Args:
+            logits_BW: the draft's logits after each row's root.
+            expand: computes the logits of the next level.
+            sampling: how tokens are chosen.
+            generators: one for each row.
+        """
+        levels: list[list[Children]] = []  # by level, then by row
+        row_logits = [*logits_BW.split(1)]  # after the nodes of each row's last level
+        for level, num_children in enumerate(self.branching):
+            row_children = []
+            for logits_TW, generator in zip(row_logits, generators, strict=True):
+                row_children.append(choose_children(logits_TW, generator, num_children, sampling))
+            levels.append(row_children)
             if level + 1 < self.depth:
-                index_BT, rows_BT = (
-                    pad_sequence([row[part] for row in levels[-1]], batch_first=True)
-                    for part in (0, 1)
+                tokens = [children.tokens for children in row_children]
+                parents = [children.parents for children in row_children]
+                logits_BTW = expand(
+                    pad_sequence(tokens, batch_first=True), pad_sequence(parents, batch_first=True)
                 )
-                after = zip(levels[-1], expand(index_BT, rows_BT), strict=True)
-                logits = [logits_TW[: len(index_T)] for (index_T, *_), logits_TW in after]
+                row_logits = [
+                    logits_TW[: len(tokens_T)]
+                    for logits_TW, tokens_T in zip(logits_BTW, tokens, strict=True)
+                ]
+
         drafts: list[TreeDraft] = []
-        for of_row in zip(*levels, strict=True):
-            index, rows, probs = zip(*of_row, strict=True)
-            parents: list[int] = []
-            above: Sequence[int] = [ROOT]
-            for rows_T in rows:
-                first = len(parents)
-                parents += [above[place] for place in rows_T.tolist()]
-                above = range(first, len(parents))
-            drafts.append(
-                (
-                    torch.cat(index),
-                    Tree(tuple(parents)),
-                    None if sampling.is_greedy else torch.cat(probs),
-                )
-            )
+        for row_levels in zip(*levels, strict=True):
+            tokens_N = torch.cat([children.tokens for children in row_levels])
+            tree = join_levels([children.parents for children in row_levels])
+            distributions = []
+            for children in row_levels:
+                if children.probabilities is not None:
+                    distributions.append(children.probabilities)
+            probs_NW = torch.cat(distributions) if distributions else None
+            drafts.append((tokens_N, tree, probs_NW))
         return drafts
 
 
 @dataclass(frozen=True)
 class DynamicTree:
-    """budget: nodes proposed. depth: levels. top_k: nodes expanded in each level, and children of each of them."""
+    """A tree that grows where the draft is confident.
+
+    Attributes:
+        budget: the number of nodes proposed.
+        depth: the number of levels.
+        top_k: how many nodes are expanded in each level, and how many children each of them gets.
+    """
 
     budget: int
     depth: int
     top_k: int
 
     def __post_init__(self) -> None:
-        most = min(MOST_NODES, self.num_candidates(self.depth))
-        if not self.depth <= self.budget <= most:
-            expected = (
-                f"from {self.depth}, the depth, to {most}, the nodes that top_k and depth give"
+        max_budget = min(MAX_NODES, self.count_candidates(self.depth))
+        if not self.depth <= self.budget <= max_budget:
+            raise UserError(
+                "eval.tree.budget",
+                got=self.budget,
+                expected=(
+                    f"from {self.depth}, the depth, to {max_budget}, the nodes that top_k and depth"
+                    " give"
+                ),
             )
-            raise UserError("eval.tree.budget", got=self.budget, expected=expected)
 
-    def num_candidates(self, depth: int) -> int:
+    def count_candidates(self, depth: int) -> int:
+        """Return the nodes of a tree of this depth before the best are chosen."""
         return self.top_k + (depth - 1) * self.top_k**2
 
     @property
     def settings(self) -> dict[str, int | list[int]]:
+        """The shape in the form of the report (JSON)."""
         return dict(vars(self))
 
     def cut(self, depth: int) -> "DynamicTree":
-        """A tree of at most `depth` levels and as many nodes, where that many exist."""
-        shallower = min(depth, self.depth)
-        return replace(
-            self, depth=shallower, budget=min(self.budget, self.num_candidates(shallower))
-        )
+        """Return a tree of at most `depth` levels, with as many nodes if that many exist."""
+        new_depth = min(depth, self.depth)
+        new_budget = min(self.budget, self.count_candidates(new_depth))
+        return replace(self, depth=new_depth, budget=new_budget)
 
     def grow(
         self, logits_BW: Tensor, expand: Expand, sampling: Sampling, generators: Generators
     ) -> list[TreeDraft]:
-        """From the logits after each row's root. Probabilities: at the sampling temperature, at 1 when greedy, before top-k and top-p."""
-        temperature, width = sampling.temperature or 1.0, min(self.top_k, logits_BW.shape[-1])
-        logits_BTW, score_BT = (
-            logits_BW.unsqueeze(1),
-            logits_BW.new_zeros(len(logits_BW), 1, dtype=torch.float32),
-        )
+        """Grow a tree for each row, level by level, and keep the best nodes.
+
+        A node's score is the logarithm of the product of probabilities from the root on. They are
+        taken at the sampling temperature (1 when greedy), before top-k and top-p.
+
+        Args:
+            logits_BW: the draft's logits after each row's root.
+            expand: computes the logits of the next level.
+            sampling: how tokens are chosen.
+            generators: one for each row.
+        """
+        temperature = sampling.temperature or 1.0
+        num_children = min(self.top_k, logits_BW.shape[-1])
+        logits_BTW = logits_BW.unsqueeze(1)
+        # Of the nodes that are expanded; the root is the first.
+        score_BT = logits_BW.new_zeros(len(logits_BW), 1, dtype=torch.float32)
         nodes_BT = torch.full_like(score_BT, ROOT, dtype=torch.long)
-        index, scores, parents, count = [], [], [], 0
+        # Of all candidates [B, T * C], by level.
+        tokens = []
+        scores = []
+        parents = []
+        num_nodes = 0
         for level in range(self.depth):
-            chance_BTC, index_BTC = (logits_BTW.float() / temperature).log_softmax(-1).topk(width)
-            index.append(index_BTC.flatten(1))
-            scores.append((score_BT.unsqueeze(2) + chance_BTC).flatten(1))
-            parents.append(nodes_BT.repeat_interleave(width, 1))
+            # Each expanded node gets its best tokens as children.
+            log_probs_BTW = (logits_BTW.float() / temperature).log_softmax(-1)
+            log_probs_BTC, tokens_BTC = log_probs_BTW.topk(num_children)
+            del log_probs_BTW  # as large as the vocabulary, and not needed while the draft runs
+            tokens.append(tokens_BTC.flatten(1))
+            scores.append((score_BT.unsqueeze(2) + log_probs_BTC).flatten(1))
+            parents.append(nodes_BT.repeat_interleave(num_children, 1))
+            # The best nodes of the level are expanded next.
             if level + 1 < self.depth:
                 score_BT, best_BT = scores[-1].topk(min(self.top_k, scores[-1].shape[1]))
-                nodes_BT = count + best_BT
-                logits_BTW = expand(index[-1].gather(1, best_BT), best_BT // width)
-            count += index[-1].shape[1]
-        # A child's score is at most its parent's, and the parent comes first: in a stable order no node is kept without its parent.
-        kept_BN = (
-            torch.cat(scores, 1)
-            .sort(descending=True, stable=True)
-            .indices[:, : self.budget]
-            .sort()
-            .values
-        )
-        index_BN, parents_BN = (torch.cat(part, 1).gather(1, kept_BN) for part in (index, parents))
+                nodes_BT = num_nodes + best_BT
+                logits_BTW = expand(tokens[-1].gather(1, best_BT), best_BT // num_children)
+            num_nodes += tokens[-1].shape[1]
+
+        # A child's score is at most its parent's, and the parent comes first. So in a stable order
+        # no node is kept without its parent.
+        order = torch.cat(scores, 1).sort(descending=True, stable=True).indices
+        kept_BN = order[:, : self.budget].sort().values
+        tokens_BN = torch.cat(tokens, 1).gather(1, kept_BN)
+        parents_BN = torch.cat(parents, 1).gather(1, kept_BN)
         drafts: list[TreeDraft] = []
-        for index_N, kept, above in zip(
-            index_BN, kept_BN.tolist(), parents_BN.tolist(), strict=True
+        for tokens_N, kept_nodes, row_parents in zip(
+            tokens_BN, kept_BN.tolist(), parents_BN.tolist(), strict=True
         ):
-            place = {ROOT: ROOT} | {node: place for place, node in enumerate(kept)}
-            drafts.append((index_N, Tree(tuple(place[node] for node in above)), None))
+            new_index = {ROOT: ROOT}
+            for index, node in enumerate(kept_nodes):
+                new_index[node] = index
+            tree = Tree(tuple(new_index[parent] for parent in row_parents))
+            drafts.append((tokens_N, tree, None))
         return drafts
 
 
 TreeShape = StaticTree | DynamicTree
 
 
-def tree_shape(config: TreeConfig) -> TreeShape:
-    """The tree that a recipe's `eval.tree` asks for: {budget, depth, top_k} is dynamic, {branching} static; UserError for neither."""
-    numbers = config.model_dump(exclude={"branching"})
+def build_tree_shape(config: TreeConfig) -> TreeShape:
+    """Return the tree of `eval.tree` in a recipe.
+
+    {budget, depth, top_k} is a dynamic tree, {branching} a static one.
+
+    Raises:
+        UserError: for neither of the two.
+    """
+    sizes = config.model_dump(exclude={"branching"})
     if config.branching is not None:
-        if given := [name for name, number in numbers.items() if number is not None]:
-            got = f"a static tree with {', '.join(given)}"
+        surplus_names = [name for name, size in sizes.items() if size is not None]
+        if surplus_names:
             raise UserError(
-                "eval.tree.branching", got=got, expected="branching, or budget, depth and top_k"
+                "eval.tree.branching",
+                got=f"a static tree with {', '.join(surplus_names)}",
+                expected="branching, or budget, depth and top_k",
             )
         return StaticTree(tuple(config.branching))
-    if missing := next((name for name, number in numbers.items() if number is None), None):
-        expected = "a number: a tree has budget, depth and top_k, or branching"
-        raise UserError(f"eval.tree.{missing}", got="nothing", expected=expected)
-    return DynamicTree(**numbers)
+    for name, size in sizes.items():
+        if size is None:
+            raise UserError(
+                f"eval.tree.{name}",
+                got="nothing",
+                expected="a number: a tree has budget, depth and top_k, or branching",
+            )
+    return DynamicTree(**sizes)
 
 
-def candidates_are_drawn(sampling: Sampling, tree: TreeShape | None) -> bool:
-    """Whether a model drafts by drawing from its distribution, in a tree or (None) a chain; otherwise it takes its best tokens."""
+def has_drawn_candidates(sampling: Sampling, tree: TreeShape | None) -> bool:
+    """Return whether a model drafts by drawing from its distribution, in a tree or (None) a chain.
+
+    Otherwise it takes its best tokens.
+    """
     return not sampling.is_greedy and not isinstance(tree, DynamicTree)
 
 
-def at_nodes(x_BTH: Tensor, rows_BN: Tensor) -> Tensor:
-    """[B, N, H]: of each row of a batch, at some of its T nodes."""
-    return x_BTH.gather(1, rows_BN.unsqueeze(2).expand(-1, -1, x_BTH.shape[2]))
+def gather_nodes(x_BTH: Tensor, nodes_BN: Tensor) -> Tensor:
+    """Select N of the T nodes of each row: [B, N, H]."""
+    return x_BTH.gather(1, nodes_BN.unsqueeze(2).expand(-1, -1, x_BTH.shape[2]))
 
 
-def children(
-    logits_TW: Tensor, generator: Random, width: int, sampling: Sampling
-) -> tuple[Tensor, Tensor, Any]:
-    """Up to `width` children of each of T nodes: their tokens, their parents' indices, and under sampling the distributions [W] they are
-    drawn from.
+@dataclass(frozen=True)
+class Children:
+    """The children of all nodes of one level of one row.
+
+    Attributes:
+        tokens: [C], of all children, in the order of their parents.
+        parents: [C], indices of their parents in the level.
+        probabilities: [C, W], the distributions that the children were drawn from; None if they
+            were not drawn.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    probabilities: Tensor | None
+
+
+def choose_children(
+    logits_TW: Tensor, generator: Random, num_children: int, sampling: Sampling
+) -> Children:
+    """Choose up to `num_children` children of each of T nodes.
+
+    The best tokens if sampling is greedy, else tokens drawn without replacement.
     """
     if sampling.is_greedy:
-        probs_TW, chosen_TC = logits_TW, logits_TW.topk(min(width, logits_TW.shape[-1])).indices
-        drawn_TC = torch.ones_like(chosen_TC, dtype=torch.bool)
-    else:
-        probs_TW = sampling.probabilities(logits_TW)
-        uniforms_TC = torch.rand(len(probs_TW), width, generator=generator, dtype=torch.float64).to(
-            probs_TW.device
-        )
-        chosen_TC, drawn_TC = draw_distinct(probs_TW, uniforms_TC)
-    rows_T = drawn_TC.nonzero()[:, 0]
-    return chosen_TC[drawn_TC], rows_T, None if sampling.is_greedy else probs_TW[rows_T]
+        tokens_TC = logits_TW.topk(min(num_children, logits_TW.shape[-1])).indices
+        parents_TC = torch.arange(len(logits_TW), device=logits_TW.device).unsqueeze(1)
+        return Children(tokens_TC.flatten(), parents_TC.expand_as(tokens_TC).flatten(), None)
+    probs_TW = sampling.compute_probabilities(logits_TW)
+    uniforms_TC = torch.rand(len(probs_TW), num_children, generator=generator, dtype=torch.float64)
+    tokens_TC, exists_TC = draw_distinct_tokens(probs_TW, uniforms_TC.to(probs_TW.device))
+    parents_C = exists_TC.nonzero()[:, 0]
+    return Children(tokens_TC[exists_TC], parents_C, probs_TW[parents_C])
 
 
-def draw_distinct(probs_TW: Tensor, uniforms_TC: Tensor) -> tuple[Tensor, Tensor]:
-    """C tokens of each distribution without replacement, by one uniform in [0, 1) each: tokens [T, C], and which of them exist [T, C].
+def draw_distinct_tokens(probs_TW: Tensor, uniforms_TC: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw C tokens of each distribution without replacement.
 
-    Each is drawn from the distribution without the earlier ones; a distribution with fewer than C tokens runs out.
+    Each token is drawn from the distribution without the earlier ones. A distribution with fewer
+    than C tokens runs out.
+
+    Args:
+        probs_TW: [T, W].
+        uniforms_TC: [T, C] in [0, 1), one for each token.
+
+    Returns:
+        The tokens [T, C], and which of them exist [T, C].
     """
-    left_TW, tokens, exist = probs_TW.clone(), [], []
+    remaining_TW = probs_TW.clone()
+    tokens = []
+    exists = []
     for uniform_T in uniforms_TC.unbind(1):
-        exist.append(left_TW.sum(-1) > 0)
-        tokens.append(draw(left_TW, uniform_T))
-        left_TW.scatter_(1, tokens[-1].unsqueeze(1), 0.0)
-    return torch.stack(tokens, 1), torch.stack(exist, 1)
+        exists.append(remaining_TW.sum(-1) > 0)
+        tokens_T = draw_tokens(remaining_TW, uniform_T)
+        tokens.append(tokens_T)
+        remaining_TW.scatter_(1, tokens_T.unsqueeze(1), 0.0)
+    return torch.stack(tokens, 1), torch.stack(exists, 1)
+
+
+def join_levels(level_parents: Sequence[Tensor]) -> Tree:
+    """Return the tree of several levels.
+
+    Args:
+        level_parents: for each level, the indices of its nodes' parents in the level before.
+    """
+    parents: list[int] = []
+    previous_nodes: Sequence[int] = [ROOT]
+    for parents_T in level_parents:
+        first_node = len(parents)
+        parents += [previous_nodes[index] for index in parents_T.tolist()]
+        previous_nodes = range(first_node, len(parents))
+    return Tree(tuple(parents))

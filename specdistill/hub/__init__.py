@@ -1,1 +1,1 @@
-"""Drafts on the Hugging Face Hub: fetched for a target, and released with the evidence for them."""
+"""Fetch drafts for a target from the Hugging Face Hub, and release drafts with their evidence."""

@@ -1,40 +1,66 @@
-"""From a method and a target to a draft's folder: chosen by the user, checked before its weights are fetched, fetched at one commit.
+"""Find the draft of a method for a target, check it before its weights are fetched, and fetch it.
 
-What a draft is depends on its method: a head, a model, a layer that comes with the target's own checkpoint, or nothing at all. Whether it
-is one for this target is told by small files and by the headers of its safetensors, tens of kilobytes of a file of gigabytes. What is
-fetched is compared with the checksums that the Hub lists.
+The user chooses the draft, and it is fetched at one commit.
+
+What a draft consists of depends on its method: a head, a model, a layer in the target's own
+checkpoint, or nothing at all. Small files and the headers of its safetensors tell whether it fits
+the target; a header is tens of kilobytes of a file of gigabytes. Fetched files are compared with
+the checksums that the Hub lists.
 """
 
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import partial
 from glob import escape
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import HfApi, constants, snapshot_download
-from huggingface_hub.errors import SafetensorsParsingError, XetDownloadError
+from huggingface_hub.errors import (
+    DryRunError,
+    LocalEntryNotFoundError,
+    SafetensorsParsingError,
+    XetDownloadError,
+)
 from rich.filesize import decimal
 from torch import Tensor
 from transformers.modeling_utils import str_to_torch_dtype
 
-from specdistill.errors import ResourceError, UserError, logger, one_line, refusing
-from specdistill.files.documents import head_of
-from specdistill.hub.command import AcquireOptions
+from specdistill.common.documents import read_front_matter
+from specdistill.common.errors import (
+    ResourceError,
+    UserError,
+    convert_errors,
+    join_lines,
+    logger,
+    make_unused_key_error,
+)
+from specdistill.common.progress import find_free_bytes
+from specdistill.common.repositories import (
+    HTTP_ERROR,
+    convert_hub_errors,
+    find_commit,
+    resolve,
+    split_gguf,
+    split_revision,
+)
+from specdistill.hub.licenses import CARD
+from specdistill.hub.options import AcquireOptions
 from specdistill.methods import METHODS
-from specdistill.methods.checkpoint import read_config
-from specdistill.methods.load import TOKENIZER, implementation, recognized
-from specdistill.methods.target_record import check_target, recorded_target
-from specdistill.progress import free_bytes
-from specdistill.repositories import hub_errors, resolve, split_gguf, split_revision
+from specdistill.methods.checkpoint import read_config, read_outline
+from specdistill.methods.compatibility import check_draft
+from specdistill.methods.load import TOKENIZER, load_method, recognize_method
+from specdistill.methods.target_record import read_target_record
 from specdistill.targets.files import INDEX, SINGLE, Shards, TargetFiles
 
-CARD = "README.md"
-SMALL = ("config.json", "generation_config.json", INDEX, CARD)
+SMALL_FILES = ("config.json", "generation_config.json", INDEX, CARD)
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-MODEL = (*SMALL, *TOKENIZER, "*processor_config.json")
-# What reading a header raises that holds other JSON; the last of negative sizes, and of what is too deep.
+MODEL = (*SMALL_FILES, *TOKENIZER, "*processor_config.json")
+# Errors of reading a header that holds other JSON. The last one comes from negative sizes, and from
+# JSON that is nested too deeply.
 OTHER_HEADERS = (
     SafetensorsParsingError,
     ValueError,
@@ -43,18 +69,23 @@ OTHER_HEADERS = (
     AttributeError,
     RuntimeError,
 )
-DRAFT, TARGET = (
-    "the folder of a draft, or org/name or org/name@revision on the Hub",
-    "pico, a folder, a GGUF file or a Hub id",
-)
+DRAFT = "the folder of a draft, or org/name or org/name@revision on the Hub"
+TARGET = "pico, a folder, a GGUF file or a Hub id"
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A folder, or a commit of a repository; without the Hub, what its cache has of that commit, which is a folder too.
+    """The files of a model: a folder, or a commit of a repository.
 
-    key: what errors name. name: as the user gave it. folder: where the files are, or will be once they are fetched. sizes: bytes of each
-    file next to config.json that a model may need, and of its pickles. repository: None for a folder.
+    If the Hub cannot be reached, they are the files of that commit that are in its cache, which is
+    a folder too.
+
+    Attributes:
+        key: the key that errors name.
+        name: the model, as the user gave it.
+        folder: the folder that the files are in, or will be in once they are fetched.
+        sizes: the bytes of each file next to config.json that a model may need, and of its pickles.
+        repository: the Hub id; None for a folder.
     """
 
     key: str
@@ -64,235 +95,386 @@ class ModelFiles:
     repository: str | None = None
 
     @classmethod
-    def of(cls, name: str, revision: str | None, *, key: str, expected: str) -> "ModelFiles":
-        """The folder `name`, or a revision of a repository, with its small files fetched.
+    def open(cls, name: str, revision: str | None, *, key: str, expected: str) -> "ModelFiles":
+        """Open a folder, or a revision of a repository, whose small files are fetched.
 
-        Raises UserError for what is neither, ResourceError when the Hub fails, and without it for a repository that is not in its cache.
+        Args:
+            name: the folder or the Hub id.
+            revision: a branch, tag or commit; None for the default.
+            key: the key that errors name.
+            expected: what errors say was expected.
+
+        Raises:
+            UserError: for a name that is neither.
+            ResourceError: when the Hub fails, and without the Hub for a repository that is not in
+                its cache.
         """
         place = resolve(name, key)
+
+        # A folder is taken as it is.
         if Path(place).is_dir():
             if revision is not None:
                 expected = "a folder, which has no revisions, or a Hub id"
                 raise UserError(key, got=f"{name} at revision {revision}", expected=expected)
-            return cls(key, name, Path(place), _sizes(Path(place)))
+            return cls(key, name, Path(place), _list_sizes(Path(place)))
         shown = f"{name}@{revision}" if revision else name
-        with hub_errors(key, shown, expected=expected):
-            folder = Path(snapshot_download(place, revision=revision, allow_patterns=list(SMALL)))
-            if constants.is_offline_mode():
-                return cls(key, shown, folder, _sizes(folder))
-            patterns = [*MODEL, "*.safetensors", "*.gguf", *PICKLES]
-            files = snapshot_download(
-                place, revision=folder.name, allow_patterns=patterns, dry_run=True
+
+        # Fetch the small files of a repository, and list the others without fetching them.
+        with convert_hub_errors(key, shown, expected=expected):
+            commit = find_commit(place, revision)
+            snapshot = partial(
+                snapshot_download,
+                place,
+                revision=commit,
+                local_files_only=constants.is_offline_mode(),
             )
+            try:
+                folder = Path(snapshot(allow_patterns=list(SMALL_FILES)))
+                files: Any = snapshot(
+                    allow_patterns=[*MODEL, "*.safetensors", "*.gguf", *PICKLES], dry_run=True
+                )
+            except (HTTP_ERROR, LocalEntryNotFoundError, DryRunError):
+                # Without the Hub, its cache may have what is needed, though not every small file.
+                folder = Path(
+                    snapshot_download(
+                        place, revision=commit, allow_patterns=[], local_files_only=True
+                    )
+                )
+                return cls(key, shown, folder, _list_sizes(folder))
         return cls(
             key,
             shown,
             folder,
-            {it.filename: it.file_size or 0 for it in files if "/" not in it.filename},
+            {file.filename: file.file_size or 0 for file in files if "/" not in file.filename},
             place,
         )
 
-    def matching(self, *patterns: str) -> list[str]:
-        """The files whose names match."""
-        return [path for path in self.sizes if any(fnmatch(path, pattern) for pattern in patterns)]
+    def list_matching(self, *patterns: str) -> list[str]:
+        """Return the files whose names match one of the patterns."""
+        matching = []
+        for path in self.sizes:
+            if any(fnmatch(path, pattern) for pattern in patterns):
+                matching.append(path)
+        return matching
 
     def weights(self) -> list[str]:
-        """The safetensors files that hold the weights. Raises UserError where there are none."""
+        """Return the safetensors files that hold the weights.
+
+        Raises:
+            UserError: if there are none, or if one that the index names is missing.
+        """
+        # Several files of weights are named by their index.
         if INDEX in self.sizes:
-            named = Shards.open(self.folder, self.key, complete=False).files
-            if lacking := next((file for file in named if file not in self.sizes), None):
+            weight_files = Shards.open(self.folder, self.key, complete=False).files
+            lacking = next((file for file in weight_files if file not in self.sizes), None)
+            if lacking:
                 raise UserError(
                     self.key,
                     got=f"{self.name} without {lacking}",
                     expected="every file that its index names",
                 )
-            return named
+            return weight_files
+
+        # Otherwise a single file holds the weights. Pickles are not opened.
         if SINGLE in self.sizes:
             return [SINGLE]
-        if pickles := self.matching(*PICKLES):
-            got = f"{self.name} with weights in a pickle alone ({', '.join(pickles[:3])}), of which nothing can be known unread"
-            instead = "specdistill export reads plain tensors of one and writes safetensors"
-            raise UserError(self.key, got=got, expected=f"safetensors; {instead}")
-        found = ", ".join(sorted(self.sizes)[:5]) or "nothing"
+        pickles = self.list_matching(*PICKLES)
+        if pickles:
+            raise UserError(
+                self.key,
+                got=(
+                    f"{self.name}, whose weights are only in pickle files"
+                    f" ({', '.join(pickles[:3])}),"
+                    " which are not opened"
+                ),
+                expected=(
+                    "safetensors; specdistill export reads plain tensors of one and writes"
+                    " safetensors"
+                ),
+            )
         raise UserError(
             self.key,
-            got=f"{self.name} without weights, with {found}",
+            got=(
+                f"{self.name} without weights, with"
+                f" {', '.join(sorted(self.sizes)[:5]) or 'nothing'}"
+            ),
             expected=f"{SINGLE}, or {INDEX}",
         )
 
-    def missing(self, files: Sequence[str]) -> list[str]:
+    def list_missing(self, files: Sequence[str]) -> list[str]:
+        """Return which of these files are not here yet."""
         return [file for file in files if not (self.folder / file).is_file()]
 
     def fetch(self, files: Sequence[str]) -> Path:
-        """The folder, once these files are in it; when one was missing, all are compared with the checksums that the Hub lists.
+        """Fetch those of the files that are missing.
 
-        Raises ResourceError when the Hub or its cache fails, and for damaged files, after they were taken out of the cache, where whoever
-        reads it next would take them.
+        If one was missing, all files of the commit are compared with the checksums that the Hub
+        lists. Damaged files are taken out of the cache, because its next reader would use them.
+
+        Returns:
+            The folder, which holds all of these files.
+
+        Raises:
+            ResourceError: when the Hub or its cache fails, and for damaged files.
         """
-        if not (missing := self.missing(files)):
+        missing = self.list_missing(files)
+
+        # A repository fetches what is missing. A folder cannot.
+        if not missing:
             return self.folder
         if self.repository is None:
-            what = f"{self.key}: of {self.name} these files are not in {self.folder}: {', '.join(missing)}"
-            raise ResourceError(what, next_step="acquire it where there is a network")
+            raise ResourceError(
+                f"{self.key}: {self.name} lacks these files in {self.folder}: {', '.join(missing)}",
+                next_step="acquire it where there is a network",
+            )
+
+        # Fetch the files, and compare their hashes with the Hub's.
         try:
-            with hub_errors(self.key, self.name, expected="a Hub id"):
+            with convert_hub_errors(self.key, self.name, expected="a Hub id", patterns=missing):
                 snapshot_download(
                     self.repository,
                     revision=self.folder.name,
                     allow_patterns=[escape(file) for file in missing],
                 )
-                found = (
+                entries = (
                     HfApi()
                     .verify_repo_checksums(self.repository, revision=self.folder.name)
                     .mismatches
                 )
-        except (OSError, XetDownloadError, RuntimeError) as error:  # the last is hf_xet's
-            what = f"{self.key}: {self.name} was not fetched whole ({one_line(str(error))[:200]})"
-            raise ResourceError(what, next_step="run it again: what is whole is kept") from error
-        if damaged := sorted(it["path"] for it in found):
+        except (OSError, XetDownloadError, RuntimeError) as error:
+            # hf_xet raises RuntimeError.
+            raise ResourceError(
+                f"{self.key}: {self.name} was not fetched completely"
+                f" ({join_lines(str(error))[:200]})",
+                next_step="run it again: complete files are kept",
+            ) from error
+
+        # A damaged file is removed from the cache, so that it is fetched again.
+        damaged = sorted(entry["path"] for entry in entries)
+        if damaged:
             for link in (self.folder / file for file in damaged):
                 link.resolve().unlink()
                 link.unlink(missing_ok=True)
-            next_step = "run it again, or look at what stands between this machine and the Hub"
             raise ResourceError(
-                f"{self.key}: {self.name} is damaged: {', '.join(damaged)}", next_step=next_step
+                f"{self.key}: {self.name} is damaged: {', '.join(damaged)}",
+                next_step=(
+                    "run it again; if it fails again, check for a proxy between this"
+                    " machine and the Hub"
+                ),
             )
         return self.folder
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors of the weights by name, without their content: of each file the header alone is read, here or on the Hub.
+        """Return the tensors of the weights by name, without their content.
 
-        Raises UserError for files that cannot be read, or are not those that the index names.
+        Only the header of each file is read, here or on the Hub. If the files are here, vocabulary
+        maps have their content.
+
+        Raises:
+            UserError: for files that cannot be read, or are not those that the index names.
         """
-        if not self.missing(self.weights()):
-            shards = Shards.open(self.folder, self.key)
-            shards.check()
-            return shards.without_content()
+        if not self.list_missing(self.weights()):
+            return read_outline(self.folder, self.key)
         assert self.repository is not None
-        what = f"{self.name}, whose weights cannot be read"
-        with refusing(OTHER_HEADERS, self.key, what, "whole safetensors files"):
-            with hub_errors(self.key, self.name, expected="a Hub id"):
+        with convert_errors(
+            OTHER_HEADERS,
+            self.key,
+            f"{self.name}, whose weights cannot be read",
+            "whole safetensors files",
+        ):
+            with convert_hub_errors(
+                self.key, self.name, expected="a Hub id", patterns=self.weights()
+            ):
                 read = (
                     HfApi()
                     .get_safetensors_metadata(self.repository, revision=self.folder.name)
                     .files_metadata.values()
                 )
-            return {
-                name: torch.empty(
-                    tuple(it.shape), dtype=str_to_torch_dtype[it.dtype], device="meta"
-                )
-                for file in read
-                for name, it in file.tensors.items()
-            }
+            tensors = {}
+            for file in read:
+                for name, tensor_info in file.tensors.items():
+                    dtype = str_to_torch_dtype[tensor_info.dtype]
+                    shape = tuple(tensor_info.shape)
+                    tensors[name] = torch.empty(shape, dtype=dtype, device="meta")
+            return tensors
 
 
-def _sizes(folder: Path) -> dict[str, int]:
+def _list_sizes(folder: Path) -> dict[str, int]:
     return {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
 
 
 def acquire(options: AcquireOptions) -> Path:
-    """The folder of a draft for a target, or of the target whose own layer drafts; with `dry_run` the one that it would have.
+    """Fetch a draft for a target, or the target if its own layer drafts.
 
-    Raises UserError for a draft that is none for this target, before its weights are fetched, and for a draft that was not chosen;
-    ResourceError when the Hub, the disk or the cache fails, and without the Hub for what is missing.
+    Returns:
+        The folder of the draft. With `dry_run`, the folder that it would have.
+
+    Raises:
+        UserError: if no draft was chosen, and, before the weights are fetched, for a draft that
+            does not fit this target.
+        ResourceError: when the Hub, the disk or the cache fails, and without the Hub for missing
+            files.
     """
-    method, draft, target, adapter = (
-        options.method,
-        options.draft,
-        options.target.model,
-        options.target.adapter,
-    )
+    method = options.method
+    draft = options.draft
+    target = options.target.model
+    adapter = options.target.adapter
     if not METHODS[method].is_trained:
         raise UserError(
             "method",
             got=f"{method}, which has no weights",
-            expected="a method with something to acquire",
+            expected="a method that is trained",
         )
+
+    # Find the target, with its small files.
     folder, gguf = split_gguf(target)
-    of_target = ModelFiles.of(folder, options.target.revision, key="target.model", expected=TARGET)
-    commit = of_target.folder.name if of_target.repository else options.target.revision
+    of_target = ModelFiles.open(
+        folder, options.target.revision, key="target.model", expected=TARGET
+    )
     files = TargetFiles(
-        f"{of_target.repository or of_target.folder}{f'/{gguf}' if gguf else ''}", commit, adapter
+        f"{of_target.repository or of_target.folder}{f'/{gguf}' if gguf else ''}",
+        of_target.folder.name if of_target.repository else options.target.revision,
+        adapter,
+    )
+
+    # Find the files that are needed: those of the draft, or of the target if its layer drafts.
+    # Draft models are the only drafts that have this option of decoding.
+    translation: dict[str, Any] = (
+        {"heterogeneous_vocab": options.heterogeneous_vocab} if METHODS[method].standalone else {}
     )
     if draft is not None:
         name, revision = split_revision(draft)
-        wanted = ModelFiles.of(name, revision, key="draft", expected=DRAFT)
-        names = _checked(wanted, options, files, of_target)
+        model_files = ModelFiles.open(name, revision, key="draft", expected=DRAFT)
+        names = _check_draft(model_files, method, files, of_target, translation)
     elif adapter is not None:
-        raise UserError("target.adapter", got=adapter, expected="no such key without draft=…")
-    elif (check_native := implementation(method).check_native) is not None:
-        check_native({name: tensor.shape for name, tensor in of_target.tensors().items()}, files)
+        raise make_unused_key_error(
+            "target.adapter",
+            adapter,
+            "only used with a trained draft",
+            alternative="add draft=PATH",
+        )
+    elif METHODS[method].in_target:
+        load_method(method).check_native(
+            {name: tensor.shape for name, tensor in of_target.tensors().items()}, files
+        )
         logger.info(
-            f"{of_target.name}: its own checkpoint holds the layer that drafts, so the whole of it is needed"
+            f"{of_target.name}: the layer that drafts is in its own checkpoint, so all of it"
+            " is fetched"
         )
-        wanted, names = (
-            of_target,
-            [gguf] if gguf else [*of_target.matching(*MODEL), *of_target.weights()],
-        )
+        model_files = of_target
+        names = [gguf] if gguf else [*of_target.list_matching(*MODEL), *of_target.weights()]
     else:
-        listed = f"`specdistill plan target={shlex.quote(target)}` lists those that the Hub has"
-        raise UserError("draft", got="nothing", expected=f"{DRAFT}; {listed}")
-    _announce(wanted, names)
+        raise UserError(
+            "draft",
+            got="nothing",
+            expected=(
+                f"{DRAFT}; `specdistill plan target={shlex.quote(target)}` lists those that the Hub"
+                " has"
+            ),
+        )
+
+    # Fetch them.
+    _announce(model_files, names)
     if not options.dry_run:
-        wanted.fetch(names)
-    return wanted.folder
+        model_files.fetch(names)
+        # The draft is checked once more, with the content of its vocabulary maps.
+        if draft is not None:
+            check_draft(
+                method,
+                model_files.folder,
+                files,
+                "draft",
+                name=model_files.name,
+                logs=False,
+                **translation,
+            )
+    return model_files.folder
 
 
-def _checked(
-    draft: ModelFiles, options: AcquireOptions, target: TargetFiles, of_target: ModelFiles
+def _check_draft(
+    draft: ModelFiles,
+    method: str,
+    target: TargetFiles,
+    of_target: ModelFiles,
+    translation: Mapping[str, Any],
 ) -> list[str]:
-    """The files of a draft that are needed, once the small ones and headers say that it is one of the method for the target."""
-    method, translated = (
-        options.method,
-        {"heterogeneous_vocab": True} if options.heterogeneous_vocab else {},
-    )
+    """Check a draft of the Hub or a folder by its small files and headers.
+
+    Returns:
+        The files of the draft that are needed.
+
+    Raises:
+        UserError: for a draft of another method, or one that does not fit the target.
+    """
+    # Check that the files are a draft of the method.
     tokenizer = TOKENIZER if METHODS[method].standalone else ()
-    folder, tensors = draft.fetch(draft.matching(*SMALL, *tokenizer)), draft.tensors()
-    found = recognized(read_config(folder, "draft"), tensors.keys(), name=draft.name, key="draft")
-    if found != method:
-        got = f"{draft.name}, which holds a draft of method {found}"
-        raise UserError("draft", got=got, expected=f"one of method {method}")
-    of_target.fetch(of_target.matching("config.json", INDEX, *tokenizer))
-    implementation(method).check(
-        folder, tensors, target, key="draft", name=draft.name, **translated
+    folder = draft.fetch(draft.list_matching(*SMALL_FILES, *tokenizer))
+    tensors = draft.tensors()
+    method_name = recognize_method(
+        read_config(folder, "draft"), tensors.keys(), name=draft.name, key="draft"
     )
-    if recorded_target(folder, "draft") is None:
+    if method_name != method:
+        raise UserError(
+            "draft",
+            got=f"{draft.name}, which holds a draft of method {method_name}",
+            expected=f"one of method {method}",
+        )
+
+    # Check that it fits the target.
+    of_target.fetch(of_target.list_matching("config.json", INDEX, *tokenizer))
+    check_draft(method, folder, target, "draft", name=draft.name, tensors=tensors, **translation)
+    if read_target_record(folder, "draft") is None:
         _compare_card(draft, of_target)
-    else:
-        check_target(folder, target, "draft", **translated)
     logger.info(f"{draft.name}: a draft of method {method} that fits {of_target.name}")
-    return [*draft.matching(*SMALL, *TOKENIZER), *draft.weights()]
+    return [*draft.list_matching(*SMALL_FILES, *TOKENIZER), *draft.weights()]
 
 
 def _compare_card(draft: ModelFiles, target: ModelFiles) -> None:
-    """Say so where a draft that records no target has a card that names another: sizes alone do not tell a model from its fine-tunes."""
+    """Warn if a draft records no target, and its card names another one.
+
+    Sizes alone do not tell a model from its fine-tunes.
+    """
     try:
-        named = head_of(draft.folder / CARD).get("base_model") if CARD in draft.sizes else None
+        base_model = (
+            read_front_matter(draft.folder / CARD).get("base_model")
+            if CARD in draft.sizes
+            else None
+        )
     except ValueError:
-        named = None  # a card is prose; what cannot be read says nothing
-    models = [named] if isinstance(named, str) else named or []
+        # A card is prose: if its metadata cannot be read, it says nothing.
+        base_model = None
+    models = [base_model] if isinstance(base_model, str) else base_model or []
     if (
         target.repository
         and models
         and target.repository.lower() not in {str(model).lower() for model in models}
     ):
-        others = ", ".join(map(str, models))
         logger.info(
-            f"warning: the card of {draft.name} names {others}, not {target.repository}; only sizes say that it fits"
+            f"warning: the card of {draft.name} names {', '.join(map(str, models))}, not"
+            f" {target.repository}; only the sizes were compared"
         )
 
 
-def _announce(wanted: ModelFiles, names: Sequence[str]) -> None:
-    """Say what will be fetched, and what the disk has free. Raises ResourceError where it has too little."""
-    sizes = {file: wanted.sizes[file] for file in wanted.missing(names)}
+def _announce(model_files: ModelFiles, names: Sequence[str]) -> None:
+    """Log what will be fetched, and how much space the disk has.
+
+    Raises:
+        ResourceError: if the disk has too little space.
+    """
+    sizes = {file: model_files.sizes[file] for file in model_files.list_missing(names)}
     listed = "".join(f"\n  {decimal(size):>10}  {file}" for file, size in sizes.items())
-    at = f" (commit {wanted.folder.name})" if wanted.repository else ""
+    at = f" (commit {model_files.folder.name})" if model_files.repository else ""
     logger.info(
-        f"{wanted.key}: {wanted.name}{at}, {len(names)} files, {len(sizes)} of them to fetch{listed}"
+        f"{model_files.key}: {model_files.name}{at}, {len(names)} files, {len(sizes)} of them to"
+        f" fetch{listed}"
     )
-    if total := sum(sizes.values()):
+    total = sum(sizes.values())
+    if total:
         cache = Path(constants.HF_HUB_CACHE)
-        what = f"{decimal(total)} into {cache}, whose disk has {decimal(free := free_bytes(cache))} free"
+        what = (
+            f"{decimal(total)} into {cache}, whose disk has"
+            f" {decimal(free := find_free_bytes(cache))} free"
+        )
         if total > free:
             raise ResourceError(
                 f"to fetch: {what}", next_step="free disk space, or set HF_HOME to a larger disk"

@@ -1,55 +1,75 @@
-"""The model card of a published draft: what it drafts for, how to serve it, what was measured, and what it was made from.
+"""The model card of a published draft.
 
-Its metadata is what the Hub searches: `base_model` finds the drafts of a target.
+The card says what the model drafts for, how to serve it, what was measured, and what it was made
+from. The Hub searches its metadata: `base_model` finds the drafts of a target.
 """
 
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, constants
 
 from specdistill import __version__
-from specdistill.engines import ENGINES
-from specdistill.errors import one_line
-from specdistill.export import measured_lookup, of_lookup
-from specdistill.files.documents import read_yaml
+from specdistill.common.documents import read_yaml
+from specdistill.common.errors import join_lines
+from specdistill.common.project import SUITES
+from specdistill.evaluation.report import phrases, tables
+from specdistill.evaluation.report.text import (
+    escape_markdown,
+    format_cells,
+    format_measurement,
+    format_table,
+)
 from specdistill.hub.evidence import REPORT, Release
-from specdistill.hub.licenses import DATA, Licensed, front_matter
+from specdistill.hub.licenses import DATA, Licensed, build_license_metadata
 from specdistill.methods import METHODS
-from specdistill.project import SUITES
-from specdistill.recipe.fields import default_of, shown
-from specdistill.report import phrases, tables
-from specdistill.report.text import cells, measured, plain, table
+from specdistill.recipe.fields import find_default, format_value, list_fields, list_variants
+from specdistill.serving.engines import ENGINES
+from specdistill.serving.export import describe_lookup, read_measured_lookup
 from specdistill.targets.files import TargetIdentity
 from specdistill.training.history import History
 
 TEMPLATE = Path(__file__).with_name("card.md.j2")
-METRICS = (
-    "mean_acceptance_length",
-    "acceptance_rate",
-    "speedup",
-)  # of a report's row, that a card's metadata has
+# Metrics of a report's row that the card's metadata has.
+METRICS = ("mean_acceptance_length", "acceptance_rate", "speedup")
 PICTURE = f"{REPORT}/picture.svg"
-GGUF_FILES = {
-    "model": "TARGET.gguf",
-    "model_draft": "DRAFT.gguf",
-}  # names, in commands, of what llama.cpp needs
-# Settings of a report that `eval:` has under the same name.
-SAMPLING = ("num_speculative_tokens", "temperature", "top_p", "top_k", "max_new_tokens", "seed")
-SETTINGS = (*SAMPLING, "batch_size", "compile", "repeats", "warmup")
+# Names that stand in commands for the files that llama.cpp needs.
+GGUF_FILES = {"model": "TARGET.gguf", "model_draft": "DRAFT.gguf"}
+# Settings of a report that the section `eval:` has under the same name.
+SETTINGS = (
+    "num_speculative_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "max_new_tokens",
+    "seed",
+    "batch_size",
+    "compile",
+    "repeats",
+    "warmup",
+)
 
 
 @dataclass(frozen=True)
 class CardContents:
-    """What a card is about.
+    """The contents of a card.
 
-    repository, tag: where it will be. history: of the training; None where it is not known. base_model: the target's Hub id, where it has
-    one. parts: what the draft was made from. license: of the draft. overridden: the refusals that `reason` overrode. since: tag of the
-    release before, None for a first; changes: what changed since, as Markdown.
+    Attributes:
+        repository: the repository that the draft is published in.
+        tag: the tag of the release.
+        release: the run and what is published of it.
+        history: the history of the training; None if it is not known.
+        base_model: the target's Hub id; None if it has none.
+        parts: what the draft was made from.
+        license: the licence of the draft.
+        overridden: the refusals that `reason` overrode.
+        warnings: the warnings of the check of the draft against its target.
+        reason: why the draft is published although something speaks against it.
+        since: the tag of the release before; None for a first release.
+        changes: what changed since that release, as Markdown.
     """
 
     repository: str
@@ -60,65 +80,83 @@ class CardContents:
     parts: Sequence[Licensed]
     license: str
     overridden: Sequence[str] = ()
+    warnings: Sequence[str] = ()
     reason: str | None = None
     since: str | None = None
     changes: str = ""
 
     @property
     def name(self) -> str:
+        """The name of the repository without its owner."""
         return self.repository.rpartition("/")[2]
 
 
-def model_card(of: CardContents, serving: Iterable[tuple[str, str]]) -> ModelCard:
-    """The card of what is published; serving: (engine, commands).
+def build_model_card(of: CardContents, serving: Iterable[tuple[str, str]]) -> ModelCard:
+    """Build the card of a release.
 
-    Everything from outside is escaped; names of repositories and tags are checked by the Hub's own rules before.
+    Everything from outside is escaped. Names of repositories and tags were checked before, by the
+    Hub's own rules.
+
+    Args:
+        of: the contents of the card.
+        serving: for each engine its title, and the commands that serve the draft.
     """
-    release, report = of.release, of.release.report
-    lookup = measured_lookup(report["settings"])
+    release = of.release
+    report = of.release.report
+
+    # The engines that can put the draft's lookup in front of it.
+    lookup = read_measured_lookup(report["settings"])
     engines = [
         ENGINES[name] for name in METHODS[release.method].serving() if ENGINES[name].serve_command
     ]
-    numbers_of_all = measured({name: part for name, part in report.items() if name != "baseline"})
+    numbers_of_all = format_measurement(
+        {name: part for name, part in report.items() if name != "baseline"}
+    )
+
+    # The template has the text; everything that varies is passed to it.
     card: ModelCard = ModelCard.from_template(
-        metadata(of),
+        build_metadata(of),
         template_str=TEMPLATE.read_text(encoding="utf-8"),
         of=of,
         report=report,
         phrases=phrases,
         tables=tables,
-        plain=plain,
+        plain=escape_markdown,
         endpoint=constants.ENDPOINT,
-        overridden=[
-            refusal.replace(f"{release.run}/", "") for refusal in of.overridden
-        ],  # a folder of one machine
+        # The folder of the run is one of this machine.
+        overridden=[refusal.replace(f"{release.run}/", "") for refusal in of.overridden],
         summary=METHODS[release.method].summary,
         terms=list(dict.fromkeys(part.terms for part in of.parts if part.terms)),
         version=__version__,
         picture=PICTURE,
-        headline=cells(tables.whole_suite(report)),
-        serving=serving,
+        headline=format_cells(tables.tabulate_whole_suite(report)),
+        serving=[*serving],
         is_named_suite=_is_named_suite(report),
         gguf_files=GGUF_FILES.values(),
-        measured=re.sub(
-            "^#", "##", numbers_of_all, flags=re.MULTILINE
-        ),  # below the heading of a section
-        front=of_lookup(engines, lookup, report["settings"]["num_speculative_tokens"])
+        # Its headings stand below the heading of a section.
+        measured=re.sub("^#", "##", numbers_of_all, flags=re.MULTILINE),
+        front=describe_lookup(engines, lookup, report["settings"]["num_speculative_tokens"])
         if lookup
         else "",
-        parts=table(
+        parts=format_table(
             ("", "what", "licence"),
-            ((part.what, plain(part.name), plain(part.shown)) for part in of.parts),
+            (
+                (part.what, escape_markdown(part.name), escape_markdown(part.shown))
+                for part in of.parts
+            ),
         ),
-        identity=_identity(release.made_for),
-        again=measured_again(of),
+        identity=_format_identity(release.made_for),
+        again=format_eval_command(of),
     )
     return card
 
 
-def metadata(of: CardContents) -> ModelCardData:
-    """What the Hub reads. A head or a layer is of no use without its very target, which of the four relations that the Hub knows only
-    `adapter` says; none of them says what a model of its own is to its target, and there the Hub makes its own choice.
+def build_metadata(of: CardContents) -> ModelCardData:
+    """Build the metadata that the Hub reads.
+
+    A head or a layer is of no use without its very target. Of the four relations that the Hub
+    knows, only `adapter` says that. None of them says how a draft model of its own relates to its
+    target, so there the Hub makes its own choice.
     """
     method = of.release.method
     standalone = METHODS[method].standalone
@@ -128,7 +166,7 @@ def metadata(of: CardContents) -> ModelCardData:
     data = [part.name for part in of.parts if part.what == DATA and _is_hub_id(part.name)]
     base = [*filter(None, [of.base_model]), *began]
     return ModelCardData(
-        **front_matter(of.license),
+        **build_license_metadata(of.license),
         base_model=base[0] if len(base) == 1 else base or None,
         base_model_relation="adapter" if base and not standalone else None,
         library_name="transformers" if standalone else "specdistill",
@@ -136,15 +174,17 @@ def metadata(of: CardContents) -> ModelCardData:
         tags=["speculative-decoding", method, "specdistill"],
         datasets=data or None,
         model_name=of.name,
-        eval_results=list(_results(of)),
+        eval_results=list(_list_results(of)),
     )
 
 
-def measured_again(of: CardContents) -> str:
-    """The command that measures the published draft as the report's main configuration was."""
-    report, settings, target = of.release.report, of.release.report["settings"], of.release.made_for
-    section: Any = type(of.release.recipe).model_fields["eval"].annotation
-    values: dict[str, Any] = {
+def format_eval_command(of: CardContents) -> str:
+    """Return the command that measures the published draft with the report's main configuration."""
+    report = of.release.report
+    settings = of.release.report["settings"]
+    target = of.release.made_for
+    eval_keys = list_fields(list_variants(type(of.release.recipe).model_fields["eval"].annotation))
+    values: dict[str, object] = {
         "eval.suite": report["suite"]["name"] if _is_named_suite(report) else "SUITE"
     }
     if report["results"][0]["num_prompts"] < report["suite"]["num_prompts"]:
@@ -152,17 +192,17 @@ def measured_again(of: CardContents) -> str:
     if settings.get("tree"):
         values["eval.tree"] = settings["tree"]
     engine = report.get("engine", {}).get("name", "specdistill")
+    # For a server the recipe calls the batch size `concurrency`.
     of_server = {"batch_size": "concurrency"} if engine != "specdistill" else {}
     if of_server:
         values["eval.engine"] = engine
+
+    # Add the settings that differ from their defaults.
     drafting = settings.get("drafting", {})
     for name in (*SETTINGS, *drafting):
-        value, key = drafting.get(name, settings.get(name)), of_server.get(name, name)
-        if (
-            key in section.model_fields
-            and value is not None
-            and value != default_of(section.model_fields[key])
-        ):
+        value = drafting.get(name, settings.get(name))
+        key = of_server.get(name, name)
+        if key in eval_keys and value is not None and value != find_default(eval_keys[key]):
             values[f"eval.{key}"] = value
     if engine == "llama.cpp":
         values |= {f"eval.llama_cpp.{key}": file for key, file in GGUF_FILES.items()}
@@ -170,17 +210,21 @@ def measured_again(of: CardContents) -> str:
         values["target.dtype"] = report["target"]["dtype"]
     if target.adapter:
         values["target.adapter"] = target.adapter
+
+    # Write the command, with the target and the draft as a reader names them.
     name = "pico" if target.name_or_path == "pico" else of.base_model or "TARGET"
-    named = {"method": of.release.method, "target": name, "draft": f"{of.repository}@{of.tag}"}
+    keys = {"method": of.release.method, "target": name, "draft": f"{of.repository}@{of.tag}"}
     words = [
-        shlex.quote(one_line(f"{key}={shown(value)}")) for key, value in {**named, **values}.items()
+        shlex.quote(join_lines(f"{key}={format_value(value)}"))
+        for key, value in {**keys, **values}.items()
     ]
     return " \\\n    ".join(["specdistill eval", *words])
 
 
-def _results(of: CardContents) -> Iterator[EvalResult]:
-    """For the whole suite each metric, with its interval and what it was measured on."""
-    report, row = of.release.report, of.release.report["results"][0]
+def _list_results(of: CardContents) -> Iterator[EvalResult]:
+    """Yield each metric of the whole suite, with its interval and what it was measured on."""
+    report = of.release.report
+    row = of.release.report["results"][0]
     for metric in METRICS:
         if metric in row:
             settings = {
@@ -202,7 +246,8 @@ def _results(of: CardContents) -> Iterator[EvalResult]:
             )
 
 
-def _identity(target: TargetIdentity) -> str:
+def _format_identity(target: TargetIdentity) -> str:
+    """Return the table of what identifies the target."""
     rows = {
         "name": Path(target.name_or_path).name
         if Path(target.name_or_path).is_absolute()
@@ -212,16 +257,19 @@ def _identity(target: TargetIdentity) -> str:
         "sha256 of its weights' sha256": target.weights,
         "sha256 of its tokenizer's sha256": target.tokenizer,
     }
-    stated = (
-        (name, f"`{plain(value)}`" if "sha256" in name else plain(value))
+    identity_rows = (
+        (name, f"`{escape_markdown(value)}`" if "sha256" in name else escape_markdown(value))
         for name, value in rows.items()
         if value
     )
-    return table(("", ""), stated)
+    return format_table(("", ""), identity_rows)
 
 
-def _is_named_suite(report: Mapping[str, Any]) -> bool:
-    """Whether the suite is one that ships, which a command names, and no other of that name."""
+def _is_named_suite(report: phrases.Report) -> bool:
+    """Return whether the suite ships with the package, so that a command can name it.
+
+    Another suite may have the same name; the versions tell them apart.
+    """
     path = SUITES / f"{report['suite']['name']}.yaml"
     return path.is_file() and str(read_yaml(path)["version"]) == report["suite"]["version"]
 

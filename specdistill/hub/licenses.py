@@ -1,7 +1,8 @@
-"""Licences of what a draft was made from, and what they ask of whoever publishes it.
+"""Licences of what a draft was made from, and what they demand of whoever publishes the draft.
 
-They are named as on the Hub (https://huggingface.co/docs/hub/repositories-licenses). Read in the licences themselves: section 1.b of
-Llama's community licences (a draft learns from its target's outputs, which they cover), and the No Derivatives clause of Creative Commons.
+Licences are named as on the Hub (https://huggingface.co/docs/hub/repositories-licenses). The rules
+here follow the licences' own texts: section 1.b of Llama's community licences, which covers a draft
+because it learns from the outputs of its target, and the No Derivatives clause of Creative Commons.
 """
 
 import re
@@ -14,17 +15,19 @@ from typing import Any
 from huggingface_hub import HfApi
 from huggingface_hub.errors import RepositoryNotFoundError
 
-from specdistill.errors import refusing
-from specdistill.files.documents import head_of
-from specdistill.recipe.data_sources import LOADERS, SELF, entries
-from specdistill.repositories import hub_errors
+from specdistill.common.documents import read_front_matter
+from specdistill.common.errors import convert_errors
+from specdistill.common.repositories import convert_hub_errors
+from specdistill.recipe.data_sources import LOADERS, SELF_SOURCE, list_entries
 
-UNKNOWN, OTHER = "unknown", "other"
+UNKNOWN_LICENSE = "unknown"
+OTHER_LICENSE = "other"
 DATA = "training data"
 CARD = "README.md"
-# What a licence may ask to be passed on with the weights.
+# Files that a licence may demand to be passed on with the weights.
 TEXTS = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
-# The identifiers that a card's `license` may have; others are stated as `license_name`, with `other`.
+# The identifiers that a card's `license` may have. Any other licence is stated as `license: other`
+# with its name in `license_name`.
 IDENTIFIERS = frozenset(
     Path(__file__).with_name("licenses.txt").read_text(encoding="utf-8").split()
 )
@@ -32,9 +35,12 @@ IDENTIFIERS = frozenset(
 
 @dataclass(frozen=True)
 class Terms:
-    """What a licence asks of a model that learnt from what it covers.
+    """The demands of a licence on a model that learnt from the licensed material.
 
-    prefix: how the model's name begins. display: words on its card. notice: for a text file next to the weights.
+    Attributes:
+        prefix: how the name of the model must begin.
+        display: words that its card must show.
+        notice: the text of a file next to the weights.
     """
 
     prefix: str
@@ -42,15 +48,19 @@ class Terms:
     notice: str
 
 
-def _llama(name: str, built_with: str, prefix: str) -> Terms:
-    notice = f"{name} is licensed under the {name} Community License, Copyright © Meta Platforms, Inc. All Rights Reserved."
-    return Terms(prefix, f"Built with {built_with}", notice)
+def _build_llama_license(name: str, built_with: str, prefix: str) -> Terms:
+    return Terms(
+        prefix,
+        f"Built with {built_with}",
+        f"{name} is licensed under the {name} Community License, Copyright © Meta Platforms, Inc."
+        " All Rights Reserved.",
+    )
 
 
 TERMS = {
-    "llama3": _llama("Meta Llama 3", "Meta Llama 3", "Llama 3"),
+    "llama3": _build_llama_license("Meta Llama 3", "Meta Llama 3", "Llama 3"),
     **{
-        f"llama{version}": _llama(f"Llama {version}", "Llama", "Llama")
+        f"llama{version}": _build_llama_license(f"Llama {version}", "Llama", "Llama")
         for version in ("3.1", "3.2", "3.3", "4")
     },
 }
@@ -58,7 +68,13 @@ TERMS = {
 
 @dataclass(frozen=True)
 class Licensed:
-    """Something that a draft was made from. what: its part in that. license: None where nobody states it."""
+    """A model or data set that a draft was made from, with its licence.
+
+    Attributes:
+        what: the part that it has in the draft, e.g. `target` or `training data`.
+        name: its name.
+        license: its licence; None if nobody states it.
+    """
 
     what: str
     name: str
@@ -66,89 +82,117 @@ class Licensed:
 
     @property
     def shown(self) -> str:
-        return self.license or UNKNOWN
+        """The name of the licence, or `unknown`."""
+        return self.license or UNKNOWN_LICENSE
 
     @property
     def terms(self) -> Terms | None:
+        """The demands of the licence; None if it demands nothing that is known here."""
         return TERMS.get((self.license or "").lower())
 
 
-def licensed_model(what: str, name: str, folder: Path) -> Licensed:
-    """A model whose card, if it has one, is in a folder. Raises UserError for a card that cannot be read."""
+def read_model_license(what: str, name: str, folder: Path) -> Licensed:
+    """Read the licence of a model from the card in its folder, if it has one.
+
+    Args:
+        what: the part that the model has in the draft.
+        name: the name of the model.
+        folder: the folder that may hold the card.
+
+    Raises:
+        UserError: for a card that cannot be read.
+    """
     path = folder / CARD
-    with refusing((ValueError, OSError), what, path, "a model card"):
-        return Licensed(what, name, stated(head_of(path)) if path.is_file() else None)
+    with convert_errors((ValueError, OSError), what, path, "a model card"):
+        return Licensed(
+            what, name, license_from_card(read_front_matter(path)) if path.is_file() else None
+        )
 
 
-def licensed_data(source: Any) -> list[Licensed]:
-    """The sources of `data.source`, but for the target's own prompts, which are as the target is.
+def find_data_licenses(source: object) -> list[Licensed]:
+    """Find the licences of the sources of `data.source`.
 
-    Raises UserError for a wrong setting of them, ResourceError when the Hub fails.
+    The target's own prompts (`self`) are left out: they have the licence of the target.
+
+    Raises:
+        UserError: for a wrong setting of a source.
+        ResourceError: when the Hub fails.
     """
     return [
-        _licensed_source(entry.source, entry.known_license)
-        for _, entry in entries(source)
-        if entry.source != SELF
+        _find_source_license(entry.source, entry.known_license)
+        for _, entry in list_entries(source)
+        if entry.source != SELF_SOURCE
     ]
 
 
-def _licensed_source(source: str, license: str | None) -> Licensed:
-    """A data set of the Hub has the licence that its card states, where none is given and the Hub shows it."""
+def _find_source_license(source: str, license: str | None) -> Licensed:
+    """Return a source with the licence that is given for it.
+
+    If none is given, a data set of the Hub has the licence that its card states, provided that the
+    Hub shows the card.
+    """
     if Path(source).exists() or Path(source).suffix in LOADERS or source.count("/") != 1:
-        return Licensed(
-            DATA, Path(source).name, license
-        )  # without the folders of the machine that trained
+        # The name goes without the folders of the machine that trained.
+        return Licensed(DATA, Path(source).name, license)
     if license is None:
         with (
-            hub_errors("data.source", source, expected="a Hub id"),
+            convert_hub_errors("data.source", source, expected="a Hub id"),
             suppress(RepositoryNotFoundError),
         ):
             card = HfApi().dataset_info(source).card_data
-            license = stated(vars(card)) if card else None
+            license = license_from_card(vars(card)) if card else None
     return Licensed(DATA, source, license)
 
 
-def forbidden(parts: Sequence[Licensed], repository: str) -> Iterator[str]:
-    """Why licences forbid a draft made of these parts to be published under this name; nothing where they do not."""
+def list_prohibitions(parts: Sequence[Licensed], repository: str) -> Iterator[str]:
+    """Yield the reasons why licences forbid to publish a draft of these parts under this name."""
     name = repository.rpartition("/")[2]
     for part in parts:
-        stated = f"the licence of the {part.what}, {part.name}, is {part.license}, which"
+        subject = f"the licence of the {part.what}, {part.name}, is {part.license}, which"
         if part.what == DATA and part.license is None:
-            yield f"nobody states the licence of the {part.what}, {part.name}: `license` of its entry in data.source says it"
+            yield (
+                f"nobody states the licence of the {part.what}, {part.name}: `license` of its entry"
+                " in data.source says it"
+            )
         if re.search(r"(^|-)nd(-|$)", part.shown.lower()):
-            yield f"{stated} forbids to distribute what derives from it"
-        # "Llama 3" is also the beginning of llama-3.1-8B
-        if part.terms and not _letters(name).startswith(_letters(part.terms.prefix)):
-            yield f"{stated} asks that the repository's name begin with {part.terms.prefix}, and it is {name}"
+            yield f"{subject} forbids to distribute what derives from it"
+        # Separators do not count, and "Llama 3" is also the beginning of llama-3.1-8B.
+        if part.terms and not _normalize_name(name).startswith(_normalize_name(part.terms.prefix)):
+            yield (
+                f"{subject} asks that the repository's name begin with {part.terms.prefix}, and it"
+                f" is {name}"
+            )
 
 
-def license_of_draft(given: str | None, parts: Sequence[Licensed]) -> str:
-    """What the draft is licensed under: as given, else as its target."""
-    return given or next((part.shown for part in parts if part.what == "target"), UNKNOWN)
-
-
-def front_matter(license: str) -> dict[str, Any]:
-    """The keys of a card that state a licence."""
-    return (
-        {"license": license}
-        if license in IDENTIFIERS
-        else {"license": OTHER, "license_name": license}
+def choose_draft_license(requested: str | None, parts: Sequence[Licensed]) -> str:
+    """Return the licence of the draft: the one that is given, or else that of its target."""
+    return requested or next(
+        (part.shown for part in parts if part.what == "target"), UNKNOWN_LICENSE
     )
 
 
-def stated(metadata: Mapping[str, Any] | None) -> str | None:
-    """The licence that a card's metadata states."""
+def build_license_metadata(license: str) -> dict[str, Any]:
+    """Return the keys of a card's metadata that state a licence."""
+    return (
+        {"license": license}
+        if license in IDENTIFIERS
+        else {"license": OTHER_LICENSE, "license_name": license}
+    )
+
+
+def license_from_card(metadata: Mapping[str, object] | None) -> str | None:
+    """Return the licence that a card's metadata states, or None."""
     value = (metadata or {}).get("license")
     value = value[0] if isinstance(value, list) and value else value
     return (
         str((metadata or {}).get("license_name") or value)
-        if value == OTHER
+        if value == OTHER_LICENSE
         else str(value)
         if value
         else None
     )
 
 
-def _letters(name: str) -> str:
-    """A name without what may stand between its words."""
+def _normalize_name(name: str) -> str:
+    """Return a name in lower case, without the characters that may separate its words."""
     return re.sub(r"[\s._-]", "", name.lower())

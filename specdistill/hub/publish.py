@@ -1,30 +1,50 @@
-"""A finished run released on the Hub: the draft as it was measured, the evidence for it, exports for engines, and the card."""
+"""Release a finished run on the Hub.
+
+A release holds the draft as it was measured, the evidence for it, exports for engines, and the
+model card.
+"""
 
 import json
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import HfApi, constants
 from huggingface_hub.hf_api import RepoFile
 
-from specdistill.credentials import check_no_secret, without_places
-from specdistill.doctor.diagnosis import findings_of_engine
-from specdistill.engines import ENGINES
-from specdistill.engines.engine import Engine, Served
-from specdistill.engines.llama_cpp import GGUF
-from specdistill.errors import UserError, logger
-from specdistill.export import as_measured, check_exports, export, measured_lookup
-from specdistill.files.documents import read_json, read_keys
-from specdistill.files.folders import new_folder
-from specdistill.gate.decide import FIRST_RELEASE, Evidence
-from specdistill.hub.card import PICTURE, CardContents, model_card
-from specdistill.hub.command import PublishOptions
+from specdistill.advice.doctor.diagnosis import find_loader_problems
+from specdistill.common.credentials import check_no_secret, remove_places
+from specdistill.common.documents import read_json, read_keys
+from specdistill.common.errors import ResourceError, UserError, logger, make_unused_key_error
+from specdistill.common.folders import create_folder
+from specdistill.common.repositories import (
+    convert_hub_errors,
+    fetch,
+    find_connection_failure,
+    split_gguf,
+    split_revision,
+)
+from specdistill.evaluation.gate.decide import FIRST_RELEASE, Evidence
+from specdistill.evaluation.report import phrases, tables
+from specdistill.evaluation.report.files import REPORT as REPORT_FILE
+from specdistill.evaluation.report.files import (
+    SAMPLES,
+    compute_digest,
+    read_report,
+    to_picture,
+    write_report,
+)
+from specdistill.evaluation.report.phrases import format_size
+from specdistill.evaluation.report.tables import draft_lengths
+from specdistill.evaluation.report.text import escape_markdown, format_cells
+from specdistill.hub.card import PICTURE, CardContents, build_model_card
 from specdistill.hub.evidence import (
     DRAFT,
-    FINISHED,
+    FINISHED_RUN_HINT,
     PROVENANCE,
     RECIPE,
     Release,
@@ -35,11 +55,12 @@ from specdistill.hub.licenses import (
     CARD,
     TEXTS,
     Licensed,
-    forbidden,
-    license_of_draft,
-    licensed_data,
-    licensed_model,
+    choose_draft_license,
+    find_data_licenses,
+    list_prohibitions,
+    read_model_license,
 )
+from specdistill.hub.options import PublishOptions
 from specdistill.hub.repository import (
     LICENSES,
     NOTICE,
@@ -47,35 +68,48 @@ from specdistill.hub.repository import (
     FileChange,
     Repository,
     check_names,
-    hub_failures,
+    convert_upload_errors,
     is_same,
 )
 from specdistill.methods import METHODS
 from specdistill.methods.checkpoint import link, read_config
-from specdistill.methods.load import draft_files, draft_hash, implementation, locate
+from specdistill.methods.compatibility import check_draft
+from specdistill.methods.load import draft_files, draft_hash, load_method, locate
 from specdistill.methods.recipe import Recipe
-from specdistill.recipe.load import RUNS_NOTHING, load_recipe, recipe_yaml
+from specdistill.recipe.load import ARGUMENTS_WITHOUT_CODE, format_recipe, load_recipe
 from specdistill.recipe.sections import PublishConfig
-from specdistill.report import phrases, tables
-from specdistill.report.draft_lengths import draft_lengths, usual_length
-from specdistill.report.files import REPORT as REPORT_FILE
-from specdistill.report.files import SAMPLES, digest, read_report, to_picture, write_report
-from specdistill.report.phrases import size
-from specdistill.report.text import cells, plain
-from specdistill.repositories import fetch, hub_errors, split_gguf, split_revision
-from specdistill.targets.files import SHOWN, Shards, TargetFiles
+from specdistill.serving.engines import ENGINES
+from specdistill.serving.engines.engine import Engine, Served
+from specdistill.serving.engines.llama_cpp import GGUF
+from specdistill.serving.export import (
+    check_exports,
+    export,
+    list_measured_fields,
+    read_measured_lookup,
+)
+from specdistill.targets.files import NUM_SHOWN_HASH_DIGITS, Shards, TargetFiles
 from specdistill.training.history import read_history
 
 WEIGHTS = (".safetensors", ".gguf")
-# Prompts and completions, which may be about addresses; what else these say report.json says.
-OF_A_SUITE = (SAMPLES, "report.html", Path(PICTURE).name)
+# Files with prompts and completions, which may contain addresses. What else they say is also in
+# report.json.
+SUITE_REPORT_FILES = (SAMPLES, "report.html", Path(PICTURE).name)
 
 
 @dataclass(frozen=True)
 class Publication:
-    """What became of a run. commit: None where nothing was published: it was refused (refusals that no reason overrode), or a dry run.
+    """The outcome of publishing a run.
 
-    folder: what was or would be published; None where that was not written, as it was refused or is there already.
+    Attributes:
+        repository: the repository on the Hub.
+        tag: the tag of the release.
+        refusals: what speaks against the release. If no reason overrode them, nothing was
+            published.
+        folder: what was published, or would be. None if it was not written, because the release was
+            refused or exists already.
+        changes: how its files differ from the Hub's.
+        commit: the commit of the release. None if nothing was published, because it was refused or
+            because of a dry run.
     """
 
     repository: str
@@ -87,46 +121,75 @@ class Publication:
 
 
 def publish_run(options: PublishOptions) -> Publication:
-    """Release a run's draft, or say why not. Its recipe's section `publish` says what the options do not.
+    """Release the draft of a run, or say why not.
 
-    Raises UserError for what the user got wrong, ResourceError when the Hub or the disk fails.
+    The section `publish` of the run's recipe says what the options leave open.
+
+    Raises:
+        UserError: for mistakes of the user.
+        ResourceError: when the Hub or the disk fails.
     """
-    run, tag, reason = Path(options.run), options.tag, options.force
+    # Read the run and the repository.
+    # Read the run's recipe, and ask the Hub whether it may be written to.
+    run = Path(options.run)
+    tag = options.tag
+    reason = options.force
     check_finished(run)
-    given = options.model_dump(include=options.model_fields_set & PublishConfig.model_fields.keys())
-    recipe = load_recipe(Recipe, [f"recipe={run / RECIPE}", *RUNS_NOTHING])
-    config = recipe.publish.model_copy(update=given)
+    requested_keys = options.model_dump(
+        include=options.model_fields_set & PublishConfig.model_fields.keys()
+    )
+    recipe = load_recipe(Recipe, [f"recipe={run / RECIPE}", *ARGUMENTS_WITHOUT_CODE])
+    config = recipe.publish.model_copy(update=requested_keys)
     name = check_names(config.repo, tag)
     if not options.dry_run:
-        with hub_failures(name):
+        with convert_upload_errors(name):
             HfApi().whoami()
-    there = Repository.read(name)
-    there.check_visible(config.private)
-    if known := next(
-        (it for it in ([tag] if tag else there.tags) if is_released(run, there.at(it))), None
-    ):
-        return Publication(name, known, (), commit=there.tags[known])
-    if tag in there.tags:
+    repository = _read_repository(
+        name, may_be_new=options.dry_run and options.baseline == FIRST_RELEASE
+    )
+    repository.check_visible(config.private)
+
+    # A command that was repeated finds its release, if the Hub has it already.
+    released_tag = next(
+        (
+            candidate_tag
+            for candidate_tag in ([tag] if tag else repository.tags)
+            if is_released(run, repository.at(candidate_tag))
+        ),
+        None,
+    )
+    if released_tag:
+        return Publication(name, released_tag, (), commit=repository.tags[released_tag])
+    if tag in repository.tags:
         raise UserError(
             "tag",
             got=f"{tag}, which is another release of {name}",
-            expected=f"a new one, e.g. {there.next_tag}",
+            expected=f"a new one, e.g. {repository.next_tag}",
         )
-    tag, (before, last) = tag or there.next_tag, last_release(there, options.baseline)
+
+    # Collect what speaks against the release.
+    tag = tag or repository.next_tag
+    before, last = find_last_release(repository, options.baseline)
     release = read_release(run, recipe, last)
     target, base_model = find_target(release, config.base_model)
     if base_model == name:
         raise UserError("repo", got=f"{name}, which is the target's", expected="one for the draft")
-    parts = made_from(release.recipe, target, base_model)
-    refusals = [*release.refusals, *(f"licence: {why}" for why in forbidden(parts, name))]
+
+    # Licences and mismatches can refuse a release. `force` overrides both.
+    parts = list_ingredients(release.recipe, target, base_model)
+    warnings, misfits = check_release_fit(release, target)
+    refusals = [
+        *release.refusals,
+        *misfits,
+        *(f"licence: {why}" for why in list_prohibitions(parts, name)),
+    ]
     if refusals and reason is None:
         return Publication(name, tag, refusals)
     if reason is not None and not refusals:
-        raise UserError(
-            "force", got=reason, expected="no such key: nothing speaks against this release"
-        )
+        raise make_unused_key_error("force", reason, "nothing speaks against this release")
 
-    since = phrases.since(release.report) if last else "The first release."
+    # Write the folder of the release.
+    since = phrases.describe_baseline(release.report) if last else "The first release."
     contents = CardContents(
         repository=name,
         tag=tag,
@@ -134,11 +197,14 @@ def publish_run(options: PublishOptions) -> Publication:
         history=read_history(run / DRAFT, key="run"),
         base_model=base_model,
         parts=parts,
-        license=license_of_draft(config.license, parts),
+        license=choose_draft_license(config.license, parts),
         overridden=refusals,
+        warnings=warnings,
         reason=reason,
         since=before,
-        changes=f"{plain(since)}\n\n{cells(tables.changes(release.report))}" if last else "",
+        changes=f"{escape_markdown(since)}\n\n{format_cells(tables.tabulate_changes(release.report))}"
+        if last
+        else "",
     )
     folder = Path(options.output_dir or run / "release")
     if (
@@ -152,47 +218,105 @@ def publish_run(options: PublishOptions) -> Publication:
             expected="a new folder",
         )
     stage(contents, target, config.exports, folder, replaces=options.output_dir is None)
-    changes = there.difference(folder)
+
+    # Upload what differs from the Hub.
+    changes = repository.compare_with(folder)
     if options.dry_run:
         return Publication(name, tag, refusals, folder, changes)
-    message = (
-        f"Release {tag}\n\n{phrases.summary(release.report)}\n\n{since}"  # which `git tag` shows
+    # The message is that of the tag, which `git tag` shows.
+    commit = repository.upload(
+        folder,
+        changes,
+        tag,
+        message=f"Release {tag}\n\n{phrases.format_summary(release.report)}\n\n{since}",
+        private=config.private,
     )
-    commit = there.upload(folder, changes, tag, message=message, private=config.private)
     return Publication(name, tag, refusals, folder, changes, commit)
 
 
-def last_release(
+def _read_repository(name: str, *, may_be_new: bool) -> Repository:
+    """Read the state of a repository of the Hub.
+
+    Args:
+        name: its Hub id.
+        may_be_new: whether to warn, and treat the repository as a new one, if the Hub cannot be
+            reached.
+    """
+    try:
+        return Repository.read(name)
+    except ResourceError as error:
+        if not (may_be_new and error.__cause__ and find_connection_failure(error.__cause__)):
+            raise
+        logger.warning(
+            f"The Hub cannot be reached. {name} is treated as a new repository, and earlier"
+            f" releases"
+            " are not checked."
+        )
+        return Repository(name)
+
+
+def find_last_release(
     repository: Repository, baseline: str | None
 ) -> tuple[str, Evidence] | tuple[None, None]:
-    """The tag of the release before the next, and what the next is compared with: its report, as published, or measured again with the
-    settings of the new one. None for the first, which is one by name.
+    """Return the release that the next one follows, and the report to compare with.
 
-    baseline: `none` for a first release; or a report of the last one that was measured again, its file or folder; None: as published.
-    Raises UserError for a first release that is not called one, for one that is none, and for a report of other weights than the last
-    release's; ResourceError when the Hub fails.
+    The report is the one that was published, or one of a new measurement of the last release with
+    the settings of the next one.
+
+    Args:
+        repository: the repository of the releases.
+        baseline: `none` for a first release, or a report of the last release that was measured
+            again: its file or its folder. None for the report as published.
+
+    Returns:
+        The tag of the last release and its evidence. None and None for the first release, which
+        must be declared with `none`.
+
+    Raises:
+        UserError: for a first release that is not declared as one, for a later one that is, for an
+            edited report, and for a report of other weights than the last release has.
+        ResourceError: when the Hub fails.
     """
-    name, tag = repository.name, repository.last_release()
+    name = repository.name
+    tag = repository.last_release()
+
+    # A first release says so, and has nothing to compare with.
     if tag is None:
         if baseline != FIRST_RELEASE:
-            expected = f"{FIRST_RELEASE}: {name} has no release to compare with, and a first one is one by name"
-            raise UserError("baseline", got=baseline or "nothing", expected=expected)
+            raise UserError(
+                "baseline",
+                got=baseline or "nothing",
+                text=(
+                    f"baseline: {name} has no release to compare with. For its first release type"
+                    f" baseline={FIRST_RELEASE}"
+                ),
+            )
         return None, None
     if baseline == FIRST_RELEASE:
-        expected = f"no such key: {name} has the release {tag}, which this one is compared with"
-        raise UserError("baseline", got=baseline, expected=expected)
-    patterns = [f"{REPORT}/{REPORT_FILE}", f"{REPORT}/{SAMPLES}"]
+        raise make_unused_key_error(
+            "baseline", baseline, f"{name} has the release {tag}, which this one is compared with"
+        )
+
+    # Fetch the report of the last release, or take the one that is given.
     folder = fetch(
-        name, key="repo", expected="a release", revision=repository.tags[tag], patterns=patterns
+        name,
+        key="repo",
+        expected="a release",
+        revision=repository.tags[tag],
+        patterns=[f"{REPORT}/{REPORT_FILE}", f"{REPORT}/{SAMPLES}"],
     )
     key, place = ("baseline", Path(baseline)) if baseline else ("repo", folder / REPORT)
     report, records = read_report(place, key)
-    if report.get("digest") != digest(report, records):
-        expected = (
-            "one as it was measured; eval measures a release again, and baseline= takes that report"
-        )
+
+    # It must be as it was measured, and of the released draft.
+    if report.get("digest") != compute_digest(report, records):
         raise UserError(
-            key, got=f"{baseline or f'{name}@{tag}'}, a report that was edited", expected=expected
+            key,
+            got=f"{baseline or f'{name}@{tag}'}, a report that was edited",
+            expected=(
+                "an unedited report: measure the release again with `specdistill eval`, and pass"
+                " that report as baseline="
+            ),
         )
     if baseline and report["draft"].get("weights") != draft_hash(
         locate(f"{name}@{repository.tags[tag]}", key="repo")
@@ -200,35 +324,68 @@ def last_release(
         raise UserError(
             key, got=f"{baseline}, a report of other weights", expected=f"one of {name}@{tag}"
         )
-    report["draft"] |= {
-        "model": name,
-        "revision": tag,
-    }  # as a reader knows it, and not where it was measured
+    # The report names the draft as a reader knows it, not the place where it was measured.
+    report["draft"] |= {"model": name, "revision": tag}
     return tag, Evidence(report, records)
 
 
 def is_released(run: Path, files: Mapping[str, RepoFile]) -> bool:
-    """Whether a commit with these files is the release of this run: of this draft, this training and this measurement."""
-    own = {path.name: path for path in (*draft_files(run / DRAFT), run / PROVENANCE)}
-    samples = {f"{REPORT}/{SAMPLES}": run / REPORT / SAMPLES}
+    """Return whether a commit with these files is the release of this run.
+
+    It is if it has the draft, the training and the measurement of this run.
+    """
+    local_files = {path.name: path for path in (*draft_files(run / DRAFT), run / PROVENANCE)}
+    local_files[f"{REPORT}/{SAMPLES}"] = run / REPORT / SAMPLES
     return all(
-        path.is_file() and is_same(path, files.get(name))
-        for name, path in {**own, **samples}.items()
+        path.is_file() and is_same(path, files.get(name)) for name, path in local_files.items()
     )
 
 
-def find_target(release: Release, base_model: str | None) -> tuple[TargetFiles, str | None]:
-    """The files of a release's target, and its Hub id, None where it has none.
+def check_release_fit(release: Release, target: TargetFiles) -> tuple[list[str], list[str]]:
+    """Check the draft of a run against its target.
 
-    Raises UserError where `base_model` is another target, ResourceError when the Hub fails.
+    Returns:
+        What to warn of, and what speaks against the release.
     """
-    named = release.recipe.target
+    options: dict[str, Any] = (
+        {"heterogeneous_vocab": is_translated(release)}
+        if METHODS[release.method].standalone
+        else {}
+    )
+    try:
+        findings = check_draft(release.method, release.run / DRAFT, target, "run", **options)
+    except UserError as error:
+        if error.key != "run":
+            raise
+        return [], [f"not a draft for its target: {str(error).removeprefix('run: ')}"]
+    return [finding.what for finding in findings], []
+
+
+def is_translated(release: Release) -> bool:
+    """Return whether the draft was measured with tokens translated between two vocabularies.
+
+    The commands for engines do not set up such a translation.
+    """
+    return bool(release.report["settings"].get("drafting", {}).get("heterogeneous_vocab"))
+
+
+def find_target(release: Release, base_model: str | None) -> tuple[TargetFiles, str | None]:
+    """Find the target of a release.
+
+    Returns:
+        The files of the target, and its Hub id, or None if it has none.
+
+    Raises:
+        UserError: if `base_model` is another target.
+        ResourceError: when the Hub fails.
+    """
+    recipe_target = release.recipe.target
     if base_model is None:
-        target = TargetFiles(named.model, named.revision, named.adapter)
+        target = TargetFiles(recipe_target.model, recipe_target.revision, recipe_target.adapter)
         return target, None if Path(target.name).exists() else split_gguf(target.name)[0]
-    with hub_errors("base_model", base_model, expected="the Hub id of the target"):
+    with convert_hub_errors("base_model", base_model, expected="the Hub id of the target"):
         HfApi().model_info(base_model)
-    target = TargetFiles(base_model, adapter=named.adapter)
+    target = TargetFiles(base_model, adapter=recipe_target.adapter)
     if not target.identity.is_same(release.made_for):
         raise UserError(
             "base_model",
@@ -238,134 +395,207 @@ def find_target(release: Release, base_model: str | None) -> tuple[TargetFiles, 
     return target, base_model
 
 
-def made_from(recipe: Recipe, target: TargetFiles, base_model: str | None) -> list[Licensed]:
-    """What a draft was made from, each with its licence. Raises UserError and ResourceError where that cannot be read."""
+def list_ingredients(recipe: Recipe, target: TargetFiles, base_model: str | None) -> list[Licensed]:
+    """List what a draft was made from, with the licence of each part.
+
+    Raises:
+        UserError: for a card or a source that cannot be read.
+        ResourceError: when the Hub fails.
+    """
     parts = [
-        licensed_model("target", base_model or Path(recipe.target.model).name, target.fetch(CARD))
+        read_model_license(
+            "target", base_model or Path(recipe.target.model).name, target.fetch(CARD)
+        )
     ]
     init = getattr(getattr(recipe, "draft", None), "init", None) or ""
-    others = {"target's adapter": target.adapter, "initialization": init if "/" in init else None}
-    for what, model in others.items():
+    optional_parts = {
+        "target's adapter": target.adapter,
+        "initialization": init if "/" in init else None,
+    }
+    for what, model in optional_parts.items():
         if model:
             name, revision = split_revision(model)
             folder = fetch(
                 name, key=what, expected="a folder or a Hub id", revision=revision, patterns=[CARD]
             )
             parts.append(
-                licensed_model(what, Path(name).name if Path(name).exists() else name, folder)
+                read_model_license(what, Path(name).name if Path(name).exists() else name, folder)
             )
     data = getattr(recipe, "data", None)
-    return [*parts, *(licensed_data(data.source) if data else [])]
+    return [*parts, *(find_data_licenses(data.source) if data else [])]
 
 
 def stage(
     of: CardContents, target: TargetFiles, exports: Sequence[str], output: Path, *, replaces: bool
 ) -> None:
-    """Write the folder of a release; the draft's files are linked, not read.
+    """Write the folder of a release. The draft's files are linked, not read.
 
-    Raises UserError for what is in its place, for a link out of the run and for an export that cannot be, ResourceError when the disk
-    fails.
+    Args:
+        of: the contents of the card.
+        target: the files of the target.
+        exports: the engines to export the draft for.
+        output: the folder to write.
+        replaces: whether an earlier folder in its place is replaced.
+
+    Raises:
+        UserError: for a folder that must not be replaced, for a link out of the run, and for an
+            export that is not possible.
+        ResourceError: when the disk fails.
     """
-    release, draft = of.release, of.release.run / DRAFT
+    release = of.release
+    draft = of.release.run / DRAFT
     Shards.open(draft, "run").check()
-    refuse_links(
-        [path for part in (DRAFT, "run", REPORT) for path in (release.run / part).iterdir()],
-        release.run,
-    )
+    paths: list[Path] = []
+    for part in (DRAFT, "run", REPORT):
+        paths += (release.run / part).iterdir()
+    refuse_links(paths, release.run)
     check_exports(exports, release.method, "exports")
-    with new_folder(output, replaces=replaces) as folder:
+    with create_folder(output, replaces=replaces) as folder:
+        # Write the draft, its recipe and its report.
         for path in (*release.draft, release.run / PROVENANCE):
             link(path, folder / path.name)
-        recipe = read_keys(release.run / RECIPE, "run", FINISHED)
-        (folder / Path(RECIPE).name).write_text(recipe_yaml(recipe, public=True), encoding="utf-8")
+        (folder / Path(RECIPE).name).write_text(
+            format_recipe(read_keys(release.run / RECIPE, "run", FINISHED_RUN_HINT), public=True),
+            encoding="utf-8",
+        )
         write_report(folder / REPORT, release.report, release.records)
         (folder / PICTURE).write_text(to_picture(release.report, release.records), encoding="utf-8")
+
+        # Write the exports for engines.
         exported = {}
         for engine in exports:
-            exported[engine] = export(draft, engine, folder / engine, target, merges=False)
-            (
-                folder / engine / "SERVE.md"
-            ).unlink()  # with names of this machine; the card says how to serve it
-            if (config := folder / engine / "config.json").is_file():
+            exported[engine] = export(
+                draft, engine, folder / engine, target, merges=False, logs=False
+            )
+            # It has names of this machine; the card says how to serve the draft.
+            (folder / engine / "SERVE.md").unlink()
+            config = folder / engine / "config.json"
+            if config.is_file():
                 config.write_text(
-                    json.dumps(without_places(read_json(config)), indent=2) + "\n", encoding="utf-8"
+                    json.dumps(remove_places(read_json(config)), indent=2) + "\n", encoding="utf-8"
                 )
-        pass_on_terms(of.parts, target, folder)
+
+        # Write the licences and the card.
+        write_terms(of.parts, target, folder)
         (folder / CARD).write_text(
-            str(model_card(of, serving_of(of, target, exported))), encoding="utf-8"
+            str(build_model_card(of, list_serving_commands(of, target, exported))), encoding="utf-8"
         )
+
+        # Nothing that is published may hold a secret.
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-            if path.suffix not in WEIGHTS and path.name not in OF_A_SUITE:
-                text = path.read_text(encoding="utf-8", errors="replace")
+            if path.suffix not in WEIGHTS and path.name not in SUITE_REPORT_FILES:
+                # Pages put zero-width spaces into addresses, which would hide a secret.
                 check_no_secret(
-                    path.name, text.replace("\N{ZERO WIDTH SPACE}", "")
-                )  # which pages put into addresses
+                    path.name,
+                    path.read_text(encoding="utf-8", errors="replace").replace(
+                        "\N{ZERO WIDTH SPACE}", ""
+                    ),
+                )
 
 
-def pass_on_terms(parts: Sequence[Licensed], target: TargetFiles, folder: Path) -> None:
-    """Write what licences ask to be passed on: their notices, and the target's own texts. Raises UserError for a text that is a link out of
-    the target's folder, or out of its place in the Hub's cache.
+def write_terms(parts: Sequence[Licensed], target: TargetFiles, folder: Path) -> None:
+    """Write what licences demand to be passed on: their notices, and the target's own texts.
+
+    Raises:
+        UserError: for a text that is a link out of the target's folder, or out of the target's
+            place in the Hub's cache.
     """
-    if terms := dict.fromkeys(part.terms.notice for part in parts if part.terms):
+    terms = dict.fromkeys(part.terms.notice for part in parts if part.terms)
+    if terms:
         (folder / NOTICE).write_text("".join(f"{notice}\n" for notice in terms), encoding="utf-8")
     texts = target.fetch(*TEXTS)
-    found = sorted(path for pattern in TEXTS for path in texts.glob(pattern) if path.is_file())
-    refuse_links(found, texts.parents[1] if texts.parent.name == "snapshots" else texts, "target")
-    for path in found:
+    paths = chain.from_iterable(texts.glob(pattern) for pattern in TEXTS)
+    term_files = sorted(path for path in paths if path.is_file())
+    refuse_links(
+        term_files, texts.parents[1] if texts.parent.name == "snapshots" else texts, "target"
+    )
+    for path in term_files:
         (folder / LICENSES).mkdir(exist_ok=True)
         link(path, folder / LICENSES / path.name)
 
 
 def refuse_links(paths: Iterable[Path], home: Path, key: str = "run") -> None:
-    """Raises UserError for the first that is a link out of the folder `home`, or lies behind one."""
-    if out := next(
-        (path for path in paths if not path.resolve().is_relative_to(home.resolve())), None
-    ):
+    """Raise UserError for the first path that is a link out of `home`, or lies behind such a link.
+
+    Args:
+        paths: the files that would be published.
+        home: the folder that they must lie in.
+        key: the key that errors name.
+    """
+    out = next((path for path in paths if not path.resolve().is_relative_to(home.resolve())), None)
+    if out:
         raise UserError(
-            key, got=f"{out}, a link", expected="a file: what a link leads to would be published"
+            key,
+            got=f"{out}, a link",
+            expected="a file, because a link would publish the file that it points to",
         )
 
 
-def serving_of(
+def list_serving_commands(
     of: CardContents, target: TargetFiles, exported: Mapping[str, Served]
 ) -> Iterator[tuple[str, str]]:
-    """(engine's title, commands) for each engine that can be given the draft of a release: see `serving_lines`."""
-    report, draft = of.release.report, of.release.run / DRAFT
+    """Yield the title and the commands of each engine that can serve the draft of a release.
+
+    Yields nothing for a draft that was measured with translated tokens. See `format_serving_lines`.
+    """
+    report = of.release.report
+    draft = of.release.run / DRAFT
+    if is_translated(of.release):
+        return iter(())
+    is_gguf = split_gguf(target.name)[1] is not None
     served = Served(
         method=of.release.method,
         output=Path(of.repository),
-        target=of.base_model,
+        # Engines other than llama.cpp are given a checkpoint in safetensors, which a repository of
+        # GGUF files is not.
+        target=None if is_gguf else of.base_model,
+        gguf=Path(target.name).name if is_gguf else None,
         config=read_config(draft, "run"),
-        lookup_first=measured_lookup(report["settings"]),
+        lookup_first=read_measured_lookup(report["settings"]),
         draft_revision=of.tag,
-        **as_measured(report, target, draft_lengths(report), usual_length(report)),
+        **list_measured_fields(
+            report, target, draft_lengths(report), report["settings"]["num_speculative_tokens"]
+        ),
     )
-    return serving_lines(served, draft, exported)
+    return format_serving_lines(served, draft, exported)
 
 
-def loads_as_is(engine: Engine, method: str, folder: Path) -> bool:
-    """Whether an engine loads a draft's folder as training wrote it. Of the weights the names and shapes alone are read."""
+def can_load_directly(engine: Engine, method: str, folder: Path) -> bool:
+    """Return whether an engine loads a draft's folder as training wrote it.
+
+    Only the names and shapes of the weights are read.
+    """
     if METHODS[method].standalone:
-        return engine is not GGUF  # whose files its converter makes
-    config, tensors = read_config(folder, "draft"), Shards.open(folder, "draft").without_content()
+        return engine is not GGUF  # llama.cpp needs files that its converter makes
+    config = read_config(folder, "draft")
+    tensors = Shards.open(folder, "draft").build_without_content()
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    head = implementation(method).head_shape(config, None)
     return all(
-        found.severity != "problem"
-        for found in findings_of_engine(engine, method, head, config, shapes)
+        problem.severity != "problem"
+        for problem in find_loader_problems(
+            engine, method, load_method(method).read_head_shape(config, None), config, shapes
+        )
     )
 
 
-def serving_lines(
+def format_serving_lines(
     served: Served, draft: Path, exports: Mapping[str, Served]
 ) -> Iterator[tuple[str, str]]:
-    """(engine's title, commands) for each engine that can be given the draft: as it is, or as exported for it.
+    """Yield the title and the commands of each engine that can serve the draft.
 
-    served: the draft of a tag, in the repository's root. draft: its folder here. exports: engine -> what was exported for it, into a folder
-    of that name.
+    An engine gets the draft as it is, or as it was exported for the engine.
+
+    Args:
+        served: the draft of a tag, in the root of its repository.
+        draft: the folder of the draft on this machine.
+        exports: by engine, the draft that was exported for it into a folder of that name.
     """
     assert served.method is not None
-    row, repository, local = METHODS[served.method], served.output, served.output.name
+    row = METHODS[served.method]
+    repository = served.output
+    local = served.output.name
+
+    # An engine loads an export of its own, or the draft's folder as it is.
     for name, serving in row.serving().items():
         engine = ENGINES[name]
         if engine.serve_command is None:
@@ -373,45 +603,48 @@ def serving_lines(
         k, lookup = engine.drafting(served.num_tokens, served.lookup_first)
         started = replace(served, num_tokens=k, lookup_first=lookup)
         if name in exports:
-            own = exports[name]
             exported = replace(
                 started,
                 output=Path(local) / name,
                 draft_revision=None,
                 serving=serving,
-                config=own.config,
+                config=exports[name].config,
             )
-            at = f"--revision {served.draft_revision} --local-dir {local} --include {shlex.quote(f'{name}/*')}"
+            at = (
+                f"--revision {served.draft_revision} --local-dir {local} --include"
+                f" {shlex.quote(f'{name}/*')}"
+            )
             yield engine.title, f"hf download {repository} {at}\n{engine.serve_command(exported)}"
-        elif loads_as_is(engine, served.method, draft):
+        elif can_load_directly(engine, served.method, draft):
             yield engine.title, engine.serve_command(replace(started, serving=serving))
 
 
-def print_outcome(made: Publication) -> None:
-    """Each file and what becomes of it, and what was released; refusals on stderr."""
-    name, url = (
-        f"{made.repository}@{made.tag}",
-        f"{constants.ENDPOINT}/{made.repository}/tree/{made.tag}",
-    )
-    if made.folder is not None:
-        for change in made.changes:
-            print(f"{change.what:8} {size(change.size):>12}  {change.path}")
-        counts = Counter(change.what for change in made.changes)
-        total = sum(change.size for change in made.changes if change.what != "removed")
+def print_outcome(publication: Publication) -> None:
+    """Print each file and what becomes of it, and what was released; print refusals on stderr."""
+    name = f"{publication.repository}@{publication.tag}"
+    url = f"{constants.ENDPOINT}/{publication.repository}/tree/{publication.tag}"
+
+    # Say what was written, and what was uploaded.
+    if publication.folder is not None:
+        for change in publication.changes:
+            print(f"{change.what:8} {format_size(change.size):>12}  {change.path}")
+        counts = Counter(change.what for change in publication.changes)
+        total = sum(change.size for change in publication.changes if change.what != "removed")
         print(
-            f"{name}: {size(total)} in {', '.join(f'{count} {what}' for what, count in counts.items())}"
+            f"{name}: {format_size(total)} in"
+            f" {', '.join(f'{count} {what}' for what, count in counts.items())}"
         )
-        print(f"from {made.folder}")
+        print(f"from {publication.folder}")
         print(
-            f"released: {url} (commit {made.commit[:SHOWN]})"
-            if made.commit
+            f"released: {url} (commit {publication.commit[:NUM_SHOWN_HASH_DIGITS]})"
+            if publication.commit
             else "Dry run: nothing was uploaded."
         )
-    elif made.refusals:
-        for refusal in made.refusals:
+    elif publication.refusals:
+        for refusal in publication.refusals:
             logger.error(f"refused: {refusal}")
         logger.error(
-            "nothing was published; force=REASON publishes it anyway, with the reason on the card"
+            "Nothing was published. force=REASON publishes it anyway, with the reason on the card."
         )
     else:
-        print(f"{name} is this release already: {url}")
+        print(f"{name} already holds this release: {url}")

@@ -1,7 +1,10 @@
-"""A repository of drafts as the Hub has it, and what changes there: one commit for a release and a tag on it, and the way back to another.
+"""A repository of drafts on the Hub: its state, and the changes that a release makes there.
 
-A release is never half there. Its commit holds all files or does not exist, is read back before it is tagged, and a tag is never moved. A
-command that was interrupted is repeated: files that the Hub has are not sent again, and a commit that is there gets its tag.
+A release is one commit and a tag on it. An earlier release can be restored.
+
+A release is never half there. Its commit holds all files or does not exist. It is read back before
+it is tagged, and a tag is never moved. An interrupted command can be repeated: files that the Hub
+has are not sent again, and a commit that exists gets its tag.
 """
 
 import re
@@ -13,27 +16,44 @@ from pathlib import Path
 from typing import Literal
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalTokenNotFoundError,
+    RepositoryNotFoundError,
+)
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils.sha import git_hash
 
-from specdistill.engines import ENGINES
-from specdistill.errors import ResourceError, UserError, one_line
-from specdistill.methods.load import WHOLE_DRAFT
-from specdistill.report.files import REPORT as REPORT_FILE
-from specdistill.repositories import HTTP_ERROR
-from specdistill.targets.files import file_hashes
+from specdistill.common.errors import ResourceError, UserError, join_lines
+from specdistill.common.repositories import HTTP_ERROR, find_connection_failure
+from specdistill.evaluation.report.files import REPORT as REPORT_FILE
+from specdistill.methods.load import DRAFT_FILES
+from specdistill.serving.engines import ENGINES
+from specdistill.targets.files import hash_files
 
-# Folders and a file of a release, next to the draft's own files and an engine's folder for each export.
-REPORT, LICENSES, NOTICE = "report", "licenses", "NOTICE"
+# Folders and a file of a release. They lie next to the draft's own files and a folder for each
+# exported engine.
+REPORT = "report"
+LICENSES = "licenses"
+NOTICE = "NOTICE"
 NAMES = "a repository on the Hub, e.g. org/name: letters, digits, -, _ and ."
-AGAIN = "repeat the command: what the Hub has is not sent again"
-LOGIN = "`hf auth login`, or HF_TOKEN, with a token that may write, and a name of yours or of an organisation that you are in"
+REPEAT_HINT = "repeat the command: what the Hub has is not sent again"
+LOGIN = (
+    "`hf auth login`, or HF_TOKEN, with a token that may write, and a name of yours or of an"
+    " organisation that you are in"
+)
 
 
 @dataclass(frozen=True)
 class FileChange:
-    """A file of a release, compared with what the Hub has under its name. size: bytes, of what is removed there."""
+    """A file of a release, compared with what the Hub has under its name.
+
+    Attributes:
+        path: the path of the file in the repository.
+        what: what happens to the file on the Hub.
+        size: its size in bytes. For a removed file, the size that it has on the Hub.
+    """
 
     path: str
     what: Literal["new", "changed", "same", "removed"]
@@ -42,8 +62,15 @@ class FileChange:
 
 @dataclass(frozen=True)
 class Repository:
-    """A repository as the Hub has it. commits: of its main branch, the last first, none where there is no repository. files: of the last
-    commit. tags: name -> commit.
+    """A repository as the Hub has it.
+
+    Attributes:
+        name: its Hub id.
+        private: whether it is private.
+        commits: the commits of its main branch, the last one first. Empty if the repository does
+            not exist.
+        files: the files of the last commit, by path.
+        tags: the commit of each tag, by name.
     """
 
     name: str
@@ -54,74 +81,86 @@ class Repository:
 
     @classmethod
     def read(cls, name: str) -> "Repository":
-        """Raises ResourceError when the Hub fails."""
+        """Read the state of a repository, which need not exist.
+
+        Raises:
+            ResourceError: when the Hub fails.
+        """
         api = HfApi()
-        with hub_failures(name):
+        with convert_upload_errors(name):
             try:
                 info = api.model_info(name)
             except RepositoryNotFoundError:
                 return cls(name)
             commits = [commit.commit_id for commit in api.list_repo_commits(name)]
-            tags = {tag.name: tag.target_commit for tag in api.list_repo_refs(name).tags}
-            return cls(name, bool(info.private), commits, files_at(name, commits[0]), tags)
+            return cls(
+                name,
+                bool(info.private),
+                commits,
+                list_files(name, commits[0]),
+                {tag.name: tag.target_commit for tag in api.list_repo_refs(name).tags},
+            )
 
     def last_release(self) -> str | None:
-        """The tag of the release that the main branch holds, restored or new; else of the last of its commits that is a release.
+        """Return the tag of the release that the next one follows; None if there is no release.
 
-        A release is a tag with a report.
+        A release is a tag with a report. If the main branch holds the report of a release, new or
+        restored, it is that release. Otherwise it is the last commit that is a release.
         """
-        report, tagged = (
-            f"{REPORT}/{REPORT_FILE}",
-            {commit: tag for tag, commit in self.tags.items()},
-        )
+        report = f"{REPORT}/{REPORT_FILE}"
+        tagged = {commit: tag for tag, commit in self.tags.items()}
         reports = {
             tagged[commit]: self.at(tagged[commit]).get(report)
             for commit in self.commits
             if commit in tagged
         }
         releases = {tag: file.blob_id for tag, file in reports.items() if file}
-        here = self.files[report].blob_id if report in self.files else None
+        report_blob = self.files[report].blob_id if report in self.files else None
         return next(
-            (tag for tag, blob in releases.items() if blob == here), next(iter(releases), None)
+            (tag for tag, blob in releases.items() if blob == report_blob),
+            next(iter(releases), None),
         )
 
     def at(self, tag: str) -> dict[str, RepoFile]:
-        """The files of a tag; none where there is no such tag."""
-        with hub_failures(self.name):
-            return files_at(self.name, self.tags[tag]) if tag in self.tags else {}
+        """Return the files of a tag, by path; empty if there is no such tag."""
+        with convert_upload_errors(self.name):
+            return list_files(self.name, self.tags[tag]) if tag in self.tags else {}
 
     @property
     def next_tag(self) -> str:
-        numbers = [int(found[1]) for tag in self.tags if (found := re.match(r"v(\d+)(?!\w)", tag))]
+        """The version tag that follows the highest of v1, v2 and so on."""
+        numbers = [int(match[1]) for tag in self.tags if (match := re.match(r"v(\d+)(?!\w)", tag))]
         return f"v{max(numbers, default=0) + 1}"
 
     def check_visible(self, private: bool | None) -> None:
-        """Raises UserError where a repository that exists is seen by others than `private` says."""
+        """Raise UserError if an existing repository is not as private as `private` says."""
         if self.commits and private not in (None, self.private):
-            is_what = "private" if self.private else "public"
-            expected = "null, or another repository: its settings on the Hub say who sees it"
             raise UserError(
                 "private",
-                got=f"{str(private).lower()}, and {self.name} is {is_what}",
-                expected=expected,
+                got=f"{str(private).lower()}, and {self.name} is"
+                f" {'private' if self.private else 'public'}",
+                expected="null, or another repository: its settings on the Hub say who sees it",
             )
 
-    def difference(self, folder: Path) -> list[FileChange]:
-        """Every file of a release in a folder, compared with the Hub's, and what is there of another release and has no place in it."""
+    def compare_with(self, folder: Path) -> list[FileChange]:
+        """Compare every file of a release in a folder with the Hub's.
+
+        Returns:
+            A change for each file, and one for each file of another release on the Hub that has no
+            place in this one.
+        """
         changes = []
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
             name = path.relative_to(folder).as_posix()
-            same, is_new = is_same(path, self.files.get(name)), name not in self.files
+            same = is_same(path, self.files.get(name))
+            is_new = name not in self.files
             changes.append(
                 FileChange(
                     name, "new" if is_new else "same" if same else "changed", path.stat().st_size
                 )
             )
-        removed = sorted(
-            name
-            for name in self.files.keys() - {it.path for it in changes}
-            if is_of_a_release(name)
-        )
+        remaining = self.files.keys() - {change.path for change in changes}
+        removed = sorted(name for name in remaining if is_of_a_release(name))
         return changes + [FileChange(name, "removed", self.files[name].size) for name in removed]
 
     def upload(
@@ -133,47 +172,88 @@ class Repository:
         message: str,
         private: bool | None,
     ) -> str:
-        """Commit a release on top of what the Hub was seen to have, and tag it with a message; returns the commit.
+        """Commit a release on top of the state that was read, and tag it.
 
-        Raises ResourceError when the Hub fails, when it was changed meanwhile, and when the tag was set to something else.
+        Args:
+            folder: the folder of the release.
+            changes: how its files differ from the Hub's.
+            tag: the tag of the release.
+            message: the message of the tag.
+            private: whether a new repository is private; None for private.
+
+        Returns:
+            The commit of the release.
+
+        Raises:
+            ResourceError: when the Hub fails, when the repository was changed meanwhile, and when
+                the tag was set to something else.
         """
-        api, name = HfApi(), self.name
-        with hub_failures(name):
+        api = HfApi()
+        name = self.name
+
+        # Create the repository, if it is not there yet.
+        with convert_upload_errors(name):
             if not self.commits:
                 api.create_repo(name, private=private is not False, exist_ok=True)
+
+            # Commit what differs, on top of the commit that was read.
             head = self.commits[0] if self.commits else str(api.model_info(name).sha)
             added = [
-                CommitOperationAdd(it.path, str(folder / it.path))
-                for it in changes
-                if it.what in ("new", "changed")
+                CommitOperationAdd(change.path, str(folder / change.path))
+                for change in changes
+                if change.what in ("new", "changed")
             ]
-            removed = [CommitOperationDelete(it.path) for it in changes if it.what == "removed"]
+            removed = [
+                CommitOperationDelete(change.path) for change in changes if change.what == "removed"
+            ]
             if added or removed:
                 head = api.create_commit(
                     name, [*added, *removed], commit_message=f"Release {tag}", parent_commit=head
                 ).oid
-            sent = replace(self, files=files_at(name, head)).difference(folder)
-            if left := [it.path for it in sent if it.what != "same"]:
-                what = f"repo: the Hub holds other content than was sent in {', '.join(left[:3])}, so {head} is not tagged"
-                raise ResourceError(what, next_step=AGAIN)
+
+            # Read the commit back, and tag it only if it holds what was sent.
+            sent = replace(self, files=list_files(name, head)).compare_with(folder)
+            unsent_paths = [change.path for change in sent if change.what != "same"]
+            if unsent_paths:
+                raise ResourceError(
+                    "repo: the Hub's content differs from what was uploaded in"
+                    f" {', '.join(unsent_paths[:3])},"
+                    f" so {head} was not tagged",
+                    next_step=REPEAT_HINT,
+                )
+
+            # The tag may exist already, from an interrupted release or from somebody else.
             api.create_tag(name, tag=tag, revision=head, tag_message=message, exist_ok=True)
             if {entry.name: entry.target_commit for entry in api.list_repo_refs(name).tags}[
                 tag
             ] != head:
                 raise ResourceError(
-                    f"repo: somebody else set {tag} of {name} meanwhile",
+                    f"repo: somebody else created the tag {tag} of {name} during the upload",
                     next_step="choose another tag",
                 )
         return head
 
 
-def files_at(repository: str, revision: str | None) -> dict[str, RepoFile]:
-    tree = HfApi().list_repo_tree(repository, revision=revision, recursive=True)
-    return {entry.path: entry for entry in tree if isinstance(entry, RepoFile)}
+def list_files(repository: str, revision: str | None) -> dict[str, RepoFile]:
+    """Return the files of a revision of a repository, by path."""
+    return {
+        entry.path: entry
+        for entry in HfApi().list_repo_tree(repository, revision=revision, recursive=True)
+        if isinstance(entry, RepoFile)
+    }
 
 
 def check_names(repository: str | None, tag: str | None) -> str:
-    """The repository; raises UserError for what names none and for what is no name of a tag. The client knows the other rules of names."""
+    """Check the names of a repository and a tag.
+
+    The rules here are those that the Hub's client does not check itself.
+
+    Returns:
+        The name of the repository.
+
+    Raises:
+        UserError: if no repository is named, and for a tag with an invalid name.
+    """
     if not repository or repository.count("/") != 1:
         raise UserError("repo", got=repository or "nothing", expected=NAMES)
     if tag is not None and (
@@ -185,33 +265,41 @@ def check_names(repository: str | None, tag: str | None) -> str:
     return repository
 
 
-def is_same(path: Path, there: RepoFile | None) -> bool:
-    """Whether a file here has the content of one on the Hub."""
-    if there is None or path.stat().st_size != there.size:
+def is_same(path: Path, hub_file: RepoFile | None) -> bool:
+    """Return whether a file here has the content of one on the Hub."""
+    if hub_file is None or path.stat().st_size != hub_file.size:
         return False
-    if there.lfs is not None:
-        return file_hashes([path.resolve()]) == [there.lfs.sha256]
-    return git_hash(path.read_bytes()) == there.blob_id
+    if hub_file.lfs is not None:
+        return hash_files([path.resolve()]) == [hub_file.lfs.sha256]
+    return git_hash(path.read_bytes()) == hub_file.blob_id
 
 
 def is_of_a_release(path: str) -> bool:
-    """Whether a file of a repository is where releases write; others there are left alone."""
+    """Return whether a path is one that releases write; other files on the Hub are left alone."""
     folder, _, name = path.rpartition("/")
-    of_draft = not folder and any(fnmatch(name, pattern) for pattern in (*WHOLE_DRAFT, NOTICE))
+    of_draft = not folder and any(fnmatch(name, pattern) for pattern in (*DRAFT_FILES, NOTICE))
     return of_draft or path.partition("/")[0] in {REPORT, LICENSES, *ENGINES}
 
 
 @contextmanager
-def hub_failures(repository: str) -> Iterator[None]:
-    """Raises ResourceError, in one line that says what to do, for whatever the Hub answers to who writes; UserError for a wrong name."""
+def convert_upload_errors(repository: str) -> Iterator[None]:
+    """Raise ResourceError, in one line that says what to do, if the Hub fails while it is used.
+
+    Raises UserError for an invalid name of a repository.
+    """
     try:
         yield
     except HFValidationError as error:
         raise UserError("repo", got=repository, expected=NAMES) from error
     except (HTTP_ERROR, ValueError, RuntimeError, OSError) as error:
-        # No answer, or a refusal; no token; a card that the Hub refuses; and whatever hf_xet meets: it knows no other class.
+        # The Hub did not answer or refused, there is no token, the Hub refused the card, or hf_xet
+        # failed, which has no error class of its own.
         status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
-        what = f"repo: {repository} at {constants.ENDPOINT}: {one_line(str(error))[:300] or type(error).__name__}"
+        no_token = isinstance(error, LocalTokenNotFoundError)
+        reason = (
+            find_connection_failure(error) or join_lines(str(error))[:300] or type(error).__name__
+        )
         raise ResourceError(
-            what, next_step=LOGIN if status in (401, 403, 404) else AGAIN
+            f"repo: {repository} at {constants.ENDPOINT}: {reason}",
+            next_step=LOGIN if no_token or status in (401, 403, 404) else REPEAT_HINT,
         ) from error

@@ -1,4 +1,8 @@
-"""The methods, named as vLLM names them: one row for each. A row imports nothing heavy; its folder is loaded when it is used."""
+"""The table of methods, which are named as vLLM names them.
+
+Each method is one row of the table. A row imports nothing heavy. The method's folder is imported
+when it is used.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -6,27 +10,34 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal
 
-from specdistill.errors import UserError, nearest
+from specdistill.common.errors import UserError, find_nearest
 
 if TYPE_CHECKING:
-    from specdistill.engines.engine import Serving
-    from specdistill.methods.contract import Implementation
-    from specdistill.methods.recipe import Recipe
+    from torch import nn
+
+    from specdistill.methods.base import Method
+    from specdistill.methods.recipe import Recipe, TrainedRecipe
+    from specdistill.serving.engines.engine import Serving
 
 
 @dataclass(frozen=True)
-class Method:
-    """A row of the table.
+class MethodInfo:
+    """One method, as a row of the table.
 
-    Args:
-        summary: what drafts, in a line.
-        passes: of the draft per round of K draft tokens: "K" for one per token, "1" for one in all, "0" for none, of what is not trained.
-        features: tensors as wide as the target's hidden state that training reads for each token.
-        positions: drafted positions that training computes for each token.
-        standalone: a draft is a whole language model, with its own tokenizer.
-        in_target: engines load the draft from the target's checkpoint.
-        package: where its code is: `config` (`RECIPE`, no torch), `method` (see specdistill.methods.contract), and `serving` (engines
-            that take its drafts, no torch) where there are any.
+    Attributes:
+        summary: what drafts, in one line.
+        passes: passes of the draft in a round of K draft tokens. "K": one for each token. "1": one
+            for all tokens. "0": none, because the method has no weights and is not trained.
+        features: how many tensors as wide as the target's hidden state training reads for each
+            token.
+        positions: how many drafted positions training computes for each token.
+        standalone: whether a draft is a whole language model with its own tokenizer.
+        in_target: whether engines load the draft from the target's checkpoint.
+        package: the package with the method's code. It has the modules `config` (`RECIPE`, no
+            torch), `method` (see specdistill.methods.base) and, if engines take the method's
+            drafts, `serving` (no torch).
+        family: the package with the code that the method shares with others. A method without a
+            `config` of its own uses the family's.
     """
 
     summary: str
@@ -36,96 +47,132 @@ class Method:
     standalone: bool = False
     in_target: bool = False
     package: str = ""
+    family: str = ""
 
     @property
     def is_trained(self) -> bool:
+        """Whether the method has weights to train."""
         return self.passes != "0"
 
     def recipe(self) -> "type[Recipe]":
-        """The schema of its recipes."""
-        return import_module(f"{self.package}.config").RECIPE
+        """Return the schema of the method's recipes."""
+        has_own = find_spec(f"{self.package}.config") is not None
+        recipe_class: type[Recipe] = import_module(
+            f"{self.package if has_own else self.family}.config"
+        ).RECIPE
+        return recipe_class
 
     def serving(self) -> "Mapping[str, Serving]":
-        """Engine -> how it is given this method's drafts."""
+        """Return how each engine is given this method's drafts, by the engine's name.
+
+        The mapping is empty if no engine takes them.
+        """
         if find_spec(f"{self.package}.serving") is None:
             return {}
-        return import_module(f"{self.package}.serving").SERVING
+        serving: Mapping[str, Serving] = import_module(f"{self.package}.serving").SERVING
+        return serving
 
-    def implementation(self) -> "Implementation":
-        """Its functions. Imports torch."""
-        return import_module(f"{self.package}.method").METHOD
+    def load(self) -> "Method[TrainedRecipe, nn.Module]":
+        """Import the method and return it. This imports torch.
+
+        The return type is that of any trained method. So a caller must pass it only recipes and
+        drafts of this method.
+        """
+        method: Method[TrainedRecipe, nn.Module] = import_module(f"{self.package}.method").METHOD
+        return method
 
 
-# A draft is recognized by the first that claims it, so heads stand before whole models.
+# A draft belongs to the first method that recognizes it. So heads come before whole models.
 ROWS = {
-    "eagle3": Method(
+    "eagle3": MethodInfo(
         "a head that reads three of the target's layers (arXiv 2503.01840)",
         passes="K",
         features=4,
         positions=5,
+        family="chains",
     ),
-    "eagle": Method(
+    "eagle": MethodInfo(
         "a head that continues the target's last hidden states (arXiv 2401.15077)",
         passes="K",
         features=1,
         positions=1,
+        family="chains",
     ),
-    "mtp": Method(
-        "a layer of the target's own kind that predicts on from its last hidden state (arXiv 2412.19437)",
+    "mtp": MethodInfo(
+        "a layer of the target's own kind that predicts on from its last hidden state (arXiv"
+        " 2412.19437)",
         passes="K",
         features=1,
         positions=3,
         in_target=True,
+        family="chains",
     ),
-    "early_exit": Method(
-        "the target's first layers and an exit; verification runs the others alone (arXiv 2309.08168)",
+    "early_exit": MethodInfo(
+        "the target's first layers and an exit; verification runs the others alone (arXiv"
+        " 2309.08168)",
         passes="K",
         features=2,
         positions=1,
+        family="chains",
     ),
-    "dflash": Method(
-        "a block of masks that reads the target's layers and is filled in one pass (arXiv 2602.06036)",
+    "dflash": MethodInfo(
+        "a block of masks that reads the target's layers and is filled in one pass (arXiv"
+        " 2602.06036)",
         passes="1",
         features=6,
         positions=2,
+        family="blocks",
     ),
-    "dspark": Method(
+    "dspark": MethodInfo(
         "a block whose tokens are corrected by those before them (arXiv 2607.05147)",
         passes="1",
         features=6,
         positions=2,
+        family="blocks",
     ),
-    "pard": Method(
+    "pard": MethodInfo(
         "a smaller language model that fills masks in one pass (arXiv 2504.18583)",
         passes="1",
         positions=3,
         standalone=True,
+        family="models",
     ),
-    "draft_model": Method(
+    "draft_model": MethodInfo(
         "a smaller language model that drafts for the target (arXiv 2211.17192)",
         passes="K",
         positions=1,
         standalone=True,
+        family="models",
     ),
-    "ngram": Method(
+    "ngram": MethodInfo(
         "proposes what followed the last tokens when they occurred before (arXiv 2304.04487)",
         passes="0",
+        family="lookups",
     ),
-    "suffix": Method(
-        "proposes what most often followed the last tokens, in earlier outputs too (arXiv 2411.04975)",
+    "suffix": MethodInfo(
+        "proposes what most often followed the last tokens, in earlier outputs too (arXiv"
+        " 2411.04975)",
         passes="0",
+        family="lookups",
     ),
 }
-METHODS = {name: replace(row, package=f"{__name__}.{name}") for name, row in ROWS.items()}
+METHODS = {
+    name: replace(row, package=f"{__name__}.{name}", family=f"{__name__}.{row.family}")
+    for name, row in ROWS.items()
+}
 
 
-def method_named(name: str) -> Method:
-    """A row of the table. Raises UserError for a name that is not in it."""
+def get_method(name: str) -> MethodInfo:
+    """Return the row of a method.
+
+    Raises:
+        UserError: for a name that is not in the table.
+    """
     if name not in METHODS:
         raise UserError(
             "method",
             got=name,
             expected=f"one of {', '.join(METHODS)}",
-            nearest=nearest(name, METHODS),
+            nearest=find_nearest(name, METHODS),
         )
     return METHODS[name]

@@ -1,6 +1,7 @@
-"""Reading and writing a draft's folder, whatever its method: config.json and tensors, each of them consumed or named.
+"""Read and write the folder of a draft of any method: config.json and tensors.
 
-Tensors are read bit for bit in their stored dtype. A module is filled with NaN first, so that what is forgotten shows at once.
+Reading uses every tensor or names it in an error. Tensors are read bit for bit in their stored
+dtype. A new module is first filled with NaN, so that a forgotten tensor shows at once.
 """
 
 import dataclasses
@@ -12,16 +13,17 @@ import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import torch
 from pydantic import Field
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from specdistill.engines.engine import HeadExport, Layout
-from specdistill.errors import UserError, refusing
-from specdistill.methods.layers import HeadShape, Rotary
+from specdistill.common.errors import UserError, convert_errors
+from specdistill.methods.layers import DraftT, HeadShape, Rotary
+from specdistill.methods.sizes import RawConfig
+from specdistill.serving.engines.engine import HeadExport, Layout
 from specdistill.targets import files
 from specdistill.targets.files import (
     EMBEDDING,
@@ -30,26 +32,31 @@ from specdistill.targets.files import (
     SINGLE,
     Shards,
     TargetFiles,
-    needed,
-    stated,
+    read_stated,
+    require_target,
 )
 from specdistill.targets.frozen import FrozenTarget
 
 AnyTarget = FrozenTarget | TargetFiles
-# Whose angles do not depend on the sequence's length, so that cached keys stay right as it grows.
+ConfigT = TypeVar("ConfigT")
+# Kinds of rotary embeddings whose angles do not depend on the length of the sequence. So the cached
+# keys stay right as it grows.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 read_config = functools.partial(
     files.read_config, expected="the folder of a trained draft: config.json and weights"
 )
-PICKLED = "pytorch_model.bin"
+PICKLE_FILE = "pytorch_model.bin"
+MAPS = {"d2t", "t2d"}  # maps between the vocabularies of a head and its target
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
 OPTIONAL_SIZES = (
-    "num_key_value_heads", "head_dim", "num_hidden_layers", "max_position_embeddings", "draft_vocab_size", "target_hidden_size",
+    "num_key_value_heads", "head_dim", "num_hidden_layers", "max_position_embeddings",
+    "draft_vocab_size", "target_hidden_size",
     "num_target_layers",
 )  # fmt: skip
-# What would change a head's arithmetic without a trace in its tensors' names, and the value that heads have here.
-FIXED = {
+# Settings that change the arithmetic of a head but not the names of its tensors, each with the only
+# value that is supported here.
+FIXED_SETTINGS = {
     "hidden_act": "silu",
     "partial_rotary_factor": 1,
     "logit_scale": 1,
@@ -59,14 +66,22 @@ FIXED = {
 
 
 def link(source: Path, link: Path) -> None:
-    """A hard link to the file itself (the Hub's cache holds symbolic links), or a copy where there can be none."""
+    """Link to a file with a hard link, or copy it if the file system cannot link.
+
+    The Hub's cache holds symbolic links, so the link is made to the file that they point to.
+
+    Args:
+        source: the file.
+        link: the new path.
+    """
     try:
         os.link(source.resolve(), link)
     except OSError:
         shutil.copy2(source, link)
 
 
-def write_draft(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+def write_draft(folder: Path, config: RawConfig, tensors: Mapping[str, Tensor]) -> None:
+    """Write config.json and model.safetensors of a draft into a folder, which is created."""
     folder.mkdir(parents=True, exist_ok=True)
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     save_file(plain, folder / "model.safetensors", metadata={"format": "pt"})
@@ -74,37 +89,83 @@ def write_draft(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, T
 
 
 def write_head(output: Path, layout: Layout, head: HeadExport, tensors: dict[str, Tensor]) -> None:
-    """Write a head in an engine's layout, with the target's embedding where that repeats it. Raises as `needed`."""
+    """Write a head in an engine's layout.
+
+    If the layout needs the target, the target's embedding is written too, unless the head has its
+    own.
+
+    Raises:
+        UserError: if the layout needs the target and it is not given (see `needed`).
+    """
     if layout.needs_target:
-        embedding = needed(head.target, layout.needs_target).tensor(EMBEDDING)
-        tensors = {EMBEDDING: embedding.to(stored_dtype(tensors.values())), **tensors}
+        embedding = require_target(head.target, layout.needs_target).tensor(EMBEDDING)
+        tensors = {EMBEDDING: embedding.to(choose_stored_dtype(tensors.values())), **tensors}
     write_draft(output, layout.config(head), tensors)
 
 
 def read_tensors(folder: Path, key: str) -> dict[str, Tensor]:
-    """The weights of a folder, in one file or in shards; pickles only as plain tensors (`weights_only`).
+    """Load the weights of a folder, from one file or from shards.
 
-    Raises UserError when files are missing or broken, when the index names others than are there, or when a weight is not finite.
+    A pickle may hold plain tensors only (`weights_only`).
+
+    Args:
+        folder: the folder of the draft.
+        key: the recipe key that errors name.
+
+    Returns:
+        The tensors by name.
+
+    Raises:
+        UserError: if files are missing or broken, if the index names other tensors than the files
+            hold, or if a weight is not finite.
     """
     if (folder / INDEX).is_file() or (folder / SINGLE).is_file():
         shards = Shards.open(folder, key)
         shards.check()
         tensors = shards.load(shards.file_of)
-    elif (folder / PICKLED).is_file():
-        tensors = unpickled(folder / PICKLED, key)
+    elif (folder / PICKLE_FILE).is_file():
+        tensors = load_pickle(folder / PICKLE_FILE, key)
     else:
         raise UserError(
-            key, got=f"{folder}, which has no weights", expected=f"{SINGLE}, {INDEX} or {PICKLED}"
+            key,
+            got=f"{folder}, which has no weights",
+            expected=f"{SINGLE}, {INDEX} or {PICKLE_FILE}",
         )
     check_finite(tensors, folder, key)
     return tensors
 
 
+def read_outline(folder: Path, key: str) -> dict[str, Tensor]:
+    """Read names, shapes and dtypes of a folder's weights, as tensors without content.
+
+    The vocabulary maps have their content. A pickle that has them is loaded whole.
+
+    Args:
+        folder: the folder of the draft.
+        key: the recipe key that errors name.
+
+    Returns:
+        The tensors by name. Empty if the folder has only pickles in several files.
+
+    Raises:
+        UserError: as `read_tensors`, except for errors in the content of weights.
+    """
+    if (folder / INDEX).is_file() or (folder / SINGLE).is_file():
+        shards = Shards.open(folder, key)
+        shards.check()
+        return {**shards.build_without_content(), **shards.load(MAPS & shards.file_of.keys())}
+    if not (folder / PICKLE_FILE).is_file():
+        return {}
+    outline = load_pickle(folder / PICKLE_FILE, key, device="meta")
+    return load_pickle(folder / PICKLE_FILE, key) if MAPS & outline.keys() else outline
+
+
 def check_finite(tensors: Mapping[str, Tensor], folder: Path | str, key: str) -> None:
-    """Raises UserError for weights that are NaN or infinite."""
+    """Raise UserError if a weight is NaN or infinite."""
     floats = ((name, tensor) for name, tensor in tensors.items() if tensor.dtype in FLOATS)
     broken = next(
-        (name for name, tensor in floats if not all(map(math.isfinite, extremes(tensor)))), None
+        (name for name, tensor in floats if not all(map(math.isfinite, find_extremes(tensor)))),
+        None,
     )
     if broken:
         raise UserError(
@@ -112,23 +173,35 @@ def check_finite(tensors: Mapping[str, Tensor], folder: Path | str, key: str) ->
         )
 
 
-def extremes(tensor: Tensor) -> tuple[float, float]:
-    """The least and the greatest of the numbers, in one pass; both NaN where one of them is."""
+def find_extremes(tensor: Tensor) -> tuple[float, float]:
+    """Return the least and the greatest number of a tensor, computed in one pass.
+
+    Both are NaN if the tensor holds a NaN, and both are 0 if the tensor is empty.
+    """
     if not tensor.numel():
         return 0.0, 0.0
     least, greatest = tensor.aminmax()
     return float(least), float(greatest)
 
 
-def unpickled(path: Path, key: str, device: str = "cpu") -> dict[str, Tensor]:
-    """The tensors of a pickle that holds no other objects; on the meta device without content. Raises UserError for any other."""
-    with refusing(
+def load_pickle(path: Path, key: str, device: str = "cpu") -> dict[str, Tensor]:
+    """Load a pickle that holds tensors by name and no other objects.
+
+    Args:
+        path: the file.
+        key: the recipe key that errors name.
+        device: where to load the tensors; on `meta` they have no content.
+
+    Raises:
+        UserError: for a file that holds other objects or cannot be read.
+    """
+    with convert_errors(
         (RuntimeError, ValueError, EOFError, OSError, UnpicklingError),
         key,
         path,
         "plain tensors (weights_only)",
     ):
-        tensors: Any = torch.load(path, map_location=device, weights_only=True)
+        tensors: object = torch.load(path, map_location=device, weights_only=True)
     if not isinstance(tensors, dict) or not all(
         isinstance(tensor, Tensor) for tensor in tensors.values()
     ):
@@ -149,9 +222,21 @@ def check_tensors(
     what: str,
     optional: Collection[str] = (),
 ) -> None:
-    """Raises UserError when a tensor is missing that is not `optional`, unknown, or of another shape or kind than expected.
+    """Check that a draft has the expected tensors, with the expected shapes and kinds of dtypes.
 
-    Floating-point dtypes stand for each other, and so do integers. `what` is the kind of draft that it is, for errors.
+    All floating-point dtypes count as the same kind, and so do int64 and int32.
+
+    Args:
+        expected: tensors by name, of which only shape and dtype are read.
+        tensors: the draft's tensors by name.
+        folder: what errors call the draft.
+        key: the recipe key that errors name.
+        what: the kind of draft, for errors.
+        optional: names of tensors that may be missing.
+
+    Raises:
+        UserError: if a tensor is missing and not optional, is unknown, or has another shape or
+            kind.
     """
     missing = expected.keys() - tensors.keys() - set(optional)
     problems = {
@@ -160,13 +245,16 @@ def check_tensors(
     }
     problems |= {f"with unknown {name}": "" for name in sorted(tensors.keys() - expected.keys())}
     for name in sorted(expected.keys() & tensors.keys()):
-        wanted, found = expected[name], tensors[name]
-        if wanted.shape != found.shape:
-            problems[f"with {name} of shape {tuple(found.shape)}"] = (
-                f"{name} of shape {tuple(wanted.shape)}"
+        wanted_shape = expected[name]
+        actual = tensors[name]
+        if wanted_shape.shape != actual.shape:
+            problems[f"with {name} of shape {tuple(actual.shape)}"] = (
+                f"{name} of shape {tuple(wanted_shape.shape)}"
             )
-        if _kind(wanted) != _kind(found):
-            problems[f"with {name} in {found.dtype}"] = f"{name} in {_kind(wanted)}"
+        if _name_dtype_kind(wanted_shape) != _name_dtype_kind(actual):
+            problems[f"with {name} in {actual.dtype}"] = (
+                f"{name} in {_name_dtype_kind(wanted_shape)}"
+            )
     if problems:
         instead = list(filter(None, problems.values()))[:3] or [f"the tensors of {what} alone"]
         raise UserError(
@@ -174,25 +262,39 @@ def check_tensors(
         )
 
 
-def _kind(tensor: Tensor) -> str:
-    """Of its dtype, as errors name it."""
+def _name_dtype_kind(tensor: Tensor) -> str:
+    """Return the kind of a tensor's dtype, in the words of errors."""
     if tensor.dtype in FLOATS:
         return "float32, bfloat16 or float16"
     return "integers" if tensor.dtype in (torch.int64, torch.int32) else str(tensor.dtype)
 
 
 def load_reading(
-    check: Callable[..., tuple[Any, Mapping[str, Tensor]]],
-    make: Callable[[Any], nn.Module],
+    check: Callable[..., tuple[ConfigT, Mapping[str, Tensor]]],
+    make: Callable[[ConfigT], DraftT],
     folder: Path | str,
     target: FrozenTarget,
     *,
     key: str = "eval.draft",
-) -> Any:
-    """A draft that reads the target's features; the target has what its files omit. check: a method's. key: that the folder came from.
+) -> DraftT:
+    """Load a draft that reads the target's features.
 
-    Raises UserError when files are missing or broken, when a tensor is missing, unknown or of another shape or kind, when the config asks
-    for what such drafts do not have here, or when the draft is for another hidden size, vocabulary or depth than the target's.
+    Tables that the draft's files omit are taken from the target.
+
+    Args:
+        check: (folder, tensors, target, key=, name=) -> config and tensors, checked.
+        make: config -> draft.
+        folder: the folder of the draft.
+        target: the target.
+        key: the recipe key that the folder came from.
+
+    Returns:
+        The draft, in the dtype of its file.
+
+    Raises:
+        UserError: if files are missing or broken; if a tensor is missing, unknown, or of another
+            shape or kind; if the config asks for what such drafts do not have here; or if the draft
+            is for another hidden size, vocabulary or depth than the target's.
     """
     config, tensors = check(
         Path(folder), read_tensors(Path(folder), key), target, key=key, name=folder
@@ -200,27 +302,50 @@ def load_reading(
     draft = make(config)
     for parameter in draft.parameters():
         nn.init.constant_(parameter, torch.nan)
-    own = {EMBEDDING: target.tensor(EMBEDDING), HEAD: target.tensor(HEAD), **tensors}
-    draft.to(stored_dtype(tensors.values())).load_state_dict(own, strict=False)
+    tensors_with_target = {
+        EMBEDDING: target.tensor(EMBEDDING),
+        HEAD: target.tensor(HEAD),
+        **tensors,
+    }
+    draft.to(choose_stored_dtype(tensors.values())).load_state_dict(
+        tensors_with_target, strict=False
+    )
     return draft
 
 
-def stored_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
-    """The smallest dtype that holds all weights exactly: their own, where they have but one."""
+def choose_stored_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
+    """Return the smallest dtype that holds all weights exactly.
+
+    If all weights have the same dtype, it is that one.
+    """
     return functools.reduce(
         torch.promote_types, [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
     )
 
 
-def is_copy(given: Tensor, own: Tensor) -> bool:
-    """Whether one tensor is the other in another dtype."""
-    return given.shape == own.shape and torch.equal(given.to(own), own.to(given.dtype).to(own))
+def is_copy(draft_tensor: Tensor, target_tensor: Tensor) -> bool:
+    """Return whether a tensor is a copy of another one, perhaps in another dtype.
+
+    Args:
+        draft_tensor: the tensor that may be a copy.
+        target_tensor: the original.
+    """
+    return draft_tensor.shape == target_tensor.shape and torch.equal(
+        draft_tensor.to(target_tensor), target_tensor.to(draft_tensor.dtype).to(target_tensor)
+    )
 
 
 def check_fit(
     sizes: Mapping[str, int | None], target: AnyTarget, folder: Path | str, key: str
 ) -> None:
-    """Raises UserError for the first of a draft's sizes that is not the target's; their names in config.json may say `target_`."""
+    """Raise UserError if one of a draft's sizes differs from the target's.
+
+    Args:
+        sizes: the draft's sizes by their names in config.json, which may contain `target_`.
+        target: the target.
+        folder: what errors call the draft.
+        key: the recipe key that errors name.
+    """
     for name, got in sizes.items():
         expected = getattr(target, name.replace("target_", ""))
         if got != expected:
@@ -229,23 +354,28 @@ def check_fit(
             )
 
 
-def check_offsets(d2t_W: Tensor, vocab_size: int, folder: Path | str, key: str) -> None:
-    """Raises UserError for offsets from draft ids to target ids that are not those of ascending tokens."""
-    ids = torch.arange(len(d2t_W)) + d2t_W
-    if ids[0] < 0 or ids[-1] >= vocab_size or not (ids.diff() > 0).all():
-        expected = f"offsets to ascending token ids below {vocab_size}"
-        raise UserError(key, got=f"{folder} with a d2t of other numbers", expected=expected)
+def build_vocabulary_maps(d2t_W: Tensor, vocab_size: int) -> dict[str, Tensor]:
+    """Return the maps between the draft's and the target's vocabulary, as checkpoints store them.
 
+    Args:
+        d2t_W: [W], offsets from draft ids to target ids.
+        vocab_size: V, the size of the target's vocabulary.
 
-def vocabulary_maps(d2t_W: Tensor, vocab_size: int) -> dict[str, Tensor]:
-    """d2t [W] int64, offsets from draft ids to target ids, and t2d [V] bool, the target tokens that the draft can propose."""
+    Returns:
+        `d2t` [W] int64, the same offsets, and `t2d` [V] bool, the target tokens that the draft can
+        propose.
+    """
     target_ids = torch.arange(len(d2t_W)) + d2t_W
     return {"d2t": d2t_W.long(), "t2d": torch.isin(torch.arange(vocab_size), target_ids)}
 
 
-def shape_to_json(shape: HeadShape, dtype: torch.dtype) -> dict[str, Any]:
-    """The keys of a Llama's config.json, with the rotary embedding for readers before transformers 5 and since."""
+def write_shape(shape: HeadShape, dtype: torch.dtype) -> dict[str, object]:
+    """Return the keys of a Llama's config.json for a shape.
+
+    The rotary embedding is written for readers of transformers 5 and for earlier ones.
+    """
     # vLLM gives a layer its window by `layer_types` alone.
+    # A windowed shape states the kind of each of its layers.
     windowed = (
         {}
         if shape.sliding_window is None
@@ -254,6 +384,8 @@ def shape_to_json(shape: HeadShape, dtype: torch.dtype) -> dict[str, Any]:
     same_names = [
         field.name for field in dataclasses.fields(HeadShape) if field.name != "num_layers"
     ]
+    if shape.embedding_scale == 1:
+        same_names.remove("embedding_scale")
     return {
         "model_type": "llama",
         "attention_bias": False,
@@ -275,51 +407,76 @@ def shape_to_json(shape: HeadShape, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def layers_of_speculators(raw: Mapping[str, Any], kind: str, key: str) -> dict[str, Any] | None:
-    """What the config.json of a folder of speculators says of a draft's layers; None in any other folder.
+def read_speculators_layers(raw: RawConfig, kind: str, key: str) -> RawConfig | None:
+    """Return what config.json says of a draft's layers in a folder of speculators.
 
-    Raises UserError for a draft of another `speculators_model_type` than `kind`.
+    Args:
+        raw: the content of config.json.
+        kind: the `speculators_model_type` that is expected.
+        key: the recipe key that errors name.
+
+    Returns:
+        The part `transformer_layer_config`; None for a folder that is not speculators'.
+
+    Raises:
+        UserError: for a draft of another `speculators_model_type`, and for one without that part.
     """
-    if (named := raw.get("speculators_model_type")) is None:
+    method_name = raw.get("speculators_model_type")
+    if method_name is None:
         return None
-    layers: dict[str, Any] | None = raw.get("transformer_layer_config")
-    if named != kind or not layers:
-        got = f"speculators_model_type {named} with {'a' if layers else 'no'} transformer_layer_config"
-        raise UserError(key, got=got, expected=f"{kind}, with one")
+    layers: RawConfig | None = raw.get("transformer_layer_config")
+    if method_name != kind or not layers:
+        raise UserError(
+            key,
+            got=(
+                f"speculators_model_type {method_name} with {'a' if layers else 'no'}"
+                " transformer_layer_config"
+            ),
+            expected=f"{kind}, with one",
+        )
     return layers
 
 
-def shape_from_json(raw: Mapping[str, Any], key: str, *, what: str) -> dict[str, Any]:
-    """The fields of `HeadShape`, with the defaults that engines assume for absent keys.
+def read_shape(raw: RawConfig, key: str, *, what: str) -> HeadShape:
+    """Return the shape in a config.json, with the defaults that engines assume for absent keys.
 
-    Raises UserError for a size that is not there, and for a setting that a head cannot have.
+    Args:
+        raw: the content of config.json.
+        key: the recipe key that errors name.
+        what: the kind of draft, for errors.
+
+    Raises:
+        UserError: for a size that is missing, and for a setting that a head cannot have.
     """
-    raw = {
-        name: value for name, value in raw.items() if value is not None
-    }  # null is as if it were absent
-    check_settings(raw, FIXED, key, what=what)
-    rope = {
-        **(raw.get("rope_parameters") or {}),
-        **(raw.get("rope_scaling") or {}),
-    }  # of both, transformers takes the second
+    # A null means the same as an absent key.
+    # Read the rotary embedding, under the names of both versions of transformers.
+    raw = {name: value for name, value in raw.items() if value is not None}
+    check_settings(raw, FIXED_SETTINGS, key, what=what)
+    # If both are present, transformers takes the second.
+    rope = {**(raw.get("rope_parameters") or {}), **(raw.get("rope_scaling") or {})}
     older_name = rope.pop("type", None)
     rope["rope_type"] = rope.get("rope_type") or older_name or "default"
     theta = rope.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0
-    check_settings(rope, FIXED, key, what=what)
+    check_settings(rope, FIXED_SETTINGS, key, what=what)
     if rope["rope_type"] not in ROPE_TYPES:
         raise UserError(
             key,
             got=f"a config.json with rope_type {rope['rope_type']}",
             expected=f"one of {', '.join(ROPE_TYPES)}",
         )
+
+    # All layers must be of one kind.
     kinds = set(raw.get("layer_types") or ["full_attention"])
     if len(kinds) > 1 or not kinds <= {"full_attention", "sliding_attention"}:
         raise UserError(
             key, got=f"layer_types {raw['layer_types']}", expected=f"one kind of layer in {what}"
         )
-    stated_sizes(raw, SIZES, key, what=what)
-    stated_sizes(raw, filter(raw.__contains__, OPTIONAL_SIZES), key, what=what)
-    shape = {
+
+    # Read the sizes, with the defaults of engines.
+    read_stated(raw, "embedding_scale", float, key)
+    read_sizes(raw, SIZES, key, what=what)
+    read_sizes(raw, filter(raw.__contains__, OPTIONAL_SIZES), key, what=what)
+    fields = {
         field.name: raw[field.name] for field in dataclasses.fields(HeadShape) if field.name in raw
     } | {
         "num_key_value_heads": raw.get("num_key_value_heads") or raw["num_attention_heads"],
@@ -330,36 +487,58 @@ def shape_from_json(raw: Mapping[str, Any], key: str, *, what: str) -> dict[str,
         # Many configs repeat a window that no layer has.
         "sliding_window": raw.get("sliding_window") if kinds == {"sliding_attention"} else None,
     }
-    with refusing(
+
+    # Rotary computes the frequencies once, to see whether they are valid.
+    with convert_errors(
         (KeyError, ValueError, TypeError),
         key,
         f"rotary frequencies {rope}",
         "those of a Llama in transformers",
     ):
-        Rotary(HeadShape(**shape))
+        shape = HeadShape(**fields)
+        Rotary(shape)
     return shape
 
 
-def stated_sizes(
-    raw: Mapping[str, Any], names: Iterable[str], key: str, *, what: str
-) -> dict[str, int]:
-    """The sizes of these names in a config.json. Raises UserError for one that is missing, and for what is no size."""
-    sizes = {name: stated(raw, name, size_from(1), key) for name in names}
-    if missing := next((name for name, size in sizes.items() if size is None), None):
+def read_sizes(raw: RawConfig, names: Iterable[str], key: str, *, what: str) -> dict[str, int]:
+    """Return the sizes of these names in a config.json.
+
+    Args:
+        raw: the content of config.json.
+        names: keys of config.json.
+        key: the recipe key that errors name.
+        what: the kind of draft, for errors.
+
+    Raises:
+        UserError: for a size that is missing, and for a value that is not a size.
+    """
+    sizes = {name: read_stated(raw, name, define_size_type(1), key) for name in names}
+    missing = next((name for name, size in sizes.items() if size is None), None)
+    if missing:
         raise UserError(key, got=f"a config.json without {missing}", expected=f"the keys of {what}")
     return sizes
 
 
 @functools.cache
-def size_from(least: int) -> Any:
-    """pydantic's kind of a size, so that the product of two is a size that torch can hold."""
+def define_size_type(least: int) -> Any:
+    """Return the pydantic type of a size of at least `least` and below 2 ** 31.
+
+    The upper bound keeps the product of two sizes within what torch can hold.
+    """
     return Annotated[int, Field(ge=least, lt=2**31)]
 
 
-def check_settings(
-    raw: Mapping[str, Any], fixed: Mapping[str, Any], key: str, *, what: str
-) -> None:
-    """Raises UserError for the first setting with another value than the fixed one; absent and null stand for that."""
+def check_settings(raw: RawConfig, fixed: Mapping[str, object], key: str, *, what: str) -> None:
+    """Raise UserError if a setting differs from its fixed value.
+
+    An absent or null setting counts as the fixed value.
+
+    Args:
+        raw: the content of config.json, or a part of it.
+        fixed: the settings by name, with the values that they must have.
+        key: the recipe key that errors name.
+        what: the kind of draft, for errors.
+    """
     for name, value in fixed.items():
         got = raw.get(name)
         if got is not None and got != value:

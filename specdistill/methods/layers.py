@@ -1,13 +1,17 @@
-"""What drafts that read features are built of: Llama's parts, with the attention itself left to the caller.
+"""The parts of drafts that read features: Llama's layers, with the attention left to the caller.
 
-Shapes: B batch, T positions, I input size, H hidden size, N query heads, G key/value heads, d head size.
+Shapes: B batch, T positions, I input size, H hidden size, N query heads, G key/value heads, d head
+size.
 
-A `KVCache` holds keys and values and answers queries, so that cached decoding and the unrolled training-time test run the same layers.
+A `KVCache` holds keys and values and answers queries. So decoding with a cache and the unrolled
+training-time test run the same layers.
 """
 
+import copy
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,17 +22,23 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
-from specdistill.errors import UserError
+from specdistill.common.errors import UserError
 from specdistill.methods.sizes import ModelShape
 from specdistill.targets.anatomy import LogitsHead
 from specdistill.targets.frozen import FrozenTarget
 
+DraftT = TypeVar("DraftT", bound=nn.Module)  # any neural draft, whatever it reads
+
 
 @dataclass(frozen=True, kw_only=True)
 class HeadShape(ModelShape):
-    """What heads have in common: layers of Llama's shape over the target's vocabulary.
+    """The shape that heads have in common: layers of Llama's shape over the target's vocabulary.
 
-    sliding_window: a position sees itself and the window - 1 before it; None sees all of them.
+    Attributes:
+        vocab_size: V, of the target.
+        sliding_window: a position sees itself and the window - 1 positions before it. None: it sees
+            all of them.
+        embedding_scale: the factor by which embeddings are multiplied, as Gemma multiplies its own.
     """
 
     hidden_act: ClassVar = "silu"
@@ -42,11 +52,19 @@ class HeadShape(ModelShape):
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     sliding_window: int | None = None
+    embedding_scale: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureShape(HeadShape):
-    """Of a draft that reads several layers of the target. `aux_layers` counts "after L layers" (see specdistill.targets.frozen)."""
+    """The shape of a draft that reads several layers of the target.
+
+    Attributes:
+        draft_vocab_size: W.
+        aux_layers: the layers that are read, counted as "after L layers" (see
+            specdistill.targets.frozen).
+        target_num_layers: the depth of the target.
+    """
 
     draft_vocab_size: int
     aux_layers: tuple[int, ...]
@@ -54,39 +72,105 @@ class FeatureShape(HeadShape):
 
     @property
     def prunes_vocabulary(self) -> bool:
+        """Whether the draft vocabulary is smaller than the target's."""
         return self.draft_vocab_size < self.vocab_size
 
 
 def check_window(shape: HeadShape, num_steps: int, *, key: str) -> None:
-    """Raises UserError, naming `key`, when a chain of `num_steps` is longer than the window that must hold it."""
+    """Raise UserError if a chain of draft steps is longer than the draft's window.
+
+    The window must hold the whole chain.
+
+    Args:
+        shape: the shape of the draft.
+        num_steps: the length of the chain.
+        key: the recipe key that the error names.
+    """
     if shape.sliding_window is not None and num_steps > shape.sliding_window:
-        got = f"{num_steps} steps with a draft that sees {shape.sliding_window} positions"
-        raise UserError(key, got=got, expected=f"at most {shape.sliding_window}")
+        raise UserError(
+            key,
+            got=f"{num_steps} steps with a draft that sees {shape.sliding_window} positions",
+            expected=f"at most {shape.sliding_window}",
+        )
+
+
+class Embedding(nn.Embedding):
+    """The target's embedding table, with its embeddings scaled as the target scales them."""
+
+    def __init__(self, config: HeadShape) -> None:
+        super().__init__(config.vocab_size, config.hidden_size)
+        self.scale = config.embedding_scale
+
+    def forward(self, ids: Tensor) -> Tensor:
+        embedded = super().forward(ids)
+        return embedded if self.scale == 1 else embedded * self.scale
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's over inputs in the weights' precision: of 16-bit inputs and float32 weights torch warns, and takes seven kernels for one."""
+    """An RMS norm that is computed in the wider of the input's and the weights' dtype.
+
+    For 16-bit inputs and float32 weights, torch's own norm warns and runs seven kernels instead of
+    one.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(torch.promote_types(x.dtype, self.weight.dtype))).to(x.dtype)
 
 
+@torch.no_grad()
+def is_one_plus_weight(norm: nn.Module) -> bool:
+    """Return whether a norm multiplies by 1 + weight, as Gemma's norms do.
+
+    For such a norm a weight of zero changes nothing.
+    """
+    probe = copy.deepcopy(norm)
+    for parameter in probe.parameters():
+        parameter.zero_()
+    signs = torch.ones_like(probe.get_parameter("weight"))
+    # The input is not constant, because a LayerNorm would subtract the mean and leave nothing.
+    signs[::2] = -1
+    return bool(probe(signs.view(1, 1, -1)).any())
+
+
+@torch.no_grad()
+def scale_norm(norm: nn.Module, factor: float) -> None:
+    """Scale the output of a norm by a factor, by changing its parameters."""
+    offset = float(is_one_plus_weight(norm))
+    for name, parameter in norm.named_parameters():
+        added = offset if name == "weight" else 0.0
+        parameter.copy_((parameter + added) * factor - added)
+
+
 class KVCache(Protocol):
-    """Where a layer's keys and values live, and what each query may see."""
+    """A store of keys and values that decides what each query may see."""
 
     def append(self, layer: int, key_BGTd: Tensor, value_BGTd: Tensor) -> None:
-        """Take in this step's keys and values; a context that nothing is asked of has no queries."""
+        """Add keys and values of this step, without queries.
+
+        This is for a context that is only read.
+        """
 
     def attend(
         self, layer: int, query_BNTd: Tensor, key_BGTd: Tensor, value_BGTd: Tensor
     ) -> Tensor:
-        """Take in this step's keys and values and return the attention output [B, N, T, d of the values]."""
+        """Add keys and values of this step and compute the attention of its queries.
+
+        Returns:
+            The attention output [B, N, T, d of the values].
+        """
 
 
 class Attention(nn.Module):
-    """head_norms: of each query and key head; only block drafters have them."""
+    """Llama's attention, whose keys and values are held by a `KVCache`."""
 
     def __init__(self, config: HeadShape, input_size: int, *, head_norms: bool = False) -> None:
+        """Create the projections.
+
+        Args:
+            config: the shape of the draft.
+            input_size: I.
+            head_norms: whether each query and key head is normalized. Only block drafters do this.
+        """
         super().__init__()
         self.head_dim = config.head_dim
         self.q_proj = nn.Linear(
@@ -108,18 +192,17 @@ class Attention(nn.Module):
     def forward(
         self, x_BTI: Tensor, rotary: tuple[Tensor, Tensor], layer: int, kv_cache: KVCache
     ) -> Tensor:
-        query, key = (
-            self.heads(self.q_proj, self.q_norm, x_BTI),
-            self.heads(self.k_proj, self.k_norm, x_BTI),
-        )
+        query = self.heads(self.q_proj, self.q_norm, x_BTI)
+        key = self.heads(self.k_proj, self.k_norm, x_BTI)
         query, key = apply_rotary_pos_emb(query, key, *rotary)
         context_BNTd = kv_cache.attend(layer, query, key, self.heads(self.v_proj, None, x_BTI))
-        return self.o_proj(context_BNTd.transpose(1, 2).flatten(2))
+        output: Tensor = self.o_proj(context_BNTd.transpose(1, 2).flatten(2))
+        return output
 
     def remember(
         self, context_BTI: Tensor, rotary: tuple[Tensor, Tensor], layer: int, kv_cache: KVCache
     ) -> None:
-        """Make keys and values of a context that nothing is asked of."""
+        """Add keys and values of a context that has no queries to the cache."""
         key = self.heads(self.k_proj, self.k_norm, context_BTI)
         kv_cache.append(
             layer,
@@ -128,14 +211,20 @@ class Attention(nn.Module):
         )
 
     def heads(self, project: nn.Linear, norm: nn.Module | None, x_BTI: Tensor) -> Tensor:
-        """[B, N or G, T, d]."""
+        """Project the input and split it into heads [B, N or G, T, d].
+
+        The heads are normalized if there is a norm.
+        """
         x = project(x_BTI).unflatten(-1, (-1, self.head_dim))
-        heads: Tensor = (x if norm is None else norm(x)).transpose(1, 2)
-        return heads
+        output: Tensor = (x if norm is None else norm(x)).transpose(1, 2)
+        return output
 
 
 class PlainLayer(nn.Module):
-    """An ordinary Llama layer: what every layer after a head's first one is. Without `input_norm`, the first of an EAGLE-1 head."""
+    """An ordinary Llama layer, as every layer after a head's first one.
+
+    Without `input_norm` it is the first layer of an EAGLE-1 head.
+    """
 
     def __init__(
         self, config: HeadShape, index: int, *, input_norm: bool = True, head_norms: bool = False
@@ -155,18 +244,66 @@ class PlainLayer(nn.Module):
         hidden = hidden_BTH + self.self_attn(
             self.input_layernorm(hidden_BTH), rotary, self.index, kv_cache
         )
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return output
 
 
-class FeatureDraft(nn.Module):
-    """A draft of a `FeatureShape`. d2t [W] int64: offset from draft id to target id."""
+class DraftModule(nn.Module):
+    """A draft that reads the target's features, as training, decoding and the doctor see it.
+
+    Attributes:
+        config: the shape of the draft. `vocab_size` (V), `num_layers` and `sliding_window` (in
+            positions; None for all of them) are read.
+        layers: the decoder layers.
+        fc: the projection of what is read to one hidden state.
+        rotary: (tensor, positions [B, T]) -> (cos, sin) [B, T, d] in the dtype of the tensor.
+    """
 
     config: Any
+    layers: nn.ModuleList
+    fc: nn.Linear
+    rotary: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+    @property
+    @abstractmethod
+    def aux_layers(self) -> tuple[int, ...]:
+        """The target's layers that the draft reads in addition to the last."""
+
+    @property
+    @abstractmethod
+    def shared(self) -> frozenset[str]:
+        """The names of tensors that are the target's own: neither trained nor saved."""
+
+    @property
+    @abstractmethod
+    def logits(self) -> LogitsHead:
+        """The map [..., H] -> [..., W] to logits over the draft vocabulary.
+
+        The target's own head scales and caps them as the target does.
+        """
+
+    @property
+    @abstractmethod
+    def target_ids_W(self) -> Tensor | None:
+        """The target's id of each draft token, ascending; None if the ids are the same."""
+
+
+ModuleT = TypeVar("ModuleT", bound=DraftModule)  # a draft that reads features
+
+
+class FeatureDraft(DraftModule):
+    """A draft of a `FeatureShape`.
+
+    Attributes:
+        embed_tokens: the embedding table.
+        d2t: [W] int64, the offset from each draft id to the target id.
+    """
+
     embed_tokens: nn.Embedding
     d2t: Tensor
 
     def end_with_head(self, config: FeatureShape) -> None:
-        """What stands behind the layers."""
+        """Create the modules after the layers: final norm, LM head, rotary embedding and `d2t`."""
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.rotary = Rotary(config)
@@ -176,7 +313,15 @@ class FeatureDraft(nn.Module):
     def begin(
         self, target: FrozenTarget, draft_vocabulary: Tensor | None, scale: float = 1.0
     ) -> None:
-        """With the target's tables and final norm, where it is as wide. draft_vocabulary: sorted target ids [W], None for all."""
+        """Initialize from the target: the draft vocabulary, and embedding, LM head and final norm.
+
+        The tables and the norm are only copied if the draft is as wide as the target.
+
+        Args:
+            target: the target.
+            draft_vocabulary: sorted target ids [W]; None for all.
+            scale: the factor for the rows of the LM head.
+        """
         if draft_vocabulary is not None:
             self.d2t.copy_(
                 draft_vocabulary
@@ -188,13 +333,18 @@ class FeatureDraft(nn.Module):
             if (final := getattr(target.norm, "weight", None)) is not None:  # some norms have none
                 self.norm.weight.copy_(final)
 
+    def scale_output(self, factor: float) -> None:
+        """Multiply the logits by a factor."""
+        scale_norm(self.norm, factor)
+
     @property
     def logits(self) -> LogitsHead:
         return LogitsHead(self.lm_head)
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        return self.config.aux_layers
+        aux_layers: tuple[int, ...] = self.config.aux_layers
+        return aux_layers
 
     @property
     def target_ids_W(self) -> Tensor:
@@ -203,26 +353,32 @@ class FeatureDraft(nn.Module):
 
 
 class Rotary(LlamaRotaryEmbedding):
-    """(cos, sin) [B, T, d] of positions [B, T], as a Llama with this shape has them, in the dtype of the first argument.
+    """Llama's rotary embedding for a shape.
 
-    `.to(bfloat16)` of a draft leaves its frequencies in float32: rounded, they are off by a tenth at position 512.
+    It is called with a tensor and positions [B, T], and returns (cos, sin) [B, T, d] in the dtype
+    of the tensor.
+
+    `.to(bfloat16)` of a draft leaves the frequencies in float32. If they were rounded, angles would
+    be off by a tenth at position 512.
     """
 
     def __init__(self, shape: HeadShape) -> None:
-        config = LlamaConfig(
-            hidden_size=shape.hidden_size,
-            num_attention_heads=1,  # only the head's size counts
-            head_dim=shape.head_dim,
-            max_position_embeddings=shape.max_position_embeddings,
-            rope_parameters={
-                "rope_type": "default",
-                "rope_theta": shape.rope_theta,
-                **(shape.rope_scaling or {}),
-            },
+        super().__init__(
+            LlamaConfig(
+                hidden_size=shape.hidden_size,
+                num_attention_heads=1,  # only the head's size counts
+                head_dim=shape.head_dim,
+                max_position_embeddings=shape.max_position_embeddings,
+                rope_parameters={
+                    "rope_type": "default",
+                    "rope_theta": shape.rope_theta,
+                    **(shape.rope_scaling or {}),
+                },
+            )
         )
-        super().__init__(config)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Rotary":
+        """Move or convert the module, but keep the dtype of its frequencies."""
         exact = dict(self.named_buffers())
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, moved in list(self.named_buffers()):

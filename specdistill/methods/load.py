@@ -1,36 +1,42 @@
-"""A draft by its name: where it is, which method it is for, and made for training or loaded for decoding.
+"""Find a draft by its name, recognize its method, and create or load it.
 
-The method is told by the folder's content, the tensors' names first, then what its config.json calls itself. Tensors decide because configs
-do not: SafeAILab's EAGLE-3 heads call themselves `LlamaForCausalLM`, as a plain model does.
+The method is recognized by the content of the folder: first by the names of the tensors, then by
+what config.json calls itself. Tensors come first because configs are unreliable: SafeAILab's
+EAGLE-3 heads call themselves `LlamaForCausalLM`, as a plain model does.
 """
 
-import itertools
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
+from torch import nn
 
+from specdistill.common.documents import read_json
+from specdistill.common.errors import UserError, convert_errors
+from specdistill.common.repositories import fetch, resolve, split_gguf, split_revision
 from specdistill.decoding.lookup_first import LookupFirstProposer
-from specdistill.decoding.online_length import OnlineLengthProposer
 from specdistill.decoding.proposer import Proposer
 from specdistill.decoding.transformers_models import check_reads_trees
-from specdistill.errors import UserError, refusing
-from specdistill.files.documents import read_json
-from specdistill.methods import METHODS, method_named
-from specdistill.methods.checkpoint import PICKLED, read_config, unpickled
-from specdistill.methods.contract import Draft, Implementation
-from specdistill.methods.target_record import check_target
+from specdistill.methods import METHODS, get_method
+from specdistill.methods.base import Method
+from specdistill.methods.checkpoint import PICKLE_FILE, load_pickle, read_config
+from specdistill.methods.compatibility import check_draft
+from specdistill.methods.first_loss import check_first_loss
+from specdistill.methods.recipe import TrainedRecipe
+from specdistill.methods.sizes import RawConfig
 from specdistill.recipe.sections import LookupFirstConfig
-from specdistill.repositories import fetch, resolve, split_revision
-from specdistill.targets.files import INDEX, SINGLE, Shards, TargetFiles, content_hash
+from specdistill.targets.files import INDEX, SINGLE, Shards, TargetFiles, hash_contents
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.history import read_history
 
+# Values of `draft.init` for drafts that are made from the target alone.
+FRESH_INITIALIZATIONS = (None, "layers", "scratch")
 EXPECTED = "a draft: an EAGLE or MTP head or a causal language model, config.json and weights"
-# Methods that are not decoded here, by what their drafts' config.json says that they are.
+# Methods that are not decoded here, and the pattern by which the config.json of their drafts is
+# recognized.
 OTHER_METHODS = {"peagle": r"p-?eagle", "dflash2": r"dflash2"}
 WEIGHTS = ("*.safetensors", "*.index.json", "pytorch_model*.bin")
 TOKENIZER = (
@@ -43,16 +49,59 @@ TOKENIZER = (
     "spiece.model",
     "*.tiktoken",
 )
-WHOLE_DRAFT = ("config.json", "generation_config.json", *WEIGHTS, *TOKENIZER)
+DRAFT_FILES = ("config.json", "generation_config.json", *WEIGHTS, *TOKENIZER)
 
 
-def create_draft(recipe: Any, target: FrozenTarget, rows: Dataset) -> Draft:
-    """The draft that a recipe describes, before its first step: fresh, or continued from `draft.init`; in float32, whatever a file holds.
+def create_draft(recipe: TrainedRecipe, target: FrozenTarget, rows: Dataset) -> nn.Module:
+    """Create the draft that a recipe describes, before its first step.
 
-    rows: training data, by which methods choose a draft vocabulary. Raises UserError for settings that do
-    not fit each other or the target.
+    It is fresh, or continues the draft of `draft.init`. A fresh draft begins no worse than one that
+    guesses evenly (see `first_loss`).
+
+    Args:
+        recipe: the recipe.
+        target: the target.
+        rows: training data, by which methods choose a draft vocabulary.
+
+    Returns:
+        The draft in float32, whatever the dtype of a file.
+
+    Raises:
+        UserError: for settings that do not fit each other or the target.
     """
-    return implementation(recipe.method).create(recipe, target, rows).float()
+    method = load_method(recipe.method)
+    draft = method.create(recipe, target, rows).float()
+    check_first_loss(
+        method.build_objective(draft, recipe, target), target, rows, is_fresh=recipe.is_fresh
+    )
+    return draft
+
+
+def check_initialization(recipe: TrainedRecipe, target: TargetFiles | None) -> None:
+    """Check the trained draft or model in `draft.init`, if the recipe names one.
+
+    It must be a draft of the recipe's own method. Methods whose drafts are whole language models
+    also accept each other's. The draft may record another target, because drafts are trained
+    further for fine-tunes.
+
+    Raises:
+        UserError: for a draft that does not fit.
+    """
+    init = str(getattr(recipe.draft, "init", None))
+    is_named = Path(init).is_dir() or "/" in init or init == "pico"
+    if target is None or not is_named or split_gguf(init)[1]:
+        return
+    folder = locate(init, key="draft.init")
+    method_name = find_method(folder, key="draft.init")
+    if method_name != recipe.method and not (
+        METHODS[method_name].standalone and METHODS[recipe.method].standalone
+    ):
+        raise UserError(
+            "draft.init",
+            got=f"{init}, which holds a draft of method {method_name}",
+            expected=f"a draft of method {recipe.method}",
+        )
+    check_draft(method_name, folder, target, "draft.init", reads_record=False)
 
 
 def load_proposer(
@@ -62,46 +111,72 @@ def load_proposer(
     *,
     key: str = "eval.draft",
     lookup_first: LookupFirstConfig | None = None,
-    draft_length: str = "fixed",
     compile: bool = False,
     made_for: TargetFiles | None = None,
+    logs: bool = True,
     **options: Any,
 ) -> Proposer:
-    """The proposer of a method, behind a lookup if there is to be one; `options` are the method's own, as `Recipe.proposer_options`
-    gives them. draft_length: `online` has the proposer choose the length of each chain, up to K. compile: its passes, where it can.
-    made_for: what the draft's record must name, if not the target.
+    """Load the proposer of a method, with a lookup in front of it if that is asked for.
 
-    The draft is a folder or a Hub id, in any layout that is read, None for a method that is not trained; `key` is the key that it
-    came from, which errors name.
-    Raises UserError when the method is unknown, or the draft is another target's or does not fit; ResourceError when the Hub fails.
+    Args:
+        method: the name of the method.
+        draft: a folder or Hub id, in any layout that can be read; None for a method that is not
+            trained.
+        target: the target that verifies.
+        key: the recipe key that the draft came from, which errors name.
+        lookup_first: the lookup in front of the draft; None for none.
+        compile: whether to compile the proposer's passes, if it can.
+        made_for: the target's files that the draft is checked against; None: those of `target`.
+        logs: whether to log the warnings of that check.
+        **options: the method's own options, as `Recipe.proposer_options` returns them.
+
+    Raises:
+        UserError: if the method is unknown, or if the draft is for another target or does not fit.
+        ResourceError: if the Hub fails.
     """
-    folder = None
-    if method_named(method).is_trained:
-        folder = locate(str(draft), key=key)
-        if (found := method_of(folder, key=key)) != method:
-            raise UserError(
-                key,
-                got=f"{draft}, which holds a draft of method {found}",
-                expected=f"one of method {method}",
-            )
-        if (files := made_for or target.files) is not None:
-            check_target(folder, files, key, **options)
-    proposer = implementation(method).load_proposer(folder, target, key=key, **options)
+    folder = locate_trained(method, draft, key=key)
+    files = made_for or target.files
+    # A target that was made in memory has no files to check against.
+    if folder is not None and files is not None:
+        check_draft(method, folder, files, key, logs=logs, **options)
+    proposer = load_method(method).load_proposer(folder, target, key=key, **options)
     if hasattr(proposer, "compiled"):
         proposer.compiled = compile
-    if draft_length == "online":
-        proposer = OnlineLengthProposer(proposer)
     if lookup_first:
         if lookup_first.draft_tree:
             check_reads_trees(target)
-        lookup = implementation(lookup_first.method).lookup(lookup_first.min, lookup_first.max)
+        lookup = load_method(lookup_first.method).build_lookup(lookup_first.min, lookup_first.max)
         proposer = LookupFirstProposer(proposer, lookup, lookup_first)
     return proposer
 
 
-def implementation(method: str) -> Implementation:
-    """A method's functions. Raises as `method_named`."""
-    return method_named(method).implementation()
+def locate_trained(method: str, draft: Path | str | None, *, key: str) -> Path | None:
+    """Return the folder of a draft of this method; None for a method that is not trained.
+
+    Raises:
+        UserError: if the method is unknown, or if the folder holds no draft of this method.
+        ResourceError: if the Hub fails.
+    """
+    if not get_method(method).is_trained:
+        return None
+    folder = locate(str(draft), key=key)
+    method_name = find_method(folder, key=key)
+    if method_name != method:
+        raise UserError(
+            key,
+            got=f"{draft}, which holds a draft of method {method_name}",
+            expected=f"one of method {method}",
+        )
+    return folder
+
+
+def load_method(name: str) -> Method[TrainedRecipe, nn.Module]:
+    """Import a method.
+
+    Raises:
+        UserError: for an unknown name.
+    """
+    return get_method(name).load()
 
 
 def locate(
@@ -109,39 +184,62 @@ def locate(
     *,
     key: str = "eval.draft",
     expected: str = "the folder or Hub id of a draft",
-    patterns: Sequence[str] = WHOLE_DRAFT,
+    names: Sequence[str] = (),
+    patterns: Sequence[str] = DRAFT_FILES,
 ) -> Path:
-    """The folder of a draft: itself, or the Hub's files in the local cache; `org/name@revision` is a branch, tag or commit of it.
+    """Return the folder of a draft: a local one, or the Hub's files in the local cache.
 
-    patterns: which of the Hub's files are fetched.
+    Args:
+        draft: a folder or Hub id. `org/name@revision` is a branch, tag or commit.
+        key: the recipe key that errors name.
+        expected: the expected value, for the error.
+        names: other words that are allowed for a draft, for the error.
+        patterns: which files to fetch from the Hub.
 
-    Raises UserError for a path that is no folder, ResourceError when the Hub fails.
+    Raises:
+        UserError: for a path that is not a folder.
+        ResourceError: if the Hub fails.
     """
     name, revision = split_revision(draft)
     return fetch(
-        resolve(name, key), key=key, expected=expected, revision=revision, patterns=patterns
+        resolve(name, key, expected=expected, names=names),
+        key=key,
+        expected=expected,
+        revision=revision,
+        patterns=patterns,
     )
 
 
 def draft_files(folder: Path) -> list[Path]:
-    """The files of a folder that are the draft: those of the names in WHOLE_DRAFT, in order."""
+    """Return the sorted files of a folder that belong to the draft, by the names in DRAFT_FILES."""
     return sorted(
         path
         for path in folder.iterdir()
-        if path.is_file() and any(fnmatch(path.name, name) for name in WHOLE_DRAFT)
+        if path.is_file() and any(fnmatch(path.name, name) for name in DRAFT_FILES)
     )
 
 
 def draft_hash(folder: Path) -> str:
-    """sha256 of a draft: of the names and contents of its files, wherever they lie, and whatever else lies next to them."""
-    return content_hash(draft_files(folder))
+    """Return the sha256 of a draft: of the names and contents of its files.
+
+    It does not depend on where the folder is or on what else it holds.
+    """
+    return hash_contents(draft_files(folder))
 
 
-def describe_draft(draft: str | None, method: str) -> dict[str, Any]:
-    """A report's `draft`, as far as its name and files say: the folder or Hub id, the commit of the latter, the hash of its files, and what
-    its run's history says of its training.
+def describe_draft(draft: str | None, method: str) -> dict[str, object]:
+    """Return the `draft` section of a report, as far as the draft's name and files tell.
 
-    draft: None for a method without weights. Raises as `locate`.
+    It has the folder or Hub id, the commit of the latter, the hash of the files, and what the
+    history of the run says about training.
+
+    Args:
+        draft: a folder or Hub id; None for a method without weights.
+        method: the name of the method.
+
+    Raises:
+        UserError: for a path that is not a folder.
+        ResourceError: if the Hub fails.
     """
     if draft is None:
         return {"model": None, "revision": None, "method": method}
@@ -154,30 +252,55 @@ def describe_draft(draft: str | None, method: str) -> dict[str, Any]:
         "weights": draft_hash(folder),
     }
     history = read_history(folder, key="eval.draft")
-    found = (
-        {"training": history.before_and_after(), "acceptance_curve": history.acceptance_curve()}
+    description = (
+        {
+            "training": history.compare_before_and_after(),
+            "acceptance_curve": history.list_acceptance_curve(),
+        }
         if history
         else {}
     )
-    return described | {name: part for name, part in found.items() if part}
+    return described | {name: part for name, part in description.items() if part}
 
 
-def method_of(folder: Path, *, key: str = "eval.draft") -> str:
-    """The method whose draft a folder holds. `key` is what errors name; raises UserError, saying what was found, for anything else."""
-    return recognized(read_config(folder, key), _tensor_names(folder, key), name=folder, key=key)
+def find_method(folder: Path, *, key: str = "eval.draft") -> str:
+    """Return the method of the draft in a folder.
+
+    Args:
+        folder: the folder.
+        key: the recipe key that errors name.
+
+    Raises:
+        UserError: for a folder without a draft of a known method. It says what was found.
+    """
+    return recognize_method(
+        read_config(folder, key), _read_tensor_names(folder, key), name=folder, key=key
+    )
 
 
-def recognized(config: Mapping[str, Any], names: Set[str], *, name: Path | str, key: str) -> str:
-    """The method whose draft has this config.json and tensors of these names. Raises UserError, calling it `name`, for anything else."""
-    methods = {each: method.implementation() for each, method in METHODS.items()} if names else {}
-    certain = (each for each, method in methods.items() if method.has_tensors(names))
-    named = (each for each, method in methods.items() if method.is_named(config, names))
-    if found := next(itertools.chain(certain, named), None):
-        return found
-    if names and (other := other_method(config)):
+def recognize_method(config: RawConfig, names: Set[str], *, name: Path | str, key: str) -> str:
+    """Return the method whose drafts have this config.json and tensors of these names.
+
+    Args:
+        config: the content of config.json.
+        names: the names of the tensors.
+        name: what errors call the draft.
+        key: the recipe key that errors name.
+
+    Raises:
+        UserError: if no method recognizes them. It says what was found.
+    """
+    methods = {method_name: row.load() for method_name, row in METHODS.items()} if names else {}
+    for method_name, method in methods.items():
+        if method.has_tensors(names):
+            return method_name
+    for method_name, method in methods.items():
+        if method.is_named(config, names):
+            return method_name
+    if names and (foreign_method := find_foreign_method(config)):
         raise UserError(
             key,
-            got=f"{name}, a draft of method {other}, which is not decoded here yet",
+            got=f"{name}, a draft of method {foreign_method}, which is not decoded here yet",
             expected=EXPECTED,
         )
     architectures = config.get("architectures") or []
@@ -186,24 +309,32 @@ def recognized(config: Mapping[str, Any], names: Set[str], *, name: Path | str, 
     raise UserError(key, got=f"{name}, which holds a config.json with {what}", expected=EXPECTED)
 
 
-def other_method(config: Mapping[str, Any]) -> str | None:
-    """The method of another project that a draft's config.json speaks of; None where it speaks of none that is known."""
-    stated = " ".join(
+def find_foreign_method(config: RawConfig) -> str | None:
+    """Return the method of another project that a draft's config.json names; None if it names none.
+
+    Only the methods in OTHER_METHODS are known.
+    """
+    stated_names = " ".join(
         map(str, [*(config.get("architectures") or []), config.get("speculators_model_type")])
     ).lower()
     return next(
-        (method for method, pattern in OTHER_METHODS.items() if re.search(pattern, stated)), None
+        (method for method, pattern in OTHER_METHODS.items() if re.search(pattern, stated_names)),
+        None,
     )
 
 
-def _tensor_names(folder: Path, key: str) -> set[str]:
-    """Names of the tensors in a folder's weights, without reading the tensors; empty when it has no weights."""
+def _read_tensor_names(folder: Path, key: str) -> set[str]:
+    """Return the names of the tensors in a folder's weights, without reading the tensors.
+
+    The result is empty if the folder has no weights.
+    """
     if (folder / INDEX).is_file() or (folder / SINGLE).is_file():
         return set(Shards.open(folder, key).file_of)
-    if (folder / PICKLED).is_file():
-        return set(unpickled(folder / PICKLED, key, device="meta"))
-    index = next(iter(sorted(folder.glob("*.index.json"))), None)  # of shards that are pickles
-    with refusing(
+    if (folder / PICKLE_FILE).is_file():
+        return set(load_pickle(folder / PICKLE_FILE, key, device="meta"))
+    # Shards that are pickles have an index of another name.
+    index = next(iter(sorted(folder.glob("*.index.json"))), None)
+    with convert_errors(
         (ValueError, KeyError, TypeError, OSError), key, index, "an index with a weight_map"
     ):
         return set(read_json(index)["weight_map"]) if index else set()

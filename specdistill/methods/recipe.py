@@ -1,27 +1,43 @@
-"""The recipe of a draft. Each method's own is a subclass in its folder (`config.py`) with the keys that it reads alone."""
+"""The recipe of a draft, with the keys that all methods or several of them read.
+
+The folder of each method has a subclass (`config.py`) with the keys that only this method reads.
+"""
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import model_validator
 from pydantic.fields import FieldInfo
 
-from specdistill.errors import UserError, nearest
-from specdistill.methods import METHODS, method_named
-from specdistill.recipe.fields import ReadWhen, Section, default_of, like, option, section
+from specdistill.common.errors import UserError, find_nearest, make_unused_key_error
+from specdistill.methods import METHODS, get_method
+from specdistill.recipe.fields import (
+    Condition,
+    Section,
+    find_changed_key,
+    find_default,
+    format_value,
+    like,
+    option,
+    section,
+)
 from specdistill.recipe.sections import (
     DataConfig,
     EvalConfig,
     HiddenStatesConfig,
+    OnlineStates,
     PublishConfig,
     SelectionConfig,
+    StoredStates,
     TargetConfig,
 )
 
 DEFAULT_METHOD = "eagle3"
-# Training arguments that the Trainer reads for an optimizer of its own; of these, muon_adamw takes learning_rate and weight_decay alone.
-READ_BY_ADAMW = (
+# Training arguments that the Trainer reads for its own optimizers. Of the Trainer's settings of an
+# optimizer, muon_adamw reads only learning_rate and weight_decay.
+ADAMW_ONLY_KEYS = (
     "optim",
     "optim_args",
     "optim_target_modules",
@@ -29,8 +45,8 @@ READ_BY_ADAMW = (
     "adam_beta2",
     "adam_epsilon",
 )
-# Patterns of training arguments that a draft's training does not follow, and why.
-UNREAD = {
+# Patterns of training arguments that the training of a draft does not read, and the reason.
+UNREAD_KEY_PATTERNS = {
     "label_smoothing_factor": "a draft's loss has no labels to smooth",
     "neftune_noise_alpha": "a draft reads the target's features or tokens as they are",
     **dict.fromkeys(
@@ -40,6 +56,7 @@ UNREAD = {
     "*liger_kernel*": "its kernels are for whole models of transformers",
     "*_full_eval": "a draft is evaluated as it is trained",
     "label_names": "a draft's batches have no labels",
+    "batch_eval_metrics": "acceptance is counted over all batches",
     **dict.fromkeys(
         ("fsdp*", "deepspeed", "parallelism_config"), "accelerate_configs/ say how to shard"
     ),
@@ -52,66 +69,81 @@ UNREAD = {
     "resume_from_checkpoint": "an interrupted run resumes when its command is repeated",
 }
 
-DECODED = "decoded_acceptance_length"
+DECODED_METRIC = "decoded_acceptance_length"
 DIVERGENCE = (
-    "divergence from the target's distribution: a name of specdistill/losses/divergence.py, {name: jsd, beta: 0.3} with options, or a "
-    "list of {name, weight} for a weighted sum"
+    "divergence from the target's distribution: a name of"
+    " specdistill/training/losses/divergence.py, {name: jsd, beta: 0.3} with options, or a list of"
+    " {name, weight} for a weighted sum"
 )
 
 
 class Recipe(Section):
-    """One method, one target, and how the draft is judged."""
+    """The recipe of one method and one target, and how the draft is judged."""
 
     method: str = option(DEFAULT_METHOD, f"method of the draft: {', '.join(METHODS)}")
     target: TargetConfig = section(TargetConfig)
     train: dict[str, Any] = option(
         {},
-        "fields of transformers.TrainingArguments, e.g. train.max_steps, train.num_train_epochs, train.learning_rate, "
-        "train.per_device_train_batch_size, train.report_to; train.output_dir is required",
+        "fields of transformers.TrainingArguments, e.g. train.max_steps, train.num_train_epochs,"
+        " train.learning_rate, train.per_device_train_batch_size, train.report_to; train.output_dir"
+        " is required",
     )
     eval: EvalConfig = section(EvalConfig)
     gate: str = option("default", "gate: a name or a YAML file")
     publish: PublishConfig = section(PublishConfig)
 
     @classmethod
-    def schema_for(cls, values: Mapping[str, Any]) -> type[Section]:
+    def select_schema(cls, values: Mapping[str, object]) -> type[Section]:
         method = values.get("method", DEFAULT_METHOD)
-        return method_named(method).recipe() if isinstance(method, str) else cls  # which refuses it
+        # The base schema refuses a method that is not a string.
+        return get_method(method).recipe() if isinstance(method, str) else cls
 
     @classmethod
-    def variants(cls) -> dict[str, type[Section]]:
+    def list_schemas(cls) -> dict[str, type[Section]]:
         return {name: method.recipe() for name, method in METHODS.items()}
 
-    def proposer_options(self) -> dict[str, Any]:
-        """The method's own options of decoding: its keys of `eval:` in addition to the common ones."""
-        return {name: getattr(self.eval, name) for name in own_eval_keys(type(self))}
+    def list_proposer_options(self) -> dict[str, Any]:
+        """Return the method's own options of decoding.
+
+        These are the keys of `eval:` that the method has in addition to the common ones.
+        """
+        return {name: getattr(self.eval, name) for name in list_own_eval_keys(type(self))}
 
     @model_validator(mode="after")
     def _fits_together(self) -> "Recipe":
-        if not isinstance(folder := self.train.get("output_dir"), str):
-            got = "nothing" if folder is None else repr(folder)
-            raise UserError("train.output_dir", got=got, expected="the folder of the run")
+        """Check that the run has a folder, and that a quantized target runs in this program."""
+        folder = self.train.get("output_dir")
+        if not isinstance(folder, str):
+            raise UserError(
+                "train.output_dir",
+                got="nothing" if folder is None else repr(folder),
+                expected="the folder of the run",
+            )
         if self.target.quantization and self.eval.engine != "specdistill":
-            got = f"{self.target.quantization} with eval.engine={self.eval.engine}"
             raise UserError(
                 "target.quantization",
-                got=got,
-                expected="null: an engine has options of its own, in its command",
+                got=f"{self.target.quantization} with eval.engine={self.eval.engine}",
+                expected=(
+                    "target.quantization=null: an engine has options of its own, in its command"
+                ),
             )
         if self.target.quantization and getattr(
             getattr(self, "hidden_states", None), "server", None
         ):
-            got = f"{self.target.quantization} with hidden_states.server"
             raise UserError(
                 "target.quantization",
-                got=got,
-                expected="null: servers compute as they were started",
+                got=f"{self.target.quantization} with hidden_states.server",
+                expected="target.quantization=null: servers compute as they were started",
             )
         return self
 
 
 class DraftSection(Section):
-    """What a recipe says of its draft. NOT_OF_SHAPE: keys that say no more of a fresh one."""
+    """The section `draft:` of a recipe.
+
+    Attributes:
+        NOT_OF_SHAPE: keys that do not describe the shape of a fresh draft.
+    """
 
     NOT_OF_SHAPE: ClassVar[frozenset[str]] = frozenset({"init"})
 
@@ -120,14 +152,15 @@ class DraftSection(Section):
     )
 
     def shape(self) -> dict[str, Any]:
-        """What a fresh draft is built from."""
+        """Return the keys that a fresh draft is built from."""
         return self.model_dump(exclude=set(self.NOT_OF_SHAPE))
 
 
 class TrainedRecipe(Recipe):
-    """The recipe of a method that is trained: its data, its draft and its loss as well.
+    """The recipe of a method that is trained: also its data, its draft and its loss.
 
-    FRESH: values of `draft.init` with which no weights are taken from elsewhere.
+    Attributes:
+        FRESH: values of `draft.init` with which no weights are taken from elsewhere.
     """
 
     FRESH: ClassVar[tuple[str | None, ...]] = (None,)
@@ -137,7 +170,8 @@ class TrainedRecipe(Recipe):
     loss: Section = section(Section)
     selection: SelectionConfig | None = option(
         None,
-        f"prompts decoded at each evaluation for train.metric_for_best_model={DECODED}; null: none",
+        f"prompts decoded at each evaluation for train.metric_for_best_model={DECODED_METRIC};"
+        f" null: none",
     )
     optimizer: Literal["muon_adamw", "adamw"] = option(
         "muon_adamw", "optimizer of the draft; adamw: the Trainer's, chosen by train.optim"
@@ -145,12 +179,25 @@ class TrainedRecipe(Recipe):
 
     @property
     def seed(self) -> int:
-        """Of the draft's initialization: the Trainer's."""
-        return int(self.train.get("seed", 42))  # by default as of transformers.TrainingArguments
+        """The seed of the draft's initialization, which is the Trainer's."""
+        return int(self.train.get("seed", 42))  # the default of transformers.TrainingArguments
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether nobody has trained the draft before.
+
+        A draft model that is made of the target's layers is fresh, too, because the layers behave
+        differently in it.
+        """
+        init = getattr(self.draft, "init", None)
+        return init in self.FRESH or (METHODS[self.method].standalone and init in (None, "layers"))
 
     @property
     def evaluates_first(self) -> bool:
-        """Whether the draft is evaluated before its first step, too: it starts from existing weights, and is evaluated later."""
+        """Whether the draft is also evaluated before its first step.
+
+        It is if it starts from existing weights and is evaluated later.
+        """
         is_evaluated = self.train.get("eval_strategy", "no") not in ("no", False)
         return is_evaluated and getattr(self.draft, "init", None) not in self.FRESH
 
@@ -162,67 +209,98 @@ class TrainedRecipe(Recipe):
         ]
 
     @model_validator(mode="after")
-    def _trainer_reads_its_keys(self) -> "TrainedRecipe":
-        if (
-            other := next((name for name in READ_BY_ADAMW if name in self.train), None)
+    def _check_trainer_keys(self) -> "TrainedRecipe":
+        """Check that training reads every key of `train:`, and that these keys fit together."""
+        # AdamW's settings are not read by Muon.
+        unread_key = (
+            next((name for name in ADAMW_ONLY_KEYS if name in self.train), None)
             if self.optimizer != "adamw"
             else None
-        ):
-            got = f"{self.train[other]} with optimizer {self.optimizer}"
-            raise UserError(f"train.{other}", got=got, expected="no such key, or optimizer=adamw")
+        )
+        if unread_key:
+            raise make_unused_key_error(
+                f"train.{unread_key}",
+                self.train[unread_key],
+                f"the optimizer {self.optimizer} does not use it",
+                alternative="add optimizer=adamw",
+            )
+
+        # Training sets some fields itself.
         for name, value in self.train.items():
-            why = next((why for pattern, why in UNREAD.items() if fnmatch(name, pattern)), None)
+            why = next(
+                (why for pattern, why in UNREAD_KEY_PATTERNS.items() if fnmatch(name, pattern)),
+                None,
+            )
             if why and value is not None and value is not False:
-                raise UserError(f"train.{name}", got=value, expected=f"no such key: {why}")
+                raise make_unused_key_error(f"train.{name}", format_value(value), why)
+
+        # Only one of epochs and steps can decide the length.
         epochs, steps = (self.train.get(name) for name in ("num_train_epochs", "max_steps"))
         if epochs is not None and steps not in (None, -1):
-            got = f"{epochs} with train.max_steps={steps}, which would decide"
             raise UserError(
                 "train.num_train_epochs",
-                got=got,
-                expected="one of both, e.g. with train.max_steps=-1",
+                got=f"{epochs} with train.max_steps={steps}, which would decide",
+                expected="one of the two, e.g. with train.max_steps=-1",
             )
-        metric, metrics = self.train.get("metric_for_best_model"), self.metrics()
+
+        # The best checkpoint is chosen by a metric that training measures.
+        metric = self.train.get("metric_for_best_model")
+        metrics = self.metrics()
         if metric is not None and str(metric).removeprefix("eval_") not in metrics:
-            close = nearest(str(metric), metrics)
             raise UserError(
                 "train.metric_for_best_model",
                 got=metric,
                 expected=f"one of {', '.join(metrics)}",
-                nearest=close,
+                nearest=find_nearest(str(metric), metrics),
             )
-        decodes = metric is not None and str(metric).removeprefix("eval_") == DECODED
+
+        # A decoded acceptance length needs prompts, and one process that decodes.
+        decodes = metric is not None and str(metric).removeprefix("eval_") == DECODED_METRIC
         if decodes != (self.selection is not None):
-            got = f"suite {self.selection.suite}" if self.selection else "null"
-            expected = f"{'a section with a suite' if decodes else 'null'}: train.metric_for_best_model={metric}"
-            raise UserError("selection", got=got, expected=expected)
+            needed = f"train.metric_for_best_model={DECODED_METRIC}"
+            if self.selection is None:
+                raise UserError(
+                    "selection.suite",
+                    got=f"nothing with {needed}",
+                    expected=SelectionConfig.model_fields["suite"].description or "",
+                )
+            raise make_unused_key_error(
+                "selection.suite",
+                self.selection.suite,
+                f"only used with {needed}",
+                alternative=f"set {needed}",
+            )
         if decodes and self.target.shard != "none":  # one process decodes
-            got = f"{DECODED} with target.shard={self.target.shard}"
             raise UserError(
                 "train.metric_for_best_model",
-                got=got,
+                got=f"{DECODED_METRIC} with target.shard={self.target.shard}",
                 expected="acceptance_length, or target.shard=none",
             )
         return self
 
     @property
-    def states_folder(self) -> Any:
-        """The path where hidden states wait that servers give with their answers; None where no store keeps them."""
+    def states_folder(self) -> Path | None:
+        """The path where hidden states wait that servers return with their answers.
+
+        None if no store keeps them.
+        """
         return getattr(getattr(self, "hidden_states", None), "waiting", None)
 
     @property
     def num_positions(self) -> int:
-        """Drafted positions that training measures one by one."""
+        """The number of drafted positions that training measures one by one."""
         return 1
 
     def metrics(self) -> list[str]:
-        """What is measured in training, of held-out rows and by decoding: names for `train.metric_for_best_model`."""
-        measured = [
-            f"{name}_{k}"
-            for name in ("loss", "accuracy", "acceptance")
-            for k in range(1, self.num_positions + 1)
-        ]
-        return ["acceptance_length", "acceptance_length_sampled", "loss", *measured, DECODED]
+        """Return the metrics that training measures: names for `train.metric_for_best_model`.
+
+        They are measured on held-out rows and by decoding.
+        """
+        measured = []
+        for name in ("loss", "accuracy", "acceptance"):
+            for k in range(1, self.num_positions + 1):
+                measured.append(f"{name}_{k}")
+        return ["acceptance_length", "acceptance_length_sampled", "loss", *measured, DECODED_METRIC]
 
 
 class LayerSizes(DraftSection):
@@ -230,23 +308,28 @@ class LayerSizes(DraftSection):
 
     num_layers: int = option(1, "decoder layers of the draft", ge=1)
     intermediate_size: int | None = option(None, "MLP width; null: the target's", ge=1)
-    num_attention_heads: int | None = option(None, "null: the target's", ge=1)
-    num_key_value_heads: int | None = option(None, "null: the target's", ge=1)
-    head_dim: int | None = option(None, "null: the target's", ge=2, multiple_of=2)
+    num_attention_heads: int | None = option(None, "attention heads; null: the target's", ge=1)
+    num_key_value_heads: int | None = option(None, "key/value heads; null: the target's", ge=1)
+    head_dim: int | None = option(None, "size of a head; null: the target's", ge=2, multiple_of=2)
+    rope_theta: float | None = option(
+        None,
+        "base of the rotary embedding; null: the target's, of its layers with full attention",
+        gt=0,
+    )
     sliding_window: int | None = option(
         None, "sliding attention window in tokens; null: full attention", ge=2
     )
 
 
 class DivergenceConfig(Section):
-    """Of what learns the target's distributions."""
+    """The loss of a draft that learns the target's distributions."""
 
     divergence: Any = option("forward_kl", DIVERGENCE)
     temperature: float = option(1.0, "divides both sets of logits", ge=0.01)
 
 
 class SoftLossConfig(DivergenceConfig):
-    """At several drafted positions."""
+    """The loss of a draft that learns the target's distributions at several drafted positions."""
 
     step_decay: float = option(
         0.8, "loss weight of drafted position k is step_decay ** k", ge=0, le=1
@@ -256,73 +339,110 @@ class SoftLossConfig(DivergenceConfig):
 class FeatureRecipe(TrainedRecipe):
     """The recipe of a draft that reads the target's features."""
 
-    hidden_states: HiddenStatesConfig = section(HiddenStatesConfig)
+    hidden_states: HiddenStatesConfig = section(OnlineStates)
 
     @model_validator(mode="after")
-    def _features_are_stored_of_targets_that_stay(self) -> "FeatureRecipe":
-        if self.hidden_states.mode != "online" and self.target.shard != "none":
-            got = f"{self.target.shard} with hidden_states.mode={self.hidden_states.mode}"
-            raise UserError("target.shard", got=got, expected="none, or hidden_states.mode=online")
+    def _check_stored_features(self) -> "FeatureRecipe":
+        """Raise UserError for stored hidden states of a target that is sharded."""
+        if isinstance(self.hidden_states, StoredStates) and self.target.shard != "none":
+            raise UserError(
+                "target.shard",
+                got=f"{self.target.shard} with hidden_states.mode={self.hidden_states.mode}",
+                expected="none, or hidden_states.mode=online",
+            )
         return self
 
 
-def own_eval_keys(schema: type[Recipe]) -> dict[str, FieldInfo]:
-    """Keys of `eval:` that only recipes of this schema have."""
-    own: Any = schema.model_fields["eval"].annotation
+def select_eval_schema(schema: type[Recipe]) -> type[EvalConfig]:
+    """Return the schema of the section `eval:` in recipes of a schema."""
+    section = schema.model_fields["eval"].annotation
+    assert isinstance(section, type) and issubclass(section, EvalConfig)
+    return section
+
+
+def list_own_eval_keys(schema: type[Recipe]) -> dict[str, FieldInfo]:
+    """Return the keys of `eval:` that only recipes of this schema have."""
     return {
         name: field
-        for name, field in own.model_fields.items()
+        for name, field in select_eval_schema(schema).model_fields.items()
         if name not in EvalConfig.model_fields
     }
 
 
-def eval_keys_of_methods(*, read_when: ReadWhen | None = None) -> dict[str, tuple[Any, Any]]:
-    """Keys of `eval:` that only some methods read, with type and field, as pydantic's `create_model` takes them.
+def list_method_eval_keys(*, condition: Condition | None = None) -> dict[str, Any]:
+    """Return the keys of `eval:` that only some methods read.
 
-    read_when: in place of the keys' own, for a command that has no `eval.engine`.
+    Args:
+        condition: replaces the keys' own condition, for a command that has no `eval.engine`.
+
+    Returns:
+        Type and field of each key by name, as pydantic's `create_model` takes them.
     """
-    keys = {}
+    keys: dict[str, tuple[object, object]] = {}
     for method in METHODS.values():
-        section: Any = method.recipe().model_fields["eval"].annotation
-        for name, field in own_eval_keys(method.recipe()).items():
-            keys[name] = (field.annotation, like(section, name, read_when=read_when))
+        section = select_eval_schema(method.recipe())
+        for name, field in list_own_eval_keys(method.recipe()).items():
+            keys[name] = (field.annotation, like(section, name, condition=condition))
     return keys
 
 
-def options_by_method(options: Section, methods: Sequence[str]) -> list[dict[str, Any]]:
-    """The options of a command that each method's proposer takes. Raises UserError for one that is set and that none of them reads."""
-    by_method = [
-        {name: getattr(options, name) for name in own_eval_keys(METHODS[method].recipe())}
-        for method in methods
-    ]
-    for name in eval_keys_of_methods():
-        value, default = getattr(options, name), default_of(type(options).model_fields[name])
-        if value != default and not any(name in own for own in by_method):
+def list_method_options(options: Section, methods: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the options of a command that the proposer of each method reads.
+
+    Args:
+        options: the options of the command.
+        methods: the names of the methods.
+
+    Returns:
+        For each of `methods`, its options by name.
+
+    Raises:
+        UserError: for an option that is set and that none of the methods reads.
+    """
+    by_method = []
+    for method in methods:
+        by_method.append(
+            {name: getattr(options, name) for name in list_own_eval_keys(METHODS[method].recipe())}
+        )
+    for name in list_method_eval_keys():
+        value = getattr(options, name)
+        default = find_default(type(options).model_fields[name])
+        if value != default and not any(name in method_options for method_options in by_method):
             readers = [
-                method for method, row in METHODS.items() if name in own_eval_keys(row.recipe())
+                method
+                for method, row in METHODS.items()
+                if name in list_own_eval_keys(row.recipe())
             ]
-            got = f"{value} with method {' and '.join(dict.fromkeys(methods))}"
-            raise UserError(
-                name, got=got, expected=f"no such key: only {' and '.join(readers)} reads it"
+            key, changed = find_changed_key(name, value, default)
+            raise make_unused_key_error(
+                key,
+                format_value(changed),
+                f"not used with method {' or '.join(dict.fromkeys(methods))}, only with"
+                f" {', '.join(readers)}",
             )
     return by_method
 
 
-def trainable(recipe: Recipe) -> TrainedRecipe:
-    """The recipe. Raises UserError for a method that needs no training, and for a divergence or a tree that cannot be built."""
+def check_trainable(recipe: Recipe) -> TrainedRecipe:
+    """Return the recipe after checking that its method is trained.
+
+    Raises:
+        UserError: for a method that needs no training, and for a divergence or a tree that cannot
+            be built.
+    """
     if not isinstance(recipe, TrainedRecipe):
         raise UserError(
             "method",
             got=f"{recipe.method}, which needs no training",
             expected="a method that is trained",
         )
-    from specdistill.decoding.tree import (
-        tree_shape,
-    )  # not at the top: recipes are read without torch
-    from specdistill.losses.divergence import build_divergence
+    # These imports are not at the top, because recipes are read without torch.
+    from specdistill.decoding.tree import build_tree_shape
+    from specdistill.training.losses.divergence import build_divergence
 
     if recipe.eval.tree:
-        tree_shape(recipe.eval.tree)
-    if divergence := getattr(getattr(recipe, "loss", None), "divergence", None):
+        build_tree_shape(recipe.eval.tree)
+    divergence = getattr(getattr(recipe, "loss", None), "divergence", None)
+    if divergence:
         build_divergence(divergence)
     return recipe

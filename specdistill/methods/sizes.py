@@ -1,38 +1,44 @@
-"""Sizes of decoders and of drafts, in parameters, and what a method tells `specdistill plan` before anything is trained.
+"""Count the parameters of targets and drafts, and hold what `specdistill plan` asks of a method.
 
-Acceptance and training data are as others published them: greedy decoding, targets of 2 to 70 billion parameters; this project measured
-none of it. A chain's acceptance length AL at K is turned into alpha, the rate that gives it when it is the same at every position
-(arXiv 2211.17192).
+All of this is known before anything is trained. Acceptance and training data are as others
+published them, for greedy decoding and targets of 2 to 70 billion parameters. This project measured
+none of it. A chain's acceptance length AL at K is converted into alpha, the acceptance rate that
+gives this length if it is the same at every position (arXiv 2211.17192).
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
 )
 
-from specdistill.errors import UserError, refusing
-from specdistill.targets.anatomy import CLASS_ERRORS, auto_class, reads_images
-from specdistill.targets.cache_size import CacheSize, cache_size, of_attention
-from specdistill.targets.frozen import Features, FrozenTarget, tiny_random_target
+from specdistill.common.errors import UserError, convert_errors
+from specdistill.targets.anatomy import CLASS_ERRORS, find_auto_class, reads_images
+from specdistill.targets.cache_size import CacheSize, build_attention_cache_size, cache_size
+from specdistill.targets.frozen import Features, FrozenTarget, build_tiny_target
 
 TOKENS_PER_SAMPLE = 950  # DeepSpec's cache: about 38 TB of 30 KB a token for 1.3M conversations
 DRAFT_VOCABULARY = 32_000
-ASSUMED_DTYPE = torch.bfloat16  # where a config names none
+ASSUMED_DTYPE = torch.bfloat16  # for a config that names no dtype
+RawConfig = Mapping[str, Any]  # the content of a config.json
 CAUSAL_LM = "the config.json of a causal language model"
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a decoder. head_dim times num_attention_heads need not be hidden_size."""
+    """The sizes of a decoder.
+
+    `head_dim` times `num_attention_heads` need not be `hidden_size`.
+    """
 
     num_layers: int
     hidden_size: int
@@ -42,8 +48,8 @@ class ModelShape:
     head_dim: int
 
 
-def shape_of(config: Any) -> ModelShape:
-    """The sizes in a Hugging Face config of a Llama-like decoder."""
+def read_model_shape(config: PreTrainedConfig | SimpleNamespace) -> ModelShape:
+    """Return the sizes in a Hugging Face config of a Llama-like decoder."""
     return ModelShape(
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
@@ -56,12 +62,41 @@ def shape_of(config: Any) -> ModelShape:
     )
 
 
+def read_size(config: PreTrainedConfig, name: str) -> int | None:
+    """Return a size in a config; None if the config has no such size.
+
+    If layers differ in the size, it is the one that config.json states.
+    """
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:
+        # transformers raises for a size that differs in some layers of Gemma 4.
+        return config.to_dict().get(name)
+
+
+def read_head_shape(config: PreTrainedConfig) -> ModelShape:
+    """Return the sizes of a target's decoder, from which the sizes of a head are taken."""
+    names = (
+        "num_hidden_layers",
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+    )
+    return read_model_shape(SimpleNamespace(**{name: read_size(config, name) for name in names}))
+
+
 @dataclass(frozen=True)
 class ParameterCounts:
-    """A draft in parameters.
+    """The parameters of a draft.
 
-    parameters: in its checkpoint. read: by a step of one token, with what it borrows of the target, without embedding tables.
-    copied: tables of the target that training holds in addition, frozen.
+    Attributes:
+        parameters: parameters in the draft's checkpoint.
+        read: parameters that a step of one token reads, including what the draft borrows from the
+            target, without embedding tables.
+        num_layers: the draft's number of decoder layers.
+        copied: parameters of the target's tables that training holds in addition, frozen.
     """
 
     parameters: int
@@ -70,35 +105,52 @@ class ParameterCounts:
     copied: int = 0
 
 
-Weigh = Callable[[str, nn.Parameter], float]  # what a parameter of this name counts
+Weigh = Callable[[str, nn.Parameter], float]  # (name, parameter) -> how much the parameter counts
 
 
-def weights_read(
+def count_weights_read(
     model: PreTrainedModel,
     num_tokens: int = 1,
     weigh: Weigh = lambda name, parameter: parameter.numel(),
 ) -> float:
-    """Parameters that one pass over `num_tokens` tokens reads: all but an embedding table that is not the head."""
-    embedding: Any = model.get_input_embeddings()
-    head: Any = model.get_output_embeddings()
+    """Return how many parameters one pass over `num_tokens` tokens reads.
+
+    These are all but an embedding table that is not also the LM head.
+
+    Args:
+        model: the model.
+        num_tokens: tokens of the pass.
+        weigh: (name, parameter) -> how much the parameter counts.
+    """
+    embedding = model.get_input_embeddings().get_parameter("weight")
+    head = model.get_output_embeddings().weight
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    unread = (
-        0.0
-        if head.weight is embedding.weight
-        else weigh(names[id(embedding.weight)], embedding.weight)
-    )
-    return parameters_read(model, model.config.get_text_config(), num_tokens, weigh) - unread
+    unread = 0.0 if head is embedding else weigh(names[id(embedding)], embedding)
+    return count_parameters_read(model, model.config.get_text_config(), num_tokens, weigh) - unread
 
 
-def parameters_read(
+def count_layer_weights_read(model: PreTrainedModel) -> float:
+    """Return how many parameters one token is multiplied with before the LM head."""
+    return float(count_weights_read(model) - model.get_output_embeddings().weight.numel())
+
+
+def count_parameters_read(
     module: nn.Module,
-    config: Any,
+    config: PreTrainedConfig,
     num_tokens: int = 1,
     weigh: Weigh = lambda name, parameter: parameter.numel(),
 ) -> float:
-    """A module's parameters, of a mixture's E experts those that the tokens are sent to.
+    """Return how many of a module's parameters a pass reads.
 
-    With k experts for each of n tokens, chosen independently, a share of 1 - (1 - k/E)^n of them; k/E for one token.
+    Of a mixture's E experts, a pass reads those that the tokens are sent to. If each of n tokens is
+    sent to k experts, chosen independently, this is a share of 1 - (1 - k/E)^n of them. For one
+    token it is k/E.
+
+    Args:
+        module: the module.
+        config: the config that says how many experts there are.
+        num_tokens: n.
+        weigh: (name, parameter) -> how much the parameter counts.
     """
     names = ("num_experts", "n_routed_experts", "num_local_experts")
     num_experts = next((size for name in names if (size := getattr(config, name, None))), 1)
@@ -112,8 +164,15 @@ def parameters_read(
 
 
 @dataclass(frozen=True)
-class PublishedFigures:
-    """alphas: the lower and the higher acceptance rate. training_tokens: distinct tokens that such drafts are trained on."""
+class MethodFigures:
+    """Acceptance and training data of a method, as others published them.
+
+    Attributes:
+        alphas: the lower and the higher acceptance rate.
+        acceptance_source: where the rates are from.
+        training_tokens: distinct tokens that such drafts are trained on.
+        training_source: where that number is from.
+    """
 
     alphas: tuple[float, float] | None
     acceptance_source: str
@@ -122,132 +181,171 @@ class PublishedFigures:
 
 
 @dataclass(frozen=True)
-class Described:
-    """A target or a draft by its config.json, as the file has it (`raw`) and as transformers reads it.
+class ModelConfigInfo:
+    """A target or a draft, described by its config.json.
 
-    key: what errors name. hub_id: None for what came from a folder. native_mtp: the key that says how many layers predict further tokens,
-    and how many; None without such layers. stored_bytes: of all weights, as the checkpoint's index or file says; None where neither is
-    at hand.
+    Attributes:
+        name: what messages call it.
+        key: the recipe key that errors name.
+        hub_id: its id on the Hub; None if it came from a folder.
+        revision: its revision on the Hub.
+        raw: the content of config.json.
+        config: the same as transformers reads it.
+        native_mtp: the key that says how many layers predict further tokens, and their number; None
+            without such layers.
+        trust_remote_code: whether its own code may run.
+        stored_bytes: bytes of all weights, as the checkpoint's index or file says; None if neither
+            is at hand.
     """
 
     name: str
     key: str
     hub_id: str | None
     revision: str | None
-    raw: dict[str, Any]
-    config: Any
+    raw: RawConfig
+    config: PreTrainedConfig
     native_mtp: tuple[str, int] | None
     trust_remote_code: bool = False
     stored_bytes: int | None = None
 
     @property
-    def text(self) -> Any:
+    def text(self) -> PreTrainedConfig:
         """The language model's part of the config."""
         return self.config.get_text_config()
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Of the weights; None where the file does not say."""
-        stated = self.config.dtype or self.text.dtype
-        return stated if isinstance(stated, torch.dtype) else None
+        """The dtype of the weights; None if config.json does not say it."""
+        stated_dtype = self.config.dtype or self.text.dtype
+        return stated_dtype if isinstance(stated_dtype, torch.dtype) else None
 
     @property
     def kind(self) -> str:
+        """The architectures in config.json, or else the model type."""
         return ", ".join(self.raw.get("architectures") or []) or str(self.raw.get("model_type"))
 
     @property
     def calls_itself(self) -> str:
-        """Its architectures and model type, in small letters."""
+        """The architectures and the model type, in lower case."""
         return " ".join(
             [*(self.raw.get("architectures") or []), str(self.raw.get("model_type"))]
         ).lower()
 
     @property
     def is_causal_lm(self) -> bool:
-        """Whether transformers reads a causal language model out of it, and the file does not call itself something else."""
+        """Whether this is a causal language model.
+
+        transformers must read one out of it, and config.json must not call it something else.
+        """
         if "AutoModelForCausalLM" in self.raw.get("auto_map", {}):
             return True
-        named = set(self.raw.get("architectures") or [])
-        # The language model of one for text and images is a causal one, whatever the whole is called.
+        class_names = set(self.raw.get("architectures") or [])
+        # A model for text and images contains a causal language model, whatever the whole model is
+        # called.
         right = (
-            not named
+            not class_names
             or "text_config" in self.raw
-            or bool(named & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
+            or bool(class_names & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
         )
-        known = reads_images(self.config) or (
+        is_known = reads_images(self.config) or (
             right and type(self.config) in MODEL_FOR_CAUSAL_LM_MAPPING
         )
-        return known and not self.config.is_encoder_decoder
+        return is_known and not self.config.is_encoder_decoder
 
     @cached_property
-    def model(self) -> Any:
-        """On the meta device: every shape, no weights. Raises UserError for what is no causal language model."""
+    def model(self) -> PreTrainedModel:
+        """The model on the meta device: with all shapes, without weights.
+
+        Raises:
+            UserError: for what is not a causal language model.
+        """
         if not self.is_causal_lm:
             raise UserError(self.key, got=f"{self.name}, a {self.kind}", expected=CAUSAL_LM)
         for size in ("num_hidden_layers", "hidden_size", "vocab_size"):
-            if (got := getattr(self.text, size)) < 1:
+            got = getattr(self.text, size, 0)
+            if got < 1:
                 raise UserError(
                     self.key, got=f"{self.name} with {size} {got}", expected="1 or more"
                 )
         with (
-            refusing(
+            convert_errors(
                 CLASS_ERRORS, self.key, f"{self.name}, of which no model can be built", CAUSAL_LM
             ),
             torch.device("meta"),
         ):
-            return auto_class(self.config).from_config(
+            model: PreTrainedModel = find_auto_class(self.config).from_config(
                 self.config, trust_remote_code=self.trust_remote_code
             )
+            return model
 
     @cached_property
     def parameters(self) -> int:
+        """The number of the model's parameters."""
         return int(self.model.num_parameters())
 
     @cached_property
     def cache(self) -> CacheSize | None:
-        """Of the KV cache; None for a class that does not show it."""
+        """The size of the KV cache; None for a class that does not show it."""
         return cache_size(self.model)
 
     @property
-    def quantization(self) -> dict[str, Any] | None:
-        """The settings of quantised weights."""
-        return (self.raw | (self.raw.get("text_config") or {})).get("quantization_config")
+    def quantization(self) -> RawConfig | None:
+        """The settings of quantized weights; None if the weights are not quantized."""
+        return {**self.raw, **(self.raw.get("text_config") or {})}.get("quantization_config")
 
     def itemsize(self, dtype: torch.dtype | None = None) -> int:
-        """Bytes of a weight that no quantization converted."""
+        """Return the bytes of a weight that was not quantized."""
         return (dtype or self.dtype or ASSUMED_DTYPE).itemsize
 
     @cached_property
     def converted(self) -> frozenset[str]:
-        """Parameters that quantization took: matrices that are no table of tokens, and that it does not name as kept."""
+        """The names of the parameters that were quantized.
+
+        These are the matrices, except the embedding table, the LM head, and those that the settings
+        of the quantization exclude.
+        """
         if self.quantization is None:
             return frozenset()
-        kept = [
+        kept_patterns = [
             *(self.quantization.get("modules_to_not_convert") or []),
             *(self.quantization.get("ignore") or []),
         ]
-        kept += ["*embed_tokens", "*lm_head"]
+        kept_patterns += ["*embed_tokens", "*lm_head"]
         matrices = (name for name, parameter in self.model.named_parameters() if parameter.ndim > 1)
         return frozenset(
-            name for name in matrices if not any(fnmatch(name, f"{pattern}*") for pattern in kept)
+            name
+            for name in matrices
+            if not any(fnmatch(name, f"{pattern}*") for pattern in kept_patterns)
         )
 
     @cached_property
     def converted_itemsize(self) -> float:
-        """Bytes of a weight that quantization took, scales included, on average: what the stored bytes leave for them.
+        """The average bytes of a quantized weight, scales included.
 
-        Layers that predict further tokens are stored next to those of the class, and as large as its last one.
+        They are computed from the stored bytes, less the bytes of the other weights. Layers that
+        predict further tokens are stored next to the layers of the class. Each of them counts as
+        large as the last layer of the class.
         """
         if not self.converted or self.stored_bytes is None:
             return self.itemsize()
         sizes = {name: parameter.numel() for name, parameter in self.model.named_parameters()}
-        last, extra = f".layers.{self.text.num_hidden_layers - 1}.", (self.native_mtp or ("", 0))[1]
-        kept = sum(size for name, size in sizes.items() if name not in self.converted)
-        taken = sum(sizes[name] * (1 + extra * (last in name)) for name in self.converted)
-        return float(min(self.itemsize(), (self.stored_bytes - kept * self.itemsize()) / taken))
+        last = f".layers.{self.text.num_hidden_layers - 1}."
+        extra = (self.native_mtp or ("", 0))[1]
+        kept_bytes = sum(size for name, size in sizes.items() if name not in self.converted)
+        converted_bytes = sum(sizes[name] * (1 + extra * (last in name)) for name in self.converted)
+        return float(
+            min(
+                self.itemsize(),
+                (self.stored_bytes - kept_bytes * self.itemsize()) / converted_bytes,
+            )
+        )
 
     def weigh(self, dtype: torch.dtype | None = None) -> Weigh:
-        """Bytes of a parameter of `model`, in a dtype or as the checkpoint has it."""
+        """Return a function that gives the bytes of a parameter of `model`.
+
+        Args:
+            dtype: the dtype of the weights that are not quantized; None: as in the checkpoint.
+        """
         return lambda name, parameter: (
             parameter.numel()
             * (self.converted_itemsize if name in self.converted else self.itemsize(dtype))
@@ -255,101 +353,153 @@ class Described:
 
     @cached_property
     def tiny_random(self) -> FrozenTarget | None:
-        """A small target of the same class, or None. Raises UserError where decoding would refuse the target."""
-        return tiny_random_target(self.config, self.name, trust_remote_code=self.trust_remote_code)
+        """A small target of the same class with random weights; None if none can be made.
 
-    def tried(self, build: Callable[[FrozenTarget], Any]) -> FrozenTarget:
-        """The tiny random target, after building a head for it. Raises UserError as for the target itself, or where there is none."""
+        Raises:
+            UserError: if decoding would refuse the target.
+        """
+        return build_tiny_target(self.config, self.name, trust_remote_code=self.trust_remote_code)
+
+    def build_on_tiny_target(self, build: Callable[[FrozenTarget], object]) -> FrozenTarget:
+        """Return the tiny random target, after building a head for it.
+
+        Args:
+            build: builds the head; its result is not used.
+
+        Raises:
+            UserError: as for the target itself, or if there is no tiny random target.
+        """
         if self.tiny_random is None:
-            got = f"{self.name}, a {type(self.model).__name__} of which no small model can be made"
-            raise UserError(self.key, got=got, expected="one that can be tried without its weights")
+            raise UserError(
+                self.key,
+                got=(
+                    f"{self.name}, a {type(self.model).__name__} of which no small model can be"
+                    " made"
+                ),
+                expected="one that can be tried without its weights",
+            )
         build(self.tiny_random)
         return self.tiny_random
 
     @cached_property
     def weightless(self) -> "WeightlessTarget":
-        """On the meta device. The tiny random one, which has to decode, is made before."""
+        """The target on the meta device."""
+        # The tiny random target has to decode, so it is made outside the meta device.
         _ = self.tiny_random
         with torch.device("meta"):
             return WeightlessTarget(self)
 
 
 class WeightlessTarget(FrozenTarget):
-    """A target at its full size whose tensors have no content: the parts of a tiny random one, by the names that they have there."""
+    """A target at its full size whose tensors have no content.
 
-    def __init__(self, target: Described) -> None:
-        own, dtype = target.tried(lambda tiny_random: None), target.dtype or ASSUMED_DTYPE
-        model = auto_class(target.config).from_config(
+    Its parts are found by the names that they have in a tiny random target of the same class.
+    """
+
+    def __init__(self, target: ModelConfigInfo) -> None:
+        # The parts of the class are found on a tiny target, because this model cannot compute.
+        tiny_target = target.build_on_tiny_target(lambda tiny_random: None)
+        dtype = target.dtype or ASSUMED_DTYPE
+
+        # Build the model itself on the meta device.
+        model = find_auto_class(target.config).from_config(
             target.config, dtype=dtype, trust_remote_code=target.trust_remote_code
         )
-        names = {part: name for name, part in own.model.named_modules()}
+        # All attributes are those of the tiny random target, except those that depend on its size.
+        names = {part: name for name, part in tiny_target.model.named_modules()}
         vars(self).update(
-            vars(own),
+            vars(tiny_target),
             model=model.eval().requires_grad_(False),
+            device=model.device,
             config=model.config.get_text_config(decoder=True),
         )
         self.backbone, self.layers = (
-            model.get_submodule(names[part]) for part in (own.backbone, own.layers)
+            model.get_submodule(names[part]) for part in (tiny_target.backbone, tiny_target.layers)
         )
-        self.norm = None if own.norm is None else model.get_submodule(names[own.norm])
+        self.norm = (
+            None if tiny_target.norm is None else model.get_submodule(names[tiny_target.norm])
+        )
         self.lm_head = model.get_output_embeddings()
-        self.logits = replace(own.logits, linear=self.lm_head)
+        self.logits = replace(tiny_target.logits, linear=self.lm_head)
         self.hidden_size, self.vocab_size = (
             int(self.config.hidden_size),
             int(self.config.vocab_size),
         )
 
-    def features(self, input_ids_BT: Tensor, aux_layers: Sequence[int], **options: Any) -> Features:
-        shape, dtype = (*input_ids_BT.shape, self.hidden_size), self.lm_head.weight.dtype
+    def features(
+        self, input_ids_BT: Tensor, aux_layers: Sequence[int], **options: object
+    ) -> Features:
+        shape = (*input_ids_BT.shape, self.hidden_size)
+        dtype = self.lm_head.weight.dtype
         *aux, last = (torch.empty(shape, dtype=dtype) for _ in range(len(aux_layers) + 1))
         return Features(tuple(aux), last)
 
 
 @dataclass(frozen=True)
 class PlannedDraft:
-    """One method's draft for a target.
+    """The draft of one method for a target.
 
-    Args:
-        shape: of its layers; None where it has none.
-        vocabulary: tokens that its logits span.
-        note: what it is, in words.
-        cache: of its KV cache; None where it has none, or where its class does not show it.
-        recipe_keys: what a recipe made for another target needs changed for this one.
-        counted_with: keys of `draft:` with which training is counted.
+    Attributes:
+        parts: the parameters.
+        shape: the shape of the draft's layers; None if it has none.
+        vocabulary: tokens that the logits span.
+        note: what the draft is, in words.
+        published: acceptance and training data that others published.
+        cache: the size of the KV cache; None if there is none, or if the class does not show it.
+        recipe_keys: settings that a recipe made for another target must change for this one.
+        counted_with: the keys of `draft:` with which training is counted.
         warnings: what contradicts the target's config.json.
-        build: the draft for the target at its full size, whose tensors may have no content (see specdistill.planning.accounting).
+        is_served: whether an engine can decode with the draft.
+        build: builds the draft for the target at its full size, whose tensors may have no content
+            (see specdistill.advice.plan.accounting).
     """
 
     parts: ParameterCounts
     shape: ModelShape | None
     vocabulary: int
     note: str
-    published: PublishedFigures
+    published: MethodFigures
     cache: CacheSize | None = None
     recipe_keys: tuple[str, ...] = ()
-    counted_with: Mapping[str, Any] = field(default_factory=dict)
+    counted_with: Mapping[str, object] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
-    build: Callable[[FrozenTarget], Any] | None = None
+    is_served: bool = True
+    build: Callable[[FrozenTarget], nn.Module] | None = None
 
 
-def planned_shape(
-    target: Described, given: Described | None, settings: Mapping[str, Any]
+def plan_shape(
+    target: ModelConfigInfo, draft_info: ModelConfigInfo | None, settings: Mapping[str, int | None]
 ) -> ModelShape:
-    """Of the head that is given, or of the one that a recipe with these keys of `draft:` would train."""
+    """Return the shape of the head that is given, or of the head that a recipe would train.
+
+    Args:
+        target: the target.
+        draft_info: the head that is given; None for the head of a recipe.
+        settings: keys of the recipe's `draft:`.
+    """
     sizes = {
         name: size
         for name in ModelShape.__annotations__
         if (size := settings.get(name)) is not None
     }
     return (
-        shape_of(given.text)
-        if given
-        else replace(shape_of(target.text), **{"num_layers": 1, **sizes})
+        read_model_shape(draft_info.text)
+        if draft_info
+        else replace(read_head_shape(target.text), **{"num_layers": 1, **sizes})
     )
 
 
-def cache_of_head(shape: ModelShape, given: Described | None) -> CacheSize:
-    """Of a head's layers, which are as Llama's; those of a head that is given may have a window."""
-    kinds = set(given.raw.get("layer_types") or []) if given else set()
-    window = given.raw.get("sliding_window") if given and kinds == {"sliding_attention"} else None
-    return of_attention(shape.num_layers, shape.num_key_value_heads, shape.head_dim, window)
+def plan_cache(shape: ModelShape, draft_info: ModelConfigInfo | None) -> CacheSize:
+    """Return the size of the KV cache of a head, whose layers are Llama's.
+
+    A given head may have a window.
+    """
+    kinds = set(draft_info.raw.get("layer_types") or []) if draft_info else set()
+    window = (
+        draft_info.raw.get("sliding_window")
+        if draft_info and kinds == {"sliding_attention"}
+        else None
+    )
+    return build_attention_cache_size(
+        shape.num_layers, shape.num_key_value_heads, shape.head_dim, window
+    )

@@ -1,8 +1,12 @@
-"""The record of its target in a draft's config.json, `{"specdistill": {"target": …}}`: what else is given as its target is refused; and,
-in a file of its own, the chat template that `data.chat_template` gave the target when the draft was trained.
+"""Read and write the record of its target in a draft's config.json, and its chat template.
 
-The record stands there because it is uploaded, exported and copied with the weights; engines and transformers leave keys alone that they
-do not know. Drafts without it, as other projects write them, are for whichever target they fit.
+The record is `{"specdistill": {"target": …}}`. A draft is refused for any other target. If
+`data.chat_template` gave the target a chat template when the draft was trained, that is kept in a
+file of its own.
+
+The record is in config.json because that file is uploaded, exported and copied with the weights.
+Engines and transformers ignore keys that they do not know. Drafts without a record, as other
+projects write them, are for any target that they fit.
 """
 
 import dataclasses
@@ -10,30 +14,41 @@ import json
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from pydantic import TypeAdapter
+from transformers import PreTrainedTokenizerBase
 
-from specdistill.credentials import without_places
-from specdistill.errors import UserError, refusing
+from specdistill.common.credentials import remove_places
+from specdistill.common.errors import UserError, convert_errors
+from specdistill.methods.base import Method, RecipeT
 from specdistill.methods.checkpoint import read_config
-from specdistill.methods.contract import Draft, Implementation
+from specdistill.methods.layers import DraftT
 from specdistill.targets.files import TargetFiles, TargetIdentity
 from specdistill.targets.frozen import FrozenTarget
 
 SECTION = "specdistill"
-TEMPLATE = "target_chat_template.jinja"  # a draft model's folder has a tokenizer's, too
+# The name differs from that of a tokenizer's template, which the folder of a draft model also has.
+TEMPLATE = "target_chat_template.jinja"
 
 
 def save_draft(
-    method: Implementation,
+    method: Method[RecipeT, DraftT],
     target: FrozenTarget,
-    draft: Draft,
+    draft: DraftT,
     folder: Path,
     chat_template: str | None = None,
 ) -> None:
-    """Write a draft in its method's public layout, with the record of its target; of one made in memory there is none. chat_template: of
-    `data:`, which the target's tokenizer has then.
+    """Write a draft in its method's public layout, with the record of its target.
+
+    A target that was made in memory has no record.
+
+    Args:
+        method: the draft's method.
+        target: the target.
+        draft: the draft.
+        folder: the folder to write to.
+        chat_template: the `chat_template` of `data:`, which the target's tokenizer then has; None
+            if there is none.
     """
     method.save(draft, target, folder)
     if chat_template is not None:
@@ -42,40 +57,47 @@ def save_draft(
 
 
 def copy_record(draft: Path, output: Path) -> None:
-    """Give an export the record, and the chat template, that the exported draft has."""
-    _write(output, recorded_target(draft, "draft"))
+    """Give an export the record and the chat template of the exported draft."""
+    _write(output, read_target_record(draft, "draft"))
     if (draft / TEMPLATE).is_file():
         shutil.copyfile(draft / TEMPLATE, output / TEMPLATE)
 
 
-def use_recorded_template(drafts: Iterable[Path], tokenizer: Any, key: str) -> None:
-    """Give a target's tokenizer the chat template that drafts were trained with. Raises UserError for drafts of several."""
-    found = {
+def use_recorded_template(
+    drafts: Iterable[Path], tokenizer: PreTrainedTokenizerBase, key: str
+) -> None:
+    """Give a target's tokenizer the chat template that drafts were trained with.
+
+    Raises:
+        UserError: if the drafts have different chat templates.
+    """
+    settings = {
         (draft / TEMPLATE).read_text(encoding="utf-8")
         for draft in drafts
         if (draft / TEMPLATE).is_file()
     }
-    if len(found) > 1:
+    if len(settings) > 1:
         raise UserError(
             key,
             got=f"drafts with different files {TEMPLATE}",
             expected="drafts of one chat template",
         )
-    for template in found:
+    for template in settings:
         tokenizer.chat_template = template
 
 
-def recorded_target(draft: Path, key: str) -> TargetIdentity | None:
-    """What the draft in a folder was made for; None where that is not recorded. Raises UserError for an invalid record."""
+def read_target_record(draft: Path, key: str) -> TargetIdentity | None:
+    """Return the target that the draft in a folder was made for; None if it is not recorded.
+
+    Raises:
+        UserError: for an invalid record.
+    """
     section = read_config(draft, key).get(SECTION)
     if section is None:
         return None
     what = f'{draft / "config.json"} with "{SECTION}" {json.dumps(section)[:120]}'
-    with refusing(
-        (TypeError, KeyError, ValueError),
-        key,
-        what,
-        "the record of the draft's target, or no such key",
+    with convert_errors(
+        (TypeError, KeyError, ValueError), key, what, "the record of the draft's target, or none"
     ):
         return TypeAdapter(TargetIdentity).validate_python(
             vars(TargetIdentity(**section["target"]))
@@ -83,32 +105,47 @@ def recorded_target(draft: Path, key: str) -> TargetIdentity | None:
 
 
 def check_target(
-    draft: Path, target: TargetFiles, key: str, *, heterogeneous_vocab: bool = False, **options: Any
+    draft: Path,
+    target: TargetFiles,
+    key: str,
+    *,
+    heterogeneous_vocab: bool = False,
+    **options: object,
 ) -> None:
-    """Raises UserError when the draft in a folder was made for another target.
+    """Raise UserError if the draft in a folder was made for another target.
 
-    options: of decoding. With `heterogeneous_vocab` a draft of another family is asked for, one for a target with another tokenizer.
+    Args:
+        draft: the folder of the draft.
+        target: the target's files.
+        key: the recipe key that the error names.
+        heterogeneous_vocab: whether a draft of another family is asked for. Then a draft for a
+            target with another tokenizer is allowed.
+        **options: other options of decoding, which are not read.
     """
-    made_for = recorded_target(draft, key)
+    made_for = read_target_record(draft, key)
     if made_for is None or (
         heterogeneous_vocab and made_for.tokenizer != target.identity.tokenizer
     ):
         return
     if not made_for.is_same(target.identity):
-        way_out = f'to try it anyway, delete its "{SECTION}" record'
         raise UserError(
             key,
             got=f"{draft}, a draft for {made_for}",
-            expected=f"a draft for {target.identity}; {way_out}",
+            expected=(
+                f'a draft for {target.identity}; to try it anyway, delete its "{SECTION}" record'
+            ),
         )
 
 
 def _write(folder: Path, identity: TargetIdentity | None) -> None:
-    """Replace the record in a folder's config.json: a draft may have been initialized from one that was made for another target."""
+    """Replace the record in a folder's config.json; None removes it.
+
+    A draft may have been initialized from one that was made for another target.
+    """
     path = folder / "config.json"
-    config: dict[str, Any] = {
+    config: dict[str, object] = {
         name: value for name, value in read_config(folder, "draft").items() if name != SECTION
     }
     if identity is not None:
-        config[SECTION] = {"target": without_places(dataclasses.asdict(identity))}
+        config[SECTION] = {"target": remove_places(dataclasses.asdict(identity))}
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

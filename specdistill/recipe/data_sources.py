@@ -1,112 +1,319 @@
-"""The keys of `data.source`, and what is known of the sources without reading them: their names, licences, and what is not pinned."""
+"""The entries of `data.source`, and what is known about sources without reading their rows.
+
+This is what they are called, their licences, and which of them have no pinned revision.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
-from specdistill.errors import UserError
-from specdistill.recipe.fields import ReadWhen, Section, option
-from specdistill.recipe.load import validate
+from specdistill.common.documents import convert_csv, read_json_rows
+from specdistill.common.errors import UserError, find_nearest, name_sibling_key
+from specdistill.recipe.fields import Condition, Section, option
+from specdistill.recipe.load import REQUIRED_MARK, validate_recipe
 
-# Each names a function of a split, which returns a fingerprint of its rows and a function that yields them.
-BUILT_IN = {"pico": "specdistill.pico:rows"}
+# The value names a function that takes a split. It returns a fingerprint of the split's rows and a
+# function that yields them.
+BUILT_IN_SOURCES = {"pico": "specdistill.data.produce.pico:load_rows"}
 BUILT_IN_LICENSES = {"pico": "PSF-2.0"}
-SELF = "self"
+SELF_SOURCE = "self"
 LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-OF_SELF = ReadWhen("with source: self", lambda it: it.source == SELF)
-OF_OTHERS = ReadWhen(
-    "with rows that exist: those of self are generated", lambda it: it.source != SELF
+# Columns that training data may have.
+CONVERSATIONS = ("messages", "conversations", "conversation", "turns")
+TOKENS = "input_ids"
+EXCHANGES = (
+    ("instruction", "output"),
+    ("instruction", "response"),
+    ("prompt", "response"),
+    ("prompt", "completion"),
+    ("question", "answer"),
 )
-NOT_READ = {"weight", "license"}  # keys of a source that do not change which rows are read
-FROM_HUB = ReadWhen(
+PROMPTS = tuple(dict.fromkeys(question for question, _ in EXCHANGES))
+ANSWERS = {
+    prompt: {answer for question, answer in EXCHANGES if question == prompt} for prompt in PROMPTS
+}
+SCHEMAS = ("tools", "functions", "function")  # The last one is in BFCL.
+KNOWN_COLUMNS = (
+    "text",
+    TOKENS,
+    *CONVERSATIONS,
+    "instances",
+    *dict.fromkeys(chain.from_iterable(EXCHANGES)),
+)
+READ_COLUMNS = (*KNOWN_COLUMNS, *SCHEMAS, "loss_mask", "system", "input", "context")
+EXPECTED = (
+    "text, messages, conversations, turns, input_ids, or instruction and output (prompt and"
+    " response, question and answer)"
+)
+MAX_CHECKED_BYTES = 2**25  # bytes; the columns of larger files are not checked before loading
+SOURCE_IS_SELF = Condition("with source: self", lambda entry: entry.source == SELF_SOURCE)
+SOURCE_HAS_ROWS = Condition(
+    "with rows that exist: those of self are generated", lambda entry: entry.source != SELF_SOURCE
+)
+KEYS_WITHOUT_EFFECT_ON_READING = {
+    "weight",
+    "license",
+}  # keys of a source that do not change which rows are read
+SOURCE_IS_ON_HUB = Condition(
     "of a data set on the Hub: files and folders have no revisions",
-    lambda it: it.source not in {SELF, *BUILT_IN} and not Path(it.source).exists(),
+    lambda entry: (
+        entry.source not in {SELF_SOURCE, *BUILT_IN_SOURCES} and not Path(entry.source).exists()
+    ),
 )
 
 
 class SourceEntry(Section):
+    """A source with its settings, as an entry of `data.source`."""
+
     source: str = option(..., "the name of a source")
-    revision: str | None = option(None, "branch, tag or commit of a Hub id", read_when=FROM_HUB)
+    revision: str | None = option(
+        None, "branch, tag or commit of a Hub id", condition=SOURCE_IS_ON_HUB
+    )
     weight: float = option(1.0, "2 uses every row twice", gt=0)
-    split: str | None = option(None, "null: data.split", read_when=OF_OTHERS)
-    name: str | None = option(None, "configuration of a Hub id", read_when=OF_OTHERS)
+    split: str | None = option(None, "null: data.split", condition=SOURCE_HAS_ROWS)
+    name: str | None = option(None, "configuration of a Hub id", condition=SOURCE_HAS_ROWS)
     columns: dict[str, str] = option(
         {},
         "our name: the source's own, of each column that is read; {}: data.columns",
-        read_when=OF_OTHERS,
+        condition=SOURCE_HAS_ROWS,
     )
-    where: dict[str, Any] = option(
+    where: dict[str, object] = option(
         {},
         "rows used: those whose columns hold these values, e.g. {language: [English, German]}",
-        read_when=OF_OTHERS,
+        condition=SOURCE_HAS_ROWS,
     )
     min_turns: int = option(
         0,
         "rows used: conversations with at least this many user turns; 0: texts, too",
         ge=0,
-        read_when=OF_OTHERS,
+        condition=SOURCE_HAS_ROWS,
     )
     license: str | None = option(
         None,
-        "for the card of a published draft; null: pico's own, or what a Hub id's card states",
-        read_when=OF_OTHERS,
+        "licence of the source, for the card of a published draft; null: pico's own, or what a"
+        " Hub id's card states",
+        condition=SOURCE_HAS_ROWS,
     )
     num_prompts: int | None = option(
         None,
         "prompts that the target generates; null: as many as data.regenerate.num_tokens needs",
         ge=2,
-        read_when=OF_SELF,
+        condition=SOURCE_IS_SELF,
     )
     temperature: float = option(
-        1.0, "sampling temperature of these prompts", gt=0, read_when=OF_SELF
+        1.0, "sampling temperature of these prompts", gt=0, condition=SOURCE_IS_SELF
     )
     system: list[str] = option(
         [],
-        "system messages that set the topic, an equal share of the prompts each; rows do not contain them",
-        read_when=OF_SELF,
+        "system messages that set the topic, an equal share of the prompts each; rows do not"
+        " contain them",
+        condition=SOURCE_IS_SELF,
     )
 
     @property
     def known_license(self) -> str | None:
-        """As far as it is stated here."""
+        """The licence of the source, if the entry or this package states one."""
         return self.license or BUILT_IN_LICENSES.get(self.source)
 
 
-def entries(source: Any) -> Iterator[tuple[str, SourceEntry]]:
-    """Each source with the key that errors name. Raises UserError for a wrong name or setting."""
+def list_entries(source: object) -> Iterator[tuple[str, SourceEntry]]:
+    """Yield each source with the key that errors name.
+
+    Args:
+        source: the value of `data.source`.
+
+    Raises:
+        UserError: for a wrong name or setting.
+    """
     if isinstance(source, str):
         yield "data.source", SourceEntry(source=source)
         return
     if not isinstance(source, Sequence) or not source:
-        expected = "pico, self, a file, a Hub id, or a list of {source, weight, split}"
-        raise UserError("data.source", got=repr(source), expected=expected)
+        raise UserError(
+            "data.source",
+            got=repr(source),
+            expected="pico, self, a file, a Hub id, or a list of these and of"
+            " {source, weight, split}",
+        )
     for index, entry in enumerate(source):
         key = f"data.source[{index}]"
-        if not isinstance(entry, Mapping):
+        if isinstance(entry, str):
+            yield key, SourceEntry(source=entry)
+        elif isinstance(entry, Mapping):
+            yield f"{key}.source", validate_recipe(SourceEntry, entry, f"{key}.")
+        else:
             raise UserError(
-                key, got=repr(entry), expected="{source, weight, split} with the name of a source"
+                key,
+                got=repr(entry),
+                expected="the name of a source, or {source, weight, split} with one",
             )
-        yield f"{key}.source", validate(SourceEntry, entry, f"{key}.")
 
 
-def source_names(source: Any) -> list[str]:
-    """The sources in their order, as a reader tells them apart."""
-    stated = [{"source": source}] if isinstance(source, str) else source
-    return [
-        " ".join(str(value) for key, value in entry.items() if key not in NOT_READ and value)
-        for entry in stated
+def check_files(source: object, split: str, columns: Mapping[str, str]) -> None:
+    """Check that files exist, and that the columns of small JSONL files are known.
+
+    Files of up to MAX_CHECKED_BYTES bytes are checked. Nothing here is slow to import. Lines that
+    are no JSON objects are left to the loading of the file.
+
+    Args:
+        source: the value of `data.source`.
+        split: the split of sources that name none.
+        columns: the column names of sources that state none.
+
+    Raises:
+        UserError: for a path that does not exist or is of another kind, for a split that a file
+            does not have, and for columns none of which is known.
+    """
+    for key, entry in list_entries(source):
+        if entry.source in {SELF_SOURCE, *BUILT_IN_SOURCES}:
+            continue
+        check_path(entry, entry.split or split, key)
+        path = Path(entry.source)
+        if path.suffix == ".jsonl" and path.stat().st_size <= MAX_CHECKED_BYTES:
+            with path.open("rb") as file:
+                names = dict.fromkeys(
+                    name
+                    for _, row in read_json_rows(file, report=lambda number, error: None)
+                    for name in row
+                )
+            if names:
+                check_columns(
+                    [*names], entry.model_copy(update={"columns": entry.columns or columns}), key
+                )
+
+
+def check_path(entry: SourceEntry, split: str, key: str) -> None:
+    """Check that a source is a file or folder here, or may be a name on the Hub.
+
+    Args:
+        entry: the source.
+        split: the split that is read.
+        key: the key that errors name.
+
+    Raises:
+        UserError: if it is none of these, or if the split is one that a file does not have.
+    """
+    source = entry.source
+    path = Path(entry.source)
+    kind = LOADERS.get(path.suffix)
+
+    # A file must exist. A similar name may be meant.
+    if kind and not path.is_file():
+        siblings = {
+            entry.stem: str(entry) for entry in path.parent.glob("*") if entry.suffix in LOADERS
+        }
+        raise UserError(
+            key,
+            got=f"{path}, which does not exist",
+            expected="a file",
+            nearest=siblings.get(find_nearest(path.stem, siblings) or ""),
+        )
+    # `train[:100]` is a slice of the only split that a file has.
+    if kind and split.partition("[")[0] != "train":
+        raise UserError(
+            "data.split", got=split, expected=f"train, the only split of the file {path.name}"
+        )
+
+    # Anything else must be a folder, or look like a Hub id.
+    if not kind and not path.is_dir() and source.count("/") != 1:
+        expected = "pico, self, a jsonl, json or parquet file, a folder, or a Hub id as owner/name"
+        if path.suffix == ".csv" and path.is_file():
+            expected = f"a jsonl, json or parquet file; to convert it: {convert_csv(path)}"
+        raise UserError(
+            key,
+            got="nothing" if source == REQUIRED_MARK else source,
+            expected=expected,
+            nearest=find_nearest(source, [SELF_SOURCE, *BUILT_IN_SOURCES]),
+        )
+
+
+def check_columns(own_columns: Sequence[str], entry: SourceEntry, key: str) -> None:
+    """Check that a source has text or conversations, and the columns that its entry names.
+
+    Args:
+        own_columns: the names of the source's columns.
+        entry: the source.
+        key: the key that errors name.
+
+    Raises:
+        UserError: for a source without text or conversations, or without a column that `columns` or
+            `where` names.
+    """
+    source = entry.source
+    columns = entry.columns
+
+    # The columns that are named must be there.
+    for what, wanted_columns in (("where", entry.where), ("columns", columns.values())):
+        unknown = next((column for column in wanted_columns if column not in own_columns), None)
+        if unknown:
+            raise UserError(
+                name_sibling_key(key, what),
+                got=f"{unknown}, which is no column of {source}",
+                expected=f"one of {', '.join(own_columns)}",
+                nearest=find_nearest(unknown, own_columns),
+            )
+    unknown = next((ours for ours in columns if ours not in READ_COLUMNS), None)
+    if unknown:
+        raise UserError(
+            name_sibling_key(key, "columns"),
+            got=unknown,
+            expected=f"{{our name: its own}} with our names {', '.join(READ_COLUMNS)}",
+            nearest=find_nearest(unknown, READ_COLUMNS),
+        )
+
+    # The rows need a column that training reads.
+    named_columns = set(columns or own_columns)
+    if not named_columns & {"text", TOKENS, *CONVERSATIONS, *PROMPTS}:
+        raise UserError(
+            key,
+            got=f"{source} with columns {', '.join(named_columns if columns else own_columns)}",
+            expected=f"{EXPECTED}, or data.columns to say which are these",
+            nearest=next(
+                (match for column in own_columns if (match := find_nearest(column, KNOWN_COLUMNS))),
+                None,
+            ),
+        )
+
+
+def list_source_names(source: object) -> list[str]:
+    """Return the names of the sources in order, as a reader tells them apart."""
+    stated_entries = source if isinstance(source, (list, tuple)) else [source]
+    entries = [
+        entry if isinstance(entry, Mapping) else {"source": entry} for entry in stated_entries
     ]
+    names = []
+    for entry in entries:
+        values = [
+            str(value)
+            for key, value in entry.items()
+            if key not in KEYS_WITHOUT_EFFECT_ON_READING and value
+        ]
+        names.append(" ".join(values))
+    return names
 
 
-def left_open(source: Any) -> Iterator[str]:
-    """A warning for each source without a revision or a licence. Raises as `entries` does."""
-    for _, entry in entries(source):
+def warn_unpinned_sources(source: object) -> Iterator[str]:
+    """Yield a warning for each source without a revision or a licence.
+
+    Args:
+        source: the value of `data.source`.
+
+    Raises:
+        UserError: for a wrong name or setting.
+    """
+    for _, entry in list_entries(source):
         is_on_hub = (
             entry.source.count("/") == 1
-            and FROM_HUB.holds(entry)
+            and SOURCE_IS_ON_HUB.holds(entry)
             and Path(entry.source).suffix not in LOADERS
         )
         if is_on_hub and entry.revision is None:
-            yield f"data.source: {entry.source} has no revision, so its rows may change: pin revision to a commit"
-        if not is_on_hub and entry.source != SELF and entry.known_license is None:
-            yield f"data.source: {entry.source} has no license, which publishing a draft needs: state it in its entry"
+            yield (
+                f"data.source: {entry.source} has no revision, so its rows may change: pin revision"
+                " to a commit"
+            )
+        if not is_on_hub and entry.source != SELF_SOURCE and entry.known_license is None:
+            yield (
+                f"data.source: {entry.source} has no license, which publishing a draft needs: state"
+                " it in its entry"
+            )

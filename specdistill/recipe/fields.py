@@ -1,4 +1,7 @@
-"""What sections of a recipe are made of: frozen pydantic models that accept no unknown key and no value of another type."""
+"""The parts that sections of a recipe are made of.
+
+Sections are frozen pydantic models that accept no unknown key and no value of another type.
+"""
 
 import copy
 import json
@@ -7,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError, PydanticUndefined
 
@@ -16,26 +19,60 @@ NonNegative = Annotated[float, Field(ge=0)]
 
 
 class Section(BaseModel):
-    """A section of a recipe, or the options of a command."""
+    """A section of a recipe, or the options of a command.
+
+    A section whose keys depend on the value of one of them is a discriminated union of variants.
+
+    Attributes:
+        CHOSEN: for a variant, the setting that chooses it, in words that complete "only used …".
+    """
+
+    CHOSEN: ClassVar[str] = ""
 
     model_config: ClassVar[ConfigDict] = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False
     )
 
     @classmethod
-    def schema_for(cls, values: Mapping[str, Any]) -> "type[Section]":
-        """The schema that values are checked against: this one, unless they choose between several."""
+    def select_schema(cls, values: Mapping[str, object]) -> "type[Section]":
+        """Return the schema that values are checked against.
+
+        It is this schema, unless the values choose between several.
+        """
         return cls
 
     @classmethod
-    def variants(cls) -> "dict[str, type[Section]]":
-        """All schemas that `schema_for` chooses between, by the name that chooses; one with an empty name when there is no choice."""
+    def list_schemas(cls) -> "dict[str, type[Section]]":
+        """Return all schemas that `select_schema` chooses between, by the name that chooses.
+
+        Without a choice there is one schema with an empty name.
+        """
         return {"": cls}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _select_keys_of_variants(cls, values: object) -> object:
+        """Prepare the values of each union of variants for pydantic to choose between them."""
+        if not isinstance(values, Mapping):
+            return values
+        selected = dict(values)
+        for name, field in cls.model_fields.items():
+            keys = values.get(name)
+            if field.discriminator and isinstance(keys, Mapping):
+                selected[name] = _add_variant_choice(field, keys)
+        return selected
 
 
 @dataclass(frozen=True)
 class Choices:
-    """The names that a key may have, asked for when a value is checked, so that they may stand in a table elsewhere; `also`: any others."""
+    """The names that a key may have.
+
+    They are asked for when a value is checked, so that they may be in a table elsewhere.
+
+    Attributes:
+        names: returns the names.
+        also: returns whether another name is allowed, too.
+    """
 
     names: Callable[[], Sequence[str]]
     also: Callable[[str], bool]
@@ -46,71 +83,193 @@ class Choices:
         return value
 
 
-def one_of(
+def allow_names(
     names: Callable[[], Sequence[str]], *, also: Callable[[str], bool] = lambda _: False
 ) -> AfterValidator:
-    """For `Annotated[str, one_of(…)]`."""
+    """Return a validator that allows only some names, for use in `Annotated[str, …]`.
+
+    Args:
+        names: returns the names.
+        also: returns whether another name is allowed, too.
+    """
     return AfterValidator(Choices(names, also))
 
 
 @dataclass(frozen=True)
-class ReadWhen:
-    """When a key is read: `holds` for the section it stands in; `text` completes "read only …"."""
+class Condition:
+    """The condition under which a key is used.
+
+    A condition is for keys that depend on several others. Where one key alone decides which other
+    keys there are, the section is a union of variants.
+
+    Attributes:
+        text: completes "only used …".
+        holds: whether the condition holds in the section that the key stands in.
+    """
 
     text: str
     holds: Callable[[Any], bool]
 
 
-def option(default: Any, help: str, *, read_when: ReadWhen | None = None, **limits: Any) -> Any:
-    """A key with its default (`...` for none), its help text with units, and pydantic's limits (`ge`, `le`, `gt`).
+def option(default: object, help: str, *, condition: Condition | None = None, **limits: Any) -> Any:
+    """Describe a key: its default (`...` for none), its help text and pydantic's limits.
 
-    A key with `read_when` is refused where nothing reads it.
+    A key that has been set although its `condition` does not hold is an error.
     """
-    extra: Any = {"read_when": read_when} if read_when else None
+    extra: Any = {"condition": condition} if condition else None
     return Field(default, description=help, json_schema_extra=extra, **limits)
 
 
 def section(of: type[Section]) -> Any:
-    """A section with its own defaults, or one that must be given because a key of it has none."""
+    """Return a field for a section with the defaults of its keys.
+
+    The section must be given if one of its keys has no default.
+    """
     required = any(field.is_required() for field in of.model_fields.values())
     return Field() if required else Field(default_factory=of)
 
 
-def like(schema: type[Section], name: str, *, read_when: ReadWhen | None = None) -> Any:
-    """The key of another schema: same default, help and limits, stated once."""
+def like(schema: type[Section], name: str, *, condition: Condition | None = None) -> Any:
+    """Return the key of another schema, with the same default, help and limits."""
     field = copy.copy(schema.model_fields[name])
-    if read_when:
-        field.json_schema_extra = {"read_when": read_when}  # type: ignore[dict-item]
+    if condition:
+        field.json_schema_extra = {"condition": condition}  # type: ignore[dict-item]
     return field
 
 
-def read_when_of(field: FieldInfo) -> ReadWhen | None:
-    extra: Any = field.json_schema_extra or {}
-    return extra.get("read_when")
+def find_condition(field: FieldInfo) -> Condition | None:
+    """Return the condition of a key, None for a key that is always used."""
+    extra = field.json_schema_extra
+    condition = extra.get("condition") if isinstance(extra, dict) else None
+    return condition if isinstance(condition, Condition) else None
 
 
-def default_of(field: FieldInfo) -> Any:
-    """A field's default; PydanticUndefined for a required one."""
+def find_default(field: FieldInfo) -> object:
+    """Return a field's default; PydanticUndefined for a required field."""
     return field.get_default(call_default_factory=True)
 
 
-def section_of(hint: Any) -> type[Section] | None:
-    """The schema of a section, also of one that may be null; None for values and lists."""
-    options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    return next(
-        (kind for kind in options if isinstance(kind, type) and issubclass(kind, Section)), None
-    )
+def find_changed_key(key: str, value: object, default: object) -> tuple[str, object]:
+    """Return the key that differs from its default, with its value.
+
+    If the key is a section, the first such key inside it is returned.
+    """
+    if isinstance(value, Section) and isinstance(default, Section):
+        for name in type(value).model_fields:
+            if getattr(value, name) != getattr(default, name):
+                return find_changed_key(
+                    f"{key}.{name}", getattr(value, name), getattr(default, name)
+                )
+    return key, value
+
+
+def list_variants(hint: object) -> list[type[Section]]:
+    """Return the schemas that a section may have.
+
+    A union may have several; a value or a list has none.
+    """
+    return [
+        kind
+        for kind in _list_union_members(hint)
+        if isinstance(kind, type) and issubclass(kind, Section)
+    ]
+
+
+def _list_union_members(hint: object) -> list[object]:
+    """Return the types of a union without their tags, or the only type."""
+    members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else [hint]
+    return [get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in members]
+
+
+def _choose_variant(field: FieldInfo, values: Mapping[str, object]) -> type[Section] | None:
+    """Return the variant that the values of a section choose; None if their choice is invalid."""
+    variants = list_variants(field.annotation)
+    discriminator = field.discriminator
+    if isinstance(discriminator, Discriminator):
+        choose = discriminator.discriminator
+        assert callable(choose)
+        name = choose(values)
+        return next(variant for variant in variants if variant.__name__ == name)
+    assert discriminator is not None
+    choice = values.get(discriminator, find_default(variants[0].model_fields[discriminator]))
+    for variant in variants:
+        if choice == find_default(variant.model_fields[discriminator]):
+            return variant
+    return None
+
+
+def list_fields(variants: Sequence[type[Section]]) -> dict[str, FieldInfo]:
+    """Return the keys of all variants of a section, each as the first variant has it."""
+    fields: dict[str, FieldInfo] = {}
+    for variant in variants:
+        for name, field in variant.model_fields.items():
+            fields.setdefault(name, field)
+    return fields
+
+
+def describe_condition(variants: Sequence[type[Section]], name: str) -> str | None:
+    """Return when a key is used, in words that complete "only used …"; None for always."""
+    having = [variant for variant in variants if name in variant.model_fields]
+    condition = find_condition(having[0].model_fields[name])
+    if condition:
+        return condition.text
+    return having[0].CHOSEN if len(having) < len(variants) else None
+
+
+def find_default_in(variants: Sequence[type[Section]], name: str) -> object:
+    """Return a key's default; null for a required key that only some of the variants have."""
+    default = find_default(list_fields(variants)[name])
+    is_in_all = all(name in variant.model_fields for variant in variants)
+    return None if default is PydanticUndefined and not is_in_all else default
+
+
+def _add_variant_choice(field: FieldInfo, values: Mapping[str, object]) -> dict[str, object]:
+    """Return the values of a section with the choice of its variant, for pydantic to check.
+
+    Keys that do not apply are left out only where they have their defaults.
+    """
+    variant = _choose_variant(field, values)
+    if variant is None:
+        return dict(values)  # pydantic names the choices
+
+    selected = {}
+    if isinstance(field.discriminator, str):
+        selected[field.discriminator] = find_default(variant.model_fields[field.discriminator])
+
+    # A recorded recipe lists the keys of all variants. Those of other variants have their defaults.
+    variants = list_variants(field.annotation)
+    keys = list_fields(variants)
+    own_keys = variant.model_fields
+    for name, value in values.items():
+        is_optional = name in own_keys and not own_keys[name].is_required()
+        if is_optional or name not in keys or value != find_default_in(variants, name):
+            selected[name] = value
+    return selected
+
+
+def list_every_key(section: Section) -> dict[str, object]:
+    """Return the values of a section, with the defaults of keys that only other variants have."""
+    values = section.model_dump()
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            variants = list_variants(field.annotation)
+            defaults = {key: find_default_in(variants, key) for key in list_fields(variants)}
+            values[name] = {**defaults, **list_every_key(value)}
+    return values
 
 
 def describe(schema: type[Section]) -> list[tuple[str, str, str, str]]:
-    """Rows of (key, type, default, help) for every key, for `--help`.
+    """Return a row (key, type, default, help) for every key, for `--help`.
 
-    What only some variants have is marked with their names; a key that means something else elsewhere has a row for each meaning.
+    A row that only some variants have is marked with their names. A key that means something else
+    in another variant has a row for each meaning.
     """
-    variants = schema.variants()
+    # Collect for each row the variants that have it.
+    variants = schema.list_schemas()
     readers: dict[tuple[str, str, str, str], list[str]] = {}
     for name, variant in variants.items():
-        for row in leaves(variant):
+        for row in list_leaves([variant]):
             readers.setdefault(row, []).append(name)
     keys = list(dict.fromkeys(key for key, *_ in readers))
     return [
@@ -124,23 +283,41 @@ def describe(schema: type[Section]) -> list[tuple[str, str, str, str]]:
     ]
 
 
-def leaves(schema: type[Section], prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
-    """The rows of `describe` for one schema."""
-    for name, field in schema.model_fields.items():
-        key, inner = f"{prefix}{name}", section_of(field.annotation)
-        if inner is not field.annotation:
-            condition = read_when_of(field)
-            help = (field.description or "") + (
-                f" (read only {condition.text})" if condition else ""
+def list_leaves(
+    variants: Sequence[type[Section]], prefix: str = ""
+) -> Iterator[tuple[str, str, str, str]]:
+    """Yield the rows of `describe` for a section, of all its variants together."""
+    for name, field in list_fields(variants).items():
+        key = f"{prefix}{name}"
+        inner_variants = list_variants(field.annotation)
+        is_always_a_section = len(inner_variants) == len(_list_union_members(field.annotation))
+        if not is_always_a_section:
+            condition = describe_condition(variants, name)
+            help = (
+                f"{field.description} (read only {condition})" if condition else field.description
             )
-            yield key, kind_of(field), shown(default_of(field)), help
-        if inner:
-            yield from leaves(inner, f"{key}.")
+            yield (
+                key,
+                _describe_kind_in(variants, name),
+                format_value(find_default_in(variants, name)),
+                help or "",
+            )
+        if inner_variants:
+            yield from list_leaves(inner_variants, f"{key}.")
 
 
-def kind_of(field: FieldInfo) -> str:
-    """A field's type with its choices or limits, as help and errors state it."""
-    kind, rules = _kind(field.annotation), [*field.metadata, *_rules(field.annotation)]
+def _describe_kind_in(variants: Sequence[type[Section]], name: str) -> str:
+    """Return a key's type: the choices of all variants, or null where it is required in some."""
+    fields = [variant.model_fields[name] for variant in variants if name in variant.model_fields]
+    kinds = dict.fromkeys(describe_kind(field) for field in fields)
+    or_null = " or null" if fields[0].is_required() and len(fields) < len(variants) else ""
+    return "|".join(kinds) + or_null
+
+
+def describe_kind(field: FieldInfo) -> str:
+    """Return a field's type with its choices or limits, in the words of help and errors."""
+    kind = _name_kind(field.annotation)
+    rules = [*field.metadata, *_list_rules(field.annotation)]
     for rule in rules:
         if isinstance(rule, AfterValidator) and isinstance(rule.func, Choices):
             kind = kind.replace("str", "|".join(rule.func.names()))
@@ -151,50 +328,54 @@ def kind_of(field: FieldInfo) -> str:
         "lt": "below",
         "multiple_of": "a multiple of",
     }
-    limits = (
-        f"{words[name]} {getattr(rule, name):g}"
-        for name in words
-        for rule in rules
-        if hasattr(rule, name)
-    )
+    limits = []
+    for name in words:
+        for rule in rules:
+            if hasattr(rule, name):
+                limits.append(f"{words[name]} {format_value(getattr(rule, name))}")
     return ", ".join([kind, *limits])
 
 
-def _rules(hint: Any) -> list[Any]:
-    """Limits of the items of a list, or of what may also be null."""
-    own = [
-        part
-        for rule in getattr(hint, "__metadata__", ())
-        for part in getattr(rule, "metadata", [rule])
-    ]
-    return own + [rule for inner in get_args(hint) for rule in _rules(inner)]
+def _list_rules(hint: object) -> list[object]:
+    """Return the limits of a type, including those of a list's items and of a nullable value."""
+    own_rules: list[object] = []
+    for rule in getattr(hint, "__metadata__", ()):
+        own_rules.extend(getattr(rule, "metadata", [rule]))
+    for inner in get_args(hint):
+        own_rules += _list_rules(inner)
+    return own_rules
 
 
-def _kind(hint: Any) -> str:
-    origin, arguments = get_origin(hint), get_args(hint)
+def _name_kind(hint: object) -> str:
+    """Return the name of a type in the words of help and errors."""
+    origin = get_origin(hint)
+    arguments = get_args(hint)
     if origin is Annotated:
-        return _kind(arguments[0])
+        return _name_kind(arguments[0])
     if origin is Literal:
         return "|".join(map(str, arguments))
     if origin in (Union, types.UnionType):
         return " or ".join(
-            "null" if argument is types.NoneType else _kind(argument) for argument in arguments
+            "null" if argument is types.NoneType else _name_kind(argument) for argument in arguments
         )
     if origin is list:
-        return f"list of {_kind(arguments[0])}"
-    if hint is Any:
+        return f"list of {_name_kind(arguments[0])}"
+    if hint in (Any, object):
         return "name, list or mapping"
     if origin is dict or hint is dict:
         return "mapping"
-    return "section" if section_of(hint) else str(hint.__name__)
+    assert isinstance(hint, type)
+    return "section" if issubclass(hint, Section) else hint.__name__
 
 
-def shown(default: Any) -> str:
-    """A default as a recipe would write it."""
+def format_value(default: object) -> str:
+    """Return a value as a recipe would write it."""
     if default is PydanticUndefined:
         return "required"
     if isinstance(default, dict):
-        return f"{{{', '.join(f'{name}: {shown(value)}' for name, value in default.items())}}}"
+        return (
+            f"{{{', '.join(f'{name}: {format_value(value)}' for name, value in default.items())}}}"
+        )
     return (
         default
         if isinstance(default, str)

@@ -1,6 +1,6 @@
-"""Recipes from files and command lines: OmegaConf merges a YAML file and `key=value` overrides, pydantic validates the result.
+"""Load recipes from files and command lines.
 
-Its first error becomes one line that names the key and the nearest valid one.
+OmegaConf merges a YAML file and `key=value` overrides. pydantic validates the result.
 """
 
 import io
@@ -8,106 +8,126 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache, reduce
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_args
+from typing import Any, TypeVar, cast
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
-from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails, PydanticUndefined
 
-from specdistill.credentials import check_no_secret, without_places
-from specdistill.errors import UserError, nearest, one_line, refusing
-from specdistill.files.documents import LARGEST, check_yaml, parse_yaml, read_text
-from specdistill.project import RECIPES, find_yaml
+from specdistill.common.credentials import check_no_secret, remove_places
+from specdistill.common.documents import MAX_INTEGER, check_yaml, parse_yaml, read_text
+from specdistill.common.errors import UserError, convert_errors, join_lines, make_unused_key_error
+from specdistill.common.project import RECIPES, find_yaml
 from specdistill.recipe.fields import (
     Section,
-    default_of,
     describe,
-    kind_of,
-    leaves,
-    read_when_of,
-    section_of,
-    shown,
+    find_changed_key,
+    find_condition,
+    find_default,
+    format_value,
+    list_every_key,
 )
+from specdistill.recipe.key_errors import explain_errors, format_place, list_required_keys
 
 S = TypeVar("S", bound=Section)
 
-REQUIRED = "???"  # OmegaConf's mark of a value that the command line must give
-# Variables that ${oc.env:…} may read. A recipe may come from anybody, and what it reads is written into the run's record.
-HARMLESS = ("HOME", "HOSTNAME", "SLURM_JOB_ID", "TMPDIR", "USER")
-# Of ${…}: each value that names another one twice doubles it, so that these make a text about 1,000 times as long, and 60 fill a memory.
-MOST_INTERPOLATIONS = 20
-# What runs somebody's code. A reader gives it: a file alone cannot.
-CONSENT = ("target.trust_remote_code", "eval.run_code", "eval.engine_command")
-# Arguments of a command that reads files alone, whatever a run's recipe ran.
-RUNS_NOTHING = ("target.trust_remote_code=false", "eval.run_code=false", "eval.engine_command=null")
-# Names that other tools have for our keys, and for our values.
-ALIASES = {
-    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs"), "train.num_train_epochs"),
-    **dict.fromkeys(
-        ("batch_size", "train_batch_size"),
-        "train.per_device_train_batch_size (to measure: eval.batch_size)",
-    ),
-    **dict.fromkeys(("max_seq_length", "max_seq_len", "model_max_length"), "data.max_length"),
-    **dict.fromkeys(("dataset", "dataset_name", "train_file"), "data.source"),
-    **dict.fromkeys(("lr", "learning_rate"), "train.learning_rate"),
-    **dict.fromkeys(("llama.cpp", "llama_cpp"), "gguf"),
-    **{name: f"train.{name}" for name in ("max_steps", "output_dir", "report_to")},
-    "dataset_text_field": "data.columns={text: NAME}",
-    "warmup_ratio": "train.warmup_steps, where a number below 1 is a share of the steps",
-    "model_name_or_path": "target.model",
-}
+REQUIRED_MARK = "???"  # OmegaConf's mark for a value that the command line must give
+# Variables that ${oc.env:…} may read. A recipe may come from anybody, and the values that it reads
+# are written into the run's record.
+RECORDED_VARIABLES = ("HOME", "HOSTNAME", "SLURM_JOB_ID", "TMPDIR", "USER")
+# Limit of ${…}. Each value that names another one twice doubles it, so that 20 interpolations make
+# a text about 1,000 times as long, and 60 would fill the memory.
+MAX_INTERPOLATIONS = 20
+# Keys that run somebody else's code. The user must type them: a file alone cannot set them.
+CONSENT = ("target.trust_remote_code", "eval.engine_command")
+# Arguments for a command that only reads files, whatever code a run's recipe was allowed to run.
+ARGUMENTS_WITHOUT_CODE = ("target.trust_remote_code=false", "eval.engine_command=null")
 
 
-def _environment(name: str, *default: Any) -> Any:
-    """${oc.env:NAME} and ${oc.env:NAME,default}."""
-    if name not in HARMLESS:
-        readable = f"recipes read {', '.join(HARMLESS)}"
+def _resolve_environment(name: str, *default: object) -> object:
+    """Resolve ${oc.env:NAME} and ${oc.env:NAME,default}.
+
+    Raises:
+        ValueError: for a variable that is not RECORDED_VARIABLES, or that is not set and has no
+            default.
+    """
+    if name not in RECORDED_VARIABLES:
         raise ValueError(
-            f"{name} of the environment, of which {readable}; a shell writes out any other on the command line"
+            f"{name} of the environment, of which recipes read {', '.join(RECORDED_VARIABLES)};"
+            f" a shell"
+            " writes out any other on the command line"
         )
     if name not in os.environ and not default:
         raise ValueError(f"{name}, which the environment does not have")
     return os.environ.get(name, *default)
 
 
-OmegaConf.register_resolver("oc.env", _environment, replace=True)
+OmegaConf.register_resolver("oc.env", _resolve_environment, replace=True)
 
 
 def load_recipe(schema: type[S], arguments: Sequence[str]) -> S:
-    """Build a recipe from `recipe=… key=value …` command-line arguments. Raises UserError for anything the user got wrong.
+    """Build a recipe from `recipe=… key=value …` command-line arguments.
 
-    A list may be given without brackets, which shells expand.
+    A list may be given without brackets, because shells expand brackets.
+
+    Raises:
+        UserError: for anything the user got wrong.
     """
-    bare = _bare_list(schema)
-    arguments = [
-        bare.sub(r"\1=[\2]", argument) if bare and bare.fullmatch(argument) else argument
-        for argument in arguments
-    ]
-    recipe, typed = (
-        validate(schema, merged(arguments)),
-        dict(argument.split("=", 1) for argument in arguments),
-    )
-    for argument in consent(recipe.model_dump()):
+    arguments = [_add_brackets(argument, _match_bare_list(schema)) for argument in arguments]
+    recipe = validate_recipe(schema, merge_values(arguments))
+    typed = dict(argument.split("=", 1) for argument in arguments)
+    for argument in list_consent_keys(recipe.model_dump()):
         key, _, value = argument.partition("=")
         if key not in typed:
-            expected = (
-                f"it on the command line, after you have read the code: {shlex.quote(argument)}"
-            )
             raise UserError(
-                key, got=f"{value} in {typed.get('recipe', 'a section')}", expected=expected
+                key,
+                got=f"{value} in {typed.get('recipe', 'a section')}",
+                expected=(
+                    f"it on the command line, after you have read the code: {shlex.quote(argument)}"
+                ),
             )
+    check_gguf_files(flatten_keys(recipe.model_dump()))
     return recipe
 
 
+def check_gguf_files(values: Iterable[tuple[str, object]]) -> None:
+    """Raise UserError for the first (key, value) that names a broken GGUF file.
+
+    Only the metadata of the files is read, which takes a second.
+    """
+    for key, value in values:
+        if isinstance(value, str) and value.endswith(".gguf") and Path(value).is_file():
+            # The import is here, and not above, because it imports numpy.
+            from specdistill.common.gguf_files import check_gguf
+
+            check_gguf(Path(value), key)
+
+
+def _add_brackets(argument: str, bare: re.Pattern[str] | None) -> str:
+    """Put brackets around several values of a key that takes a list.
+
+    Args:
+        argument: the `key=value` argument.
+        bare: the `_match_bare_list` of its schema.
+    """
+    key, _, value = argument.partition("=")
+    if key == "data.source":  # This key also takes a single name.
+        is_bare = "," in value and value[0] not in "[{$" and not Path(value).exists()
+    else:
+        is_bare = bare is not None and bare.fullmatch(argument) is not None
+    return f"{key}=[{value}]" if is_bare else argument
+
+
 @cache
-def _bare_list(schema: type[Section]) -> re.Pattern[str] | None:
-    """Matches a list without brackets: its key and what it is given. None where no key has a list."""
+def _match_bare_list(schema: type[Section]) -> re.Pattern[str] | None:
+    """Return a pattern that matches an argument with a list without brackets.
+
+    Its groups are the key and the value. It is None if no key takes a list.
+    """
     lists = [key for key, kind, *_ in describe(schema) if kind.startswith("list of ")]
     return (
         re.compile(rf"({'|'.join(map(re.escape, lists))})=(?!\[|\$|null$|$)(.*)", re.DOTALL)
@@ -116,24 +136,29 @@ def _bare_list(schema: type[Section]) -> re.Pattern[str] | None:
     )
 
 
-def consent(values: Mapping[str, Any]) -> list[str]:
-    """`key=value` of each key of CONSENT that is set, as whoever gives it types it."""
-    pairs = (
-        (key, (values.get(section) or {}).get(name))
-        for key in CONSENT
-        for section, name in [key.split(".")]
-    )
-    return [f"{key}={json.dumps(value)}" for key, value in pairs if value]
+def list_consent_keys(values: Mapping[str, object]) -> list[str]:
+    """Return `key=value` for each key of CONSENT that is set, as a user types it."""
+    flat_values = dict(flatten_keys(values))
+    return [f"{key}={json.dumps(flat_values[key])}" for key in CONSENT if flat_values.get(key)]
 
 
-def merged(arguments: Sequence[str]) -> dict[str, Any]:
-    """The values of a recipe's file under those of the command line, interpolations resolved, nothing validated yet.
+def merge_values(arguments: Sequence[str]) -> dict[str, object]:
+    """Merge the values of a recipe's file with those of the command line, which override them.
 
-    Raises UserError also for a secret among them, and for a variable of the environment that is not HARMLESS.
+    Interpolations are resolved. Nothing is validated yet.
+
+    Raises:
+        UserError: for arguments that are no `key=value`, and for a file that cannot be read. Also
+            for a secret among the values, and for a variable of the environment that is not
+            RECORDED_VARIABLES.
     """
-    file, overrides = None, []
+    file = None
+    overrides = []
+
+    # Take the arguments one by one: the recipe's file, and values that override it.
     for argument, following in zip(arguments, [*arguments[1:], ""], strict=False):
         key, separator, value = argument.partition("=")
+        # Options in the form of other tools are answered with the form that works here.
         if argument.startswith("-"):
             typed = f"{key.lstrip('-').replace('-', '_')}={value or following or 'VALUE'}"
             raise UserError(
@@ -154,52 +179,95 @@ def merged(arguments: Sequence[str]) -> dict[str, Any]:
             check_yaml(value)
             overrides.append(OmegaConf.from_dotlist([argument]))
         except (yaml.YAMLError, ValueError, OmegaConfBaseException) as error:
-            raise UserError(key, got=repr(value), expected="a YAML value") from error
+            raise UserError(
+                key, got=repr(value), expected=_describe_expected_value(argument)
+            ) from error
     try:
         layers = (
             overrides
             if file is None
             else [_read_yaml(find_yaml(file, RECIPES, "recipe")), *overrides]
         )
-        if (number := sum(str(layer).count("${") for layer in layers)) > MOST_INTERPOLATIONS:
+
+        # Interpolations may refer to each other, so their number is limited.
+        number = sum(str(layer).count("${") for layer in layers)
+        if number > MAX_INTERPOLATIONS:
             raise UserError(
                 "recipe",
                 got=f"{number} interpolations",
-                expected=f"at most {MOST_INTERPOLATIONS} of ${{…}}",
+                expected=f"at most {MAX_INTERPOLATIONS} of ${{…}}",
             )
-        over_each_other = OmegaConf.create(reduce(_over, map(OmegaConf.to_container, layers), {}))
+
+        # Merge the layers, and resolve the interpolations.
+        over_each_other = OmegaConf.create(
+            reduce(_merge_over, map(OmegaConf.to_container, layers), {})
+        )
         values = cast(dict[str, Any], OmegaConf.to_container(over_each_other, resolve=True))
     except OmegaConfBaseException as error:
-        got = one_line(str(error).split("\n")[0])
+        reason = join_lines(str(error).split("\n")[0]).removeprefix(
+            "ValueError raised while resolving interpolation: "
+        )
         raise UserError(
-            error.full_key or "recipe", got=got, expected="a value, or ${another.key}"
+            error.full_key or "recipe",
+            got=re.sub(
+                r"^Interpolation key '(.*)' not found$", r"${\1}, which names no key", reason
+            ),
+            expected="a value, or ${another.key}",
         ) from error
-    given = {argument.partition("=")[0] for argument in arguments}
-    if (
-        "train.num_train_epochs" in given and "train.max_steps" not in given
-    ):  # of the file, which would decide
+    given_keys = {argument.partition("=")[0] for argument in arguments}
+    # A max_steps of the file would override the epochs that the user typed.
+    if "train.num_train_epochs" in given_keys and "train.max_steps" not in given_keys:
         values["train"].pop("max_steps", None)
     _check_values(values)
     return values
 
 
-def _over(below: Any, above: Any) -> Any:
-    """Two values of a key in one: mappings key by key, of anything else the one above. OmegaConf would refuse a mapping over a list."""
+def _describe_expected_value(argument: str) -> str:
+    """Say what to type instead of a value that is no YAML.
+
+    If brackets are not closed, the shell has probably cut the value.
+    """
+    value = argument.partition("=")[2]
+    for opening, closing in ("[]", "{}"):
+        missing = value.count(opening) - value.count(closing)
+        if value.startswith(opening) and missing > 0:
+            return (
+                "closing brackets; quote it for the shell:"
+                f" {shlex.quote(argument + closing * missing)}"
+            )
+    return "a YAML value"
+
+
+def _merge_over(below: Any, above: Any) -> Any:
+    """Merge two values of a key: mappings key by key; otherwise the value above wins.
+
+    OmegaConf would refuse a mapping over a list.
+    """
     if not (isinstance(below, Mapping) and isinstance(above, Mapping)):
         return above
-    return {**below, **{key: _over(below.get(key), value) for key, value in above.items()}}
+    return {**below, **{key: _merge_over(below.get(key), value) for key, value in above.items()}}
 
 
 def load_own_keys(schema: type[S], arguments: Sequence[str]) -> tuple[S, list[str]]:
-    """A section from those of the arguments that are keys of it, and the other arguments."""
-    own = [argument for argument in arguments if argument.partition("=")[0] in schema.model_fields]
-    return load_recipe(schema, own), [argument for argument in arguments if argument not in own]
+    """Build a section from the arguments that are keys of it, and return the other arguments."""
+    own_arguments = [
+        argument for argument in arguments if argument.partition("=")[0] in schema.model_fields
+    ]
+    return load_recipe(schema, own_arguments), [
+        argument for argument in arguments if argument not in own_arguments
+    ]
 
 
-def validate(schema: type[S], values: Mapping[str, Any], prefix: str = "") -> S:
-    """Build a section. Raises UserError for an unknown, missing or mistyped key, and for one that nothing reads.
+def validate_recipe(schema: type[S], values: Mapping[str, object], prefix: str = "") -> S:
+    """Build a section from its values.
 
-    prefix: of the keys in errors, for a section that stands in another file.
+    Args:
+        schema: the schema of the section.
+        values: the values of its keys.
+        prefix: goes before the keys in errors, for a section that is in another file.
+
+    Raises:
+        UserError: for an unknown, missing or mistyped key, and for a key that nothing reads.
     """
     if not isinstance(values, Mapping):
         raise UserError(
@@ -207,222 +275,88 @@ def validate(schema: type[S], values: Mapping[str, Any], prefix: str = "") -> S:
             got=repr(values),
             expected="a section with keys of its own",
         )
-    chosen = schema.schema_for(values)
+    chosen = schema.select_schema(values)
     try:
-        made = chosen.model_validate(_without_required(values, _required(chosen)))
+        recipe = chosen.model_validate(_remove_required(values, list_required_keys(chosen)))
     except ValidationError as error:
-        # Unknown keys come before wrong values, and those before missing ones: a misspelt key explains a missing one.
-        order = {"extra_forbidden": 0, "missing": 2}
-        raise _user_error(
-            schema, chosen, min(error.errors(), key=lambda it: order.get(it["type"], 1)), prefix
-        ) from error
-    _check_read(made, prefix)
-    assert isinstance(made, schema)
-    return made
+        raise explain_errors(schema, chosen, error.errors(), prefix) from error
+    _check_read(recipe, prefix)
+    assert isinstance(recipe, schema)
+    return recipe
 
 
-@cache
-def _required(schema: type[Section]) -> frozenset[str]:
-    return frozenset(
-        key for key, _, default, _ in leaves(schema) if default == shown(PydanticUndefined)
-    )
+def flatten_keys(node: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield (key, value) for every key of nested sections, such as `eval.suite`.
 
-
-def flattened(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(key, value) of every key of nested sections, e.g. `eval.suite`; an empty section is a value."""
+    An empty section counts as a value.
+    """
     for name, value in node.items():
         if isinstance(value, Mapping) and value:
-            yield from flattened(value, f"{prefix}{name}.")
+            yield from flatten_keys(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 
 
-def recipe_yaml(recipe: Section | dict[str, Any], *, public: bool = False) -> str:
-    """A resolved recipe as YAML, every key in its place; `load_recipe` reads it back equal. public: without places of this machine."""
-    values = recipe if isinstance(recipe, dict) else recipe.model_dump()
-    return OmegaConf.to_yaml(OmegaConf.create(without_places(values) if public else values))
+def format_recipe(recipe: Section | dict[str, object], *, public: bool = False) -> str:
+    """Return a resolved recipe as YAML with every key; `load_recipe` reads it back equal.
+
+    Args:
+        recipe: the recipe, or its values.
+        public: leave out places of this machine.
+    """
+    values = recipe if isinstance(recipe, dict) else list_every_key(recipe)
+    return OmegaConf.to_yaml(OmegaConf.create(remove_places(values) if public else values))
 
 
 def _read_yaml(path: Path) -> DictConfig:
-    with refusing((yaml.YAMLError, ValueError, OSError), "recipe", path, "a readable YAML file"):
-        check_no_secret(
-            "recipe", text := read_text(path)
-        )  # first, because an error of YAML quotes the line
+    """Read the YAML file of a recipe; raise UserError if it cannot be read or has a secret."""
+    with convert_errors(
+        (yaml.YAMLError, ValueError, OSError), "recipe", path, "a readable YAML file"
+    ):
+        # Secrets are checked first, because an error of YAML quotes the line.
+        check_no_secret("recipe", text := read_text(path))
         if not isinstance(parse_yaml(text) or {}, dict):
             raise UserError("recipe", got=f"{path}, which holds no keys", expected="YAML with keys")
         return cast(DictConfig, OmegaConf.load(io.StringIO(text)))
 
 
-def _check_values(node: Any, *place: Any) -> None:
-    """Raises UserError for a secret, and for an integer that no count can be."""
+def _check_values(node: object, *place: int | str) -> None:
+    """Raise UserError for a secret, and for an integer that is too large for any count."""
     if isinstance(node, Mapping | list):
         for name, value in node.items() if isinstance(node, Mapping) else enumerate(node):
             _check_values(value, *place, name)
     elif isinstance(node, str):
-        check_no_secret(_spelled(list(place)), node)
-    elif isinstance(node, int) and abs(node) > LARGEST:
+        check_no_secret(format_place(place), node)
+    elif isinstance(node, int) and abs(node) > MAX_INTEGER:
         raise UserError(
-            _spelled(list(place)),
+            format_place(place),
             got=f"an integer of {len(str(node))} digits",
-            expected=f"at most {LARGEST:,}",
+            expected=f"at most {MAX_INTEGER:,}",
         )
 
 
-def _without_required(node: Any, required: Collection[str], prefix: str = "") -> Any:
-    """A tree without what is still to be given, which pydantic says is missing.
+def _remove_required(node: object, required: Collection[str], prefix: str = "") -> object:
+    """Return values without required keys that are marked as still to be given.
 
-    A key with a default keeps its mark until it is read.
+    pydantic then says that they are missing. A key with a default keeps its mark until it is read.
     """
     if not isinstance(node, Mapping):
         return node
     return {
-        str(name): _without_required(value, required, f"{prefix}{name}.")
+        str(name): _remove_required(value, required, f"{prefix}{name}.")
         for name, value in node.items()
-        if value != REQUIRED or f"{prefix}{name}" not in required
+        if value != REQUIRED_MARK or f"{prefix}{name}" not in required
     }
 
 
-def _user_error(
-    schema: type[Section], chosen: type[Section], detail: ErrorDetails, prefix: str
-) -> UserError:
-    place, value, kind = list(detail["loc"]), detail["input"], detail["type"]
-    key = prefix + _spelled(place)
-    if kind == "extra_forbidden":
-        return _unknown(schema, chosen, place, value, prefix)
-    if kind == "min_above_max":
-        least, most = (prefix + _spelled([*place, name]) for name in ("min", "max"))
-        return UserError(
-            least,
-            got=detail["ctx"]["min"],
-            expected=f"at most {most}, which is {detail['ctx']['max']}",
-        )
-    field = _field_at(chosen, place)
-    if kind == "missing":
-        while inner := section_of(field.annotation):  # a section that has a required key
-            name, field = next(
-                (name, entry) for name, entry in inner.model_fields.items() if entry.is_required()
-            )
-            key = f"{key}.{name}"
-        start = (
-            ", or a recipe that names it (recipe=pico/eagle3)"
-            if "train" in schema.model_fields
-            else ""
-        )
-        return UserError(key, got="nothing", expected=f"{field.description}{start}")
-    if kind == "literal_error":
-        choices = (
-            kind_of(field)
-            .split(", ")[0]
-            .replace(" or null", "")
-            .removeprefix("list of ")
-            .split("|")
-        )
-        return UserError(
-            key,
-            got=repr(value),
-            expected=f"one of {', '.join(choices)}",
-            nearest=nearest(ALIASES.get(str(value), str(value)), choices),
-        )
-    if kind in ("model_type", "model_attributes_type"):
-        null = "null or " * (
-            section_of(field.annotation) is not field.annotation and isinstance(place[-1], str)
-        )
-        return UserError(key, got=repr(value), expected=f"{null}a section with keys of its own")
-    if isinstance(value, dict) and value:
-        return UserError(
-            key, got=f"keys below it ({', '.join(map(str, value))})", expected=kind_of(field)
-        )
-    is_number = {"ge", "gt", "le", "lt", "multiple_of"} & detail.get("ctx", {}).keys()
-    got = (
-        str(value)
-        if is_number
-        else f"{value!r} ({'null' if value is None else type(value).__name__})"
-    )
-    is_in_mapping = kind_of(field) == "mapping" and kind != "dict_type"
-    return UserError(
-        key,
-        got=got,
-        expected=detail["msg"].removeprefix("Input should be ")
-        if is_in_mapping
-        else kind_of(field),
-    )
-
-
-def _unknown(
-    schema: type[Section], chosen: type[Section], place: list[Any], value: Any, prefix: str
-) -> UserError:
-    """A key of another variant is refused by naming who reads it, any other one by the nearest key."""
-    key, name = prefix + _spelled(place), str(place[-1])
-    plain = ".".join(part for part in place if isinstance(part, str))
-    variants = schema.variants()
-    keys = {variant: [f"{row[0]}." for row in leaves(other)] for variant, other in variants.items()}
-    if readers := [
-        variant for variant, own in keys.items() if any(key.startswith(f"{plain}.") for key in own)
-    ]:
-        mine = next((variant for variant, other in variants.items() if other is chosen), "this one")
-        expected = f"no such key: only {' and '.join(readers)} reads it"
-        return UserError(key, got=f"{value!r} with method {mine}", expected=expected)
-    section = _section_in(_field_at(chosen, place[:-1])) if place[:-1] else chosen
-    known = sorted(section.model_fields if section else ())
-    close = nearest(name, known)
-    elsewhere = {row[0].rpartition(".")[2]: row[0] for row in leaves(chosen)}
-    near = f"{key.removesuffix(name)}{close}" if close else elsewhere.get(name)
-    if "train" in chosen.model_fields:
-        near = ALIASES.get(name, near)
-    return UserError(
-        key,
-        got="an unknown key",
-        expected=f"one of {', '.join(known)}" if known else "no keys",
-        nearest=near,
-    )
-
-
-def _field_at(schema: type[Section], place: list[Any]) -> FieldInfo:
-    """The field at a place, in sections and in lists of them; of a key in a mapping, the mapping's."""
-    names = iter(part for part in place if isinstance(part, str))
-    field = schema.model_fields[next(names)]
-    while (inner := _section_in(field)) and (name := next(names, None)):
-        field = inner.model_fields[name]
-    return field
-
-
-def _section_in(field: FieldInfo) -> type[Section] | None:
-    """The section that a field is, or has a list of."""
-    return section_of(field.annotation) or next(map(section_of, get_args(field.annotation)), None)
-
-
-def _spelled(place: list[Any]) -> str:
-    """('eval', 'tree', 0, 'budget') -> eval.tree[0].budget"""
-    return re.sub(
-        r"\.\[",
-        "[",
-        ".".join(f"[{part}]" if isinstance(part, int) else str(part) for part in place),
-    )
-
-
 def _check_read(values: Section, prefix: str) -> None:
-    """Raises UserError for a key that was changed and that nothing reads."""
+    """Raise UserError for a key that differs from its default although nothing reads it."""
     for name, field in type(values).model_fields.items():
-        value, condition = getattr(values, name), read_when_of(field)
-        if condition and value != (default := default_of(field)) and not condition.holds(values):
-            if isinstance(value, Section) and isinstance(
-                default, Section
-            ):  # which of its keys was changed?
-                inner = next(
-                    inner
-                    for inner in type(value).model_fields
-                    if getattr(value, inner) != getattr(default, inner)
-                )
-                name, value, default = (
-                    f"{name}.{inner}",
-                    getattr(value, inner),
-                    getattr(default, inner),
-                )
-            raise UserError(
-                f"{prefix}{name}",
-                got=shown(value),
-                expected=f"{shown(default)}: it is read only {condition.text}",
-            )
+        value = getattr(values, name)
+        condition = find_condition(field)
+        if condition and value != (default := find_default(field)) and not condition.holds(values):
+            key, changed = find_changed_key(f"{prefix}{name}", value, default)
+            raise make_unused_key_error(key, format_value(changed), f"only used {condition.text}")
         if isinstance(value, Section):
             _check_read(value, f"{prefix}{name}.")
         for index, item in enumerate(value if isinstance(value, list) else ()):

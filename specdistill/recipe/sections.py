@@ -1,108 +1,110 @@
-"""Sections that recipes of every method share. Units and limits are in each key's help."""
+"""The sections that recipes of every method share.
 
+The help text of each key states its unit and its limits.
+"""
+
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import Field, PlainValidator, field_validator, model_validator
+from pydantic import (
+    Discriminator,
+    Field,
+    PlainValidator,
+    Tag,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
-from specdistill.engines import ENGINES, engines_with
-from specdistill.engines.server import MOST_IN_FLIGHT
-from specdistill.errors import UserError
+from specdistill.common.errors import UserError, make_unused_key_error
 from specdistill.recipe.fields import (
     AtLeastOne,
+    Condition,
     NonNegative,
-    ReadWhen,
     Section,
-    one_of,
+    allow_names,
+    format_value,
     option,
     section,
-    shown,
 )
+from specdistill.serving.engines import ENGINES, list_engines_with
+from specdistill.serving.engines.server import MAX_IN_FLIGHT
 
 
-def swept(it: Any, axis: str) -> list[Any]:
-    """The values of an axis of `eval.sweep`, which not all commands that measure have."""
-    values: list[Any] = getattr(getattr(it, "sweep", None), axis, [])
-    return values
+def list_swept_values(config: object, axis: str) -> list[object]:
+    """Return the values of an axis of `eval.sweep`, which not all commands that measure have."""
+    return list(getattr(getattr(config, "sweep", None), axis, []))
 
 
-# Commands that measure have some of the keys of `eval:` and not others: without an engine they decode in this process.
-BY_SERVER = ReadWhen(
-    f"with eval.engine={' or '.join(engines_with('client'))}", lambda it: it.engine != "specdistill"
+# Commands that measure have some of the keys of `eval:` and not others. Those without the key
+# `engine` decode in this process.
+SERVER_DECODES = Condition(
+    f"with eval.engine={' or '.join(list_engines_with('client'))}",
+    lambda config: config.engine != "specdistill",
 )
-STARTED = ReadWhen(
-    f"with eval.engine={' or '.join(engines_with('program'))} and no eval.server",
-    lambda it: it.engine != "specdistill" and it.server is None,
+ENGINE_IS_STARTED = Condition(
+    f"with eval.engine={' or '.join(list_engines_with('program'))} and no eval.server",
+    lambda config: config.engine != "specdistill" and config.server is None,
 )
-LLAMA_CPP = ReadWhen(
+LLAMA_CPP = Condition(
     "with eval.engine=llama.cpp and no eval.server",
-    lambda it: STARTED.holds(it) and it.engine == "llama.cpp",
+    lambda config: ENGINE_IS_STARTED.holds(config) and config.engine == "llama.cpp",
 )
-SEVERAL_GPUS = ReadWhen(
-    "with eval.engine=vllm or sglang and no eval.server",
-    lambda it: STARTED.holds(it) and it.engine in ("vllm", "sglang"),
-)
-RUNNING = ReadWhen("with eval.server", lambda it: it.server is not None)
-NOT_RUNNING = ReadWhen(
+ENGINE_IS_NOT_RUNNING = Condition(
     "without eval.server: a server drafts as it was started",
-    lambda it: getattr(it, "server", None) is None,
+    lambda config: getattr(config, "server", None) is None,
 )
-IN_PROCESS = ReadWhen(
+DECODING_IN_PROCESS = Condition(
     "with eval.engine=specdistill: a server drafts as it was started",
-    lambda it: getattr(it, "engine", "specdistill") == "specdistill",
+    lambda config: getattr(config, "engine", "specdistill") == "specdistill",
 )
 # A suite's own YAML may say which temperatures to sweep.
-SAMPLED = ReadWhen(
+SAMPLING_IS_ON = Condition(
     "at a temperature above 0",
-    lambda it: (
-        it.temperature > 0
-        or any(swept(it, "temperature"))
-        or (it.suite or "").endswith((".yaml", ".yml"))
+    lambda config: (
+        config.temperature > 0
+        or any(list_swept_values(config, "temperature"))
+        or (config.suite or "").endswith((".yaml", ".yml"))
     ),
 )
-A_CHAIN = ReadWhen(
+DRAFT_IS_CHAIN = Condition(
     "without eval.tree, or as the depth of that",
-    lambda it: it.tree is None or it.num_speculative_tokens == it.tree.levels,
+    lambda config: config.tree is None or config.num_speculative_tokens == config.tree.levels,
 )
-CHAINS = ReadWhen("without lookup_first.draft_tree", lambda it: it.draft_tree is None)
-LOOKED_UP = ReadWhen(
-    f"with eval.engine={' or '.join(['specdistill', *(name for name in engines_with('lookup') if name in engines_with('program'))])} "
-    "and without eval.server or eval.tree: the draft's tree is eval.lookup_first.draft_tree",
-    lambda it: (
-        (IN_PROCESS.holds(it) or (STARTED.holds(it) and it.engine in engines_with("lookup")))
-        and not (it.tree or swept(it, "tree"))
+LOOKUP_ENGINES = [
+    "specdistill",
+    *(name for name in list_engines_with("lookup") if name in list_engines_with("program")),
+]
+LOOKUP_IS_ALLOWED = Condition(
+    f"with eval.engine={' or '.join(LOOKUP_ENGINES)}"
+    " and without eval.server or eval.tree: the draft's tree is eval.lookup_first.draft_tree",
+    lambda config: (
+        (
+            DECODING_IN_PROCESS.holds(config)
+            or (ENGINE_IS_STARTED.holds(config) and config.engine in list_engines_with("lookup"))
+        )
+        and not (config.tree or list_swept_values(config, "tree"))
     ),
 )
-LONE_CHAINS = ReadWhen(
-    "with eval.engine=specdistill, eval.batch_size=1 and no eval.tree: one shape is compiled",
-    lambda it: IN_PROCESS.holds(it) and it.batch_size == 1 and it.tree is None,
-)
-ALL_CHAINS = ReadWhen(
-    "with eval.engine=specdistill and without trees, which have a size of their own",
-    lambda it: (
-        IN_PROCESS.holds(it)
-        and not (it.tree or swept(it, "tree") or (it.lookup_first and it.lookup_first.draft_tree))
+TARGET_IS_ON_HUB = Condition(
+    "for a model on the Hub: pico and folders have no revisions",
+    lambda config: (
+        config.model is not None and config.model != "pico" and not Path(config.model).exists()
     ),
 )
-FROM_HUB = ReadWhen(
-    "of a model on the Hub: pico and folders have no revisions",
-    lambda it: it.model is not None and it.model != "pico" and not Path(it.model).exists(),
+TARGET_IS_NOT_ADAPTED = Condition(
+    "without target.adapter: merge that into a checkpoint first",
+    lambda config: config.adapter is None,
 )
-UNMERGED = ReadWhen(
-    "without target.adapter: merge that into a checkpoint first", lambda it: it.adapter is None
+WAITING_FOLDER = (
+    "generated"  # folder in a store for hidden states that servers wrote with their answers
 )
-WHOLE = ReadWhen("with target.shard=none", lambda it: it.shard == "none")
-GENERATED = ReadWhen(
-    "when num_tokens is above 0; data.regenerate=null resets the section",
-    lambda it: it.num_tokens > 0,
+STATES_MODE = (
+    "where the target's hidden states come from: online: a target pass in each step; offline: a"
+    " store; hybrid: a store that is filled before the first step, and target passes for rows that"
+    " do not fit"
 )
-SERVED = ReadWhen("with data.regenerate.server", lambda it: it.num_tokens > 0 and bool(it.server))
-
-STORED = ReadWhen("with hidden_states.mode=offline or hybrid", lambda it: it.mode != "online")
-MADE = ReadWhen("with hidden_states.mode=hybrid", lambda it: it.mode == "hybrid")
-WAITING = "generated"  # folder in a store of what servers gave with their answers
-MADE_BY_SERVERS = ReadWhen("with hidden_states.server", lambda it: bool(it.server))
 
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"]
 AnswerRule = Literal["refused", "empty", "truncated", "looping", "off_template"]
@@ -114,11 +116,16 @@ ATTENTION = (
     "flash_attention_3",
     "ORG/KERNEL",
 )
-AttentionImplementation = Annotated[str, one_of(lambda: ATTENTION, also=lambda name: "/" in name)]
+AttentionImplementation = Annotated[
+    str, allow_names(lambda: ATTENTION, also=lambda name: "/" in name)
+]
 
 
-def _names(value: Any) -> Any:
-    """A name, several, or none; of a union pydantic would name each of its types."""
+def _check_names(value: object) -> object:
+    """Return a value that is a name, several names or None; raise an error for any other value.
+
+    For a union pydantic would report an error for each of its types.
+    """
     several = value if isinstance(value, list) and value else [value]
     if value is not None and not all(isinstance(name, str) for name in several):
         raise PydanticCustomError("names_type", "neither a name nor a list of names")
@@ -126,88 +133,149 @@ def _names(value: Any) -> Any:
 
 
 class TargetConfig(Section):
+    """The target, and how it is loaded."""
+
     model: str = option(..., "`pico`, a folder, a GGUF file or a Hub id")
-    revision: str | None = option(None, "branch, tag or commit of a Hub id", read_when=FROM_HUB)
-    adapter: Annotated[str | list[str] | None, PlainValidator(_names)] = option(
+    revision: str | None = option(
+        None, "branch, tag or commit of a Hub id", condition=TARGET_IS_ON_HUB
+    )
+    adapter: Annotated[str | list[str] | None, PlainValidator(_check_names)] = option(
         None,
-        "LoRA adapter of the target (peft): a folder or a Hub id; the draft learns the adapted target; `eval` also takes a list, each a "
-        "category of the report",
+        "LoRA adapter of the target (peft): a folder or a Hub id; the draft learns the adapted"
+        " target; `eval` also takes a list, each a category of the report",
     )
     dtype: Literal["float32", "bfloat16", "float16"] = option("float32", "data type of the weights")
     quantization: Literal["fp8", "bitsandbytes-8bit"] | None = option(
         None,
-        "round a bfloat16 target's weights when they are loaded: fp8 by torchao, activations too, on a GPU of Ada's generation or later; "
-        "null: as the checkpoint has them",
-        read_when=UNMERGED,
+        "round a bfloat16 target's weights when they are loaded: fp8 by torchao, activations too,"
+        " on a GPU of Ada's generation or later; null: as the checkpoint has them",
+        condition=TARGET_IS_NOT_ADAPTED,
     )
     attn: AttentionImplementation | None = option(
         None,
-        "attention implementation of transformers, or a kernel on the Hub; null: the default of the model class",
+        "attention implementation of transformers, or a kernel on the Hub; null: the default of the"
+        " model class",
     )
     trust_remote_code: bool = option(
         False, "run Python code from the model's repository; must be given on the command line"
     )
+    cache: bool = option(
+        True,
+        "keep a copy of a GGUF file in safetensors, which later commands load",
+        condition=Condition(
+            "for a GGUF file", lambda config: (config.model or "").endswith(".gguf")
+        ),
+    )
     shard: Literal["none", "layers"] = option(
         "none",
-        "how a launch splits the target: none: a copy per process; layers: parameters sharded, gathered layer by layer; "
-        "a single process holds all of it",
-        read_when=UNMERGED,
+        "how a launch splits the target: none: a copy per process; layers: parameters sharded,"
+        " gathered layer by layer; a single process holds all of it",
+        condition=TARGET_IS_NOT_ADAPTED,
     )
     device_map: str | None = option(
         None,
-        "placement of an unsharded target: auto, balanced or sequential over all devices of one process, or one device, e.g. cpu; "
-        "null: the process's own device",
-        read_when=WHOLE,
+        "placement of an unsharded target: auto, balanced or sequential over all devices of one"
+        " process, or one device, e.g. cpu; null: the process's own device",
+        condition=Condition("with target.shard=none", lambda config: config.shard == "none"),
     )
 
 
-class RegenerateConfig(Section):
+class NoRegeneration(Section):
+    """Training uses the rows of the source as they are."""
+
     num_tokens: int = option(
         0,
         "tokens of training data that the target generates; 0: train on the source as it is",
         ge=0,
     )
-    prompt_tokens: int = option(
-        32, "tokens from the start of a text row that are its prompt", ge=1, read_when=GENERATED
-    )
+
+
+class Regeneration(NoRegeneration):
+    """The target generates the rows, in this process or on servers."""
+
+    CHOSEN = "when num_tokens is above 0; data.regenerate=null resets the section"
+
+    prompt_tokens: int = option(32, "tokens from the start of a text row that are its prompt", ge=1)
     temperatures: list[NonNegative] = option(
         [0.0, 0.8],
         "sampling temperatures, each for an equal share of the rows; 0 is greedy",
         min_length=1,
-        read_when=GENERATED,
     )
-    batch_size: int = option(
-        128, "sequences generated at a time, per process or server", ge=1, read_when=GENERATED
-    )
+    batch_size: int = option(128, "sequences generated at a time, per process or server", ge=1)
     server: list[str] = option(
         [],
-        "addresses of OpenAI-compatible servers of the target (vLLM, SGLang, llama.cpp) that generate instead of this process",
-        read_when=GENERATED,
+        "addresses of OpenAI-compatible servers of the target (vLLM, SGLang, llama.cpp) that"
+        " generate instead of this process",
     )
-    timeout: float = option(600.0, "timeout of a response, in seconds", gt=0, read_when=SERVED)
     template: dict[str, Any] = option(
-        {},
-        "additional arguments of the chat template, e.g. {enable_thinking: false}",
-        read_when=GENERATED,
+        {}, "additional arguments of the chat template, e.g. {enable_thinking: false}"
     )
+
+
+class LocalRegeneration(Regeneration):
+    """The target generates in this process."""
+
+
+class ServerRegeneration(Regeneration):
+    """Servers of the target generate."""
+
+    CHOSEN = "with data.regenerate.server"
+
+    timeout: float = option(600.0, "timeout of a response, in seconds", gt=0)
     filter: list[AnswerRule] = option(
-        [*get_args(AnswerRule)], "kinds of responses that are dropped and counted", read_when=SERVED
+        [*get_args(AnswerRule)], "kinds of responses that are dropped and counted"
     )
+
+
+def _choose_regeneration_variant(values: object) -> str | None:
+    """Return the name of the variant of `data.regenerate` that its keys choose."""
+    if isinstance(values, NoRegeneration):
+        return type(values).__name__
+    if not isinstance(values, Mapping):
+        return None
+    if not values.get("num_tokens"):
+        return "NoRegeneration"
+    return "ServerRegeneration" if values.get("server") else "LocalRegeneration"
+
+
+RegenerateConfig = Annotated[
+    Annotated[NoRegeneration, Tag("NoRegeneration")]
+    | Annotated[LocalRegeneration, Tag("LocalRegeneration")]
+    | Annotated[ServerRegeneration, Tag("ServerRegeneration")],
+    Field(discriminator=Discriminator(_choose_regeneration_variant)),
+]
+
+
+ROLES = ("user", "assistant", "system", "tool")  # roles of the messages of a conversation
 
 
 class DataConfig(Section):
-    source: Any = option(
+    """The training data, and how rows are made of it."""
+
+    source: object = option(
         "pico",
-        "training data: pico, self (prompts generated by the target), a jsonl/json/parquet file, a Hub id, "
-        "or a list of {source, weight, split}",
+        "training data: pico, self (prompts generated by the target), a jsonl/json/parquet file, a"
+        " Hub id, or a list of these and of {source, weight, split}",
     )
     split: str = option("train", "split of the source")
     columns: dict[str, str] = option(
         {}, "column names, ours to the source's, e.g. {messages: turns}; {}: detected"
     )
+    roles: dict[str, str] = option(
+        {}, "more names of roles in conversations, e.g. {orca-7b: assistant}"
+    )
+    on_bad_row: Literal["skip", "stop"] = option(
+        "skip",
+        "what happens to a row that cannot be used: skip: it is counted by kind; stop: the command"
+        " ends with an error",
+    )
+    max_bad_rows: float = option(
+        0.05, "share of a source's rows that may be skipped; more are an error", ge=0, le=1
+    )
     chat_template: str | None = option(
         None,
-        "file of a chat template that replaces the target's, in rows, evaluation and the draft's folder; null: the target's",
+        "file of a chat template that replaces the target's, in rows, evaluation and the draft's"
+        " folder; null: the target's",
     )
     max_length: int = option(
         512, "tokens per packed row; longer texts are cut, longer conversations at a turn", ge=8
@@ -217,8 +285,8 @@ class DataConfig(Section):
     )
     validation_split: Literal["hash", "sample"] = option(
         "hash",
-        "how held-out rows are chosen: hash: by content, so that duplicates stay together and added rows move no others; sample: a "
-        "random sample of exactly that fraction",
+        "how held-out rows are chosen: hash: by content, so that duplicates stay together and added"
+        " rows move no others; sample: a random sample of exactly that fraction",
     )
     decontaminate: list[str] = option(
         ["all"],
@@ -231,7 +299,7 @@ class DataConfig(Section):
     loss_mask: Literal["assistant", "all"] = option(
         "assistant", "tokens that carry loss: of the assistant, or all"
     )
-    regenerate: RegenerateConfig = section(RegenerateConfig)
+    regenerate: RegenerateConfig = section(NoRegeneration)
     seed: int = option(0, "seed of the document order and of regeneration", ge=0)
     num_proc: int | None = option(
         None,
@@ -243,74 +311,113 @@ class DataConfig(Section):
     )
     shard: str | None = option(
         None,
-        "for `data make`: i/n generates blocks i, i + n, …; auto: from the array job's environment; null: all",
+        "for `data make`: i/n generates blocks i, i + n, …; auto: from the array job's environment;"
+        " null: all",
     )
     cache_dir: str | None = option(
         None, "folder for row sets and intermediate files; null: the cache of the datasets library"
     )
     force: bool = option(False, "start even if the disk has less free space than estimated")
 
+    @field_validator("roles")
+    @classmethod
+    def _check_roles(cls, roles: dict[str, str]) -> dict[str, str]:
+        for name, role in roles.items():
+            if role not in ROLES:
+                raise UserError(
+                    "data.roles",
+                    got=f"{name}: {role}",
+                    expected=f"{name}: one of {', '.join(ROLES)}",
+                )
+        return roles
+
     @field_validator("regenerate", mode="before")
     @classmethod
-    def _null_is_none_at_all(cls, value: Any) -> Any:
-        return RegenerateConfig() if value is None else value
+    def _replace_null(cls, value: object) -> object:
+        """Replace null by the section that generates nothing."""
+        return NoRegeneration() if value is None else value
+
+    @property
+    def generation(self) -> Regeneration:
+        """The settings of generation, for a recipe that has rows generated."""
+        assert isinstance(self.regenerate, Regeneration)
+        return self.regenerate
 
 
-class HiddenStatesConfig(Section):
-    """Where training takes the target's features from."""
+class OnlineStates(Section):
+    """A target pass in each step of training makes the hidden states."""
 
-    mode: Literal["online", "offline", "hybrid"] = option(
-        "online",
-        "where the target's hidden states come from: online: a target pass in each step; offline: a store; hybrid: a store that is "
-        "filled before the first step, and target passes for rows that do not fit",
-    )
-    path: str | None = option(None, "folder of the store", read_when=STORED)
-    dtype: Literal["bfloat16", "float32"] = option(
-        "bfloat16", "data type of the store", read_when=STORED
-    )
+    # Whether training may have to run the target's layers, as in the other modes.
+    runs_layers: ClassVar[bool] = True
+
+    mode: Literal["online"] = option("online", STATES_MODE)
+
+
+class StoredStates(Section):
+    """Hidden states in a store on the disk."""
+
+    CHOSEN = "with hidden_states.mode=offline or hybrid"
+
+    mode: Literal["offline", "hybrid"] = option(..., STATES_MODE)
+    path: str = option(..., "folder of the store")
+    dtype: Literal["bfloat16", "float32"] = option("bfloat16", "data type of the store")
+
+
+class OfflineStates(StoredStates):
+    """A store that holds the hidden states of all rows."""
+
+    runs_layers: ClassVar[bool] = False
+
+    mode: Literal["offline"] = option("offline", STATES_MODE)
+
+
+class HybridStates(StoredStates):
+    """A store that is filled before the first step, as far as the rows fit."""
+
+    CHOSEN = "with hidden_states.mode=hybrid"
+
+    mode: Literal["hybrid"] = option("hybrid", STATES_MODE)
     max_bytes: int | None = option(
-        None, "maximum size of the store in bytes; null: unlimited", ge=1, read_when=MADE
+        None, "maximum size of the store in bytes; null: unlimited", ge=1
     )
     shard_tokens: int = option(
-        32_768,
-        "tokens per file of the store: at most this much is repeated after a kill",
-        ge=1,
-        read_when=MADE,
+        32_768, "tokens per file of the store: at most this much is repeated after a kill", ge=1
     )
     server: list[str] = option(
         [],
-        "addresses of vLLM servers of the target that write hidden states to a folder readable from here; []: this process "
-        "computes them",
-        read_when=MADE,
+        "addresses of vLLM servers of the target that write hidden states to a folder readable from"
+        " here; []: this process computes them",
     )
     timeout: float = option(
-        600.0, "timeout of a server's response, in seconds", gt=0, read_when=MADE_BY_SERVERS
+        600.0,
+        "timeout of a server's response, in seconds",
+        gt=0,
+        condition=Condition("with hidden_states.server", lambda states: bool(states.server)),
     )
 
     @property
     def runs_layers(self) -> bool:
         """Whether training may have to run the target's layers."""
-        return self.mode == "online" or (
-            self.mode == "hybrid" and (not self.server or self.max_bytes is not None)
-        )
+        return not self.server or self.max_bytes is not None
 
     @property
     def waiting(self) -> Path | None:
-        """Where the hidden states of what servers generate wait for the store of all rows; None without one."""
-        return (
-            Path(self.path) / WAITING
-            if self.path and self.mode == "hybrid" and self.max_bytes is None
-            else None
-        )
+        """The folder where hidden states of generated answers wait for the store of all rows.
 
-    @model_validator(mode="after")
-    def _a_store_has_a_place(self) -> "HiddenStatesConfig":
-        if self.mode != "online" and self.path is None:
-            raise UserError("hidden_states.path", got="nothing", expected="a folder")
-        return self
+        It is None if `max_bytes` limits the store, which may then have no room for all rows.
+        """
+        return Path(self.path) / WAITING_FOLDER if self.max_bytes is None else None
+
+
+# Where training takes the target's hidden states from.
+HiddenStatesConfig = Annotated[
+    OnlineStates | OfflineStates | HybridStates, Field(discriminator="mode")
+]
 
 
 class TreeConfig(Section):
+    """The shape of a token tree, dynamic or static."""
+
     budget: int | None = option(
         None, "dynamic tree (EAGLE-2): nodes proposed per round; needs depth and top_k", ge=1
     )
@@ -324,16 +431,20 @@ class TreeConfig(Section):
 
     @property
     def levels(self) -> int:
+        """The depth of the tree."""
         return self.depth or len(self.branching or ())
 
 
-def check_lengths(it: Any) -> Any:
-    """The validator of a section with lengths `min` and `max`; `validate` makes the error, with the keys where it stands."""
-    if it.min > it.max:
+def check_lengths(value: Any) -> Any:
+    """Check that a section's `min` is not above its `max`, as its validator.
+
+    `validate` turns the error into one that names the keys in their section.
+    """
+    if value.min > value.max:
         raise PydanticCustomError(
-            "min_above_max", "min {min} is above max {max}", {"min": it.min, "max": it.max}
+            "min_above_max", "min {min} is above max {max}", {"min": value.min, "max": value.max}
         )
-    return it
+    return value
 
 
 class LookupFirstConfig(Section):
@@ -344,9 +455,12 @@ class LookupFirstConfig(Section):
     max: int = option(5, "longest n-gram to match", ge=1)
     draft_tokens: int = option(
         2,
-        "draft tokens per round from the draft where the lookup finds nothing; a lookup gives num_speculative_tokens",
+        "draft tokens per round from the draft where the lookup finds nothing; a lookup gives"
+        " num_speculative_tokens",
         ge=1,
-        read_when=CHAINS,
+        condition=Condition(
+            "without lookup_first.draft_tree", lambda config: config.draft_tree is None
+        ),
     )
     draft_tree: TreeConfig | None = option(
         None, "draft a token tree instead of draft_tokens; null: a chain"
@@ -356,43 +470,70 @@ class LookupFirstConfig(Section):
 
     @property
     def levels(self) -> int:
-        """Draft steps per round in which the draft drafts."""
+        """The draft steps of a round in which the draft proposes."""
         return self.draft_tree.levels if self.draft_tree else self.draft_tokens
 
     @property
-    def described(self) -> dict[str, Any]:
-        """As a report's `settings.drafting` states it, and as `eval.lookup_first` takes it."""
-        unread = "draft_tokens" if self.draft_tree else "draft_tree"
-        return self.model_dump(exclude={unread}, exclude_none=True)
+    def described(self) -> dict[str, object]:
+        """The section as a report's `settings.drafting` states it.
+
+        `eval.lookup_first` takes it in the same form.
+        """
+        return self.model_dump(
+            exclude={"draft_tokens" if self.draft_tree else "draft_tree"}, exclude_none=True
+        )
 
     def check_engine(self, section: str, engine: str, k: int) -> None:
-        """Raises UserError for what an engine cannot look up with K = k."""
+        """Raise UserError for a lookup that an engine cannot run.
+
+        Args:
+            section: the section's key, for the error.
+            engine: the name of the engine.
+            k: K, draft tokens per round.
+        """
         front = ENGINES[engine].lookup if engine in ENGINES else None
-        if front and (lacking := front.lacks(self, k)):
+        if front and (lacking := front.find_missing_key(self, k)):
             name, expected = lacking
-            got = f"{shown(getattr(self, name))} with eval.engine={engine}"
-            raise UserError(f"{section}.{name}", got=got, expected=expected)
+            raise UserError(
+                f"{section}.{name}",
+                got=f"{format_value(getattr(self, name))} with eval.engine={engine}",
+                expected=expected,
+            )
 
     def check(self, settings: "MeasurementConfig", k: int) -> None:
-        """Raises UserError where it cannot stand in front of a draft that is measured so, with K = k."""
+        """Check that this lookup can stand in front of a draft that is measured so.
+
+        Args:
+            settings: the settings of the measurement.
+            k: K, draft tokens per round.
+
+        Raises:
+            UserError: if it cannot.
+        """
         key = f"{settings.SECTION}lookup_first"
         if self.levels > k:
             name, shape = (
                 ("draft_tree", "a tree of depth ") if self.draft_tree else ("draft_tokens", "")
             )
-            got = f"{shape}{self.levels} with K = {k}"
-            raise UserError(f"{key}.{name}", got=got, expected="at most K, which a lookup gives")
+            raise UserError(
+                f"{key}.{name}",
+                got=f"{shape}{self.levels} with K = {k}",
+                expected="at most K, which a lookup gives",
+            )
         self.check_engine(
             key, getattr(settings, "engine", "specdistill"), getattr(settings, "smallest_k", k)
         )
         if self.draft_tree and settings.compile:
-            expected = f"false, or {key}.draft_tokens"
             raise UserError(
-                f"{settings.SECTION}compile", got=f"true with {key}.draft_tree", expected=expected
+                f"{settings.SECTION}compile",
+                got=f"true with {key}.draft_tree",
+                expected=f"false, or {key}.draft_tokens",
             )
 
 
 class SweepConfig(Section):
+    """Additional settings to measure."""
+
     num_speculative_tokens: list[AtLeastOne] = option(
         [], "additional K to measure; each axis is varied alone"
     )
@@ -400,7 +541,7 @@ class SweepConfig(Section):
     batch_size: list[Annotated[int, Field(ge=1, le=64)]] = option(
         [], "additional batch sizes to measure"
     )
-    concurrency: list[Annotated[int, Field(ge=1, le=MOST_IN_FLIGHT)]] = option(
+    concurrency: list[Annotated[int, Field(ge=1, le=MAX_IN_FLIGHT)]] = option(
         [], "additional concurrencies to measure, of a server"
     )
     tree: list[TreeConfig] = option(
@@ -412,74 +553,91 @@ class SweepConfig(Section):
 
 
 class MeasurementConfig(Section):
-    """How prompts are decoded to measure a draft, whatever the command.
+    """The settings by which prompts are decoded to measure a draft, in every command.
 
-    SECTION: in front of its keys in errors.
+    Attributes:
+        SECTION: the prefix of its keys in errors.
     """
 
     SECTION: ClassVar[str] = ""
 
     suite: str | None = option(
         None,
-        "prompts: suite name, suite YAML, or a jsonl file with prompt, messages or text rows; null: pico, for the target pico only",
+        "prompts: suite name, suite YAML, or a jsonl file with prompt, messages or text rows; null:"
+        " pico, for the target pico only",
     )
-    num_speculative_tokens: int = option(4, "K, draft tokens per round", ge=1, read_when=A_CHAIN)
-    draft_length: Literal["fixed", "online"] = option(
-        "fixed",
-        "fixed: K draft tokens per round; online: up to K, by acceptance so far and measured costs",
-        read_when=ALL_CHAINS,
+    num_speculative_tokens: int = option(
+        4, "K, draft tokens per round", ge=1, condition=DRAFT_IS_CHAIN
     )
     tree: TreeConfig | None = option(
-        None, "draft a token tree of depth K instead of a chain", read_when=IN_PROCESS
+        None, "draft a token tree of depth K instead of a chain", condition=DECODING_IN_PROCESS
     )
     lookup_first: LookupFirstConfig | None = option(
         None,
         "try an n-gram or suffix lookup first, and the draft where that finds nothing",
-        read_when=LOOKED_UP,
+        condition=LOOKUP_IS_ALLOWED,
     )
     temperature: float = option(0.0, "0 is greedy", ge=0)
     top_p: float = option(
-        1.0, "nucleus sampling, for target and draft", ge=0.01, le=1, read_when=SAMPLED
+        1.0, "nucleus sampling, for target and draft", ge=0.01, le=1, condition=SAMPLING_IS_ON
     )
-    top_k: int = option(0, "top-k sampling, for target and draft; 0: off", ge=0, read_when=SAMPLED)
+    top_k: int = option(
+        0, "top-k sampling, for target and draft; 0: off", ge=0, condition=SAMPLING_IS_ON
+    )
     max_new_tokens: int = option(128, "tokens generated per prompt", ge=1)
     num_prompts: int | None = option(
         None,
-        "number of prompts, spread evenly over the categories; null: all of a suite, at most 200 of a file of prompts",
+        "number of prompts, spread evenly over the categories; null: all of a suite, at most 200 of"
+        " a file of prompts",
         ge=1,
     )
     batch_size: int = option(
-        1, "prompts decoded together, with and without the draft", ge=1, le=64, read_when=IN_PROCESS
+        1,
+        "prompts decoded together, with and without the draft",
+        ge=1,
+        le=64,
+        condition=DECODING_IN_PROCESS,
     )
     compile: bool = option(
         False,
-        "compile the target's verification pass (torch.compile), with and without the draft, and a head's passes",
-        read_when=LONE_CHAINS,
+        "compile the target's verification pass (torch.compile), with and without the draft, and a"
+        " head's passes",
+        condition=Condition(
+            "with eval.engine=specdistill, eval.batch_size=1 and no eval.tree: one shape is"
+            " compiled",
+            lambda config: (
+                DECODING_IN_PROCESS.holds(config) and config.batch_size == 1 and config.tree is None
+            ),
+        ),
     )
     repeats: int = option(
         3,
-        "timed repetitions per prompt, with and without the draft; the lower median of each round counts",
+        "timed repetitions per prompt, with and without the draft; the lower median of each round"
+        " counts",
         ge=1,
     )
     warmup: int = option(2, "untimed prompts or batches before timing", ge=0)
-    sampling_draws: int = option(
-        400,
-        "draws of the test that sampling is lossless; 0: skip the test",
+    sampling_draws: int | None = option(
+        None,
+        "draws of the test that sampling is lossless; null: 50 to 400, by what is measured; 0: skip"
+        " the test",
         ge=0,
-        read_when=IN_PROCESS,
+        condition=DECODING_IN_PROCESS,
     )
     seed: int = option(0, "seed of sampling and bootstrap", ge=0)
 
     @model_validator(mode="after")
-    def _lookups_fit(self) -> "MeasurementConfig":
+    def _check_lookups(self) -> "MeasurementConfig":
         if self.lookup_first:
             self.lookup_first.check(self, self.num_speculative_tokens)
         return self
 
 
 class LlamaCppConfig(Section):
-    """The GGUF files that llama.cpp's server loads, and options of `llama-server` in its own words, each of which reaches its command line,
-    both with the draft and without; null: its default.
+    """The GGUF files that llama.cpp's server loads, and options of `llama-server`.
+
+    The options have the names that `llama-server` gives them. Each option that is set reaches its
+    command line, with the draft and without. null stands for the server's default.
     """
 
     model: str | None = option(None, "the target as a GGUF file; null: target.model is one")
@@ -488,103 +646,119 @@ class LlamaCppConfig(Section):
     )
     ctx_size: int | None = option(
         None,
-        "tokens of all slots together, in the target and in the draft; null: the longest sequence in each slot",
+        "tokens of all slots together, in the target and in the draft; null: the longest sequence"
+        " in each slot",
         ge=1,
     )
     parallel: int | None = option(
         None, "slots, requests decoded together; null: one for each request in flight", ge=1
     )
-    batch_size: int | None = option(None, "most tokens in a batch", ge=1)
-    ubatch_size: int | None = option(None, "most tokens computed together", ge=1)
+    batch_size: int | None = option(None, "maximum tokens of a batch", ge=1)
+    ubatch_size: int | None = option(
+        None, "maximum tokens computed together (physical batch)", ge=1
+    )
     threads: int | None = option(None, "CPU threads", ge=1)
     spec_draft_threads: int | None = option(None, "CPU threads of the draft", ge=1)
     device: str | None = option(None, "devices, e.g. CUDA0,CUDA1; none: the CPU")
-    spec_draft_device: str | None = option(None, "devices of the draft")
-    gpu_layers: int | None = option(None, "layers on the devices", ge=0)
+    spec_draft_device: str | None = option(None, "devices that hold the draft")
+    gpu_layers: int | None = option(None, "target layers on the devices", ge=0)
     spec_draft_ngl: int | None = option(None, "layers of the draft on its devices", ge=0)
-    cache_type_k: CacheType | None = option(None, "type of the keys that are kept")
-    cache_type_v: CacheType | None = option(None, "type of the values that are kept")
-    spec_draft_type_k: CacheType | None = option(None, "type of the draft's keys")
-    spec_draft_type_v: CacheType | None = option(None, "type of the draft's values")
+    cache_type_k: CacheType | None = option(None, "data type of the keys in the KV cache")
+    cache_type_v: CacheType | None = option(None, "data type of the values in the KV cache")
+    spec_draft_type_k: CacheType | None = option(
+        None, "data type of the draft's keys in its KV cache"
+    )
+    spec_draft_type_v: CacheType | None = option(
+        None, "data type of the draft's values in its KV cache"
+    )
 
 
 class EvalConfig(MeasurementConfig):
-    """How a draft is measured; methods add the keys that only they read."""
+    """The settings of a measurement. Methods add the keys that only they read."""
 
+    # Conditions, and not a union of variants, say which keys apply. `engine` and `server` choose
+    # together, and some keys depend on the engine's name or on other settings as well. With a
+    # union, each method that adds keys would need a class for each variant.
     SECTION = "eval."
 
-    engine: Annotated[str, one_of(lambda: ["specdistill", *engines_with("client")])] = option(
-        "specdistill",
-        "what decodes: this package, or an inference engine, started here or already running (eval.server)",
+    engine: Annotated[str, allow_names(lambda: ["specdistill", *list_engines_with("client")])] = (
+        option(
+            "specdistill",
+            "what decodes: this package, or an inference engine, started here or already running"
+            " (eval.server)",
+        )
     )
     engine_command: str | None = option(
         None,
-        "command that starts the engine, with options, e.g. 'vllm serve --max-num-seqs 64'; must be given on the "
-        "command line; null: the default",
-        read_when=STARTED,
+        "command that starts the engine, with options, e.g. 'vllm serve --max-num-seqs 64'; must be"
+        " given on the command line; null: the default",
+        condition=ENGINE_IS_STARTED,
     )
     tensor_parallel: int | None = option(
         None,
         "tensor parallel size of an engine started here; null: 1",
         ge=1,
-        read_when=SEVERAL_GPUS,
+        condition=Condition(
+            "with eval.engine=vllm or sglang and no eval.server",
+            lambda config: ENGINE_IS_STARTED.holds(config) and config.engine in ("vllm", "sglang"),
+        ),
     )
     llama_cpp: LlamaCppConfig = option(
-        LlamaCppConfig(), "files and options of llama.cpp's server", read_when=LLAMA_CPP
+        LlamaCppConfig(), "files and options of llama.cpp's server", condition=LLAMA_CPP
     )
     server: str | None = option(
         None,
         "address of a running server with the draft, e.g. http://127.0.0.1:8000; null: start one",
-        read_when=BY_SERVER,
+        condition=SERVER_DECODES,
     )
     baseline_server: str | None = option(
         None,
         "address of a running server without a draft; null: no speedup is measured",
-        read_when=RUNNING,
+        condition=Condition("with eval.server", lambda config: config.server is not None),
     )
     server_timeout: float = option(
-        300.0, "timeout of a response, in seconds", ge=0.1, read_when=BY_SERVER
+        300.0, "timeout of a response, in seconds", ge=0.1, condition=SERVER_DECODES
     )
     draft: str | None = option(None, "draft folder; null: <train.output_dir>/draft")
     output_dir: str | None = option(None, "folder of the report; null: <train.output_dir>/report")
     concurrency: int = option(
-        1, "requests in flight at a server", ge=1, le=MOST_IN_FLIGHT, read_when=BY_SERVER
-    )
-    run_code: bool = option(
-        False,
-        "run generated programs of rows with a `test`, with your permissions; must be given on the command line",
+        1, "requests in flight at a server", ge=1, le=MAX_IN_FLIGHT, condition=SERVER_DECODES
     )
     baseline: str | None = option(
         None,
-        "report that max_regression rules compare with: a report.json, its folder, or a Hub revision, e.g. org/name@v1.2",
+        "report that max_regression rules compare with: a report.json, its folder, or a Hub"
+        " revision, e.g. org/name@v1.2",
     )
     sweep: SweepConfig = option(
         SweepConfig(),
-        "additional settings to measure, one axis at a time; with an engine, every K at every concurrency",
+        "additional settings to measure, one axis at a time; with an engine, every K at every"
+        " concurrency",
     )
 
     @property
     def smallest_k(self) -> int:
-        """Of all that are measured."""
+        """The smallest K of all that are measured."""
         return min([self.num_speculative_tokens, *self.sweep.num_speculative_tokens])
 
     @model_validator(mode="after")
-    def _sweeps_are_of_what_decodes(self) -> "EvalConfig":
+    def _check_sweeps(self) -> "EvalConfig":
         for name, values in vars(self.sweep).items():
-            condition = {"concurrency": BY_SERVER, "num_speculative_tokens": NOT_RUNNING}.get(
-                name, IN_PROCESS
-            )
+            condition = {
+                "concurrency": SERVER_DECODES,
+                "num_speculative_tokens": ENGINE_IS_NOT_RUNNING,
+            }.get(name, DECODING_IN_PROCESS)
             if values and not condition.holds(self):
-                raise UserError(
-                    f"eval.sweep.{name}",
-                    got=shown(values),
-                    expected=f"[]: it is read only {condition.text}",
+                raise make_unused_key_error(
+                    f"eval.sweep.{name}", format_value(values), f"only used {condition.text}"
                 )
         return self
 
 
 class SelectionConfig(Section):
-    """Prompts on which each evaluation of a training decodes. Best not those of eval.suite, which would judge what it has chosen."""
+    """The prompts that each evaluation during training decodes.
+
+    They should not be those of eval.suite, which would then judge a draft that it helped to choose.
+    """
 
     suite: str = option(..., "prompts: suite name, suite YAML or jsonl file, as for eval.suite")
     num_prompts: int | None = option(
@@ -594,7 +768,7 @@ class SelectionConfig(Section):
 
 
 class PublishConfig(Section):
-    """What `specdistill publish` does with a finished run, unless its command says otherwise."""
+    """The settings of `specdistill publish`, which its command can override."""
 
     repo: str | None = option(None, "Hub repository, org/name; created if missing")
     private: bool | None = option(
@@ -606,6 +780,6 @@ class PublishConfig(Section):
     base_model: str | None = option(
         None, "Hub id of a target that was read from a folder; its files must have the same hashes"
     )
-    exports: list[Annotated[str, one_of(lambda: engines_with("serve_command"))]] = option(
+    exports: list[Annotated[str, allow_names(lambda: list_engines_with("serve_command"))]] = option(
         [], "engines for which an export is published too, each in its own folder"
     )

@@ -1,8 +1,10 @@
-"""What a causal language model of transformers is made of, found by how it computes: each class has its own names and its own arithmetic.
+"""Find the parts of a causal language model of transformers by how it computes.
 
-Some classes scale or cap the output of their head (Gemma's soft cap, Cohere's logit_scale, Granite's logits_scaling), some scale the
-hidden states before it. One pass of the model's own forward, in which the head gives known numbers, shows what it does with either. Passes
-over a KV cache then show whether the model continues a sequence, as decoding needs.
+Each class has its own names and its own arithmetic. Some scale or cap the output of their head
+(Gemma's soft cap, Cohere's logit_scale, Granite's logits_scaling), some scale the hidden states
+before it. One pass of the model's own forward, in which the output of the head is replaced by known
+numbers, shows both. Passes over a KV cache then show whether the model continues a sequence, as
+decoding needs.
 
 Shapes: T positions, D hidden size, V vocabulary.
 """
@@ -19,12 +21,15 @@ from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
 )
 
-from specdistill.errors import refusing
-from specdistill.targets.cache import is_recurrent, new_cache
+from specdistill.common.errors import convert_errors
+from specdistill.targets.cache import create_empty_cache, is_recurrent
 
-# What model classes raise for sizes, inputs or devices that they do not take: each has its own way, and their code is not ours.
+# Errors of model classes for sizes, inputs or devices that they do not support. Each class raises
+# its own kind, and their code is not ours.
 CLASS_ERRORS = (
     ArithmeticError,
     AssertionError,
@@ -36,19 +41,28 @@ CLASS_ERRORS = (
     TypeError,
     ValueError,
 )
-NUM_TOKENS, NUM_CACHED, NUM_REJECTED = 12, 6, 3
-ROUNDING = 1e-5  # of float32 arithmetic
+# Tokens of the sequence that `examine` runs, tokens of its prompt, and tokens that it crops from
+# the KV cache as a round would crop rejected ones.
+NUM_TOKENS = 12
+NUM_CACHED = 6
+NUM_REJECTED = 3
+# The relative rounding error of float32 arithmetic, with a margin.
+ROUNDING = 1e-5
 
 
-def auto_class(config: Any) -> Any:
-    """AutoModelForCausalLM; of a class for text and images that it does not know, the one that does. Text alone never reaches the encoder
-    of the images.
+def find_auto_class(
+    config: PreTrainedConfig,
+) -> Any:
+    """Return the auto class of transformers that loads a model of this config.
+
+    It is AutoModelForCausalLM, or AutoModelForImageTextToText for a class for text and images that
+    the former does not know. Text alone never reaches the encoder of the images.
     """
     return AutoModelForImageTextToText if reads_images(config) else AutoModelForCausalLM
 
 
-def reads_images(config: Any) -> bool:
-    """Whether a config is of a class for text and images that is no causal language model's as well."""
+def reads_images(config: PreTrainedConfig) -> bool:
+    """Return whether a config is one for text and images, and for no causal language model."""
     return (
         type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
         and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
@@ -57,9 +71,16 @@ def reads_images(config: Any) -> bool:
 
 @dataclass(frozen=True)
 class LogitsHead:
-    """From hidden states after the final norm to logits, as the model's own forward computes them.
+    """The head of a model: it computes logits as the model's own forward does.
 
-    cap · tanh(scale · linear(h) / cap), or scale · linear(h) without a cap. `float32`: what follows the linear layer is computed in it.
+    From hidden states h after the final norm it computes cap · tanh(scale · linear(h) / cap), or
+    scale · linear(h) without a cap.
+
+    Attributes:
+        linear: the linear layer.
+        scale: factor of the linear layer's output.
+        cap: bound of the soft cap; None without one.
+        float32: whether everything after the linear layer is computed in float32.
     """
 
     linear: Any
@@ -68,10 +89,14 @@ class LogitsHead:
     float32: bool = False
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        return self.finish(self.linear(hidden.to(self.linear.weight.device)).to(hidden.device))
+        # The rows are flattened to two dimensions. torch multiplies a three-dimensional view with
+        # gaps, such as the last position of each prompt, by a copy of the weight for each row.
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        raw = self.linear(rows.to(self.linear.weight.device)).to(hidden.device)
+        return self.finish(raw.view(*hidden.shape[:-1], raw.shape[-1]))
 
     def finish(self, raw: Tensor) -> Tensor:
-        """Logits from the linear layer's output, each number for itself."""
+        """Compute logits from the linear layer's output, elementwise."""
         logits = raw.float() if self.float32 and raw.dtype != torch.float64 else raw
         logits = logits if self.scale == 1 else logits * self.scale
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
@@ -79,7 +104,14 @@ class LogitsHead:
 
 @dataclass(frozen=True)
 class Anatomy:
-    """backbone: token ids -> hidden states after the final norm. layers: its decoder layers in order. norm: the final one, or None."""
+    """The parts of a causal language model.
+
+    Attributes:
+        backbone: the module that computes hidden states after the final norm from token ids.
+        layers: its decoder layers, in order.
+        norm: the final norm; None if there is none.
+        head: the head that computes logits.
+    """
 
     backbone: Any
     layers: nn.ModuleList
@@ -88,28 +120,36 @@ class Anatomy:
 
 
 @torch.no_grad()
-def examine(model: Any, name: str, *, key: str = "target.model") -> Anatomy:
-    """The parts of a model. Raises UserError, naming its class and why, when its logits or its cache follow no rule that is known here."""
+def examine_model(model: PreTrainedModel, name: str, *, key: str = "target.model") -> Anatomy:
+    """Find the parts of a model, and check that it computes in a way that is known here.
+
+    Args:
+        model: a model with weights.
+        name: what errors call it.
+        key: the recipe key that errors name.
+
+    Raises:
+        UserError: naming the model's class and the reason, if its logits or its KV cache follow no
+            rule that is known here.
+    """
     training = model.training
     try:
-        model.eval()  # no dropout
-        with refusing(
+        model.eval()  # Dropout would change the hidden states from pass to pass.
+        with convert_errors(
             CLASS_ERRORS,
             key,
             f"{name}, a {type(model).__name__}",
             "a causal language model that continues its KV cache",
         ):
-            linear, config = (
-                model.get_output_embeddings(),
-                model.config.get_text_config(decoder=True),
-            )
-            backbone = backbone_of(model)
+            linear = model.get_output_embeddings()
+            config = model.config.get_text_config(decoder=True)
+            backbone = find_backbone(model)
             size = linear.weight.shape[0]
             ids_1T = (
                 torch.arange(size // 2, size // 2 + NUM_TOKENS, device=model.device).unsqueeze(0)
                 % size
-            )  # no special tokens
-            anatomy, hidden_1TD = _parts(model, backbone, linear, ids_1T)
+            )  # The middle of the vocabulary holds no special tokens.
+            anatomy, hidden_1TD = _find_parts(model, backbone, linear, ids_1T)
             _check_continues(backbone, config, ids_1T, hidden_1TD)
             return anatomy
     finally:
@@ -117,56 +157,73 @@ def examine(model: Any, name: str, *, key: str = "target.model") -> Anatomy:
 
 
 def reads_alike(together_TD: Tensor, alone_TD: Tensor) -> bool:
-    """Whether hidden states are the same up to rounding."""
+    """Return whether two tensors of hidden states are equal up to rounding."""
     return bool(
         (together_TD - alone_TD).norm() / alone_TD.norm() < torch.finfo(alone_TD.dtype).eps ** 0.5
     )
 
 
-def backbone_of(model: Any) -> Any:
-    """Token ids -> hidden states after the final norm: what the class calls its decoder, or else its first part with as many layers.
+def find_backbone(model: PreTrainedModel) -> nn.Module:
+    """Return the module that computes hidden states after the final norm from token ids.
 
-    Raises LookupError when there is none.
+    It is what the class calls its decoder, or else its first part that holds as many layers as the
+    model has.
+
+    Raises:
+        LookupError: if there is none.
     """
     for part in (model.get_decoder(), *model.children()):
-        if part is not model and layer_lists(model, part):
-            return part
+        if part is not model and find_layer_lists(model, part):
+            module: nn.Module = part
+            return module
     raise LookupError("it holds no list of its layers")
 
 
-def layer_lists(model: Any, part: nn.Module) -> list[nn.ModuleList]:
-    """A part's lists that are as long as the model has layers, none within another."""
+def find_layer_lists(model: PreTrainedModel, part: nn.Module) -> list[nn.ModuleList]:
+    """Return the lists of a part that are as long as the model has layers.
+
+    Lists within another such list are left out.
+    """
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     lists = [
         module
         for module in part.modules()
         if isinstance(module, nn.ModuleList) and len(module) == count
     ]
-    inner = {module for each in lists for module in each.modules() if module is not each}
-    return [each for each in lists if each not in inner]
+    inner = set()
+    for layer_list in lists:
+        for module in layer_list.modules():
+            if module is not layer_list:
+                inner.add(module)
+    return [layer_list for layer_list in lists if layer_list not in inner]
 
 
-def _parts(
-    model: Any, backbone: nn.Module, linear: nn.Module, ids_1T: Tensor
+def _find_parts(
+    model: PreTrainedModel, backbone: nn.Module, linear: nn.Module, ids_1T: Tensor
 ) -> tuple[Anatomy, Tensor]:
-    """(the model's parts, hidden states [1, T, D] of its own forward, in which its head is given another output).
+    """Find the parts of a model by one pass of its own forward.
 
-    Raises LookupError for logits of another formula than a `LogitsHead`'s.
+    In that pass the output of the head is replaced by known numbers.
+
+    Returns:
+        The parts, and the hidden states [1, T, D] of the backbone in that pass.
+
+    Raises:
+        LookupError: for logits that follow another formula than that of `LogitsHead`.
     """
-    lists = layer_lists(model, backbone)
-    outputs: dict[
-        nn.Module, Any
-    ] = {}  # of the backbone's parts, and of the first module of each list
+    lists = find_layer_lists(model, backbone)
+    # Outputs of the backbone's parts, and of the first module of each list.
+    outputs: dict[nn.Module, object] = {}
     hidden: list[Tensor] = []
-    given: list[Tensor] = []  # to the head
-    raw: list[Tensor] = []  # by the head
+    head_inputs: list[Tensor] = []  # inputs of the head
+    raw: list[Tensor] = []  # outputs of the head
 
     def replace(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        given.append(args[0])
-        raw.append(_powers_of_two(output))
+        head_inputs.append(args[0])
+        raw.append(_build_powers_of_two(output))
         return raw[0]
 
-    def keep(part: nn.Module, _args: Any, output: Any) -> None:
+    def keep(part: nn.Module, _args: object, output: object) -> None:
         outputs[part] = output
 
     with ExitStack() as hooks:
@@ -179,62 +236,89 @@ def _parts(
         )
         hooks.enter_context(linear.register_forward_hook(replace))
         logits = model(input_ids=ids_1T, use_cache=False).logits
-    if not len(hidden) == len(given) == 1:
+    if not len(hidden) == len(head_inputs) == 1:
         raise LookupError("its head is not given its decoder's hidden states")
-    before, after = _factor(hidden[0], given[0]), _scale_and_cap(raw[0], logits)
+    # Compare the hidden states with the input of the head, and the known numbers with the logits.
+    before = _find_factor(hidden[0], head_inputs[0])
+    after = _scale_and_cap(raw[0], logits)
     if (
         before is None
         or after is None
         or (before != 1 and getattr(linear, "bias", None) is not None)
     ):
         raise LookupError("its logits are not its head's output, scaled or capped")
-    head = LogitsHead(linear, before * after[0], after[1], logits.dtype == torch.float32)
-    layers = next(
-        layers for layers in lists if layers[0] in outputs
-    )  # others may be those of an image encoder
+    # Lists whose first layer did not run may belong to an image encoder.
+    layers = next(layers for layers in lists if layers[0] in outputs)
     norm = next((part for part in backbone.children() if outputs.get(part) is hidden[0]), None)
-    return Anatomy(backbone, layers, norm, head), hidden[0]
+    return Anatomy(
+        backbone,
+        layers,
+        norm,
+        LogitsHead(linear, before * after[0], after[1], logits.dtype == torch.float32),
+    ), hidden[0]
 
 
-def _factor(x: Tensor, y: Tensor) -> float | None:
-    """c of y = c · x, by least squares, since 16 bits round each number; None if there is none."""
+def _find_factor(x: Tensor, y: Tensor) -> float | None:
+    """Return c of y = c · x; None if there is no such factor.
+
+    It is fitted by least squares, because 16-bit dtypes round each number.
+    """
     if x.shape != y.shape:
         return None
     x, y, rounding = x.double(), y.double(), torch.finfo(x.dtype).eps
     factor = float((x * y).sum() / x.square().sum())
-    return _exact(factor) if (y - factor * x).norm() <= rounding * y.norm() else None
+    return _round_to_one(factor) if (y - factor * x).norm() <= rounding * y.norm() else None
 
 
 def _scale_and_cap(x: Tensor, y: Tensor) -> tuple[float, float | None] | None:
-    """(scale, cap) of y = cap · tanh(scale · x / cap), the cap None where y = scale · x; None for another function."""
+    """Return scale and cap of y = cap · tanh(scale · x / cap).
+
+    Returns:
+        The scale and the cap, which is None where y = scale · x. None for any other function.
+    """
     if x.shape != y.shape:
         return None
-    x, y = x.flatten(), y.flatten().double()
-    scale, most = (
-        _exact(float(y[0] / x[0])),
-        float(y.abs().max()),
-    )  # x[0] is so small that a cap does not show
+    x = x.flatten()
+    y = y.flatten().double()
+    # x[0] is so small that a cap does not change it.
+    scale = _round_to_one(float(y[0] / x[0]))
+    most = float(y.abs().max())
     for cap in (None, most):
         if torch.allclose(y, LogitsHead(None, scale, cap).finish(x), rtol=ROUNDING, atol=0):
             return scale, cap
     return None
 
 
-def _exact(factor: float) -> float:
+def _round_to_one(factor: float) -> float:
+    """Return a factor, or exactly 1 if it differs from 1 only by rounding."""
     return 1.0 if abs(factor - 1) < ROUNDING else factor
 
 
-def _powers_of_two(like: Tensor) -> Tensor:
-    """Numbers from 2^-12 to 2^24 of both signs; float64, to see the exact arithmetic of a class."""
+def _build_powers_of_two(like: Tensor) -> Tensor:
+    """Return numbers from 2^-12 to 2^24 of both signs, in the shape of a tensor.
+
+    They are float64, so that rounding does not hide the exact arithmetic of a class.
+    """
     index = torch.arange(like.numel(), device=like.device, dtype=torch.float64)
     return (2 ** (index % 37 - 12) * (1 - index % 2 * 2)).view(like.shape)
 
 
-def _check_continues(backbone: Any, text_config: Any, ids_1T: Tensor, hidden_1TD: Tensor) -> None:
-    """Raises LookupError unless passes over a KV cache, with tokens taken back where it can, give the hidden states of one pass."""
-    cache, parts = new_cache(text_config), []
+def _check_continues(
+    backbone: nn.Module, text_config: PreTrainedConfig, ids_1T: Tensor, hidden_1TD: Tensor
+) -> None:
+    """Check that passes over a KV cache give the same hidden states as one pass.
+
+    Unless the model is recurrent, each pass is followed by rejected tokens, which are cropped from
+    the cache again.
+
+    Raises:
+        LookupError: if the hidden states differ.
+    """
+    cache = create_empty_cache(text_config)
+    parts = []
     fed = 0
-    for end in (NUM_CACHED, NUM_CACHED + 1, NUM_TOKENS):  # a prompt, a token, a round's tokens
+    # The passes read a prompt, one token, and the tokens of a round.
+    for end in (NUM_CACHED, NUM_CACHED + 1, NUM_TOKENS):
         parts.append(
             backbone(
                 input_ids=ids_1T[:, fed:end], past_key_values=cache, use_cache=True

@@ -1,13 +1,15 @@
-"""Batched generation: prompts continued token by token, each row of the batch at its own temperature.
+"""Batched generation: continue prompts token by token, each row at its own temperature.
 
-On a CPU (16 layers of 128, batches of 256 rows) most of the time is spent reading keys and values. Three things make that cheap, inside
-the model's own forward pass:
+On a CPU (16 layers of 128, batches of 256 rows) most of the time is spent reading keys and values.
+Three things make that cheap, inside the model's own forward pass:
 
-* `GrowingLayer` keeps keys and values dense. transformers' dynamic cache copies all of them at every token, and oneDNN's bfloat16
-  product copies a view into a larger buffer.
-* `grouped_attention` reads every key and value once for all the query heads that share it, on a GPU too.
-* Rows that have ended leave the batch, and on a CPU a batch is generated in parts, as many at a time as there are cores: threads that
-  never wait for one another beat threads inside each of hundreds of small operations.
+* `GrowingLayer` keeps keys and values dense. transformers' dynamic cache copies all of them at
+  every token, and oneDNN's bfloat16 product copies a view into a larger buffer.
+* `attend_by_group` reads every key and value once for all the query heads that share it. It does
+  so on a GPU too.
+* Rows that have ended leave the batch. On a CPU a batch is also generated in parts, as many at a
+  time as there are cores. Threads that never wait for one another are faster than threads inside
+  each of hundreds of small operations.
 
 Shapes: B rows, P prompt tokens (with padding), D head width, V vocabulary.
 """
@@ -16,6 +18,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,57 +31,80 @@ from transformers.masking_utils import sdpa_mask
 
 from specdistill.targets.cache import is_recurrent
 from specdistill.targets.loading import is_plain
+from specdistill.targets.memory import map_large_tensors
 
-BLOCK = 32  # tokens by which a cache grows: copying it then costs about as much as reading its unused tail
-CHECK_EVERY = 8  # steps between two checks of which rows have ended
-KEEP_SHARE = (
-    0.75  # rows that have ended leave the batch once at most this share of it is unfinished
-)
-STOP_SHARE = (
-    1 / 8
-)  # the last rows are cut short once at most this share of all is unfinished: a step costs the same for a few
-MIN_PART_ROWS = 40  # fewest rows worth a thread
-PARTS = (16, 8, 4, 2, 1)  # of a batch: whole rounds on most machines
+# Tokens by which a cache grows. Copying it then costs about as much as reading its unused tail.
+BLOCK = 32
+STEPS_BETWEEN_END_CHECKS = 8  # steps between two checks of which rows have ended
+# Rows that have ended leave the batch once at most this share of it is unfinished.
+KEEP_SHARE = 0.75
+# The last rows are cut short once at most this share of all rows is unfinished, because a step
+# costs the same for a few rows.
+STOP_SHARE = 1 / 8
+MIN_PART_ROWS = 40  # the fewest rows that are worth a thread
+# The numbers of parts that a batch may be split into. On most machines the cores finish these in
+# whole rounds.
+PARTS = (16, 8, 4, 2, 1)
+# The share of the free memory that a batch may take. Caches are copied as they grow, and other
+# memory is needed too.
+MEMORY_SHARE = 0.7
+# The most bytes of float32 probabilities that exist at once while tokens are drawn.
+SAMPLING_BYTES = 2**26
 GROUPED_ATTENTION = "specdistill_grouped"
 
 
 class GrowingLayer(DynamicLayer):
-    """Keys and values of one layer in a dense [B, heads, room, head_dim] block; beyond `length` it is zero and masked."""
+    """The keys and values of one layer, each in a dense block [B, heads, room, head_dim].
+
+    Beyond `length` tokens the block is zero and masked.
+    """
 
     length = 0
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         end = self.length + key_states.shape[2]
         if not self.is_initialized:
-            keys, values, self.is_initialized = key_states, value_states, True
+            keys = key_states
+            values = value_states
+            self.is_initialized = True
         else:
             assert self.keys is not None and self.values is not None
-            keys, values, tokens = self.keys, self.values, room(self.length, end)
+            keys = self.keys
+            values = self.values
+            tokens = round_up_length(self.length, end)
+            # The block grows when the new tokens do not fit into it.
             if keys.shape[2] != tokens:
-                padding = (0, 0, 0, tokens - self.length)
                 keys, values = (
-                    F.pad(block[:, :, : self.length], padding) for block in (keys, values)
+                    F.pad(block[:, :, : self.length], (0, 0, 0, tokens - self.length))
+                    for block in (keys, values)
                 )
             keys[:, :, self.length : end] = key_states
             values[:, :, self.length : end] = value_states
-        self.keys, self.values, self.length = keys, values, end
+        self.keys = keys
+        self.values = values
+        self.length = end
         return keys, values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return room(self.length, self.length + query_length), 0
+        return round_up_length(self.length, self.length + query_length), 0
 
     def get_seq_length(self) -> int:
         return self.length
 
 
-def room(seen: int, end: int) -> int:
-    """Tokens that attention runs over when `seen` are cached and `end` will be: a prompt exactly, then whole blocks."""
-    return end if seen == 0 else -(-end // BLOCK) * BLOCK
+def round_up_length(num_seen: int, end: int) -> int:
+    """Return how many tokens attention runs over: the prompt exactly, then whole blocks.
+
+    Args:
+        num_seen: tokens that are cached; 0 for a prompt.
+        end: tokens that will be cached after the pass.
+    """
+    return end if num_seen == 0 else -(-end // BLOCK) * BLOCK
 
 
-def grouped_attention(
+def attend_by_group(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -87,9 +113,21 @@ def grouped_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one new token: query [B, heads, 1, D], key and value [B, shared heads, room, D] -> [B, 1, heads, D].
+    """Compute softmax(scaling · Q Kᵀ) V for one new token per row.
 
-    softmax(scaling · Q Kᵀ) V. Prompts, of more than one token, go to `sdpa`.
+    Prompts, which have more than one token, go to `sdpa`.
+
+    Args:
+        module: the attention module that calls this.
+        query: [B, heads, 1, D].
+        key: [B, shared heads, room, D].
+        value: [B, shared heads, room, D].
+        attention_mask: boolean, True for tokens that are seen; None if all are.
+        scaling: factor of the scores; None for D^-1/2.
+        **kwargs: passed on to `sdpa`.
+
+    Returns:
+        The output [B, 1, heads, D], and None in place of attention weights.
     """
     batch, heads, num_queries, width = query.shape
     if num_queries > 1 or kwargs.get("position_bias") is not None:
@@ -99,49 +137,121 @@ def grouped_attention(
     query = query.reshape(batch, key.shape[1], -1, width) * (
         width**-0.5 if scaling is None else scaling
     )
-    # Keys on the left: the product then streams through them in the order they are stored.
+    # The keys are on the left, so that the product reads them in the order they are stored.
     scores = (key @ query.transpose(2, 3)).transpose(2, 3)
     if attention_mask is not None:
         scores = scores.masked_fill(~attention_mask, float("-inf"))
-    mixed = scores.softmax(-1) @ value
-    return mixed.reshape(batch, 1, heads, -1), None
+    return (scores.softmax(-1) @ value).reshape(batch, 1, heads, -1), None
 
 
-AttentionInterface.register(GROUPED_ATTENTION, grouped_attention)
+AttentionInterface.register(GROUPED_ATTENTION, attend_by_group)
 AttentionMaskInterface.register(GROUPED_ATTENTION, sdpa_mask)
 
 
 @contextmanager
-def generation_mode(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[PreTrainedModel]:
-    """The model prepared for fast generation: weights in `dtype` (a copy if they are not), keys and values read by groups."""
-    attention, training = model.config._attn_implementation, model.training
+def prepare_generation(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[PreTrainedModel]:
+    """Prepare a model for fast generation, and restore it afterwards.
+
+    Args:
+        model: the model.
+        dtype: of the weights. If the model's weights have another dtype, a copy is made.
+
+    Yields:
+        The model or its copy, which reads keys and values by groups of query heads.
+    """
+    attention = model.config._attn_implementation
+    training = model.training
     if is_plain(model) and model.dtype != dtype:
-        model = copy.deepcopy(model)
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(
-                dtype
-            )  # not `model.to`, which would round the rotary frequencies too
+        # `model.to` would round the rotary frequencies too. Here each weight is rounded as it is
+        # copied, so that there is never a second copy in the old dtype.
+        rounded: dict[int, object] = {
+            id(parameter): torch.nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
+            for parameter in model.parameters()
+        }
+        model = copy.deepcopy(model, rounded)
     model.eval()
     if attention == "sdpa":
         model.set_attn_implementation(GROUPED_ATTENTION)
+    hook = model.get_output_embeddings().register_forward_pre_hook(copy_contiguous)
     try:
-        with torch.compiler.set_stance(
-            "force_eager"
-        ):  # keys and values grow: each token would be a graph
+        with (
+            # Keys and values grow, so that each token would compile a graph of its own.
+            torch.compiler.set_stance("force_eager"),
+            map_large_tensors(model.config.get_text_config(decoder=True).vocab_size),
+        ):
             yield model
     finally:
+        hook.remove()
         model.set_attn_implementation(attention)
         model.train(training)
 
 
-def fast_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 where the hardware multiplies it, else float32."""
+def copy_contiguous(head: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Copy the hidden states that a head gets into a contiguous block.
+
+    This is a hook for `register_forward_pre_hook`. The last position of each prompt is a view with
+    gaps. torch multiplies such a view by a batch of copies of the head, one for each row: with 64
+    rows and a vocabulary of 262,144 these take 20 GB, and the product takes a minute.
+    """
+    # Tensor.contiguous() would return the view of a single prompt as it is.
+    return tuple(tensor.clone(memory_format=torch.contiguous_format) for tensor in inputs)
+
+
+def choose_fast_dtype(device: torch.device) -> torch.dtype:
+    """Return bfloat16 where the hardware can multiply it, else float32."""
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
     return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
 
 
-def generate(
+@dataclass(frozen=True)
+class BatchPlan:
+    """The size of a batch that fits the memory.
+
+    Attributes:
+        num_rows: rows of the batch.
+        num_parallel: parts of it that are generated at a time on a CPU.
+    """
+
+    num_rows: int
+    num_parallel: int
+
+
+def plan_batch(batch_size: int, device: torch.device, row_bytes: int, free_bytes: int) -> BatchPlan:
+    """Plan a batch of at most `batch_size` rows that fits the free memory.
+
+    The number of parts at a time is lowered first, which gives the same tokens. Rows are halved
+    only if that does not suffice, because it changes what is sampled.
+
+    Args:
+        batch_size: the most rows.
+        device: of the model.
+        row_bytes: bytes that one row takes.
+        free_bytes: bytes of free memory.
+    """
+    most_rows = max(1, int(MEMORY_SHARE * free_bytes) // row_bytes)
+    num_rows = batch_size
+    while num_rows > 1 and choose_part_rows(num_rows, device) > most_rows:
+        num_rows //= 2
+    return BatchPlan(num_rows, max(1, most_rows // choose_part_rows(num_rows, device)))
+
+
+def choose_part_rows(num_rows: int, device: torch.device) -> int:
+    """Return the rows of the largest part of a batch."""
+    return -(-num_rows // _count_parts(num_rows, device))
+
+
+def _count_parts(num_rows: int, device: torch.device) -> int:
+    """Return how many parts a batch is split into.
+
+    On a CPU there may be several, each with enough rows for a thread.
+    """
+    if device.type != "cpu":
+        return 1
+    return next(parts for parts in PARTS if parts == 1 or num_rows >= parts * MIN_PART_ROWS)
+
+
+def generate_batch(
     model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
     temperatures: Sequence[float],
@@ -150,30 +260,51 @@ def generate(
     end_ids: Sequence[int],
     seed: int,
     num_parts: int | None = None,
+    num_parallel: int | None = None,
 ) -> list[list[int]]:
-    """Continue every prompt; returns the new tokens of each row. Temperature 0 is greedy.
+    """Continue every prompt, and return the new tokens of each row.
 
-    A row ends with a token of `end_ids`, included, or is cut before: after `max_new_tokens`, or once nearly all others have ended.
-    The batch is split into `num_parts`, by default as many as suit the device and the prompts, that are generated in parallel; the same
-    seed, prompts and parts give the same tokens, whatever number of threads this process may use.
+    The same seed, prompts and parts give the same tokens, however many threads this process may
+    use, and however many parts are generated at a time.
+
+    Args:
+        model: the model, prepared by `prepare_generation`.
+        prompts: token ids of each row.
+        temperatures: of each row; 0 is greedy.
+        max_new_tokens: the most new tokens of a row.
+        end_ids: tokens that end a row.
+        seed: of what is sampled.
+        num_parts: parts that the batch is split into; None for as many as suit the device and the
+            prompts.
+        num_parallel: parts that are generated at a time, at most one for each thread; None for all.
+
+    Returns:
+        The new tokens of each row. A row ends with a token of `end_ids`, which is included. It is
+        cut short after `max_new_tokens`, or once nearly all other rows have ended.
     """
+    # Divide the rows among as many parts as the machine can compute at once.
     threads = torch.get_num_threads()
-    if num_parts is None:
-        num_parts = next(
-            parts for parts in PARTS if parts == 1 or len(prompts) >= parts * MIN_PART_ROWS
-        )
-        num_parts = num_parts if model.device.type == "cpu" else 1
+    num_parts = _count_parts(len(prompts), model.device) if num_parts is None else num_parts
+    num_workers = min(threads, num_parts, num_parallel or num_parts)
 
     def one_part(part: int) -> list[list[int]]:
-        rows = (prompts[part::num_parts], temperatures[part::num_parts])
-        return _generate_part(model, *rows, max_new_tokens, end_ids, seed * 1_009 + part)
+        return _generate_part(
+            model,
+            prompts[part::num_parts],
+            temperatures[part::num_parts],
+            max_new_tokens,
+            end_ids,
+            seed * 1_009 + part,
+        )
 
     if num_parts == 1:
         return one_part(0)
+    # The workers share the threads of this process. Row r is in part r modulo the number of parts.
     try:
-        share = max(1, threads // num_parts)
         with ThreadPoolExecutor(
-            min(threads, num_parts), initializer=torch.set_num_threads, initargs=(share,)
+            num_workers,
+            initializer=torch.set_num_threads,
+            initargs=(max(1, threads // num_workers),),
         ) as pool:
             generated = list(pool.map(one_part, range(num_parts)))
     finally:
@@ -190,32 +321,38 @@ def _generate_part(
     end_ids: Sequence[int],
     seed: int,
 ) -> list[list[int]]:
-    device, num_rows, length = model.device, len(prompts), max(map(len, prompts))
+    """Continue the prompts of one part of a batch, as `generate` does."""
+    device = model.device
+    num_rows = len(prompts)
+    length = max(map(len, prompts))
     generator = torch.Generator(device).manual_seed(seed)
     ends = torch.tensor(list(end_ids), dtype=torch.long, device=device)
     generated = torch.full((num_rows, max_new_tokens), -1, device=device)
+    # Prompts are padded on the left, so that all rows get their new tokens in the same slots.
     ids = torch.tensor(
         [[0] * (length - len(prompt)) + list(prompt) for prompt in prompts], device=device
     )
-    # Of each unfinished row: its number, whether it has ended, its temperature, its prompt's tokens, which slots of the cache hold tokens.
-    number, ended = (
-        torch.arange(num_rows, device=device),
-        torch.zeros(num_rows, dtype=torch.bool, device=device),
-    )
+    # State of each unfinished row: its number, whether it has ended, its temperature, the number of
+    # tokens of its prompt, and which slots of the cache hold tokens.
+    number = torch.arange(num_rows, device=device)
+    ended = torch.zeros(num_rows, dtype=torch.bool, device=device)
     temperature = torch.tensor(temperatures, device=device)
     num_seen = torch.tensor([[len(prompt)] for prompt in prompts], device=device)
-    seen = torch.zeros(num_rows, room(1, length + max_new_tokens), dtype=torch.bool, device=device)
-    seen[:, :length] = torch.arange(length, device=device) >= length - num_seen
+    seen_mask = torch.zeros(
+        num_rows, round_up_length(1, length + max_new_tokens), dtype=torch.bool, device=device
+    )
+    seen_mask[:, :length] = torch.arange(length, device=device) >= length - num_seen
     cache = DynamicCache(config=model.config)
     cache.layers = [
-        GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers
-    ]  # type: ignore[no-untyped-call]
-    positions = (seen[:, :length].cumsum(1) - 1).clamp(min=0)
+        GrowingLayer() if type(layer) is DynamicLayer else layer  # type: ignore[no-untyped-call]
+        for layer in cache.layers
+    ]
+    positions = (seen_mask[:, :length].cumsum(1) - 1).clamp(min=0)
 
     for step in range(max_new_tokens):
         logits_BV = model(
             input_ids=ids,
-            attention_mask=seen[:, : room(length - ids.shape[1], length)],
+            attention_mask=seen_mask[:, : round_up_length(length - ids.shape[1], length)],
             position_ids=positions,
             past_key_values=cache,
             use_cache=True,
@@ -224,39 +361,61 @@ def _generate_part(
         tokens_B = sample(logits_BV, temperature, generator)
         generated[number, step] = tokens_B
         ended |= torch.isin(tokens_B, ends)
-        if step % CHECK_EVERY == CHECK_EVERY - 1:
+        if step % STEPS_BETWEEN_END_CHECKS == STEPS_BETWEEN_END_CHECKS - 1:
             unfinished = (~ended).nonzero().flatten()
             if len(unfinished) <= STOP_SHARE * num_rows:
                 break
             if len(unfinished) <= KEEP_SHARE * len(tokens_B) and not is_recurrent(
                 model.config.get_text_config()
             ):
-                of_rows = (number, ended, temperature, num_seen, seen, tokens_B)
-                number, ended, temperature, num_seen, seen, tokens_B = (
-                    each[unfinished] for each in of_rows
+                number, ended, temperature, num_seen, seen_mask, tokens_B = (
+                    tensor[unfinished]
+                    for tensor in (number, ended, temperature, num_seen, seen_mask, tokens_B)
                 )
                 cache.batch_select_indices(unfinished)
-        seen[:, length] = True
-        ids, positions = tokens_B[:, None], num_seen + step
+        seen_mask[:, length] = True
+        ids = tokens_B[:, None]
+        positions = num_seen + step
         length += 1
     is_end = torch.isin(generated, ends).long()
-    kept = (generated >= 0) & (
-        is_end.cumsum(1) - is_end == 0
-    )  # up to the first end token, included
-    return [row[mask].tolist() for row, mask in zip(generated.cpu(), kept.cpu(), strict=True)]
+    # Each row is kept up to its first end token, which is included.
+    is_kept = (generated >= 0) & (is_end.cumsum(1) - is_end == 0)
+    return [row[mask].tolist() for row, mask in zip(generated.cpu(), is_kept.cpu(), strict=True)]
 
 
 def sample(logits_BV: Tensor, temperatures_B: Tensor, generator: torch.Generator) -> Tensor:
-    """One token a row: the argmax at temperature 0, else a draw from softmax(logits / temperature) by inverting its cumulative sum.
+    """Choose one token per row.
 
-    It takes one uniform number a row instead of the V of `torch.multinomial`, which on a CPU cost more than the head. float32.
+    At temperature 0 this is the argmax. Otherwise it is drawn from softmax(logits / temperature) by
+    inverting the cumulative sum. That takes one uniform number per row instead of the V numbers of
+    `torch.multinomial`, which on a CPU cost more than the head.
+
+    Probabilities are float32, for as many rows at a time as SAMPLING_BYTES hold. Each row is
+    computed by itself, so their number changes no token.
+
+    Args:
+        logits_BV: [B, V].
+        temperatures_B: [B], on the same device.
+        generator: the source of the uniform numbers.
+
+    Returns:
+        Token ids [B].
     """
     tokens_B = logits_BV.argmax(-1)
     sampled = (temperatures_B > 0).nonzero().flatten()
-    if len(sampled) > 0:
-        probabilities = (logits_BV[sampled].float() / temperatures_B[sampled, None]).softmax(-1)
-        cumulative = probabilities.cumsum(-1)
-        uniform = torch.rand(len(sampled), 1, generator=generator, device=logits_BV.device)
-        drawn = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
-        tokens_B[sampled] = drawn.squeeze(1).clamp(max=logits_BV.shape[1] - 1)
+    uniform = torch.rand(len(sampled), 1, generator=generator, device=logits_BV.device)
+    rows_at_once = max(1, SAMPLING_BYTES // (4 * logits_BV.shape[1]))
+    for rows, uniform_r1 in zip(
+        sampled.split(rows_at_once), uniform.split(rows_at_once), strict=True
+    ):
+        if len(rows) > 0:
+            tokens_B[rows] = _draw(logits_BV[rows], temperatures_B[rows], uniform_r1)
     return tokens_B
+
+
+def _draw(logits_rV: Tensor, temperatures_r: Tensor, uniform_r1: Tensor) -> Tensor:
+    """Draw a token for each row by inverting its cumulative sum."""
+    probabilities = (logits_rV.float() / temperatures_r[:, None]).softmax(-1)
+    cumulative = probabilities.cumsum(-1)
+    drawn = torch.searchsorted(cumulative, uniform_r1 * cumulative[:, -1:], right=True)
+    return drawn.squeeze(1).clamp(max=logits_rV.shape[1] - 1)

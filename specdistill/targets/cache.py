@@ -1,16 +1,16 @@
-"""The KV cache that decoding reads a target over: what a pass appends to it, and how rejected tokens leave it again.
+"""The KV cache of a target during decoding, from which rejected tokens can be dropped again.
 
-Attention forgets its last positions (`crop`). A recurrent layer's state has read them for good: a copy of it from before has to stand in,
-of a state, whose size does not depend on the sequence, never of keys and values.
+Attention layers drop their last positions (`crop`). The state of a recurrent layer cannot forget
+what it has read, so a copy from before the pass replaces it. Only such states, whose size does not
+depend on the length of the sequence, are copied, never keys and values.
 
 Shapes: B sequences, G key/value heads, T new positions, S positions held, d head size.
 """
 
 import copy
-from typing import Any
 
 from torch import Tensor
-from transformers import Cache, DynamicCache
+from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import (
     DummyLayer,
     DynamicIndexedLayer,
@@ -19,91 +19,131 @@ from transformers.cache_utils import (
     LinearAttentionAndFullAttentionLayer,
 )
 
-LEAST_SPARE = 256  # positions that a full buffer grows by at least; a quarter where that is more
+# The fewest positions by which a full buffer grows. It grows by a quarter where that is more.
+MIN_SPARE_POSITIONS = 256
 
 
 class BufferedLayer(DynamicLayer):
-    """A layer of full attention whose keys and values [B, G, S, d] are the beginnings of longer buffers.
+    """The cache of a full attention layer, with room for more positions.
 
-    A pass writes its T positions and copies none of those held, which transformers' own layer does in every pass.
+    Keys and values [B, G, S, d] are the beginnings of longer buffers. A pass writes its T positions
+    and copies none of those that are held. transformers' own layer copies all of them in every
+    pass.
     """
 
     _buffers: tuple[Tensor | None, Tensor | None] = (None, None)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """transformers' own copies empty tensors to the device, for which the host waits."""
-        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
-        self.keys, self.values = key_states[..., :0, :], value_states[..., :0, :]
+        """Set dtype, device and empty keys and values.
+
+        transformers' own method copies empty tensors to the device, for which the host waits.
+        """
+        self.dtype = key_states.dtype
+        self.device = key_states.device
+        self.is_initialized = True
+        self.keys = key_states[..., :0, :]
+        self.values = value_states[..., :0, :]
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *_args: Any, **_options: Any
+        self, key_states: Tensor, value_states: Tensor, *_args: object, **_options: object
     ) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        held = self.get_seq_length()
-        keys = _appended(self._buffers[0], self.keys, held, key_states)
-        values = _appended(self._buffers[1], self.values, held, value_states)
-        self._buffers, end = (keys, values), held + key_states.shape[-2]
-        self.keys, self.values = keys.narrow(-2, 0, end), values.narrow(-2, 0, end)
+        num_held = self.get_seq_length()
+        keys = _append_positions(self._buffers[0], self.keys, num_held, key_states)
+        values = _append_positions(self._buffers[1], self.values, num_held, value_states)
+        self._buffers = (keys, values)
+        end = num_held + key_states.shape[-2]
+        self.keys = keys.narrow(-2, 0, end)
+        self.values = values.narrow(-2, 0, end)
         return self.keys, self.values
 
 
-def _appended(buffer: Tensor | None, shown: Tensor | None, held: int, new: Tensor) -> Tensor:
-    """The buffer, or a longer one, with new positions behind those held, which are shown."""
+def _append_positions(
+    buffer: Tensor | None, shown: Tensor | None, num_held: int, new: Tensor
+) -> Tensor:
+    """Return the buffer, or a longer copy of it, with new positions after those that are held.
+
+    Args:
+        buffer: [B, G, room, d]; None before the first pass.
+        shown: the keys or values [B, G, S, d] that the layer shows.
+        num_held: S, the positions that are held.
+        new: keys or values [B, G, T, d] of the new positions.
+    """
     assert shown is not None
-    end = held + new.shape[-2]
-    # What is shown is not the buffer's beginning once someone has put other tensors there, as a batch that drops rows.
+    end = num_held + new.shape[-2]
+    # The keys or values that the layer shows are no longer the beginning of the buffer once someone
+    # has replaced them, as a batch does that drops rows.
     if buffer is None or buffer.data_ptr() != shown.data_ptr() or buffer.shape[-2] < end:
-        buffer = new.new_empty(*new.shape[:-2], end + max(LEAST_SPARE, end // 4), new.shape[-1])
-        if held:
-            buffer.narrow(-2, 0, held).copy_(shown)
-    buffer.narrow(-2, held, end - held).copy_(new)
+        buffer = new.new_empty(
+            *new.shape[:-2], end + max(MIN_SPARE_POSITIONS, end // 4), new.shape[-1]
+        )
+        if num_held:
+            buffer.narrow(-2, 0, num_held).copy_(shown)
+    buffer.narrow(-2, num_held, end - num_held).copy_(new)
     return buffer
 
 
-CROPPED = (
-    DynamicLayer,
-    BufferedLayer,
-    DynamicIndexedLayer,
-    DummyLayer,
-)  # layers that can forget their last tokens
+# Layers that can drop their last tokens.
+CROPPABLE_LAYERS = (DynamicLayer, BufferedLayer, DynamicIndexedLayer, DummyLayer)
 
 
-def new_cache(text_config: Any) -> DynamicCache:
-    """An empty KV cache. Full layers even for sliding windows: a windowed layer could not restore what it dropped. The mask applies it."""
+def create_empty_cache(text_config: PreTrainedConfig) -> DynamicCache:
+    """Return an empty KV cache.
+
+    Layers with a sliding window are cached in full, because a windowed layer could not restore
+    what it dropped. The mask applies the window.
+    """
     cache = DynamicCache(config=text_config)
-    full = (DynamicLayer, DynamicSlidingWindowLayer)
-    cache.layers = [BufferedLayer() if type(layer) in full else layer for layer in cache.layers]  # type: ignore[no-untyped-call]
+    cache.layers = [
+        BufferedLayer() if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) else layer  # type: ignore[no-untyped-call]
+        for layer in cache.layers
+    ]
     return cache
 
 
-def is_recurrent(text_config: Any) -> bool:
-    """Whether some layers keep a state that every token changes, in place of keys and values (linear attention, state spaces)."""
-    return any(type(layer) not in CROPPED for layer in new_cache(text_config).layers)
+def is_recurrent(text_config: PreTrainedConfig) -> bool:
+    """Return whether some layers keep a recurrent state instead of keys and values.
+
+    Every token changes such a state (linear attention, state spaces).
+    """
+    return any(
+        type(layer) not in CROPPABLE_LAYERS for layer in create_empty_cache(text_config).layers
+    )
 
 
-Snapshot = list[dict[str, Any]]  # of each layer the attributes that `crop` does not bring back
+# For each layer, the attributes that `crop` does not restore.
+Snapshot = list[dict[str, object]]
 
 
-def snapshot(cache: Cache) -> Snapshot:
-    """What `roll_back` needs: copies of the recurrent layers, but for keys and values that can be cropped."""
+def copy_state(cache: Cache) -> Snapshot:
+    """Copy what `roll_back` needs to restore.
+
+    These are the recurrent layers, without keys and values that can be cropped.
+    """
     states: Snapshot = []
     for layer in cache.layers:
         cropped = (
             {"keys", "values"} if type(layer) is LinearAttentionAndFullAttentionLayer else set()
         )
-        held = {} if type(layer) in CROPPED else vars(layer)
+        state = {} if type(layer) in CROPPABLE_LAYERS else vars(layer)
         states.append(
-            copy.deepcopy({name: value for name, value in held.items() if name not in cropped})
+            copy.deepcopy({name: value for name, value in state.items() if name not in cropped})
         )
     return states
 
 
 def roll_back(cache: Cache, count: int, before: Snapshot) -> None:
-    """Forget the last `count` tokens, all that was read since the snapshot; it is used up."""
-    layer: Any
+    """Drop the last `count` tokens from the cache.
+
+    Args:
+        cache: the cache.
+        count: all tokens that were read since the snapshot.
+        before: the snapshot. It becomes part of the cache, so it cannot be used again.
+    """
     for layer, state in zip(cache.layers, before, strict=True):
-        if type(layer) in CROPPED:
+        if type(layer) in CROPPABLE_LAYERS:
+            assert isinstance(layer, CROPPABLE_LAYERS)
             layer.crop(-count)
         elif type(layer) is LinearAttentionAndFullAttentionLayer:
             DynamicLayer.crop(layer, -count)

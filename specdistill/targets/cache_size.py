@@ -1,25 +1,29 @@
-"""How large a KV cache is, before there are weights: what a class keeps of a sequence, found by running it over tensors without
-content.
+"""Compute the size of a KV cache before there are weights.
 
-Two passes over transformers' own cache, of two tokens and of three, tell what grows and what does not. So grouped heads, latent
-attention, sliding windows and recurrent layers need no formula each. `tests/targets/test_cache_size.py` compares the sizes with
-caches that are full.
+The model class runs over tensors without content. Two passes over transformers' own cache, of two
+tokens and of three, tell what grows with the sequence and what does not. So grouped heads, latent
+attention, sliding windows and recurrent layers need no formula each.
+`tests/targets/test_cache_size.py` compares the sizes with caches that are full.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from specdistill.targets.anatomy import CLASS_ERRORS
 
 
 @dataclass(frozen=True)
 class LayerCache:
-    """heads: that a device can have a part of; 1 for latent attention. size: numbers kept of a token. window: tokens that are
-    kept at most, None for all. state: bytes kept of a sequence whatever its length.
+    """The size of one layer's cache.
+
+    Attributes:
+        heads: heads that can be divided between devices; 1 for latent attention.
+        size: numbers kept per token, over all heads.
+        window: the most tokens that are kept; None for all.
+        state: bytes kept per sequence, whatever its length.
     """
 
     heads: int
@@ -30,17 +34,22 @@ class LayerCache:
 
 @dataclass(frozen=True)
 class CacheSize:
-    """Of a model's layers that keep anything."""
+    """The size of a model's KV cache, by layer. Layers that keep nothing are left out."""
 
     layers: tuple[LayerCache, ...]
 
     def num_bytes(
         self, context: int, batch_size: int, itemsize: int, tensor_parallel: int = 1
     ) -> int:
-        """Of `batch_size` sequences of `context` tokens, on each of the devices that share the model.
+        """Return the bytes of the cache on each of the devices that share the model.
 
-        itemsize: bytes of a key's and a value's numbers. A device has whole heads, and at least one, as inference engines
-        divide them.
+        A device has whole heads, and at least one, as inference engines divide them.
+
+        Args:
+            context: tokens of each sequence.
+            batch_size: sequences.
+            itemsize: bytes of one number of a key or a value.
+            tensor_parallel: devices that share the model.
         """
         total = 0
         for layer in self.layers:
@@ -51,38 +60,62 @@ class CacheSize:
             )
         return batch_size * total
 
-    def per_token(self, itemsize: int) -> int:
-        """Bytes that a token of context takes for good: of layers without a window."""
+    def count_bytes_per_token(self, itemsize: int) -> int:
+        """Return the bytes that one token of context takes in the layers without a window.
+
+        Args:
+            itemsize: bytes of one number of a key or a value.
+        """
         return itemsize * sum(layer.size for layer in self.layers if layer.window is None)
 
 
-def of_attention(
+def build_attention_cache_size(
     num_layers: int, num_key_value_heads: int, head_dim: int, window: int | None = None
 ) -> CacheSize:
-    """Of layers as Llama's. window: tokens that a query sees, itself included."""
-    kept = None if window is None else window - 1
+    """Return the cache size of attention layers like Llama's.
+
+    Args:
+        num_layers: layers.
+        num_key_value_heads: key/value heads of a layer.
+        head_dim: size of a head.
+        window: tokens that a query sees, itself included; None for all.
+    """
+    num_kept = None if window is None else window - 1
     return CacheSize(
-        (LayerCache(num_key_value_heads, 2 * num_key_value_heads * head_dim, kept),) * num_layers
+        (LayerCache(num_key_value_heads, 2 * num_key_value_heads * head_dim, num_kept),)
+        * num_layers
     )
 
 
-def cache_size(model: Any) -> CacheSize | None:
-    """Of a causal language model on the meta device. None for a class that cannot run there, or that keeps its cache elsewhere."""
+def cache_size(model: PreTrainedModel) -> CacheSize | None:
+    """Return the size of a model's KV cache.
+
+    Args:
+        model: a causal language model on the meta device.
+
+    Returns:
+        The size; None for a class that cannot run there, or that keeps its cache elsewhere.
+    """
     config = model.config.get_text_config(decoder=True)
     try:
-        model.set_experts_implementation(
-            "batched_mm"
-        )  # the one whose shapes do not depend on where tokens are sent
-        two, three = (_after(model, config, length) for length in (2, 3))
-    except CLASS_ERRORS:  # of what it is asked to do on the meta device
+        # In this implementation no shape depends on which experts the tokens are sent to.
+        model.set_experts_implementation("batched_mm")
+        two, three = (_build_cache_after(model, config, length) for length in (2, 3))
+    except CLASS_ERRORS:  # The class cannot compute something on the meta device.
         return None
-    layers = map(_layer, two.layers, three.layers)
-    found = tuple(layer for layer in layers if layer.size or layer.state)
-    return CacheSize(found) if found else None
+    layers = tuple(
+        layer
+        for layer in map(_measure_layer, two.layers, three.layers)
+        if layer.size or layer.state
+    )
+    return CacheSize(layers) if layers else None
 
 
 @torch.no_grad()
-def _after(model: Any, config: Any, length: int) -> DynamicCache:
+def _build_cache_after(
+    model: PreTrainedModel, config: PreTrainedConfig, length: int
+) -> DynamicCache:
+    """Return the cache after a pass over `length` tokens."""
     cache = DynamicCache(config=config)
     model(
         input_ids=torch.zeros(1, length, dtype=torch.long, device="meta"),
@@ -92,23 +125,27 @@ def _after(model: Any, config: Any, length: int) -> DynamicCache:
     return cache
 
 
-def _tensors(layer: Any) -> list[Tensor]:
-    """Of a layer. What steers it (flags, a window's length) has no dimensions."""
-    held = [
-        part
-        for value in vars(layer).values()
-        for part in (value.values() if isinstance(value, dict) else [value])
-    ]
-    return [part for part in held if isinstance(part, Tensor) and part.ndim]
+def _list_tensors(layer: object) -> list[Tensor]:
+    """Return the tensors that a layer keeps.
+
+    Tensors that only control it (flags, a window's length) have no dimensions and are left out.
+    """
+    values: list[object] = []
+    for value in vars(layer).values():
+        values.extend(value.values() if isinstance(value, dict) else [value])
+    return [part for part in values if isinstance(part, Tensor) and part.ndim]
 
 
-def _layer(layer: Any, longer: Any) -> LayerCache:
-    tensors = zip(_tensors(layer), _tensors(longer), strict=True)
+def _measure_layer(layer: object, longer: object) -> LayerCache:
+    """Return the size of a layer, by its caches after two tokens and after three."""
+    tensors = zip(_list_tensors(layer), _list_tensors(longer), strict=True)
     grown = [(more.numel() - less.numel(), less.nbytes) for less, more in tensors]
     keys = getattr(layer, "keys", None)
     return LayerCache(
         heads=int(keys.shape[1]) if isinstance(keys, Tensor) and keys.ndim == 4 else 1,
         size=sum(numbers for numbers, _ in grown),
-        window=int(layer.sliding_window) - 1 if getattr(layer, "is_sliding", False) else None,
+        window=int(vars(layer)["sliding_window"]) - 1
+        if getattr(layer, "is_sliding", False)
+        else None,
         state=sum(size for numbers, size in grown if not numbers),
     )

@@ -1,12 +1,13 @@
-"""A checkpoint's files: its config.json, and single tensors, read without loading the model, of a folder or of a target on the Hub.
+"""Read the files of a checkpoint, in a folder or on the Hub, without loading the model.
 
-Which target a draft was made for is told by the sha256 of its files: the same wherever they lie, and never the weights in memory. The
-Hub's cache names a large file by its sha256, so that what came from there is not read again; files in a folder are read once.
+These are its config.json and single tensors. The sha256 of a target's files identify the target
+that a draft was made for. They are the same wherever the files lie, and do not depend on the
+weights in memory. The Hub's cache names a large file by its sha256, so such files are not read
+again. Files in a folder are read once.
 """
 
 import hashlib
 import os
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -21,27 +22,29 @@ from pydantic import Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from specdistill.errors import UserError, refusing
-from specdistill.files.documents import read_json, read_keys
-from specdistill.project import PICO
-from specdistill.repositories import fetch, large_file_hashes, resolve, split_gguf
+from specdistill.common.documents import read_json, read_keys
+from specdistill.common.errors import UserError, convert_errors
+from specdistill.common.hashes import hash_file
+from specdistill.common.project import PICO
+from specdistill.common.repositories import fetch, read_large_file_hashes, resolve, split_gguf
+from specdistill.recipe.sections import TargetConfig
 from specdistill.targets.loading import read_gguf_config
 
 KEY = "target.model"
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
-# What turns text into token ids. Templates, defaults and the names of special tokens stand in other files.
+# The files that turn text into token ids. Templates, defaults and the names of special tokens are
+# in other files.
 TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
-NESTED = (
-    "transformer_layer_config",
-    "model",
-    "text_config",
-)  # where some layouts of config.json have a decoder's sizes
-MOST_LAYERS = 1000  # of a model, which are made one by one
-# Of keys of config.json that are read here.
+# The sections in which some layouts of config.json have the sizes of a decoder.
+NESTED_SECTIONS = ("transformer_layer_config", "model", "text_config")
+MAX_LAYERS = 1000  # the most layers of a model, which are built one by one
+# The types of the keys of config.json that are read here.
 KINDS = {
     **dict.fromkeys(
-        (*NESTED, "rope_parameters", "rope_scaling", "quantization_config"), dict[str, Any]
+        (*NESTED_SECTIONS, "rope_parameters", "rope_scaling", "quantization_config"),
+        dict[str, object],
     ),
     **dict.fromkeys(("architectures", "layer_types"), list[str]),
     **dict.fromkeys(("model_type", "dtype", "torch_dtype"), str),
@@ -55,18 +58,22 @@ KINDS = {
         ),
         int,
     ),
-    "num_hidden_layers": Annotated[int, Field(le=MOST_LAYERS)],
+    "num_hidden_layers": Annotated[int, Field(le=MAX_LAYERS)],
     "rope_theta": float,
 }
-EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
-SHOWN = 8  # digits of a hash that errors show
+EMBEDDING = "embed_tokens.weight"
+HEAD = "lm_head.weight"
+NUM_SHOWN_HASH_DIGITS = 8  # hexadecimal digits of a hash that errors show
 
 
 @dataclass(frozen=True)
 class Shards:
     """The safetensors files of a checkpoint.
 
-    file_of: file name of each tensor, in the order of the checkpoint. key: the recipe key that errors name.
+    Attributes:
+        folder: the folder of the files.
+        file_of: file name of each tensor, in the order of the checkpoint.
+        key: the recipe key that errors name.
     """
 
     folder: Path
@@ -75,20 +82,35 @@ class Shards:
 
     @classmethod
     def open(cls, folder: Path, key: str, *, complete: bool = True) -> "Shards":
-        """Raises UserError for a missing or broken file. Files that the index names may be missing if not `complete`."""
+        """Find the files of a checkpoint and the tensors in them.
+
+        Args:
+            folder: the folder of the files.
+            key: the recipe key that errors name.
+            complete: whether all files that the index names must exist.
+
+        Raises:
+            UserError: for a missing or broken file.
+        """
+        # A single file needs no index.
         if not (folder / INDEX).is_file():
             if not (folder / SINGLE).is_file():
-                got = f"{folder}, which has no {SINGLE} and no index"
-                raise UserError(key, got=got, expected="a checkpoint in safetensors")
-            return cls(folder, dict.fromkeys(_names(folder / SINGLE, key), SINGLE), key)
-        with refusing(
+                raise UserError(
+                    key,
+                    got=f"{folder}, which has no {SINGLE} and no index",
+                    expected="a checkpoint in safetensors",
+                )
+            return cls(folder, dict.fromkeys(_read_tensor_names(folder / SINGLE, key), SINGLE), key)
+        with convert_errors(
             (ValueError, KeyError, TypeError, AttributeError),
             key,
             folder / INDEX,
             "a safetensors index",
         ):
+            # The index says in which file each tensor is.
             file_of: dict[str, str] = read_json(folder / INDEX)["weight_map"]
-            files = sorted(set(map(os.fspath, file_of.values())))  # which takes names alone
+            # os.fspath raises TypeError for values that are no names.
+            files = sorted(set(map(os.fspath, file_of.values())))
         for file in files:
             if Path(file).name != file:
                 raise UserError(
@@ -101,13 +123,26 @@ class Shards:
         return cls(folder, file_of, key)
 
     def check(self) -> None:
-        """Raises UserError unless every tensor is in the file that the index names, and in no other. transformers is not as strict."""
+        """Check that every tensor is in the file that the index names, and in no other.
+
+        transformers is not as strict.
+
+        Raises:
+            UserError: if files and index differ.
+        """
         for file in self.files:
             listed = {name for name, place in self.file_of.items() if place == file}
-            if wrong := sorted(listed.symmetric_difference(_names(self.folder / file, self.key))):
-                got = f"{self.folder}, whose files and index differ about {', '.join(wrong[:3])}"
+            wrong = sorted(
+                listed.symmetric_difference(_read_tensor_names(self.folder / file, self.key))
+            )
+            if wrong:
                 raise UserError(
-                    self.key, got=got, expected="every tensor in the one file that the index names"
+                    self.key,
+                    got=(
+                        f"{self.folder}, whose index does not match its files for"
+                        f" {', '.join(wrong[:3])}"
+                    ),
+                    expected="every tensor in the one file that the index names",
                 )
 
     @property
@@ -116,33 +151,41 @@ class Shards:
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors."""
-        return sum(tensor.nbytes for tensor in self.without_content().values())
+        """The bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.build_without_content().values())
 
-    def without_content(self) -> dict[str, Tensor]:
-        """All tensors on the meta device, by the files' headers alone."""
+    def build_without_content(self) -> dict[str, Tensor]:
+        """Return all tensors on the meta device, by name. Only the headers of files are read."""
 
         def described(weights: Any, name: str) -> Tensor:
             shape = weights.get_slice(name).get_shape()
-            part = (
-                weights.get_slice(name)[:0] if shape else weights.get_tensor(name)
-            )  # a number cannot be cut
+            # A tensor without dimensions cannot be sliced.
+            part = weights.get_slice(name)[:0] if shape else weights.get_tensor(name)
             return torch.empty(shape, dtype=part.dtype, device="meta")
 
         return self._read(self.file_of, described)
 
     def load(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Load tensors by name, each in the dtype of its file."""
         return self._read(names, lambda weights, name: weights.get_tensor(name))
 
     def _read(self, names: Iterable[str], read: Callable[[Any, str], Tensor]) -> dict[str, Tensor]:
-        """Of tensors what `read` gives, by name; each file is opened once. Raises UserError for a broken one."""
+        """Return what `read` returns for each tensor, by name. Each file is opened once.
+
+        Args:
+            names: of the tensors.
+            read: called with an open file and the name of a tensor in it.
+
+        Raises:
+            UserError: for a broken file.
+        """
         tensors = {}
         by_file = defaultdict(list)
         for name in names:
             by_file[self.folder / self.file_of[name]].append(name)
         for path, inside in by_file.items():
             with (
-                refusing(SafetensorError, self.key, path, "a whole file"),
+                convert_errors(SafetensorError, self.key, path, "a whole file"),
                 safe_open(path, framework="pt") as weights,
             ):
                 tensors.update({name: read(weights, name) for name in inside})
@@ -152,80 +195,105 @@ class Shards:
 def read_config(
     folder: Path, key: str, expected: str = "a checkpoint with its config.json"
 ) -> dict[str, Any]:
-    """A folder's config.json. Raises UserError, saying what is there instead, when it has none."""
+    """Read the config.json of a folder, and check the types of the keys that are used.
+
+    Args:
+        folder: the folder.
+        key: the recipe key that errors name.
+        expected: what errors say is expected.
+
+    Raises:
+        UserError: for a value of another type, and for a folder without config.json. The latter
+            says what is there instead.
+    """
     path = folder / "config.json"
     if not path.is_file():
-        found = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+        names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
         inside = next(
-            (str(folder / name) for name in found if (folder / name / "config.json").is_file()),
+            (str(folder / name) for name in names if (folder / name / "config.json").is_file()),
             None,
         )
         nothing = "is empty" if folder.is_dir() else "is no folder"
-        shown = f"holds {', '.join(found[:5])}{', …' * (len(found) > 5)}" if found else nothing
+        shown = f"holds {', '.join(names[:5])}{', …' * (len(names) > 5)}" if names else nothing
         raise UserError(key, got=f"{folder}, which {shown}", expected=expected, nearest=inside)
     config = read_keys(path, key, expected)
-    for part in (config, *(config.get(name) for name in (*NESTED, "rope_parameters"))):
+    for part in (config, *(config.get(name) for name in (*NESTED_SECTIONS, "rope_parameters"))):
         for name, kind in KINDS.items():
-            stated({} if part is None else part, name, kind, key)
+            read_stated({} if part is None else part, name, kind, key)
     return config
 
 
-def stated(config: Mapping[str, Any], name: str, kind: Any, key: str) -> Any:
-    """A key's value, None where it is absent or null. Raises UserError for one of another kind than pydantic's `kind`."""
+def read_stated(config: Mapping[str, object], name: str, kind: Any, key: str) -> Any:
+    """Return the value of a key of config.json.
+
+    Args:
+        config: a section of config.json.
+        name: the key.
+        kind: the type of its value, as pydantic takes it.
+        key: the recipe key that errors name.
+
+    Returns:
+        The value; None where it is absent or null.
+
+    Raises:
+        UserError: for a value of another type.
+    """
     try:
-        return _adapter(kind).validate_python(config.get(name), strict=True)
+        return _build_adapter(kind).validate_python(config.get(name), strict=True)
     except ValidationError as error:
-        expected = error.errors()[0]["msg"].removeprefix("Input should be ")
         raise UserError(
-            key, got=f"a config.json with {name} {config[name]!r}", expected=expected
+            key,
+            got=f"a config.json with {name} {config[name]!r}",
+            expected=error.errors()[0]["msg"].removeprefix("Input should be "),
         ) from error
 
 
 @cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
+def _build_adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind | None)
 
 
-def _names(path: Path, key: str) -> list[str]:
+def _read_tensor_names(path: Path, key: str) -> list[str]:
+    """Return the names of the tensors in a file."""
     with (
-        refusing(SafetensorError, key, path, "a whole safetensors file"),
+        convert_errors(SafetensorError, key, path, "a whole safetensors file"),
         safe_open(path, framework="pt") as weights,
     ):
         return list(weights.keys())
 
 
-def file_hashes(paths: Iterable[Path]) -> list[str]:
-    """The sha256 of files, several read at once."""
+def hash_files(paths: Iterable[Path]) -> list[str]:
+    """Return the sha256 of files, in hexadecimal. Several files are read at once."""
     with ThreadPoolExecutor() as pool:
-        return list(pool.map(_file_hash, paths))
+        return list(pool.map(hash_file, paths))
 
 
-def combined(hashes: Iterable[str]) -> str:
-    """One hash of several, whatever their order."""
+def combine_hashes(hashes: Iterable[str]) -> str:
+    """Return one sha256 of several hashes, whatever their order."""
     return hashlib.sha256("\n".join(sorted(hashes)).encode()).hexdigest()
 
 
-def content_hash(paths: Iterable[Path]) -> str:
-    """sha256 of the names and contents of files, wherever they lie."""
+def hash_contents(paths: Iterable[Path]) -> str:
+    """Return the sha256 of the names and contents of files, wherever they lie."""
     files = list(paths)
-    # Resolved, so that each is read: a link's name says nothing about what it leads to.
-    hashes = file_hashes(path.resolve() for path in files)
-    return combined(f"{sha256} {path.name}" for sha256, path in zip(hashes, files, strict=True))
-
-
-def _file_hash(path: Path) -> str:
-    # In the Hub's cache. The link itself says it: what it leads to may be a link too, to a file that is named by another hash (Xet).
-    if path.is_symlink() and re.fullmatch("[0-9a-f]{64}", stored := path.readlink().name):
-        return stored
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    # Paths are resolved so that each file is read, because the name of a link says nothing about
+    # the content that it leads to.
+    hashes = hash_files(path.resolve() for path in files)
+    return combine_hashes(
+        f"{sha256} {path.name}" for sha256, path in zip(hashes, files, strict=True)
+    )
 
 
 @dataclass(frozen=True)
 class TargetIdentity:
-    """name_or_path: pico, a folder or a Hub id. revision: the commit of a Hub id. adapter: merged into the weights, folder or Hub id.
+    """The identity of a target: its name, and hashes of its files.
 
-    weights, tokenizer: sha256 in hexadecimal, of the files' sha256; the adapter's are among the weights.
+    Attributes:
+        name_or_path: pico, a folder or a Hub id.
+        revision: the commit of a Hub id; None for a folder.
+        adapter: folder or Hub id of the adapter that is merged into the weights; None without one.
+        weights: sha256 in hexadecimal of the sha256 of the weight files, the adapter's included.
+        tokenizer: sha256 in hexadecimal of the sha256 of the tokenizer files.
     """
 
     name_or_path: str
@@ -234,24 +302,33 @@ class TargetIdentity:
     weights: str
     tokenizer: str
 
-    def is_same(self, other: "TargetIdentity") -> bool:
-        """Whether both have the same weights and tokenizer, whatever they are called."""
-        return (self.weights, self.tokenizer) == (other.weights, other.tokenizer)
+    def is_same(self, other_identity: "TargetIdentity") -> bool:
+        """Return whether both have the same weights and tokenizer, whatever their names."""
+        return (self.weights, self.tokenizer) == (other_identity.weights, other_identity.tokenizer)
 
     def __str__(self) -> str:
-        revision = f"@{self.revision[:SHOWN]}" if self.revision else ""
+        revision = f"@{self.revision[:NUM_SHOWN_HASH_DIGITS]}" if self.revision else ""
         adapter = f" + {self.adapter}" if self.adapter else ""
-        hashes = f"weights {self.weights[:SHOWN]}, tokenizer {self.tokenizer[:SHOWN]}"
+        hashes = (
+            f"weights {self.weights[:NUM_SHOWN_HASH_DIGITS]}, tokenizer"
+            f" {self.tokenizer[:NUM_SHOWN_HASH_DIGITS]}"
+        )
         return f"{self.name_or_path}{revision}{adapter} ({hashes})"
 
 
 @dataclass(frozen=True)
 class TargetFiles:
-    """A target's files, in a folder or on the Hub, from where they are fetched one by one when they are read.
+    """The files of a target, in a folder or on the Hub.
 
-    name: the folder, the GGUF file or the Hub id, as engines take it; of `pico` its folder. adapter: LoRA, merged where the target is
-    loaded; of the files here it is in `identity` alone. trust_remote_code: run the repository's own code. Methods raise UserError and
+    Files on the Hub are fetched one by one when they are read. Methods raise UserError and
     ResourceError.
+
+    Attributes:
+        name: the folder, the GGUF file or the Hub id, as engines take it; for `pico` its folder.
+        revision: of a Hub id; None for the default.
+        adapter: a LoRA adapter that is merged when the target is loaded. Here only `identity` reads
+            it.
+        trust_remote_code: run the repository's own code.
     """
 
     name: str
@@ -260,66 +337,99 @@ class TargetFiles:
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
-        """Raises UserError for a path that is no target's, and for several adapters."""
+        """Resolve the name.
+
+        Raises:
+            UserError: for a path that is not a target, and for several adapters.
+        """
         object.__setattr__(self, "name", resolve(self.name, KEY))
         if self.adapter is not None and not isinstance(self.adapter, str):
-            expected = "one: several are for `specdistill eval` with eval.engine=specdistill"
             raise UserError(
-                "target.adapter", got=f"{len(self.adapter)} adapters", expected=expected
+                "target.adapter",
+                got=f"{len(self.adapter)} adapters",
+                expected="one: several are for `specdistill eval` with eval.engine=specdistill",
             )
+
+    @classmethod
+    def from_config(cls, target: TargetConfig) -> "TargetFiles":
+        """Return the files that a recipe's `target:` names.
+
+        Raises:
+            UserError: as the constructor.
+        """
+        return cls(target.model, target.revision, target.adapter, target.trust_remote_code)
 
     @cached_property
     def identity(self) -> TargetIdentity:
-        """From hashes of the files, of which none is fetched but the tokenizer's."""
+        """The identity of the target, by the hashes of its files.
+
+        No weights are fetched, except a GGUF file and an adapter: the Hub states their hashes.
+        """
         folder = self.fetch("config.json", INDEX, *TOKENIZER, *self._gguf)
-        weights = file_hashes(folder / file for file in self._gguf) or self._weight_hashes(folder)
+        weights = hash_files(folder / file for file in self._gguf) or self._hash_weights(folder)
         if self.adapter is not None:
-            found = fetch(
+            adapter_folder = fetch(
                 self.adapter,
                 key="target.adapter",
                 expected="the folder or Hub id of a LoRA adapter",
                 patterns=ADAPTER,
             )
-            weights += file_hashes(path for name in ADAPTER if (path := found / name).is_file())
+            weights += hash_files(
+                path for name in ADAPTER if (path := adapter_folder / name).is_file()
+            )
         return TargetIdentity(
             name_or_path="pico" if self.name == str(PICO) else self.name,
             revision=self.commit,
             adapter=self.adapter,
-            weights=combined(weights),
-            tokenizer=combined(
-                file_hashes(
+            weights=combine_hashes(weights),
+            tokenizer=combine_hashes(
+                hash_files(
                     path for name in self._gguf or TOKENIZER if (path := folder / name).is_file()
                 )
             ),
         )
 
-    def _weight_hashes(self, folder: Path) -> list[str]:
-        """The sha256 of every file of weights; of a Hub id whose files are not in `folder` yet, as the Hub states them."""
-        there = {path.name for path in folder.iterdir()}
-        listed = Shards.open(folder, KEY, complete=False).files if INDEX in there else []
-        files = listed or _unlisted_weights(there)
-        if files and there >= set(files):
-            return file_hashes(folder / file for file in files)
-        stated = (
-            {} if Path(self.name).is_dir() else large_file_hashes(self.name, folder.name, key=KEY)
+    def _hash_weights(self, folder: Path) -> list[str]:
+        """Return the sha256 of every file of weights.
+
+        For a Hub id whose files are not in `folder` yet, the Hub states them.
+
+        Raises:
+            UserError: if there are no weights.
+        """
+        names_in_folder = {path.name for path in folder.iterdir()}
+        listed = Shards.open(folder, KEY, complete=False).files if INDEX in names_in_folder else []
+        files = listed or _find_unlisted_weights(names_in_folder)
+        if files and names_in_folder >= set(files):
+            return hash_files(folder / file for file in files)
+        stated_hashes = (
+            {}
+            if Path(self.name).is_dir()
+            else read_large_file_hashes(self.name, folder.name, key=KEY)
         )
-        files = listed or _unlisted_weights(stated)
-        if not files or not stated.keys() >= set(files):
+        files = listed or _find_unlisted_weights(stated_hashes)
+        if not files or not stated_hashes.keys() >= set(files):
             raise UserError(
                 KEY,
                 got=f"{self.name} without weights",
                 expected="every weight that its config asks for",
             )
-        return [stated[file] for file in files]
+        return [stated_hashes[file] for file in files]
+
+    @property
+    def gguf(self) -> Path | None:
+        """The GGUF file on this machine; None if the target is not a GGUF file."""
+        return self.fetch(*self._gguf) / self._gguf[0] if self._gguf else None
 
     @property
     def _gguf(self) -> tuple[str, ...]:
-        """The one file that holds config, tokenizer and weights, if it is one."""
+        """The name of the GGUF file that holds config, tokenizer and weights; empty if none."""
         file = split_gguf(self.name)[1]
         return (file,) if file else ()
 
     @cached_property
     def config(self) -> dict[str, Any]:
+        """The target's config.json, or the config of its GGUF file."""
         if self._gguf:
             return read_gguf_config(
                 self.fetch(*self._gguf), self._gguf[0], key=KEY, name=self.name
@@ -328,13 +438,13 @@ class TargetFiles:
 
     @property
     def commit(self) -> str | None:
-        """Of a Hub id, as it is in the cache."""
-        folder = Path(split_gguf(self.name)[0])
-        return None if folder.is_dir() else self.fetch("config.json", *self._gguf).name
+        """The commit of a Hub id, as it is in the cache; None for a folder."""
+        is_folder = Path(split_gguf(self.name)[0]).is_dir()
+        return None if is_folder else self.fetch("config.json", *self._gguf).name
 
     @property
     def text_config(self) -> dict[str, Any]:
-        """The language model's part of the config."""
+        """The part of the config that describes the language model."""
         return self.config.get("text_config") or self.config
 
     @property
@@ -350,13 +460,21 @@ class TargetFiles:
         return self._size("num_hidden_layers")
 
     def tensor(self, name: str) -> Tensor:
-        """The embedding, or the head, which is the embedding if they are tied."""
+        """Load the embedding, or the head, which is the embedding if the two are tied.
+
+        Args:
+            name: `embed_tokens.weight` or `lm_head.weight`.
+
+        Raises:
+            UserError: if the checkpoint has no such tensor.
+        """
         folder = self.fetch("config.json", INDEX)
         shards = Shards.open(
             folder if (folder / INDEX).is_file() else self.fetch(SINGLE), KEY, complete=False
         )
         for end in (name, EMBEDDING):
-            # The shortest: a multi-token-prediction layer may repeat both under longer names.
+            # The shortest name is the right one, because a multi-token-prediction layer may repeat
+            # both tensors under longer names.
             full_name = min(
                 (full for full in shards.file_of if f".{full}".endswith(f".{end}")),
                 key=len,
@@ -370,17 +488,20 @@ class TargetFiles:
         )
 
     def fetch(self, *patterns: str) -> Path:
-        """The folder that holds the files of these names, as far as they exist."""
-        expected = "pico, a folder, a GGUF file or a Hub id"
+        """Fetch the files that match these patterns, and return the folder that holds them.
+
+        Files that do not exist are left out.
+        """
         return fetch(
             split_gguf(self.name)[0],
             key=KEY,
-            expected=expected,
+            expected="pico, a folder, a GGUF file or a Hub id",
             revision=self.revision,
             patterns=patterns,
         )
 
     def _size(self, name: str) -> int:
+        """Return a size in the text config. Raise UserError if it is not an integer."""
         size = self.text_config.get(name)
         if type(size) is not int:
             raise UserError(
@@ -391,8 +512,8 @@ class TargetFiles:
         return size
 
 
-def _unlisted_weights(names: Iterable[str]) -> list[str]:
-    """The files that hold the weights of a checkpoint without an index in safetensors."""
+def _find_unlisted_weights(names: Iterable[str]) -> list[str]:
+    """Return the files that hold the weights of a checkpoint without a safetensors index."""
     return (
         [SINGLE]
         if SINGLE in names
@@ -400,8 +521,16 @@ def _unlisted_weights(names: Iterable[str]) -> list[str]:
     )
 
 
-def needed(target: TargetFiles | None, why: str) -> TargetFiles:
-    """The target; raises UserError, saying why, when none was given."""
+def require_target(target: TargetFiles | None, why: str) -> TargetFiles:
+    """Return the target, which must be known.
+
+    Args:
+        target: the target's files; None if no target was named.
+        why: why a target is needed, for the error.
+
+    Raises:
+        UserError: if no target was named.
+    """
     if target is None:
         raise UserError(KEY, got="nothing", expected=f"the draft's target: {why}")
     return target

@@ -1,10 +1,14 @@
-"""The frozen target: any Hugging Face causal language model, as it is loaded, and the features a draft reads from it.
+"""The frozen target, and the features that a draft reads from it.
+
+A target can be any causal language model of transformers.
 
 Shapes: B batch, T positions, D target hidden size, V vocabulary, A auxiliary layers.
 
-Auxiliary layers are numbered "after L layers" everywhere inside specdistill: layer L is the residual stream after L decoder layers,
-that is Hugging Face's `hidden_states[L]`, the input of decoder layer L, and for L = n the last layer's output before the final norm.
-vLLM and speculators count the same way; SGLang and SpecForge count L - 1, which `specdistill.methods.eagle3.checkpoint` translates.
+Auxiliary layers are numbered "after L layers" everywhere inside specdistill. Layer L is the
+residual stream after L decoder layers: transformers' `hidden_states[L]`, which is the input of
+decoder layer L. For L = n it is the output of the last layer before the final norm. vLLM and
+speculators count the same way. SGLang and SpecForge count L - 1, which
+`specdistill.methods.eagle3.checkpoint` translates.
 """
 
 import copy
@@ -19,37 +23,42 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
-from specdistill.errors import UserError, refusing
-from specdistill.targets.anatomy import CLASS_ERRORS, auto_class, examine
+from specdistill.common.errors import UserError, convert_errors
+from specdistill.targets.anatomy import CLASS_ERRORS, examine_model, find_auto_class
 from specdistill.targets.cache import is_recurrent
 from specdistill.targets.files import TargetFiles, TargetIdentity
 from specdistill.targets.loading import (
     end_tokens,
+    find_max_length,
     is_plain,
-    max_length,
+    merge_adapter,
     read_causal_lm,
-    with_adapter,
 )
 from specdistill.targets.packed_rows import (
     BackboneInputs,
     Documents,
     PackingMethod,
-    as_they_are,
-    attending,
-    maskless_configs,
-    packing,
+    choose_packing,
+    find_maskless_configs,
+    replace_attention,
+    run_unchanged,
 )
-from specdistill.targets.sharding import num_processes
+from specdistill.targets.sharding import count_processes
 
+# The values of `target.device_map` that spread a model over all devices of a process.
 SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")
-# Of one function: for each K and size of a KV cache; for each step of an unroll, in training and in evaluation.
-MOST_GRAPHS = 128
-# Of tiny random targets.
-DIVISORS = (64, 32, 16, 8, 4, 2, 1)
-LEAST_WIDTH, MOST_PARAMETERS = 64, 2**28
-LEAST_DIVIDED = 16  # smaller numbers are no widths
+# The most compiled graphs of one function. There is one for each K and size of a KV cache, and one
+# for each step of an unroll, in training and in evaluation.
+MAX_GRAPHS = 128
+# Tiny random targets: the numbers by which widths are divided, in the order in which they are
+# tried, the least hidden size, and the most parameters.
+DIVISORS = (64, 32, 16, 24, 12, 8, 4, 2, 1)
+MIN_WIDTH = 64
+MAX_TINY_PARAMETERS = 2**28
+MIN_DIVIDED_SIZE = 16  # Smaller numbers of a config are not widths.
+# The keys of a config whose numbers are not widths.
 NO_WIDTHS = re.compile(
     r"(^|_)(num|n)_\w*(head|layer|group)|heads$|layers?$|position|ctx|period|interval|offset|top_?k"
 )
@@ -57,56 +66,60 @@ NO_WIDTHS = re.compile(
 
 @dataclass(frozen=True)
 class Features:
-    """Hidden states of one pass of the target.
+    """The hidden states of one pass of the target.
 
-    aux: A tensors [B, T, D], in the order the layers were asked for.
-    last_hidden: [B, T, D], after the final norm: the input of the target's head.
+    Attributes:
+        aux: A tensors [B, T, D], in the order in which the layers were asked for.
+        last_hidden: [B, T, D], after the final norm: the input of the target's head.
     """
 
     aux: tuple[Tensor, ...]
     last_hidden: Tensor
 
     @classmethod
-    def of(cls, tensors: Iterable[Tensor]) -> "Features":
-        """From what `tensors` gives."""
+    def from_tensors(cls, tensors: Iterable[Tensor]) -> "Features":
+        """Build features from tensors in the order of the property `tensors`."""
         *aux, last_hidden = tensors
         return cls(tuple(aux), last_hidden)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The auxiliary layers, then the last hidden state. In one tensor [B, A + 1, T, D] they are what a feature store keeps."""
+        """The auxiliary layers, then the last hidden state.
+
+        A feature store keeps them in this order, in one tensor [B, A + 1, T, D].
+        """
         return (*self.aux, self.last_hidden)
 
     @classmethod
-    def joined(cls, parts: Sequence["Features"]) -> "Features":
-        """Of the positions of all parts, one after the other; copied."""
-        return cls.of(
+    def concatenate(cls, parts: Sequence["Features"]) -> "Features":
+        """Concatenate the features of all parts along the position axis (copies)."""
+        return cls.from_tensors(
             torch.cat(of_layer, dim=1)
             for of_layer in zip(*(part.tensors for part in parts), strict=True)
         )
 
     @classmethod
-    def padded(cls, rows: Sequence["Features"]) -> "Features":
-        """Of B rows of their own lengths, each [1, T, D], in one batch as long as the longest."""
-        layers = zip(*(row.tensors for row in rows), strict=True)
-        return cls.of(
+    def pad_and_stack(cls, rows: Sequence["Features"]) -> "Features":
+        """Batch B rows [1, T, D] of different lengths, padded to the longest."""
+        return cls.from_tensors(
             pad_sequence([feature[0] for feature in of_layer], batch_first=True)
-            for of_layer in layers
+            for of_layer in zip(*(row.tensors for row in rows), strict=True)
         )
 
     def first(self, count: int) -> "Features":
-        """Of the first `count` positions."""
-        return self.of(feature[:, :count] for feature in self.tensors)
+        """Return the features of the first `count` positions."""
+        return self.from_tensors(feature[:, :count] for feature in self.tensors)
 
     def at(self, position_BF: Tensor) -> "Features":
-        """Of some positions of each row, in the order given."""
+        """Return the features at positions [B, F] of each row, in that order."""
         row_B1 = torch.arange(len(position_BF), device=position_BF.device).unsqueeze(1)
-        return self.of(feature[row_B1, position_BF] for feature in self.tensors)
+        return self.from_tensors(feature[row_B1, position_BF] for feature in self.tensors)
 
     def rows(self, index: Sequence[int]) -> "Features":
-        """Of some rows of the batch."""
-        index_B = torch.tensor(index, device=self.last_hidden.device)  # copied to the device once
-        return self.of(feature[index_B] for feature in self.tensors)
+        """Return the features of some rows of the batch."""
+        # The index is copied to the device once, and not once for each tensor.
+        index_B = torch.tensor(index, device=self.last_hidden.device)
+        return self.from_tensors(feature[index_B] for feature in self.tensors)
 
 
 class FrozenTarget:
@@ -122,19 +135,35 @@ class FrozenTarget:
         files: TargetFiles | None = None,
         quantization: str | None = None,
     ) -> None:
-        """quantization: that its weights were rounded to when they were loaded."""
-        self.model: Any = model.eval().requires_grad_(False)
+        """Freeze a model, and find its parts.
+
+        Args:
+            model: the model.
+            tokenizer: its tokenizer; None for a random target.
+            name: what errors and reports call the target.
+            revision: the commit of a Hub id.
+            files: the files that it was loaded from; None for a model made in memory.
+            quantization: the kind of quantization that the weights were rounded to when they were
+                loaded; None for none.
+
+        Raises:
+            UserError: for a model that computes in a way that is not known here.
+        """
+        self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name = name
         self.revision = revision
         self.files = files
         self.quantization = quantization
-        self.config: Any = model.config.get_text_config(decoder=True)
-        anatomy = examine(self.model, name)
+        self.config = model.config.get_text_config(decoder=True)
+        anatomy = examine_model(self.model, name)
         self.is_recurrent, self.is_plain = is_recurrent(self.config), is_plain(self.model)
-        self.backbone, self.layers, self.norm = anatomy.backbone, anatomy.layers, anatomy.norm
+        self.backbone = anatomy.backbone
+        self.layers = anatomy.layers
+        self.norm = anatomy.norm
         self.device: torch.device = self.model.device
-        self.logits, self.lm_head = anatomy.head, anatomy.head.linear
+        self.logits = anatomy.head
+        self.lm_head = anatomy.head.linear
         self.hidden_size, self.vocab_size = (
             int(self.config.hidden_size),
             int(self.config.vocab_size),
@@ -153,14 +182,26 @@ class FrozenTarget:
         layers_on_disk: bool = False,
         **options: Any,
     ) -> "FrozenTarget":
-        """Load `pico`, a folder, a GGUF file or a Hub id, and merge a LoRA adapter into it if one is named.
+        """Load a target, and merge a LoRA adapter into it if one is named.
 
-        Every process of a launch has to call it. options: of `read_causal_lm`, of which `shard=layers` gives each process a part of them
-        (`specdistill.targets.sharding`). device_map: `auto` for all devices of one process, or one device.
-        layers_on_disk: load what lies around the decoder layers alone, and read those whenever they are run. They are loaded anyway
-        where weights have to be converted, merged or spread.
-        Raises UserError if it is no target or no adapter of it, or if it cannot be held so; ResourceError when the Hub fails.
+        Every process of a launch has to call this.
+
+        Args:
+            model: `pico`, a folder, a GGUF file or a Hub id.
+            revision: of a Hub id.
+            adapter: folder or Hub id of a LoRA adapter.
+            quantization: the kind of quantization that weights are rounded to.
+            device_map: `auto` for all devices of one process, or one device.
+            layers_on_disk: leave the decoder layers in their files, and read them whenever they are
+                run. They are loaded anyway where weights have to be converted, merged or spread.
+            **options: of `read_causal_lm`. With `shard=layers` each process holds a part of the
+                decoder layers (`specdistill.targets.sharding`).
+
+        Raises:
+            UserError: if it is no target or no adapter of it, or if it cannot be held in this way.
+            ResourceError: when the Hub fails.
         """
+        # Load the model, and find out which parts have content.
         _check_device_map(device_map)
         files = TargetFiles(model, revision, adapter)
         loaded, tokenizer = read_causal_lm(
@@ -175,16 +216,18 @@ class FrozenTarget:
             module.weight.is_meta
             for module in (loaded.get_input_embeddings(), loaded.get_output_embeddings())
         ):
-            got = f"{device_map}, which leaves the embedding or the head of {model} on no device"
             raise UserError(
                 "target.device_map",
-                got=got,
+                got=f"{device_map}, which leaves the embedding or the head of {model} on no device",
                 expected="devices with enough memory, or target.shard=layers",
             )
+
+        # Merge an adapter, which makes it another target with a name of its own.
         if adapter is not None:
-            loaded = with_adapter(loaded, files.adapter, base=model)
+            loaded = merge_adapter(loaded, files.adapter, base=model)
         name = model if adapter is None else f"{model} + {adapter}"
-        revision = revision or getattr(loaded.config, "_commit_hash", None)
+        # A GGUF file's copy has no commit of its own.
+        revision = revision or getattr(loaded.config, "_commit_hash", None) or files.commit
         files = replace(files, revision=revision)
         return cls(
             loaded, tokenizer, name=name, revision=revision, files=files, quantization=quantization
@@ -192,7 +235,7 @@ class FrozenTarget:
 
     @property
     def dtype(self) -> str:
-        """Of the features; of the weights, too, unless they were rounded to a `quantization`."""
+        """The dtype of the features, and of the weights unless they are quantized."""
         return str(next(self.model.parameters()).dtype).removeprefix("torch.")
 
     @property
@@ -202,24 +245,42 @@ class FrozenTarget:
     @property
     def max_length(self) -> int:
         """The longest sequence, prompt and generation together, in tokens."""
-        return max_length(self.config, self.tokenizer)
+        return find_max_length(self.config, self.tokenizer)
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """Tokens that end a generation, from the generation config or else the model's."""
+        """The tokens that end a generation, by the generation config or else the model's config."""
         generation = self.model.generation_config
         return frozenset(end_tokens(self.config if generation.eos_token_id is None else generation))
 
     def tensor(self, name: str) -> Tensor:
-        """`embed_tokens.weight` or `lm_head.weight`."""
+        """Return the weight of the embedding or of the head.
+
+        Args:
+            name: `embed_tokens.weight` or `lm_head.weight`.
+        """
         module = (
             self.model.get_input_embeddings() if name == "embed_tokens.weight" else self.lm_head
         )
-        return module.weight
+        weight: Tensor = module.weight
+        return weight
+
+    @property
+    def embedding_scale(self) -> float:
+        """The factor by which the class multiplies the rows of its embedding table.
+
+        For Gemma it is the square root of the hidden size.
+        """
+        module = self.model.get_input_embeddings()
+        scale = getattr(module, "scalar_embed_scale", getattr(module, "embed_scale", 1.0))
+        return 1.0 if scale is None else float(scale)
 
     @property
     def identity(self) -> TargetIdentity:
-        """From hashes of its files (see `TargetFiles.identity`), which a model made in memory has none of."""
+        """The identity of the target, by the hashes of its files (see `TargetFiles.identity`).
+
+        A model made in memory has no files, and so no identity.
+        """
         assert self.files is not None, f"{self.name} was not loaded from files"
         return self.files.identity
 
@@ -233,17 +294,31 @@ class FrozenTarget:
         attention_mask: Tensor | dict[str, Tensor] | None = None,
         past_key_values: Cache | None = None,
     ) -> Features:
-        """One pass of the decoder layers, without the head. Of a target that processes share, each makes as many passes as the others.
+        """Run one pass of the decoder layers, without the head.
 
-        All layers are run, since the last hidden state is always read; features are in the dtype that they are computed in.
+        All layers are run, because the last hidden state is always read. If processes share the
+        target, each has to make as many passes as the others.
 
-        Packed rows: position ids that start again at 0 separate the documents (`specdistill.targets.packed_rows`). `documents`, if they
-        are known, says the same; they are looked for otherwise, for which the host waits.
-        With `past_key_values` the tokens continue the cached ones, and the cache grows. An `attention_mask` replaces the causal
-        mask: [B, 1, T, S] over cached and new positions, added to the scores; or a dictionary with one for each kind of layer.
+        Args:
+            input_ids_BT: token ids [B, T].
+            aux_layers: the auxiliary layers whose hidden states are returned.
+            position_ids_BT: [B, T]. In packed rows, position ids that start again at 0 separate
+                the documents (`specdistill.targets.packed_rows`).
+            documents: the same documents, if they are known. Otherwise they are searched in the
+                position ids, for which the host waits.
+            attention_mask: replaces the causal mask. It is [B, 1, T, S] over cached and new
+                positions, and is added to the scores; or a dictionary with one such mask for each
+                kind of layer.
+            past_key_values: a cache whose tokens the new tokens continue. It grows.
+
+        Returns:
+            The features, in the dtype in which they are computed.
+
+        Raises:
+            UserError: if an auxiliary layer does not have the shape of the last hidden state.
         """
         if attention_mask is not None or past_key_values is not None:
-            given = {
+            backbone_inputs = {
                 "position_ids": position_ids_BT,
                 "attention_mask": attention_mask,
                 "past_key_values": past_key_values,
@@ -253,105 +328,140 @@ class FrozenTarget:
                 and past_key_values is not None
                 and not past_key_values.is_compileable
             )
-            with attending(self._maskless if grows else ()):
-                return self._pass(aux_layers, {"input_ids": input_ids_BT, **given})
+            with replace_attention(self._maskless if grows else ()):
+                return self._run_layers(aux_layers, {"input_ids": input_ids_BT, **backbone_inputs})
         if position_ids_BT is None:
-            return self._pass(aux_layers, {"input_ids": input_ids_BT})
+            return self._run_layers(aux_layers, {"input_ids": input_ids_BT})
         inputs = {"input_ids": input_ids_BT, "position_ids": position_ids_BT}
-        documents = Documents.of(position_ids_BT) if documents is None else documents
-        features = self._packing(self.model, inputs, documents, partial(self._pass, aux_layers))
-        shape = (*input_ids_BT.shape, -1)
-        return Features.of(feature.view(shape) for feature in features.tensors)
+        documents = Documents.from_positions(position_ids_BT) if documents is None else documents
+        features = self._packing(
+            self.model, inputs, documents, partial(self._run_layers, aux_layers)
+        )
+        return Features.from_tensors(
+            feature.view(*input_ids_BT.shape, -1) for feature in features.tensors
+        )
 
     @cached_property
-    def _maskless(self) -> list[Any]:
-        """The configs whose attention goes without a mask over a KV cache: on a GPU, if the class allows it."""
-        return maskless_configs(self.model) if self.device.type == "cuda" else []
+    def _maskless(self) -> list[PreTrainedConfig]:
+        """The configs whose attention needs no mask over a KV cache.
+
+        There are such configs only on a GPU, if the class allows it.
+        """
+        return find_maskless_configs(self.model) if self.device.type == "cuda" else []
 
     def compile(self, **options: Any) -> None:
-        """Compile each layer, with options of `torch.compile`. How rows are packed is tried before, on shapes that do not come again."""
+        """Compile each layer with options of `torch.compile`.
+
+        The packing method is chosen before, because that runs the layers on shapes that do not come
+        again.
+        """
         _ = self._packing
         for layer in self.layers:
             layer.forward = torch.compile(layer.forward, **options)
 
     @cached_property
     def _packing(self) -> PackingMethod:
-        return packing(self.model) or as_they_are
+        """The way to give packed rows to the model; as they are if none separates documents."""
+        return choose_packing(self.model) or run_unchanged
 
-    def _pass(self, aux_layers: Sequence[int], inputs: BackboneInputs) -> Features:
-        device = inputs[
-            "input_ids"
-        ].device  # where the features are wanted; a target may be elsewhere, or on several devices
+    def _run_layers(self, aux_layers: Sequence[int], inputs: BackboneInputs) -> Features:
+        """Run the backbone on its inputs, and return the features on the device of the inputs."""
+        # The features go to the device of the inputs. The target may be on another device, or on
+        # several.
+        device = inputs["input_ids"].device
         moved = {
             name: value.to(self.device) if isinstance(value, Tensor) else value
             for name, value in inputs.items()
         }
         with capture(self.layers, aux_layers) as captured:
             output = self.backbone(**moved, use_cache=inputs.get("past_key_values") is not None)
-        aux, last_hidden = (
-            tuple(captured[layer].to(device) for layer in aux_layers),
-            output.last_hidden_state.to(device),
-        )
-        if other := {tuple(feature.shape) for feature in aux} - {tuple(last_hidden.shape)}:
-            got = f"{self.name}, whose layers pass on {other.pop()} for {tuple(last_hidden.shape)}"
+        aux = tuple(captured[layer].to(device) for layer in aux_layers)
+        last_hidden = output.last_hidden_state.to(device)
+        other_shapes = {tuple(feature.shape) for feature in aux} - {tuple(last_hidden.shape)}
+        if other_shapes:
+            # Layers with several residual streams pass on hidden states of another shape.
             raise UserError(
                 "draft.aux_layers",
-                got=got,
+                got=f"{self.name}, whose layers return {other_shapes.pop()} for an input of"
+                f" {tuple(last_hidden.shape)}",
                 expected="layers of one residual stream, or a head that reads none of them",
             )
         return Features(aux, last_hidden)
 
 
 def allow_graphs() -> None:
-    """MOST_GRAPHS of one function, where torch would give up after eight."""
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
+    """Let torch compile up to MAX_GRAPHS graphs of one function, instead of eight."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_GRAPHS)
 
 
-def compile_layers(train: Mapping[str, Any], target: FrozenTarget, objective: Any) -> None:
-    """`train.torch_compile`: the layers of target and draft are compiled one by one, and the loss of a chunk's logits; the rest is not.
+def compile_layers(train: Mapping[str, object], target: FrozenTarget, objective: Any) -> None:
+    """Compile target and draft for training if `train.torch_compile` asks for it.
 
-    Layers of a class share a graph, so a target of 80 layers compiles as fast as one of two (regional compilation). A draft's layer has a
-    graph for each step of the unroll, which reads one chain entry more than the step before. Elementwise operations become few kernels.
-    Only training is compiled: generation and decoding, whose lengths grow token by token, set `torch.compiler.set_stance("force_eager")`.
-    A layer's hooks, which read features or gather weights, stay outside of its graph.
+    The layers of both are compiled one by one, and so is the loss of a chunk's logits. The rest is
+    not compiled.
+
+    Layers of a class share a graph, so a target of 80 layers compiles as fast as one of two
+    (regional compilation). A layer of the draft has one graph for each step of the unroll, because
+    each step reads one chain entry more than the step before. Elementwise operations are fused into
+    few kernels. Only training is compiled: generation and decoding, whose lengths grow token by
+    token, set `torch.compiler.set_stance("force_eager")`. The hooks of a layer, which read features
+    or gather weights, stay outside of its graph.
+
+    Args:
+        train: the recipe's section `train`.
+        target: the target.
+        objective: the objective, with the draft's layers.
     """
     if not train.get("torch_compile"):
         return
     allow_graphs()
-    torch._dynamo.config.optimize_ddp = (
-        False  # it would cut layers at the borders of gradient buckets
-    )
-    warnings.filterwarnings(
-        "ignore", "The .grad attribute of a Tensor that is not a leaf"
-    )  # dynamo looks at it
-    backend = train.get("torch_compile_backend") or "inductor"
-    options: dict[str, Any] = {"backend": backend, "mode": train.get("torch_compile_mode")}
+    # DDP's optimizer would cut layers at the borders of gradient buckets.
+    torch._dynamo.config.optimize_ddp = False
+    # dynamo reads `.grad` of tensors that are no leaves, for which torch warns.
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+    options: dict[str, Any] = {
+        "backend": train.get("torch_compile_backend") or "inductor",
+        "mode": train.get("torch_compile_mode"),
+    }
     target.compile(**options)
     for layer in objective.layers:
         layer.forward = torch.compile(layer.forward, **options)
-    objective.row_losses = torch.compile(objective.row_losses, **options)
+    objective.compute_row_losses = torch.compile(objective.compute_row_losses, **options)
 
 
 def _check_device_map(device_map: str | None) -> None:
+    """Raise UserError unless a device map can be used by this launch and on this machine."""
     key = "target.device_map"
-    if device_map in SPREAD and num_processes() > 1:
-        got = (
-            f"{device_map} with {num_processes()} processes, which would take each other's devices"
-        )
+    if device_map in SPREAD and count_processes() > 1:
         raise UserError(
-            key, got=got, expected="null, and target.shard=layers where one device is too small"
+            key,
+            got=f"{device_map} with {count_processes()} processes, which would take each other's"
+            " devices",
+            expected="null, and target.shard=layers where one device is too small",
         )
     if device_map is not None and device_map not in SPREAD:
-        expected = f"{', '.join(SPREAD)}, or a device of this machine"
-        with refusing(
-            (RuntimeError, AssertionError), key, device_map, expected
-        ):  # the latter of a torch without CUDA
+        # A torch without CUDA raises AssertionError.
+        with convert_errors(
+            (RuntimeError, AssertionError),
+            key,
+            device_map,
+            f"{', '.join(SPREAD)}, or a device of this machine",
+        ):
             torch.empty(0, device=device_map)
 
 
 @contextmanager
-def capture(layers: nn.ModuleList, wanted: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-    """Capture the inputs of the layers asked for, and the last layer's output."""
+def capture(layers: nn.ModuleList, layer_indices: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+    """Capture hidden states while a model runs.
+
+    Args:
+        layers: the n decoder layers.
+        layer_indices: the layers L whose hidden states are captured.
+
+    Yields:
+        A dictionary that gets, by L, the input of layer L, or the output of the last layer for
+        L = n.
+    """
     captured: dict[int, Tensor] = {}
 
     def keep_input(
@@ -359,11 +469,11 @@ def capture(layers: nn.ModuleList, wanted: Sequence[int]) -> Iterator[dict[int, 
     ) -> None:
         captured[layer] = args[0] if args else kwargs["hidden_states"]
 
-    def keep_output(_module: nn.Module, _args: Any, output: Any) -> None:
+    def keep_output(_module: nn.Module, _args: object, output: Tensor | tuple[Tensor, ...]) -> None:
         captured[len(layers)] = output[0] if isinstance(output, tuple) else output
 
     with ExitStack() as hooks:
-        for layer in wanted:
+        for layer in layer_indices:
             if layer < len(layers):
                 hooks.enter_context(
                     layers[layer].register_forward_pre_hook(
@@ -375,40 +485,56 @@ def capture(layers: nn.ModuleList, wanted: Sequence[int]) -> Iterator[dict[int, 
         yield captured
 
 
-def tiny_random_target(
-    config: Any, name: str, *, trust_remote_code: bool = False
+def build_tiny_target(
+    config: PreTrainedConfig, name: str, *, trust_remote_code: bool = False
 ) -> FrozenTarget | None:
-    """A tiny random target of the class of `config`, under the target's own name; None where no size can be made.
+    """Build a tiny random target of the class of a config.
 
-    What the class computes can so be tried before its weights are there. Widths are divided, and counts (layers, heads, groups) are
-    kept, so that what a class asks of its sizes still holds: hidden size = heads · head size. Which classes can be made so small is
-    tried too: a few sizes, the narrowest first.
+    It shows what the class computes before the weights are there. Widths are divided, and counts
+    (layers, heads, groups) are kept, so that relations between sizes still hold, such as hidden
+    size = heads · head size. Not every class can be made so small, so a few sizes are tried, the
+    narrowest first.
 
-    Raises UserError as loading the target would, when every size is refused.
+    Args:
+        config: of the target.
+        name: the target's own name, which errors name.
+        trust_remote_code: run the repository's own code.
+
+    Returns:
+        The target; None if no size can be built.
+
+    Raises:
+        UserError: as loading the target would, if every size that can be built is refused.
     """
+    # Try narrower and narrower models of the class, until one is small enough.
     width = config.get_text_config(decoder=True).hidden_size
     refused: UserError | None = None
     for divisor in DIVISORS:
-        if divisor > 1 and width // divisor < LEAST_WIDTH:
+        if divisor > 1 and width // divisor < MIN_WIDTH:
             continue
         options = {"dtype": torch.float32, "trust_remote_code": trust_remote_code}
         try:
+            # The model is built without content first, to count its parameters.
             small = (
-                type(config).from_dict(_divided(config.to_dict(), "", divisor))
+                type(config).from_dict(_divide_value(config.to_dict(), "", divisor))
                 if divisor > 1
                 else copy.deepcopy(config)
             )
             with torch.device("meta"):
-                num_parameters = auto_class(small).from_config(small, **options).num_parameters()
-            if num_parameters > MOST_PARAMETERS:
+                num_parameters = (
+                    find_auto_class(small).from_config(small, **options).num_parameters()
+                )
+            if num_parameters > MAX_TINY_PARAMETERS:
                 break
             with torch.random.fork_rng(), torch.no_grad():
                 torch.manual_seed(0)
-                model = auto_class(small).from_config(small, **options).eval()
+                model = find_auto_class(small).from_config(small, **options).eval()
                 if divisor > 1:
                     model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False)
-        except CLASS_ERRORS:  # sizes that do not go together: another divisor is tried
+        except CLASS_ERRORS:  # The sizes do not fit each other, so the next divisor is tried.
             continue
+
+        # The parts of the class must be found, too.
         try:
             return FrozenTarget(model, None, name=name)
         except UserError as error:
@@ -418,14 +544,23 @@ def tiny_random_target(
     return None
 
 
-def _divided(value: Any, name: str, divisor: int) -> Any:
-    """A value of a config, by its name: widths divided and rounded up, token ids 0, all else as it is."""
+def _divide_value(value: Any, name: str, divisor: int) -> Any:
+    """Return a value of a config for a narrower model.
+
+    Widths are divided and rounded up, token ids become 0, and all else stays as it is.
+
+    Args:
+        value: the value, or a dictionary of values.
+        name: its key.
+        divisor: of widths.
+    """
     if isinstance(value, dict):
-        return {key: _divided(part, str(key), divisor) for key, part in value.items()}
+        return {key: _divide_value(part, str(key), divisor) for key, part in value.items()}
     if divisor > 1 and "token_i" in name and value is not None:
         return [0] if isinstance(value, list) else 0
-    if isinstance(value, list) and name.endswith("_section"):  # of a rotary embedding's width
+    if isinstance(value, list) and name.endswith("_section"):
+        # These are the sections of a rotary embedding's width.
         return [-(-part // divisor) for part in value]
-    if type(value) is int and value >= LEAST_DIVIDED and not NO_WIDTHS.search(name):
+    if type(value) is int and value >= MIN_DIVIDED_SIZE and not NO_WIDTHS.search(name):
         return -(-value // divisor)
     return value

@@ -1,8 +1,11 @@
-"""A causal language model and its tokenizer, read by transformers from a folder, a GGUF file or the Hub."""
+"""Load a causal language model and its tokenizer with transformers.
+
+They come from a folder, a GGUF file or the Hub.
+"""
 
 import logging
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,54 +20,128 @@ from transformers import (
     BitsAndBytesConfig,
     GenerationConfig,
     GgufConfig,
+    PreTrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
     TorchAoConfig,
 )
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
-from specdistill.errors import UserError, one_line
-from specdistill.progress import hide_bars_of_transformers
-from specdistill.repositories import hub_errors, resolve, split_gguf
-from specdistill.targets.anatomy import CLASS_ERRORS, auto_class, backbone_of, layer_lists
-from specdistill.targets.sharding import is_shared, num_processes, sharded
+from specdistill.common.errors import UserError, join_lines
+from specdistill.common.gguf_files import check_gguf
+from specdistill.common.progress import hide_bars_of_transformers
+from specdistill.common.repositories import convert_hub_errors, fetch, resolve, split_gguf
+from specdistill.targets.anatomy import (
+    CLASS_ERRORS,
+    find_auto_class,
+    find_backbone,
+    find_layer_lists,
+)
+from specdistill.targets.gguf_cache import (
+    convert_once,
+    find_converted,
+    restore_tokenizer,
+    use_fast_metadata,
+)
+from specdistill.targets.sharding import count_processes, is_shared, shard_class
 
-if TYPE_CHECKING:  # it imports this
+if TYPE_CHECKING:  # That module imports this one.
     from specdistill.targets.files import TargetFiles
 
-# A broken config.json or GGUF file (one that was cut short: struct's) fails in transformers' own code, and in any of these ways.
+# A broken config.json or GGUF file fails in transformers' own code, in any of these ways. A GGUF
+# file that was cut short raises struct.error.
 READING_ERRORS = (*CLASS_ERRORS, OSError, struct.error)
 TARGETS = "pico, a folder with config, weights and tokenizer, a GGUF file, or a Hub id"
 GGUF = (
-    "a whole GGUF file of a type and architecture that transformers reads, e.g. Q8_0 or Q4_K_M of a Llama (llama-quantize makes them), or "
-    "the checkpoint that it was made from"
+    "a whole GGUF file of a type and architecture that transformers reads, e.g. Q8_0 or Q4_K_M of a"
+    " Llama (llama-quantize makes them), or the checkpoint that it was made from"
 )
-FP8_CAPABILITY = (8, 9)  # Ada's
+FP8_CAPABILITY = (8, 9)  # the compute capability of Ada GPUs
 
 
-def _place(path: str, **options: Any) -> tuple[str, dict[str, Any]]:
-    """(folder or Hub id, options) of transformers' `from_pretrained`."""
-    folder, file = split_gguf(path)
-    return folder, {**options, "gguf_file": file} if file else options
+def _place(
+    path: str,
+    key: str,
+    revision: str | None,
+    trust_remote_code: bool,
+    find_copy: Callable[[Path], Path | None],
+) -> tuple[str, dict[str, Any]]:
+    """Return where transformers' `from_pretrained` loads from, and the options that it needs.
+
+    Args:
+        path: a folder, a GGUF file or a Hub id.
+        key: the recipe key that errors name.
+        revision: of a Hub id.
+        trust_remote_code: run the repository's own code.
+        find_copy: returns the folder with a copy of a GGUF file in safetensors; None if there is
+            none.
+
+    Returns:
+        The folder or Hub id, and the options.
+
+    Raises:
+        UserError: for a GGUF file that is missing or broken.
+    """
+    folder, name = split_gguf(path)
+    if name is None:
+        return path, {"revision": revision, "trust_remote_code": trust_remote_code}
+    file = fetch(folder, key=key, expected=TARGETS, revision=revision, patterns=[name]) / name
+    if not file.is_file():
+        raise UserError(key, got=f"{path}, which is no file", expected=GGUF)
+    check_gguf(file, key)
+    copy = find_copy(file)
+    return (str(copy), {}) if copy else (str(file.parent), {"gguf_file": name})
+
+
+def convert_gguf(file: Path, dtype: str, *, key: str = "target.model") -> Path | None:
+    """Return the folder that holds a GGUF file in safetensors, and convert the file if needed.
+
+    Args:
+        file: the GGUF file.
+        dtype: of the weights.
+        key: the recipe key that errors name.
+
+    Returns:
+        The folder; None where it cannot be written.
+
+    Raises:
+        UserError: as `read_causal_lm`.
+    """
+    return convert_once(
+        file, dtype, lambda: read_causal_lm(str(file), key=key, dtype=dtype, cache=False)
+    )
 
 
 @contextmanager
-def _reading(key: str, name: str, expected: str) -> Iterator[None]:
-    """Raises UserError for missing or broken files of what `name` stands for, ResourceError when the Hub fails."""
+def _convert_reading_errors(key: str, name: str, expected: str) -> Iterator[None]:
+    """Turn errors of transformers into errors of this project while files are read.
+
+    Args:
+        key: the recipe key that errors name.
+        name: what errors call the model.
+        expected: what errors say is expected.
+
+    Raises:
+        UserError: for missing or broken files.
+        ResourceError: when the Hub fails.
+    """
+    # Each kind of error says something else about the files.
     try:
-        with hub_errors(key, name, expected=expected):
+        with convert_hub_errors(key, name, expected=expected, patterns=("*.safetensors",)):
             yield
-    except (
-        torch.OutOfMemoryError,
-        torch.distributed.DistError,
-    ):  # RuntimeErrors, and no fault of the files
+    except (torch.OutOfMemoryError, torch.distributed.DistError):
+        # These are RuntimeErrors too, but the files are not at fault.
         raise
     except SafetensorError as error:
         raise UserError(key, got=f"{name}: {error}", expected="whole safetensors files") from error
-    except ImportError as error:  # of an attention implementation, a quantization or remote code
-        got = f"{name} ({one_line(str(error))})"
-        expected = "packages that are installed, or another checkpoint or target.attn"
-        raise UserError(key, got=got, expected=expected) from error
+    except ImportError as error:
+        # An attention implementation, a quantization or remote code may need another package.
+        raise UserError(
+            key,
+            got=f"{name} ({join_lines(str(error))})",
+            expected="packages that are installed, or another checkpoint or target.attn",
+        ) from error
     except READING_ERRORS as error:
         if "trust_remote_code" in str(error):
             consent = (
@@ -72,11 +149,17 @@ def _reading(key: str, name: str, expected: str) -> Iterator[None]:
                 if key == "target.model"
                 else ""
             )
-            expected = f"{consent}a checkpoint of a class of transformers"
-            got = f"{name}, which brings Python code of its own; it would run with your rights"
-            raise UserError(key, got=got, expected=expected) from error
-        got = f"{name} ({str(error).splitlines()[0][:200] if str(error) else type(error).__name__})"
-        raise UserError(key, got=got, expected=expected) from error
+            raise UserError(
+                key,
+                got=f"{name}, which brings Python code of its own; it would run with your rights",
+                expected=f"{consent}a checkpoint of a class of transformers",
+            ) from error
+        raise UserError(
+            key,
+            got=f"{name}"
+            f" ({str(error).splitlines()[0][:200] if str(error) else type(error).__name__})",
+            expected=expected,
+        ) from error
 
 
 def read_causal_lm(
@@ -91,223 +174,357 @@ def read_causal_lm(
     device_map: str = "cpu",
     layers_on_disk: bool = False,
     quantize: str | None = None,
-) -> tuple[Any, Any]:
-    """A causal language model and its tokenizer from a folder, a GGUF file or the Hub; `key` is the recipe key that errors name.
+    cache: bool = True,
+) -> tuple[Any, PreTrainedTokenizerBase]:
+    """Load a causal language model and its tokenizer from a folder, a GGUF file or the Hub.
 
-    quantize: a kind of `quantization`. shard: how the processes of a launch share it; one process holds it whole. layers_on_disk: of
-    weights in floating point, leave those of the decoder layers in their files, to be read whenever they are run.
-    Raises UserError for missing or broken files, missing weights and what cannot be shared, ResourceError when the Hub fails.
+    Args:
+        path: a folder, a GGUF file or a Hub id.
+        key: the recipe key that errors name.
+        revision: of a Hub id.
+        dtype: of the weights, by its name in torch.
+        attn: the attention implementation; None for the default of the class.
+        trust_remote_code: run the repository's own code.
+        shard: how the processes of a launch share the model. A single process holds it whole.
+        device_map: as transformers takes it.
+        layers_on_disk: leave the weights of the decoder layers in their files, and read them
+            whenever they are run. Only for weights in floating point.
+        quantize: a kind of `quantization`; None for none.
+        cache: load a GGUF file from a copy in safetensors, which is written where there is none.
+
+    Returns:
+        The model and its tokenizer.
+
+    Raises:
+        UserError: for missing or broken files, missing weights, and models that cannot be shared or
+            quantized.
+        ResourceError: when the Hub fails.
     """
+    # Find the files, and a safetensors copy of a GGUF file.
     hide_bars_of_transformers()
-    folder, options = _place(path, revision=revision, trust_remote_code=trust_remote_code)
-    expected = (GGUF if "gguf_file" in options else TARGETS) + (
+    is_gguf = split_gguf(path)[1] is not None
+    find_copy = (lambda file: convert_gguf(file, dtype, key=key)) if cache else (lambda _: None)
+    folder, options = _place(path, key, revision, trust_remote_code, find_copy)
+    expected = (GGUF if is_gguf else TARGETS) + (
         "" if attn is None else ", and a target.attn that its class has"
     )
-    wanted = {
+    load_options = {
         "dtype": getattr(torch, dtype),
         "attn_implementation": attn,
         "output_loading_info": True,
         **options,
     }
     if "gguf_file" in options:
-        wanted["quantization_config"] = GgufConfig(dequantize=True)
-    with _reading(key, path, expected):
-        tokenizer = working_tokenizer(folder, **options)
+        load_options["quantization_config"] = GgufConfig(dequantize=True)
+
+    # Load tokenizer and config before any weights.
+    with _convert_reading_errors(key, path, expected), use_fast_metadata():
+        tokenizer = load_working_tokenizer(folder, **options)
         config = AutoConfig.from_pretrained(folder, **options)
-        if (
-            config.is_encoder_decoder
-        ):  # an encoder alone is refused once it is loaded, by its logits
-            got = f"{path}, an encoder-decoder ({', '.join(config.architectures or [config.model_type])})"
-            raise UserError(
-                key,
-                got=got,
-                expected="a causal language model, which generates by itself what follows a prompt",
-            )
+        _check_generates(config, key, path)
         is_quantized = (
             "gguf_file" in options or getattr(config, "quantization_config", None) is not None
         )
+
+        # Quantize on loading, if the recipe says so.
         if quantize is not None:
-            if is_quantized or dtype != "bfloat16":
-                got = f"{quantize} with {'a quantized checkpoint' if is_quantized else f'target.dtype={dtype}'}"
-                expected = "null, or a checkpoint in floating point and target.dtype=bfloat16"
-                raise UserError("target.quantization", got=got, expected=expected)
-            wanted["quantization_config"], is_quantized = quantization(quantize), True
+            if is_gguf or is_quantized or dtype != "bfloat16":
+                raise UserError(
+                    "target.quantization",
+                    got=f"{quantize} with"
+                    f" {'a quantized checkpoint' if is_quantized else f'target.dtype={dtype}'}",
+                    expected="null, or a checkpoint in floating point and target.dtype=bfloat16",
+                )
+            load_options["quantization_config"] = build_quantization(quantize)
+            is_quantized = True
+
+        # Load the layers onto the disk, into shards, or onto the device.
         places = (
-            _layers_on_disk(config, device_map, trust_remote_code)
+            _build_disk_map(config, device_map, trust_remote_code)
             if layers_on_disk and not is_quantized
             else None
         )
         if places is not None:
-            # It warns of parameters that are where they are wanted.
+            # accelerate warns about parameters that are offloaded, which is intended here.
             logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)
-        if shard == "none" or places is not None or num_processes() == 1:
-            model_class: Any = auto_class(config)
+        if shard == "none" or places is not None or count_processes() == 1:
+            model_class = find_auto_class(config)
         else:
-            model_class = sharded(
+            model_class = shard_class(
                 config, is_quantized=is_quantized, trust_remote_code=trust_remote_code
             )
-        loaded: Any = model_class.from_pretrained(folder, device_map=places or device_map, **wanted)
-        model, report = loaded
+        model, report = model_class.from_pretrained(
+            folder, device_map=places or device_map, **load_options
+        )
         end_tokens(model.generation_config, model.config.get_text_config())
-    if missing := sorted(report["missing_keys"]):  # transformers would initialize them
+    # transformers initializes weights that are missing instead of refusing them.
+    missing = sorted(report["missing_keys"])
+    if missing:
         raise UserError(
             key,
             got=f"{path} without {', '.join(missing[:3])}",
             expected="every weight that its config asks for",
         )
     if dtype == "float32" and is_plain(model):
-        model.float()  # what transformers had to dequantize is in bfloat16
+        model.float()  # Weights that transformers had to dequantize are in bfloat16.
     return model, tokenizer
 
 
-def quantization(kind: str) -> Any:
-    """transformers' config of a kind of `target.quantization`. Raises UserError without its package or its hardware."""
+def _check_generates(config: PreTrainedConfig, key: str, name: str) -> None:
+    """Raise UserError for an encoder-decoder.
+
+    An encoder alone is refused after it is loaded, because of its logits.
+    """
+    if config.is_encoder_decoder:
+        raise UserError(
+            key,
+            got=f"{name}, an encoder-decoder"
+            f" ({', '.join(config.architectures or [config.model_type])})",
+            expected="a causal language model, which generates by itself what follows a prompt",
+        )
+
+
+def build_quantization(kind: str) -> BitsAndBytesConfig | TorchAoConfig:
+    """Return transformers' config for a kind of `target.quantization`.
+
+    Args:
+        kind: `fp8` or `bitsandbytes-8bit`.
+
+    Raises:
+        UserError: if the package or the hardware that it needs is missing.
+    """
     key = "target.quantization"
     package = {"fp8": "torchao", "bitsandbytes-8bit": "bitsandbytes"}[kind]
     if find_spec(package) is None:
-        missing = f"{key}: {package} is not installed. Run: pip install {package}"
         raise UserError(
-            key, got=f"{kind} without {package}", expected="an installed package", text=missing
+            key,
+            got=f"{kind} without {package}",
+            expected="an installed package",
+            text=f"{key}: {package} is not installed. Run: pip install {package}",
         )
     if kind != "fp8":
         return BitsAndBytesConfig(load_in_8bit=True)
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < FP8_CAPABILITY:
         raise UserError(
             key,
-            got="fp8 without a GPU that has it",
-            expected="null, or compute capability 8.9 and more",
+            got="fp8 without a GPU that supports it",
+            expected="null, or a GPU with compute capability 8.9 or higher",
         )
-    from torchao.quantization import (
-        Float8DynamicActivationFloat8WeightConfig,
-        PerRow,
-    )  # slow to import
+    # This import is slow, so it is only made where it is needed.
+    from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow
 
     return TorchAoConfig(Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()))
 
 
-def working_tokenizer(folder: str | Path, **options: Any) -> Any:
-    """A tokenizer that has split a text: settings of a wrong kind are loaded, and fail then."""
+def load_working_tokenizer(
+    folder: str | Path, **options: str | bool | None
+) -> PreTrainedTokenizerBase:
+    """Load a tokenizer, and check that it can tokenize a text.
+
+    Settings of a wrong type do not fail when they are loaded, only when they are used.
+    """
     tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+    restore_tokenizer(tokenizer, folder)
     tokenizer("a")
     return tokenizer
 
 
-def read_without_weights(folder: Path, *, key: str, name: str) -> tuple[Any, Any]:
-    """A causal language model on the meta device, and its tokenizer, from a folder's config and tokenizer. `name` is what errors call it.
+def read_without_weights(
+    folder: Path, *, key: str, name: str
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a causal language model on the meta device, and its tokenizer.
 
-    Raises UserError for files of which none can be made.
+    Args:
+        folder: the folder with the config and the tokenizer.
+        key: the recipe key that errors name.
+        name: what errors call the model.
+
+    Returns:
+        The model without weights, and the tokenizer.
+
+    Raises:
+        UserError: if the files are no such model.
     """
-    with _reading(key, name, "the config and the tokenizer of a causal language model"):
-        tokenizer = working_tokenizer(
-            folder, trust_remote_code=False
-        )  # nor asked for at a terminal
+    with _convert_reading_errors(
+        key, name, "the config and the tokenizer of a causal language model"
+    ):
+        # An explicit False also keeps transformers from asking for consent at a terminal.
+        tokenizer = load_working_tokenizer(folder, trust_remote_code=False)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):
-            return auto_class(config).from_config(config), tokenizer
+            return find_auto_class(config).from_config(config), tokenizer
 
 
-def read_gguf_config(folder: Path, file: str, *, key: str, name: str) -> Any:
-    """The config of a GGUF file, as transformers reads it. `name` is what errors call it. Raises UserError where it cannot."""
-    with _reading(key, name, GGUF):
-        return AutoConfig.from_pretrained(folder, gguf_file=file)
+def read_gguf_config(folder: Path, file: str, *, key: str, name: str) -> PreTrainedConfig:
+    """Read the config of a GGUF file with transformers.
+
+    Args:
+        folder: the folder of the file.
+        file: the name of the file.
+        key: the recipe key that errors name.
+        name: what errors call the model.
+
+    Raises:
+        UserError: if transformers cannot read it.
+    """
+    check_gguf(folder / file, key)
+    with _convert_reading_errors(key, name, GGUF), use_fast_metadata():
+        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, gguf_file=file)
+        return config
 
 
-def _layers_on_disk(config: Any, device: str, trust_remote_code: bool) -> dict[str, str] | None:
-    """A device map: every part of a model on the device, but for its decoder layers. None for a class whose files hold its weights in
-    another form, e.g. those of most experts: transformers would write them to the disk once more.
+def _build_disk_map(
+    config: PreTrainedConfig, device: str, trust_remote_code: bool
+) -> dict[str, str] | None:
+    """Return a device map with the decoder layers on the disk and all else on the device.
+
+    Returns:
+        The device map. None for a class whose files hold its weights in another form, e.g. those of
+        most experts, because transformers would write them to the disk once more.
     """
     with torch.device("meta"):
-        model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
+        model = find_auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
     if any(
         isinstance(conversion, WeightConverter)
         for conversion in get_model_conversion_mapping(model)
     ):
         return None
-    lists = layer_lists(model, backbone_of(model))
+    lists = find_layer_lists(model, find_backbone(model))
     places: dict[str, str] = {}
     for name, part in model.named_modules():
-        if any(name.startswith(f"{whole}.") for whole in places):
+        if any(name.startswith(f"{module_name}.") for module_name in places):
             continue
-        if part in lists or not any(each in lists for each in part.modules()):
+        if part in lists or not any(submodule in lists for submodule in part.modules()):
             places[name] = "disk" if part in lists else device
         else:
-            own = (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
-            places |= {f"{name}.{tensor}".removeprefix("."): device for tensor, _ in own}
+            places |= {
+                f"{name}.{tensor}".removeprefix("."): device
+                for tensor, _ in (
+                    *part.named_parameters(recurse=False),
+                    *part.named_buffers(recurse=False),
+                )
+            }
     return places
 
 
-def is_plain(model: Any) -> bool:
-    """Whether a model's weights are whole and in floating point, so that they can be converted."""
+def is_plain(model: PreTrainedModel) -> bool:
+    """Return whether a model's weights are whole and in floating point.
+
+    Only such weights can be converted to another dtype.
+    """
     return getattr(model, "hf_quantizer", None) is None and not is_shared(model)
 
 
-def read_tokenizer(files: "TargetFiles") -> tuple[Any, tuple[int, ...], int]:
-    """(a target's tokenizer, every token that ends its generations, its context in tokens), without its weights, which a server holds.
+def read_tokenizer(files: "TargetFiles") -> tuple[PreTrainedTokenizerBase, tuple[int, ...], int]:
+    """Read the tokenizer of a target without its weights, which a server holds.
 
-    Raises UserError when there is no such target, ResourceError when the Hub fails.
+    Args:
+        files: the target's files.
+
+    Returns:
+        The tokenizer, the ids of all tokens that end a generation, and the longest context in
+        tokens.
+
+    Raises:
+        UserError: if there is no such target.
+        ResourceError: when the Hub fails.
     """
-    path, options = _place(
-        files.name, revision=files.revision, trust_remote_code=files.trust_remote_code
-    )
-    with _reading("target.model", files.name, GGUF if "gguf_file" in options else TARGETS):
-        tokenizer = working_tokenizer(path, **options)
+    key = "target.model"
+    path, options = _place(files.name, key, files.revision, files.trust_remote_code, find_converted)
+    with (
+        _convert_reading_errors(key, files.name, GGUF if "gguf_file" in options else TARGETS),
+        use_fast_metadata(),
+    ):
+        tokenizer = load_working_tokenizer(path, **options)
         config = AutoConfig.from_pretrained(path, **options)
+        _check_generates(config, key, files.name)
         try:
             generation = GenerationConfig.from_pretrained(path, **options)
-        except OSError:  # a checkpoint may have none
+        except OSError:  # A checkpoint may have no generation config.
             generation = GenerationConfig.from_model_config(config)
         ends = end_tokens(generation, config, tokenizer)
-    return tokenizer, tuple(sorted(ends)), max_length(config.get_text_config(), tokenizer)
+    return tokenizer, tuple(sorted(ends)), find_max_length(config.get_text_config(), tokenizer)
 
 
-def end_tokens(*declaring: Any) -> set[int]:
-    """All tokens that end a generation, by the `eos_token_id` of configs. Raises ValueError for one that is no token."""
-    declared = (getattr(each, "eos_token_id", None) for each in declaring)
-    ends = [
-        token
-        for ids in declared
-        for token in (ids if isinstance(ids, list) else [] if ids is None else [ids])
-    ]
-    if wrong := [token for token in ends if type(token) is not int]:
+def end_tokens(*declaring: object) -> set[int]:
+    """Return all tokens that end a generation.
+
+    Args:
+        *declaring: configs or tokenizers that may have an `eos_token_id`.
+
+    Raises:
+        ValueError: for an `eos_token_id` that is no token id.
+    """
+    declared = (getattr(config, "eos_token_id", None) for config in declaring)
+    ends = []
+    for ids in declared:
+        ends.extend(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    wrong = [token for token in ends if type(token) is not int]
+    if wrong:
         raise ValueError(f"eos_token_id {wrong[0]!r}")
     return set(ends)
 
 
-def max_length(text_config: Any, tokenizer: Any) -> int:
-    """Tokens of a target's context. Models without positions, or with relative ones, have no such number: their tokenizer names one."""
+def find_max_length(text_config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the longest context of a target in tokens.
+
+    Models without positions, or with relative ones, have no such number. For them the tokenizer
+    names one.
+    """
     return int(getattr(text_config, "max_position_embeddings", None) or tokenizer.model_max_length)
 
 
-def with_adapter(model: PreTrainedModel, adapter: str, *, base: str) -> PreTrainedModel:
-    """The model with a peft LoRA adapter merged into its weights (arXiv 2106.09685); `base` is the name the model was loaded by.
+def merge_adapter(model: PreTrainedModel, adapter: str, *, base: str) -> PreTrainedModel:
+    """Merge a peft LoRA adapter into the weights of a model (arXiv 2106.09685).
 
-    An adapter names its base: of a path or Hub id the last part must agree. Raises UserError for another base, for another kind of
-    adapter, and for tensors other than the model takes.
+    An adapter names the model that it was trained for. The last part of that path or Hub id must
+    agree with `base`.
+
+    Args:
+        model: the model.
+        adapter: folder or Hub id of the adapter.
+        base: the name that the model was loaded by.
+
+    Returns:
+        The merged model.
+
+    Raises:
+        UserError: for an adapter of another model, for an adapter of another kind, and for tensors
+            that the model does not take.
     """
     key = "target.adapter"
-    with _reading(key, adapter, "the folder or Hub id of a LoRA adapter"):
+
+    # Read the adapter, which must be a LoRA adapter of this base.
+    with _convert_reading_errors(key, adapter, "the folder or Hub id of a LoRA adapter"):
         config = peft.PeftConfig.from_pretrained(adapter)
         weights = peft.utils.load_peft_weights(adapter, device="cpu")
     if config.peft_type != "LORA":
         raise UserError(
             key, got=f"{adapter}, a {config.peft_type} adapter", expected="a LoRA adapter"
         )
-    named = config.base_model_name_or_path
-    if named and Path(named).name.lower() != Path(resolve(base)).name.lower():
+    base_name = config.base_model_name_or_path
+    if base_name and Path(base_name).name.lower() != Path(resolve(base)).name.lower():
         raise UserError(
-            key, got=f"{adapter}, an adapter of {named}", expected=f"an adapter of {base}"
+            key, got=f"{adapter}, an adapter of {base_name}", expected=f"an adapter of {base}"
         )
-    config.inference_mode, config.base_model_name_or_path = (
-        True,
-        None,
-    )  # peft would warn about the name of the base
-    with _reading(key, adapter, f"an adapter of {base}"):
+    # peft would warn about the name of the base model.
+    config.inference_mode = True
+    config.base_model_name_or_path = None
+
+    # Put the adapter on the model. All of its tensors must fit.
+    with _convert_reading_errors(key, adapter, f"an adapter of {base}"):
         adapted = peft.get_peft_model(model, config)
-        loaded: Any = peft.set_peft_model_state_dict(adapted, weights)  # raises for another shape
-    if wrong := [
+        # This raises an error for tensors of another shape.
+        loaded: Any = peft.set_peft_model_state_dict(adapted, weights)
+    wrong = [
         *loaded.unexpected_keys,
         *(name for name in loaded.missing_keys if "lora_" in name),
-    ]:
-        got = f"{adapter}, whose tensors are not those that {base} takes ({wrong[0]})"
-        raise UserError(key, got=got, expected=f"an adapter of {base}")
-    return adapted.merge_and_unload()
+    ]
+    if wrong:
+        raise UserError(
+            key,
+            got=f"{adapter}, whose tensors do not fit {base} ({wrong[0]})",
+            expected=f"an adapter of {base}",
+        )
+    merged: PreTrainedModel = adapted.merge_and_unload()
+    return merged

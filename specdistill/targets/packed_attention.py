@@ -1,13 +1,19 @@
-"""Causal attention over packed documents, none seeing another, in memory linear in their length; and its log-sum-exp.
+"""Causal attention over packed documents in linear memory, and its log-sum-exp.
 
-Shapes: S tokens of all documents in a row, N query heads, G key/value heads, d key head size, e value head size, D documents.
+No document sees another.
 
-Two operators that nothing looks into: a step that calls them holds no operation that depends on data, and compiles as one graph. The
-backward is FlashAttention's (arXiv 2205.14135, appendix B): the weights again, exp(scores - log-sum-exp), and the row sums of gradient
-times output. Handed output and log-sum-exp of a softmax over these keys *and others*, it gives that softmax's gradients of these.
+Shapes: S tokens of all documents in a row, N query heads, G key/value heads, d key head size, e
+value head size, D documents.
 
-On a GPU 16 bits take one kernel for all documents. Elsewhere each document goes by itself: on a CPU at once where the window holds it,
-else `ROWS` tokens at a time.
+Forward and backward are two custom operators, which torch.compile does not trace into. So a step
+that calls them holds no operation that depends on data, and compiles as one graph. The backward is
+FlashAttention's (arXiv 2205.14135, appendix B): it computes the weights again as
+exp(scores - log-sum-exp), and uses the row sums of gradient times output. Given output and
+log-sum-exp of a softmax over these keys *and others*, it returns the gradients of that softmax for
+these keys.
+
+On a GPU, 16-bit dtypes use one kernel for all documents. Elsewhere each document is computed by
+itself: on a CPU at once if it fits the window, else `ROWS` tokens at a time.
 """
 
 from collections.abc import Iterator
@@ -24,13 +30,13 @@ aten = torch.ops.aten
 ROWS = 256
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """What is summed in: float32, or float64 of float64."""
+def choose_wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that sums are computed in: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 @torch.library.custom_op("specdistill::packed_attention", mutates_args=())
-def packed_attention(
+def attend_packed(
     query_SNd: Tensor,
     key_SGd: Tensor,
     value_SGe: Tensor,
@@ -39,39 +45,45 @@ def packed_attention(
     window: int | None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Each token's attention to its document up to itself.
+    """Compute the attention of each token to its document, up to itself.
 
     Args:
-        cumulative_lengths: int32 [D + 1], where each document begins, then S. Documents may be empty.
+        query_SNd: [S, N, d].
+        key_SGd: [S, G, d].
+        value_SGe: [S, G, e].
+        cumulative_lengths: int32 [D + 1], where each document begins, then S. Documents may be
+            empty.
         longest: tokens of the longest document.
-        window: a token sees itself and the window - 1 before it; None sees all of them.
-        scale: of the scores; None: d^-1/2.
+        window: a token sees itself and the window - 1 tokens before it; None for all of them.
+        scale: factor of the scores; None for d^-1/2.
 
     Returns:
-        the output [S, N, e], and the scores' log-sum-exp [N, S] in `wide`.
+        The output [S, N, e], and the log-sum-exp of the scores [N, S], in the dtype that `wide`
+        returns.
     """
     scale = query_SNd.shape[-1] ** -0.5 if scale is None else scale
-    query, key, value = _alike(query_SNd, key_SGd, value_SGe)
-    if _one_kernel(query):
-        packing, options = _arguments(cumulative_lengths, longest, window, scale)
+    query, key, value = _align_heads(query_SNd, key_SGd, value_SGe)
+    if _has_one_kernel(query):
+        # One kernel computes all documents.
+        packing, options = _list_kernel_arguments(cumulative_lengths, longest, window, scale)
         output, lse, *_ = aten._flash_attention_forward(
             query, key, value, *packing, False, **options
         )
     else:
-        output, lse = (
-            torch.empty_like(query),
-            query.new_empty(query.shape[1::-1], dtype=wide(query.dtype)),
-        )
-        q, k, v, o = (_by_group(x, key.shape[1]) for x in (query, key, value, output))
+        output = torch.empty_like(query)
+        lse = query.new_empty(query.shape[1::-1], dtype=choose_wide_dtype(query.dtype))
+        # Each block of a document is computed by itself, and written to its rows of the output.
+        q, k, v, o = (_group_heads(x, key.shape[1]) for x in (query, key, value, output))
         lse_GnS = lse.view(q.shape[:3])
-        for rows, seen, bias in _blocks(cumulative_lengths, window, query):
-            block = q[:, :, rows], k[:, :, seen], v[:, :, seen]
-            o[:, :, rows], lse_GnS[:, :, rows] = _forward(*block, bias, scale)
+        for rows, keys, bias in _split_blocks(cumulative_lengths, window, query):
+            o[:, :, rows], lse_GnS[:, :, rows] = _forward(
+                q[:, :, rows], k[:, :, keys], v[:, :, keys], bias, scale
+            )
     return output[..., : value_SGe.shape[-1]].contiguous(), lse
 
 
 @torch.library.custom_op("specdistill::packed_attention_backward", mutates_args=())
-def packed_attention_backward(
+def attend_packed_backward(
     grad_SNe: Tensor,
     query_SNd: Tensor,
     key_SGd: Tensor,
@@ -83,66 +95,128 @@ def packed_attention_backward(
     window: int | None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value, given the output's. Output and log-sum-exp may be those of a softmax over more keys."""
+    """Compute the gradients of query, key and value from the gradient of the output.
+
+    Args:
+        grad_SNe: [S, N, e], the gradient of the output.
+        query_SNd: [S, N, d].
+        key_SGd: [S, G, d].
+        value_SGe: [S, G, e].
+        output_SNe: [S, N, e]. It may be the output of a softmax over more keys.
+        lse_NS: [N, S], the log-sum-exp of the same softmax as the output.
+        cumulative_lengths: as of `attend_packed`.
+        longest: as of `attend_packed`.
+        window: as of `attend_packed`.
+        scale: as of `attend_packed`.
+
+    Returns:
+        The gradients [S, N, d], [S, G, d] and [S, G, e].
+    """
+    # Pad the heads to one size, as the kernel needs it.
     scale = query_SNd.shape[-1] ** -0.5 if scale is None else scale
-    grad, query, key, value, output = _alike(grad_SNe, query_SNd, key_SGd, value_SGe, output_SNe)
-    if _one_kernel(query):
-        packing, options = _arguments(cumulative_lengths, longest, window, scale)
-        no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device), query.new_empty(0)
+    grad, query, key, value, output = _align_heads(
+        grad_SNe, query_SNd, key_SGd, value_SGe, output_SNe
+    )
+
+    # One call of the kernel does it for all documents.
+    if _has_one_kernel(query):
+        packing, options = _list_kernel_arguments(cumulative_lengths, longest, window, scale)
         gradients = aten._flash_attention_backward(
-            grad, query, key, value, output, lse_NS, *packing, *no_dropout, **options
+            grad,
+            query,
+            key,
+            value,
+            output,
+            lse_NS,
+            *packing,
+            # The state of the random numbers is empty, because there is no dropout.
+            torch.zeros(2, dtype=torch.uint64, device=query.device),
+            query.new_empty(0),
+            **options,
         )
     else:
+        # Gradients of keys and values are summed over blocks, so they are in the wider dtype.
         gradients = (
             torch.empty_like(query),
-            *(torch.zeros_like(x, dtype=wide(x.dtype)) for x in (key, value)),
+            *(torch.zeros_like(x, dtype=choose_wide_dtype(x.dtype)) for x in (key, value)),
         )
         g, q, k, v, o, dq, dk, dv = (
-            _by_group(x, key.shape[1]) for x in (grad, query, key, value, output, *gradients)
+            _group_heads(x, key.shape[1]) for x in (grad, query, key, value, output, *gradients)
         )
         lse_GnS = lse_NS.view(q.shape[:3])
-        for rows, seen, bias in _blocks(cumulative_lengths, window, query):
-            block = (
+        for rows, keys, bias in _split_blocks(cumulative_lengths, window, query):
+            dq[:, :, rows], of_keys, of_values = _compute_block_gradients(
                 g[:, :, rows],
                 q[:, :, rows],
-                k[:, :, seen],
-                v[:, :, seen],
+                k[:, :, keys],
+                v[:, :, keys],
                 o[:, :, rows],
                 lse_GnS[:, :, rows],
+                bias,
+                scale,
             )
-            dq[:, :, rows], of_keys, of_values = _backward(*block, bias, scale)
-            dk[:, :, seen] += of_keys.sum(1, keepdim=True)
-            dv[:, :, seen] += of_values.sum(1, keepdim=True)
-    inputs = (query_SNd, key_SGd, value_SGe)
+            # All queries of a group share its key and value heads.
+            dk[:, :, keys] += of_keys.sum(1, keepdim=True)
+            dv[:, :, keys] += of_values.sum(1, keepdim=True)
+
+    # Cut the padding off, and return the gradients in the dtypes of the inputs.
     dq_SNd, dk_SGd, dv_SGe = (
         x[..., : like.shape[-1]].to(like.dtype).contiguous()
-        for x, like in zip(gradients, inputs, strict=True)
+        for x, like in zip(gradients, (query_SNd, key_SGd, value_SGe), strict=True)
     )
     return dq_SNd, dk_SGd, dv_SGe
 
 
-def cached_attention(
+def attend_cached(
     query_1NTd: Tensor,
     key_1GSd: Tensor,
     value_1GSe: Tensor,
     window: int | None,
     scale: float | None = None,
 ) -> Tensor:
-    """[1, T, N, e]: the attention of the last T of S positions, each to those up to itself.
+    """Compute the attention of the last T of S positions, each to those up to itself.
 
-    A GPU's kernel needs no mask [T, S], nor does a prompt of which nothing is cached; with one, keys and values would be repeated for every
-    query head.
+    A GPU's kernel needs no mask [T, S], nor does a prompt of which nothing is cached. With a mask,
+    keys and values would be repeated for every query head.
+
+    Args:
+        query_1NTd: [1, N, T, d].
+        key_1GSd: [1, G, S, d].
+        value_1GSe: [1, G, S, e].
+        window: as of `attend_packed`.
+        scale: as of `attend_packed`.
+
+    Returns:
+        The output [1, T, N, e].
     """
-    num_queries, num_keys = query_1NTd.shape[2], key_1GSd.shape[2]
+    num_queries = query_1NTd.shape[2]
+    num_keys = key_1GSd.shape[2]
     scale = query_1NTd.shape[-1] ** -0.5 if scale is None else scale
-    query, key, value = _alike(*(x.transpose(1, 2) for x in (query_1NTd, key_1GSd, value_1GSe)))
-    if _one_kernel(query):
-        sizes = (None, None, num_queries, num_keys, 0.0, window is None, False)
+    query, key, value = _align_heads(
+        *(x.transpose(1, 2) for x in (query_1NTd, key_1GSd, value_1GSe))
+    )
+
+    # The kernel computes causality and windows itself.
+    if _has_one_kernel(query):
         output, *_ = aten._flash_attention_forward(
-            query, key, value, *sizes, scale=scale, **_sides(window)
+            query,
+            key,
+            value,
+            None,
+            None,
+            num_queries,
+            num_keys,
+            0.0,
+            window is None,
+            False,
+            scale=scale,
+            **_convert_window(window),
         )
     else:
-        seen_TS, is_all = None, num_queries == num_keys and (window is None or window >= num_keys)
+        # If nothing is cached and the window holds all, the mask is plain causality and need not be
+        # built.
+        seen_TS = None
+        is_all = num_queries == num_keys and (window is None or window >= num_keys)
         if not is_all:
             seen_TS = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril(
                 num_keys - num_queries
@@ -151,43 +225,47 @@ def cached_attention(
                 seen_TS if window is None else seen_TS.triu(num_keys - num_queries - window + 1)
             )
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-        options: dict[str, Any] = {"is_causal": is_all, "scale": scale, "enable_gqa": True}
-        output = F.scaled_dot_product_attention(query, key, value, seen_TS, **options).transpose(
-            1, 2
-        )
-    return output[..., : value_1GSe.shape[-1]]
+        output = F.scaled_dot_product_attention(
+            query, key, value, seen_TS, is_causal=is_all, scale=scale, enable_gqa=True
+        ).transpose(1, 2)
+    unpadded_1TNe: Tensor = output[..., : value_1GSe.shape[-1]]
+    return unpadded_1TNe
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Save inputs and outputs for the backward pass."""
     *tensors, ctx.longest, ctx.window, ctx.scale = inputs
     ctx.save_for_backward(*tensors, *output)
 
 
-def _gradients(ctx: Any, grad_SNe: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    """Of the output alone: nothing is asked of the log-sum-exp's."""
+def _compute_gradients(ctx: Any, grad_SNe: Tensor, _: object) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the inputs from the gradient of the output.
+
+    The gradient of the log-sum-exp is ignored, because no loss depends on it.
+    """
     query, key, value, lengths, *output = ctx.saved_tensors
     packing = lengths, ctx.longest, ctx.window, ctx.scale
-    return *packed_attention_backward(grad_SNe, query, key, value, *output, *packing), *[
-        None
-    ] * len(packing)
-
-
-packed_attention.register_autograd(_gradients, setup_context=_keep)
-
-
-@packed_attention.register_fake
-def _(
-    query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any
-) -> tuple[Tensor, Tensor]:
-    size, heads = query.shape[:2]
-    return query.new_empty(size, heads, value.shape[-1]), query.new_empty(
-        heads, size, dtype=wide(query.dtype)
+    return *attend_packed_backward(grad_SNe, query, key, value, *output, *packing), *[None] * len(
+        packing
     )
 
 
-@packed_attention_backward.register_fake
+attend_packed.register_autograd(_compute_gradients, setup_context=_keep)
+
+
+@attend_packed.register_fake
 def _(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any
+    query: Tensor, key: Tensor, value: Tensor, *rest: object, **options: object
+) -> tuple[Tensor, Tensor]:
+    size, heads = query.shape[:2]
+    return query.new_empty(size, heads, value.shape[-1]), query.new_empty(
+        heads, size, dtype=choose_wide_dtype(query.dtype)
+    )
+
+
+@attend_packed_backward.register_fake
+def _(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: object, **options: object
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (
         torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
@@ -201,26 +279,52 @@ def _(
     key: torch.Size,
     value: torch.Size,
     lengths: torch.Size,
-    *packing: Any,
-    **options: Any,
+    longest: int,
+    window: int | None,
+    *scale: float,
+    **options: object,
 ) -> int:
-    return _products(query, *packing[:2], width=query[-1] + value[-1])  # scores, output
+    # Counted are the scores and the output.
+    return _count_products(query, longest, window, width=query[-1] + value[-1])
 
 
 @register_flop_formula(torch.ops.specdistill.packed_attention_backward)
-def _(grad: torch.Size, query: torch.Size, *rest: Any, **options: Any) -> int:
-    return _products(
-        query, *rest[5:7], width=3 * query[-1] + 2 * grad[-1]
-    )  # scores, their gradient, and three gradients of it
+def _(
+    grad: torch.Size,
+    query: torch.Size,
+    key: torch.Size,
+    value: torch.Size,
+    output: torch.Size,
+    lse: torch.Size,
+    lengths: torch.Size,
+    longest: int,
+    window: int | None,
+    *scale: float,
+    **options: object,
+) -> int:
+    # Counted are the scores, their gradient, and the three gradients that follow from it.
+    return _count_products(query, longest, window, width=3 * query[-1] + 2 * grad[-1])
 
 
-def _products(query: torch.Size, longest: int, window: int | None, *, width: int) -> int:
-    """Floating-point operations on the pairs of a query and a key that it sees, in documents that are all as long as the longest."""
+def _count_products(query: torch.Size, longest: int, window: int | None, *, width: int) -> int:
+    """Count the floating-point operations of products over all pairs of a query and a key.
+
+    Each query is paired with the keys that it sees. All documents count as long as the longest.
+
+    Args:
+        query: shape of the queries, [S, N, d].
+        longest: tokens of the longest document.
+        window: as of `attend_packed`.
+        width: sum of the widths of the products.
+    """
     return int(2 * query[0] * query[1] * width * min((longest + 1) / 2, window or longest))
 
 
-def _alike(*tensors: Tensor) -> list[Tensor]:
-    """Heads of one size, a multiple of 8, and dense in it: what kernels take. Zeros at the end change no score and no output."""
+def _align_heads(*tensors: Tensor) -> list[Tensor]:
+    """Return tensors whose heads have one size, a multiple of 8, and are dense.
+
+    Kernels need this. The heads are padded with zeros, which change no score and no output.
+    """
     size = -(-max(x.shape[-1] for x in tensors) // 8) * 8
     dense = (x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
     return [x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1])) for x in dense]
@@ -229,40 +333,67 @@ def _alike(*tensors: Tensor) -> list[Tensor]:
 capability = cache(torch.cuda.get_device_capability)
 
 
-def _one_kernel(query: Tensor) -> bool:
-    """Whether FlashAttention's kernel takes these: 16 bits, and heads of at most 256, on a GPU of Ampere's or later."""
-    fits = (
-        query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= 256
+def _has_one_kernel(query: Tensor) -> bool:
+    """Return whether FlashAttention's kernel supports a query.
+
+    It needs a 16-bit dtype and heads of at most 256, on an Ampere GPU or later.
+    """
+    return (
+        query.is_cuda
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and query.shape[-1] <= 256
+        and capability(query.device) >= (8, 0)
     )
-    return fits and capability(query.device) >= (8, 0)
 
 
-def _arguments(
+def _list_kernel_arguments(
     cumulative_lengths: Tensor, longest: int, window: int | None, scale: float
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """That kernel's, after the tensors: queries lie as keys do, no dropout, causal, as `torch.nn.attention.varlen` says it."""
-    packing = (cumulative_lengths, cumulative_lengths, longest, longest, 0.0, window is None)
-    return packing, {"scale": scale, **_sides(window)}
+) -> tuple[tuple[object, ...], dict[str, float]]:
+    """Return the arguments of FlashAttention's kernel after the tensors, and its options.
+
+    Queries have the lengths of the keys, there is no dropout, and attention is causal, as in
+    `torch.nn.attention.varlen`.
+    """
+    return (cumulative_lengths, cumulative_lengths, longest, longest, 0.0, window is None), {
+        "scale": scale,
+        **_convert_window(window),
+    }
 
 
-def _sides(window: int | None) -> dict[str, int]:
+def _convert_window(window: int | None) -> dict[str, int]:
     return {"window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
 
 
-def _by_group(x_SHd: Tensor, groups: int) -> Tensor:
-    """A view [G, H / G, S, d]: one for keys and values, which all queries of a group share."""
-    return x_SHd.unflatten(1, (groups, -1)).permute(1, 2, 0, 3)
+def _group_heads(x_SHd: Tensor, groups: int) -> Tensor:
+    """Return a view [G, H / G, S, d] of H heads.
+
+    H / G is one for keys and values, which all queries of a group share.
+    """
+    output: Tensor = x_SHd.unflatten(1, (groups, -1)).permute(1, 2, 0, 3)
+    return output
 
 
-def _blocks(
+def _split_blocks(
     cumulative_lengths: Tensor, window: int | None, like: Tensor
 ) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """(queries, the keys that they see, what to add to their scores); None is causality alone, and left to the fused kernel."""
+    """Yield blocks of queries of one document, with the keys that they see.
+
+    Args:
+        cumulative_lengths: as of `attend_packed`.
+        window: as of `attend_packed`.
+        like: a tensor whose dtype and device the bias gets.
+
+    Yields:
+        The queries, the keys that they see, and the bias that is added to their scores. A bias of
+        None means causality alone, which is left to the fused kernel.
+    """
+    # `unique` leaves out empty documents.
     for start, end in pairwise(cumulative_lengths.unique().tolist()):
-        if _fused(like) and (window is None or end - start <= window):
+        if _has_fused_kernel(like) and (window is None or end - start <= window):
             yield slice(start, end), slice(start, end), None
             continue
         for first in range(start, end, ROWS):
+            # The queries from first to last see keys from the oldest in their window on.
             last = min(first + ROWS, end)
             oldest = start if window is None else max(start, first - window + 1)
             ago = torch.arange(first, last, device=like.device)[:, None] - torch.arange(
@@ -276,29 +407,43 @@ def _blocks(
             )
 
 
-def _fused(like: Tensor) -> bool:
-    """Whether the device has a kernel for one document. A GPU's are for 16 bits, which `_one_kernel` takes first."""
+def _has_fused_kernel(like: Tensor) -> bool:
+    """Return whether the device has a fused kernel for one document.
+
+    This is only true of a CPU. The kernels of a GPU are for 16-bit dtypes, which use the kernel of
+    `_has_one_kernel`.
+    """
     return like.is_cpu
 
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of a block: queries [G, N / G, rows, d], keys and values [G, 1, seen, d]."""
-    if _fused(q):
+    """Compute the output and the log-sum-exp of a block.
+
+    Args:
+        q: queries [G, N / G, rows, d].
+        k: keys [G, 1, seen, d].
+        v: values [G, 1, seen, d].
+        bias: [rows, seen], added to the scores; None for causality alone.
+        scale: factor of the scores.
+
+    Returns:
+        The output [G, N / G, rows, d] and the log-sum-exp [G, N / G, rows].
+    """
+    if _has_fused_kernel(q):
         shared = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
-        options = {"attn_mask": bias, "scale": scale}
         output, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-            q, *shared, 0.0, bias is None, **options
+            q, *shared, 0.0, bias is None, attn_mask=bias, scale=scale
         )
         return output, lse
     assert bias is not None
-    scores = (q @ k.mT).to(wide(q.dtype)) * scale + bias
+    scores = (q @ k.mT).to(choose_wide_dtype(q.dtype)) * scale + bias
     lse = scores.logsumexp(-1)
     return (scores - lse.unsqueeze(-1)).exp().to(v.dtype) @ v, lse
 
 
-def _backward(
+def _compute_block_gradients(
     g: Tensor,
     q: Tensor,
     k: Tensor,
@@ -308,18 +453,31 @@ def _backward(
     bias: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of a block's queries, keys and values, each [G, N / G, ...], given the output's."""
-    if _fused(q):
+    """Compute the gradients of a block's queries, keys and values, each [G, N / G, ...].
+
+    Args:
+        g: the gradient of the output, in its shape.
+        q: as of `_forward`.
+        k: as of `_forward`.
+        v: as of `_forward`.
+        o: the output.
+        lse: the log-sum-exp.
+        bias: as of `_forward`.
+        scale: as of `_forward`.
+    """
+    if _has_fused_kernel(q):
         shared = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
-        options = {"attn_mask": bias, "scale": scale}
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            g, q, *shared, o, lse, 0.0, bias is None, **options
+            g, q, *shared, o, lse, 0.0, bias is None, attn_mask=bias, scale=scale
         )
         return dq, dk, dv
+    # The weights of the softmax are computed again from the log-sum-exp. The gradient of the scores
+    # is weights * (gradient of the weights - row sum of gradient * output) * scale.
     assert bias is not None
     weights = ((q @ k.mT).to(lse.dtype) * scale + bias - lse.unsqueeze(-1)).exp()
     of_scores = (
         weights * ((g @ v.mT).to(lse.dtype) - (g * o).to(lse.dtype).sum(-1, keepdim=True)) * scale
     )
-    of_scores, weights = of_scores.to(q.dtype), weights.to(q.dtype)
+    of_scores = of_scores.to(q.dtype)
+    weights = weights.to(q.dtype)
     return of_scores @ k, of_scores.mT @ q, weights.mT @ g

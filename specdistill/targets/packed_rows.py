@@ -1,21 +1,31 @@
-"""Rows of several documents, given to a class of transformers so that none sees another: the first way that is seen to work.
+"""Give packed rows to a model of transformers so that no document sees another.
 
-The default attention of most classes, `sdpa`, is kept within documents by a mask of T x T elements. A pass over packed rows replaces it by
-`packed_attention`, which is given where documents begin, if the class takes that: it has to hand its keywords on to an attention that it
-asks transformers for by name, and to ask of it nothing but causality, a sliding window and a scale. Other passes keep the class's own.
+Several ways are tried, and the first one that works is used.
 
-Shapes: B rows, T positions, S = B T, N query heads, G key/value heads, d key head size, e value head size, D documents.
+The default attention of most classes, `sdpa`, is kept within documents by a mask of T x T elements.
+A pass over packed rows replaces it by `attend_packed`, which is told where documents begin. Not
+every class supports this. It has to get its attention from transformers by name and pass its
+keywords on to it, and it may use only causality, a sliding window and a scale. Other passes keep
+the attention of the class.
+
+Shapes: B rows, T positions, S = B T, N query heads, G key/value heads, d key head size, e value
+head size, D documents.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from torch import Tensor, nn
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.masking_utils import create_masks_for_generate
 from transformers.utils.generic import TransformersKwargs
 
@@ -23,136 +33,197 @@ from specdistill.targets.anatomy import (
     CLASS_ERRORS,
     NUM_CACHED,
     NUM_TOKENS,
-    backbone_of,
+    find_backbone,
     reads_alike,
 )
-from specdistill.targets.cache import new_cache
-from specdistill.targets.packed_attention import cached_attention, packed_attention
+from specdistill.targets.cache import create_empty_cache
+from specdistill.targets.packed_attention import attend_cached, attend_packed
 
-NAME = "specdistill_packed"  # under which transformers finds the attention
-# What a class may hand on to its attention that changes nothing in it.
-IDLE = {*TransformersKwargs.__annotations__, "use_cache"}
+NAME = "specdistill_packed"  # the name under which transformers finds the attention
+# Keywords that a class may pass on to its attention without an effect there.
+KEYWORDS_WITHOUT_EFFECT = {*TransformersKwargs.__annotations__, "use_cache"}
 
-BackboneInputs = dict[
-    str, Any
-]  # of a backbone: input_ids [B, T] and position_ids [B, T], and what a way adds
+# The inputs of a backbone: input_ids [B, T], position_ids [B, T], and what a packing method adds.
+BackboneInputs = dict[str, Any]
 
 
 class Documents(NamedTuple):
-    """Where the documents of a batch are once its rows lie one behind the other.
+    """The places of the documents in a batch whose rows are joined to one.
 
-    cumulative_lengths: int32 [D + 1], where each begins, then S; longest: tokens of the longest.
+    Attributes:
+        cumulative_lengths: int32 [D + 1], where each document begins, then S.
+        longest: tokens of the longest document.
     """
 
     cumulative_lengths: Tensor
     longest: int
 
     @classmethod
-    def of(cls, position_ids_BT: Tensor) -> "Documents":
-        """By position ids, which start again at 0 in each. The host waits for the device; `specdistill.rows.packing` knows without."""
+    def from_positions(cls, position_ids_BT: Tensor) -> "Documents":
+        """Find the documents by their position ids, which start again at 0 in each.
+
+        The host waits for the device. `specdistill.data.rows.packing` knows the documents without
+        waiting.
+        """
         begins_BT = position_ids_BT == 0
         begins_BT[:, 0] = True
         bounds = F.pad(begins_BT.flatten().nonzero().flatten(), (0, 1), value=begins_BT.numel())
         return cls(bounds.int(), int(bounds.diff().max()))
 
 
-# (model, inputs, documents, pass) -> what the pass returns
-PackingMethod = Callable[[Any, BackboneInputs, Documents, Callable[[BackboneInputs], Any]], Any]
+PassOutput = TypeVar("PassOutput")
+Pass = Callable[[BackboneInputs], PassOutput]
 
 
-def by_lengths(
-    model: Any, inputs: BackboneInputs, documents: Documents, run: Callable[[BackboneInputs], Any]
-) -> Any:
-    """Classes with `sdpa` take `attend` in its place. Raises LookupError for a model with none."""
-    with attending(sdpa_configs(model)):
-        return run({**inputs, **lengths_of(inputs["input_ids"], documents)})
+class PackingMethod(Protocol):
+    """A way to give packed rows to a model. It returns what the pass returns."""
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        inputs: BackboneInputs,
+        documents: Documents,
+        run: Pass[PassOutput],
+        /,
+    ) -> PassOutput: ...
 
 
-def lengths_of(input_ids_BT: Tensor, documents: Documents) -> BackboneInputs:
-    """What tells `attend` where documents are. Without a mask transformers would look for them, for which the host has to wait."""
-    lengths = {"cu_seq_lens_q": documents.cumulative_lengths, "max_length_q": documents.longest}
-    return {"attention_mask": torch.ones_like(input_ids_BT), **lengths}
+def run_by_lengths(
+    model: PreTrainedModel, inputs: BackboneInputs, documents: Documents, run: Pass[PassOutput]
+) -> PassOutput:
+    """Run a pass in which `attend` replaces `sdpa`.
+
+    Raises:
+        LookupError: for a model without `sdpa`.
+    """
+    with replace_attention(find_sdpa_configs(model)):
+        return run({**inputs, **build_length_inputs(inputs["input_ids"], documents)})
 
 
-def as_they_are(
-    _model: Any, inputs: BackboneInputs, _documents: Documents, run: Callable[[BackboneInputs], Any]
-) -> Any:
-    """Most classes tell documents by position ids that start again at 0."""
+def build_length_inputs(input_ids_BT: Tensor, documents: Documents) -> BackboneInputs:
+    """Return the inputs that tell `attend` where documents are.
+
+    Without a mask transformers would look for the documents, for which the host has to wait.
+    """
+    return {
+        "attention_mask": torch.ones_like(input_ids_BT),
+        "cu_seq_lens_q": documents.cumulative_lengths,
+        "max_length_q": documents.longest,
+    }
+
+
+def run_unchanged(
+    _model: PreTrainedModel, inputs: BackboneInputs, _documents: Documents, run: Pass[PassOutput]
+) -> PassOutput:
+    """Run a pass on the inputs as they are.
+
+    Most classes tell documents apart by position ids that start again at 0.
+    """
     return run(inputs)
 
 
-def in_one_row(
-    _model: Any, inputs: BackboneInputs, _documents: Documents, run: Callable[[BackboneInputs], Any]
-) -> Any:
-    """Flash attention tells them apart in a batch of one row alone, where transformers takes its kernel for variable lengths."""
+def run_in_one_row(
+    _model: PreTrainedModel, inputs: BackboneInputs, _documents: Documents, run: Pass[PassOutput]
+) -> PassOutput:
+    """Run a pass on all rows joined to one.
+
+    Flash attention tells documents apart only in a batch of one row, where transformers uses the
+    kernel for variable lengths.
+    """
     return run({name: tensor.flatten().unsqueeze(0) for name, tensor in inputs.items()})
 
 
-def with_masks(
-    model: Any, inputs: BackboneInputs, _documents: Documents, run: Callable[[BackboneInputs], Any]
-) -> Any:
-    """Some classes (gpt-oss) do not tell transformers their position ids when it makes their masks, and take masks that are given."""
+def run_with_masks(
+    model: PreTrainedModel, inputs: BackboneInputs, _documents: Documents, run: Pass[PassOutput]
+) -> PassOutput:
+    """Run a pass with masks that are made from the position ids.
+
+    Some classes (gpt-oss) do not pass their position ids to transformers when it makes their masks,
+    but accept masks from the caller.
+    """
     rows_BT0 = torch.empty(
         *inputs["input_ids"].shape, 0, dtype=model.dtype, device=inputs["input_ids"].device
     )
-    config, position_ids = model.config.get_text_config(decoder=True), inputs["position_ids"]
-    masks = create_masks_for_generate(
-        config, rows_BT0, attention_mask=None, past_key_values=None, position_ids=position_ids
+    return run(
+        {
+            **inputs,
+            "attention_mask": create_masks_for_generate(
+                model.config.get_text_config(decoder=True),
+                rows_BT0,
+                attention_mask=None,
+                past_key_values=None,
+                position_ids=inputs["position_ids"],
+            ),
+        }
     )
-    return run({**inputs, "attention_mask": masks})
 
 
 @torch.no_grad()
-def packing(model: Any) -> PackingMethod | None:
-    """How packed rows are given to a model so that their documents never see each other: the first way that is seen to work.
+def choose_packing(model: PreTrainedModel) -> PackingMethod | None:
+    """Find a way to give packed rows to a model so that their documents never see each other.
 
-    None where there is none: recurrent layers read on, ALiBi counts on.
+    Each way is tried on a few tokens.
+
+    Returns:
+        The first way that works. None where no way does: recurrent layers keep their state across
+        documents, and ALiBi counts positions across them.
     """
-    backbone = backbone_of(model)
+    backbone = find_backbone(model)
     ids_BT = torch.arange(2 * NUM_TOKENS, device=model.device).view(2, NUM_TOKENS)
     inputs = {
         "input_ids": ids_BT,
         "position_ids": torch.arange(NUM_TOKENS, device=model.device).expand(2, -1) % NUM_CACHED,
     }
-    documents = Documents.of(inputs["position_ids"])
+    documents = Documents.from_positions(inputs["position_ids"])
 
-    def run(given: BackboneInputs) -> Tensor:
-        return backbone(**given, use_cache=False).last_hidden_state
+    def run(backbone_inputs: BackboneInputs) -> Tensor:
+        last_hidden: Tensor = backbone(**backbone_inputs, use_cache=False).last_hidden_state
+        return last_hidden
 
-    with torch.autocast(model.device.type, enabled=False):  # its rounding would look like a leak
+    # The rounding of autocast would look like one document seeing another.
+    with torch.autocast(model.device.type, enabled=False):
         alone = run({"input_ids": ids_BT[:, NUM_CACHED:]})
-        for way in (by_lengths, as_they_are, in_one_row, with_masks):
+        for way in (run_by_lengths, run_unchanged, run_in_one_row, run_with_masks):
             try:
-                together = way(model, inputs, documents, run).view(2, NUM_TOKENS, -1)
-            except CLASS_ERRORS:  # it does not take its rows in this way
+                packed_hidden = way(model, inputs, documents, run).view(2, NUM_TOKENS, -1)
+            except CLASS_ERRORS:  # The class does not accept its rows in this way.
                 continue
-            if reads_alike(together[:, NUM_CACHED:], alone):
+            if reads_alike(packed_hidden[:, NUM_CACHED:], alone):
                 return way
     return None
 
 
 @dataclass(frozen=True)
 class CausalMask:
-    """What stands in a mask's place: each token sees its document up to itself, `window` tokens at most."""
+    """A description of a causal mask, which is used in place of a tensor.
+
+    Attributes:
+        window: the most tokens of its document that a token sees, itself included; None for all up
+            to itself.
+    """
 
     window: int | None
 
 
-def causal_mask(
-    *, allow_is_causal_skip: bool, local_size: int | None = None, **_: Any
+def capture_mask(
+    *, allow_is_causal_skip: bool, local_size: int | None = None, **_: object
 ) -> CausalMask:
-    """Called by transformers where a class asks for a mask; raises NotImplementedError where it asks for more than a `CausalMask`."""
+    """Return the mask that a class asks transformers for.
+
+    Raises:
+        NotImplementedError: if the class asks for more than a `CausalMask`.
+    """
     if not allow_is_causal_skip:
         raise NotImplementedError("a mask of its own")
     return CausalMask(local_size)
 
 
 def attend(
-    module: Any,
+    module: nn.Module,
     query_BNTd: Tensor,
     key_BGTd: Tensor,
     value_BGTe: Tensor,
-    attention_mask: Any,
+    attention_mask: object,
     *,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int = 0,
@@ -160,16 +231,38 @@ def attend(
     sliding_window: int | None = None,
     is_causal: bool | None = None,
     dropout: float = 0.0,
-    **others: Any,
+    **options: object,
 ) -> tuple[Tensor, None]:
-    """Attention as a class of transformers calls it; returns [B, T, N, e], and no weights. Without lengths of documents the positions are
-    the last of one sequence.
+    """Compute attention as a class of transformers calls it.
 
-    Masks say what `sdpa` computes and keywords what flash attention does: where they differ, as in chunks, it is neither window.
-    Raises NotImplementedError for what is not computed here.
+    The mask says what `sdpa` would compute, and the keywords say what flash attention would
+    compute. Where the two differ, as for attention in chunks, neither window is right.
+
+    Args:
+        module: the attention module that calls this.
+        query_BNTd: [B, N, T, d].
+        key_BGTd: [B, G, T, d]; with cached positions these come first.
+        value_BGTe: [B, G, T, e], likewise.
+        attention_mask: the `CausalMask` that `capture_mask` returned.
+        cu_seq_lens_q: `Documents.cumulative_lengths`; None if the positions are the last of one
+            sequence.
+        max_length_q: `Documents.longest`.
+        scaling: factor of the scores; None for d^-1/2.
+        sliding_window: tokens that a token sees, itself included; None for all.
+        is_causal: None for what the module says.
+        dropout: only 0 is supported.
+        **options: other keywords, which must be None or without an effect.
+
+    Returns:
+        The output [B, T, N, e], and None in place of attention weights.
+
+    Raises:
+        NotImplementedError: for attention that is not computed here.
     """
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    unknown = {name for name, value in others.items() if value is not None} - IDLE
+    unknown = {
+        name for name, value in options.items() if value is not None
+    } - KEYWORDS_WITHOUT_EFFECT
     fits = (
         len(query_BNTd) == 1 if cu_seq_lens_q is None else key_BGTd.shape[2] == query_BNTd.shape[2]
     )
@@ -183,64 +276,75 @@ def attend(
         raise NotImplementedError(
             f"more than causal attention: {attention_mask}, {sliding_window}, {sorted(unknown)}"
         )
-    # Under autocast float32 rotary tables widen queries and keys; values are in the dtype that projections compute in.
+    # Under autocast, float32 rotary tables widen queries and keys. Values keep the dtype that the
+    # projections compute in.
     query, key, value = (x.to(value_BGTe.dtype) for x in (query_BNTd, key_BGTd, value_BGTe))
     if cu_seq_lens_q is None:
-        return cached_attention(query, key, value, sliding_window, scaling), None
+        return attend_cached(query, key, value, sliding_window, scaling), None
     flat = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    output_SNe, _ = packed_attention(*flat, cu_seq_lens_q, max_length_q, sliding_window, scaling)
+    output_SNe, _ = attend_packed(*flat, cu_seq_lens_q, max_length_q, sliding_window, scaling)
     return output_SNe.unflatten(0, (query_BNTd.shape[0], -1)), None
 
 
 AttentionInterface.register(NAME, attend)
-AttentionMaskInterface.register(NAME, causal_mask)
+AttentionMaskInterface.register(NAME, capture_mask)
 
 
 @contextmanager
-def attending(configs: Sequence[Any]) -> Iterator[None]:
-    """Within it `attend` stands in the place of `sdpa` in these configs."""
+def replace_attention(configs: Sequence[PreTrainedConfig]) -> Iterator[None]:
+    """Replace `sdpa` by `attend` in these configs."""
     try:
         for config in configs:
-            config._attn_implementation = {
-                "": NAME
-            }  # its own alone, not that of the configs within it
+            # A dictionary sets only the config's own attention, not that of configs within it.
+            config._attn_implementation = {"": NAME}
         yield
     finally:
         for config in configs:
             config._attn_implementation = {"": "sdpa"}
 
 
-def sdpa_configs(model: Any) -> list[Any]:
-    """The configs of a model and of its parts that ask for `sdpa`. Raises LookupError for none."""
-    own = {
-        id(part.config): part.config
-        for part in model.modules()
-        if isinstance(getattr(part, "config", None), PreTrainedConfig)
+def find_sdpa_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """Return the configs of a model and of its parts that ask for `sdpa`.
+
+    Raises:
+        LookupError: if there are none.
+    """
+    configs = (getattr(part, "config", None) for part in model.modules())
+    part_configs = {
+        id(config): config
+        for config in configs
+        if isinstance(config, PreTrainedConfig) and config._attn_implementation == "sdpa"
     }
-    found = [config for config in own.values() if config._attn_implementation == "sdpa"]
-    if not found:
+    if not part_configs:
         raise LookupError("no sdpa")
-    return found
+    return list(part_configs.values())
 
 
-def configs_with_lengths(model: Any) -> list[Any]:
-    """What `attending` takes where a model that is trained reads packed rows by `lengths_of` them; nothing where it does not."""
+def find_length_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """Return the configs for `attending` under which a model is trained on packed rows.
+
+    The model then reads its rows with the inputs of `build_length_inputs`.
+
+    Returns:
+        The configs; empty if the model has attention dropout, or reads packed rows in another way.
+    """
     drops = getattr(model.config, "attention_dropout", 0)
-    return sdpa_configs(model) if not drops and packing(model) is by_lengths else []
+    return find_sdpa_configs(model) if not drops and choose_packing(model) is run_by_lengths else []
 
 
 @torch.no_grad()
-def maskless_configs(model: Any) -> list[Any]:
-    """What `attending` takes where passes over a KV cache go without a mask: of a class that asks for causality, a sliding window and a
-    scale alone; nothing of others.
+def find_maskless_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """Return the configs for `attending` under which passes over a KV cache need no mask.
+
+    Returns:
+        The configs; empty for a class whose attention uses more than causality, a sliding window
+        and a scale.
     """
-    backbone, ids_1T = (
-        backbone_of(model),
-        torch.arange(NUM_TOKENS, device=model.device).unsqueeze(0),
-    )
+    backbone = find_backbone(model)
+    ids_1T = torch.arange(NUM_TOKENS, device=model.device).unsqueeze(0)
 
     def run() -> Tensor:
-        cache = new_cache(model.config.get_text_config(decoder=True))
+        cache = create_empty_cache(model.config.get_text_config(decoder=True))
         for part_1T in ids_1T.split(NUM_CACHED, dim=1):
             hidden: Tensor = backbone(
                 input_ids=part_1T, past_key_values=cache, use_cache=True
@@ -248,8 +352,8 @@ def maskless_configs(model: Any) -> list[Any]:
         return hidden
 
     try:
-        configs = sdpa_configs(model)
-        with attending(configs):
+        configs = find_sdpa_configs(model)
+        with replace_attention(configs):
             without = run()
     except CLASS_ERRORS:
         return []

@@ -1,51 +1,68 @@
-"""A frozen target shared by the processes of a launch: each loads its own part of the decoder layers, and none ever holds the whole. It
-passes its own batch through layers that are gathered one at a time (torch's fully_shard), which is exact.
+"""Share a frozen target between the processes of a launch.
 
-Embedding, final norm and head stay whole in every process: drafts are initialized from them, and soft targets need them.
+Each process loads its own part of the decoder layers, and none ever holds the whole. It passes its
+own batch through layers that are gathered one at a time (torch's fully_shard), which is exact.
+
+Embedding, final norm and head stay whole in every process: drafts are initialized from them, and
+soft targets need them.
 
 A pass is a collective: every process has to make as many as the others, in the same order.
 """
 
 import os
-from typing import Any
+from itertools import chain
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from specdistill.errors import UserError
-from specdistill.targets.anatomy import auto_class, backbone_of, layer_lists
+from specdistill.common.errors import UserError
+from specdistill.targets.anatomy import find_auto_class, find_backbone, find_layer_lists
 
 KEY = "target.shard"
 
 
-def num_processes() -> int:
+def count_processes() -> int:
+    """Return the number of processes of the launch."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def is_shared(model: Any) -> bool:
-    """Whether a pass of the model is a collective."""
+def is_shared(model: nn.Module) -> bool:
+    """Return whether processes share the model, so that each pass is a collective."""
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """The whole of a parameter, which every process has to ask for, if it is shared."""
+def gather_whole(tensor: Tensor) -> Tensor:
+    """Return the whole of a parameter.
+
+    If the parameter is shared this is a collective, so every process has to call it.
+    """
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def sharded(config: Any, *, is_quantized: bool, trust_remote_code: bool) -> Any:
-    """A class whose `from_pretrained` loads this process's part alone.
+def shard_class(
+    config: PreTrainedConfig, *, is_quantized: bool, trust_remote_code: bool
+) -> type[PreTrainedModel]:
+    """Return a model class whose `from_pretrained` loads only the part of this process.
 
-    The parameters are cut when the model is made, without storage; transformers then reads of each file what this process keeps.
-    Raises UserError outside a group of processes, and for weights that are quantized.
+    The parameters are cut when the model is made, while they have no storage. transformers then
+    reads from each file only what this process keeps.
+
+    Args:
+        config: of the target.
+        is_quantized: whether the weights are quantized, which is not supported.
+        trust_remote_code: run the repository's own code.
+
+    Raises:
+        UserError: outside a group of processes, and for quantized weights.
     """
     if not distributed.is_initialized():
         raise UserError(
             KEY,
-            got="layers in processes that form no group",
+            got="layers, but the processes form no group",
             expected="a training script in accelerate launch",
         )
     if is_quantized:
@@ -55,22 +72,29 @@ def sharded(config: Any, *, is_quantized: bool, trust_remote_code: bool) -> Any:
             expected="none, or a checkpoint in floating point",
         )
     with torch.device("meta"):
-        plain = type(auto_class(config).from_config(config, trust_remote_code=trust_remote_code))
+        plain = type(
+            find_auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
+        )
 
-    def init(self: PreTrainedModel, *args: Any, **options: Any) -> None:
+    def init(self: PreTrainedModel, *args: object, **options: object) -> None:
         plain.__init__(self, *args, **options)
         self.__class__ = plain
         self.requires_grad_(False)
-        backbone = backbone_of(self)
-        mesh = init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (num_processes(),))
-        layers = [layer for layers in layer_lists(self, backbone) for layer in layers]
+        backbone = find_backbone(self)
+        mesh = init_device_mesh(
+            "cuda" if torch.cuda.is_available() else "cpu", (count_processes(),)
+        )
+        layers = list(chain.from_iterable(find_layer_lists(self, backbone)))
         for layer in layers:
             fully_shard(layer, mesh=mesh)
-        cut = {parameter for layer in layers for parameter in layer.parameters()}
-        fully_shard(
-            backbone, mesh=mesh, ignored_params=set(self.parameters()) - cut
-        )  # one schedule for all layers
-        # Since torch 2.13: notes for a backward pass, which never comes, would pile up.
+        sharded_parameters = set[nn.Parameter]()
+        for layer in layers:
+            sharded_parameters.update(layer.parameters())
+        # The backbone is wrapped too, so that all layers follow one schedule.
+        remaining_parameters = set(self.parameters()) - sharded_parameters
+        fully_shard(backbone, mesh=mesh, ignored_params=remaining_parameters)
+        # Since torch 2.13 each pass stores notes for a backward pass. That never comes here, so
+        # they would pile up.
         if hasattr(backbone, "reset_iter_state"):
             backbone.register_forward_hook(lambda module, *_: module.reset_iter_state())
 

@@ -1,14 +1,18 @@
-"""The `train:` section of a recipe as `transformers.TrainingArguments`, field by field, for the processes of one launch.
+"""The `train:` section of a recipe as `transformers.TrainingArguments`, for one launch.
 
-`accelerate launch` says in the environment how many processes there are and how they share the model. On a machine without a GPU
-accelerate needs help to make them one group: without it each would train alone and overwrite the others' checkpoint, silently.
+The section is checked field by field. `accelerate launch` says in the environment how many
+processes there are and how they share the model. On a machine without a GPU, accelerate needs help
+to make the processes one group. Without it each would train alone and overwrite the others'
+checkpoint, without a message.
 """
 
 import atexit
 import dataclasses
+import inspect
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
 from enum import Enum
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -18,104 +22,183 @@ from accelerate.utils import DistributedType
 from transformers import TrainingArguments, get_scheduler
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
-from specdistill.errors import UserError, nearest, one_line, refusing
-from specdistill.launch import check_devices
-from specdistill.processes import leave
-from specdistill.recipe.load import ALIASES
-from specdistill.targets.sharding import num_processes
+from specdistill.common.errors import UserError, find_nearest, join_lines, make_unused_key_error
+from specdistill.common.processes import check_devices, leave_process_group
+from specdistill.recipe.fields import format_value
+from specdistill.recipe.key_errors import ALIASES
+from specdistill.targets.sharding import count_processes
 
-FSDP = ("2", "FULL_STATE_DICT")  # the one that is put together to be saved
+# Version and state dict type of the FSDP whose weights are put together to be saved.
+FSDP = ("2", "FULL_STATE_DICT")
 
-# Numbers that TrainingArguments accepts and with which training would fail later, or train nothing: what a field may be, in words too.
-NumberRange = tuple[Callable[[float], bool], str]
-AT_LEAST_ONE: NumberRange = (lambda number: number >= 1, "at least 1")
-ABOVE_ZERO: NumberRange = (lambda number: number > 0, "above 0")
-NUMBER_RANGES: dict[str, NumberRange] = {
+# The values that a field may have: a test, and the same in words. TrainingArguments accepts others,
+# with which training would fail later, or train nothing.
+Range = tuple[Callable[[Any], bool], str]
+AT_LEAST_ONE: Range = (lambda number: number >= 1, "at least 1")
+ABOVE_ZERO: Range = (lambda number: number > 0, "above 0")
+AT_LEAST_ZERO: Range = (lambda number: number >= 0, "at least 0")
+BELOW_ONE: Range = (lambda number: 0 <= number < 1, "at least 0 and below 1")
+FINITE: Range = (
+    lambda value: not isinstance(value, float) or math.isfinite(value),
+    "a finite number",
+)
+RANGES: dict[str, Range] = {
+    "optim_args": (
+        lambda text: all(part.partition("=")[2] for part in text.split(",")),
+        "NAME=VALUE,NAME=VALUE",
+    ),
     "max_steps": (
         lambda number: number >= 1 or number == -1,
         "at least 1, or -1 for train.num_train_epochs",
     ),
-    **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), AT_LEAST_ONE),
-    **dict.fromkeys(
-        ("gradient_accumulation_steps", "eval_accumulation_steps", "save_total_limit"), AT_LEAST_ONE
-    ),
-    **dict.fromkeys(
-        ("num_train_epochs", "logging_steps", "eval_steps", "save_steps", "adam_epsilon"),
-        ABOVE_ZERO,
-    ),
-    **dict.fromkeys(
-        ("learning_rate", "weight_decay", "max_grad_norm", "seed"),
-        (lambda number: number >= 0, "at least 0"),
+    "per_device_train_batch_size": AT_LEAST_ONE,
+    "per_device_eval_batch_size": AT_LEAST_ONE,
+    "gradient_accumulation_steps": AT_LEAST_ONE,
+    "eval_accumulation_steps": AT_LEAST_ONE,
+    "save_total_limit": AT_LEAST_ONE,
+    "dataloader_prefetch_factor": AT_LEAST_ONE,
+    "num_train_epochs": ABOVE_ZERO,
+    "adam_epsilon": ABOVE_ZERO,
+    "logging_steps": ABOVE_ZERO,
+    "eval_steps": ABOVE_ZERO,
+    "save_steps": ABOVE_ZERO,
+    "learning_rate": AT_LEAST_ZERO,
+    "weight_decay": AT_LEAST_ZERO,
+    "adam_beta1": BELOW_ONE,
+    "adam_beta2": BELOW_ONE,
+    "seed": (lambda number: 0 <= number < 2**32, f"0 to {2**32 - 1}"),
+    "eval_do_concat_batches": (
+        lambda value: value == 1,
+        "true: acceptance is counted over all batches",
     ),
     "dataloader_num_workers": (lambda number: 0 <= number <= 1024, "0 to 1024"),
-    **dict.fromkeys(
-        ("adam_beta1", "adam_beta2"), (lambda number: 0 <= number < 1, "at least 0 and below 1")
-    ),
     "ddp_timeout": (lambda seconds: seconds >= 30, "30 or more"),
 }
-# Names that a field's own definition does not list: trackers, and what compiles.
+# Values of fields whose definition does not list them: trackers, and backends and modes of
+# compiling.
 NAMES = {
     "report_to": ["all", "none", *INTEGRATION_TO_CALLBACK],
     "torch_compile_backend": ["inductor", "aot_eager", "eager"],
-    # Not those with CUDA graphs, which would write over the features of the layers before.
+    # Modes with CUDA graphs are left out: they would write over the features of the layers before.
     "torch_compile_mode": ["default", "max-autotune-no-cudagraphs"],
 }
 # Fields that are read only where another one is set.
-READ_WITH = {
-    **dict.fromkeys(
-        ("dataloader_persistent_workers", "dataloader_multiprocessing_context"),
-        "dataloader_num_workers",
-    ),
+CONDITIONAL_FIELDS = {
+    "dataloader_persistent_workers": "dataloader_num_workers",
+    "dataloader_multiprocessing_context": "dataloader_num_workers",
     "activation_checkpointing_kwargs": "activation_checkpointing",
     "gradient_checkpointing_kwargs": "gradient_checkpointing",
     **dict.fromkeys(("torch_compile_backend", "torch_compile_mode"), "torch_compile"),
 }
-COMPILE = (
-    "torch_compile",
-    "torch_compile_backend",
-    "torch_compile_mode",
-)  # read by specdistill.targets.frozen
+# A part of each message of transformers about settings that cannot be combined: the field to
+# change, what is wrong and what to type.
+EXCLUSIVE_FIELDS = {
+    "fp16 and bf16": ("fp16", "set with train.bf16. Set one of the two to false."),
+    "support bf16": (
+        "bf16",
+        "this machine has no GPU that computes in bfloat16. Set train.bf16=false.",
+    ),
+    "--tf32": ("tf32", "this machine has no GPU that computes in TF32. Remove train.tf32=true."),
+    "requires an eval strategy": (
+        "lr_scheduler_type",
+        (
+            "{lr_scheduler_type} follows evaluations. Set train.eval_strategy=steps, or another"
+            " schedule."
+        ),
+    ),
+    "save and eval strategy to match": (
+        "load_best_model_at_end",
+        (
+            "only what was evaluated can be the best. Set train.eval_strategy (now {eval_strategy})"
+            " and train.save_strategy (now {save_strategy}) to one value."
+        ),
+    ),
+    "multiple of the evaluation steps": (
+        "save_steps",
+        (
+            "{save_steps} is no multiple of train.eval_steps={eval_steps}, as"
+            " train.load_best_model_at_end needs. Change one."
+        ),
+    ),
+    "`args.metric_for_best_model` must be provided": (
+        "metric_for_best_model",
+        "needed with train.save_strategy=best. Set train.metric_for_best_model=acceptance_length.",
+    ),
+}
+# Parameters of a schedule that the Trainer gives it.
+TRAINER_SCHEDULE_PARAMETERS = (
+    "optimizer",
+    "num_warmup_steps",
+    "num_training_steps",
+    "last_epoch",
+    "kwargs",
+)
+# Fields that specdistill.targets.frozen reads, and the Trainer must not see.
+COMPILE = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
 
 
-def training_arguments(train: Mapping[str, Any], **defaults: Any) -> TrainingArguments:
-    """Build the arguments from `train:`; `defaults` fill what it leaves out. Starts the process group of a distributed launch.
+def build_training_arguments(train: Mapping[str, Any], **defaults: Any) -> TrainingArguments:
+    """Build the Trainer's arguments from `train:`, and start the processes of the launch.
 
-    Raises UserError for unknown or mistyped fields, and for a launch with more processes than GPUs or whose processes would each train
-    alone.
+    Args:
+        train: the recipe's section.
+        defaults: values of fields that it leaves out.
+
+    Raises:
+        UserError: for unknown or mistyped fields, and for a launch with more processes than GPUs
+            or whose processes would each train alone.
     """
     check_devices(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), "accelerate launch")
+
+    # Check each field by itself.
     hints = get_type_hints(TrainingArguments)
-    known = {
+    known_fields = {
         entry.name: entry.metadata for entry in dataclasses.fields(TrainingArguments) if entry.init
     }
     fields = dict(defaults)
     for name, value in train.items():
-        if name not in known:
+        if name not in known_fields:
             close = ALIASES.get(name) or (
-                f"train.{near}" if (near := nearest(name, known)) else None
+                f"train.{near}" if (near := find_nearest(name, known_fields)) else None
             )
-            expected = "a field of transformers.TrainingArguments"
-            raise UserError(f"train.{name}", got="an unknown key", expected=expected, nearest=close)
+            raise UserError(
+                f"train.{name}",
+                got="an unknown key",
+                expected="a field of transformers.TrainingArguments",
+                nearest=close,
+            )
         if name == "report_to" and isinstance(value, str):
             value = value.split(",")
-        fields[name] = _checked(
-            name, value, hints[name], NAMES.get(name) or known[name].get("choices") or ()
+        # YAML reads an unquoted no as false.
+        if name.endswith("_strategy") and value is False:
+            value = "no"
+        fields[name] = _check_value(
+            name, value, hints[name], NAMES.get(name) or known_fields[name].get("choices") or ()
         )
-    for name, other in READ_WITH.items():
-        if fields.get(name) and not fields.get(other):
-            raise UserError(
-                f"train.{name}", got=fields[name], expected=f"no such key without train.{other}"
+
+    # Refuse fields that cannot be combined, with a message that names keys of the recipe.
+    for name, condition in CONDITIONAL_FIELDS.items():
+        if fields.get(name) and not fields.get(condition):
+            raise make_unused_key_error(
+                f"train.{name}",
+                format_value(fields[name]),
+                f"only used with train.{condition}",
+                alternative=f"set train.{condition}",
             )
     if fields.get("output_dir") is None:
         raise UserError("train.output_dir", got="nothing", expected="a folder")
-    if metric := fields.get("metric_for_best_model"):
-        fields.setdefault(
-            "greater_is_better", "loss" not in metric
-        )  # transformers takes loss_1 for a score
-    if fields.get("torch_compile") and shards_weights():
-        expected = "false, or a launch that leaves weights whole: ddp, zero1, zero2"
-        raise UserError("train.torch_compile", got="true with sharded weights", expected=expected)
+    metric = fields.get("metric_for_best_model")
+    if metric:
+        # Without this, transformers takes loss_1 for a score, where greater is better.
+        fields.setdefault("greater_is_better", "loss" not in metric)
+    if fields.get("torch_compile") and is_weight_sharded():
+        raise UserError(
+            "train.torch_compile",
+            got="true with sharded weights",
+            expected="false, or a launch that leaves weights whole: ddp, zero1, zero2",
+        )
     if fields.get("torch_compile") and (
         fields.get("activation_checkpointing") or fields.get("gradient_checkpointing")
     ):
@@ -124,29 +207,87 @@ def training_arguments(train: Mapping[str, Any], **defaults: Any) -> TrainingArg
             got="true with activation checkpointing",
             expected="one of the two",
         )
-    for own in COMPILE:
-        fields.pop(own, None)  # the Trainer would compile the step as a whole
+    for compile_key in COMPILE:
+        fields.pop(compile_key, None)  # The Trainer would compile the step as a whole.
+
+    # Build the arguments, and adapt them to the launch.
     precision = _take_precision(fields)
+    fields = {**_launch_defaults(), **fields}
     try:
-        arguments = TrainingArguments(**{**_launch_defaults(), **fields})
+        arguments = TrainingArguments(**fields)
     except (ValueError, TypeError, OSError) as error:
-        raise UserError(
-            "train",
-            got=one_line(str(error)),
-            expected="fields that TrainingArguments accepts together",
-        ) from error
+        raise _make_field_error(error, fields) or make_trainer_error(error, fields) from error
     if precision == "fp16" and arguments.device.type == "cpu":
-        expected = "train.bf16=true, or neither: accelerate would train in float32 and not say so"
-        raise UserError("train.fp16", got="float16 on a CPU", expected=expected)
+        raise UserError(
+            "train.fp16",
+            got="float16 on a CPU",
+            expected=(
+                "train.bf16=true, or neither: accelerate would train in float32 and not say so"
+            ),
+        )
     _adapt_sharding(arguments, precision)
     _check_trackers_and_schedule(arguments)
     _join_processes(arguments)
     return arguments
 
 
+def make_trainer_error(error: Exception, fields: Mapping[str, object]) -> UserError:
+    """Return the error for settings that TrainingArguments or the Trainer refused.
+
+    Their messages name options of another command line, which are replaced by keys of `train:`.
+
+    Args:
+        error: of TrainingArguments or the Trainer.
+        fields: that they were given.
+    """
+    values = {
+        entry.name: fields.get(entry.name, entry.default)
+        for entry in dataclasses.fields(TrainingArguments)
+    }
+    for part, (name, problem) in EXCLUSIVE_FIELDS.items():
+        if part in str(error):
+            return UserError(
+                f"train.{name}", got=values[name], text=f"train.{name}: {problem.format(**values)}"
+            )
+    reason = _name_keys(join_lines(str(error)))
+    return UserError(
+        "train", got=reason, text=f"train: these settings cannot be combined: {reason}"
+    )
+
+
+def _name_keys(message: str) -> str:
+    """Rewrite a message of transformers, so that it names keys of `train:` and no options."""
+    return re.sub(r"--(?=[a-z])|\bargs\.", "train.", message)
+
+
+def _make_field_error(error: Exception, fields: Mapping[str, object]) -> UserError | None:
+    """Return the error for the one field that TrainingArguments refuses, whatever the others are.
+
+    None if the settings are refused together.
+    """
+    message = str(error)
+    if any(part in message for part in EXCLUSIVE_FIELDS):
+        return None
+    always = {**_launch_defaults(), "output_dir": fields["output_dir"]}
+    for name, value in fields.items():
+        try:
+            TrainingArguments(**{**always, name: value})
+        except (ValueError, TypeError, OSError, ImportError, RuntimeError) as refusal:
+            if str(refusal) == message:
+                return UserError(
+                    f"train.{name}",
+                    got=value,
+                    text=f"train.{name}: {_name_keys(join_lines(message))}",
+                )
+    return None
+
+
 def check_precision(arguments: TrainingArguments, target_dtype: str) -> None:
-    """Raises UserError for a 16-bit target whose features a float32 draft could not read: that takes mixed precision."""
-    if target_dtype != "float32" and autocast_dtype(arguments) is None:
+    """Raise UserError for a 16-bit target without mixed precision.
+
+    A float32 draft could not read the target's features.
+    """
+    if target_dtype != "float32" and find_autocast_dtype(arguments) is None:
         raise UserError(
             "train.bf16",
             got=f"false with target.dtype={target_dtype}",
@@ -154,8 +295,8 @@ def check_precision(arguments: TrainingArguments, target_dtype: str) -> None:
         )
 
 
-def autocast_dtype(arguments: TrainingArguments) -> torch.dtype | None:
-    """What matrices are multiplied in under mixed precision; None without it."""
+def find_autocast_dtype(arguments: TrainingArguments) -> torch.dtype | None:
+    """Return the dtype of matrix products under mixed precision; None without it."""
     plugin = arguments.deepspeed_plugin
     if plugin is not None:
         return torch.bfloat16 if plugin.deepspeed_config["torch_autocast"]["enabled"] else None
@@ -163,46 +304,69 @@ def autocast_dtype(arguments: TrainingArguments) -> torch.dtype | None:
 
 
 def is_sharded() -> bool:
-    """Whether this launch shards the draft: by DeepSpeed's ZeRO or torch's FSDP."""
-    return launched_with("DEEPSPEED") or launched_with("FSDP")
+    """Return whether this launch shards the draft, by DeepSpeed's ZeRO or torch's FSDP."""
+    return is_launched_with("DEEPSPEED") or is_launched_with("FSDP")
 
 
-def shards_weights() -> bool:
-    """Whether a process of this launch holds a part of the draft's weights only, not just of the optimizer's state."""
-    return launched_with("FSDP") or (
-        launched_with("DEEPSPEED") and os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE") == "3"
+def is_weight_sharded() -> bool:
+    """Return whether a process of this launch holds only a part of the draft's weights.
+
+    A launch that shards only the optimizer's state leaves the weights whole.
+    """
+    return is_launched_with("FSDP") or (
+        is_launched_with("DEEPSPEED") and os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE") == "3"
     )
 
 
-def _take_precision(fields: dict[str, Any]) -> str:
-    """`bf16`, `fp16` or `no`, as the recipe says or else the launch: set in `fields` for replicated drafts, removed for sharded ones.
+def _take_precision(fields: dict[str, object]) -> str:
+    """Return the mixed precision of a run: `bf16`, `fp16` or `no`.
 
-    DeepSpeed and FSDP would turn the weights to 16 bits, each in its own way. Left in float32, and autocast, they learn the same
-    everywhere.
+    It is what the recipe says, or else the launch. For a replicated draft it is set in `fields`.
+    For a sharded draft it is removed from them: DeepSpeed and FSDP would turn the weights to 16
+    bits, each in its own way. Left in float32, with autocast, drafts learn the same everywhere.
+
+    Args:
+        fields: of TrainingArguments, which this changes.
+
+    Raises:
+        UserError: for fp16 with a sharded draft.
     """
-    asked = [name for name in ("bf16", "fp16") if fields.get(name)]
+    requested = [name for name in ("bf16", "fp16") if fields.get(name)]
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    precision: str = next(iter(asked), launched if not {"bf16", "fp16"} & set(fields) else "no")
+    precision: str = next(iter(requested), launched if not {"bf16", "fp16"} & set(fields) else "no")
     if not is_sharded():
         if precision != "no":
             fields[precision] = True
         return precision
     if precision == "fp16":
-        expected = "train.bf16=true, or accelerate_configs/ddp.yaml"
-        raise UserError("train.fp16", got="true under DeepSpeed or FSDP", expected=expected)
+        raise UserError(
+            "train.fp16",
+            got="true under DeepSpeed or FSDP",
+            expected="train.bf16=true, or accelerate_configs/ddp.yaml",
+        )
     fields.pop("bf16", None)
     os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
     return precision
 
 
-def _adapt_sharding(arguments: Any, precision: str) -> None:
-    """Let a sharded launch autocast (see `_take_precision`), and load models whole: transformers shards what it loads under ZeRO-3.
+def _adapt_sharding(arguments: TrainingArguments, precision: str) -> None:
+    """Let a sharded launch autocast (see `_take_precision`), and load models whole.
 
-    ZeRO-3 puts drafts together to save them, whatever its configuration says. Raises UserError for an FSDP that would not, and for
-    checkpoints of FSDP that could not be put together again.
+    Under ZeRO-3 transformers shards the models that it loads. Drafts are put together to be saved,
+    whatever the configuration of ZeRO-3 says.
+
+    Args:
+        arguments: the Trainer's, which this changes.
+        precision: `bf16` or `no`.
+
+    Raises:
+        UserError: for an FSDP that does not put drafts together, and for checkpoints of FSDP whose
+            parts could not be put together again.
     """
     if not is_sharded():
         return
+
+    # FSDP: only the second version is supported, with whole state dicts.
     if arguments.deepspeed_plugin is None:
         arguments.bf16 = precision == "bf16"
         kind = (
@@ -210,45 +374,62 @@ def _adapt_sharding(arguments: Any, precision: str) -> None:
             os.environ.get("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT"),
         )
         if kind != FSDP:
-            got = f"a configuration with FSDP {kind[0]} and fsdp_state_dict_type {kind[1]}"
-            expected = f"fsdp_version {FSDP[0]} and {FSDP[1]}, as fsdp2.yaml has them"
-            raise UserError("accelerate launch", got=got, expected=expected)
+            raise UserError(
+                "accelerate launch",
+                got=f"a configuration with FSDP {kind[0]} and fsdp_state_dict_type {kind[1]}",
+                expected=f"fsdp_version {FSDP[0]} and {FSDP[1]}, as fsdp2.yaml has them",
+            )
         if arguments.save_on_each_node:
-            expected = "false, with a folder that all machines share, or accelerate_configs/zero3_multinode.yaml"
-            got = "true under FSDP, whose checkpoints are in parts of one whole"
-            raise UserError("train.save_on_each_node", got=got, expected=expected)
+            raise UserError(
+                "train.save_on_each_node",
+                got="true under FSDP, whose checkpoints are in parts of one whole",
+                expected=(
+                    "false, with a folder that all machines share, or"
+                    " accelerate_configs/zero3_multinode.yaml"
+                ),
+            )
         return
+
+    # DeepSpeed: gather whole weights on saving, and let torch autocast.
     arguments.deepspeed_plugin.deepspeed_config["zero_optimization"][
         "stage3_gather_16bit_weights_on_model_save"
     ] = True
-    settings = {
+    arguments.deepspeed_plugin.deepspeed_config["torch_autocast"] = {
         "enabled": precision == "bf16",
         "dtype": "bfloat16",
         "lower_precision_safe_modules": [],
     }
-    arguments.deepspeed_plugin.deepspeed_config["torch_autocast"] = settings
     if arguments.save_on_each_node:
         arguments.deepspeed_plugin.deepspeed_config["checkpoint"] = {"use_node_local_storage": True}
     unset_hf_deepspeed_config()
 
 
 def _check_trackers_and_schedule(arguments: Any) -> None:
-    """Build once what the Trainer would build later, when the data is made: raises UserError for what is not installed or lacks options."""
+    """Raise UserError for a tracker or a schedule that the Trainer could not build.
+
+    The Trainer would build them only when the data is made. So this builds each once, to find what
+    is not installed or lacks options.
+    """
+    # A tracker must be installed, and set up.
     for tracker in arguments.report_to:
         try:
             INTEGRATION_TO_CALLBACK[tracker]()
         except (ImportError, RuntimeError, ValueError, KeyError) as error:
-            got, expected = f"{tracker} ({error})", "none alone, or what is installed and set up"
-            missing = f"train.report_to: {tracker} is not installed. Run: pip install {tracker}" * (
-                "install" in str(error)
-            )
-            raise UserError("train.report_to", got=got, expected=expected, text=missing) from error
-    schedule, options = arguments.lr_scheduler_type, arguments.lr_scheduler_kwargs
+            raise UserError(
+                "train.report_to",
+                got=f"{tracker} ({error})",
+                expected="none alone, or what is installed and set up",
+                text=(
+                    f"train.report_to: {tracker} is not installed. Run: pip install {tracker}"
+                    * ("install" in str(error))
+                ),
+            ) from error
+
+    # Build the schedule once, to see whether its options are valid.
+    schedule = arguments.lr_scheduler_type
+    options = arguments.lr_scheduler_kwargs
     optimizer = torch.optim.SGD([torch.zeros(1)], arguments.learning_rate)
-    what = f"{schedule.value} with train.lr_scheduler_kwargs={options}"
-    with refusing(
-        (TypeError, ValueError), "train.lr_scheduler_type", what, "a schedule with what it needs"
-    ):
+    try:
         get_scheduler(
             schedule,
             optimizer,
@@ -256,14 +437,35 @@ def _check_trackers_and_schedule(arguments: Any) -> None:
             num_training_steps=1,
             scheduler_specific_kwargs=options,
         )
+    except (TypeError, ValueError) as error:
+        schedule_function: Any = TYPE_TO_SCHEDULER_FUNCTION[schedule]
+        known_trackers = [
+            name
+            for name in inspect.signature(schedule_function).parameters
+            if name not in TRAINER_SCHEDULE_PARAMETERS
+        ]
+        raise UserError(
+            "train.lr_scheduler_kwargs",
+            got=(
+                f"{format_value(options) if options else 'nothing'} with"
+                f" train.lr_scheduler_type={schedule.value}"
+            ),
+            expected=f"options of that schedule ({', '.join(known_trackers) or 'it has none'})",
+        ) from error
 
 
 def _launch_defaults() -> dict[str, Any]:
-    """Every parameter of a draft is used in every step, and its buffers are constants; the Trainer's filter of losses that are not finite
-    would wait for the device in each step, and hide them. With a GPU batches are copied while it computes; without one there is no pinned
-    memory, and a backend for several processes.
+    """Return the defaults of fields that depend on the machine and the launch.
+
+    - Every parameter of a draft is used in every step, and its buffers are constants, so DDP need
+      not look for unused parameters or send buffers.
+    - The Trainer's filter of losses that are not finite would wait for the device in each step, and
+      hide such losses.
+    - With a GPU, batches are copied while it computes.
+    - Without a GPU there is no pinned memory, and several processes need a backend that runs
+      without one.
     """
-    defaults: dict[str, Any] = {
+    defaults: dict[str, object] = {
         "ddp_find_unused_parameters": False,
         "ddp_broadcast_buffers": False,
         "logging_nan_inf_filter": False,
@@ -272,87 +474,100 @@ def _launch_defaults() -> dict[str, Any]:
         return {**defaults, "accelerator_config": {"non_blocking": True}}
     defaults["dataloader_pin_memory"] = False
     if not is_sharded():
-        return {**defaults, "use_cpu": True}  # under sharding that would switch it off
-    return {**defaults, "ddp_backend": "gloo"} if num_processes() > 1 else defaults
+        # Under sharding, `use_cpu` would switch the sharding off.
+        return {**defaults, "use_cpu": True}
+    return {**defaults, "ddp_backend": "gloo"} if count_processes() > 1 else defaults
 
 
 def _join_processes(arguments: TrainingArguments) -> None:
     """Start the process group and check that every process of the launch is in it."""
+    # Each GPU needs a process of its own.
     if arguments.n_gpu > 1:
-        got = f"one process on a machine of {arguments.n_gpu} GPUs"
-        expected = "a process for each GPU (accelerate_configs/ddp.yaml), or CUDA_VISIBLE_DEVICES=0"
-        raise UserError("accelerate launch", got=got, expected=expected)
-    if num_processes() == 1:
+        raise UserError(
+            "accelerate launch",
+            got=f"one process on a machine of {arguments.n_gpu} GPUs",
+            text=(
+                f"accelerate launch: {arguments.n_gpu} GPUs are visible, but only one process was"
+                f" started. Add launch=ddp num_processes={arguments.n_gpu}, or set"
+                " CUDA_VISIBLE_DEVICES=0."
+            ),
+            expected=(
+                "a process for each GPU (accelerate_configs/ddp.yaml), or CUDA_VISIBLE_DEVICES=0"
+            ),
+        )
+    if count_processes() == 1:
         return
-    _ = arguments.device  # building the device starts the group
-    atexit.register(leave)
+
+    # Several processes must form one group.
+    _ = arguments.device  # Building the device starts the group.
+    atexit.register(leave_process_group)
     state = arguments.distributed_state
     if (
         state.distributed_type == DistributedType.NO
-        and launched_with("FSDP")
+        and is_launched_with("FSDP")
         and not torch.cuda.is_available()
     ):
         # On a CPU accelerate leaves NO, and then neither shards nor synchronises.
         state.distributed_type = DistributedType.MULTI_GPU
-    if state.num_processes != num_processes() or state.distributed_type == DistributedType.NO:
+    if state.num_processes != count_processes() or state.distributed_type == DistributedType.NO:
         raise UserError(
             "accelerate launch",
-            got=f"{num_processes()} processes that would each train alone",
-            expected="processes of one group, as accelerate_configs/ddp.yaml starts them, and no train.use_cpu",
+            got=f"{count_processes()} processes that would each train alone",
+            expected=(
+                "processes of one group, as accelerate_configs/ddp.yaml starts them, and no"
+                " train.use_cpu"
+            ),
         )
 
 
-def launched_with(sharding: str) -> bool:
+def is_launched_with(sharding: str) -> bool:
+    """Return whether accelerate launches with `DEEPSPEED` or `FSDP`."""
     return os.environ.get(f"ACCELERATE_USE_{sharding}", "false").lower() == "true"
 
 
-def _checked(name: str, value: Any, hint: Any, choices: Iterable[str]) -> Any:
-    """The value, if it is of a type that the field has, one of its names, and a number within its limits."""
-    kinds, names = _accepted(hint)
-    names = [*choices, *names]
-    if (
-        value is None and NoneType in kinds and name != "report_to"
-    ):  # there null would be a tracker of that name
+def _check_value(name: str, value: object, hint: object, names: Collection[str]) -> object:
+    """Return the value if the field has its type, its name is known and its number is in range.
+
+    TrainingArguments would take a text for a number, and a text where a mapping belongs.
+    """
+    # Some fields have a list of names; others have types and ranges.
+    kinds = _list_value_types(hint)
+    # A null report_to would be a tracker of that name.
+    if value is None and NoneType in kinds and name != "report_to":
         return value
     if names:
-        value = (
-            "no" if value is False and "no" in names else value
-        )  # YAML reads an unquoted no as false
         for item in value if isinstance(value, list) else [value]:
             if item not in names:
-                close = nearest(str(item), names)
                 raise UserError(
                     f"train.{name}",
-                    got=repr(item),
+                    got="null" if item is None else repr(item),
                     expected=f"one of {', '.join(names)}",
-                    nearest=close,
+                    nearest=find_nearest(str(item), names),
                 )
         return value
     if type(value) not in kinds | ({int} if float in kinds else set()):
-        known = sorted(
+        known_names = sorted(
             {NoneType: "null", dict: "mapping"}.get(kind, kind.__name__) for kind in kinds
         )
         raise UserError(
-            f"train.{name}", got=f"{value!r} ({type(value).__name__})", expected=" or ".join(known)
+            f"train.{name}",
+            got="null" if value is None else f"{value!r} ({type(value).__name__})",
+            expected=" or ".join(known_names),
         )
-    holds, expected = NUMBER_RANGES.get(name, (math.isfinite, "a finite number"))
-    if isinstance(value, int | float) and not (math.isfinite(value) and holds(value)):
+    holds, expected = RANGES.get(name, FINITE)
+    if value is not None and not (FINITE[0](value) and holds(value)):
         raise UserError(f"train.{name}", got=value, expected=expected)
     return value
 
 
-def _accepted(hint: Any) -> tuple[set[type], list[str]]:
-    """(the types of a field's values, the names of its enumerations).
+def _list_value_types(hint: object) -> set[type]:
+    """Return the types of a field's values in a recipe, where enumerations are texts.
 
     What may be a mapping must be one: a file of its own would be no part of the recipe.
     """
-    accepted = set(get_args(hint)) or {hint}
-    kinds = {kind for entry in accepted if isinstance(kind := get_origin(entry) or entry, type)}
-    members = accepted.union(*map(get_args, accepted))
-    names = [
-        member.value
-        for kind in members
-        if isinstance(kind, type) and issubclass(kind, Enum)
-        for member in kind
-    ]
-    return kinds - ({str} if dict in kinds else set()), names
+    kinds: set[type] = set()
+    for entry in get_args(hint) or (hint,):
+        kind = get_origin(entry) or entry
+        if isinstance(kind, type):
+            kinds.add(str if issubclass(kind, Enum) else kind)
+    return kinds - ({str} if dict in kinds else set())

@@ -1,10 +1,13 @@
-"""Checkpoints of a run on disk: whole or not there, so that a run that was killed at any moment resumes.
+"""Checkpoints of a run on disk, so that a run that was killed at any moment resumes.
 
-`checkpoint-N` is written under another name by all processes and renamed when the last of them is done. Its manifest, written just before,
-lists every file with its size, and the launch that it can be resumed by; one that later lost a file, or a part of one, is skipped.
+A checkpoint is complete or it does not exist. All processes write `checkpoint-N` under another
+name, and it is renamed when the last of them is done. Its manifest is written just before. It lists
+every file with its size, and the launch by which the checkpoint can be resumed. A checkpoint that
+later lost a file, or a part of one, is skipped.
 """
 
 import json
+import math
 import os
 import re
 import shutil
@@ -15,93 +18,133 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from specdistill.errors import UserError, logger
-from specdistill.files.documents import read_json
-from specdistill.processes import of_all
-from specdistill.rows.files import is_first_here, on_disk
-from specdistill.training.arguments import launched_with
+from specdistill.common.documents import read_json
+from specdistill.common.errors import UserError, logger
+from specdistill.common.processes import all_gather_object
+from specdistill.data.rows.files import is_first_here, on_disk
+from specdistill.training.arguments import is_launched_with
 
 MANIFEST = "manifest.json"
 STATE = "trainer_state.json"
-ASIDE = "saving"  # folder of a run that holds what is not whole yet; no pattern of the Trainer matches it
+# The folder of a run that holds what is not complete yet. No pattern of the Trainer matches it.
+STAGING_DIR = "saving"
 
 saving = partial(
     on_disk, next_step="free the disk, then repeat the command: it resumes from the last checkpoint"
 )
 
 
-def checkpoint(run: Path, step: int) -> Path:
+def find_checkpoint(run: Path, step: int) -> Path:
+    """Return the folder of the checkpoint of a step."""
     return run / f"checkpoint-{step}"
 
 
-def steps(run: Path) -> list[int]:
-    """The steps of a run's checkpoints, whole or not, in order."""
+def list_steps(run: Path) -> list[int]:
+    """Return the steps of a run's checkpoints, complete or not, in order."""
     names = [re.fullmatch(r"checkpoint-(\d+)", path.name) for path in run.glob("checkpoint-*")]
     return sorted(int(match[1]) for match in names if match)
 
 
-def publish(folder: Path, run: Path, launch: dict[str, Any], seconds: float) -> None:
-    """Give a checkpoint that all processes have written its manifest, and its place in the run. seconds: that its steps took."""
-    for parts in folder.glob(
-        "global_step*"
-    ):  # DeepSpeed's, which are looked up by a file that only its first machine writes
+def publish_checkpoint(folder: Path, run: Path, launch: dict[str, object], seconds: float) -> None:
+    """Give a checkpoint that all processes have written its manifest, and its place in the run.
+
+    Args:
+        folder: where it was written.
+        run: the run's folder.
+        launch: as `launch` returns it.
+        seconds: that its steps took; NaN if unknown.
+    """
+    # DeepSpeed finds its parts by the file `latest`, which only its first machine writes.
+    for parts in folder.glob("global_step*"):
         (folder / "latest").write_text(parts.name, encoding="utf-8")
     files = {
         path.relative_to(folder).as_posix(): path.stat().st_size
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
-    manifest = {"files": files, "launch": launch, "seconds": seconds}
+    manifest = {
+        "files": files,
+        "launch": launch,
+        **({} if math.isnan(seconds) else {"seconds": seconds}),
+    }
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-    shutil.rmtree(run / folder.name, ignore_errors=True)  # a damaged one of this step
+    # There may be a damaged checkpoint of this step.
+    shutil.rmtree(run / folder.name, ignore_errors=True)
     os.replace(folder, run / folder.name)
 
 
-def prune(run: Path, limit: int | None, kept: set[Path]) -> None:
-    """Remove the oldest checkpoints beyond `limit`, but none of those `kept`: the newest and the best."""
-    folders = [checkpoint(run, step) for step in steps(run)]
+def prune(run: Path, limit: int | None, kept_folders: set[Path]) -> None:
+    """Remove the oldest checkpoints beyond `limit`.
+
+    Args:
+        run: the run's folder.
+        limit: the most checkpoints; None or 0: no limit.
+        kept_folders: those that are never removed: the newest and the best.
+    """
+    folders = [find_checkpoint(run, step) for step in list_steps(run)]
     surplus = len(folders) - limit if limit else 0
-    for folder in [folder for folder in folders if folder not in kept][: max(0, surplus)]:
+    for folder in [folder for folder in folders if folder not in kept_folders][: max(0, surplus)]:
         shutil.rmtree(folder)
 
 
-def launch(arguments: Any) -> dict[str, Any]:
-    """What of this launch a checkpoint depends on. rows: of one optimizer step."""
-    zero = launched_with("DEEPSPEED")
+def describe_launch(arguments: Any) -> dict[str, object]:
+    """Return the facts of this launch on which a checkpoint depends.
+
+    Args:
+        arguments: the Trainer's.
+
+    Returns:
+        `sharding`, `processes`, and `rows`: the rows of one optimizer step.
+    """
     return {
-        "sharding": f"zero{arguments.deepspeed_plugin.zero_stage}"
-        if zero
-        else "fsdp"
-        if launched_with("FSDP")
-        else "none",
+        "sharding": (
+            f"zero{arguments.deepspeed_plugin.zero_stage}"
+            if is_launched_with("DEEPSPEED")
+            else "fsdp"
+            if is_launched_with("FSDP")
+            else "none"
+        ),
         "processes": arguments.world_size,
-        "rows": arguments.train_batch_size
-        * arguments.gradient_accumulation_steps
-        * arguments.world_size,
+        "rows": (
+            arguments.train_batch_size
+            * arguments.gradient_accumulation_steps
+            * arguments.world_size
+        ),
     }
 
 
 def check_launch(folder: Path, arguments: TrainingArguments) -> None:
-    """Raises UserError when a whole checkpoint cannot be resumed by this launch: shards fit only as many processes as saved them, and what
-    a machine keeps for itself only its own processes.
+    """Raise UserError if this launch cannot resume a complete checkpoint.
+
+    Shards fit only as many processes as saved them. What a machine keeps for itself fits only the
+    processes of that machine.
+
+    Args:
+        folder: of the checkpoint.
+        arguments: the Trainer's.
     """
-    saved, now = read_json(folder / MANIFEST)["launch"], launch(arguments)
+    saved = read_json(folder / MANIFEST)["launch"]
+    now = describe_launch(arguments)
+    # Without sharding, any number of processes resumes a checkpoint.
     fixed = (
         ("sharding", "rows") if saved["sharding"] == "none" else ("sharding", "rows", "processes")
     )
     if any(saved[name] != now[name] for name in fixed):
         got, expected = (
-            "sharding {sharding}, {processes} processes, {rows} rows per step".format(**it)
-            for it in (now, saved)
+            "sharding {sharding}, {processes} processes, {rows} rows per step".format(**facts)
+            for facts in (now, saved)
         )
         raise UserError(
-            "accelerate launch", got=got, expected=f"{expected}, by which {folder} was saved"
+            "accelerate launch", got=got, expected=f"{expected}, as when {folder} was saved"
         )
+
+    # Another number of processes resumes with other random numbers, which is said once.
     if saved["processes"] != now["processes"]:
-        change = f"{saved['processes']} processes, now {now['processes']}"
         if is_first_here():
             logger.warning(
-                f"{folder} was saved by {change}: sums round differently, and noise and dropout are drawn again"
+                f"{folder} was saved by {saved['processes']} processes, and this launch has"
+                f" {now['processes']}:"
+                " sums are rounded differently, and noise and dropout are drawn anew."
             )
         return
     state = (
@@ -112,9 +155,9 @@ def check_launch(folder: Path, arguments: TrainingArguments) -> None:
         if (folder / state).exists()
         else f"{folder} on {socket.gethostname()}, which has no {state}"
     )
-    if lacking := next(
-        filter(None, of_all(lacking)), None
-    ):  # the Trainer would go on with other random numbers
+    # Without its file the Trainer would continue with other random numbers.
+    lacking = next(filter(None, all_gather_object(lacking)), None)
+    if lacking:
         raise UserError(
             "accelerate launch --machine_rank",
             got=lacking,
@@ -122,37 +165,56 @@ def check_launch(folder: Path, arguments: TrainingArguments) -> None:
         )
 
 
-def whole_steps(run: Path) -> list[int]:
-    """The steps that a run can resume from, newest first; says which newer ones are damaged, and how."""
-    whole: list[int] = []
-    for step in reversed(steps(run)):
-        if (flaw := damage(checkpoint(run, step))) is None:
-            whole.append(step)
-        elif not whole and is_first_here():
-            logger.warning(f"{checkpoint(run, step)} is skipped: {flaw}")
-    return whole
+def find_complete_steps(run: Path) -> list[int]:
+    """Return the steps that a run can resume from, newest first.
+
+    Warn of newer checkpoints that are damaged, and say how.
+    """
+    complete_steps: list[int] = []
+    for step in reversed(list_steps(run)):
+        flaw = find_corruption(find_checkpoint(run, step))
+        if flaw is None:
+            complete_steps.append(step)
+        elif not complete_steps and is_first_here():
+            logger.warning(f"{find_checkpoint(run, step)} is skipped: {flaw}")
+    return complete_steps
 
 
-def damage(folder: Path, *, is_best: bool = False) -> str | None:
-    """What a checkpoint, or the best one that it refers to, lacks; None: it is whole. is_best: of that one the best is not asked."""
+def find_corruption(folder: Path, *, is_best: bool = False) -> str | None:
+    """Say what a checkpoint lacks, or the best checkpoint that it refers to.
+
+    Args:
+        folder: of the checkpoint.
+        is_best: whether `folder` is that best checkpoint, for which its own best is not checked.
+
+    Returns:
+        None if the checkpoint is complete.
+    """
+    # Every file of the manifest must be there, in its size.
     read = MANIFEST
     try:
         manifest = read_json(folder / read)
-        files, _ = manifest["files"], float(manifest.get("seconds", 0))
-        if lacking := {"sharding", "processes", "rows"} - {*manifest["launch"]}:
+        files = manifest["files"]
+        _ = float(manifest.get("seconds", 0))
+        lacking = {"sharding", "processes", "rows"} - {*manifest["launch"]}
+        if lacking:
             return f"its {read} has no {min(lacking)}"
         for name, size in files.items():
-            if (found := (folder / name).stat().st_size) != size:
-                return f"{name} has {found} of {size} bytes"
+            num_bytes = (folder / name).stat().st_size
+            if num_bytes != size:
+                return f"{name} has {num_bytes} of {size} bytes"
+
+        # The best checkpoint, which the state names, must be intact, too.
         read = STATE
         best = Path(
             read_json(folder / read, allow_nan=True)["best_model_checkpoint"] or folder
         ).name
     except FileNotFoundError as error:
         return f"it has no {Path(error.filename).relative_to(folder)}"
-    except (ValueError, KeyError, TypeError, AttributeError) as error:  # no JSON, or other JSON
+    # The file is no JSON, or other JSON than expected.
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"its {read} cannot be read ({error})"
     if is_best or best == folder.name:
         return None
-    flaw = damage(folder.parent / best, is_best=True)
+    flaw = find_corruption(folder.parent / best, is_best=True)
     return flaw and f"of its best, {best}: {flaw}"

@@ -1,5 +1,7 @@
-"""A run's trajectory, from the Trainer's log: lines while it trains, a drawing, `training_curve.png`, after each evaluation, and when it
-ends `run/history.json` to read back.
+"""The history of a training run, from the Trainer's log.
+
+While a run trains, it is printed as lines. After each evaluation it is drawn as
+`training_curve.png`, and at the end it is saved as `run/history.json`, which can be read back.
 """
 
 import json
@@ -10,7 +12,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import matplotlib
 from pydantic import Field, TypeAdapter
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import (
@@ -21,21 +22,19 @@ from transformers import (
     TrainingArguments,
 )
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
-from specdistill.errors import logger, refusing
-from specdistill.files.documents import read_json
-from specdistill.progress import SECONDS, clock
-from specdistill.training.checkpoints import checkpoint, saving
+from specdistill.common.documents import read_json
+from specdistill.common.errors import convert_errors, logger
+from specdistill.common.progress import MIN_PARTS, SECONDS, format_clock, format_speed
+from specdistill.training.checkpoints import find_checkpoint, saving
 
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 HISTORY, CURVE = Path("run") / "history.json", "training_curve.png"  # in a run's folder
-CUMULATIVE = "eval_cumulative_acceptance_"  # and a position in the draft, from 1
-DECODED = "eval_decoded_acceptance_length"
-SHOWN = {
+CUMULATIVE = "eval_cumulative_acceptance_"  # followed by a position in the draft, from 1
+DECODED_METRIC = "eval_decoded_acceptance_length"
+# The figures of a log that progress lines show, and their formats.
+PROGRESS_FIGURES = {
     "loss": "loss {:.3f}",
-    "tokens_per_second": "{:,.0f} tok/s",
+    "tokens_per_second": "{} tok/s",
     "learning_rate": "lr {:.1e}",
     "grad_norm": "grad {:.1f}",
     "peak_memory_gib": "{:.1f} GiB",
@@ -46,8 +45,11 @@ SHOWN = {
 class History:
     """A finished training.
 
-    seconds: its wall time, without steps that were lost and repeated, None where that is unknown. log: the Trainer's `log_history`.
-    best_step: of the draft that was saved, None for that of the last step.
+    Attributes:
+        seconds: its wall time, without steps that were lost and repeated; None where it is unknown.
+        steps: optimizer steps.
+        log: the Trainer's `log_history`.
+        best_step: the step of the draft that was saved; None if that is the last step.
     """
 
     seconds: float | None
@@ -56,55 +58,75 @@ class History:
     best_step: int | None = None
 
     def summary(self) -> dict[str, Any]:
-        """For a comparison: seconds, steps, and the curve of (step, simulated acceptance length)."""
-        points = zip(*_series(self.log, "eval_acceptance_length"), strict=True)
+        """Summarize the training for a comparison.
+
+        Returns:
+            seconds, steps, and the curve of (step, simulated acceptance length).
+        """
+        points = zip(*_read_series(self.log, "eval_acceptance_length"), strict=True)
         curve = [[step, length] for step, length in points if math.isfinite(length)]
         return {"seconds": self.seconds, "steps": self.steps, "curve": curve}
 
     @property
     def saved_step(self) -> int:
-        """After which the draft was as it was saved."""
+        """The step after which the draft was as it was saved."""
         return self.steps if self.best_step is None else self.best_step
 
-    def before_and_after(self) -> dict[str, Any] | None:
-        """For a report: acceptance length before the first step and of the draft that was saved, of a training that was evaluated at both.
+    def compare_before_and_after(self) -> dict[str, object] | None:
+        """Return the acceptance length before and after training, for a report.
 
-        `simulated` on held-out rows; `decoded` where each evaluation decoded.
+        It is that of the draft before its first step, and that of the draft that was saved.
+        `simulated` is measured on held-out rows; `decoded` is there if each evaluation decoded.
+
+        Returns:
+            None for a training that was not evaluated at both steps.
         """
-        step, found = self.saved_step, dict[str, Any]()
-        for name, key in (("simulated", "eval_acceptance_length"), ("decoded", DECODED)):
+        step = self.saved_step
+        lengths = dict[str, object]()
+        for name, key in (("simulated", "eval_acceptance_length"), ("decoded", DECODED_METRIC)):
             measured = {
                 at: value
-                for at, value in zip(*_series(self.log, key), strict=True)
+                for at, value in zip(*_read_series(self.log, key), strict=True)
                 if math.isfinite(value)
             }
             if 0 in measured and step in measured:
-                found[name] = {"before": measured[0], "after": measured[step]}
-        return {"steps": step, **found} if found else None
+                lengths[name] = {"before": measured[0], "after": measured[step]}
+        return {"steps": step, **lengths} if lengths else None
 
-    def acceptance_curve(self) -> list[dict[str, Any]]:
-        """For a report: the simulated cumulative acceptance by position in the draft, at each evaluation on held-out rows."""
-        found = [(entry["step"], cumulative(entry)) for entry in self.log]
+    def list_acceptance_curve(self) -> list[dict[str, object]]:
+        """Return the simulated cumulative acceptance at each evaluation, for a report.
+
+        It is measured on held-out rows, for each position in the draft.
+        """
+        points = [(entry["step"], read_cumulative(entry)) for entry in self.log]
         return [
             {"step": step, "rates": rates}
-            for step, rates in found
+            for step, rates in points
             if rates and all(map(math.isfinite, rates))
         ]
 
 
-validated = TypeAdapter(History).validate_python  # of what else the file holds, nothing is read
+validated = TypeAdapter(History).validate_python  # Other keys of the file are not read.
 
 
 def read_history(draft_folder: Path, *, key: str) -> History | None:
-    """The history of the run that trained `<run>/draft`; None for a draft elsewhere, or of a run without one.
+    """Read the history of the run that trained a draft.
 
-    Raises UserError, naming `key`, for a history that cannot be read.
+    Args:
+        draft_folder: `<run>/draft`.
+        key: the recipe key that errors name.
+
+    Returns:
+        None for a draft elsewhere, or of a run without a history.
+
+    Raises:
+        UserError: naming `key`, for a history that cannot be read.
     """
     folder = draft_folder.resolve()
     path = folder.parent / HISTORY
     if folder.name != "draft" or not path.is_file():
         return None
-    with refusing(
+    with convert_errors(
         (OSError, ValueError), key, path, "seconds, steps and log, as training saves them"
     ):
         return validated(read_json(path, allow_nan=True))
@@ -113,38 +135,73 @@ def read_history(draft_folder: Path, *, key: str) -> History | None:
 def save_history(
     state: TrainerState, folder: Path, seconds: float, *, has_best: bool = False
 ) -> None:
-    """Of a training that has ended: the drawing in the run's folder, and the history next to the run's record.
+    """Save the drawing of a training that has ended, and its history.
 
-    seconds: of all its steps; NaN: unknown. has_best: the draft is that of the best evaluation, not of the last step.
+    The drawing is saved in the run's folder, and the history next to the run's record.
+
+    Args:
+        state: the Trainer's.
+        folder: of the run.
+        seconds: of all of its steps; NaN if unknown.
+        has_best: whether the draft is that of the best evaluation, not of the last step.
     """
     draw(state.log_history, folder / CURVE)
-    best_step = state.best_global_step if has_best else None
     history = History(
-        None if math.isnan(seconds) else seconds, state.global_step, state.log_history, best_step
+        seconds=None if math.isnan(seconds) else seconds,
+        steps=state.global_step,
+        log=[select_finite(entry) for entry in state.log_history],
+        best_step=state.best_global_step if has_best else None,
     )
     (folder / HISTORY).parent.mkdir(parents=True, exist_ok=True)
-    (folder / HISTORY).write_text(json.dumps(asdict(history), indent=2) + "\n", encoding="utf-8")
+    (folder / HISTORY).write_text(
+        json.dumps(asdict(history), indent=2, allow_nan=False) + "\n", encoding="utf-8"
+    )
+
+
+def select_finite(logs: dict[str, float]) -> dict[str, float]:
+    """Return the figures of a log that are finite.
+
+    JSON has no other numbers, and a figure that is missing was not measured.
+    """
+    return {
+        name: value
+        for name, value in logs.items()
+        if not isinstance(value, float) or math.isfinite(value)
+    }
 
 
 class Bar(ProgressCallback):
-    """The Trainer's own, which prints no log as a dictionary."""
+    """The Trainer's progress bar, without the log that it prints as a dictionary."""
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(
+        self, args: object, state: object, control: object, logs: object = None, **kwargs: object
+    ) -> None:
         pass
 
 
 class ProgressLines(TrainerCallback):
-    """Prints to stderr how training goes: every `SECONDS`, at the end, and after each evaluation, with what that found and a drawing."""
+    """Prints the progress of training to stderr.
+
+    It prints every `SECONDS`, at the end, and after each evaluation. After an evaluation it also
+    prints the result, and saves a drawing.
+    """
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         self.begin = self.last = time.monotonic()
         self.first_step = state.global_step
-        self.figures, self.shown = dict[str, float](), -1
+        self.figures = dict[str, float]()
+        self.shown = -1
         if state.is_world_process_zero and self.first_step:
-            found = checkpoint(Path(str(args.output_dir)), self.first_step)
-            logger.info(f"Resuming after step {self.first_step} of {state.max_steps}, from {found}")
+            logger.info(
+                f"Resuming after step {self.first_step} of {state.max_steps}, from"
+                f" {find_checkpoint(Path(str(args.output_dir)), self.first_step)}"
+            )
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -152,24 +209,32 @@ class ProgressLines(TrainerCallback):
         self.figures |= kwargs["logs"]
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         if state.is_world_process_zero and time.monotonic() - self.last >= SECONDS:
             self._print(state)
 
     def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         if not state.is_world_process_zero:
             return
         self._print(state)
-        if rates := cumulative(self.figures):
-            parts = [
-                f"simulated at K = {len(rates)}: {'/'.join(f'{100 * rate:.0f}' for rate in rates)}% accepted"
-            ]
+        rates = read_cumulative(self.figures)
+        if rates:
+            shown = "/".join(f"{100 * rate:.0f}" for rate in rates)
+            parts = [f"simulated at positions 1 to {len(rates)}: {shown}% accepted"]
             parts += (
-                [f"decoded acceptance length {self.figures[DECODED]:.2f}"]
-                if DECODED in self.figures
+                [f"decoded acceptance length {self.figures[DECODED_METRIC]:.2f}"]
+                if DECODED_METRIC in self.figures
                 else []
             )
             self._write(state, parts)
@@ -178,51 +243,81 @@ class ProgressLines(TrainerCallback):
                 draw(state.log_history, path)
 
     def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         if state.is_world_process_zero and self.shown < state.global_step:
             self._print(state)
 
     def _print(self, state: TrainerState) -> None:
-        self.last, self.shown = time.monotonic(), state.global_step
+        """Print the figures so far, and how much time is left if that can be estimated."""
+        self.last = time.monotonic()
+        self.shown = state.global_step
+        figures: dict[str, float | str] = dict(self.figures)
+        if "tokens_per_second" in figures:
+            figures["tokens_per_second"] = format_speed(self.figures["tokens_per_second"])
         parts = [
-            form.format(self.figures[name]) for name, form in SHOWN.items() if name in self.figures
+            form.format(figures[name]) for name, form in PROGRESS_FIGURES.items() if name in figures
         ]
-        if done := state.global_step - self.first_step:
-            parts.append(
-                f"{clock((self.last - self.begin) * (state.max_steps - state.global_step) / done)} left"
-            )
+        # A resumed run estimates its speed from the steps since it resumed.
+        num_done = state.global_step - self.first_step
+        if num_done >= MIN_PARTS or (num_done and state.global_step == state.max_steps):
+            steps_left = state.max_steps - state.global_step
+            parts.append(f"{format_clock((self.last - self.begin) * steps_left / num_done)} left")
         self._write(state, parts)
 
     def _write(self, state: TrainerState, parts: list[str]) -> None:
-        tqdm.write(
-            f"Step {state.global_step}/{state.max_steps}: {', '.join(parts)}", file=sys.stderr
-        )
+        figures = f": {', '.join(parts)}" if parts else ""
+        tqdm.write(f"Step {state.global_step}/{state.max_steps}{figures}", file=sys.stderr)
 
 
-def cumulative(entry: dict[str, float]) -> list[float]:
-    """Of an evaluation in the log, by position in the draft: the share of simulated drafts that are accepted up to there."""
+def read_cumulative(entry: dict[str, float]) -> list[float]:
+    """Return the cumulative acceptance by position in the draft, from an evaluation in the log.
+
+    It is the share of simulated drafts that are accepted up to the position.
+    """
     return [entry[key] for k in range(1, len(entry)) if (key := f"{CUMULATIVE}{k}") in entry]
 
 
 def draw(log: list[dict[str, float]], path: Path) -> None:
-    """Three panels from a Trainer's log history: loss, simulated acceptance by position at each evaluation, and its sum over training."""
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 3.8))
-    figure.subplots_adjust(
-        left=0.05, right=0.99, bottom=0.13, top=0.92, wspace=0.22
-    )  # a layout that is computed draws twice
-    left.plot(*_series(log, "loss"), label="training", color="tab:gray", linewidth=1)
-    left.plot(
-        *_series(log, "eval_loss"), label="held out", color="tab:blue", marker="o", markersize=3
+    """Draw a Trainer's log history as three panels.
+
+    They are the loss, the simulated acceptance by position at each evaluation, and the simulated
+    acceptance length over training.
+
+    Args:
+        log: the Trainer's `log_history`.
+        path: of the image.
+    """
+    import matplotlib  # It is imported here, and not above, because it is slow to import.
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left_panel, middle, right) = plt.subplots(1, 3, figsize=(13, 3.8))
+    # Margins are fixed, because a layout that matplotlib computes draws everything twice.
+    figure.subplots_adjust(left=0.05, right=0.99, bottom=0.13, top=0.92, wspace=0.22)
+
+    # The loss of training, and of the held-out rows.
+    left_panel.plot(*_read_series(log, "loss"), label="training", color="tab:gray", linewidth=1)
+    left_panel.plot(
+        *_read_series(log, "eval_loss"),
+        label="held out",
+        color="tab:blue",
+        marker="o",
+        markersize=3,
     )
-    left.set(title="Loss", ylabel="nats per token")
-    left.legend(frameon=False)
-    evaluations = [(entry["step"], rates) for entry in log if (rates := cumulative(entry))]
+    left_panel.set(title="Loss", ylabel="nats per token")
+    left_panel.legend(frameon=False)
+
+    # One line for each evaluation, darker with each step. Only the first and the last are labelled.
+    evaluations = [(entry["step"], rates) for entry in log if (rates := read_cumulative(entry))]
     for index, (step, rates) in enumerate(evaluations, start=1):
-        shade, is_last = (
-            plt.get_cmap("viridis_r")(index / len(evaluations)),
-            index in (1, len(evaluations)),
-        )
+        shade = plt.get_cmap("viridis_r")(index / len(evaluations))
+        is_last = index in (1, len(evaluations))
         middle.plot(
             range(1, len(rates) + 1),
             rates,
@@ -238,10 +333,14 @@ def draw(log: list[dict[str, float]], path: Path) -> None:
     )
     if evaluations:
         middle.legend(frameon=False, fontsize="small")
-    right.plot(*_series(log, "eval_acceptance_length"), color="tab:green", marker="o", markersize=3)
+
+    # The simulated acceptance length, step by step.
+    right.plot(
+        *_read_series(log, "eval_acceptance_length"), color="tab:green", marker="o", markersize=3
+    )
     right.set(title="Simulated acceptance length", ylabel="tokens per target pass")
     for axis, along in (
-        (left, "optimizer step"),
+        (left_panel, "optimizer step"),
         (middle, "position in the draft"),
         (right, "optimizer step"),
     ):
@@ -252,6 +351,7 @@ def draw(log: list[dict[str, float]], path: Path) -> None:
     plt.close(figure)
 
 
-def _series(log: list[dict[str, float]], key: str) -> tuple[list[float], list[float]]:
+def _read_series(log: list[dict[str, float]], key: str) -> tuple[list[float], list[float]]:
+    """Return the steps and the values of one figure of a log."""
     points = [(entry["step"], entry[key]) for entry in log if key in entry]
     return [step for step, _ in points], [value for _, value in points]

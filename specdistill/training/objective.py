@@ -1,10 +1,11 @@
-"""What the methods' objectives share: rows with loss, the frozen target's distributions there, and the metrics of each drafted position.
+"""The parts that objectives share: loss rows, the target's distributions, weights and metrics.
 
-Rows are found once, when a batch is collated (specdistill.rows.packing). Metrics are sums and counts: divided after batches and processes
-are added up.
+Rows are found once, when a batch is collated (specdistill.data.rows.packing). The distributions are
+those of the frozen target at these rows. Weights and metrics are those of each drafted position.
+Metrics are sums and counts, and are divided after batches and processes have been added up.
 
-Shapes: B rows of a batch, T positions, R loss tokens (padded), r of a chunk of them, D target hidden, V target vocabulary, W draft
-vocabulary, K drafted positions.
+Shapes: B rows of a batch, T positions, R loss tokens (padded), r of a chunk of them, D target
+hidden, V target vocabulary, W draft vocabulary, K drafted positions, N drafts (blocks or chains).
 """
 
 from collections.abc import Callable
@@ -19,17 +20,23 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import EvalPrediction
 
-from specdistill.errors import UserError
-from specdistill.losses.divergence import Divergence, acceptance
+from specdistill.common.errors import UserError
 from specdistill.targets.anatomy import LogitsHead
 from specdistill.targets.frozen import Features, FrozenTarget
 from specdistill.targets.packed_rows import Documents
+from specdistill.training.losses.divergence import Divergence, acceptance
 
 
 @dataclass(frozen=True)
 class TargetDistributions:
-    """The target's distributions at rows. probs_rW: renormalised over the draft vocabulary. When they are measured, mass_r: the target's
-    probability of the draft vocabulary as a whole, and top1_r: its top-1 among all its tokens.
+    """The target's distributions at some rows.
+
+    Attributes:
+        probs_rW: probabilities, renormalised over the draft vocabulary.
+        mass_r: the target's probability of the draft vocabulary as a whole. It is measured for
+            metrics only; None otherwise.
+        top1_r: the target's top-1 among all its tokens. It is measured for metrics only; None
+            otherwise.
     """
 
     probs_rW: Tensor
@@ -39,10 +46,17 @@ class TargetDistributions:
 
 @dataclass(frozen=True)
 class SoftTargets:
-    """The target's distributions that a batch learns from, made where they are read: all of them at once would fill the memory.
+    """The target's distributions that a batch learns from.
 
-    hidden_RD: the target's last hidden states before the loss tokens, or [R, K, D] with K of each row. head: the target's. ids_W: its ids
-    of the draft's tokens, ascending; None: all of them. pruned: the head of these tokens alone, where it can be cut.
+    They are computed where they are read, because all of them at once would fill the memory.
+
+    Attributes:
+        hidden_RD: the target's last hidden states before the loss tokens, or [R, K, D] with K
+            states for each row.
+        head: the target's.
+        ids_W: the target's ids of the draft's tokens, ascending. None: all tokens.
+        pruned: the head of these tokens alone; None where it cannot be cut.
+        temperature: divides the target's logits.
     """
 
     hidden_RD: Tensor
@@ -52,7 +66,7 @@ class SoftTargets:
     temperature: float
 
     @classmethod
-    def of(
+    def from_hidden(
         cls,
         head: LogitsHead,
         last_hidden_BTD: Tensor,
@@ -60,19 +74,36 @@ class SoftTargets:
         ids_W: Tensor | None,
         temperature: float,
     ) -> "SoftTargets":
-        """loss_positions: [R] or [R, K], of the tokens that are predicted."""
-        hidden_RD = before(last_hidden_BTD, loss_positions, 1)
+        """Build the soft targets of a batch.
+
+        Args:
+            head: the target's.
+            last_hidden_BTD: the target's last hidden states.
+            loss_positions: [R] or [R, K], positions of the tokens that are predicted, in the
+                flattened batch.
+            ids_W: the target's ids of the draft's tokens; None for all tokens.
+            temperature: divides the target's logits.
+        """
+        hidden_RD = gather_before(last_hidden_BTD, loss_positions, 1)
         if ids_W is None or len(ids_W) == head.linear.weight.shape[0]:
             return cls(hidden_RD, head, None, head, temperature)
-        return cls(hidden_RD, head, ids_W, pruned(head, ids_W), temperature)
+        return cls(hidden_RD, head, ids_W, prune_head(head, ids_W), temperature)
 
     def at(self, rows: slice, *, measure: bool) -> TargetDistributions:
-        """float32. Only what is measured takes the whole head, where the draft has fewer tokens than the target."""
+        """Compute the distributions of some rows, in float32.
+
+        Where the draft has fewer tokens than the target, only measuring needs the whole head.
+
+        Args:
+            rows: which of the R.
+            measure: whether metrics are measured, too.
+        """
         hidden_rD = self.hidden_RD[rows]
         if not measure and self.pruned is not None:
             return TargetDistributions(
                 (self.pruned(hidden_rD).float() / self.temperature).softmax(-1)
             )
+        # The whole vocabulary tells how probable the draft's tokens are together.
         logits_rV = self.head(hidden_rD).float()
         top1_r = logits_rV.argmax(-1)
         logits_rV = logits_rV / self.temperature
@@ -86,133 +117,268 @@ class SoftTargets:
         )
 
 
-def pruned(head: LogitsHead, ids_W: Tensor) -> LogitsHead | None:
-    """The head of some tokens alone; None for one that is no plain linear layer, e.g. a quantized one."""
+def prune_head(head: LogitsHead, ids_W: Tensor) -> LogitsHead | None:
+    """Return the head of some tokens alone.
+
+    Args:
+        head: the whole head.
+        ids_W: ids of the tokens.
+
+    Returns:
+        None for a head that is no plain linear layer, e.g. a quantized one.
+    """
     linear = head.linear
     if type(linear) is not nn.Linear:
         return None
     part = nn.Linear(linear.in_features, len(ids_W), linear.bias is not None, device="meta")
-    for name, whole in linear.named_parameters():
+    for name, parameter in linear.named_parameters():
         setattr(
             part,
             name,
-            nn.Parameter(whole.index_select(0, ids_W.to(whole.device)), requires_grad=False),
+            nn.Parameter(
+                parameter.index_select(0, ids_W.to(parameter.device)), requires_grad=False
+            ),
         )
     return replace(head, linear=part)
 
 
-def before(x_BTD: Tensor, positions: Tensor, by: int) -> Tensor:
-    """x [*positions, D] of the flattened batch, `by` positions before those given; the first position where that is before all of it."""
-    found: Tensor = x_BTD.flatten(0, 1).index_select(0, (positions - by).clamp_min(0).flatten())
-    return found.view(*positions.shape, -1)
+def gather_before(x_BTD: Tensor, positions: Tensor, by: int) -> Tensor:
+    """Gather the states that lie some positions before the given ones.
+
+    Args:
+        x_BTD: states of a batch, which is flattened.
+        positions: in the flattened batch, of any shape.
+        by: how many positions before. Where that is before the whole batch, it is the batch's first
+            position.
+
+    Returns:
+        [*positions, D].
+    """
+    return (
+        x_BTD.flatten(0, 1)
+        .index_select(0, (positions - by).clamp_min(0).flatten())
+        .view(*positions.shape, -1)
+    )
 
 
-def loss_rows(position_ids_BT: Tensor, loss_positions_R: Tensor, *, ahead: int) -> Tensor:
-    """Which loss tokens have `ahead` tokens of their document before them, and so are predicted from there. [R] bool."""
+def select_loss_rows(position_ids_BT: Tensor, loss_positions_R: Tensor, *, ahead: int) -> Tensor:
+    """Return which loss tokens, [R] bool, have `ahead` tokens of their document before them.
+
+    Those are the ones that are predicted.
+
+    Args:
+        position_ids_BT: of packed rows; each document begins at 0.
+        loss_positions_R: in the flattened batch.
+        ahead: tokens that a predicted token needs before it.
+    """
     return position_ids_BT.flatten()[loss_positions_R] >= ahead
 
 
 def shift_left(x_BT: Tensor, by: int, fill: int) -> Tensor:
-    """x[t + by] at position t, `fill` past the end."""
+    """Return x[t + by] at each position t, and `fill` past the end."""
     return F.pad(x_BT[:, by:], (0, min(by, x_BT.shape[1])), value=fill)
 
 
+def compute_geometric_weights(decay: float, num_positions: int) -> Tensor:
+    """Return the weights [K] of positions in the loss: position k counts decay ** k.
+
+    A later position matters only where all before it are accepted. The sum is one, so that the
+    learning rate does not depend on K.
+
+    DFlash's exp(-k / gamma) is a decay of exp(-1 / gamma) (arXiv 2602.06036).
+    """
+    weights = torch.tensor([decay**k for k in range(num_positions)])
+    return weights / weights.sum()
+
+
+def compute_d_pace_weights(chances_NK: Tensor, has_loss_NK: Tensor, alpha: float) -> Tensor:
+    """Return the weights [N, K] of D-PACE (arXiv 2605.18810), which take no gradient.
+
+    The weight of position k is what it adds to a smoothed expected length, divided by K. The draft
+    gives the right token the chance q_k, which is smoothed to s_k = alpha + (1 - alpha) q_k. The
+    expected length is sum_k prod_{j<=k} s_j. Position k counts the terms that hold s_k: sum_{j>=k}
+    prod_{i<=j} s_i.
+
+    Args:
+        chances_NK: q_k of each draft.
+        has_loss_NK: whether there is a loss at the position. Other positions have weight zero.
+        alpha: how much is smoothed.
+    """
+    smoothed_NK = alpha + (1 - alpha) * chances_NK.detach()
+    reached_NK = smoothed_NK.masked_fill(~has_loss_NK, 1.0).cumprod(1) * has_loss_NK
+    return reached_NK.flip(1).cumsum(1).flip(1) * has_loss_NK / chances_NK.shape[1]
+
+
+# The arguments of an objective's forward by name: the columns of packed rows, which are tensors [B,
+# T], and what `prepare` and `read_target` add to them.
+ForwardInputs = dict[str, Any]
+
+
 class Objective(nn.Module):
-    """A draft with its loss, as the trainer has it. draft: a `Head` as far as `aux_layers` and `target_ids_W` go, or a module without them,
-    which reads no features and has the target's tokens.
+    """A draft with its loss, as the trainer has it.
 
-    Its `forward(**batch, **target_outputs, measure)` returns the loss, summed over the loss tokens, and StepSums. The sum is a scalar, or
-    [P], one for each drafted position, which then has a denominator of its own.
+    Its `forward(**batch, **target_outputs, measure)` returns the loss, summed over the loss tokens,
+    and StepSums. The sum is a scalar. It may also be [P], one for each drafted position, which then
+    has a denominator of its own.
 
-    ahead: positions from the first that is read to the first that is predicted. step_weights: [K], of the drafted positions.
+    Attributes:
+        ahead: positions from the first one that is read to the first one that is predicted.
+        step_weights: [K], weights of the drafted positions.
+        draft: the draft. It may have `aux_layers` and `target_ids_W`, as a `Head` has. A module
+            without them reads no features and has the target's tokens.
+        divergence: the loss of one token.
+        temperature: divides the logits in the loss.
+        num_positions: how many drafted positions are simulated; K unless a subclass says otherwise.
     """
 
     ahead = 1
     step_weights: Tensor
 
     def __init__(
-        self, draft: Any, divergence: Divergence, temperature: float, step_weights: Tensor
+        self, draft: nn.Module, divergence: Divergence, temperature: float, step_weights: Tensor
     ) -> None:
         super().__init__()
         self.draft: Any = draft
-        self.divergence, self.temperature = divergence, temperature
+        self.divergence = divergence
+        self.temperature = temperature
+        self.num_positions = len(step_weights)
         self.register_buffer("step_weights", step_weights, persistent=False)
 
-    def prepare(self, batch: dict[str, Any], number: int | None) -> dict[str, Any]:
-        """The batch as it is trained on: as it is, with its anchors, or with rows that the draft generated in its place. Its shapes do not
-        depend on what it holds. What is random follows from `number`, the batch's in the run, so that a resumed run repeats it; None: in
-        evaluation, where every batch is prepared the same way each time.
+    def prepare(self, batch: ForwardInputs, number: int | None) -> ForwardInputs:
+        """Return the batch as it is trained on.
+
+        That is the batch as it is, with its anchors, or with rows that the draft generated in its
+        place. Its shapes do not depend on what it holds.
+
+        Args:
+            batch: packed rows.
+            number: the batch's number in the run. What is random follows from it, so that a resumed
+                run repeats it. None in evaluation, where every batch is prepared the same way each
+                time.
         """
         return batch
 
-    def num_loss_tokens(self, batch: dict[str, Any]) -> Tensor:
-        """What the loss of a prepared batch is divided by, a scalar, or [P]: the loss tokens of the first drafted position."""
-        return loss_rows(batch["position_ids"], batch["loss_positions"], ahead=self.ahead).sum()
+    def count_loss_tokens(self, batch: ForwardInputs) -> Tensor:
+        """Return what the loss of a prepared batch is divided by, a scalar or [P].
+
+        It is the loss tokens of the first drafted position.
+        """
+        return select_loss_rows(
+            batch["position_ids"], batch["loss_positions"], ahead=self.ahead
+        ).sum()
 
     @property
     def layers(self) -> nn.ModuleList:
-        return self.draft.layers
+        """The draft's layers."""
+        layers: nn.ModuleList = self.draft.layers
+        return layers
+
+    def scale_output(self, factor: float) -> None:
+        """Multiply the logits of a fresh draft by a factor, as near as its parts allow it."""
+        self.draft.scale_output(factor)
 
     def activation_checkpointing_enable(self, **options: Any) -> None:
-        """Called by transformers' Trainer for `train.activation_checkpointing`: from now on backward computes the layers' MLPs again, whose
-        wide states are most of what a layer keeps for it. Not the attention, which would enter its keys and values into the cache twice.
+        """Let backward compute the layers' MLPs again, from now on.
+
+        transformers' Trainer calls this for `train.activation_checkpointing`. The MLPs' wide states
+        are most of what a layer keeps for backward. The attention is not computed again, because it
+        would enter its keys and values into the cache twice.
+
+        Raises:
+            UserError: for layers without an MLP.
         """
         names = ("mlp", "feed_forward", "block_sparse_moe")
-        mlps: Any = [
+        mlps = [
             module
             for name, module in self.layers.named_modules()
             if name.rpartition(".")[2] in names
         ]
         if not mlps:
-            got, expected = (
-                f"true with layers of {type(self.layers[0]).__name__}",
-                f"layers with {names[0]}",
+            raise UserError(
+                "train.activation_checkpointing",
+                got=f"true with layers of {type(self.layers[0]).__name__}",
+                expected=f"layers with {names[0]}",
             )
-            raise UserError("train.activation_checkpointing", got=got, expected=expected)
         for mlp in mlps:
             mlp.forward = partial(checkpoint, mlp.forward, use_reentrant=False)
 
-    def read_target(self, target: FrozenTarget, inputs: dict[str, Any]) -> dict[str, Any]:
-        """What forward needs from the frozen target; called without gradients. `inputs` has `features` [B, A + 1, T, D], in place of which
-        forward is given those returned, where a store has them.
-        """
-        return self.of_target(target, inputs, inputs["loss_positions"])
+    def read_target(self, target: FrozenTarget, inputs: ForwardInputs) -> ForwardInputs:
+        """Return what forward needs from the frozen target; called without gradients.
 
-    def of_target(
-        self, target: FrozenTarget, inputs: dict[str, Any], labels: Tensor
-    ) -> dict[str, Any]:
-        """Features [B, T, D], which a batch from a store has, and soft targets before the tokens at these flattened positions."""
+        Args:
+            target: the target.
+            inputs: the prepared batch. With a store it has `features` [B, A + 1, T, D], in place of
+                which forward is given the returned ones.
+        """
+        return self.read_target_outputs(target, inputs, inputs["loss_positions"])
+
+    def read_target_outputs(
+        self, target: FrozenTarget, inputs: ForwardInputs, labels: Tensor
+    ) -> ForwardInputs:
+        """Return features, and soft targets before the tokens at some positions.
+
+        Args:
+            target: the target. It is not run for a batch from a store, which has features.
+            inputs: the prepared batch.
+            labels: positions of the tokens in the flattened batch.
+
+        Returns:
+            `features` of [B, T, D], and `soft_targets`.
+        """
         if "features" in inputs:
-            features = Features.of(
+            features = Features.from_tensors(
                 inputs["features"].to(target.tensor("embed_tokens.weight").dtype).unbind(1)
             )
         else:
-            documents = Documents(inputs["cumulative_lengths"], inputs["longest"])
-            rows = {"position_ids_BT": inputs["position_ids"], "documents": documents}
             features = target.features(
-                inputs["input_ids"], getattr(self.draft, "aux_layers", ()), **rows
+                inputs["input_ids"],
+                getattr(self.draft, "aux_layers", ()),
+                position_ids_BT=inputs["position_ids"],
+                documents=Documents(inputs["cumulative_lengths"], inputs["longest"]),
             )
-        options = getattr(self.draft, "target_ids_W", None), self.temperature
         return {
             "features": features,
-            "soft_targets": SoftTargets.of(target.logits, features.last_hidden, labels, *options),
+            "soft_targets": SoftTargets.from_hidden(
+                target.logits,
+                features.last_hidden,
+                labels,
+                getattr(self.draft, "target_ids_W", None),
+                self.temperature,
+            ),
         }
 
-    def row_losses(
+    def compute_row_losses(
         self, logits_rW: Tensor, soft: TargetDistributions, k: int
     ) -> tuple[Tensor, Tensor]:
-        """Nats [r], and the metrics of each row [M, r]; see `head_loss`."""
-        logits_rW = logits_rW / self.temperature
-        return self.with_metrics(self.divergence(logits_rW, soft.probs_rW), logits_rW, soft)
+        """Return nats [r], and the metrics of each row [M, r]; see `compute_head_loss`.
 
-    def with_metrics(
+        Args:
+            logits_rW: the draft's.
+            soft: the target's distributions at the rows.
+            k: the drafted position, from 0.
+        """
+        logits_rW = logits_rW / self.temperature
+        return self.add_metrics(self.divergence(logits_rW, soft.probs_rW), logits_rW, soft)
+
+    def add_metrics(
         self, losses_r: Tensor, logits_rW: Tensor, soft: TargetDistributions | None
     ) -> tuple[Tensor, Tensor]:
-        """Nats [r] and the metrics of each row, loss, correct and accepted [3, r], or the loss alone [1, r] where nothing is measured."""
+        """Return nats [r], and the metrics of each row.
+
+        Args:
+            losses_r: nats.
+            logits_rW: the draft's.
+            soft: the target's distributions at the rows; None if there are none.
+
+        Returns:
+            The losses, and loss, correct and accepted [3, r]. Where nothing is measured, the
+            metrics are the loss alone [1, r].
+        """
         if soft is None or soft.mass_r is None or soft.top1_r is None:
             return losses_r, losses_r.detach().unsqueeze(0)
         with torch.no_grad():
-            best_r, target_ids_W = logits_rW.argmax(-1), getattr(self.draft, "target_ids_W", None)
+            best_r = logits_rW.argmax(-1)
+            target_ids_W = getattr(self.draft, "target_ids_W", None)
             correct_r = (best_r if target_ids_W is None else target_ids_W[best_r]) == soft.top1_r
             accepted_r = acceptance(
                 logits_rW.float().softmax(-1), soft.probs_rW * soft.mass_r.unsqueeze(-1)
@@ -222,11 +388,20 @@ class Objective(nn.Module):
 
 @dataclass
 class StepSums:
-    """Sums [K] over the loss tokens of one batch; divide by `loss_tokens`, those of chains by `chains`. None: not measured.
+    """Sums [K] over the loss tokens of one batch.
 
-    loss: nats; correct: the draft's top-1 is the target's; accepted: expected acceptance (losses.divergence.acceptance);
-    chain_correct: correct at this and every earlier position of the chain; chain_accepted: the product of their expected acceptances;
-    chain_uncorrected: as chain_correct, without a block drafter's correction.
+    Divide a sum by `loss_tokens` to get a mean, and a sum over chains by `chains`. A sum that was
+    not measured is None.
+
+    Attributes:
+        loss: nats.
+        loss_tokens: the number of loss tokens.
+        correct: how many tokens have the draft's top-1 equal to the target's.
+        accepted: expected acceptances (losses.divergence.acceptance).
+        chain_correct: how many chains are correct at this and every earlier position.
+        chain_accepted: over chains, the product of the expected acceptances of these positions.
+        chains: how many chains reach the position.
+        chain_uncorrected: as chain_correct, without a block drafter's correction.
     """
 
     loss: Tensor
@@ -239,16 +414,22 @@ class StepSums:
     chain_uncorrected: Tensor | None = None
 
     @classmethod
-    def of(
+    def from_losses(
         cls,
         has_loss_KR: Tensor,
         losses_KR: Tensor,
         *measured: Tensor,
         by_chain: Callable[[Tensor], Tensor] = lambda values_KR: values_KR,
     ) -> "StepSums":
-        """Of R loss tokens: losses and, where they are measured, correct and accepted, all zero where there is no loss.
+        """Build the sums of R loss tokens.
 
-        by_chain: the same values [K, S] of S chains, each of which is followed through its K drafted positions.
+        Args:
+            has_loss_KR: 1 where there is a loss.
+            losses_KR: nats, zero where there is no loss.
+            measured: correct and accepted [K, R], if they are measured. They are zero where there
+                is no loss.
+            by_chain: turns [K, R] into the same values [K, S] of S chains. Each chain is followed
+                through its K drafted positions.
         """
         sums = [values_KR.sum(1) for values_KR in (losses_KR, has_loss_KR, *measured)]
         chains = (
@@ -259,18 +440,27 @@ class StepSums:
         return cls(*sums, *chains)
 
     def table(self) -> Tensor:
-        """[8, K] float32 in the order above; what was not measured is NaN."""
+        """Return the sums as [8, K] float32 in the order above; what was not measured is NaN."""
         rows = [self.loss.new_empty(0) if row is None else row for row in vars(self).values()]
         return pad_sequence(
             [row.float() for row in rows], batch_first=True, padding_value=torch.nan
         )
 
 
-def in_a_row(
+def arrange_in_chains(
     loss_positions_R: Tensor, shape: torch.Size, num_positions: int, values_1R: Tensor
 ) -> Tensor:
-    """[K, S] of chains of K draft tokens, where a draft predicts every token [B, T] from the one before. Consecutive positions with a loss
-    are in one document: its last token has none.
+    """Arrange values of loss tokens as chains of K draft tokens [K, S].
+
+    This is for a draft that predicts every token [B, T] from the one before. A value is placed at
+    the position that predicts. Consecutive positions with a loss are in one document, because the
+    last token of a document predicts nothing.
+
+    Args:
+        loss_positions_R: in the flattened batch.
+        shape: [B, T] of the batch.
+        num_positions: K.
+        values_1R: the values.
     """
     roots_R = (loss_positions_R - 1).clamp_min(0)
     values_BT = values_1R.new_zeros(shape.numel()).scatter_add(0, roots_R, values_1R[0]).view(shape)
@@ -278,19 +468,26 @@ def in_a_row(
 
 
 def chain_products(values_KS: Tensor) -> Tensor:
-    """[K]: the sum over chains of what was at this and every earlier position."""
+    """Return the sum [K] over chains of the product of this and every earlier position."""
     return values_KS.float().cumprod(0).sum(1)
 
 
 def step_metrics(prediction: EvalPrediction) -> dict[str, float]:
-    """The loss; loss_k, accuracy_k, acceptance_k for every drafted position k, from 1, that was measured; the simulated acceptance lengths.
+    """Return the metrics of an evaluation, without those that the data could not measure.
 
-    acceptance_length = 1 + sum_k cumulative_acceptance_k, the share of chains whose first k draft tokens are all correct, counted chain
-    by chain and not as a product of marginals. The 1 is the bonus token, so that it compares with the acceptance length of greedy
-    decoding. acceptance_length_sampled is that of sampling: the first k draft tokens are accepted with the product of their expected
-    acceptances. acceptance_length_uncorrected: what a block drafter's tokens would have without its correction.
+    loss_k, accuracy_k and acceptance_k, for every drafted position k from 1, are means over the
+    tokens that are predicted there. cumulative_acceptance_k is the share of chains whose first k
+    draft tokens are all correct, counted chain by chain and not as a product of marginals. It is a
+    share of the chains that reach position k, with k loss tokens one after the other: a chain that
+    ends earlier, with its answer, counts at the positions that it reaches. A position that nothing
+    reaches has no metrics.
+
+    acceptance_length = 1 + sum_k cumulative_acceptance_k, over the positions that were measured.
+    The 1 is the bonus token, so that it compares with the acceptance length of greedy decoding.
+    acceptance_length_sampled is that of sampling: the first k draft tokens are accepted with the
+    product of their expected acceptances. acceptance_length_uncorrected is what a block drafter's
+    tokens would have without its correction.
     """
-    table = torch.as_tensor(prediction.predictions).double().sum(0)
     (
         loss,
         loss_tokens,
@@ -300,19 +497,36 @@ def step_metrics(prediction: EvalPrediction) -> dict[str, float]:
         chain_accepted,
         chains,
         chain_uncorrected,
-    ) = table
+    ) = torch.as_tensor(prediction.predictions).double().sum(0)
+
+    # The loss is the sum over positions of the mean over their loss tokens.
+    metrics = {}
     total, count = torch.as_tensor(prediction.label_ids).double().sum(0)
-    metrics = {"loss": float((total / count).sum())}
-    for k in loss_tokens.isfinite().nonzero().flatten().tolist():
+    if count.any():
+        # Where a count is 0 its sum is, too.
+        metrics["loss"] = float((total / count.clamp_min(1)).sum())
+
+    # The metrics of each position, over its loss tokens.
+    for k in (loss_tokens > 0).nonzero().flatten().tolist():
         metrics[f"loss_{k + 1}"] = float(loss[k] / loss_tokens[k])
         metrics[f"accuracy_{k + 1}"] = float(correct[k] / loss_tokens[k])
         metrics[f"acceptance_{k + 1}"] = float(accepted[k] / loss_tokens[k])
+
+    # The metrics of chains, over the chains that reach a position.
+    reached = (chains > 0).nonzero().flatten()
+    if not len(reached):
+        return metrics
+    rates = chain_correct[reached] / chains[reached]
     metrics |= {
-        f"cumulative_acceptance_{k}": rate
-        for k, rate in enumerate((chain_correct / chains).tolist(), start=1)
+        f"cumulative_acceptance_{k + 1}": rate
+        for k, rate in zip(reached.tolist(), rates.tolist(), strict=True)
     }
-    metrics["acceptance_length"] = 1.0 + float((chain_correct / chains).sum())
-    metrics["acceptance_length_sampled"] = 1.0 + float((chain_accepted / chains).sum())
+    metrics["acceptance_length"] = 1.0 + float(rates.sum())
+    metrics["acceptance_length_sampled"] = 1.0 + float(
+        (chain_accepted[reached] / chains[reached]).sum()
+    )
     if chain_uncorrected.isfinite().all():
-        metrics["acceptance_length_uncorrected"] = 1.0 + float((chain_uncorrected / chains).sum())
+        metrics["acceptance_length_uncorrected"] = 1.0 + float(
+            (chain_uncorrected[reached] / chains[reached]).sum()
+        )
     return metrics

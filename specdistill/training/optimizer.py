@@ -1,77 +1,94 @@
-"""Muon for matrices, AdamW for the rest, as one optimizer (Muon: Jordan et al. 2024; learning-rate matching: arXiv 2502.16982).
+"""Muon for matrices and AdamW for the rest, as one optimizer.
 
-Muon orthogonalises the momentum of each hidden weight matrix. Its update is rescaled to the root mean square of an AdamW update, so
-that one learning rate, schedule and weight decay serve both parts. Embeddings, heads, norms and biases stay with AdamW.
+Muon: Jordan et al. 2024. Learning-rate matching: arXiv 2502.16982.
 
-Under data parallelism every process has the same gradients. What costs is to orthogonalise: no two processes do that to one matrix.
+Muon orthogonalises the momentum of each hidden weight matrix. Its update is rescaled to the root
+mean square of an AdamW update, so that one learning rate, schedule and weight decay serve both
+parts. Embeddings, heads, norms and biases stay with AdamW.
+
+Under data parallelism every process has the same gradients. The orthogonalisation is the costly
+part, so no two processes do it for the same matrix.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from itertools import chain
 
 import torch
 from torch import Tensor, distributed, nn
 from transformers import Trainer, TrainingArguments
+from transformers.training_args import OptimizerNames
 
-from specdistill.errors import UserError, refusing
-from specdistill.processes import share
+from specdistill.common.errors import UserError, join_lines
+from specdistill.common.processes import find_rank_and_world_size
 from specdistill.training.arguments import is_sharded
 
 
 class SharedMuon(torch.optim.Muon):
-    """torch's Muon; each process takes the step of its share of the matrices, and the others receive their weights.
+    """torch's Muon, with the matrices divided among the processes.
 
-    The weights are those of one process with the same gradients, bit for bit. Every process keeps the momentum of all matrices: then the
-    first writes checkpoints alone, and a run resumes with any number of processes.
+    Each process takes the step of its matrices, and the others receive their weights. The weights
+    are those of one process with the same gradients, bit for bit. Every process keeps the momentum
+    of all matrices. So the first process can write checkpoints alone, and a run resumes with any
+    number of processes.
     """
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        rank, num_processes = share()
+        rank, num_processes = find_rank_and_world_size()
         (group,) = self.param_groups
         matrices = group["params"]
         shares = divide([matrix for matrix in matrices if matrix.grad is not None], num_processes)
-        for matrix in (
-            matrix for owner, others in enumerate(shares) if owner != rank for matrix in others
-        ):
+        # The momentum of the other processes' matrices follows the gradients here, too.
+        received = []
+        for owner, owned_by_owner in enumerate(shares):
+            if owner != rank:
+                received += owned_by_owner
+        for matrix in received:
             if not self.state[matrix]:
                 self.state[matrix]["momentum_buffer"] = torch.zeros_like(matrix)
             self.state[matrix]["momentum_buffer"].lerp_(matrix.grad, 1 - group["momentum"])
+        # Torch's step sees the matrices of this process only.
         group["params"] = shares[rank]
         super().step()  # type: ignore[no-untyped-call]
         group["params"] = matrices
+        # Each process sends the new weights of its matrices to the others.
         if num_processes > 1:
-            sent = [
-                distributed.broadcast(matrix, owner, async_op=True)
-                for owner, own in enumerate(shares)
-                for matrix in own
-            ]
+            sent = []
+            for owner, owned in enumerate(shares):
+                for matrix in owned:
+                    sent.append(distributed.broadcast(matrix, owner, async_op=True))
             for broadcast in sent:
                 broadcast.wait()
 
 
 def divide(matrices: Sequence[Tensor], num_processes: int) -> list[list[Tensor]]:
-    """The matrices of each process: the costliest first, each to the process with least to do."""
+    """Divide the matrices among the processes.
+
+    The costliest matrices come first, and each goes to the process that has least to do.
+    """
     loads = [0] * num_processes
     shares: list[list[Tensor]] = [[] for _ in loads]
-    for matrix in sorted(matrices, key=cost, reverse=True):
+    for matrix in sorted(matrices, key=count_flops, reverse=True):
         rank = loads.index(min(loads))
         shares[rank].append(matrix)
-        loads[rank] += cost(matrix)
+        loads[rank] += count_flops(matrix)
     return shares
 
 
-def cost(matrix: Tensor) -> int:
-    """Floating-point operations of one Newton-Schulz step."""
+def count_flops(matrix: Tensor) -> int:
+    """Return the floating-point operations of one Newton-Schulz step."""
     short, long = sorted(matrix.shape)
     return 2 * short**2 * (2 * long + short)
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """Two torch optimizers behind the interface of one: shared schedule, one state dict. There is no part without parameters.
+    """Two torch optimizers behind the interface of one.
 
-    Of a model's trainable parameters, matrices of linear layers go to Muon, the language-model head and the rest to AdamW. Muon needs
-    whole matrices: refuse it under ZeRO or FSDP, where parameters are shards.
+    They share a schedule and a state dict. A part without parameters does not exist.
+
+    Of a model's trainable parameters, matrices of linear layers go to Muon, the language-model head
+    and the rest to AdamW. Muon needs whole matrices: refuse it under ZeRO or FSDP, where parameters
+    are shards.
     """
 
     def __init__(self, model: nn.Module, lr: float, weight_decay: float = 0.0) -> None:
@@ -81,50 +98,71 @@ class MuonAdamW(torch.optim.Optimizer):
             if isinstance(module, nn.Linear) and not name.endswith("lm_head")
         }
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        # One torch optimizer for the matrices, and one for all other parameters.
         self.parts: dict[str, torch.optim.Optimizer] = {}
-        if matrices := [parameter for parameter in trainable if id(parameter) in linear]:
+        matrices = [parameter for parameter in trainable if id(parameter) in linear]
+        if matrices:
             self.parts["muon"] = SharedMuon(
                 matrices, lr, weight_decay, adjust_lr_fn="match_rms_adamw"
             )
-        if others := [parameter for parameter in trainable if id(parameter) not in linear]:
+        remaining_parameters = [parameter for parameter in trainable if id(parameter) not in linear]
+        if remaining_parameters:
             self.parts["adamw"] = torch.optim.AdamW(
-                others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+                remaining_parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
             )
-        super().__init__(self._groups(), defaults={"lr": lr})
-        self.param_groups = self._groups()
+        super().__init__(self._list_groups(), defaults={"lr": lr})
+        self.param_groups = self._list_groups()
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for part in self.parts.values():
             part.step()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         return {name: part.state_dict() for name, part in self.parts.items()}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, dict[str, object]]) -> None:
         for name, part in self.parts.items():
             part.load_state_dict(state_dict[name])
-        self.param_groups = self._groups()
+        self.param_groups = self._list_groups()
 
-    def _groups(self) -> list[dict[str, Any]]:
-        """The parts' own dictionaries, not copies: schedulers change `param_groups`, and the parts must see it."""
-        return [group for part in self.parts.values() for group in part.param_groups]
+    def _list_groups(self) -> list[dict[str, object]]:
+        """Return the parts' own dictionaries, not copies.
+
+        Schedulers change `param_groups`, and the parts must see the changes.
+        """
+        return list(chain.from_iterable(part.param_groups for part in self.parts.values()))
 
 
 def build_optimizer(
     name: str, model: nn.Module, arguments: TrainingArguments
 ) -> torch.optim.Optimizer | None:
-    """The optimizer a recipe names; None leaves `train.optim` to the Trainer.
+    """Return the optimizer that a recipe names, or None to leave `train.optim` to the Trainer.
 
-    Raises UserError where Muon cannot work, and for a `train.optim` that is not installed or lacks options.
+    Args:
+        name: the recipe's `optimizer`.
+        model: whose trainable parameters it updates.
+        arguments: the Trainer's.
+
+    Raises:
+        UserError: where Muon cannot work, and for a `train.optim` that is not installed or lacks
+            options.
     """
     if name != "muon_adamw":
-        chosen: Any = arguments.optim
-        expected = "an optimizer that is installed, with what it needs"
-        with refusing((ImportError, ValueError), "train.optim", chosen.value, expected):
+        chosen = OptimizerNames(arguments.optim)
+        try:
             Trainer.get_optimizer_cls_and_kwargs(arguments, model)  # type: ignore[arg-type]
+        except (ImportError, ValueError) as error:
+            raise UserError(
+                "train.optim",
+                got=chosen.value,
+                text=f"train.optim: {chosen.value} cannot be used: {join_lines(str(error))}",
+            ) from error
         return None
     if arguments.deepspeed or arguments.fsdp or is_sharded():
-        expected = "adamw: Muon needs whole matrices, not shards"
-        raise UserError("optimizer", got="muon_adamw under DeepSpeed or FSDP", expected=expected)
+        raise UserError(
+            "optimizer",
+            got="muon_adamw under DeepSpeed or FSDP",
+            expected="adamw: Muon needs whole matrices, not shards",
+        )
     return MuonAdamW(model, arguments.learning_rate, arguments.weight_decay)

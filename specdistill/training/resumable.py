@@ -1,9 +1,12 @@
-"""ResumableTrainer: transformers' Trainer whose runs can be killed at any moment, or asked to stop, and resumed to the same weights.
+"""`ResumableTrainer`, transformers' Trainer whose runs can be stopped and resumed.
 
-A training ends before its last step when a signal asks it to, which saves, or when a loss is not finite, which does not. A signal reaches
-one process or all, at different moments, and a loss may be finite in all but one. So at the end of each step every process adds its
-findings to the others', and all end after the same step. The sums are copied to the CPU while the device goes on and read one step later,
-or at once where the step is saved.
+A run that was killed at any moment, or asked to stop, is resumed to the same weights.
+
+A training ends before its last step in two cases. If a signal asks it to, it saves and ends. If a
+loss is not finite, it ends without saving. A signal reaches one process or all, at different
+moments, and a loss may be finite in all processes but one. So at the end of each step the findings
+of all processes are added up, and all processes end after the same step. The sums are copied to the
+CPU while the device continues. They are read one step later, or at once where the step is saved.
 """
 
 import json
@@ -24,31 +27,37 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import has_length
 
-from specdistill.errors import ResourceError, logger
-from specdistill.processes import of_all
+from specdistill.common.errors import ResourceError, logger
+from specdistill.common.processes import all_gather_object
 from specdistill.training.checkpoints import (
-    ASIDE,
+    STAGING_DIR,
     STATE,
-    checkpoint,
-    launch,
+    describe_launch,
+    find_checkpoint,
     prune,
-    publish,
+    publish_checkpoint,
     saving,
 )
+from specdistill.training.history import select_finite
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-AGAIN = 1.0  # seconds; a terminal's Ctrl-C reaches a process twice at once, from the terminal and from its launcher
-LAUNCHERS = (
-    "ACCELERATE_MIXED_PRECISION",
-    "TORCHELASTIC_RUN_ID",
-)  # environment of a process that has a launcher
-NOT_FINITE = Path("run") / "loss_not_finite.json"
+# Seconds within which a second signal is taken for the same one: a terminal's Ctrl-C reaches a
+# process twice at once, from the terminal and from its launcher.
+REPEATED_SIGNAL_S = 1.0
+# Environment variables that a launcher sets in its processes.
+LAUNCHERS = ("ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID")
+NOT_FINITE_FILE = Path("run") / "loss_not_finite.json"
 
 
 class ResumableTrainer(Trainer):
-    """Writes checkpoints aside and renames them, and stops between two steps (see `Stopping`).
+    """A Trainer that writes whole checkpoints only, and stops between two steps (see `Stopping`).
 
-    micro_batch_losses: of the step under way. begun: when an uninterrupted run would have, by `time.monotonic`.
+    Checkpoints are written aside and renamed.
+
+    Attributes:
+        micro_batch_losses: of the step under way.
+        begun: when an uninterrupted run would have begun, by `time.monotonic`.
+        stopping: the callback that ends the run.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -65,55 +74,89 @@ class ResumableTrainer(Trainer):
         return loss
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """The Trainer's own, with the order of this epoch's rows, and not one step more where only the end of the run was lost."""
+        """Run an epoch as the Trainer does, with the order of this epoch's rows.
+
+        If only the end of the run was lost, this runs not one step more.
+        """
         if self.state.global_step == self.state.max_steps:
             return
         sampler = kwargs["train_dataloader"].batch_sampler
-        # Of the part of an epoch that is left, accelerate does not reach the innermost.
+        # If a part of an epoch is left, accelerate wraps the sampler, and does not set the epoch of
+        # the innermost one.
         while hasattr(sampler, "batch_sampler"):
             sampler = sampler.batch_sampler
         if hasattr(getattr(sampler, "sampler", None), "set_epoch"):
             sampler.sampler.set_epoch(kwargs["epoch"])
         super()._run_epoch(*args, **kwargs)  # type: ignore[no-untyped-call]
 
-    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        """The best that is to be loaded at the end is saved, also between two steps of `train.save_steps`."""
+    def _finalize_training(self, *args: object, **kwargs: object) -> object:
+        """Finish as the Trainer does, with `train_loss` averaged over all processes.
+
+        The Trainer averages the losses of the steps when it logs them, and takes the last ones,
+        which it did not log, from this process alone.
+        """
+        self._tr_loss = self.accelerator.reduce(self._tr_loss, "mean")
+        return super()._finalize_training(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log as the Trainer does, but no figure that is not finite: JSON has no such numbers."""
+        super().log(select_finite(logs), start_time)
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: object) -> bool:
+        """Determine the best metric as the Trainer does, and save the draft that has it.
+
+        A best draft that is to be loaded at the end is saved, also between two steps of
+        `train.save_steps`.
+        """
         is_best = super()._determine_best_metric(metrics, trial)
         if is_best and self.args.load_best_model_at_end:
             self.control.should_save = True
         return is_best
 
-    def _get_output_dir(self, trial: Any) -> str:
+    def _get_output_dir(self, trial: object) -> str:
         return self._run_dir or str(super()._get_output_dir(trial))
 
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """The Trainer's own, into a folder aside; its place when every process is done; then older ones go."""
-        run, step = Path(str(self.args.output_dir)), self.state.global_step
-        self._run_dir = str(run / ASIDE)
-        aside = checkpoint(run / ASIDE, step)
-        with saving(checkpoint(run, step)):
+    def _save_checkpoint(self, model: nn.Module, trial: object) -> None:
+        """Save a checkpoint as the Trainer does, but into a folder aside.
+
+        When every process is done, it is moved to its place. Then older checkpoints are removed.
+        """
+        run = Path(str(self.args.output_dir))
+        step = self.state.global_step
+        self._run_dir = str(run / STAGING_DIR)
+        aside = find_checkpoint(run / STAGING_DIR, step)
+        with saving(find_checkpoint(run, step)):
             super()._save_checkpoint(model, trial)
         self._run_dir = None
         if self.state.best_global_step == step:
-            self.state.best_model_checkpoint = str(checkpoint(run, step))
+            self.state.best_model_checkpoint = str(find_checkpoint(run, step))
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
-            with saving(checkpoint(run, step)):
-                self.state.save_to_json(str(aside / STATE))  # which names the best by its place
-                publish(aside, run, launch(self.args), time.monotonic() - self.begun)
+            with saving(find_checkpoint(run, step)):
+                # The state is written again: it now names the best checkpoint by its final place.
+                self.state.save_to_json(str(aside / STATE))
+                publish_checkpoint(
+                    aside, run, describe_launch(self.args), time.monotonic() - self.begun
+                )
             best = self.state.best_model_checkpoint
             prune(
                 run,
                 self.args.save_total_limit,
-                {checkpoint(run, step), *([Path(best)] if best else [])},
+                {find_checkpoint(run, step), *([Path(best)] if best else [])},
             )
         self.accelerator.wait_for_everyone()
 
 
 @dataclass(frozen=True)
 class EndedStep:
-    """losses: of this process's micro-batches. found_2: over all processes, those asked to stop and those whose loss is not finite; on the
-    CPU, where a device has copied them once `copied` is reached.
+    """A step that has ended, with what the processes found in it.
+
+    Attributes:
+        number: of the step, from 1.
+        losses: of this process's micro-batches.
+        found_2: [2], the numbers of processes that were asked to stop, and of those whose loss is
+            not finite. It is on the CPU, and filled once `copied` is reached.
+        copied: the event after which a device has copied `found_2`; None without a device.
     """
 
     number: int
@@ -123,9 +166,19 @@ class EndedStep:
 
 
 class Stopping(TrainerCallback):
-    """Ends a ResumableTrainer's run. received: the first signal that asked this process to stop. A second one ends it."""
+    """Ends a ResumableTrainer's run when a signal asks for it, or when a loss is not finite.
 
-    def __init__(self, trainer: Any) -> None:
+    A second signal ends the process.
+
+    Attributes:
+        received: the first signal that asked this process to stop.
+        received_at: when it came, by `time.monotonic`.
+        stops: whether some process was asked to stop.
+        unread: steps whose findings have not been read yet.
+        launcher: the id of the launcher's process; None without a launcher.
+    """
+
+    def __init__(self, trainer: ResumableTrainer) -> None:
         self.trainer = trainer
         self.stops = False
         self.unread: list[EndedStep] = []
@@ -134,7 +187,8 @@ class Stopping(TrainerCallback):
         self.launcher = os.getppid() if any(name in os.environ for name in LAUNCHERS) else None
 
     @contextmanager
-    def caught(self) -> Iterator[None]:
+    def handle_signals(self) -> Iterator[None]:
+        """Handle signals while the block runs."""
         handlers = {number: signal.signal(number, self._receive) for number in SIGNALS}
         try:
             yield
@@ -143,39 +197,67 @@ class Stopping(TrainerCallback):
                 signal.signal(number, handler)
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
+        """Record a first signal, and end the process at a second one."""
         if self.received is None:
-            self.received, self.received_at = number, time.monotonic()
+            self.received = number
+            self.received_at = time.monotonic()
             if os.environ.get("RANK", "0") == "0":
-                message = f"{signal.Signals(number).name}: saving after this step; a second one ends without saving\n"
-                os.write(2, message.encode())  # not print, which the signal may have interrupted
-        elif time.monotonic() - self.received_at > AGAIN:
+                # This does not print, because the signal may have interrupted a print.
+                os.write(
+                    2,
+                    f"{signal.Signals(number).name}: saving after this step; a second one ends"
+                    " without saving\n".encode(),
+                )
+        elif time.monotonic() - self.received_at > REPEATED_SIGNAL_S:
             os._exit(128 + number)
 
     @property
     def asked(self) -> bool:
-        """A launcher that is gone asks as well: some pass no signal on."""
+        """Whether this process was asked to stop.
+
+        A launcher that is gone asks as well, because some launchers pass no signal on.
+        """
         return self.received is not None or self.launcher not in (None, os.getppid())
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
-        losses, self.trainer.micro_batch_losses = self.trainer.micro_batch_losses, []
+        """Add up the findings of all processes, and read those that are due."""
+        # Count the processes that were asked to stop, and those whose loss is not finite.
+        losses = self.trainer.micro_batch_losses
+        self.trainer.micro_batch_losses = []
         finite = torch.stack(losses).isfinite().all()
-        asked = torch.full_like(finite, self.asked)
-        found_2 = self.trainer.accelerator.reduce(torch.stack([asked, ~finite]).long(), "sum")
-        on_cpu_2 = found_2.to("cpu", non_blocking=True)  # into pinned memory
+        found_2 = self.trainer.accelerator.reduce(
+            torch.stack([torch.full_like(finite, self.asked), ~finite]).long(), "sum"
+        )
+        on_cpu_2 = found_2.to("cpu", non_blocking=True)  # This copies into pinned memory.
         copied = torch.cuda.current_stream().record_event() if found_2.is_cuda else None
         self.unread.append(EndedStep(state.global_step, losses, on_cpu_2, copied))
         self._read(args, control)
 
     def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
-        """Only here the Trainer asks for what `train.save_strategy=epoch` saves and `train.eval_strategy=epoch` evaluates."""
+        """Read the findings at the end of an epoch, too.
+
+        Only here the Trainer asks for what `train.save_strategy=epoch` saves and
+        `train.eval_strategy=epoch` evaluates.
+        """
         self._read(args, control)
 
     def _read(self, args: TrainingArguments, control: TrainerControl) -> None:
-        """What the steps before the last one found; of the last one too, where its weights are about to be used."""
+        """Read what the steps before the last one found.
+
+        The last step is read, too, where its weights are about to be used.
+        """
         ends = control.should_save or control.should_evaluate or control.should_training_stop
         while self.unread and (ends or self.stops or len(self.unread) > 1):
             step = self.unread.pop(0)
@@ -183,51 +265,72 @@ class Stopping(TrainerCallback):
                 step.copied.synchronize()
             num_asked, num_not_finite = step.found_2.tolist()
             if num_not_finite:
-                self._not_finite(step, args)
+                self._stop_if_not_finite(step, args)
             self.stops = self.stops or num_asked > 0
         control.should_save = control.should_save or self.stops
 
     def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
+        """End the run after the save that a signal asked for."""
         if not self.stops:
             return
         if state.is_world_process_zero:
-            folder = checkpoint(Path(str(args.output_dir)), state.global_step)
             logger.info(
-                f"Stopped after step {state.global_step}, saved in {folder}. The same command resumes."
+                f"Stopped after step {state.global_step}, saved in"
+                f" {find_checkpoint(Path(str(args.output_dir)), state.global_step)}. The same"
+                " command resumes."
             )
         raise SystemExit(128 + (self.received or signal.SIGTERM))
 
-    def _not_finite(self, step: EndedStep, args: TrainingArguments) -> None:
-        """Save which rows of the training data the loss was of, and end, on every process."""
-        own = [
+    def _stop_if_not_finite(self, step: EndedStep, args: TrainingArguments) -> None:
+        """Save the rows of training data whose loss was not finite, and end on every process.
+
+        Args:
+            step: in which the loss was not finite.
+            args: the Trainer's arguments.
+
+        Raises:
+            ResourceError: always.
+        """
+        local_rows = [
             rows
-            for rows, loss in zip(self._rows(step, args), step.losses, strict=True)
+            for rows, loss in zip(self._list_step_rows(step, args), step.losses, strict=True)
             if not loss.isfinite()
         ]
-        rows = [row for found in of_all(own) for batch in found for row in batch]
-        path = Path(str(args.output_dir)) / NOT_FINITE
+        rows = []
+        for batches in all_gather_object(local_rows):
+            for batch in batches:
+                rows.extend(batch)
+        path = Path(str(args.output_dir)) / NOT_FINITE_FILE
         if args.should_save:
             with saving(path):
                 path.write_text(
                     json.dumps({"step": step.number, "rows": rows}) + "\n", encoding="utf-8"
                 )
         shown = ", ".join(map(str, rows[:8])) + ", …" * (len(rows) > 8)
-        what = f"the loss of step {step.number} is not finite, in a batch of rows {shown} of the training data ({path})"
         raise ResourceError(
-            what, next_step="look at them, or lower train.learning_rate or train.max_grad_norm"
+            f"the loss of step {step.number} is not finite, in a batch of rows {shown} of the"
+            f" training data ({path})",
+            next_step="look at these rows, or lower train.learning_rate or train.max_grad_norm",
         )
 
-    def _rows(self, step: EndedStep, args: TrainingArguments) -> list[list[int]]:
-        """The rows of each micro-batch of this process in a step, read off the sampler: the order of rows is a function of the epoch."""
+    def _list_step_rows(self, step: EndedStep, args: TrainingArguments) -> list[list[int]]:
+        """Return the rows of each micro-batch of this process in a step.
+
+        They are read from the sampler, because the order of rows is a function of the epoch.
+        """
+        # The sampler of a new loader gives the same order, once it has the step's epoch.
         loader: Any = self.trainer.get_train_dataloader()
-        num_batches, per_step = (
-            len(loader) if has_length(loader) else 0,
-            args.gradient_accumulation_steps,
-        )
+        num_batches = len(loader) if has_length(loader) else 0
+        per_step = args.gradient_accumulation_steps
         if not num_batches:
-            return [[] for _ in step.losses]  # a stream, as pico's own training reads
+            # The rows are a stream, as in the training of pico itself, and have no numbers.
+            return [[] for _ in step.losses]
         epoch, index = divmod(step.number - 1, math.ceil(num_batches / per_step))
         loader.set_epoch(epoch)
         return list(islice(loader.batch_sampler, index * per_step, (index + 1) * per_step))

@@ -1,7 +1,8 @@
 """A training run from its recipe to its best draft: the steps that all training scripts share.
 
-Its folder holds `draft/`, `report/`, the trainer's checkpoints, and `run/`: the record of its inputs (resolved recipe, command, versions,
-revision, data fingerprint), which is written before the first step.
+Its folder holds `draft/`, `report/`, the trainer's checkpoints, and `run/`. The last one is the
+record of the run's inputs (resolved recipe, command, versions, revision, data fingerprint), which
+is written before the first step.
 """
 
 import hashlib
@@ -9,6 +10,7 @@ import itertools
 import json
 import math
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -23,86 +25,115 @@ from typing import Any
 from transformers import PrinterCallback, ProgressCallback, TrainingArguments, set_seed
 
 from specdistill import __version__
-from specdistill.credentials import without_places
-from specdistill.errors import UserError, logger
-from specdistill.files.documents import parse_yaml, read_json, read_keys
-from specdistill.files.folders import alone, check_writable
-from specdistill.processes import agree, collectives, of_all
-from specdistill.project import git_revision
+from specdistill.common.credentials import remove_places
+from specdistill.common.documents import parse_yaml, read_json, read_keys
+from specdistill.common.errors import UserError, logger
+from specdistill.common.folders import check_writable, exclusive_lock
+from specdistill.common.processes import (
+    all_gather_object,
+    check_ranks_agree,
+    report_failed_collectives,
+)
+from specdistill.common.project import read_git_revision
+from specdistill.common.terminal import print_result
 from specdistill.recipe import data_sources
-from specdistill.recipe.load import flattened, recipe_yaml
-from specdistill.recipe.sections import FROM_HUB
-from specdistill.terminal import result
-from specdistill.training.arguments import check_precision, training_arguments
+from specdistill.recipe.fields import Section, format_value, list_every_key
+from specdistill.recipe.load import flatten_keys, format_recipe
+from specdistill.recipe.sections import TARGET_IS_ON_HUB
+from specdistill.targets.memory import map_large_tensors
+from specdistill.training.arguments import build_training_arguments, check_precision
 from specdistill.training.checkpoints import (
-    ASIDE,
     MANIFEST,
+    STAGING_DIR,
     check_launch,
-    checkpoint,
-    launch,
+    describe_launch,
+    find_checkpoint,
+    find_complete_steps,
     saving,
-    whole_steps,
 )
 from specdistill.training.history import Bar, ProgressLines, save_history
 from specdistill.training.resumable import ResumableTrainer
-from specdistill.training.trainer import DraftTrainer
+from specdistill.training.trainer import DistillationTrainer
 
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors")
-RECIPE, PROVENANCE = "recipe.yaml", "provenance.json"
+RECIPE = "recipe.yaml"
+PROVENANCE = "provenance.json"
 LOCK = ".lock"
-SEEN_WITHIN = (
-    60.0  # seconds in which a network file system shows all machines what one of them wrote
-)
-# Places of each machine, whatever they are called.
-PLACES = (
+VISIBILITY_WAIT_S = 10
+# Keys that name places on a machine. A run resumes with other places.
+PATH_KEYS = (
     "train.output_dir",
     "train.logging_dir",
     "data.cache_dir",
     "hidden_states.path",
 )
-# Keys of `train:` that say how processes share a step's rows. A run resumes with other values, as long as a step has as many rows.
-SHARE_OUT = (
+# Keys of `train:` that say how processes share a step's rows. A run resumes with other values, as
+# long as a step has as many rows.
+BATCH_KEYS = (
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
     "per_device_eval_batch_size",
     "ddp_timeout",
 )
-LENGTHS = (
-    "max_steps",
-    "num_train_epochs",
-)  # keys of `train:` by which a finished run is trained further
+# Keys of `train:` by which a finished run is trained further.
+DURATION_KEYS = ("max_steps", "num_train_epochs")
+
+
+MAX_SHOWN_KEYS = 3  # keys of another recipe that an error names
+START_OVER_HINT = "To start over, name another train.output_dir, or remove the folder."
+# The facts that a run records of its inputs, in words.
+FACTS = {
+    "target": "target.model",
+    "target_revision": "target.revision",
+    "target_weights": "the hash of the weights of target.model",
+    "data_fingerprint": "the fingerprint of the rows from data.source",
+    "rows": "the number of rows from data.source",
+}
 
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """arguments: of transformers' Trainer; path: the run's folder; checkpoint: what it resumes from, None: a new run."""
+    """A training run and its folder.
 
-    recipe: Any
+    Attributes:
+        recipe: what is trained.
+        arguments: of transformers' Trainer.
+        path: the run's folder.
+        checkpoint: what the run resumes from; None for a new run.
+        writer: holds the lock of the folder, which one process writes from the record to the draft.
+    """
+
+    recipe: Section
     arguments: TrainingArguments
     path: Path
     checkpoint: Path | None = None
-    writer: ExitStack = field(
-        default_factory=ExitStack
-    )  # from the record to the draft, one process writes the folder
+    writer: ExitStack = field(default_factory=ExitStack)
 
     @classmethod
     def open(
-        cls, recipe: Any, *, target_dtype: str | None = None, **defaults: Any
+        cls, recipe: Any, *, target_dtype: str | None = None, **defaults: object
     ) -> "TrainingRun":
-        """A new run, an interrupted one, or a finished one that is trained further: join the processes of the launch and seed the
-        run; writes nothing.
+        """Open a new run, an interrupted one, or a finished one that is trained further.
 
-        target_dtype: of the frozen target, if there is one. defaults: for fields that `train:` leaves out. Raises UserError for a
-        section or a dtype that cannot be used, for machines that differ in their recipe, for a folder that cannot be written or holds
-        other files, another run or a finished one, and for a checkpoint that this launch cannot resume.
+        This joins the processes of the launch and seeds the run. It writes nothing.
+
+        Args:
+            recipe: what is trained.
+            target_dtype: of the frozen target, if there is one.
+            defaults: values of fields that `train:` leaves out.
+
+        Raises:
+            UserError: for a section or a dtype that cannot be used, for machines that differ in
+                their recipe, for a folder that cannot be written or holds other files, another run
+                or a finished one, and for a checkpoint that this launch cannot resume.
         """
-        arguments = training_arguments(
+        arguments = build_training_arguments(
             recipe.train, **{"disable_tqdm": not sys.stderr.isatty(), **defaults}
         )
-        agree(
+        check_ranks_agree(
             {
-                **recipe_keys(recipe.model_dump()),
-                "accelerate launch": f"sharding {launch(arguments)['sharding']}",
+                **list_recipe_keys(list_every_key(recipe)),
+                "accelerate launch": f"sharding {describe_launch(arguments)['sharding']}",
             }
         )
         if target_dtype is not None:
@@ -110,68 +141,105 @@ class TrainingRun:
         path = Path(str(arguments.output_dir))
         check_writable(path, "train.output_dir")
         # All processes look before any of them writes.
-        own = whole_steps(path)
-        obstacles, whole = zip(*of_all((_obstacle(path, recipe, own), own)), strict=True)
-        if obstacle := next(filter(None, obstacles), None):
-            expected = "a new folder, an interrupted run, or a larger train.max_steps to train a finished run further"
-            raise UserError(
-                "train.output_dir", got=f"{path}, which holds {obstacle}", expected=expected
-            )
-        step = max(set(whole[0]).intersection(*whole), default=None)
-        if step is None and any(whole):
+        local_steps = find_complete_steps(path)
+        obstacles, complete_steps = zip(
+            *all_gather_object((_describe_obstacle(path, recipe, local_steps), local_steps)),
+            strict=True,
+        )
+        obstacle = next(filter(None, obstacles), None)
+        if obstacle:
             raise UserError(
                 "train.output_dir",
-                got=f"{path}, whose checkpoints not every machine has",
-                expected="a new folder",
+                got=f"{path}, which holds {obstacle}",
+                text=f"train.output_dir: {path} holds {obstacle}. {START_OVER_HINT}",
             )
-        run = cls(recipe, arguments, path, None if step is None else checkpoint(path, step))
+        # Resume from the newest checkpoint that every process finds complete.
+        step = max(set(complete_steps[0]).intersection(*complete_steps), default=None)
+        if step is None and any(complete_steps):
+            raise UserError(
+                "train.output_dir",
+                got=f"{path}, whose checkpoints are missing on some machines",
+                expected="a new folder, or one that all machines share",
+            )
+        run = cls(recipe, arguments, path, None if step is None else find_checkpoint(path, step))
         if run.checkpoint is not None:
             check_launch(run.checkpoint, arguments)
-            arguments.eval_on_start = False  # it is not at its start
+            arguments.eval_on_start = False  # A run that resumes is not at its start.
         set_seed(arguments.seed)
         if arguments.process_index == 0:
-            for warning in left_open(recipe):
+            for warning in warn_unpinned_revisions(recipe):
                 logger.warning(warning)
         return run
 
-    def record(self, **facts: Any) -> None:
-        """Write the record, before the first step: the resolved recipe, command, versions, git revision and the facts given.
+    def record(self, **facts: object) -> None:
+        """Write the record of the run's inputs, before the first step.
 
-        Raises UserError when the facts are not those of the run that is resumed, and where machines that share no folder keep no
-        checkpoints of their own.
+        It has the resolved recipe, command, versions, git revision and the facts given. Warn where
+        machines that share no folder keep no checkpoints of their own.
+
+        Args:
+            facts: of the target and the data; see FACTS.
+
+        Raises:
+            UserError: if the facts are not those of the run that is resumed.
         """
-        folder, aside, facts = self.path / "run", self.path / ASIDE / "run", without_places(facts)
+        # The process that writes the folder locks it, and the others wait until it has.
+        # Only one run may write into the folder.
+        folder = self.path / "run"
+        aside = self.path / STAGING_DIR / "run"
+        facts = remove_places(facts)
         if self.arguments.should_save:
-            self.writer.enter_context(alone(self.path / LOCK, "train.output_dir", self.path))
-        of_all(None)
-        there = (
+            self.writer.enter_context(
+                exclusive_lock(
+                    self.path / LOCK,
+                    "train.output_dir",
+                    self.path,
+                    saves_memory="train.per_device_train_batch_size",
+                )
+            )
+        all_gather_object(None)
+
+        # An interrupted run must have had the same target and data.
+        record = (
             read_keys(folder / PROVENANCE, "train.output_dir", "an interrupted run")
             if self.checkpoint
             else {}
         )
-        old = without_places(there)
-        other = next((name for name, now in facts.items() if old.get(name, now) != now), None)
-        if other := next(
-            filter(None, of_all(other)), None
-        ):  # all have read it before it is written again
-            got = f"{self.path}, an interrupted run with {other} {old.get(other)}"
+        old = remove_places(record)
+        differing_key = next(
+            (name for name, now in facts.items() if old.get(name, now) != now), None
+        )
+        # Every process must have read the old record before the first one overwrites it.
+        differing_key = next(filter(None, all_gather_object(differing_key)), None)
+        if differing_key:
             raise UserError(
-                "train.output_dir", got=got, expected=f"a new folder, or {other} {facts[other]}"
+                "train.output_dir",
+                got=(
+                    f"{self.path}, an interrupted run with {differing_key} {old.get(differing_key)}"
+                ),
+                text=(
+                    f"train.output_dir: {self.path} holds an interrupted run, in which"
+                    f" {FACTS.get(differing_key, differing_key)} is {old.get(differing_key)};"
+                    f" now it is {facts[differing_key]}."
+                    f" {START_OVER_HINT}"
+                ),
             )
+
+        # Write the record aside and move it to its place.
         provenance = {
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "recipe": hashlib.sha256(recipe_yaml(self.recipe, public=True).encode()).hexdigest(),
-            "command": without_places(sys.argv),
+            "recipe": hashlib.sha256(format_recipe(self.recipe, public=True).encode()).hexdigest(),
+            "command": remove_places(sys.argv),
             "python": sys.version.split()[0],
             "packages": {"specdistill": __version__, **{name: version(name) for name in PACKAGES}},
-            "git_revision": git_revision(),
+            "git_revision": read_git_revision(),
             **facts,
         }
         if self.arguments.should_save:
             with saving(folder):
                 self._keep_finished()
                 aside.mkdir(parents=True, exist_ok=True)
-                (aside / RECIPE).write_text(recipe_yaml(self.recipe), encoding="utf-8")
+                (aside / RECIPE).write_text(format_recipe(self.recipe), encoding="utf-8")
                 (aside / PROVENANCE).write_text(
                     json.dumps(provenance, indent=2) + "\n", encoding="utf-8"
                 )
@@ -180,133 +248,198 @@ class TrainingRun:
                 else:
                     for path in aside.iterdir():
                         os.replace(path, folder / path.name)
-        of_all(None)
-        end = time.monotonic() + SEEN_WITHIN
-        while not (folder / RECIPE).exists():
-            if time.monotonic() > end:
-                got = f"false, and process {self.arguments.process_index} does not see {folder}"
-                raise UserError(
-                    "train.save_on_each_node",
-                    got=got,
-                    expected="true, or a folder that all machines share",
-                )
+        all_gather_object(None)
+        # A network file system shows a new folder late: within seconds, as a rule. After that this
+        # warns and does not refuse, as some take a minute.
+        end = time.monotonic() + VISIBILITY_WAIT_S
+        while not (folder / RECIPE).exists() and time.monotonic() < end:
             time.sleep(1)
+        if not (folder / RECIPE).exists():
+            logger.warning(
+                f"Process {self.arguments.process_index} does not see {folder}. If the machines"
+                " share no folder, set train.save_on_each_node=true: an interrupted run could not"
+                " be resumed."
+            )
 
     def _keep_finished(self) -> None:
-        """Of a finished run that is trained further: the draft and its report get names of their own."""
+        """Rename the draft and the report of a finished run that is trained further.
+
+        Nothing is renamed in a run without a draft, which is no finished one.
+        """
         if self.checkpoint is None or not (self.path / "draft").exists():
             return
         step = self.checkpoint.name.removeprefix("checkpoint-")
-        kept = self.path
-        for name in ("report", "draft"):  # without a draft the run is an interrupted one
+        kept_folder = self.path
+        # The draft comes last, because without it the run counts as an interrupted one.
+        for name in ("report", "draft"):
             if (self.path / name).exists():
                 names = (
                     f"{name}-{step}{f'-{number}' if number > 1 else ''}"
                     for number in itertools.count(1)
                 )
-                kept = next(self.path / each for each in names if not (self.path / each).exists())
-                os.replace(self.path / name, kept)
+                kept_folder = next(
+                    self.path / candidate
+                    for candidate in names
+                    if not (self.path / candidate).exists()
+                )
+                os.replace(self.path / name, kept_folder)
         logger.info(
-            f"{self.path} is trained further from step {step}, with the learning rates of a run of the new length; "
-            f"its draft so far is kept in {kept}"
+            f"Training in {self.path} continues from step {step}, with the learning rates of"
+            f" the new"
+            f" length. The previous draft is kept in {kept_folder}."
         )
 
     def train(self, trainer: ResumableTrainer) -> None:
-        """Train, or resume where an interrupted run stopped; save the best draft, which a DraftTrainer has loaded back by then."""
+        """Train, or resume where an interrupted run stopped, and save the best draft.
+
+        A DistillationTrainer has loaded the best draft back by then.
+        """
+        # Replace the Trainer's printed logs by ours.
         with self.writer:
-            for verbose in (
-                PrinterCallback,
-                ProgressCallback,
-            ):  # they print every log as a dictionary
+            # These callbacks print every log as a dictionary.
+            for verbose in (PrinterCallback, ProgressCallback):
                 trainer.remove_callback(verbose)
             for callback in (
                 [ProgressLines()] if self.arguments.disable_tqdm else [Bar(), ProgressLines()]
             ):
                 trainer.add_callback(callback)
-            # Last: on a save it may end the run, before others are told
+            # `stopping` comes last: on a save it may end the run, and the others would not be told.
             trainer.callback_handler.callbacks.sort(
                 key=lambda callback: callback is trainer.stopping
             )
+
+            # Resume: go on with the time that was counted so far.
             if self.checkpoint is not None:
                 trainer.begun -= read_json(self.checkpoint / MANIFEST).get("seconds", math.nan)
             if self.arguments.should_save:
-                shutil.rmtree(self.path / ASIDE, ignore_errors=True)
-            of_all(None)
+                shutil.rmtree(self.path / STAGING_DIR, ignore_errors=True)
+            all_gather_object(None)
+            vocab_size = (
+                trainer.target.vocab_size if isinstance(trainer, DistillationTrainer) else 0
+            )
             with (
-                trainer.stopping.caught(),
-                collectives("the same command resumes from the last checkpoint"),
+                trainer.stopping.handle_signals(),
+                report_failed_collectives("the same command resumes from the last checkpoint"),
+                map_large_tensors(vocab_size),
             ):
                 trainer.train(
                     resume_from_checkpoint=None if self.checkpoint is None else str(self.checkpoint)
                 )
-            if not isinstance(trainer, DraftTrainer):
+            if not isinstance(trainer, DistillationTrainer):
                 return
+
+            # Write the draft and its history aside, then move them to their place.
             with saving(self.path / "draft"):
-                trainer.save_draft(self.path / ASIDE / "draft")
+                trainer.save_draft(self.path / STAGING_DIR / "draft")
                 if self.arguments.should_save:
-                    seconds, has_best = (
+                    save_history(
+                        trainer.state,
+                        self.path,
                         time.monotonic() - trainer.begun,
-                        self.arguments.load_best_model_at_end,
+                        has_best=self.arguments.load_best_model_at_end,
                     )
-                    save_history(trainer.state, self.path, seconds, has_best=has_best)
-                    if (self.path / ASIDE / "draft").exists():
-                        os.replace(self.path / ASIDE / "draft", self.path / "draft")
-                    shutil.rmtree(
-                        self.path / ASIDE, ignore_errors=True
-                    )  # not there where another machine writes the draft
-            state = trainer.state
-            reached = {
-                "steps": state.global_step,
-                "best": state.best_metric,
-                "log": state.log_history,
-            }
-            result({"draft": self.path / "draft", **reached})
+                    if (self.path / STAGING_DIR / "draft").exists():
+                        os.replace(self.path / STAGING_DIR / "draft", self.path / "draft")
+                    # The folder is not there where another machine writes the draft.
+                    shutil.rmtree(self.path / STAGING_DIR, ignore_errors=True)
+            print_result(
+                {
+                    "draft": self.path / "draft",
+                    "steps": trainer.state.global_step,
+                    "best": trainer.state.best_metric,
+                    "log": trainer.state.log_history,
+                }
+            )
 
 
-def left_open(recipe: Any) -> Iterator[str]:
-    """What may be another thing tomorrow: a target on the Hub without a revision, and what `data_sources.left_open` finds."""
+def warn_unpinned_revisions(recipe: Section) -> Iterator[str]:
+    """Yield warnings of inputs that may change from one day to the next.
+
+    These are a target on the Hub without a revision, and what `data_sources.left_open` finds.
+    """
     target, data = (getattr(recipe, name, None) for name in ("target", "data"))
-    if target is not None and FROM_HUB.holds(target) and target.revision is None:
-        yield f"target.revision: {target.model} is not pinned, and its weights are those of today: target.revision=COMMIT keeps them"
+    if target is not None and TARGET_IS_ON_HUB.holds(target) and target.revision is None:
+        yield (
+            f"target.revision: {target.model} is not pinned, and its weights are those of today:"
+            " target.revision=COMMIT keeps them"
+        )
     if data is not None:
-        yield from data_sources.left_open(data.source)
+        yield from data_sources.warn_unpinned_sources(data.source)
 
 
-def recipe_keys(values: Mapping[str, Any]) -> dict[str, str]:
-    """Each key of a recipe with its value, but for the places."""
-    return {key: str(value) for key, value in flattened(values) if key not in PLACES}
+def list_recipe_keys(values: Mapping[str, object]) -> dict[str, str]:
+    """Return each key of a recipe with its value, except keys that name places."""
+    return {key: str(value) for key, value in flatten_keys(values) if key not in PATH_KEYS}
 
 
-def _obstacle(path: Path, recipe: Any, whole: list[int]) -> str | None:
-    """The files in a folder that keep a run out of it, in words; None: there are none. whole: steps of its checkpoints."""
-    held = {entry.name for entry in path.iterdir()} if path.exists() else set()
+def _describe_obstacle(path: Path, recipe: Section, complete_steps: list[int]) -> str | None:
+    """Say in words which files in a folder keep a run out of it.
+
+    Args:
+        path: the run's folder.
+        recipe: of the run.
+        complete_steps: steps of its complete checkpoints.
+
+    Returns:
+        None if there are no such files.
+    """
+    # A folder without a run must hold nothing else.
+    entries = {entry.name for entry in path.iterdir()} if path.exists() else set()
     record = path / "run" / RECIPE
     if not record.exists():
-        return "other files" if held - {ASIDE, LOCK} else None
-    if held <= {
-        "run",
-        "runs",
-        ASIDE,
-        LOCK,
-    }:  # a record and a tracker's log: that run died before its first checkpoint
+        return "other files" if entries - {STAGING_DIR, LOCK} else None
+    # With only a record and a tracker's log, the run died before its first checkpoint.
+    if entries <= {"run", "runs", STAGING_DIR, LOCK}:
         return None
     recorded = read_keys(record, "train.output_dir", "a new folder, or an interrupted run")
-    asked, is_finished = parse_yaml(recipe_yaml(recipe)), "draft" in held
-    if _same_steps(recorded, is_finished) != _same_steps(asked, is_finished):
-        return "a run of another recipe"
+    recipe_keys = parse_yaml(format_recipe(recipe))
+    is_finished = "draft" in entries
+
+    # Compare the recipes, without the keys in which they may differ.
+    old = dict(flatten_keys(_remove_irrelevant_keys(recorded, is_finished)))
+    new = dict(flatten_keys(_remove_irrelevant_keys(recipe_keys, is_finished)))
+    differing = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    if differing:
+        values = (
+            f"{key} is {format_value(old.get(key))} there and {format_value(new.get(key))} here"
+            for key in differing[:MAX_SHOWN_KEYS]
+        )
+        same = [f"{key}={format_value(old.get(key))}" for key in differing]
+        typed = shlex.join(same) if len(same) <= MAX_SHOWN_KEYS else f"recipe={record}"
+        return f"a run of another recipe: {'; '.join(values)}. To resume it, type {typed}"
+
+    # A finished run can only be trained further, for more steps or epochs.
     if is_finished and not any(
-        (asked["train"].get(key) or 0) > (recorded["train"].get(key) or 0) for key in LENGTHS
+        (recipe_keys["train"].get(key) or 0) > (recorded["train"].get(key) or 0)
+        for key in DURATION_KEYS
     ):
-        return "a finished run"
-    return "a finished run without a whole checkpoint" if is_finished and not whole else None
+        key = (
+            "train.max_steps"
+            if (recorded["train"].get("max_steps") or 0) > 0
+            else "train.num_train_epochs"
+        )
+        return f"a finished run. To train it further, raise {key}"
+    return (
+        "a finished run that kept no complete checkpoint, so it cannot be trained further"
+        if is_finished and not complete_steps
+        else None
+    )
 
 
-def _same_steps(recipe: dict[str, Any], is_finished: bool) -> Any:
-    """A recipe without the keys that share out the rows of its steps, and of a finished one its length."""
-    train, others = recipe.get("train"), SHARE_OUT + LENGTHS * is_finished
+def _remove_irrelevant_keys(recipe: dict[str, Any], is_finished: bool) -> dict[str, object]:
+    """Return a recipe without the keys that change no number of the training.
+
+    This leaves out the keys that say how processes share the rows of a step. For a finished run it
+    also leaves out its length, which may be raised.
+    """
+    train = recipe.get("train")
+    irrelevant_keys = BATCH_KEYS + DURATION_KEYS * is_finished
     steps = (
-        {name: value for name, value in train.items() if name not in others}
+        {name: value for name, value in train.items() if name not in irrelevant_keys}
         if isinstance(train, dict)
         else train
     )
-    return {**recipe, "train": steps, "publish": None}
+    target = {
+        name: value for name, value in (recipe.get("target") or {}).items() if name != "cache"
+    }
+    return {**recipe, "target": target, "train": steps, "publish": None}

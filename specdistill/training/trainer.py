@@ -1,8 +1,8 @@
-"""DraftTrainer: transformers' Trainer, plus the frozen target and the one place where losses are divided.
+"""transformers' Trainer with a frozen target, and the one place where losses are divided.
 
-The loop, accumulation, data parallelism, sharding, checkpoints and resuming are the Trainer's. The loss is the objective's:
-`TrainingTimeTest` for heads, `Distillation` for draft models. Trained weights are float32; mixed precision is autocast over them, however
-they are sharded.
+The loop, accumulation, data parallelism, sharding, checkpoints and resuming are the Trainer's. The
+loss is the objective's: `TrainingTimeTest` for heads, `Distillation` for draft models. Trained
+weights are float32. Mixed precision is autocast over them, however they are sharded.
 """
 
 import copy
@@ -21,27 +21,35 @@ from torch import Tensor, nn
 from torch.utils.data import Sampler
 from transformers import TrainingArguments
 
-from specdistill.errors import UserError
-from specdistill.processes import peak_memory_bytes
-from specdistill.rows.packing import PADDING_DOCUMENT, collate
-from specdistill.rows.store import FeatureStore
+from specdistill.common.errors import UserError
+from specdistill.common.processes import measure_peak_memory_bytes
+from specdistill.data.rows.packing import PADDING_DOCUMENT, collate
+from specdistill.data.rows.store import FeatureStore
 from specdistill.targets.frozen import FrozenTarget
-from specdistill.training.arguments import autocast_dtype
-from specdistill.training.checkpoints import ASIDE, saving
-from specdistill.training.objective import StepSums, step_metrics
+from specdistill.training.arguments import find_autocast_dtype, make_trainer_error
+from specdistill.training.checkpoints import STAGING_DIR, saving
+from specdistill.training.history import select_finite
+from specdistill.training.objective import ForwardInputs, StepSums, step_metrics
 from specdistill.training.resumable import ResumableTrainer
 
-TrainingBatch = dict[str, Tensor]
 
+class DistillationTrainer(ResumableTrainer):
+    """Trains a draft on rows of `specdistill.data.rows`.
 
-class DraftTrainer(ResumableTrainer):
-    """Trains a draft on rows of `specdistill.rows` (input_ids, loss_mask, document_ids, position_ids).
+    The rows have the columns input_ids, loss_mask, document_ids and position_ids.
 
     Args:
         objective: the draft with its loss.
-        save: (draft, folder): write it in its public layout; checkpoints hold it next to the Trainer's own file.
-        decode: (draft folder) -> its acceptance length in decoding, which evaluations then measure too.
-        store: features that batches come with, so that the target makes none.
+        target: the frozen target.
+        arguments: the Trainer's.
+        train_set: training rows.
+        eval_set: held-out rows.
+        save: (draft, folder) -> None, writes the draft in its public layout. Checkpoints hold it
+            next to the Trainer's own file.
+        optimizer: None leaves the choice to the Trainer.
+        decode: (draft folder) -> its acceptance length in decoding. Evaluations then measure that,
+            too.
+        store: features that batches come with, so that the target computes none.
     """
 
     def __init__(
@@ -52,15 +60,22 @@ class DraftTrainer(ResumableTrainer):
         train_set: Dataset,
         eval_set: Dataset,
         *,
-        save: Callable[[Any, Path], None],
+        save: Callable[[nn.Module, Path], None],
         optimizer: torch.optim.Optimizer | None = None,
         decode: Callable[[Path], float] | None = None,
         store: FeatureStore | None = None,
     ) -> None:
         self.num_rows = len(train_set)
-        filled = fill_up(train_set, arguments.train_batch_size * arguments.world_size)
+        # The rows are filled up to whole steps, so that `epoch` in the log does not depend on how
+        # processes and micro-batches share a step's rows.
+        step_rows = (
+            arguments.train_batch_size
+            * arguments.world_size
+            * arguments.gradient_accumulation_steps
+        )
+        filled = fill_up(train_set, step_rows)
         self.num_empty = len(filled) - self.num_rows
-        arguments.remove_unused_columns = False  # `prepare` reads rows before `forward` does
+        arguments.remove_unused_columns = False  # `prepare` reads columns that `forward` does not.
         try:
             super().__init__(
                 model=objective,
@@ -72,9 +87,7 @@ class DraftTrainer(ResumableTrainer):
                 optimizers=(optimizer, None),
             )
         except ValueError as error:
-            raise UserError(
-                "train", got=error, expected="arguments that the Trainer accepts together"
-            ) from error
+            raise make_trainer_error(error, vars(arguments)) from error
         self.objective: Any = objective
         self.target = target
         self.save = save
@@ -83,10 +96,11 @@ class DraftTrainer(ResumableTrainer):
         self._count_tokens_from_now()
         # compute_loss divides by the whole batch's count itself: the Trainer must not divide again.
         self.model_accepts_loss_kwargs = True
-        # What FSDP shards one by one: layers of a language model as transformers knows them, of a head by its list, if it has one.
+        # FSDP shards these modules one by one: the layers that transformers names for a language
+        # model, or the layers in a head's list, if it has one.
         layers = {type(layer).__name__ for layer in getattr(self.objective.draft, "layers", ())}
-        known = getattr(self.objective.draft, "_no_split_modules", None)
-        objective._no_split_modules = sorted(known or layers)  # type: ignore[assignment]
+        undivided_modules = getattr(self.objective.draft, "_no_split_modules", None)
+        objective._no_split_modules = sorted(undivided_modules or layers)  # type: ignore[assignment]
         # Sharded weights are gathered into this copy to be saved.
         self.is_sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
         self.whole: Any = (
@@ -95,19 +109,19 @@ class DraftTrainer(ResumableTrainer):
             else None
         )
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
+    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler[int] | None:
+        """Return a sampler whose order does not depend on the number of processes."""
         if self.args.train_sampling_strategy != "random":
             return super()._get_train_sampler(train_dataset)
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         return RandomOrder(self.num_rows, self.num_empty, seed)
 
     def get_batch_samples(
-        self, epoch_iterator: Iterator[TrainingBatch], num_batches: int, device: torch.device
-    ) -> tuple[list[TrainingBatch], Tensor]:
-        """The micro-batches of one optimizer step, and their loss tokens over all processes."""
-        first = (
-            self.state.global_step * num_batches
-        )  # numbers follow the rows, which processes take in turn
+        self, epoch_iterator: Iterator[ForwardInputs], num_batches: int, device: torch.device
+    ) -> tuple[list[ForwardInputs], Tensor]:
+        """Return the micro-batches of one optimizer step, and the loss tokens of all processes."""
+        # Batches are numbered in the order of their rows, which the processes take in turn.
+        first = self.state.global_step * num_batches
         batches = [
             self.objective.prepare(
                 batch, (first + index) * self.args.world_size + self.args.process_index
@@ -118,24 +132,23 @@ class DraftTrainer(ResumableTrainer):
             (batch["document_ids"] != PADDING_DOCUMENT).sum() for batch in batches
         )
         loss_tokens = sum(
-            (self.objective.num_loss_tokens(batch) for batch in batches), torch.tensor(0)
+            (self.objective.count_loss_tokens(batch) for batch in batches), torch.tensor(0)
         )
-        count: Tensor = self.accelerator.reduce(loss_tokens.to(device), "sum")
-        return batches, count.clamp_min(1)
+        return batches, self.accelerator.reduce(loss_tokens.to(device), "sum").clamp_min(1)
 
     def compute_loss(
         self,
         model: nn.Module,
-        inputs: TrainingBatch,
+        inputs: ForwardInputs,
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:
-        """The one division: a sum over this micro-batch, over the count of the whole global batch.
+    ) -> Tensor | tuple[Tensor, StepSums]:
+        """Divide the sum over this micro-batch by the count of the whole global batch.
 
-        Data parallelism averages gradients over processes, so the sum is scaled by their number: the step's gradient is then the same
-        however the batch was cut.
+        This is the one division. Data parallelism averages gradients over processes, so the sum is
+        scaled by their number. The step's gradient is then the same however the batch was cut.
         """
-        total, sums = self._loss_sum(model, inputs, measure=not model.training)
+        total, sums = self._sum_losses(model, inputs, measure=not model.training)
         assert num_items_in_batch is not None
         loss = (total * self.accelerator.num_processes / num_items_in_batch).sum()
         return (loss, sums) if return_outputs else loss
@@ -143,45 +156,72 @@ class DraftTrainer(ResumableTrainer):
     def prediction_step(
         self,
         model: nn.Module,
-        inputs: TrainingBatch,
+        inputs: ForwardInputs,
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[None, Tensor, Tensor]:
-        """Evaluation: the per-step sums [1, 8, K] take the place of logits, the loss's sums and counts [1, 2, P] that of labels, so that
-        compute_metrics can add them up.
+        """Compute the sums of one batch in an evaluation.
+
+        They are returned in place of logits and labels, so that compute_metrics can add them up.
+
+        Returns:
+            None; the sums of each drafted position [1, 8, K] in place of logits; and the loss's
+            sums and counts [1, 2, P] in place of labels.
         """
         inputs = self._prepare_inputs(self.objective.prepare(inputs, None))
         with torch.no_grad():
-            total, sums = self._loss_sum(model, inputs, measure=True)
+            total, sums = self._sum_losses(model, inputs, measure=True)
         total = total.reshape(-1)
         counts = sums.loss_tokens[: len(total)].to(total)
         return None, sums.table().unsqueeze(0), torch.stack((total, counts)).unsqueeze(0)
 
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """The Trainer's own; with `decode`, the draft is saved and the first process decodes with it while the others wait.
+    def evaluate(
+        self,
+        eval_dataset: Dataset | dict[str, Dataset] | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """Evaluate as the Trainer does, and decode with the draft if there is a `decode`.
 
-        An evaluation before the first step leaves the training that follows as it is.
+        For that the draft is saved, and the first process decodes with it while the others wait. An
+        evaluation before the first step leaves the training that follows as it is.
+
+        Raises:
+            UserError: if the held-out rows do not measure `train.metric_for_best_model`.
         """
         with torch.random.fork_rng(enabled=self.state.global_step == 0):
-            metrics = super().evaluate(*args, **kwargs)
+            metrics = select_finite(super().evaluate(eval_dataset, ignore_keys, metric_key_prefix))
+        # Decode with the draft as it is saved for users.
         if self.decode is not None:
-            folder = Path(str(self.args.output_dir)) / ASIDE / "measured"
+            folder = Path(str(self.args.output_dir)) / STAGING_DIR / "measured"
             with saving(folder):
                 self.save_model(str(folder), _internal_call=True)
             with torch.random.fork_rng():
                 length = self.decode(folder / "draft") if self.is_world_process_zero() else 0.0
             measured = {"eval_decoded_acceptance_length": broadcast_object_list([length])[0]}
             if self.args.should_save:
-                shutil.rmtree(
-                    folder, ignore_errors=True
-                )  # not there where another machine writes the draft
+                # The folder is not there where another machine writes the draft.
+                shutil.rmtree(folder, ignore_errors=True)
             self.log(measured)
             metrics |= measured
         self._count_tokens_from_now()
+        # The held-out rows must measure what the best draft is chosen by.
+        metric = self.args.metric_for_best_model
+        if metric is not None and f"eval_{metric.removeprefix('eval_')}" not in metrics:
+            raise UserError(
+                "train.metric_for_best_model",
+                got=f"{metric}, which the held-out rows do not measure",
+                expected="acceptance_length, or rows with longer answers",
+            )
         return metrics
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """The Trainer's own; with the loss of steps also their tokens per second, evaluations and saving left out, and the peak memory."""
+        """Log as the Trainer does, and with the loss of steps their speed and memory.
+
+        Both are over all processes. Tokens per second leave out evaluations and saving. The peak
+        memory is that of the process that needs most.
+        """
+        # Sum the tokens of all processes; take the largest peak.
         if "loss" in logs:
             tokens = int(
                 self.accelerator.reduce(
@@ -189,33 +229,41 @@ class DraftTrainer(ResumableTrainer):
                 )
             )
             logs["tokens_per_second"] = tokens / (time.monotonic() - self.counted_from)
-            logs["peak_memory_gib"] = peak_memory_bytes(self.args.device) / 2**30
+            peak_bytes = torch.tensor(
+                [measure_peak_memory_bytes(self.args.device)], device=self.args.device
+            )
+            logs["peak_memory_gib"] = int(self.accelerator.gather(peak_bytes).max()) / 2**30
             self._count_tokens_from_now()
         super().log(logs, start_time)
 
     def _count_tokens_from_now(self) -> None:
+        """Start a new interval of tokens per second."""
         self.num_tokens = torch.tensor(0)
         self.counted_from = time.monotonic()
 
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+    def _save_checkpoint(self, model: nn.Module, trial: object) -> None:
         super()._save_checkpoint(model, trial)
         self._count_tokens_from_now()
 
-    def _loss_sum(
-        self, model: nn.Module, inputs: TrainingBatch, measure: bool
+    def _sum_losses(
+        self, model: nn.Module, inputs: ForwardInputs, measure: bool
     ) -> tuple[Tensor, StepSums]:
-        dtype = autocast_dtype(self.args)
+        """Return the loss's sum over a micro-batch, and the sums of its metrics."""
+        dtype = find_autocast_dtype(self.args)
         with torch.autocast(self.args.device.type, dtype, enabled=dtype is not None):
-            with (
-                torch.no_grad()
-            ):  # under inference_mode nothing could be kept for backward without a copy
+            # This is no_grad, because tensors of inference_mode cannot be kept for backward without
+            # a copy.
+            with torch.no_grad():
                 target_outputs = self.objective.read_target(self.target, inputs)
-            result: tuple[Tensor, StepSums] = model(**{**inputs, **target_outputs}, measure=measure)
-        return result
+            output: tuple[Tensor, StepSums] = model(**{**inputs, **target_outputs}, measure=measure)
+            return output
 
     def save_draft(self, folder: Path) -> None:
-        """Write the draft in its public layout. Every process calls this, since all may hold a part of it; the first one writes, and
-        with `train.save_on_each_node` that of each machine, unless only the first has the whole.
+        """Write the draft in its public layout.
+
+        Every process calls this, since all may hold a part of the draft. The first one writes. With
+        `train.save_on_each_node` the first process of each machine writes, unless only the first
+        process of all has the whole draft.
         """
         state = self.accelerator.get_state_dict(self.model_wrapped) if self.is_sharded else None
         if self.args.should_save and (state or not self.is_sharded):
@@ -224,7 +272,10 @@ class DraftTrainer(ResumableTrainer):
     def _save(
         self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None
     ) -> None:
-        """Checkpoints hold the Trainer's own file, for resuming, and the draft in its public layout, for measuring."""
+        """Save the Trainer's own file, for resuming, and the draft, for measuring.
+
+        The draft is in its public layout.
+        """
         if not self.args.should_save or (self.is_sharded and not state_dict):
             return
         state = self.objective.state_dict() if state_dict is None else state_dict
@@ -235,24 +286,28 @@ class DraftTrainer(ResumableTrainer):
         self._write_draft(Path(output_dir or str(self.args.output_dir)) / "draft", state)
 
     def _write_draft(self, folder: Path, state: dict[str, Tensor] | None) -> None:
+        """Write the draft, whose gathered weights are in `state` if it is sharded."""
         if self.whole is None:
             return self.save(self.objective.draft, folder)
         assert state is not None
-        own = {
-            name.removeprefix("draft."): tensor
-            for name, tensor in state.items()
-            if name.startswith("draft.")
-        }
-        self.whole.load_state_dict(own)
+        self.whole.load_state_dict(
+            {
+                name.removeprefix("draft."): tensor
+                for name, tensor in state.items()
+                if name.startswith("draft.")
+            }
+        )
         return self.save(self.whole, folder)
 
 
 def fill_up(rows: Dataset, multiple: int) -> Dataset:
-    """The rows, and after them as many empty ones as make their number a multiple: all padding, without loss.
+    """Append empty rows until the number of rows is a multiple of `multiple`.
 
-    Where a set does not divide, accelerate would give rows twice, and an evaluation count them twice.
+    Empty rows are all padding, without loss. For a set whose size is no multiple, accelerate would
+    give some rows twice, and an evaluation would count them twice.
     """
-    length, missing = len(rows[0]["input_ids"]), -len(rows) % multiple
+    length = len(rows[0]["input_ids"])
+    missing = -len(rows) % multiple
     empty = {"input_ids": 0, "loss_mask": 0, "document_ids": PADDING_DOCUMENT, "position_ids": 0}
     table = {column: [[value] * length] * missing for column, value in empty.items()}
     return (
@@ -263,9 +318,10 @@ def fill_up(rows: Dataset, multiple: int) -> Dataset:
 
 
 class RandomOrder(Sampler[int]):
-    """Indices of an epoch: of the rows, in an order that follows from seed and epoch alone, then of the empty rows.
+    """The indices of an epoch: first the rows in random order, then the empty rows.
 
-    So the order is the same for any number of processes, although the number of empty rows is not.
+    The order follows from seed and epoch alone. So it is the same for any number of processes,
+    although the number of empty rows is not.
     """
 
     def __init__(self, num_rows: int, num_empty: int, seed: int) -> None:

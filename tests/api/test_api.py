@@ -27,10 +27,10 @@ from specdistill import (
     publish,
     train,
 )
-from specdistill.api import arguments_of
-from specdistill.gate.decide import EXIT_CODES
+from specdistill.api import build_arguments
+from specdistill.common.project import ROOT
+from specdistill.evaluation.gate.decide import EXIT_CODES
 from specdistill.methods.recipe import Recipe
-from specdistill.project import ROOT
 from specdistill.recipe.load import load_recipe
 from tests.refusals import refused
 from tests.scripts import specdistill as command
@@ -44,8 +44,10 @@ SIGNATURES = {
     "Report": "(data, folder, acceptance_length, speedup, verdict)",
     "acquire": "(method, target, draft=None, **keys)",
     "compare": "(target, drafts, **keys)",
-    "generate": "(draft, prompt, *, max_new_tokens=128, num_speculative_tokens=4, tree=None, temperature=0.0, top_p=1.0, top_k=0, "
-    "seed=0)",
+    "generate": (
+        "(draft, prompt, *, max_new_tokens=128, num_speculative_tokens=4, tree=None,"
+        " temperature=0.0, top_p=1.0, top_k=0, seed=0)"
+    ),
     "judge": "(report, gate='default', *, baseline=None)",
     "load_draft": "(draft, target, **keys)",
     "load_target": "(model, **keys)",
@@ -90,7 +92,10 @@ def test_names_and_signatures_are_those_that_users_rely_on() -> None:
 
 
 def test_importing_the_package_imports_nothing_slow() -> None:
-    code = "import sys, specdistill; print(*{name.split('.')[0] for name in sys.modules}, '|', *dir(specdistill))"
+    code = (
+        "import sys, specdistill; print(*{name.split('.')[0] for name in sys.modules}, '|',"
+        " *dir(specdistill))"
+    )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
@@ -181,7 +186,7 @@ def test_a_draft_trainer_trains_on_rows_in_memory_as_on_those_of_a_file(
     assert trainer.train() == tmp_path / "runs" / "mine"
     assert counting.steps == 2
     assert weights(tmp_path / "runs" / "mine") == weights(run)
-    recipe = load_recipe(Recipe, arguments_of(tmp_path / "runs" / "mine", {}))
+    recipe = load_recipe(Recipe, build_arguments(tmp_path / "runs" / "mine", {}))
     kept = tmp_path / "runs" / "mine.jsonl"
     assert recipe.model_dump()["data"]["source"] == str(kept)
     kept.write_text("somebody's own\n")
@@ -280,21 +285,21 @@ def test_what_is_given_means_what_it_means_in_a_recipe(tmp_path: Path) -> None:
     }
     rows = {"source": "Zürich 🙂: x\n.jsonl", "rows": None}
     recipe: Any = load_recipe(
-        Recipe, arguments_of({"target": {"model": "pico"}, "train": train, "data": rows}, over)
+        Recipe, build_arguments({"target": {"model": "pico"}, "train": train, "data": rows}, over)
     )
     assert recipe.train == {**train, "output_dir": "a b", "max_steps": 4}
     assert (recipe.data.source, recipe.data.rows) == (rows["source"], None)
     assert recipe.loss.divergence == over["loss"]["divergence"]
     with pytest.raises(TypeError, match="PathLike"):
-        arguments_of({"data": {"source": Dataset.from_list([{"text": "a"}])}}, {})
+        build_arguments({"data": {"source": Dataset.from_list([{"text": "a"}])}}, {})
     # Somebody's code runs for who says so in the call, not for a file that does
     (tmp_path / "mine.yaml").write_text(
         "target: {model: pico, trust_remote_code: true}\ntrain: {output_dir: runs/a}\n"
     )
     with refused("target.trust_remote_code"):
-        load_recipe(Recipe, arguments_of(tmp_path / "mine.yaml", {}))
+        load_recipe(Recipe, build_arguments(tmp_path / "mine.yaml", {}))
     assert load_recipe(
-        Recipe, arguments_of(tmp_path / "mine.yaml", {"target": {"trust_remote_code": True}})
+        Recipe, build_arguments(tmp_path / "mine.yaml", {"target": {"trust_remote_code": True}})
     )
 
 
@@ -328,7 +333,7 @@ trainer = DraftTrainer(method="eagle3", target="pico", args=DraftConfig("runs/b"
 length: float | None = measure(trainer.train()).acceptance_length
 verdict: str = judge(measure(run), "release", baseline="none").verdict
 wrong: int = judge(run).verdict
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.long  # mypy reads torch and transformers

@@ -1,7 +1,12 @@
 """Counts as engines make them: the last round whole, stop tokens ignored."""
 
-from bench.counting import Counts, generate_here, ignore_stop_tokens, num_same, total
-from specdistill.decoding.decoder import Decoder
+from bench.counting import (
+    Counts,
+    count_identical_completions,
+    generate_here,
+    ignore_stop_tokens,
+    sum_counts,
+)
 from specdistill.decoding.proposer import Proposal
 from tests.proposers import FirstTokens, ModelProposer, tiny_target
 
@@ -15,11 +20,17 @@ def test_the_last_round_counts_what_lies_past_the_limit():
         target, FirstTokens(target.model), PROMPTS, max_new_tokens=10, num_speculative_tokens=4
     )
     plain = generate_here(target, None, PROMPTS, max_new_tokens=10)
-    assert num_same(texts, plain) == 2 and all(len(text.token_ids) == 10 for text in texts)
-    # One token from the prefill, then rounds of 3 + 1: the third passes the limit and is counted whole.
+    assert count_identical_completions(texts, plain) == 2 and all(
+        len(text.token_ids) == 10 for text in texts
+    )
+    # One token from the prefill, then rounds of 3 + 1: the third passes the limit and is counted
+    # whole.
     assert [text.counts for text in texts] == [Counts(3, 12, (3, 3, 3, 0))] * 2
     assert [text.counts for text in plain] == [Counts(0, 0, ())] * 2
-    assert total(texts) == Counts(6, 24, (6, 6, 6, 0)) and total(texts).mean_acceptance_length == 4
+    assert (
+        sum_counts(texts) == Counts(6, 24, (6, 6, 6, 0))
+        and sum_counts(texts).mean_acceptance_length == 4
+    )
 
 
 def test_rounds_that_draft_nothing_are_no_drafts():
@@ -34,15 +45,6 @@ def test_rounds_that_draft_nothing_are_no_drafts():
     )
     # 4 prompt tokens and one from the prefill: a draft (2 + 1 tokens), one plain token, a draft.
     assert text.counts == Counts(2, 4, (2, 2))
-
-
-def test_texts_go_on_past_stop_tokens():
-    target = tiny_target()
-    written = Decoder(target).generate(PROMPTS[0], max_new_tokens=20).token_ids
-    target.model.generation_config.eos_token_id = written[4]
-    assert len(Decoder(target).generate(PROMPTS[0], max_new_tokens=20).token_ids) <= 5
-    ignore_stop_tokens(target)
-    assert generate_here(target, None, PROMPTS[:1], max_new_tokens=20)[0].token_ids == written
 
 
 def test_a_completion_ends_at_a_stop_token_and_its_last_round_is_counted_whole():

@@ -1,4 +1,5 @@
-"""The operating characteristic of the release gate: simulated releases with a known change, made of what was measured on pico."""
+"""The operating characteristic of the release gate: simulated releases with a known change, made of
+what was measured on pico."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,15 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specdistill.gate.decide import Evidence, decide
-from specdistill.gate.rules import load_gate
-from specdistill.statistics.metrics import METRICS, prompt_sums, value
-from specdistill.statistics.records import PromptRecord, RoundRecord
+from specdistill.evaluation.gate.decide import Evidence, decide
+from specdistill.evaluation.gate.rules import load_gate
+from specdistill.evaluation.statistics.metrics import METRICS, collect_prompt_sums, compute_value
+from specdistill.evaluation.statistics.records import PromptRecord, RoundRecord
+from tests.rounds import with_rounds
 from tests.scripts import load_script
 from tests.simulated import simulate, simulated_report
 
 bench: Any = load_script("bench/gate.py")
-POPULATIONS = {population.name: population for population in bench.load(bench.MEASURED)}
+POPULATIONS = {population.name: population for population in bench.load(bench.MEASUREMENTS_FILE)}
 RULES = {rule.metric: rule for rule in load_gate("release") if rule.requirement == "max_regression"}
 
 
@@ -34,8 +36,11 @@ def test_a_true_drop_by_the_margin_fails_and_no_change_passes(
     population = POPULATIONS[name]
     rule = RULES[population.metric]
     assert rule.threshold == margin and f"**{num_prompts}" in bench.PAGE.read_text(encoding="utf-8")
-    assert bench.chances(population, rule, -margin, num_prompts, trials=150)["failed"] >= 0.95
-    assert bench.chances(population, rule, 0.0, num_prompts, trials=150)["passed"] >= 0.99
+    assert (
+        bench.simulate_releases(population, rule, -margin, num_prompts, trials=150)["failed"]
+        >= 0.95
+    )
+    assert bench.simulate_releases(population, rule, 0.0, num_prompts, trials=150)["passed"] >= 0.99
 
 
 @pytest.mark.parametrize("change", [-0.06, -0.03, 0.0, 0.02])
@@ -44,12 +49,15 @@ def test_a_simulated_release_has_the_change_that_it_says(name: str, change: floa
     population, generator = POPULATIONS[name], np.random.default_rng(0)
     after, before = population.release(change, 50_000, generator)
     metric = METRICS[population.metric]
-    assert value(metric, after) / value(metric, before) - 1 == pytest.approx(change, abs=0.004)
+    assert compute_value(metric, after) / compute_value(metric, before) - 1 == pytest.approx(
+        change, abs=0.004
+    )
     assert all((column >= 0).all() for column in after.values())
 
 
 def test_the_gate_itself_says_the_same() -> None:
-    """The script decides from columns; here the same releases are reports, and the gate reads those."""
+    """The script decides from columns; here the same releases are reports, and the gate reads
+    those."""
     population, rule = POPULATIONS["eagle3 to eagle"], RULES["mean_acceptance_length"]
     report = simulated_report(simulate(2))
     for true_change in (0.0, -0.2):
@@ -59,23 +67,26 @@ def test_the_gate_itself_says_the_same() -> None:
             for table in (after, before)
         ]
         (result,) = decide([rule], *sides)["rules"]
-        change, ends = bench.relative_change(
+        change, ends = bench.compute_relative_change(
             METRICS[rule.metric], after, before, confidence=rule.confidence, seed=0
         )
         assert (result["value"], *result["ci95"]) == pytest.approx((change, *ends))
-        assert result["verdict"] == bench.holds(rule, bench.Estimate(change, ends))[0]
+        assert (
+            result["verdict"] == bench.compare_with_threshold(rule, bench.Estimate(change, ends))[0]
+        )
 
 
 def record_of(table: dict[str, np.ndarray], index: int) -> PromptRecord:
     """A prompt with these numbers of rounds and of accepted tokens, four drafted in each round."""
-    drafts, accepted = int(table["num_drafts"][index]), int(table["num_accepted_tokens"][index])
+    drafts = int(table["num_rounds"][index])
+    accepted = int(table["num_tokens"][index]) - 1 - drafts
     counts = [accepted // drafts + (number < accepted % drafts) for number in range(drafts)]
     rounds = [
         RoundRecord((1,) * 4, ("x",) * 4, (1,) * count, (1,) * (count + 1), ("x",) * (count + 1))
         for count in counts
     ]
-    record = replace(PROMPT, id=f"prompt-{index}", rounds=tuple(rounds))
-    assert prompt_sums([record])["num_accepted_tokens"] == accepted
+    record = replace(with_rounds(PROMPT, rounds), id=f"prompt-{index}")
+    assert collect_prompt_sums([record])["num_accepted_tokens"] == accepted
     return record
 
 
@@ -85,6 +96,8 @@ PROMPT = simulate(1)[0]
 def test_rounds_move_by_one_and_none_is_lost() -> None:
     rounds_PA = np.array([[10, 0, 0], [0, 10, 0], [0, 0, 10]])
     drawn, generator = np.arange(3), np.random.default_rng(0)
-    fewer, more = (bench.shifted(rounds_PA, wanted, drawn, generator) for wanted in (-2 / 3, 2 / 3))
+    fewer, more = (
+        bench.shift_rounds(rounds_PA, wanted, drawn, generator) for wanted in (-2 / 3, 2 / 3)
+    )
     assert fewer.tolist() == [[10, 0, 0], [10, 0, 0], [0, 10, 0]]
     assert more.tolist() == [[0, 10, 0], [0, 0, 10], [0, 0, 10]]

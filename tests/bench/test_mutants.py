@@ -1,12 +1,13 @@
-"""bench/mutants.py tells a mutation that a test notices from one that none does, and its list follows the library."""
+"""bench/mutants.py tells a mutation that a test notices from one that none does, and its list
+follows the library."""
 
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from bench.mutants import LIST, Mutant, outcomes, read_mutants
-from specdistill.project import ROOT
+from bench.mutants import LIST, Mutant, read_mutants, run_mutants
+from specdistill.common.project import ROOT
 
 LIBRARY = "def larger(a, b):\n    return a if a > b else b\n"
 TESTS = """\
@@ -38,7 +39,9 @@ def test_a_mutation_is_caught_by_a_quick_test_or_survives(
         mutant("ends the process", "return a", '__import__("os")._exit(3)'),
         mutant("of another day", "maximum", "minimum"),
     ]
-    found = {outcome.mutant.id: outcome for outcome in outcomes(tmp_path, mutants, num_workers=2)}
+    found = {
+        outcome.mutant.id: outcome for outcome in run_mutants(tmp_path, mutants, num_workers=2)
+    }
     assert {name: (outcome.caught_by, outcome.exit_code) for name, outcome in found.items()} == {
         "smaller": ("test_library.py::test_the_first", 0),
         "always the first": (None, 0),

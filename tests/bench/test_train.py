@@ -1,4 +1,5 @@
-"""bench/train.py at tiny shapes: our step and its plain form have the same loss, and the page says what was found."""
+"""bench/train.py at tiny shapes: our step and its plain form have the same loss, and the page says
+what was found."""
 
 import json
 from pathlib import Path
@@ -12,7 +13,8 @@ from tests.scripts import load_script
 
 bench: Any = load_script("bench/train.py")
 TINY: dict[str, Any] = {
-    "others": ["plain"], "hidden_size": 64, "vocab_size": 200, "num_tokens": 64, "row_lengths": [64, 16], "num_steps": 3,
+    "others": ["plain"], "hidden_size": 64, "vocab_size": 200, "num_tokens": 64,
+    "row_lengths": [64, 16], "num_steps": 3,
     "block_size": 4, "num_anchors": 16,
     "loss_rows": 40, "loss_steps": 4, "rounds": 3, "threads": 1,
 }  # fmt: skip
@@ -21,11 +23,11 @@ TINY: dict[str, Any] = {
 @pytest.fixture
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     """Results and page, in float32."""
-    results, page = tmp_path / bench.FILES["cpu"], tmp_path / "page.md"
+    results, page = tmp_path / "train.json", tmp_path / "page.md"
     page.write_text("before\n<!-- train -->\n<!-- /train -->\nafter\n", encoding="utf-8")
-    monkeypatch.setattr(bench, "RESULTS", tmp_path)
+    monkeypatch.setattr(bench, "RESULTS", results)
     monkeypatch.setattr(bench, "PAGE", page)
-    monkeypatch.setattr(bench, "bf16", lambda: False)
+    monkeypatch.setattr(bench, "uses_bf16", lambda: False)
     return results, page
 
 
@@ -62,7 +64,7 @@ def test_a_ratio_is_of_all_rounds_without_the_first_and_shown() -> None:
         "ours": taken(50.0, 1.0, 2.0, 1.0, peak=300),
         "plain": taken(1.0, 4.0, 4.0, 4.0, peak=1000),
     }
-    found = bench.summary(steps, num_tokens=100)
+    found = bench.summarize_steps(steps, num_tokens=100)
     assert found["trainers"]["ours"]["tokens_per_second"] == 100
     ratio = found["ratios"]["plain"]
     assert ratio["speed"] == pytest.approx(3.0) and ratio["memory"] == 0.3
@@ -76,7 +78,7 @@ def test_a_ratio_is_of_all_rounds_without_the_first_and_shown() -> None:
         "num_anchors": 16,
     }
     machine = {"cpu": "a CPU", "threads": 2, "bf16": False, "torch": "2"}
-    shown = bench.page(
+    shown = bench.format_page(
         {"block": {**shape, **machine, "layouts": [{"rows": 2, "length": 50, **found}]}}
     )
     assert (
@@ -85,14 +87,9 @@ def test_a_ratio_is_of_all_rounds_without_the_first_and_shown() -> None:
     assert "| 2 × 50 | plain form | 25 | 500, 400, 100 | 1.0 KiB | 3.00× (" in shown
 
 
-def test_what_cannot_be_measured_is_refused(
+def test_speculators_is_asked_for_where_it_is_not_set_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with refused("row_lengths", 48):
-        bench.step(bench.Options(**{**TINY, "row_lengths": [48]}))
-    for uneven in ({"num_anchors": 6}, {"block_size": 14}):
-        with refused("row_lengths", 16):
-            bench.block(bench.Options(**{**TINY, **uneven}))
     monkeypatch.setattr(engines, "FOLDER", tmp_path)
-    with refused("others", "speculators"), bench.process("speculators", {}, 1):
+    with refused("others", "speculators"), bench.start_trainer("speculators", {}, 1):
         pass

@@ -1,4 +1,5 @@
-"""Texts decoded together are those decoded alone, row by row: greedy to the token, sampled by the same draws and in distribution."""
+"""Texts decoded together are those decoded alone, row by row: greedy to the token, sampled by the
+same draws and in distribution."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from specdistill.decoding import decoder
-from specdistill.decoding.decoder import Decoder, Generation
+from specdistill.decoding import decoder, near_ties
+from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.proposer import Proposer
 from specdistill.decoding.sampling import GREEDY, Sampling
+from specdistill.decoding.sequence import Generation
 from specdistill.decoding.tree import DynamicTree, StaticTree, TreeShape
 from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.eagle.module import build_eagle
@@ -43,11 +45,29 @@ PROMPTS = prompts_of(64)
 
 @pytest.fixture(scope="module")
 def plain(target: FrozenTarget) -> list[Generation]:
-    """Each prompt on its own, without a draft."""
-    return [Decoder(target).generate(prompt, max_new_tokens=NEW_TOKENS) for prompt in PROMPTS]
+    """The texts of seven prompts, each decoded on its own without a draft."""
+    return [Decoder(target).generate(prompt, max_new_tokens=NEW_TOKENS) for prompt in PROMPTS[:7]]
 
 
-NAMES = ("plain", *SHAPES, *OTHERS)
+# One of each way to draft; the others are long, as there are thirty.
+QUICK = (
+    "plain",
+    "eagle3, pruned",
+    "eagle3, window",
+    "mtp",
+    "dflash, pruned, causal, window",
+    "dspark, rnn",
+    "draft_model",
+    "draft_model, other vocabulary",
+    "pard",
+    "ngram",
+    "ngram+eagle3",
+    "suffix",
+)
+NAMES = [
+    pytest.param(name, marks=[] if name in QUICK else [pytest.mark.long])
+    for name in ("plain", *SHAPES, *OTHERS)
+]
 
 
 def drafting(name: str, target: FrozenTarget) -> Proposer | None:
@@ -79,9 +99,9 @@ def test_greedy_text_of_each_row_is_its_text_alone(
 ) -> None:
     """Of seven rows, which leave at different lengths until one is left."""
     generations = decode(target, drafting(name, target), PROMPTS[:7])
-    assert texts(generations) == texts(plain[:7])
+    assert texts(generations) == texts(plain)
     assert [generation.stopped for generation in generations] == [
-        generation.stopped for generation in plain[:7]
+        generation.stopped for generation in plain
     ]
 
 
@@ -98,7 +118,8 @@ def test_greedy_text_of_each_row_is_its_text_alone(
     ],
 )
 def test_rounds_are_those_of_the_row_alone(target: FrozenTarget, name: str) -> None:
-    """Not only the text: what is drafted and accepted in each round, though neighbours accept more or less, or stop."""
+    """Not only the text: what is drafted and accepted in each round, though neighbours accept more
+    or less, or stop."""
     proposer = proposer_of(name, target)
     together = decode(target, proposer, PROMPTS[:7])
     for prompt, generation in zip(PROMPTS, together, strict=False):
@@ -117,23 +138,30 @@ def test_rounds_are_those_of_the_row_alone(target: FrozenTarget, name: str) -> N
 DYNAMIC, STATIC = DynamicTree(budget=9, depth=4, top_k=3), StaticTree((3, 2, 1))
 TREES: list[tuple[str, TreeShape | None]] = [
     ("eagle3", DYNAMIC),
-    ("eagle3", STATIC),
     ("dspark, rnn", STATIC),
+    ("ngram+tree of eagle3", None),  # the lookup's chains beside it
+]
+MORE_TREES: list[tuple[str, TreeShape | None]] = [
+    ("eagle3", STATIC),
     ("dflash", DYNAMIC),
     ("draft_model", DYNAMIC),
     ("pard", STATIC),
     ("draft_model, of transformers", DYNAMIC),
     ("draft_model, other vocabulary", STATIC),
-    ("ngram+tree of eagle3", None),  # the lookup's chains beside it
 ]
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.5, top_p=0.4)], ids=["greedy", "sampled"])
-@pytest.mark.parametrize(("name", "tree"), TREES)
+@pytest.mark.parametrize(
+    ("name", "tree"),
+    # a third of a second each
+    [*TREES, *(pytest.param(*case, marks=pytest.mark.long) for case in MORE_TREES)],
+)
 def test_trees_are_those_of_the_row_alone(
     target: FrozenTarget, name: str, tree: TreeShape | None, sampling: Sampling
 ) -> None:
-    """Each round's tokens, whichever neighbours it has; the greedy text is transformers'. With top-p rows differ in their nodes."""
+    """Each round's tokens, whichever neighbours it has; the greedy text is transformers'. With
+    top-p rows differ in their nodes."""
     proposer = proposer_of(name, target)
     options: dict[str, Any] = {
         "max_new_tokens": 14,
@@ -185,7 +213,7 @@ def test_near_ties_are_broken_as_for_one_text(name: str, monkeypatch: Any) -> No
     target = twins()
     alone = [Decoder(target).generate(prompt, max_new_tokens=NEW_TOKENS) for prompt in PROMPTS[:3]]
     assert texts(decode(target, drafting(name, target), PROMPTS[:3])) == texts(alone)
-    monkeypatch.setattr(decoder, "NEAR_TIE", -1.0)
+    monkeypatch.setattr(near_ties, "NEAR_TIE", -1.0)
     assert texts(decode(target, drafting(name, target), PROMPTS[:3])) != texts(alone)
 
 
@@ -196,12 +224,13 @@ def test_near_ties_are_broken_as_for_one_text(name: str, monkeypatch: Any) -> No
     "name",
     [
         "plain",
-        "eagle3",
         "eagle3, pruned",
         "draft_model",
         "draft_model, shared half",
-        "ngram",
         "ngram+eagle3",
+        # as with those above; half a second each
+        pytest.param("eagle3", marks=pytest.mark.long),
+        pytest.param("ngram", marks=pytest.mark.long),
     ],
 )
 def test_sampled_text_is_the_rows_own_whatever_stands_beside_it(
@@ -241,14 +270,15 @@ def test_sampled_text_is_the_rows_own_whatever_stands_beside_it(
 
 
 def test_shares_of_the_time_add_up_to_the_batchs(target: FrozenTarget, monkeypatch: Any) -> None:
-    """A clock that ticks once whenever it is asked: all shares together are the ticks from the first to the last."""
+    """A clock that ticks once whenever it is asked: all shares together are the ticks from the
+    first to the last."""
     ticks = [0]
 
     def tick(device: torch.device) -> float:
         ticks[0] += 1
         return float(ticks[0])
 
-    monkeypatch.setattr(decoder, "now", tick)
+    monkeypatch.setattr(decoder, "read_clock", tick)
     generations = decode(target, proposer_of("draft_model", target), PROMPTS)
     assert sum(generation.seconds for generation in generations) == pytest.approx(ticks[0] - 1)
     assert len({len(generation.rounds) for generation in generations}) > 3

@@ -1,4 +1,5 @@
-"""Passes of one shape, compiled: traced as one graph, lossless against transformers' `generate()`, refused where they cannot be."""
+"""Passes of one shape, compiled: traced as one graph, lossless against transformers' `generate()`,
+refused where they cannot be."""
 
 from functools import partial
 from typing import Any
@@ -35,7 +36,8 @@ def generated(target: FrozenTarget, prompt: list[int]) -> tuple[int, ...]:
     return tuple(ids[0, len(prompt) :].tolist())
 
 
-# The first reads the target's layers, the second is often right, the third proposes nothing now and then.
+# The first reads the target's layers, the second is often right, the third proposes nothing now and
+# then.
 NAMES = ("eagle3", "draft_model", "ngram")
 
 
@@ -56,7 +58,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
     ("name", "build"),
     [
         *((name, partial(tiny_target_model, num_layers=2)) for name in (None, *NAMES)),
-        ("ngram", qwen),
+        pytest.param("ngram", qwen, marks=pytest.mark.long),  # of a larger class
     ],
 )
 def test_output_is_what_transformers_generates_by_one_graph(
@@ -64,10 +66,8 @@ def test_output_is_what_transformers_generates_by_one_graph(
 ) -> None:
     target = target_of(build())
     decoder = Decoder(target, name and proposer_of(name, target), compiled=True)
-    for prompt in (
-        PROMPT,
-        [7, *PROMPT, 50],
-    ):  # what the first has left in the KV cache does not show in the second
+    # what the first has left in the KV cache does not show in the second
+    for prompt in (PROMPT, [7, *PROMPT, 50]):
         run = decoder.generate(prompt, max_new_tokens=NEW_TOKENS, num_speculative_tokens=4)
         assert run.token_ids == generated(target, prompt)
     assert len(graphs) == 1
@@ -102,9 +102,8 @@ def test_sampled_output_is_that_of_the_same_seed(graphs: list[Any]) -> None:
 
 
 @pytest.mark.long  # a compiler
-@pytest.mark.filterwarnings(
-    "ignore:`torch.jit.script:DeprecationWarning"
-)  # which torch calls while it compiles
+# which torch calls while it compiles
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
 def test_the_compiler_itself() -> None:
     target = target_of(tiny_target_model(num_layers=2))
     for proposer in (None, proposer_of("eagle3", target)):
@@ -168,9 +167,10 @@ def test_targets_that_cannot_are_refused(build: Any, what: str, graphs: list[Any
     ("name", "sampling"),
     [
         ("eagle3, two layers", GREEDY),
-        ("eagle3, window", Sampling(1.0)),
-        ("eagle", Sampling(1.0)),
         ("mtp", Sampling(1.0)),
+        # more than a second of tracing each
+        pytest.param("eagle3, window", Sampling(1.0), marks=pytest.mark.long),
+        pytest.param("eagle", Sampling(1.0), marks=pytest.mark.long),
     ],
 )
 def test_a_head_drafts_the_same_by_two_graphs(

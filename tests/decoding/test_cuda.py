@@ -8,17 +8,17 @@ from datasets import Dataset
 
 from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.sampling import Sampling
-from specdistill.decoding.tree import tree_shape
-from specdistill.losses.divergence import forward_kl
+from specdistill.decoding.tree import build_tree_shape
+from specdistill.methods.chains.objective import TrainingTimeTest
 from specdistill.methods.chains.proposer import HeadProposer
-from specdistill.methods.chains.unroll import TrainingTimeTest
 from specdistill.methods.eagle3.checkpoint import save_eagle3
 from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.models.proposer import DraftModelProposer
 from specdistill.recipe.sections import TreeConfig
 from specdistill.targets.frozen import FrozenTarget
-from specdistill.training.arguments import training_arguments
-from specdistill.training.trainer import DraftTrainer
+from specdistill.training.arguments import build_training_arguments
+from specdistill.training.losses.divergence import forward_kl
+from specdistill.training.trainer import DistillationTrainer
 from tests.proposers import ngram_proposer, proposer_of
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
@@ -61,7 +61,7 @@ def test_batches_write_what_each_row_writes_alone(target: FrozenTarget) -> None:
 @pytest.mark.parametrize("name", ["eagle3", "eagle", "mtp", "draft_model"])
 def test_trees_write_the_plain_output(target: FrozenTarget, name: str) -> None:
     plain = Decoder(target).generate(PROMPT, max_new_tokens=40)
-    tree = tree_shape(TreeConfig(budget=8, depth=3, top_k=3))
+    tree = build_tree_shape(TreeConfig(budget=8, depth=3, top_k=3))
     assert (
         Decoder(target, proposer_of(name, target))
         .generate(PROMPT, max_new_tokens=40, tree=tree)
@@ -118,12 +118,12 @@ def test_a_training_step_runs_and_lowers_the_loss(
         "save_strategy": "no",
         "report_to": "none",
     }
-    arguments = training_arguments(
+    arguments = build_training_arguments(
         {"output_dir": str(tmp_path), "per_device_train_batch_size": 4, **settings}
     )
     draft = build_eagle3(target)
     objective = TrainingTimeTest(draft, forward_kl, 3)
-    trainer = DraftTrainer(objective, target, arguments, data, data, save=save_eagle3)
+    trainer = DistillationTrainer(objective, target, arguments, data, data, save=save_eagle3)
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
     assert trainer.evaluate()["eval_loss"] < before

@@ -1,4 +1,5 @@
-"""Caches of rows that move on by different lengths: what is read over leftovers is what a fresh reading gives."""
+"""Caches of rows that move on by different lengths: what is read over leftovers is what a fresh
+reading gives."""
 
 from functools import partial
 
@@ -8,8 +9,8 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from specdistill.decoding.kv_cache import FIRST_SIZE, BatchKVCache, DraftKVCache
-from specdistill.decoding.transformers_models import masked_pass
-from specdistill.methods.models.layers import LlamaLayers
+from specdistill.decoding.transformers_models import prepare_pass
+from specdistill.methods.models.proposer import LlamaLayers
 from tests import mtp_targets
 from tests.tiny import qwen, tiny_target_model
 
@@ -35,7 +36,7 @@ def step(
             layers = LlamaLayers(model)
             layers.cache = cache
             return layers(padded(rows), counts)  # type: ignore[no-any-return]
-        positions, mask = masked_pass(cache, counts, model.config.get_text_config(), torch.float32)
+        positions, mask = prepare_pass(cache, counts, model.config.get_text_config(), torch.float32)
         decoder = model.get_decoder()
         return decoder(  # type: ignore[no-any-return, operator]
             input_ids=padded(rows),
@@ -72,7 +73,8 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_rejections_of_different_lengths_leave_no_trace(case: str) -> None:
-    """Prompts of three lengths; then rounds of wrong tokens, of which each row keeps another number; then one row leaves."""
+    """Prompts of three lengths; then rounds of wrong tokens, of which each row keeps another
+    number; then one row leaves."""
     build, make = CASES[case]
     model = build()
     cache = make(model, 3)
@@ -97,7 +99,8 @@ def test_rejections_of_different_lengths_leave_no_trace(case: str) -> None:
 
 
 def test_what_was_rejected_is_never_read() -> None:
-    """Every slot behind a row's tokens is filled with something enormous; the next pass gives the same."""
+    """Every slot behind a row's tokens is filled with something enormous; the next pass gives the
+    same."""
     outputs = []
     for poison in (0.0, 1e6):
         model = tiny_target_model()

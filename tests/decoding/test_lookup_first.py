@@ -1,4 +1,5 @@
-"""A lookup in front of a draft: which of them drafts, and that the draft has read what was committed meanwhile."""
+"""A lookup in front of a draft: which of them drafts, and that the draft has read what was
+committed meanwhile."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -119,14 +120,16 @@ def test_it_says_what_it_is(target: FrozenTarget) -> None:
     assert proposer.settings == {
         "lookup_first": {"method": "ngram", "min": 3, "max": 4, "draft_tokens": 2}
     }
-    assert [proposer.passes(k) for k in (1, 2, 6)] == [1, 2, 0]
-    assert proposer.draws(Sampling(1.0), None) and not proposer.draws(GREEDY, None)
+    assert [proposer.count_passes(k) for k in (1, 2, 6)] == [1, 2, 0]
+    assert proposer.has_drawn_candidates(Sampling(1.0), None) and not proposer.has_drawn_candidates(
+        GREEDY, None
+    )
     grown = behind_lookup(head, draft_tree={"budget": 4, "depth": 3, "top_k": 2})
     tree = {"budget": 4, "depth": 3, "top_k": 2}
     assert grown.settings == {
         "lookup_first": {"method": "ngram", "min": 2, "max": 5, "draft_tree": tree}
     }
-    assert [grown.passes(k) for k in (3, 6)] == [3, 0]
-    assert not grown.draws(Sampling(1.0), None)  # the best tokens
-    with refused("eval.lookup_first.draft_tree", "a tree of a draft that drafts chains only"):
+    assert [grown.count_passes(k) for k in (3, 6)] == [3, 0]
+    assert not grown.has_drawn_candidates(Sampling(1.0), None)  # the best tokens
+    with refused("eval.lookup_first.draft_tree", '{"branching": [2]}'):
         behind_lookup(ngram_proposer(), draft_tree={"branching": [2]})

@@ -1,4 +1,5 @@
-"""Trees in real decoding of tiny targets: branches that do not see each other, text that is the target's own, forms that add up."""
+"""Trees in real decoding of tiny targets: branches that do not see each other, text that is the
+target's own, forms that add up."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,11 +9,19 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 
-from specdistill.decoding.decoder import Decoder, Generation
+from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.proposer import DecodingState, Proposal
 from specdistill.decoding.sampling import Sampling
-from specdistill.decoding.transformers_models import check_reads_trees, keep_path, read
-from specdistill.decoding.tree import ROOT, DynamicTree, StaticTree, Step, Tree, tree_shape
+from specdistill.decoding.sequence import Generation
+from specdistill.decoding.transformers_models import check_reads_trees, keep_path, run_target
+from specdistill.decoding.tree import (
+    ROOT,
+    DynamicTree,
+    StaticTree,
+    Tree,
+    TreePass,
+    build_tree_shape,
+)
 from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.models.proposer import DraftModelProposer
@@ -56,31 +65,34 @@ BLOCKS = ("dflash", "dspark", "dspark, rnn", "pard")
 def test_the_tree_of_the_diagram() -> None:
     assert DIAGRAM.children == {ROOT: [0, 1], 0: [2, 3], 1: [4], 2: [], 3: [], 4: []}
     assert (
-        DIAGRAM.prolonged([]) == [0, 2]
-        and DIAGRAM.prolonged([1]) == [1, 4]
-        and DIAGRAM.prolonged([0, 3]) == [0, 3]
+        DIAGRAM.extend_to_leaf([]) == [0, 2]
+        and DIAGRAM.extend_to_leaf([1]) == [1, 4]
+        and DIAGRAM.extend_to_leaf([0, 3]) == [0, 3]
     )
-    step = Step.whole([DIAGRAM], [3], torch.device("cpu"))
+    step = TreePass.cover_trees([DIAGRAM], [3], torch.device("cpu"))
     assert step.positions == [[3, 4, 4, 5, 5, 5]]
     rows = ["111 100000", "111 110000", "111 101000", "111 110100", "111 110010", "111 101001"]
-    assert step.visible(None)[0].int().tolist() == [
+    assert step.build_mask(None)[0].int().tolist() == [
         [int(bit) for bit in row if bit != " "] for row in rows
     ]
     rows = ["011 100000", "001 110000", "001 101000", "000 110100", "000 110010", "000 101001"]
-    assert step.visible(3)[0].int().tolist() == [
+    assert step.build_mask(3)[0].int().tolist() == [
         [int(bit) for bit in row if bit != " "] for row in rows
     ]
 
 
 def test_levels_see_what_the_whole_tree_lets_them_see() -> None:
-    first = Step.before([4, 7], torch.device("cpu")).descend(torch.tensor([[0, 0]] * 2))
-    second = first.descend(torch.tensor([[0, 0, 1]] * 2))
-    whole = Step.whole([DIAGRAM] * 2, [3, 6], torch.device("cpu"))
+    first = TreePass.begin_at_root([4, 7], torch.device("cpu")).add_level(
+        torch.tensor([[0, 0]] * 2)
+    )
+    second = first.add_level(torch.tensor([[0, 0, 1]] * 2))
+    whole = TreePass.cover_trees([DIAGRAM] * 2, [3, 6], torch.device("cpu"))
     for window in (None, 2, 3, 5):
         both = torch.cat(
-            (torch.nn.functional.pad(first.visible(window), (0, 3)), second.visible(window)), 1
+            (torch.nn.functional.pad(first.build_mask(window), (0, 3)), second.build_mask(window)),
+            1,
         )
-        assert torch.equal(both, whole.visible(window)[:, 1:])
+        assert torch.equal(both, whole.build_mask(window)[:, 1:])
 
 
 TABLE = {
@@ -94,7 +106,8 @@ TABLE = {
 
 
 def from_table() -> Any:
-    """A draft given by a table of probabilities: the logits after the root, and the function that expands its levels."""
+    """A draft given by a table of probabilities: the logits after the root, and the function that
+    expands its levels."""
     texts: list[tuple[int, ...]] = [()]
 
     def expand(index_1T: Tensor, rows_1T: Tensor) -> Tensor:
@@ -118,7 +131,8 @@ def test_a_dynamic_tree_keeps_the_most_probable_paths() -> None:
     assert probs_NW is None
     ((index_N, _, _),) = DynamicTree(budget=4, depth=3, top_k=2).grow(*from_table(), GREEDY, [None])
     assert index_N.tolist() in ([0, 1, 0, 2], [0, 1, 0, 0])  # two of 0.27
-    # At T = 1/4 probabilities go by their fourth powers: 0.94 of 0, 0.67 of 00 and 0.27 of 01, before 0.06 of 1.
+    # At T = 1/4 probabilities go by their fourth powers: 0.94 of 0, 0.67 of 00 and 0.27 of 01,
+    # before 0.06 of 1.
     ((index_N, tree, _),) = DynamicTree(budget=3, depth=2, top_k=2).grow(
         *from_table(), Sampling(0.25), [None]
     )
@@ -152,24 +166,24 @@ def models(kind: str) -> FrozenTarget:
 
 @pytest.mark.parametrize("kind", ["sdpa", "eager", "windows", "deepseek_v3"])
 def test_a_pass_over_a_tree_reads_each_branch_as_it_reads_it_alone(kind: str) -> None:
-    """The windows are of 8 positions, the text is of 20; what is kept of the cache afterwards is that of the path. In float64: logits here
-    reach 18, where float32 itself rounds by nearly as much as is allowed.
+    """The windows are of 8 positions, the text is of 20; what is kept of the cache afterwards is
+    that of the path. In float64: logits here reach 18, where float32 itself rounds by nearly as
+    much as is allowed.
     """
     target = models(kind)
-    target.model.double().set_experts_implementation(
-        "eager"
-    )  # torch's grouped product of experts has no float64
+    # torch's grouped product of experts has no float64
+    target.model.double().set_experts_implementation("eager")
     text = [(7 * n) % 200 + 1 for n in range(20)]
     tokens = [50, 60, 70, 80, 90]
     layers = (1, 2)
     with torch.inference_mode():
         for path in ([0, 2], [0, 3], [1, 4], [1], []):
             cache, alone_cache = DynamicCache(), DynamicCache()
-            read(target, [text[:-1]], cache)
-            step = Step.whole([DIAGRAM], [len(text) - 1], target.device)
-            together = read(target, [[text[-1], *tokens]], cache, layers, step)
+            run_target(target, [text[:-1]], cache)
+            step = TreePass.cover_trees([DIAGRAM], [len(text) - 1], target.device)
+            together = run_target(target, [[text[-1], *tokens]], cache, layers, step)
             branch = [tokens[node] for node in path]
-            alone = read(target, [[*text, *branch]], alone_cache, layers)
+            alone = run_target(target, [[*text, *branch]], alone_cache, layers)
             rows = [0, *(node + 1 for node in path)]
             kept = together.at(torch.tensor([rows]))
             last = target.logits(alone.last_hidden)[:, len(text) - 1 :]
@@ -219,7 +233,7 @@ def forced_logits(proposer: Any, target: FrozenTarget, text: list[int], path: li
     next_ids = torch.tensor([text[1:]])
     for token in [*path, None]:
         normed, next_hidden = head(
-            next_ids, hidden, proposer.cache.extend([next_ids.shape[1]]), proposer.cache
+            next_ids, hidden, proposer.cache.begin_chain([next_ids.shape[1]]), proposer.cache
         )
         next_ids, hidden = torch.tensor([[token or 0]]), next_hidden[:, -1:]
     return head.logits(normed[0, -1])
@@ -230,7 +244,8 @@ def forced_logits(proposer: Any, target: FrozenTarget, text: list[int], path: li
 def test_a_level_is_drafted_as_each_of_its_branches_is_alone(
     target: FrozenTarget, name: str, shape: StaticTree | DynamicTree
 ) -> None:
-    """After several rounds, with what the cache then holds: a node's children are the best tokens after its own path."""
+    """After several rounds, with what the cache then holds: a node's children are the best tokens
+    after its own path."""
     watched = Watched(proposer_of(name, target))
     run = Decoder(target, watched).generate(PROMPT, max_new_tokens=14, tree=shape)
     before_last = len(run.token_ids) - len(run.rounds[-1].emitted)
@@ -245,12 +260,13 @@ def test_a_level_is_drafted_as_each_of_its_branches_is_alone(
         for node, children in tree.children.items():
             if children:
                 best = forced_logits(fresh, target, text, paths[node]).topk(len(children)).indices
-                ids = fresh.in_target(best) if isinstance(fresh, HeadProposer) else best
+                ids = fresh.map_to_target(best) if isinstance(fresh, HeadProposer) else best
                 assert [proposal.tokens[child] for child in children] == ids.tolist(), paths[node]
 
 
 class Guided(Watched):
-    """Drafts with a head, but proposes an oracle's tree, whose right path lies at the end of every family."""
+    """Drafts with a head, but proposes an oracle's tree, whose right path lies at the end of every
+    family."""
 
     def __init__(self, proposer: Any, oracle: Oracle) -> None:
         super().__init__(proposer)
@@ -280,13 +296,13 @@ def test_a_head_gets_the_features_of_the_accepted_path(
     fresh: Any = proposer_of(name, target)
     for text, proposal in zip(guided.texts, guided.proposals, strict=True):
         with torch.inference_mode():
-            best = fresh.in_target(forced_logits(fresh, target, text, []).topk(2).indices)
+            best = fresh.map_to_target(forced_logits(fresh, target, text, []).topk(2).indices)
         assert proposal.tokens[:2] == best.tolist()
 
 
 @pytest.fixture(scope="module")
 def plain(target: FrozenTarget) -> Generation:
-    return Decoder(target).generate(PROMPT, max_new_tokens=30)
+    return Decoder(target).generate(PROMPT, max_new_tokens=16)
 
 
 @pytest.mark.parametrize("name", [*NAMES, *BLOCKS])
@@ -295,7 +311,7 @@ def test_greedy_output_is_the_plain_output(
     target: FrozenTarget, plain: Generation, name: str, shape: StaticTree | DynamicTree
 ) -> None:
     fast = Decoder(target, proposer_of(name, target)).generate(
-        PROMPT, max_new_tokens=30, tree=shape
+        PROMPT, max_new_tokens=16, tree=shape
     )
     assert (
         fast.token_ids
@@ -321,10 +337,10 @@ def test_a_tree_of_one_branch_is_the_chain(
     target: FrozenTarget, name: str, shape: StaticTree | DynamicTree
 ) -> None:
     chain = Decoder(target, proposer_of(name, target)).generate(
-        PROMPT, max_new_tokens=24, num_speculative_tokens=4
+        PROMPT, max_new_tokens=14, num_speculative_tokens=4
     )
     tree = Decoder(target, proposer_of(name, target)).generate(
-        PROMPT, max_new_tokens=24, tree=shape
+        PROMPT, max_new_tokens=14, tree=shape
     )
     rounds = [
         [(r.drafted, r.num_accepted, r.emitted, r.num_off_path) for r in run.rounds]
@@ -337,7 +353,8 @@ def test_a_tree_of_one_branch_is_the_chain(
 
 
 def test_near_ties_are_broken_on_every_branch_that_is_taken() -> None:
-    """Every token has a twin a few roundings away, and the draft, which is the target, proposes both."""
+    """Every token has a twin a few roundings away, and the draft, which is the target, proposes
+    both."""
     target = twins()
     plain = Decoder(target).generate(PROMPT, max_new_tokens=40).token_ids
     draft = LlamaForCausalLM(target.model.config).eval()
@@ -394,19 +411,18 @@ def test_a_law_of_few_tokens_gives_few_children(target: FrozenTarget) -> None:
 )
 def test_forms_that_cannot_be_are_refused(options: dict[str, Any], key: str, got: object) -> None:
     with refused(f"eval.tree.{key}", got):
-        tree_shape(TreeConfig(**options))
+        build_tree_shape(TreeConfig(**options))
 
 
 def test_forms_are_what_a_recipe_says() -> None:
     assert (
-        tree_shape(TreeConfig(budget=9, depth=4, top_k=3)) == DYNAMIC
-        and tree_shape(TreeConfig(branching=[3, 2, 1])) == STATIC
+        build_tree_shape(TreeConfig(budget=9, depth=4, top_k=3)) == DYNAMIC
+        and build_tree_shape(TreeConfig(branching=[3, 2, 1])) == STATIC
     )
     for shape in (DYNAMIC, STATIC):
-        assert tree_shape(TreeConfig(**shape.settings)) == shape  # type: ignore[arg-type]
-    assert (
-        tree_shape(TreeConfig(budget=14, depth=4, top_k=2)).num_candidates(4) == 14
-    )  # 2, and three times 2 of 2
+        assert build_tree_shape(TreeConfig(**shape.settings)) == shape  # type: ignore[arg-type]
+    # 2, and three times 2 of 2
+    assert build_tree_shape(TreeConfig(budget=14, depth=4, top_k=2)).count_candidates(4) == 14
     assert DYNAMIC.cut(1) == replace(DYNAMIC, depth=1, budget=3) and STATIC.cut(2) == StaticTree(
         (3, 2)
     )

@@ -1,11 +1,12 @@
-"""The distribution of speculative decoding's output, exactly: every outcome of the real rule is enumerated, none is sampled."""
+"""The distribution of speculative decoding's output, exactly: every outcome of the real rule is
+enumerated, none is sampled."""
 
 import pytest
 import torch
 
 from specdistill.decoding.proposer import Proposal
-from specdistill.decoding.sampling import Sampling, draw
-from specdistill.decoding.verify import greedy, rejection
+from specdistill.decoding.sampling import Sampling, draw_tokens
+from specdistill.decoding.verify import verify_greedy_chain, verify_sampled_chain
 from tests.enumeration import output_distribution, plain_distribution, random_distribution
 
 V = 3
@@ -20,7 +21,11 @@ def test_rejection_gives_the_targets_distribution_exactly(k: int, length: int, s
         for uniform in [*uniforms, *[0.5] * k][:k]:
             probabilities.append(draft(tuple(tokens)))
             tokens.append(
-                int(draw(probabilities[-1][None], torch.tensor([uniform], dtype=torch.float64)))
+                int(
+                    draw_tokens(
+                        probabilities[-1][None], torch.tensor([uniform], dtype=torch.float64)
+                    )
+                )
             )
         return Proposal(tokens[len(text) :], torch.stack(probabilities))
 
@@ -36,14 +41,15 @@ def test_impossible_tokens_are_rejected_and_never_drawn(uniform: float, one_hot:
     """p(x) = 0, also at the ends of what a uniform can be."""
     p = torch.tensor([[[0.0, 0.5, 0.5], [1.0, 0.0, 0.0]]])
     q = None if one_hot else torch.tensor([[[1.0, 0.0, 0.0]]])
-    count, token = rejection(
+    count, token = verify_sampled_chain(
         torch.tensor([[0]]), p, q, torch.full((1, 2), uniform, dtype=torch.float64)
     )
     assert (int(count), int(token)) == (0, 1 if uniform == 0 else 2)
 
 
 def test_a_draft_token_is_accepted_below_its_ratio_alone() -> None:
-    """p / q = 1/2: at u = 1/2 it is rejected. Of p - q, which is (-1/4, 1/4, 0), the second token is left."""
+    """p / q = 1/2: at u = 1/2 it is rejected. Of p - q, which is (-1/4, 1/4, 0), the second token
+    is left."""
     p, q = torch.tensor([[[0.25, 0.5, 0.25], [0.0, 0.0, 1.0]]]), torch.tensor([[[0.5, 0.25, 0.25]]])
     for test, expected in (
         (0.0, (1, 2)),
@@ -52,7 +58,7 @@ def test_a_draft_token_is_accepted_below_its_ratio_alone() -> None:
         (1 - 2**-53, (0, 1)),
     ):
         uniforms = torch.tensor([[test, 0.0]], dtype=torch.float64)
-        count, token = rejection(torch.tensor([[0]]), p, q, uniforms)
+        count, token = verify_sampled_chain(torch.tensor([[0]]), p, q, uniforms)
         assert (int(count), int(token)) == expected, test
 
 
@@ -63,4 +69,4 @@ def test_a_draft_token_is_accepted_below_its_ratio_alone() -> None:
 def test_greedy_accepts_the_prefix_that_matches_the_choices(
     tokens: list[int], expected: tuple[int, int]
 ) -> None:
-    assert greedy(tokens, [4, 3, 2, 1][: len(tokens) + 1]) == expected
+    assert verify_greedy_chain(tokens, [4, 3, 2, 1][: len(tokens) + 1]) == expected

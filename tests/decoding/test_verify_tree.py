@@ -1,4 +1,5 @@
-"""The distribution of tree decoding's output, exactly: every set of candidates and every outcome of the rule is enumerated."""
+"""The distribution of tree decoding's output, exactly: every set of candidates and every outcome of
+the rule is enumerated."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -7,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdistill.decoding.tree import ROOT, Tree, draw_distinct
-from specdistill.decoding.verify import follow, sampled
+from specdistill.decoding.tree import ROOT, Tree, draw_distinct_tokens
+from specdistill.decoding.verify import follow_target_choices, verify_sampled_tree
 from tests.enumeration import (
     Distribution,
     Outcome,
@@ -21,9 +22,8 @@ from tests.enumeration import (
 ROUNDING = 1e-15
 INSET = 1e-9  # of a cell's width: how near to its ends the rule is evaluated
 
-Candidates = list[
-    tuple[tuple[int, ...], Tree, float]
-]  # tokens of a tree's nodes, its form, and how likely it is
+# tokens of a tree's nodes, its form, and how likely it is
+Candidates = list[tuple[tuple[int, ...], Tree, float]]
 
 
 def node_texts(text: tuple[int, ...], tokens: tuple[int, ...], tree: Tree) -> list[tuple[int, ...]]:
@@ -79,7 +79,8 @@ def ordered_chance(distribution: Tensor, order: tuple[int, ...]) -> float:
 def outcomes(
     tokens: tuple[int, ...], tree: Tree, p: Tensor, q: Tensor | None
 ) -> Iterator[tuple[Tensor, Tensor, float]]:
-    """The cells into which the rule's uniforms fall: two opposite corners, and the volume. Uniforms it does not look at stay at 1/2."""
+    """The cells into which the rule's uniforms fall: two opposite corners, and the volume. Uniforms
+    it does not look at stay at 1/2."""
 
     def visit(
         node: int, low: Tensor, high: Tensor, volume: float
@@ -136,7 +137,8 @@ def output_distribution(
     size: int,
     length: int,
 ) -> Tensor:
-    """The exact distribution of `length` tokens decoded in rounds of trees; `draft` None: candidates are certain."""
+    """The exact distribution of `length` tokens decoded in rounds of trees; `draft` None:
+    candidates are certain."""
 
     def rounds(text: tuple[int, ...]) -> Iterator[Outcome]:
         for tokens, tree, chance in candidates(text):
@@ -148,8 +150,10 @@ def output_distribution(
                 else torch.stack([draft(texts[parent + 1]) for parent in tree.parents])
             )
             for low, high, volume in outcomes(tokens, tree, p, q):
-                path, token = sampled(tokens, tree, p, q, low)
-                assert (path, token) == sampled(tokens, tree, p, q, high), "not constant on a cell"
+                path, token = verify_sampled_tree(tokens, tree, p, q, low)
+                assert (path, token) == verify_sampled_tree(tokens, tree, p, q, high), (
+                    "not constant on a cell"
+                )
                 yield (*(tokens[node] for node in path), token), chance * volume
 
     return decoded(rounds, size, length)
@@ -197,7 +201,7 @@ def test_draws_without_replacement_have_their_distribution() -> None:
 
     def visit(uniforms: list[float], volume: float) -> None:
         padded = torch.tensor([[*uniforms, *[0.5] * (4 - len(uniforms))]], dtype=torch.float64)
-        tokens, exist = draw_distinct(distribution.unsqueeze(0), padded)
+        tokens, exist = draw_distinct_tokens(distribution.unsqueeze(0), padded)
         assert exist.tolist() == [[True, True, True, False]]
         order = tuple(tokens[0, : len(uniforms)].tolist())
         if len(uniforms) == 3:
@@ -220,7 +224,7 @@ def test_impossible_candidates_are_rejected_and_never_drawn(uniform: float) -> N
     p = torch.tensor([[0.0, 0.0, 0.5, 0.5], [1.0, 0, 0, 0], [1.0, 0, 0, 0]])
     q = torch.tensor([[0.5, 0.25, 0.25, 0.0]] * 2)
     for probabilities in (q, None):
-        path, token = sampled(
+        path, token = verify_sampled_tree(
             [0, 1],
             Tree((ROOT, ROOT)),
             p,
@@ -232,6 +236,6 @@ def test_impossible_candidates_are_rejected_and_never_drawn(uniform: float) -> N
 
 def test_the_targets_choices_are_followed_as_far_as_the_tree_goes() -> None:
     tree, tokens = Tree((ROOT, ROOT, 0, 0, 1)), [7, 8, 5, 6, 9]
-    assert follow(tokens, tree, [8, 0, 9, 0, 0, 3]) == ([1, 4], 3)
-    assert follow(tokens, tree, [7, 6, 0, 0, 2, 0]) == ([0, 3], 2)
-    assert follow(tokens, tree, [9, 0, 0, 0, 0, 0]) == ([], 9)
+    assert follow_target_choices(tokens, tree, [8, 0, 9, 0, 0, 3]) == ([1, 4], 3)
+    assert follow_target_choices(tokens, tree, [7, 6, 0, 0, 2, 0]) == ([0, 3], 2)
+    assert follow_target_choices(tokens, tree, [9, 0, 0, 0, 0, 0]) == ([], 9)

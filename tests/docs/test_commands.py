@@ -1,6 +1,8 @@
-"""What the pages say to type is typed here: from a clone, with only the pages, to a gated draft of a small real model.
+"""What the pages say to type is typed here: from a clone, with only the pages, to a gated draft of
+a small real model.
 
-A command that needs what a test lacks is marked in its page (`# needs the Hub`); tests/test_docs.py checks the keys of all of them.
+A command that needs what a test lacks is marked in its page (`# needs the Hub`); tests/test_docs.py
+checks the keys of all of them.
 """
 
 import json
@@ -14,12 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from specdistill.cli import main
-from specdistill.project import ROOT
+from specdistill.cli.main import main
+from specdistill.common.project import ROOT
 from tests.documented import SCRIPTS, read, shell_lines
-from tests.tiny import tiny_target_model, tiny_tokenizer
+from tests.tiny import write_target
 
-# In the order in which a reader takes them: a later page may measure what an earlier one has trained.
+# In the order in which a reader takes them: a later page may measure what an earlier one has
+# trained.
 FIRST = [ROOT / "README.md", ROOT / "docs" / "your-target.md", ROOT / "docs" / "training.md"]
 PAGES = [*FIRST, *sorted({ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")} - {*FIRST})]
 RUN_IN_A_SHELL = ("cat", "cp")
@@ -55,10 +58,8 @@ SWEPT += [
     for axis in ("num_speculative_tokens=[2]", "temperature=[1]", "batch_size=[2]", "context=[64]")
 ]
 SELECTED = ["selection.num_prompts=2", "selection.max_new_tokens=8"]
-OF_MINE = [
-    "target.dtype=float32",
-    "draft.vocab_size=null",
-]  # the recipe of your-target.md is for a target of 8B parameters
+# the recipe of your-target.md is for a target of 8B parameters
+OF_MINE = ["target.dtype=float32", "draft.vocab_size=null"]
 MAY_SAY_NO = ("eval", "gate", "doctor")  # by exit code 1, of a draft that has hardly been trained
 
 
@@ -102,7 +103,8 @@ def test_make_knows_the_chores_that_pages_name() -> None:
 def stories(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Path]:
-    """A folder where the names that the pages use are files. The target is a trained model of 260,000 parameters, where there is one."""
+    """A folder where the names that the pages use are files. The target is a trained model of
+    260,000 parameters, where there is one."""
     folder = tmp_path_factory.mktemp("reader")
     target = folder / "path" / "to" / "model"
     try:
@@ -114,8 +116,7 @@ def stories(
             .splitlines()
         )
     except pytest.skip.Exception:
-        tiny_target_model().save_pretrained(target)
-        tiny_tokenizer().save_pretrained(target)
+        write_target(target)
         rows = [
             json.dumps({"text": f"Once upon a time there were {n} cats and {n * n} dogs. " * 3})
             for n in range(200)

@@ -1,4 +1,5 @@
-"""The Python of the pages, run in the order in which it stands: docs/python.md, and the notebook next to it."""
+"""The Python of the pages, run in the order in which it stands: docs/python.md, and the notebook
+next to it."""
 
 import ast
 import json
@@ -9,12 +10,13 @@ import pytest
 import yaml
 
 import specdistill
-from specdistill.project import RECIPES, ROOT
+from specdistill.common.project import RECIPES, ROOT
 from tests.documented import read
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 PAGE, NOTEBOOK = ROOT / "docs" / "python.md", ROOT / "docs" / "python.ipynb"
-# What makes a recipe small. A page names the recipe, and finds this one in its place, in the folder where it runs.
+# What makes a recipe small. A page names the recipe, and finds this one in its place, in the folder
+# where it runs.
 SMALL = {
     "train": {"max_steps": 2, "eval_steps": 2, "save_steps": 2, "per_device_train_batch_size": 2},
     "data": {"max_length": 64, "regenerate": None},

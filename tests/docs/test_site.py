@@ -1,4 +1,5 @@
-"""The site of docs/: every page is in its navigation, it builds without a warning, and it loads nothing from elsewhere."""
+"""The site of docs/: every page is in its navigation, it builds without a warning, and it loads
+nothing from elsewhere."""
 
 import os
 import re
@@ -11,10 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
-from specdistill.project import ROOT
-from specdistill.report.files import read_report, to_picture
-from specdistill.report.phrases import verdict
-from specdistill.report.text import to_markdown
+from specdistill.common.project import ROOT
+from specdistill.evaluation.report.files import read_report, to_picture
+from specdistill.evaluation.report.phrases import format_verdict
+from specdistill.evaluation.report.text import to_markdown
 
 CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
 LOADED = re.compile(
@@ -32,11 +33,8 @@ def leaves(nav: Any) -> list[str]:
 
 
 def test_navigation_has_every_page_once() -> None:
-    others = [
-        "index.md",
-        "contributing.md",
-        "changelog.md",
-    ]  # the README and others, which docs/site.py adds
+    # the README and others, which docs/site.py adds
+    others = ["index.md", "contributing.md", "changelog.md"]
     assert sorted(leaves(CONFIG["nav"])) == sorted(
         [*others, *(page.name for page in (ROOT / "docs").glob("*.md"))]
     )
@@ -86,14 +84,14 @@ def test_site_is_whole_and_loads_nothing_from_elsewhere(site: Path) -> None:
     assert {
         name: links for name, links in found.items() if set(links) - {CONFIG["extra"]["repository"]}
     } == {}
-    assert "mermaid" not in "".join(
-        re.findall(r'class="[^"]*"', "".join(texts.values()))
-    )  # drawn by a script of unpkg.com
+    # drawn by a script of unpkg.com
+    assert "mermaid" not in "".join(re.findall(r'class="[^"]*"', "".join(texts.values())))
 
-    # What the pages link to is a page of the site, or a file of the repository that exists; threads are links
+    # What the pages link to is a page of the site, or a file of the repository that exists; threads
+    # are links
     prefix = f"{CONFIG['extra']['repository']}/"
     links = {link for page in pages for link in re.findall(rf'href="{prefix}([^"#]+)', texts[page])}
-    assert "blob/main/specdistill/losses/divergence.py" in links
+    assert "blob/main/specdistill/training/losses/divergence.py" in links
     assert [
         link for link in links if not (ROOT / re.sub(r"^(?:blob|tree)/main/", "", link)).exists()
     ] == []
@@ -105,7 +103,7 @@ def test_site_is_whole_and_loads_nothing_from_elsewhere(site: Path) -> None:
     )
     sample = texts[site / "sample" / "report.html"]
     assert (
-        f"<title>{verdict(read_report(ROOT / 'docs/sample')[0])}: " in sample
+        f"<title>{format_verdict(read_report(ROOT / 'docs/sample')[0])}: " in sample
         and (site / "sample" / "report.json").is_file()
     )
     assert (

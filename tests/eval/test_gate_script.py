@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from specdistill.command import run
-from specdistill.errors import ExitCode
-from specdistill.report.files import digest, write_report
+from specdistill.cli.command import run
+from specdistill.common.errors import ExitCode
+from specdistill.evaluation.report.files import compute_digest, write_report
 from tests.refusals import refused_key
 from tests.scripts import load_script
 from tests.simulated import edited, simulate, simulated_report
@@ -20,7 +20,7 @@ def command(*arguments):
 
 def write(folder, records):
     report = simulated_report(records)
-    write_report(folder, {**report, "digest": digest(report, records)}, records)
+    write_report(folder, {**report, "digest": compute_digest(report, records)}, records)
 
 
 @pytest.fixture
@@ -107,13 +107,11 @@ def test_a_first_release(folder, tmp_path, capsys):
     ("keys", "key"),
     [
         (["report={folder}", "output_dir={folder}"], "output_dir"),
-        (
-            ["report={folder}", "baseline={folder}"],
-            "baseline",
-        ),  # which the rules of this gate do not read
+        # which the rules of this gate do not read
+        (["report={folder}", "baseline={folder}"], "baseline"),
         (["gates=default"], "report"),
         (["report={folder}/nowhere"], "report"),
-        (["report={folder}", "gates=nowhere"], "gate"),
+        (["report={folder}", "gates=nowhere"], "gates"),
         (["report={folder}", "gates=release", "baseline={folder}/nowhere"], "baseline"),
     ],
 )
@@ -126,7 +124,9 @@ def test_a_baseline_that_cannot_be_compared_is_refused_with_the_difference(
     folder, tmp_path, capsys
 ):
     other = edited(json.loads((folder / "report.json").read_text()), ("suite", "sha256"), "f" * 64)
-    write_report(tmp_path / "other", {**other, "digest": digest(other, simulate(24))}, simulate(24))
+    write_report(
+        tmp_path / "other", {**other, "digest": compute_digest(other, simulate(24))}, simulate(24)
+    )
     (tmp_path / "gate.yaml").write_text("- {metric: speedup, max_regression: 0.05}\n")
     keys = [f"report={folder}", f"gates={tmp_path / 'gate.yaml'}", f"baseline={tmp_path / 'other'}"]
     assert command(*keys) == ExitCode.USER_ERROR

@@ -1,4 +1,5 @@
-"""A measurement that two processes share: acceptance and losslessness of all prompts, speed of the first one's."""
+"""A measurement that two processes share: acceptance and losslessness of all prompts, speed of the
+first one's."""
 
 import json
 from pathlib import Path
@@ -6,18 +7,15 @@ from typing import Any
 
 import pytest
 
-from specdistill.errors import ExitCode
-from specdistill.project import ROOT
-from specdistill.statistics.records import read_records
+from specdistill.common.errors import ExitCode
+from specdistill.common.project import ROOT
+from specdistill.evaluation.statistics.records import read_records
 from tests.launches import TWO_PROCESSES, finish, start
 from tests.refusals import refused_key
 from tests.tiny import write_inputs
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.distributed,
-    pytest.mark.launches,
-]  # processes, seconds each
+# processes, seconds each
+pytestmark = [pytest.mark.long, pytest.mark.distributed, pytest.mark.launches]
 COUNTS = (
     "num_prompts",
     "num_drafts",
@@ -65,6 +63,7 @@ def test_two_processes_measure_what_one_does(keys: list[str], tmp_path: Path) ->
         read_records(tmp_path / name / "samples.jsonl", "report") for name in ("one", "two")
     )
     assert [record.text for record in one] == [record.text for record in two]
+    # a, b, a, …
     assert [record.baseline is None for record in two] == [
         False,
         False,
@@ -73,7 +72,7 @@ def test_two_processes_measure_what_one_does(keys: list[str], tmp_path: Path) ->
         False,
         False,
         True,
-    ]  # a, b, a, …
+    ]
 
 
 def test_what_looks_earlier_outputs_up_is_not_shared(keys: list[str], tmp_path: Path) -> None:

@@ -8,19 +8,19 @@ from functools import partial
 import pytest
 import torch
 
-from specdistill.command import run
-from specdistill.errors import ExitCode
-from specdistill.measurement import evaluate, measure
-from specdistill.measurement import measure as module
+from specdistill.cli.command import run
+from specdistill.common.errors import ExitCode
+from specdistill.evaluation.measurement import runner
+from specdistill.evaluation.measurement.cache import MeasurementCache
+from specdistill.evaluation.report.files import validate_report
 from specdistill.methods.recipe import Recipe
-from specdistill.report.files import validate
 from specdistill.targets.files import TargetFiles
 from tests.draft_models import other_tokenizer, tiny_draft_model
 from tests.refusals import refused_key
 from tests.scripts import REPORT_FILES as FILES
 from tests.scripts import evaluate as command
 from tests.scripts import load_script
-from tests.tiny import save_adapter, tiny_target_model, tiny_tokenizer
+from tests.tiny import save_adapter, tiny_target_model, write_target
 
 eval_run = load_script("eval/run.py")
 
@@ -28,8 +28,7 @@ eval_run = load_script("eval/run.py")
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
     folder = tmp_path_factory.mktemp("target")
-    tiny_target_model(num_layers=2).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
+    write_target(folder, num_layers=2)
     return folder
 
 
@@ -68,12 +67,13 @@ def keys(target, suite, gate, tmp_path):
 
 @pytest.fixture
 def measured(keys, tmp_path):
-    """Measure with further keys; the report, which fits its schema, and the samples of the folder."""
+    """Measure with further keys; the report, which fits its schema, and the samples of the
+    folder."""
 
     def measure(*more, code=ExitCode.DONE, folder=tmp_path / "report"):
         assert command(*keys, *more, f"output_dir={folder}") == code
         report = json.loads((folder / "report.json").read_text())
-        validate(report)
+        validate_report(report)
         return report, [
             json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()
         ]
@@ -106,8 +106,7 @@ def test_a_measurement_leaves_a_whole_report(measured, tmp_path, capsys):
 
 def test_trees_are_measured_and_reported(measured, tmp_path):
     draft = tmp_path / "draft"
-    tiny_target_model(num_layers=1).save_pretrained(draft)
-    tiny_tokenizer().save_pretrained(draft)
+    write_target(draft, num_layers=1)
     tree = "eval.tree={budget: 6, depth: 3, top_k: 2}"
     report, samples = measured("method=draft_model", f"draft={draft}", tree)
     row, settings = report["results"][0], report["settings"]
@@ -120,6 +119,9 @@ def test_trees_are_measured_and_reported(measured, tmp_path):
     )
     assert row["num_draft_tokens"] == 6 * row["num_drafts"]
     assert row["mean_acceptance_length"] == pytest.approx(
+        (row["num_new_tokens"] - row["num_prompts"]) / row["num_rounds"]
+    )
+    assert row["acceptance_length_vllm"] == pytest.approx(
         1 + row["num_accepted_tokens"] / row["num_drafts"]
     )
     assert report["theory"]["predicted"] == pytest.approx(row["predicted_speedup"])
@@ -130,10 +132,12 @@ def test_trees_are_measured_and_reported(measured, tmp_path):
     )
 
 
+@pytest.mark.long  # loads a target for each adapter
 def test_one_draft_is_measured_over_several_adapters_each_a_category(
     measured, keys, target, tmp_path, capsys
 ):
-    """As with each alone, and lossless by each; the draft's record names the base or one of them."""
+    """As with each alone, and lossless by each; the draft's record names the base or one of
+    them."""
     for name, alpha in (("maths", 8), ("code", 80)):
         save_adapter(tmp_path / name, str(target), num_layers=2)
         config = json.loads((tmp_path / name / "adapter_config.json").read_text())
@@ -167,8 +171,7 @@ def test_one_draft_is_measured_over_several_adapters_each_a_category(
         assert row["num_accepted_tokens"] == alone["results"][0]["num_accepted_tokens"]
 
     draft = tmp_path / "draft"
-    tiny_target_model(num_layers=1).save_pretrained(draft)
-    tiny_tokenizer().save_pretrained(draft)
+    write_target(draft, num_layers=1)
     config, of_draft = (
         json.loads((draft / "config.json").read_text()),
         ("method=draft_model", f"draft={draft}", several),
@@ -182,7 +185,7 @@ def test_one_draft_is_measured_over_several_adapters_each_a_category(
     other = {**identity, "weights": "0" * 64}
     (draft / "config.json").write_text(json.dumps({**config, "specdistill": {"target": other}}))
     for key, given in (
-        ("eval.draft", of_draft),
+        ("draft", of_draft),
         ("target.adapter", [f"target.adapter=[{adapters[0]},{adapters[0]}]"]),
     ):
         capsys.readouterr()
@@ -190,8 +193,10 @@ def test_one_draft_is_measured_over_several_adapters_each_a_category(
         assert refused_key(capsys.readouterr().err) == key
 
 
+@pytest.mark.long  # measures several times
 def test_suffixes_are_looked_up_in_what_earlier_prompts_gave(measured, tmp_path):
-    """The first prompt's rounds are those without past outputs, a later one's are not; whatever the repetition."""
+    """The first prompt's rounds are those without past outputs, a later one's are not; whatever the
+    repetition."""
     keys = ("method=suffix", "eval.max_new_tokens=24", "eval.temperature=1", "eval.top_k=2")
     report, samples = measured(*keys, "eval.sampling_draws=20", "eval.repeats=2", "eval.warmup=1")
     assert report["settings"]["drafting"]["max_cached_requests"] == 10000
@@ -230,10 +235,10 @@ def test_a_draft_of_another_vocabulary_is_told_what_tokens_are_to_it(measured, t
     ("method", "own", "lengths"), [("ngram", 1, {1, 3}), ("suffix", 2, {1, 2})]
 )
 def test_a_draft_is_measured_behind_a_lookup(measured, tmp_path, method, own, lengths):
-    """Alone and in batches, sampled too: the main configuration, a sweep, the test of sampling, and the gate's verdict."""
+    """Alone and in batches, sampled too: the main configuration, a sweep, the test of sampling, and
+    the gate's verdict."""
     draft = tmp_path / "draft"
-    tiny_target_model(num_layers=1).save_pretrained(draft)
-    tiny_tokenizer().save_pretrained(draft)
+    write_target(draft, num_layers=1)
     lookup = f"eval.lookup_first={{method: {method}, min: 1, draft_tokens: {own}}}"
     more = [
         "eval.temperature=1",
@@ -258,36 +263,18 @@ def test_a_draft_is_measured_behind_a_lookup(measured, tmp_path, method, own, le
     assert {len(entry["drafted"]) for sample in samples for entry in sample["rounds"]} == lengths
     if (
         method == "ngram"
-    ):  # what a suffix is found in also depends on the batch, and so does which of the possible texts is sampled
+        # what a suffix is found in also depends on the batch, and so does which of the possible
+        # texts is sampled
+    ):
         assert [sample["text"] for sample in samples[:4]] == [
             sample["text"] for sample in samples[4:]
         ]
 
 
-def test_the_length_of_a_draft_is_chosen_online(measured, tmp_path):
-    """Greedy output is that of generate(), and the report says how long the drafts of each configuration were."""
-    draft = tmp_path / "draft"
-    tiny_target_model(num_layers=1).save_pretrained(draft)
-    tiny_tokenizer().save_pretrained(draft)
-    more = ["eval.sweep.batch_size=[2]", "eval.max_new_tokens=40", "eval.num_speculative_tokens=3"]
-    report, samples = measured(
-        "method=draft_model", f"draft={draft}", "eval.draft_length=online", *more
-    )
-    assert report["settings"]["drafting"]["draft_length"] == "online"
-    assert report["lossless"]["greedy_identical"] and report["gate"]["verdict"] == "passed"
-    alone, together = (row for row in report["results"] if row["category"] == "all")
-    for row, of_row in ((alone, samples[:4]), (together, samples[4:])):
-        lengths = [len(entry["drafted"]) for sample in of_row for entry in sample["rounds"]]
-        assert (
-            row["num_rounds_per_length"] == [lengths.count(k) for k in range(4)]
-            and len(set(lengths)) > 1
-        )
-    assert "length chosen online: " in (tmp_path / "report" / "report.md").read_text()
-
-
 @pytest.mark.long  # torch traces three graphs
 def test_the_targets_passes_are_compiled(measured, tmp_path, monkeypatch):
-    """With the draft and without, in the test of sampling, and for every K whose cost is timed; traced as for the compiler."""
+    """With the draft and without, in the test of sampling, and for every K whose cost is timed;
+    traced as for the compiler."""
     shapes = []
 
     def backend(graph, inputs):
@@ -307,7 +294,8 @@ def test_the_targets_passes_are_compiled(measured, tmp_path, monkeypatch):
     assert report["settings"]["compile"] and report["lossless"]["greedy_identical"]
     assert "compiled" in (tmp_path / "report" / "report.md").read_text()
     widths = sorted(width for of_graph in shapes for _, width in of_graph)
-    # plain; the shorter draft, and the test; as measured, and its cost: one graph for each number of tokens
+    # plain; the shorter draft, and the test; as measured, and its cost: one graph for each number
+    # of tokens
     assert widths == [1, 2, 3]
 
 
@@ -355,9 +343,8 @@ def test_a_run_is_judged_against_a_baseline_and_its_own_budget(
         report["results"][0]["speedup"] / before["results"][0]["speedup"] - 1
     )
     assert 0 < budget["value"] == report["measurement"]["seconds"] < 3600
-    assert (
-        report["measurement"]["peak_memory_bytes"] > 50 * 2**20
-    )  # of this process, torch and the target included
+    # of this process, torch and the target included
+    assert report["measurement"]["peak_memory_bytes"] > 50 * 2**20
     assert command(*keys, baseline, "eval.max_new_tokens=6") == ExitCode.USER_ERROR
     assert "error: baseline: got max_new_tokens 8" in capsys.readouterr().err
 
@@ -367,33 +354,18 @@ def test_a_run_is_judged_against_a_baseline_and_its_own_budget(
     [
         (["eval.batch_size=5"], "eval.batch_size", "5 for 4 prompts"),
         (["eval.baseline=nowhere", "gate=release"], "eval.baseline", "nowhere"),
-        (["eval.max_new_tokens=400"], "eval.suite", "prompt a0 of small"),
-        (["suite=pcio"], "eval.suite", "pcio"),
+        (["eval.max_new_tokens=400"], "suite", "prompt a0 of small"),
+        (["suite=pcio"], "suite", "pcio"),
         (["gate=defalt"], "gate", "defalt"),
         (["method=eagle3"], "eval.draft", "no trained draft in "),
-        (["target=./nowhere"], "target.model", "./nowhere"),
-        (["eval.suite=null"], "eval.suite", "nothing with target"),
+        (["target=./nowhere"], "target", "./nowhere"),
+        (["eval.suite=null"], "eval.suite", "error: eval.suite is required with target "),
         (
-            ["method=suffix", "eval.engine=llama.cpp", "eval.sampling_draws=400"],
+            ["method=suffix", "eval.engine=llama.cpp", "eval.sampling_draws=null"],
             "method",
             "suffix with eval.engine=llama.cpp",
         ),
-        (["eval.lookup_first={}"], "eval.lookup_first", "a lookup in front of method ngram"),
-        (
-            ["method=eagle3", "eval.draft_length=online", "eval.sweep.tree=[{branching: [2]}]"],
-            "eval.draft_length",
-            "online",
-        ),
-        (
-            ["method=eagle3", "eval.draft_length=online", "eval.tree={branching: [2]}"],
-            "eval.draft_length",
-            "online",
-        ),
-        (
-            ["method=eagle3", "eval.draft_length=online", "eval.engine=vllm"],
-            "eval.draft_length",
-            "online",
-        ),
+        (["eval.lookup_first={}"], "eval.lookup_first", "method ngram is a lookup itself"),
         (
             ["method=eagle3", "eval.lookup_first={draft_tokens: 9}"],
             "eval.lookup_first.draft_tokens",
@@ -403,12 +375,12 @@ def test_a_run_is_judged_against_a_baseline_and_its_own_budget(
         (
             ["method=eagle3", "eval.lookup_first={}", "eval.engine=sglang"],
             "eval.lookup_first",
-            '{"method"',
+            "only used ",
         ),
         (
             ["method=eagle3", "eval.lookup_first={}", "eval.engine=vllm", "eval.server=http://x"],
             "eval.lookup_first",
-            '{"method"',
+            "only used ",
         ),
         (
             [
@@ -417,7 +389,10 @@ def test_a_run_is_judged_against_a_baseline_and_its_own_budget(
                 "eval.engine=vllm",
             ],
             "eval.lookup_first.draft_tree",
-            '{"budget": null, "depth": null, "top_k": null, "branching": [2]} with eval.engine=vllm',
+            (
+                '{"budget": null, "depth": null, "top_k": null, "branching": [2]} with'
+                " eval.engine=vllm"
+            ),
         ),
         (
             ["method=eagle3", "eval.lookup_first={method: suffix}", "eval.engine=vllm"],
@@ -436,14 +411,14 @@ def test_bad_input_is_one_line_and_leaves_nothing(keys, tmp_path, capsys, more, 
 def test_an_output_folder_that_cannot_be_written(keys, tmp_path, capsys):
     (tmp_path / "file").touch()
     assert command(*keys, f"output_dir={tmp_path / 'file' / 'report'}") == ExitCode.USER_ERROR
-    assert refused_key(capsys.readouterr().err) == "eval.output_dir"
+    assert refused_key(capsys.readouterr().err) == "output_dir"
 
 
 def test_files_of_somebody_else_stay(measured, keys, tmp_path, capsys):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "report.md").write_text("my thesis")
     assert command(*keys, f"output_dir={tmp_path / 'mine'}") == ExitCode.USER_ERROR
-    assert refused_key(capsys.readouterr().err) == "eval.output_dir"
+    assert refused_key(capsys.readouterr().err) == "output_dir"
     assert (tmp_path / "mine" / "report.md").read_text() == "my thesis"
     (tmp_path / "report" / "configurations").mkdir(parents=True)
     (tmp_path / "report" / "configurations" / "mine.json").write_text("{}")
@@ -496,23 +471,23 @@ def seconds_of(records):
 def test_a_sweep_resumes_with_the_configuration_that_was_interrupted(
     measured, keys, tmp_path, monkeypatch
 ):
-    done, as_it_is = [], evaluate.measure_together
+    done, as_it_is = [], runner.decode_prompts
     sweep = ("eval.num_speculative_tokens=2", "eval.sweep.num_speculative_tokens=[1]")
 
     def interrupted_after(number):
         def measure(*given, **options):
             if len(done) == number:
                 raise KeyboardInterrupt
-            done.append(given[3].configuration)
+            done.append(given[2].settings.configuration)
             return as_it_is(*given, **options)
 
         return measure
 
-    monkeypatch.setattr(evaluate, "measure_together", interrupted_after(1))
+    monkeypatch.setattr(runner, "decode_prompts", interrupted_after(1))
     assert command(*keys, *sweep) == ExitCode.INTERRUPTED
     (kept,) = tmp_path.glob("report/configurations/*.json")
-    kept = seconds_of(json.loads(kept.read_text())["records"])
-    monkeypatch.setattr(evaluate, "measure_together", interrupted_after(2))
+    kept = seconds_of(json.loads(kept.read_text())["drafts"][0]["records"])
+    monkeypatch.setattr(runner, "decode_prompts", interrupted_after(2))
     _, samples = measured(*sweep)
     assert [configuration.num_speculative_tokens for configuration in done] == [2, 1]
     assert len(samples) == 8 and seconds_of(samples)[:4] == kept
@@ -522,17 +497,19 @@ def test_a_measurement_resumes_with_the_prompt_that_was_interrupted(
     measured, keys, tmp_path, monkeypatch, capsys
 ):
     """Stopped after five of the eight runs of its prompts, the last of them cut on the disk."""
-    decoded, as_it_is = [], measure.Journal.decoded
-    monkeypatch.setattr(module, "MOST_AGAIN", 0)  # prompts of so few tokens are often disturbed
+    decoded, as_it_is = [], MeasurementCache.append_batch
+    monkeypatch.setattr(
+        runner, "MAX_EXTRA_REPETITIONS", 0
+    )  # prompts of so few tokens are often disturbed
 
-    def interrupted(self, decode):
+    def interrupted(cache, fingerprint, generations):
         if len(decoded) == 5:
             raise KeyboardInterrupt
-        decoded.append(as_it_is(self, decode))
-        return decoded[-1]
+        decoded.append(generations)
+        as_it_is(cache, fingerprint, generations)
 
     with monkeypatch.context() as patch:
-        patch.setattr(measure.Journal, "decoded", interrupted)
+        patch.setattr(MeasurementCache, "append_batch", interrupted)
         assert command(*keys, "eval.repeats=2", "eval.warmup=0") == ExitCode.INTERRUPTED
     (path,) = tmp_path.glob("report/configurations/*.jsonl")
     path.write_bytes(path.read_bytes()[:-9])
@@ -613,7 +590,8 @@ def test_what_a_run_can_tell_is_said_before_it_runs(measured, capsys):
 
 
 def test_a_target_that_ends_at_once(measured, target, tmp_path):
-    """Every text is its stop token alone: counted, nothing drafted, no speed beyond the prefill's, and no NaN anywhere."""
+    """Every text is its stop token alone: counted, nothing drafted, no speed beyond the prefill's,
+    and no NaN anywhere."""
     silent = tmp_path / "silent"
     shutil.copytree(target, silent)
     model = tiny_target_model(num_layers=2)

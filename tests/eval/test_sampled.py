@@ -1,4 +1,5 @@
-"""A good draft passes the gates that ship when it samples, too: measured by the command and judged by the command."""
+"""A good draft passes the gates that ship when it samples, too: measured by the command and judged
+by the command."""
 
 import copy
 import json
@@ -8,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdistill.command import run
-from specdistill.errors import ExitCode
+from specdistill.cli.command import run
+from specdistill.common.errors import ExitCode
 from tests.scripts import evaluate, load_script
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
@@ -18,7 +19,8 @@ eval_gate = load_script("eval/gate.py")
 
 @pytest.fixture
 def processor_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Times are the real ones that this process computed in, so that its neighbours do not count."""
+    """Times are the real ones that this process computed in, so that its neighbours do not
+    count."""
     monkeypatch.setattr(time, "perf_counter", time.process_time)
 
 

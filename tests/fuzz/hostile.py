@@ -1,6 +1,8 @@
-"""Valid documents made hostile: one to three of their nodes replaced, removed, doubled or renamed, or their bytes damaged.
+"""Valid documents made hostile: one to three of their nodes replaced, removed, doubled or renamed,
+or their bytes damaged.
 
-Strategies draw from short lists in which what is plain comes first, so that a failure shrinks to one edit of one node.
+Strategies draw from short lists in which what is plain comes first, so that a failure shrinks to
+one edit of one node.
 """
 
 import copy
@@ -15,16 +17,22 @@ from hypothesis import strategies as st
 LONG = 5000
 # In place of a node.
 VALUES: list[Any] = [
-    None, True, 0, -1, 1, 2**31, 2**63, -(2**63), 10**400, 0.5, -1e308, 5e-324, float("nan"), float("inf"), "", "x", " ", "é", "\0",
-    "\x1b[2J", "a\r\nb", "\u202e", "\ud800", "x" * LONG, "${", "${train}", "${oc.env:HOME}", "???", "__proto__", "../../x", "/", "~", "*",
-    "../" * 400, "a" * 300, "-1", "1e400", "nan", "http://[", "file:///etc/passwd", [], {}, [None], [[[]]], {"": None}, {"x": {"x": 1}},
+    None, True, 0, -1, 1, 2**31, 2**63, -(2**63), 10**400, 0.5, -1e308, 5e-324, float("nan"),
+    float("inf"), "", "x", " ", "é", "\0",
+    "\x1b[2J", "a\r\nb", "\u202e", "\ud800", "x" * LONG, "${", "${train}", "${oc.env:HOME}", "???",
+    "__proto__", "../../x", "/", "~", "*",
+    "../" * 400, "a" * 300, "-1", "1e400", "nan", "http://[", "file:///etc/passwd", [], {}, [None],
+    [[[]]], {"": None}, {"x": {"x": 1}},
     [0] * LONG, {str(number): number for number in range(LONG)},
 ]  # fmt: skip
 # In place of a node, as the text itself: what no encoder writes.
 RAW = [
-    "[" * 50_000, "[" * LONG + "]" * LONG, '{"a":' * LONG + "1" + "}" * LONG, "1" * LONG, "1e999", "-", "nul", "Infinity", "0x1F", "1_0",
-    '{"a": 1, "a": 2}', '"\\ud800"', '"\\u0000"', '"\\u001b[2J"', '"\\x"', "&a [*a]", "*nowhere", "&a {<<: *a}", "!!binary x",
-    "!!python/object/apply:os.getcwd []", "!!set {a}", "!!float x", "2024-99-99", "{? [a] : b}", "0o9", "190:20:30", "@", "%x", "\t",
+    "[" * 50_000, "[" * LONG + "]" * LONG, '{"a":' * LONG + "1" + "}" * LONG, "1" * LONG, "1e999",
+    "-", "nul", "Infinity", "0x1F", "1_0",
+    '{"a": 1, "a": 2}', '"\\ud800"', '"\\u0000"', '"\\u001b[2J"', '"\\x"', "&a [*a]", "*nowhere",
+    "&a {<<: *a}", "!!binary x",
+    "!!python/object/apply:os.getcwd []", "!!set {a}", "!!float x", "2024-99-99", "{? [a] : b}",
+    "0o9", "190:20:30", "@", "%x", "\t",
 ]  # fmt: skip
 PIECES = [
     b"\xff",
@@ -102,11 +110,8 @@ def edited(valid: Any, edits: list[Any]) -> bytes:
         *before, name = ("it", *at)
         try:
             change(_node(whole, tuple(before)), name, copy.deepcopy(value))
-        except (
-            LookupError,
-            TypeError,
-            AttributeError,
-        ):  # an earlier edit took it away, or it is of another kind
+        except (LookupError, TypeError, AttributeError):
+            # an earlier edit took it away, or it is of another kind
             continue
     text = json.dumps(whole.get("it"))
     for number, raw in enumerate(RAW):

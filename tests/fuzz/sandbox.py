@@ -1,4 +1,5 @@
-"""One command in a child of this process, which has the libraries loaded, and what the contract of commands says about its end."""
+"""One command in a child of this process, which has the libraries loaded, and what the contract of
+commands says about its end."""
 
 import faulthandler
 import logging
@@ -17,23 +18,25 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from specdistill.cli import main
+from specdistill.cli.main import main
 
 SECONDS = 20
 MOST_CHARACTERS = 1000  # of a message
 MOST_BYTES = 8 * 2**30  # of a child
 GATING = ("doctor", "eval", "gate", "publish")  # whose exit code 1 says that a check failed
-# Keys whose value is a folder to write into. A release is staged in the run's own; the Hub of a test lies next to the working folder.
+# Keys whose value is a folder to write into. A release is staged in the run's own; the Hub of a
+# test lies next to the working folder.
 OUTPUTS = re.compile(r"(?:(?:train\.|eval\.)?output_dir|hidden_states\.path|data\.cache_dir)=(.+)")
 ALWAYS = ("run/release", "../hub")
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
-UNFORESEEN = re.compile(r"did not foresee; the traceback is in (\S+)")
+UNFORESEEN = re.compile(r"This is a bug in specdistill; the traceback is in (\S+)")
 FRAME = re.compile(r'File "[^"]*?/((?:specdistill|eval|train)/[^"]+)", line \d+, in (\w+)')
 ERROR = re.compile(r"^([\w.]+)(?::|$)", re.MULTILINE)
 
 
 class Ended(NamedTuple):
-    """code: of its exit, negative by a signal; None: it hung. changed: paths that came, went or changed."""
+    """code: of its exit, negative by a signal; None: it hung. changed: paths that came, went or
+    changed."""
 
     command: Sequence[str]
     code: int | None
@@ -43,7 +46,8 @@ class Ended(NamedTuple):
 
 
 class Sandbox:
-    """Folders for one command at a time: `work`, where it runs, with a copy of `valid`; home, tmp and what it prints next to that."""
+    """Folders for one command at a time: `work`, where it runs, with a copy of `valid`; home, tmp
+    and what it prints next to that."""
 
     def __init__(self, folder: Path, valid: Path) -> None:
         self.folder, self.valid, self.work = folder, valid, folder / "a" / "b" / "work"
@@ -63,9 +67,8 @@ class Sandbox:
             (self.work / name).write_bytes(content)
         before = self._contents()
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", DeprecationWarning
-            )  # of a fork next to threads; pytest-xdist has one, which waits
+            # of a fork next to threads; pytest-xdist has one, which waits
+            warnings.simplefilter("ignore", DeprecationWarning)
             child = os.fork()
         if child == 0:
             self._child(command, around)
@@ -122,7 +125,8 @@ class Sandbox:
 
 
 def _awaited(child: int) -> int | None:
-    """The exit code of a child; None of one that had to be killed. None of its own children outlives it."""
+    """The exit code of a child; None of one that had to be killed. None of its own children
+    outlives it."""
     descriptor = os.pidfd_open(child)
     in_time = bool(select.select([descriptor], [], [], SECONDS)[0])
     os.close(descriptor)
@@ -139,7 +143,10 @@ def broken(ended: Ended) -> str | None:
         return "a hang" if code is None else f"killed by {signal.Signals(-code).name}"
     log = Path(found[1]).read_text(encoding="utf-8") if (found := UNFORESEEN.search(err)) else err
     if found or "Traceback (most recent call last)" in log:
-        return f"unforeseen: {ERROR.findall(log)[-1]} in {':'.join((FRAME.findall(log) or [('?',)])[-1])}"
+        return (
+            f"unforeseen: {ERROR.findall(log)[-1]} in"
+            f" {':'.join((FRAME.findall(log) or [('?',)])[-1])}"
+        )
     if (
         code not in (0, 1, 2, 3, 4)
         or (code == 1 and command[0] not in GATING)

@@ -1,4 +1,5 @@
-"""What commands read that somebody else may have written: valid files of every kind, and the commands that read them."""
+"""What commands read that somebody else may have written: valid files of every kind, and the
+commands that read them."""
 
 import json
 import os
@@ -15,15 +16,15 @@ from unittest import mock
 from hypothesis import strategies as st
 
 from recipes.pico.corpus import CHAT_TEMPLATE
-from specdistill.doctor.command import DoctorOptions
-from specdistill.engines import client, completions
-from specdistill.gate.decide import GateOptions
-from specdistill.hub.command import AcquireOptions, ExportOptions, PublishOptions
+from specdistill.advice.doctor.options import DoctorOptions
+from specdistill.advice.plan.options import PlanOptions
+from specdistill.cli.export import ExportOptions
+from specdistill.cli.monitor import MonitorOptions
+from specdistill.evaluation.gate.decide import GateOptions
+from specdistill.hub.options import AcquireOptions, PublishOptions
 from specdistill.methods.recipe import TrainedRecipe
-from specdistill.monitor.command import MonitorOptions
-from specdistill.planning.command import PlanOptions
-from specdistill.recipe.fields import leaves
-from tests.engines.server_answers import AnswerHandler, completion, counters, pages
+from specdistill.recipe.fields import list_leaves
+from specdistill.serving.engines import client, completions
 from tests.finished_runs import finished_run
 from tests.fuzz.hostile import (
     RAW,
@@ -40,25 +41,34 @@ from tests.fuzz.hostile import (
 from tests.gguf_writer import write_gguf
 from tests.loopback_hub import loopback_hub, reading
 from tests.scripts import specdistill
+from tests.serving.engines.server_answers import AnswerHandler, completion, counters, pages
 from tests.tiny import SMALL
 
 PORT = 20_000 + os.getpid() % 10_000
-ROWS = "method=eagle3 target.model=target data.cache_dir=cache data.max_length=64 data.validation_fraction=0.1 data.decontaminate=[]"
+ROWS = (
+    "method=eagle3 target.model=target data.cache_dir=cache data.max_length=64"
+    " data.validation_fraction=0.1 data.decontaminate=[]"
+)
 TRAINED = f"{ROWS} data.rows=rows draft.ttt_steps=2 {' '.join(SMALL)}"
 STORED = "hidden_states.mode=hybrid hidden_states.path=features hidden_states.dtype=float32"
 TINY = "eval.num_prompts=1 eval.max_new_tokens=4 eval.repeats=1 eval.warmup=0"
 EVAL = (
     f"eval method=eagle3 target=target draft=trained/draft suite=suite.jsonl output_dir=out {TINY}"
 )
-SERVED = f"{EVAL} eval.server=http://127.0.0.1:{PORT} eval.server_timeout=2 eval.num_speculative_tokens=3"
-PLAN = "plan hub=false training.batch_size=1 training.max_length=16"  # steps are computed operation by operation
+SERVED = (
+    f"{EVAL} eval.server=http://127.0.0.1:{PORT} eval.server_timeout=2"
+    " eval.num_speculative_tokens=3"
+)
+# steps are computed operation by operation
+PLAN = "plan hub=false training.batch_size=1 training.max_length=16"
 PUBLISH = "publish run=run repo=someone/half-right baseline=none dry_run=true"
 Hostile = Callable[[bytes], st.SearchStrategy[bytes]]
 
 
 @dataclass(frozen=True)
 class Surface:
-    """commands: a line each. files: those that are made hostile, one at a time: path -> strategy of contents, given the valid one.
+    """commands: a line each. files: those that are made hostile, one at a time: path -> strategy of
+    contents, given the valid one.
 
     arguments: strategy of what follows a command. around: what they run in.
     """
@@ -73,17 +83,29 @@ class Surface:
 def build(folder: Path) -> None:
     """Every valid file, in an empty folder."""
     texts = {
-        "rows.jsonl": "".join(json.dumps({"id": n, "text": f"Row {n} says {n * 7} again."}) + "\n" for n in range(30)),
+        "rows.jsonl": "".join(
+            json.dumps({"id": n, "text": f"Row {n} says {n * 7} again."}) + "\n" for n in range(30)
+        ),
         "chat.jsonl": "".join(json.dumps({"id": n, "messages": _chat(n)}) + "\n" for n in range(6)),
-        "suite.yaml": "name: a\nversion: '1'\nlicence: MIT\nsource: x\nsha256: null\nprompts: suite.jsonl\nsweep: {temperature: [0.5]}\n",
-        "gate.yaml": "- {metric: speedup, min: 0.5, confidence: 0.9, severity: warn}\n- {metric: lossless.greedy_identical, equals: true}\n"
-        "- {metric: mean_acceptance_length, scope: {category: a, temperature: 0.0}, max_regression: 0.1}\n",
+        "suite.yaml": (
+            "name: a\nversion: '1'\nlicence: MIT\nsource: x\nsha256: null\nprompts:"
+            " suite.jsonl\nsweep: {temperature: [0.5]}\n"
+        ),
+        "gate.yaml": (
+            "- {metric: speedup, min: 0.5, confidence: 0.9, severity: warn}\n- {metric:"
+            " lossless.greedy_identical, equals: true}\n- {metric: mean_acceptance_length, scope:"
+            " {category: a, temperature: 0.0}, max_regression: 0.1}\n"
+        ),
         "server.json": json.dumps(_answers()),
-        "card.json": json.dumps({"base_model": "someone/target", "license": "mit", "tags": ["eagle3"]}),
-        "target/README.md": "---\nlicense: mit\nbase_model: a/b\ntags: [eagle3]\nlanguage: [en]\n---\n# A target\n",
+        "card.json": json.dumps(
+            {"base_model": "someone/target", "license": "mit", "tags": ["eagle3"]}
+        ),
+        "target/README.md": (
+            "---\nlicense: mit\nbase_model: a/b\ntags: [eagle3]\nlanguage: [en]\n---\n# A target\n"
+        ),
         "chatting/chat_template.jinja": CHAT_TEMPLATE,
         "hidden/model.safetensors.lock": "",
-    }  # fmt: skip
+    }
     with chdir(folder):
         finished_run(Path(), "eval.num_prompts=4")
         shutil.copytree("target", "chatting")
@@ -117,7 +139,8 @@ def _chat(number: int) -> list[dict[str, str]]:
 
 
 def _answers() -> dict[str, Any]:
-    """By path, of every kind of server: vLLM's, SGLang's, OpenAI's, and one that writes hidden states."""
+    """By path, of every kind of server: vLLM's, SGLang's, OpenAI's, and one that writes hidden
+    states."""
     of = {
         engine: completion(engine, 3, "abcd", [7, 8, 9, 10], [1, 2], 6)
         for engine in ("vllm", "sglang")
@@ -149,7 +172,8 @@ def _said(name: str) -> Any:
 
 @contextmanager
 def serving() -> Iterator[None]:
-    """A server that answers as server.json says, or with all of it where that is no JSON; waits for it are short."""
+    """A server that answers as server.json says, or with all of it where that is no JSON; waits for
+    it are short."""
     said, whole, generated = (
         _said("server.json"),
         Path("server.json").read_text(errors="replace"),
@@ -169,7 +193,9 @@ def serving() -> Iterator[None]:
             generated[0] += 4
             self.do_GET()
 
-    short = mock.patch.multiple(completions, PATIENCE=0.2, FIRST_DELAY=0.01, LONGEST_DELAY=0.01)
+    short = mock.patch.multiple(
+        completions, RETRY_TIMEOUT_S=0.2, FIRST_DELAY=0.01, LONGEST_DELAY=0.01
+    )
     with (
         ThreadingHTTPServer(("127.0.0.1", PORT), Handler) as made,
         short,
@@ -182,18 +208,24 @@ def serving() -> Iterator[None]:
 
 @contextmanager
 def hub() -> Iterator[None]:
-    """A Hub with a target and a head, whose cards say what card.json does; its client does not wait between its tries."""
+    """A Hub with a target and a head, whose cards say what card.json does; its client does not wait
+    between its tries."""
     tags = ["eagle3", "base_model:someone/target"]
     said = _said("card.json")
-    if isinstance(said, dict) and not isinstance(
-        said.get("tags", []), list
-    ):  # the Hub itself refuses that
+    # the Hub itself refuses that
+    if isinstance(said, dict) and not isinstance(said.get("tags", []), list):
         del said["tags"]
     card, tagged = (
         mock.patch.object(reading, "card_of", return_value=said),
         mock.patch.object(reading, "tags_of", return_value=tags),
     )
-    with loopback_hub(Path("../hub")) as made, made.client(Path("../../../home")), mock.patch("time.sleep"), card, tagged:  # fmt: skip
+    with (
+        loopback_hub(Path("../hub")) as made,
+        made.client(Path("../../../home")),
+        mock.patch("time.sleep"),
+        card,
+        tagged,
+    ):
         for name, folder in (("target", "target"), ("head-eagle3", "trained/draft")):
             made.create(
                 f"someone/{name}", {path.name: path.read_bytes() for path in Path(folder).iterdir()}
@@ -203,15 +235,14 @@ def hub() -> Iterator[None]:
 
 def arguments(options: Any, *without: str) -> st.SearchStrategy[list[str]]:
     """Up to three hostile key=value of a schema."""
-    keys = [key for key, *_ in leaves(options) if not key.startswith(without)]
+    keys = [key for key, *_ in list_leaves([options]) if not key.startswith(without)]
     values = [
         *map(json.dumps, VALUES),
         *RAW,
         *(value for value in VALUES if isinstance(value, str)),
     ]
-    words = [
-        value[:9000].replace("\0", "").replace("\ud800", "\udcff") for value in values
-    ]  # what a command line can hold
+    # what a command line can hold
+    words = [value[:9000].replace("\0", "").replace("\ud800", "\udcff") for value in values]
     own = st.tuples(picked(keys), picked(words)).map("=".join)
     odd = st.sampled_from(
         [
@@ -271,7 +302,9 @@ WITH_ARGUMENTS: dict[str, tuple[Any, ...]] = {
 }
 SURFACES = {
     **{
-        f"arguments of {it.split()[0]}": Surface(it, arguments=arguments(*of), around=hub if it == PUBLISH else nullcontext)
+        f"arguments of {it.split()[0]}": Surface(
+            it, arguments=arguments(*of), around=hub if it == PUBLISH else nullcontext
+        )
         for it, of in WITH_ARGUMENTS.items()
     },
     "recipe": Surface(
@@ -279,60 +312,101 @@ SURFACES = {
         train recipe=recipe.yaml target.model=target data.rows=rows train.output_dir=out {" ".join(SMALL)}
         data show recipe=recipe.yaml data.cache_dir=cache data.source=rows.jsonl data.regenerate.num_tokens=0
         eval recipe=recipe.yaml suite=suite.jsonl draft=nothere output_dir=out
-        export recipe=recipe.yaml dry_run=true engine=vllm output_dir=out target.model=target""",
-        {"recipe.yaml": yaml_file}, weight=2),
+        export recipe=recipe.yaml dry_run=true engine=vllm output_dir=out target.model=target""",  # noqa: E501
+        {"recipe.yaml": yaml_file},
+        weight=2,
+    ),
     "report": Surface(
         """gate report=run/report gates=gate.yaml output_dir=out
         gate report=run/report gates=default output_dir=out
         export draft=run/draft engine=vllm report=run/report output_dir=out target=target
         eval recipe=run/run/recipe.yaml output_dir=run/report eval.draft=nothere""",
-        {"run/report/report.json": json_file, "run/report/samples.jsonl": jsonl_file}, weight=2),
+        {"run/report/report.json": json_file, "run/report/samples.jsonl": jsonl_file},
+        weight=2,
+    ),
     "gate": Surface(
-        "\n".join(f"gate report=run/report gates=gate.yaml output_dir=out baseline={it}" for it in ("none", "run/report")),
-        {"gate.yaml": yaml_file}),
+        "\n".join(
+            f"gate report=run/report gates=gate.yaml output_dir=out baseline={it}"
+            for it in ("none", "run/report")
+        ),
+        {"gate.yaml": yaml_file},
+    ),
     "suite": Surface(
         """doctor draft=run/draft target=target suite=suite.yaml eval.num_prompts=1
         eval method=eagle3 target=target draft=nothere suite=suite.yaml output_dir=out""",
-        {"suite.yaml": yaml_file, "suite.jsonl": jsonl_file}),
+        {"suite.yaml": yaml_file, "suite.jsonl": jsonl_file},
+    ),
     "configs": Surface(OF_MODELS, dict.fromkeys(CONFIGS, json_file), weight=2),
     "tensors": Surface(
         OF_MODELS,
-        {f"{name}/model.safetensors": safetensors_file for name in ("target", "run/draft", "trained/draft")}),
+        {
+            f"{name}/model.safetensors": safetensors_file
+            for name in ("target", "run/draft", "trained/draft")
+        },
+    ),
     "GGUF": Surface(
         f"""{PLAN} target=gguf/target.gguf
         doctor draft=gguf
         doctor draft=trained/draft target=gguf/target.gguf eval.num_prompts=1""",
-        {"gguf/target.gguf": binary_file}),
+        {"gguf/target.gguf": binary_file},
+    ),
     "sources": Surface(
-        f"data make {ROWS} data.source=rows.jsonl\n data show {ROWS} data.source=chat.jsonl target.model=chatting",
-        {"rows.jsonl": jsonl_file, "chat.jsonl": jsonl_file, "chatting/chat_template.jinja": damaged}),
+        f"data make {ROWS} data.source=rows.jsonl\n data show {ROWS} data.source=chat.jsonl"
+        " target.model=chatting",
+        {
+            "rows.jsonl": jsonl_file,
+            "chat.jsonl": jsonl_file,
+            "chatting/chat_template.jinja": damaged,
+        },
+    ),
     "row set": Surface(
         f"data show {ROWS} data.rows=rows\n train {TRAINED} train.output_dir=out",
-        {"rows/manifest.json": json_file, "rows/train-00000-of-00001.arrow": binary_file}),
+        {"rows/manifest.json": json_file, "rows/train-00000-of-00001.arrow": binary_file},
+    ),
     "features": Surface(
         f"data features {TRAINED} {STORED}",
-        {"features/000000-of-000001.safetensors": safetensors_file}),
+        {"features/000000-of-000001.safetensors": safetensors_file},
+    ),
     "interrupted run": Surface(
         f"train {TRAINED} train.output_dir=interrupted",
         {
             "interrupted/run/recipe.yaml": yaml_file,
-            **dict.fromkeys(["interrupted/run/provenance.json", "interrupted/run/history.json", *CHECKPOINT], json_file),
-            "interrupted/checkpoint-2/draft/model.safetensors": safetensors_file}),
+            **dict.fromkeys(
+                ["interrupted/run/provenance.json", "interrupted/run/history.json", *CHECKPOINT],
+                json_file,
+            ),
+            "interrupted/checkpoint-2/draft/model.safetensors": safetensors_file,
+        },
+    ),
     "finished run": Surface(
         PUBLISH,
         {
             "run/run/recipe.yaml": yaml_file,
-            **dict.fromkeys(["run/run/provenance.json", "run/report/report.json", "run/draft/config.json"], json_file),
-            "target/README.md": card_file}, around=hub),
+            **dict.fromkeys(
+                ["run/run/provenance.json", "run/report/report.json", "run/draft/config.json"],
+                json_file,
+            ),
+            "target/README.md": card_file,
+        },
+        around=hub,
+    ),
     "Hub": Surface(
         """acquire method=eagle3 target=someone/target draft=someone/head-eagle3
         acquire method=eagle3 target=someone/target""",
-        {"card.json": json_file, "trained/draft/config.json": json_file, "trained/draft/model.safetensors": safetensors_file}, around=hub),
+        {
+            "card.json": json_file,
+            "trained/draft/config.json": json_file,
+            "trained/draft/model.safetensors": safetensors_file,
+        },
+        around=hub,
+    ),
     "servers": Surface(
         f"""{SERVED} eval.engine=vllm
         {SERVED} eval.engine=sglang
         monitor server=http://127.0.0.1:{PORT} seconds=0
         data make {ROWS} data.source=rows.jsonl data.regenerate.num_tokens=20 data.regenerate.prompt_tokens=4 data.regenerate.server=[http://127.0.0.1:{PORT}]
-        data features {TRAINED} hidden_states.mode=hybrid hidden_states.path=out hidden_states.server=[http://127.0.0.1:{PORT}]""",
-        {"server.json": json_file}, around=serving),
-}  # fmt: skip
+        data features {TRAINED} hidden_states.mode=hybrid hidden_states.path=out hidden_states.server=[http://127.0.0.1:{PORT}]""",  # noqa: E501
+        {"server.json": json_file},
+        around=serving,
+    ),
+}

@@ -13,17 +13,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from specdistill.errors import ExitCode
-from specdistill.files.documents import read_json, read_yaml
+from specdistill.common.documents import read_json, read_yaml
+from specdistill.common.errors import ExitCode
 from tests.fuzz.hostile import EDITS, edited
 from tests.fuzz.sandbox import Sandbox, broken
 from tests.fuzz.surfaces import SURFACES, build
 from tests.processes import needs_gradients_in_forks
 
-pytestmark = needs_gradients_in_forks
-
-FEW = 200
+FEW = 60
 NUM_INPUTS = int(os.environ.get("SPECDISTILL_FUZZ", FEW))  # for all surfaces together
+
+pytestmark = [needs_gradients_in_forks]
+if NUM_INPUTS == FEW:
+    pytestmark.append(pytest.mark.xdist_group("fuzz"))  # one worker builds what is valid
 
 
 @cache
@@ -70,7 +72,8 @@ def test_a_hostile_input_is_refused_or_read(name: str, sandbox: Sandbox) -> None
     attempt()
 
 
-# What ended a command in another way once: a file, the way to a node in it, and what was in its place.
+# What ended a command in another way once: a file, the way to a node in it, and what was in its
+# place.
 TRAIN, DOCTOR = (
     SURFACES["interrupted run"].commands,
     "doctor draft=trained/draft target=target decode=false",
@@ -170,11 +173,8 @@ def test_what_is_not_hostile_is_read(sandbox: Sandbox) -> None:
         for command in surface.commands.splitlines():
             ended = sandbox.run(command.split(), {}, surface.around)
             assert broken(ended) is None, ended
-            refused = (
-                "nothere",
-                "server=",
-                "acquire method=eagle3 target=someone/target",
-            )  # the last has to choose a draft
+            # the last has to choose a draft
+            refused = ("nothere", "server=", "acquire method=eagle3 target=someone/target")
             assert ended.code in (0, 1) or any(word in command for word in refused), (
                 command,
                 ended.err,

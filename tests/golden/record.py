@@ -1,27 +1,31 @@
-"""What the commands compute, to the last bit: training curves, counts of accepted tokens, exported tensors.
+"""What the commands compute, to the last bit: training curves, counts of accepted tokens, exported
+tensors.
 
-    python tests/golden/record.py OUT.json                     # a fresh record; says what differs from record.json, to the last bit
+    # a fresh record; says what differs from record.json, to the last bit
+    python tests/golden/record.py OUT.json
     python tests/golden/record.py OUT.json curves exports/mtp  # only what begins so
-    python tests/golden/record.py tests/golden/record.json     # renews the record that the tests compare with
+    # renews the record that the tests compare with
+    python tests/golden/record.py tests/golden/record.json
 
 A change of numbers on purpose renews the record.
 
-Every command is a user's, on pico, in float32, with one thread. It runs in a child of this process that starts with the libraries loaded:
-thirty commands would otherwise spend most of their time importing. The text to train on is taken from the prompt suites, whose files are
-fixed, and not from the standard library of the Python at hand.
+Every command is a user's, on pico, in float32, with one thread. It runs in a child of this process
+that starts with the libraries loaded: thirty commands would otherwise spend most of their time
+importing. The text to train on is taken from the prompt suites, whose files are fixed, and not from
+the standard library of the Python at hand.
 """
 
 import os
 import sys
 from pathlib import Path
 
-# Before the libraries that read them: one thread, as with more, sums are rounded otherwise; no network and no display.
+# Before the libraries that read them: one thread, as with more, sums are rounded otherwise; no
+# network and no display.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["MPLBACKEND"] = "Agg"
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[2])
-)  # this checkout, whichever is installed
+# this checkout, whichever is installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import hashlib
 import importlib.util
@@ -39,7 +43,8 @@ from safetensors.torch import load_file
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = Path(__file__).with_name("record.json")
 
-# ---- Every script, key and name of a column that is used here. {name} is a file or folder that the record makes. --------------------
+# ---- Every script, key and name of a column that is used here. {name} is a file or folder that the
+# record makes. --------------------
 
 TRAIN = (
     "data.source={texts}",
@@ -56,7 +61,8 @@ TRAIN = (
     "train.disable_tqdm=true",
     "train.per_device_train_batch_size=2",
 )
-# Muon orthogonalises in bfloat16, which makes last bits that differ between machines matter at once; AdamW is steadier.
+# Muon orthogonalises in bfloat16, which makes last bits that differ between machines matter at
+# once; AdamW is steadier.
 HEAD = (
     *TRAIN,
     "data.max_length=128",
@@ -82,7 +88,10 @@ CURVES = {
         "recipe=pico/draft",
         *SMALL,
         "draft.lora.rank=8",
-        "loss.divergence=[{{name: forward_kl, weight: 0.7}}, {{name: jsd, weight: 0.3, beta: 0.4}}]",
+        (
+            "loss.divergence=[{{name: forward_kl, weight: 0.7}}, {{name: jsd, weight: 0.3, beta:"
+            " 0.4}}]"
+        ),
         "loss.temperature=1.5",
         "on_policy.fraction=0.5",
         "on_policy.num_tokens=24",
@@ -153,12 +162,8 @@ COUNTS = (
     "accepted_per_position",
     "num_new_tokens",
 )
-ROUNDS, DRAFTED, ACCEPTED, EMITTED = (
-    "rounds",
-    "drafted",
-    "accepted",
-    "emitted",
-)  # of a row of samples.jsonl
+# of a row of samples.jsonl
+ROUNDS, DRAFTED, ACCEPTED, EMITTED = "rounds", "drafted", "accepted", "emitted"
 
 EXPORT = ("-m specdistill", "export", "dry_run=true", "train.seed=0")
 EXPORTS = {
@@ -205,7 +210,8 @@ EXPORTS = {
         "draft.init=null",
     ),
 }
-# In a config.json: versions of libraries, places on this machine, and the record of a target that lies there.
+# In a config.json: versions of libraries, places on this machine, and the record of a target that
+# lies there.
 NOT_COMPARED = {
     "transformers_version",
     "speculators_version",
@@ -214,9 +220,10 @@ NOT_COMPARED = {
     "specdistill",
 }
 
-# -------------------------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 
-# What the commands import in addition to specdistill, which a child imports itself. DeepSpeed is there where it is installed.
+# What the commands import in addition to specdistill, which a child imports itself. DeepSpeed is
+# there where it is installed.
 LIBRARIES = (
     "accelerate",
     "datasets",
@@ -235,7 +242,8 @@ LIBRARIES = (
 
 
 def record(folder: Path, only: Sequence[str]) -> dict[str, Any]:
-    """All of it, or what begins with one of `only` and the trainings that it needs, made in an empty folder."""
+    """All of it, or what begins with one of `only` and the trainings that it needs, made in an
+    empty folder."""
 
     def wanted(part: str, names: Iterable[str]) -> list[str]:
         return [name for name in names if not only or f"{part}/{name}".startswith(tuple(only))]
@@ -257,7 +265,8 @@ def record(folder: Path, only: Sequence[str]) -> dict[str, Any]:
 
 
 def prepare(folder: Path) -> dict[str, Path]:
-    """What the commands' keys name: what they read, and the drafts that the trainings will leave."""
+    """What the commands' keys name: what they read, and the drafts that the trainings will
+    leave."""
     places = {
         "texts": folder / "texts.jsonl",
         "cache": folder / "cache",
@@ -271,7 +280,8 @@ def prepare(folder: Path) -> dict[str, Path]:
 
 
 def training_rows() -> Iterator[dict[str, Any]]:
-    """Texts, every fourth as a conversation: its first line is the question, the rest the answer, which alone has a loss."""
+    """Texts, every fourth as a conversation: its first line is the question, the rest the answer,
+    which alone has a loss."""
     files = (ROOT / "eval" / "suites" / f"{name}.jsonl" for name in ("pico-dev", "pico-context"))
     rows = [
         json.loads(line) for path in files for line in path.read_text(encoding="utf-8").splitlines()
@@ -288,7 +298,8 @@ def training_rows() -> Iterator[dict[str, Any]]:
 
 
 def write_targets(folder: Path) -> dict[str, Path]:
-    """Tiny random targets of types whose multi-token-prediction layers engines load; pico is of none."""
+    """Tiny random targets of types whose multi-token-prediction layers engines load; pico is of
+    none."""
     places = {kind: folder / kind for kind in ("qwen3_next", "deepseek_v3")}
     for kind, place in places.items():
         in_child(folder / f"{kind}.log", write_target, kind, place)
@@ -302,7 +313,8 @@ def write_target(kind: str, folder: Path) -> None:
 
 
 def curve(name: str, folder: Path, places: Mapping[str, Path], *keys: str) -> dict[str, Any]:
-    """A training's numbers as the Trainer logged them, step by step, and those of the evaluation at its end. keys: more of the recipe's."""
+    """A training's numbers as the Trainer logged them, step by step, and those of the evaluation at
+    its end. keys: more of the recipe's."""
     output = folder / "curves" / name
     start(f"curves/{name}", (*CURVES[name], f"train.output_dir={output}", *keys), folder, places)
     file, key = LOG
@@ -319,7 +331,8 @@ def curve(name: str, folder: Path, places: Mapping[str, Path], *keys: str) -> di
 def report(name: str, folder: Path, places: Mapping[str, Path]) -> dict[str, Any]:
     """A report's counts, by settings and category, and hashes of each prompt's tokens.
 
-    `emitted` is of the completion, `rounds` of what each round drafted and accepted; both in the order of the rows, that is by settings.
+    `emitted` is of the completion, `rounds` of what each round drafted and accepted; both in the
+    order of the rows, that is by settings.
     """
     output = folder / "reports" / name
     start(f"reports/{name}", (*REPORTS[name], f"output_dir={output}"), folder, places)
@@ -347,9 +360,11 @@ def report(name: str, folder: Path, places: Mapping[str, Path]) -> dict[str, Any
 
 
 def export(name: str, folder: Path, places: Mapping[str, Path]) -> dict[str, Any]:
-    """A hash of every tensor that an export of an untrained draft holds, its config.json, and what else a GGUF file says.
+    """A hash of every tensor that an export of an untrained draft holds, its config.json, and what
+    else a GGUF file says.
 
-    Untrained, because the initialization is the same on every x86-64 machine; weights after twenty steps differ in the last bits.
+    Untrained, because the initialization is the same on every x86-64 machine; weights after twenty
+    steps differ in the last bits.
     """
     output = folder / "exports" / name
     start(f"exports/{name}", (*EXPORTS[name], f"output_dir={output}"), folder, places)
@@ -407,7 +422,8 @@ def run_script(script: str, keys: list[str]) -> None:
 
 
 def in_child(log: Path, work: Callable[..., None], *arguments: Any) -> None:
-    """Run it in a process of its own, so that nothing it leaves behind reaches the next. What it prints goes to `log`."""
+    """Run it in a process of its own, so that nothing it leaves behind reaches the next. What it
+    prints goes to `log`."""
     child = multiprocessing.get_context("fork").Process(
         target=_logged, args=(log, work, *arguments)
     )
@@ -418,6 +434,9 @@ def in_child(log: Path, work: Callable[..., None], *arguments: Any) -> None:
 
 
 def _logged(log: Path, work: Callable[..., None], *arguments: Any) -> None:
+    # In a forked process, torch replaces its pool of threads at the next call that asks for one,
+    # without a lock: two threads that load weights at once may find none ("Invalid thread pool").
+    torch.set_num_threads(torch.get_num_threads())
     with log.open("w", encoding="utf-8") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdistill.methods.load import implementation
+from specdistill.methods.load import load_method
 from specdistill.methods.target_record import save_draft
 from specdistill.targets.frozen import FrozenTarget
 from tests.finished_runs import finished_run
@@ -37,7 +37,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     tiny_tokenizer().save_pretrained(folder / "target")
     target = FrozenTarget.load(str(folder / "target"))
     save_draft(
-        implementation("eagle3"),
+        load_method("eagle3"),
         target,
         build_head("eagle3", target, draft_vocabulary=torch.arange(0, 200, 2)),
         folder / "draft",

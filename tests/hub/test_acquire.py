@@ -1,7 +1,7 @@
-"""`specdistill acquire`: what it fetches, what it refuses before it fetches weights, and what it says when the Hub does not give them."""
+"""`specdistill acquire`: what it fetches, what it refuses before it fetches weights, and what it
+says when the Hub does not give them."""
 
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,13 +11,12 @@ from unittest import mock
 import pytest
 from huggingface_hub import constants, snapshot_download
 
-from specdistill.cli import main
+from specdistill.cli.main import main
 from tests.hub.conftest import files_of
-from tests.loopback_hub import Fault, Hub, Sparse, loopback_hub
+from tests.loopback_hub import Fault, Hub, loopback_hub
 from tests.mtp_targets import write_checkpoint
-from tests.public_pairs import PAIRS, WRONG_PAIRS, Repository, one_a_method
 from tests.refusals import refused_key
-from tests.tiny import tiny_target_model, tiny_tokenizer
+from tests.tiny import write_target
 
 TARGET, DRAFT = "someone/Tiny-4L", "someone/Tiny-4L-EAGLE3"
 NEEDED = {"config.json", "model.safetensors", "README.md"}
@@ -179,7 +178,7 @@ def test_a_layer_comes_with_its_target(
     assert said.out.endswith(f"models--someone--native/snapshots/{commit}\n")
     assert acquire.cached() == {path.name for path in (tmp_path / "native").iterdir()}
     said = acquire("method=mtp", f"target={TARGET}")
-    assert (said.code, said.key) == (2, "target.model")
+    assert (said.code, said.key) == (2, "target")
 
 
 def test_no_weights_no_work(acquire: Acquire, hub: Hub) -> None:
@@ -207,8 +206,7 @@ def changed(hub: Hub, saved: dict[str, Path], tmp_path: Path, **config: Any) -> 
 
 
 def other_target(hub: Hub, saved: dict[str, Path], tmp_path: Path) -> None:
-    tiny_target_model(seed=3).save_pretrained(tmp_path / "other")
-    tiny_tokenizer().save_pretrained(tmp_path / "other")
+    write_target(tmp_path / "other", seed=3)
     hub.create(TARGET, files_of(tmp_path / "other"))
 
 
@@ -260,8 +258,7 @@ def test_a_card_that_names_another_target_is_a_warning(
 def test_a_draft_model_may_have_another_tokenizer_if_that_is_asked(
     hub: Hub, acquire: Acquire, tmp_path: Path
 ) -> None:
-    tiny_target_model(num_layers=1).save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
+    write_target(tmp_path, num_layers=1)
     hub.create("someone/small", files_of(tmp_path))
     keys = ("method=draft_model", f"target={TARGET}", "draft=someone/small")
     assert acquire(*keys).code == 0
@@ -326,9 +323,7 @@ def test_a_byte_changed_on_the_way_is_noticed_and_not_left_in_the_cache(
 def test_what_is_missing_without_the_hub_is_named(
     carried: Path, acquire: Acquire, hub: Hub, tmp_path: Path
 ) -> None:
-    assert (
-        f"target.model: {TARGET} is no folder here" in acquire.head(cache=tmp_path / "empty").error
-    )
+    assert f"target: {TARGET} is no folder here" in acquire.head(cache=tmp_path / "empty").error
     (weights,) = carried.glob("models--*EAGLE3/snapshots/*/model.safetensors")
     weights.unlink()
     said = acquire.head(f"draft={DRAFT}@v1", cache=carried)
@@ -371,7 +366,7 @@ def test_a_full_disk_is_known_before(
     hub: Hub, acquire: Acquire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "specdistill.progress.shutil.disk_usage", lambda path: SimpleNamespace(free=10_000)
+        "specdistill.common.progress.shutil.disk_usage", lambda path: SimpleNamespace(free=10_000)
     )
     said = acquire.head()
     assert said.code == 3 and "10.0 kB" in said.error and "HF_HOME" in said.error
@@ -382,62 +377,3 @@ def test_a_cache_that_cannot_be_written(hub: Hub, acquire: Acquire) -> None:
     said = acquire.head(home=Path("/dev/null/nowhere"))
     assert (said.code, said.out) == (3, "")
     assert "HF_HOME" in said.error
-
-
-# Public pairs
-
-
-def publish(hub: Hub, repository: Repository, folder: Path) -> None:
-    """Its files, large ones by their first bytes, the rest zeros that take no disk."""
-    if repository.name in hub.repositories:
-        shutil.rmtree(folder, ignore_errors=True)
-    repository.write(folder)
-    files: dict[str, Any] = {}
-    for path in sorted(folder.iterdir()):
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little") if path.suffix == ".safetensors" else 0
-            file.seek(0)
-            files[path.name] = (
-                Sparse(file.read(8 + length), path.stat().st_size) if length else path.read_bytes()
-            )
-    hub.create(repository.name, files)
-
-
-@pytest.fixture
-def large_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "specdistill.progress.shutil.disk_usage", lambda path: SimpleNamespace(free=10**13)
-    )
-
-
-def told(name: str, hub: Hub, acquire: Acquire, tmp_path: Path) -> AcquireResult:
-    pair = {**PAIRS, **WRONG_PAIRS}[name]
-    publish(hub, pair.target, tmp_path / "target")
-    if pair.draft:
-        publish(hub, pair.draft, tmp_path / "draft")
-    draft = (f"draft={pair.draft.name}",) if pair.draft else ()
-    said = acquire(f"method={pair.method}", f"target={pair.target.name}", *draft, "dry_run=true")
-    assert not [name for name in acquire.cached() if name.endswith(".safetensors")]
-    return said
-
-
-@pytest.mark.parametrize("name", one_a_method(sorted(PAIRS)))
-def test_public_pairs_that_are_right(
-    name: str, large_disk: None, hub: Hub, acquire: Acquire, tmp_path: Path
-) -> None:
-    said = told(name, hub, acquire, tmp_path)
-    assert said.code == 0 and "warning" not in said.err, said.err
-    assert "to fetch: " in said.err
-
-
-# Of two that are wrong in the numbers that tensors hold, which nothing but the weights tell: what the doctor is for.
-UNREAD = {"d2t-range", "zeros"}
-
-
-@pytest.mark.parametrize("name", sorted(WRONG_PAIRS.keys() - UNREAD))
-def test_public_pairs_that_are_wrong(
-    name: str, large_disk: None, hub: Hub, acquire: Acquire, tmp_path: Path
-) -> None:
-    said = told(name, hub, acquire, tmp_path)
-    assert (said.code, said.out, said.err.count("\n")) == (2, "", 1), said.err
-    assert said.error.startswith(("draft: got ", "target.model: got ", "method: got "))

@@ -1,4 +1,5 @@
-"""The model card of a head on a target of the Hub: what is in its metadata, and what a reader is told."""
+"""The model card of a head on a target of the Hub: what is in its metadata, and what a reader is
+told."""
 
 import re
 import shlex
@@ -9,15 +10,15 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard
 
-from specdistill.command import keys_of
-from specdistill.gate.decide import Evidence, judge
-from specdistill.gate.rules import load_gate
+from specdistill.evaluation.gate.decide import Evidence, judge
+from specdistill.evaluation.gate.rules import load_gate
 from specdistill.hub import card as cards
-from specdistill.hub.card import CardContents, measured_again
+from specdistill.hub.card import CardContents, format_eval_command
 from specdistill.hub.evidence import Release
 from specdistill.hub.licenses import Licensed
 from specdistill.methods.recipe import Recipe
 from specdistill.recipe.load import load_recipe
+from specdistill.recipe.short_keys import select_recipe_keys
 from specdistill.targets.files import TargetIdentity
 from specdistill.training.history import History
 from tests.rendered import HOSTILE, Page, renamed
@@ -37,7 +38,7 @@ PARTS = [
 
 
 def model_card(published: CardContents) -> ModelCard:
-    return cards.model_card(published, [("vLLM", "vllm serve Qwen/Qwen3-8B")])
+    return cards.build_model_card(published, [("vLLM", "vllm serve Qwen/Qwen3-8B")])
 
 
 def of_target(published: CardContents, **parts: Any) -> CardContents:
@@ -120,7 +121,8 @@ def test_who_serves_a_lookup_in_front_of_it(published: CardContents) -> None:
 
 
 def test_what_the_evidence_lacks(published: CardContents) -> None:
-    """A server's report times nothing without a baseline; a run that was resumed does not know its time."""
+    """A server's report times nothing without a baseline; a run that was resumed does not know its
+    time."""
     row = {
         key: value
         for key, value in published.release.report["results"][0].items()
@@ -184,12 +186,14 @@ def test_the_command_that_measures_it_again(
     changed = with_report(
         published, settings={**published.release.report["settings"], **settings}, suite=suite
     )
-    program, verb, *words = shlex.split(measured_again(changed).replace("\\\n", ""))
+    program, verb, *words = shlex.split(format_eval_command(changed).replace("\\\n", ""))
     assert (program, verb) == ("specdistill", "eval")
     assert {"method=eagle3", "target=Qwen/Qwen3-8B", "draft=org/Qwen3-8B-eagle3@v3"} <= set(words)
     assert {f"{key}={value}" for key, value in given.items()} <= set(words)
     script = load_script("eval/run.py")
-    recipe = load_recipe(Recipe, ["train.output_dir=runs", *keys_of(words, script.SHORTHANDS)])
+    recipe = load_recipe(
+        Recipe, ["train.output_dir=runs", *select_recipe_keys(words, script.SHORTHANDS)]
+    )
     for name, value in settings.items():
         made = getattr(recipe.eval, name)
         assert (made if name != "tree" else made.model_dump(exclude_none=True)) == value
@@ -201,7 +205,7 @@ def test_a_measurement_in_llama_cpp_names_its_files(published: CardContents) -> 
         published, engine=of_server, target={"model": "pico", "dtype": "MOSTLY_Q4_1"}
     )
     files = {"eval.llama_cpp.model=TARGET.gguf", "eval.llama_cpp.model_draft=DRAFT.gguf"}
-    words = shlex.split(measured_again(changed).replace("\\\n", ""))
+    words = shlex.split(format_eval_command(changed).replace("\\\n", ""))
     assert files <= set(words) and "MOSTLY" not in str(words)
     assert (
         "`DRAFT.gguf`: as llama.cpp's converter writes them, the target's in MOSTLY"

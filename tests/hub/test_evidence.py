@@ -9,14 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from specdistill.errors import UserError
+from specdistill.common.errors import UserError
+from specdistill.evaluation.report.files import write_report
+from specdistill.evaluation.statistics.records import PromptRecord
 from specdistill.hub.evidence import RECIPE, Release
 from specdistill.hub.evidence import read_release as read
 from specdistill.methods.recipe import Recipe
 from specdistill.recipe.load import load_recipe
-from specdistill.report.files import write_report
-from specdistill.statistics.records import PromptRecord
 from tests.finished_runs import edit, edit_recipe, edit_report, remake, scale_weights, slower, timed
+
+pytestmark = pytest.mark.xdist_group("measured run")  # one worker measures
 
 
 def read_release(run: Path) -> Release:

@@ -5,18 +5,18 @@ from typing import Any
 
 import pytest
 
+from specdistill.data.produce.sources import load_sources
 from specdistill.hub.licenses import (
     Licensed,
-    forbidden,
-    front_matter,
-    license_of_draft,
-    licensed_data,
-    licensed_model,
-    stated,
+    build_license_metadata,
+    choose_draft_license,
+    find_data_licenses,
+    license_from_card,
+    list_prohibitions,
+    read_model_license,
 )
-from specdistill.hub.publish import made_from
+from specdistill.hub.publish import list_ingredients
 from specdistill.methods.recipe import Recipe
-from specdistill.produce.sources import load_sources
 from specdistill.recipe.load import load_recipe
 from specdistill.recipe.sections import DataConfig
 from specdistill.targets.files import TargetFiles
@@ -50,13 +50,13 @@ def of(license: str | None, what: str = "target") -> Licensed:
 def test_what_is_refused(license: str | None, name: str, refused: bool) -> None:
     for what in ("target", *(["training data"] if license else [])):
         assert (
-            bool(list(forbidden([of("mit", "data"), of(license, what)], f"Llama/{name}")))
+            bool(list(list_prohibitions([of("mit", "data"), of(license, what)], f"Llama/{name}")))
             == refused
         )
 
 
 def test_data_of_no_stated_licence_is_refused() -> None:
-    (why,) = forbidden([of("mit"), of(None, "training data")], "org/draft")
+    (why,) = list_prohibitions([of("mit"), of(None, "training data")], "org/draft")
     assert "org/it" in why
 
 
@@ -74,7 +74,7 @@ def test_an_initialization_of_the_hub_is_read_at_its_revision_and_named_without_
         hub.create("org/first", card="---\nlicense: mit\n---\n")
         hub.tag("org/first", "v1")
         hub.commit("org/first", {"README.md": b"---\nlicense: cc-by-nd-4.0\n---\n"})
-        parts = made_from(load_recipe(Recipe, keys), TargetFiles("pico"), None)
+        parts = list_ingredients(load_recipe(Recipe, keys), TargetFiles("pico"), None)
     assert parts[-1] == Licensed("initialization", "org/first", "mit")
 
 
@@ -90,26 +90,29 @@ def test_an_initialization_of_the_hub_is_read_at_its_revision_and_named_without_
     ],
 )
 def test_what_a_card_states(metadata: dict[str, Any] | None, license: str | None) -> None:
-    assert stated(metadata) == license
+    assert license_from_card(metadata) == license
 
 
 def test_a_draft_has_the_licence_that_is_given_or_its_targets() -> None:
     parts = [of("cc0-1.0", "training data"), of("gemma")]
-    assert license_of_draft(None, parts) == "gemma"
-    assert license_of_draft("mit", parts) == "mit"
-    assert license_of_draft(None, parts[:1]) == license_of_draft(None, [of(None)]) == "unknown"
-    assert front_matter("gemma") == {"license": "gemma"}
-    assert front_matter("acme-1.0") == {"license": "other", "license_name": "acme-1.0"}
+    assert choose_draft_license(None, parts) == "gemma"
+    assert choose_draft_license("mit", parts) == "mit"
+    assert (
+        choose_draft_license(None, parts[:1]) == choose_draft_license(None, [of(None)]) == "unknown"
+    )
+    assert build_license_metadata("gemma") == {"license": "gemma"}
+    assert build_license_metadata("acme-1.0") == {"license": "other", "license_name": "acme-1.0"}
 
 
 def test_a_card_that_cannot_be_read(tmp_path) -> None:
     (tmp_path / "README.md").write_text("---\nlicense: [mit\n---\n")
     with refused("target", holds="README.md"):
-        licensed_model("target", "it", tmp_path)
+        read_model_license("target", "it", tmp_path)
 
 
 def test_data(tmp_path) -> None:
-    """A source says it itself; pico's is known; of a file only its name is told. The target's own prompts are as the target."""
+    """A source says it itself; pico's is known; of a file only its name is told. The target's own
+    prompts are as the target."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"text": "one"}\n')
     source = [
@@ -118,7 +121,7 @@ def test_data(tmp_path) -> None:
         {"source": str(rows)},
         {"source": str(rows), "license": "cc-by-4.0", "weight": 2},
     ]
-    found = [(part.name, part.license) for part in licensed_data(source)]
+    found = [(part.name, part.license) for part in find_data_licenses(source)]
     assert found == [("pico", "PSF-2.0"), ("rows.jsonl", None), ("rows.jsonl", "cc-by-4.0")]
     assert [
         len(loaded.rows)
@@ -131,6 +134,6 @@ def test_data(tmp_path) -> None:
 def test_data_on_the_hub(tmp_path) -> None:
     with loopback_hub(tmp_path / "hub") as hub, hub.client(tmp_path / "home"):
         hub.create("org/chats", card="---\nlicense: odc-by\n---\n")
-        shown, hidden = licensed_data([{"source": "org/chats"}, {"source": "org/others"}])
+        shown, hidden = find_data_licenses([{"source": "org/chats"}, {"source": "org/others"}])
     assert (shown.name, shown.license) == ("org/chats", "odc-by")
     assert (hidden.name, hidden.shown) == ("org/others", "unknown")

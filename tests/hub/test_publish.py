@@ -1,4 +1,5 @@
-"""`specdistill publish` against a Hub on loopback, which the real client asks: what is there afterwards, whatever happens on the way."""
+"""`specdistill publish` against a Hub on loopback, which the real client asks: what is there
+afterwards, whatever happens on the way."""
 
 import hashlib
 import json
@@ -11,14 +12,14 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard
 
-from specdistill.cli import main
-from specdistill.credentials import without_places
-from specdistill.export import export
-from specdistill.files.documents import read_yaml
+from specdistill.cli.main import main
+from specdistill.common.credentials import remove_places
+from specdistill.common.documents import read_yaml
+from specdistill.evaluation.report.files import compute_digest, read_report
 from specdistill.hub import repository as released
 from specdistill.hub.repository import is_same
-from specdistill.report.files import digest, read_report
-from tests.finished_runs import edit_recipe, edit_report, remake
+from specdistill.serving.export import export
+from tests.finished_runs import edit, edit_recipe, edit_report, remake
 from tests.hub.conftest import NAME, contents
 from tests.loopback_hub import Fault, Hub, loopback_hub
 from tests.loopback_hub.store import Repository
@@ -122,7 +123,10 @@ def test_the_card_says_what_it_is_and_what_was_measured(lfs: Hub, run: Path) -> 
     assert results["speedup"].metric_args["ci95"] == row["speedup_ci95"]
     assert results["speedup"].metric_args["hardware"] == report["hardware"]["name"]
     for said in (
-        f'vllm serve TARGET \\\n    --speculative-config \'{{"method": "draft_model", "model": "{NAME}"',
+        (
+            'vllm serve TARGET \\\n    --speculative-config \'{"method": "draft_model", "model":'
+            f' "{NAME}"'
+        ),
         f"--speculative-draft-model-path {NAME}",
         "8 to 8 tokens",
         "| training data | pico | PSF-2.0 |",
@@ -133,6 +137,35 @@ def test_the_card_says_what_it_is_and_what_was_measured(lfs: Hub, run: Path) -> 
         f"`{report['target']['weights']}`",
     ):
         assert said in card.text
+
+
+def test_the_card_repeats_what_the_check_against_the_target_says(
+    lfs: Hub, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edit(run / "draft/config.json", lambda config: {**config, "max_position_embeddings": 64})
+    tokenizer = (run / "draft/tokenizer.json").read_bytes()
+    assert publish(run, "force=a trial", "dry_run=true") == 0
+    assert (
+        "- Compared with its target: the draft's context (max_position_embeddings) is 64 tokens"
+        in readme(run)
+    )
+    (run / "draft/tokenizer.json").unlink()
+    assert publish(run) == 1
+    assert "refused: not a draft for its target: " in capsys.readouterr().err
+    assert publish(run, "force=a trial", "dry_run=true") == 0
+    assert "> - not a draft for its target: got draft without the files of a tokenizer" in readme(
+        run
+    )
+    (run / "draft/tokenizer.json").write_bytes(tokenizer)
+    assert "vllm serve" in readme(run)
+    # which engines are not started to do
+    edit_report(run, "settings", "drafting", to={"heterogeneous_vocab": True})
+    assert publish(run, "force=a trial", "dry_run=true") == 0
+    assert "vllm serve" not in readme(run) and "No engine serves it as it is" in readme(run)
+
+
+def readme(run: Path) -> str:
+    return (run / "release/README.md").read_text(encoding="utf-8")
 
 
 def test_a_trial_writes_the_folder_and_sends_nothing(
@@ -180,18 +213,12 @@ def test_a_recipe_says_what_the_command_does_not(lfs: Hub, run: Path) -> None:
 
 
 def test_a_run_that_ran_somebodys_code_is_published_without_running_it(lfs: Hub, run: Path) -> None:
-    edit_recipe(
-        run,
-        {
-            "trust_remote_code: false": "trust_remote_code: true",
-            "run_code: false": "run_code: true",
-        },
-    )
+    edit_recipe(run, {"trust_remote_code: false": "trust_remote_code: true"})
     assert publish(run, "dry_run=true") == 0
     recipe = read_yaml(run / "run/recipe.yaml")
     assert recipe["target"]["trust_remote_code"] and read_yaml(
         run / "release/recipe.yaml"
-    ) == without_places(recipe)
+    ) == remove_places(recipe)
 
 
 def test_a_target_in_a_folder_may_be_one_of_the_hub(
@@ -465,7 +492,8 @@ def test_a_link_within_the_run_is_published(lfs: Hub, run: Path) -> None:
 def test_no_place_of_a_machine_is_published(
     lfs: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a run that was trained, measured and released in the home of somebody whose name is nowhere else."""
+    """By a run that was trained, measured and released in the home of somebody whose name is
+    nowhere else."""
     home = tmp_path / "home" / "ada lovelace"
     home.mkdir(parents=True)
     monkeypatch.setenv("HOME", str(home))
@@ -493,7 +521,8 @@ def test_no_place_of_a_machine_is_published(
     assert provenance["recipe"] == hashlib.sha256(read["recipe.yaml"].encode()).hexdigest()
     report, records = read_report(run / "release" / "report")
     assert (
-        report["digest"] == digest(report, records) and report["suite"]["source"] == "suite.jsonl"
+        report["digest"] == compute_digest(report, records)
+        and report["suite"]["source"] == "suite.jsonl"
     )
 
 
@@ -536,7 +565,7 @@ def test_a_hub_that_is_not_there(
         pass
     with hub.client(tmp_path / "home"):
         assert hub.address in refused(capsys, 3, run)
-        assert hub.address in refused(capsys, 3, run, "dry_run=true")
+        assert hub.address in refused(capsys, 3, run, "dry_run=true", first=False)
         shutil.rmtree(run / "report")
         assert f"run: got {run}, which has no report" in refused(capsys, 2, run, "dry_run=true")
 

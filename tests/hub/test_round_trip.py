@@ -1,18 +1,16 @@
-"""From a run to the Hub and back: what was published and acquired again is sound, and drafts as it did; and how CI publishes."""
+"""From a run to the Hub and back: what was published and acquired again is sound, and drafts as it
+did."""
 
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
-from specdistill.cli import main
-from specdistill.project import ROOT
-from specdistill.report.files import read_report
+from specdistill.cli.main import main
+from specdistill.evaluation.gate.decide import EXIT_CODES
+from specdistill.evaluation.report.files import read_report
 from tests.hub.conftest import NAME
 from tests.loopback_hub import loopback_hub
 
@@ -57,8 +55,8 @@ def test_what_is_acquired_drafts_as_it_did_before_it_was_published(
                 for word in shlex.split(command.replace("\\\n", ""))
             ]
             asked = len(hub.requests)
-            with pytest.raises(SystemExit):
-                main(["eval", *words, f"eval.output_dir={tmp_path / 'again'}"])
+            code = main(["eval", *words, f"eval.output_dir={tmp_path / 'again'}"])
+            assert code in EXIT_CODES.values()
             assert not [
                 request
                 for request in hub.requests[asked:]
@@ -75,25 +73,3 @@ def test_what_is_acquired_drafts_as_it_did_before_it_was_published(
     )
     row, old_row = after["results"][0], before["results"][0]
     assert row["mean_acceptance_length"] == old_row["mean_acceptance_length"]
-
-
-@pytest.mark.long  # a shell and its process
-def test_a_tag_of_the_repository_is_a_tag_on_the_hub(measured: Path, tmp_path: Path) -> None:
-    """By the step of the CI workflow that publishes: its shell runs the real command."""
-    workflow = yaml.safe_load(
-        (ROOT / ".github/workflows/release-gate.yml").read_text(encoding="utf-8")
-    )
-    (job,) = workflow["jobs"].values()
-    (step,) = (step for step in job["steps"] if step.get("name") == "Publish")
-    run = shutil.copytree(measured, tmp_path / "a run")
-    command = tmp_path / ".venv/bin/specdistill"
-    command.parent.mkdir(parents=True)
-    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m specdistill "$@"\n')
-    command.chmod(0o755)
-    with loopback_hub(tmp_path / "hub") as hub:
-        given = {"RUN": str(run), "REPO": NAME, "TAG": "v3", "FIRST": "true"}
-        assert given.keys() - {"RUN"} == step["env"].keys() - {"HF_TOKEN"}
-        environment = {**hub.environment(tmp_path / "home"), **given}
-        shell = ["bash", "-euo", "pipefail", "-c", step["run"]]
-        subprocess.run(shell, cwd=tmp_path, check=True, env=environment, timeout=300)
-        assert hub.tags(NAME) == {"v3": hub.commits(NAME)[0]} and len(hub.commits(NAME)) == 2

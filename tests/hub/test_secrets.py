@@ -1,4 +1,5 @@
-"""A planted token, searched for everywhere: what commands print and log, what they write, what they send, and to whom."""
+"""A planted token, searched for everywhere: what commands print and log, what they write, what they
+send, and to whom."""
 
 import json
 import logging
@@ -9,7 +10,7 @@ from unittest import mock
 import pytest
 from huggingface_hub import constants
 
-from specdistill.cli import main
+from specdistill.cli.main import main
 from tests.hub.conftest import NAME
 from tests.loopback_hub import Fault, Hub, loopback_hub
 
@@ -101,9 +102,8 @@ def test_a_planted_token_is_found_nowhere_else(
     said = capfd.readouterr()
     everything = said.out + said.err + caplog.text
     assert hub.token not in everything and kept not in everything
-    assert (
-        "<TOKEN>" in everything and "Traceback" in said.err
-    )  # what logs and tracebacks there are was looked through
+    # what logs and tracebacks there are was looked through
+    assert "<TOKEN>" in everything and "Traceback" in said.err
     written = (
         "run/release/README.md",
         "run/report/release/report.html",

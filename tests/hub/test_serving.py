@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from specdistill.doctor.diagnosis import examine
-from specdistill.engines import ENGINES, engines_with
-from specdistill.engines.engine import Served, Serving
-from specdistill.export import export
-from specdistill.hub.publish import loads_as_is, serving_lines
+from specdistill.advice.doctor.diagnosis import examine_draft
+from specdistill.hub.publish import can_load_directly, format_serving_lines
 from specdistill.methods import METHODS
 from specdistill.methods.checkpoint import read_config
 from specdistill.recipe.sections import LookupFirstConfig
+from specdistill.serving.engines import ENGINES, list_engines_with
+from specdistill.serving.engines.engine import Served, Serving
+from specdistill.serving.export import export
 from specdistill.targets.frozen import FrozenTarget
 from tests.heads import head_of, save_head
 from tests.tiny import tiny_target_model, tiny_tokenizer
@@ -48,11 +48,11 @@ def test_engines_load_what_is_said(
     target: FrozenTarget, tmp_path: Path, method: str, shape: dict[str, Any]
 ) -> None:
     save_head(method, head_of(method, target, shape, torch.float32), tmp_path)
-    for name in engines_with("serve_command"):
+    for name in list_engines_with("serve_command"):
         if METHODS[method].serving().get(name, Serving()).loaders:
             assert (
-                loads_as_is(ENGINES[name], method, tmp_path)
-                == examine(tmp_path, engine=name).is_sound
+                can_load_directly(ENGINES[name], method, tmp_path)
+                == examine_draft(tmp_path, engine=name).is_sound
             ), name
 
 
@@ -67,7 +67,7 @@ def test_each_engine_is_told_how(tmp_path: Path) -> None:
     config, at = read_config(draft, "draft"), {"revision": "abc", "draft_revision": "v2"}
     served = Served("eagle3", Path("org/draft"), "org/target", 4, False, config, **at)
     exports = {"gguf": export(draft, "gguf", tmp_path / "gguf")}
-    lines = dict(serving_lines(served, draft, exports))
+    lines = dict(format_serving_lines(served, draft, exports))
     assert lines["vLLM"].startswith("vllm serve org/target \\\n    --revision abc ")
     assert '"model": "org/draft", "revision": "v2"' in lines["vLLM"]
     assert (
@@ -78,11 +78,11 @@ def test_each_engine_is_told_how(tmp_path: Path) -> None:
     fetch, _, convert, _ = lines["llama.cpp"].splitlines()
     assert fetch == "hf download org/draft --revision v2 --local-dir draft --include 'gguf/*'"
     assert (
-        'convert_hf_to_gguf.py draft/gguf --target-model-dir "$(hf download org/target --revision abc)"'
-        in convert
+        'convert_hf_to_gguf.py draft/gguf --target-model-dir "$(hf download org/target --revision'
+        ' abc)"' in convert
     )
     lookup = LookupFirstConfig(draft_tokens=2)
-    behind = dict(serving_lines(replace(served, lookup_first=lookup), draft, exports))
+    behind = dict(format_serving_lines(replace(served, lookup_first=lookup), draft, exports))
     assert (
         behind["vLLM"].startswith("SPECDISTILL_LOOKUP_FIRST=")
         and '"num_speculative_tokens": 4' in behind["vLLM"]

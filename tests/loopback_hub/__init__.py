@@ -1,11 +1,14 @@
-"""A Hugging Face Hub on loopback, which the real client is told of: repositories, commits, tags, large files, faults on demand.
+"""A Hugging Face Hub on loopback, which the real client is told of: repositories, commits, tags,
+large files, faults on demand.
 
     with loopback_hub(tmp_path / "hub") as hub:
         hub.create("org/name", {"config.json": b"{}"})
-        subprocess.run([...], env=hub.environment(tmp_path / "home"))   # or, in this process: with hub.client(tmp_path / "home")
+        # or, in this process: with hub.client(tmp_path / "home")
+        subprocess.run([...], env=hub.environment(tmp_path / "home"))
         assert hub.tags("org/name") == {"v1": hub.commits("org/name")[0]}
 
-`store.py` keeps what was sent, `reading.py` and `writing.py` answer, `server.py` is HTTP and faults, `cas.py` the storage of Xet.
+`store.py` keeps what was sent, `reading.py` and `writing.py` answer, `server.py` is HTTP and
+faults, `cas.py` the storage of Xet.
 """
 
 import os
@@ -21,14 +24,14 @@ from unittest import mock
 
 from huggingface_hub import close_session, constants
 
-from specdistill.project import ROOT
+from specdistill.common.project import ROOT
 from tests.loopback_hub.cas import Storage
 from tests.loopback_hub.reading import OWNER, STRANGER, RefusedError, Request
 from tests.loopback_hub.server import Fault, Faults, Handler
-from tests.loopback_hub.store import File, Objects, Repository, Sparse
+from tests.loopback_hub.store import File, Objects, Repository
 
 TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-__all__ = ["Fault", "Hub", "Sparse", "environment", "fetched", "loopback_hub"]
+__all__ = ["Fault", "Hub", "environment", "fetched", "loopback_hub"]
 
 
 class Hub:
@@ -41,9 +44,8 @@ class Hub:
 
     def __init__(self, folder: Path, port: int, transfer: Literal["lfs", "xet"]):
         self.address = f"http://127.0.0.1:{port}"
-        self.storage_address = (
-            f"http://localhost:{port}"  # another host: where large files lie, tokens do not go
-        )
+        # another host: where large files lie, tokens do not go
+        self.storage_address = f"http://localhost:{port}"
         self.transfer = transfer
         self.objects = Objects(folder / "objects")
         self.arriving = folder / "arriving"
@@ -58,7 +60,7 @@ class Hub:
     def create(
         self,
         name: str,
-        files: Mapping[str, bytes | Path | Sparse] | None = None,
+        files: Mapping[str, bytes | Path] | None = None,
         *,
         card: str = "",
         tags: tuple[str, ...] = (),
@@ -66,7 +68,8 @@ class Hub:
         private: bool = False,
         gated: bool = False,
     ) -> str:
-        """A repository with these files, `card` as its README.md, and `tags` in addition to the card's; returns its commit."""
+        """A repository with these files, `card` as its README.md, and `tags` in addition to the
+        card's; returns its commit."""
         self.repositories[name] = Repository(name, private, gated, tags, downloads)
         return self.commit(
             name,
@@ -77,7 +80,7 @@ class Hub:
     def commit(
         self,
         name: str,
-        files: Mapping[str, bytes | Path | Sparse | None],
+        files: Mapping[str, bytes | Path | None],
         title: str = "another commit",
     ) -> str:
         """On top of main; a file that is None is deleted. Returns the commit."""
@@ -121,7 +124,8 @@ class Hub:
 
     @contextmanager
     def client(self, home: Path, *, token: str | None = token) -> Iterator[None]:
-        """In this process huggingface_hub asks this Hub, as the owner, and keeps what it fetches in `home`."""
+        """In this process huggingface_hub asks this Hub, as the owner, and keeps what it fetches in
+        `home`."""
         settings = {
             "ENDPOINT": self.address,
             "HUGGINGFACE_CO_URL_TEMPLATE": self.address
@@ -165,16 +169,17 @@ class Hub:
         file = self.objects.describe(path, sha256, lfs=True)
         return File(**{**vars(file), "xet": found[0] if found else None})
 
-    def _keep(self, path: str, content: bytes | Path | Sparse) -> File:
+    def _keep(self, path: str, content: bytes | Path) -> File:
         file = self.objects.add(path, content)
-        if not (self.cas and file.lfs) or isinstance(content, Sparse):
+        if not (self.cas and file.lfs):
             return file
         return File(**{**vars(file), "xet": self.cas.add(self.objects.path(file.sha256))})
 
 
 @contextmanager
 def loopback_hub(folder: Path, transfer: Literal["lfs", "xet"] = "lfs") -> Iterator[Hub]:
-    """A Hub that keeps its files in `folder`, and moves large ones by classic LFS, or by Xet as the Hub does now."""
+    """A Hub that keeps its files in `folder`, and moves large ones by classic LFS, or by Xet as the
+    Hub does now."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.hub = hub = Hub(folder, server.server_port, transfer)  # type: ignore[attr-defined]
     threading.Thread(
@@ -189,7 +194,8 @@ def loopback_hub(folder: Path, transfer: Literal["lfs", "xet"] = "lfs") -> Itera
 
 
 def environment(address: str, home: Path) -> dict[str, str]:
-    """Of a process that asks the Hub at this address without a token, and keeps what it fetches in `home`."""
+    """Of a process that asks the Hub at this address without a token, and keeps what it fetches in
+    `home`."""
     inherited = {
         name: value
         for name, value in os.environ.items()

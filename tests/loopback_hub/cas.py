@@ -1,4 +1,5 @@
-"""The storage of Xet on this machine: hf_xet chunks and deduplicates into a folder, here as in the process of whoever uploads."""
+"""The storage of Xet on this machine: hf_xet chunks and deduplicates into a folder, here as in the
+process of whoever uploads."""
 
 import hashlib
 import struct
@@ -7,8 +8,9 @@ from pathlib import Path
 
 import hf_xet
 
-# A shard (https://huggingface.co/docs/xet/shard): a header of 48 bytes, then for each file a record of 48 bytes, its segments, and by its
-# flags as many verification records and one with the sha256, all of the same size; hashes are four little-endian words.
+# A shard (https://huggingface.co/docs/xet/shard): a header of 48 bytes, then for each file a record
+# of 48 bytes, its segments, and by its flags as many verification records and one with the sha256,
+# all of the same size; hashes are four little-endian words.
 RECORD = 48
 VERIFIED, WITH_SHA256 = 1 << 31, 1 << 30
 

@@ -1,4 +1,5 @@
-"""Endpoints that read: accounts, listings, repositories, files; what the Hub says about them, and who may ask for what."""
+"""Endpoints that read: accounts, listings, repositories, files; what the Hub says about them, and
+who may ask for what."""
 
 import json
 import re
@@ -21,7 +22,8 @@ OWNER, STRANGER = "someone", "stranger"
 
 @dataclass
 class Request:
-    """What was asked: `values` are the parts of the path that the route names; a large body lies in a file."""
+    """What was asked: `values` are the parts of the path that the route names; a large body lies in
+    a file."""
 
     method: str
     path: str
@@ -68,7 +70,8 @@ def user_of(hub: "Hub", request: Request) -> str | None:
 def repository_of(
     hub: "Hub", request: Request, *, writes: bool = False, reads_files: bool = False
 ) -> Repository:
-    """The repository of the path, for someone who may see it. The Hub does not say whether a private one exists."""
+    """The repository of the path, for someone who may see it. The Hub does not say whether a
+    private one exists."""
     user = user_of(hub, request)
     repository = hub.repositories.get(request.values["id"])
     if repository is None or (repository.private and user != OWNER):
@@ -286,7 +289,8 @@ def commits(hub: "Hub", request: Request) -> Answer:
 
 
 def resolve(hub: "Hub", request: Request) -> Answer:
-    """A file. A large one lies elsewhere: a redirection to a signed address, which takes no token."""
+    """A file. A large one lies elsewhere: a redirection to a signed address, which takes no
+    token."""
     repository = repository_of(hub, request, reads_files=True)
     commit = commit_of(repository, request.values["revision"])
     file = commit.files.get(request.values["path"])

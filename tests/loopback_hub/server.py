@@ -1,4 +1,5 @@
-"""HTTP around the endpoints: bodies are read to disk and sent from it, by ranges, and faults on demand meet them there."""
+"""HTTP around the endpoints: bodies are read to disk and sent from it, by ranges, and faults on
+demand meet them there."""
 
 import json
 import re
@@ -24,12 +25,11 @@ Kind = Literal["status", "cut", "lost", "corrupt", "slow", "conflict"]
 class Fault:
     """What the next `times` requests of a route meet, after `skip` of them went well.
 
-    status: answered with `status`, and nothing is done.
-    cut: the connection ends in the middle of the body, of the answer's, or of the request's where one is sent; nothing is done.
-    lost: all is done, and the connection ends before the answer.
-    corrupt: one byte of the body, sent or received, is another.
-    slow: `call()` in the middle of the body.
-    conflict: another commit lands on the branch just before.
+    status: answered with `status`, and nothing is done. cut: the connection ends in the middle of
+    the body, of the answer's, or of the request's where one is sent; nothing is done. lost: all is
+    done, and the connection ends before the answer. corrupt: one byte of the body, sent or
+    received, is another. slow: `call()` in the middle of the body. conflict: another commit lands
+    on the branch just before.
 
     `route` is a name in ROUTES; `path` is in the request's path.
     """
@@ -86,7 +86,8 @@ class Route(NamedTuple):
 def route(
     name: str, methods: str, pattern: str, answer: Callable[["Hub", Request], Answer]
 ) -> Route:
-    """`{name}` in the pattern is a part of the path without a slash, {id} of a repository two, {path} as many as there are."""
+    """`{name}` in the pattern is a part of the path without a slash, {id} of a repository two,
+    {path} as many as there are."""
     parts = {"id": r"(?P<id>[^/]+/[^/]+?)", "path": "(?P<path>.+)"}
     return Route(
         name,
@@ -246,9 +247,8 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD":
             return
-        fault = (
-            fault if self.command == "GET" else None
-        )  # it has struck where the body was received
+        # it has struck where the body was received
+        fault = fault if self.command == "GET" else None
         middle = (start + end) // 2
         for position, block in _read(content, start, end):
             damaged = (

@@ -1,4 +1,5 @@
-"""What a Hub keeps: objects by their sha256 on disk, and repositories as commits, branches and tags over them."""
+"""What a Hub keeps: objects by their sha256 on disk, and repositories as commits, branches and tags
+over them."""
 
 import hashlib
 import shutil
@@ -7,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import NamedTuple
 
-# What the Hub's .gitattributes of a new repository sends to large-file storage, as far as models have it, and files above 10 MiB.
+# What the Hub's .gitattributes of a new repository sends to large-file storage, as far as models
+# have it, and files above 10 MiB.
 LARGE = (
     ".safetensors",
     ".gguf",
@@ -26,16 +27,10 @@ LARGE = (
 LARGE_BYTES = 10 * 1024**2
 
 
-class Sparse(NamedTuple):
-    """A file of `size` bytes of which only the head is real, the rest zeros; its hashes are the head's, so no check of them passes."""
-
-    head: bytes
-    size: int
-
-
 @dataclass(frozen=True)
 class File:
-    """A file of a commit; its bytes are the object of that sha256. `xet` is the hash by which Xet fetches it."""
+    """A file of a commit; its bytes are the object of that sha256. `xet` is the hash by which Xet
+    fetches it."""
 
     sha256: str
     size: int
@@ -121,14 +116,9 @@ class Objects:
     def __contains__(self, sha256: str) -> bool:
         return self.path(sha256).is_file()
 
-    def add(self, name: str, content: bytes | Path | Sparse) -> File:
+    def add(self, name: str, content: bytes | Path) -> File:
         """Keep the content of a file of this name."""
-        if isinstance(content, Sparse):
-            sha256 = hashlib.sha256(content.head).hexdigest()
-            with self.path(sha256).open("wb") as file:
-                file.write(content.head)
-                file.truncate(content.size)
-        elif isinstance(content, Path):
+        if isinstance(content, Path):
             with content.open("rb") as file:
                 sha256 = hashlib.file_digest(file, "sha256").hexdigest()
             shutil.copyfile(content, self.path(sha256))

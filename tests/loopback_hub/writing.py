@@ -46,7 +46,8 @@ def create_repository(hub: "Hub", request: Request) -> Answer:
     if user != OWNER:
         raise RefusedError(
             403,
-            f'You don\'t have the rights to create a model under the namespace "{name.split("/")[0]}"',
+            "You don't have the rights to create a model under the namespace"
+            f' "{name.split("/")[0]}"',
         )
     url = f"{hub.address}/{name}"
     if name in hub.repositories:
@@ -106,7 +107,8 @@ def upload(hub: "Hub", request: Request) -> Answer:
 
 
 def xet_token(hub: "Hub", request: Request) -> Answer:
-    """Where Xet keeps its chunks. A real one is an address on the network; hf_xet takes a folder as well."""
+    """Where Xet keeps its chunks. A real one is an address on the network; hf_xet takes a folder as
+    well."""
     writes = request.values["access"] == "write"
     repository_of(hub, request, writes=writes, reads_files=not writes)
     assert hub.cas

@@ -1,11 +1,12 @@
-"""A new method is a folder, a row of the table and a recipe: a toy one, in a test folder, through every command that takes a draft."""
+"""A new method is a folder, a row of the table and a recipe: a toy one, in a test folder, through
+every command that takes a draft."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from specdistill.methods import METHODS, Method
+from specdistill.methods import METHODS, MethodInfo
 from tests.refusals import refused_key
 from tests.scripts import specdistill
 from tests.tiny import tiny_target_model, tiny_tokenizer
@@ -23,7 +24,7 @@ TEXTS = [
 @pytest.fixture(scope="module")
 def table():
     """The one line that a new method adds to the library."""
-    row = Method("drafts a block in one pass", passes="1", package="tests.methods.block")
+    row = MethodInfo("drafts a block in one pass", passes="1", package="tests.methods.block")
     METHODS["block"] = row
     yield METHODS
     del METHODS["block"]
@@ -115,6 +116,7 @@ def test_the_doctor_knows_it(work: Path):
     assert "method block" in printed and "acceptance length" in printed
 
 
+@pytest.mark.long  # a whole plan
 def test_a_plan_has_a_row_for_it(work: Path):
     ended = specdistill("plan", f"target={work / 'target'}", "hub=false", "--json")
     assert ended.returncode == 0

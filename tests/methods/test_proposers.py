@@ -11,7 +11,7 @@ from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.eagle3.checkpoint import save_eagle3
 from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.feature_proposer import FeatureProposer
-from specdistill.methods.lookups import LookupProposer
+from specdistill.methods.lookups.method import LookupProposer
 from specdistill.methods.models.proposer import DraftModelProposer
 from specdistill.methods.ngram.lookup import NgramLookup
 from tests.proposers import ModelProposer, tiny_target
@@ -51,7 +51,7 @@ def test_tokens_that_it_may_propose_its_settings_and_its_passes(
     target, build, vocabulary, settings, passes
 ):
     proposer: Proposer = build(target)
-    assert (proposer.vocabulary, proposer.settings, proposer.passes(5)) == (
+    assert (proposer.vocabulary, proposer.settings, proposer.count_passes(5)) == (
         vocabulary,
         settings,
         passes,
@@ -78,14 +78,18 @@ def test_models_draw_under_sampling_but_for_the_best_tokens_of_a_dynamic_tree(ta
         DraftModelProposer(target.model),
         HeadProposer(build_eagle3(target)),
     ):
-        assert [proposer.draws(Sampling(1.0), tree) for tree in (None, static, dynamic)] == [
+        assert [
+            proposer.has_drawn_candidates(Sampling(1.0), tree) for tree in (None, static, dynamic)
+        ] == [
             True,
             True,
             False,
         ]
-        assert [proposer.draws(Sampling(), tree) for tree in (None, static, dynamic)] == [
+        assert [
+            proposer.has_drawn_candidates(Sampling(), tree) for tree in (None, static, dynamic)
+        ] == [
             False,
             False,
             False,
         ]
-    assert not LookupProposer(NgramLookup()).draws(Sampling(1.0), None)
+    assert not LookupProposer(NgramLookup()).has_drawn_candidates(Sampling(1.0), None)

@@ -1,4 +1,5 @@
-"""What a draft was made for stands in its config.json, stays there when it is exported, and refuses every other target by name."""
+"""What a draft was made for stands in its config.json, stays there when it is exported, and refuses
+every other target by name."""
 
 import json
 import shutil
@@ -7,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 from transformers import AutoConfig
 
-from specdistill.cli import main
-from specdistill.command import run
-from specdistill.errors import ExitCode
-from specdistill.methods.load import create_draft, implementation, load_proposer
+from specdistill.cli.command import run
+from specdistill.cli.main import main
+from specdistill.common.errors import ExitCode
+from specdistill.methods.load import create_draft, load_method, load_proposer
 from specdistill.methods.models.create import create_draft_model
 from specdistill.methods.recipe import Recipe
 from specdistill.methods.target_record import SECTION, save_draft
@@ -24,7 +24,7 @@ from tests.loopback_hub import loopback_hub
 from tests.mtp_targets import write_checkpoint
 from tests.refusals import refused, refused_key
 from tests.scripts import load_script
-from tests.tiny import tiny_target_model, tiny_tokenizer
+from tests.tiny import packed_rows, tiny_target_model, tiny_tokenizer
 
 METHODS = ("eagle3", "eagle", "mtp", "draft_model", "pard")
 eval_run = load_script("eval/run.py")
@@ -40,14 +40,15 @@ def made(method: str, target: FrozenTarget) -> Any:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`target`, a draft of each method for it, and `other`, a target that differs in nothing but its weights."""
+    """`target`, a draft of each method for it, and `other`, a target that differs in nothing but
+    its weights."""
     path = tmp_path_factory.mktemp("records")
     for seed, name in enumerate(("target", "other")):
         tiny_target_model(seed=seed).save_pretrained(path / name)
         tiny_tokenizer().save_pretrained(path / name)
     target = FrozenTarget.load(str(path / "target"))
     for method in METHODS:
-        save_draft(implementation(method), target, made(method, target), path / method)
+        save_draft(load_method(method), target, made(method, target), path / method)
     return path
 
 
@@ -105,7 +106,7 @@ def test_every_command_names_both_targets(
     options = {"shorthands": eval_run.SHORTHANDS, "without_recipe": ["train.output_dir=runs/eval"]}
     assert run(eval_run.main, Recipe, keys, **options) == ExitCode.USER_ERROR
     in_export, in_eval = capsys.readouterr().err.strip().splitlines()[-2:]
-    assert (refused_key(in_export), refused_key(in_eval)) == ("draft", "eval.draft")
+    assert (refused_key(in_export), refused_key(in_eval)) == ("draft", "draft")
     assert not out.exists()
 
 
@@ -140,7 +141,7 @@ def test_a_layer_merged_into_its_target_keeps_the_record(
 ) -> None:
     target = write_checkpoint("qwen3_next", tmp_path / "target", with_mtp=False)
     write_checkpoint("qwen3_next", tmp_path / "other", dtype=torch.bfloat16)
-    save_draft(implementation("mtp"), target, made("mtp", target), tmp_path / "draft")
+    save_draft(load_method("mtp"), target, made("mtp", target), tmp_path / "draft")
     keys = [
         f"draft={tmp_path / 'draft'}",
         f"target={tmp_path / 'target'}",
@@ -169,13 +170,13 @@ def test_a_trained_draft_continues_in_float32_whatever_its_file_holds(
     target = FrozenTarget.load(str(folder / "target"))
     draft = tmp_path / "bfloat16"
     trained = made(method, target).bfloat16()
-    save_draft(implementation(method), target, trained, draft)
+    save_draft(load_method(method), target, trained, draft)
     keys = [
         f"method={method}",
         f"target.model={folder / 'target'}",
         f"train.output_dir={tmp_path / 'run'}",
     ]
-    rows = Dataset.from_dict({"input_ids": [[5, 6, 7, 8]]})
+    rows = packed_rows([[5, 6, 7, 8]])
     own = {
         name: tensor
         for name, tensor in trained.named_parameters()
@@ -200,7 +201,7 @@ def test_a_draft_that_began_as_another_targets_is_for_the_one_it_was_trained_on(
     folder: Path, tmp_path: Path
 ) -> None:
     other = FrozenTarget.load(str(folder / "other"))
-    method = implementation("draft_model")
+    method = load_method("draft_model")
     begun = create_draft_model(other, init=str(folder / "draft_model"))
     save_draft(method, other, begun, tmp_path / "draft")
     assert record(tmp_path / "draft")["target"]["name_or_path"] == "other"

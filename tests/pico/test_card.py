@@ -45,12 +45,12 @@ def test_each_distribution_sums_to_one(order: int) -> None:
 
 
 def test_bigrams_by_hand() -> None:
-    # "0 1 0 1 0 2": bigrams 01 x2, 10 x2, 02 x1; contexts before 0: {1}, before 1: {0}, before 2: {0}
+    # "0 1 0 1 0 2": bigrams 01 x2, 10 x2, 02 x1; contexts before 0: {1}, before 1: {0}, before 2:
+    # {0}
     model = KneserNey(np.array([0, 1, 0, 1, 0, 2]), vocab_size=4, order=2, discount=0.5)
     unigram = (1 - 0.5) / 3 + 0.5 * 3 / 3 * 0.25
     assert model.probabilities(np.array([0, 1]))[0] == pytest.approx(
         (2 - 0.5) / 3 + 0.5 * 2 / 3 * unigram
     )
-    assert model.probabilities(np.array([2, 1]))[0] == pytest.approx(
-        unigram
-    )  # nothing ever followed 2
+    # nothing ever followed 2
+    assert model.probabilities(np.array([2, 1]))[0] == pytest.approx(unigram)

@@ -12,9 +12,9 @@ from recipes.pico.suites import (
     Candidate,
     write_pico_suites,
 )
-from specdistill.pico import standard_library
-from specdistill.project import PICO, SUITES
-from specdistill.suites.suite import load_suite, tokenize
+from specdistill.common.project import PICO, SUITES
+from specdistill.data.produce.pico import load_standard_library
+from specdistill.evaluation.suites.suite import load_suite, tokenize
 
 
 @pytest.mark.parametrize("name", PICO_SUITES)
@@ -65,11 +65,14 @@ def test_the_context_suite_holds_every_prompt_whole_and_cut_to_its_end():
 def test_the_committed_suites_are_what_their_generator_writes(tmp_path):
     if f"Python {platform.python_version()}," not in load_suite("pico").source:
         pytest.skip(
-            f"the suites were made from another standard library than {sysconfig.get_paths()['stdlib']}"
+            "the suites were made from another standard library than"
+            f" {sysconfig.get_paths()['stdlib']}"
         )
     tokenizer = AutoTokenizer.from_pretrained(PICO)
     write_pico_suites(
-        standard_library("validation"), lambda text: len(tokenizer(text)["input_ids"]), tmp_path
+        load_standard_library("validation"),
+        lambda text: len(tokenizer(text)["input_ids"]),
+        tmp_path,
     )
     written = sorted(tmp_path.iterdir())
     assert [path.name for path in written] == sorted(

@@ -1,29 +1,30 @@
-"""What runs somebody's code is given on the command line: a recipe or a run of somebody else may name it, and is refused until then."""
+"""What runs somebody's code is given on the command line: a recipe or a run of somebody else may
+name it, and is refused until then."""
 
 import json
 import shlex
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from specdistill.engines.engine import Served
-from specdistill.errors import ExitCode
-from specdistill.measurement.servers import start_command
+from specdistill.common.errors import ExitCode
+from specdistill.evaluation.measurement.servers import start_command
 from specdistill.methods import METHODS
 from specdistill.methods.models.checkpoint import save_draft_model
 from specdistill.methods.recipe import Recipe
 from specdistill.recipe.load import load_recipe
+from specdistill.serving.engines.engine import Served
 from specdistill.targets.frozen import FrozenTarget
 from tests.draft_models import half_right
 from tests.refusals import refused_key
 from tests.scripts import specdistill
-from tests.tiny import tiny_target_model, tiny_tokenizer
+from tests.tiny import write_target
 
 COMMAND = 'env X="a: b" vllm serve'
 SECTIONS = {
     "target.trust_remote_code": ("true", "target: {model: pico, trust_remote_code: true}\n"),
-    "eval.run_code": ("true", "target: {model: pico}\neval: {run_code: true}\n"),
     "eval.engine_command": (
         json.dumps(COMMAND),
         f"target: {{model: pico}}\neval: {{engine: vllm, engine_command: '{COMMAND}'}}\n",
@@ -52,12 +53,10 @@ def test_a_recipe_is_refused_until_the_command_line_repeats_it(
     )
     (argument,) = shlex.split(said.partition("the code: ")[2])
     refused("eval.draft", "eval", *given, argument)  # what comes next: there is none
-    assert load_recipe(Recipe, [*given, argument]).model_dump()[key.split(".")[0]][
-        key.split(".")[1]
-    ] in (True, COMMAND)
-    assert not load_recipe(
-        Recipe, [*given, f"{key}=null" if key.endswith("command") else f"{key}=false"]
-    ).eval.run_code
+    section, _, name = key.partition(".")
+    assert load_recipe(Recipe, [*given, argument]).model_dump()[section][name] in (True, COMMAND)
+    off = f"{key}=null" if key.endswith("command") else f"{key}=false"
+    assert not load_recipe(Recipe, [*given, off]).model_dump()[section][name]
 
 
 @pytest.mark.parametrize(
@@ -101,12 +100,20 @@ class OwnForCausalLM(LlamaForCausalLM):
 """
 
 
-def with_code(folder: Path, model_type: str) -> Path:
-    """A target and a draft model for it, which brings code. Returns what exists once that code has run."""
-    tiny_target_model().save_pretrained(folder / "target")
-    tiny_tokenizer().save_pretrained(folder / "target")
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a target and a draft model for it."""
+    folder = tmp_path_factory.mktemp("models")
+    write_target(folder / "target")
     target = FrozenTarget.load(str(folder / "target"))
     save_draft_model(half_right(target), target.tokenizer, folder / "draft")
+    return folder
+
+
+def with_code(models: Path, folder: Path, model_type: str) -> Path:
+    """Copy the models, add code to the draft, and return the file that exists once that code has
+    run."""
+    shutil.copytree(models, folder, dirs_exist_ok=True)
     (folder / "draft" / "code.py").write_text(
         CODE.format(marker=str(folder / "marker"), model_type=model_type)
     )
@@ -127,15 +134,17 @@ OF_SUITE = (
 @pytest.mark.parametrize(
     "command",
     [
-        "plan draft=draft hub=false",
+        "plan draft=draft hub=false training.batch_size=1 training.max_length=16",
         "doctor draft=draft",
         f"eval method=draft_model draft=draft output_dir=report {OF_SUITE.format('eval.')}",
         f"compare drafts=[ngram,draft] output_dir=comparison {OF_SUITE.format('')}",
     ],
     ids=lambda command: command.split()[0],
 )
-def test_code_of_a_draft_never_runs(command: str, model_type: str, in_empty_folder: Path) -> None:
-    marker = with_code(in_empty_folder, model_type)
+def test_code_of_a_draft_never_runs(
+    command: str, model_type: str, models: Path, in_empty_folder: Path
+) -> None:
+    marker = with_code(models, in_empty_folder, model_type)
     ran = specdistill(*command.split(), "target=target", TRUST)
     expected = (
         (ExitCode.DONE, ExitCode.CHECK_FAILED)
@@ -149,9 +158,9 @@ def test_code_of_a_draft_never_runs(command: str, model_type: str, in_empty_fold
 
 
 def test_an_engine_that_trusts_a_target_is_given_no_code_of_its_draft(
-    in_empty_folder: Path,
+    models: Path, in_empty_folder: Path
 ) -> None:
-    with_code(in_empty_folder, "llama")
+    with_code(models, in_empty_folder, "llama")
     ran = specdistill(
         "export", "draft=draft", "engine=vllm", "target=target", "output_dir=exported"
     )

@@ -1,4 +1,5 @@
-"""Recipes load strictly: what is unknown, missing or mistyped is one line that names the key and what is near it."""
+"""Recipes load strictly: what is unknown, missing or mistyped is one line that names the key and
+what is near it."""
 
 import itertools
 import re
@@ -10,16 +11,17 @@ import pytest
 import yaml
 
 from recipes.pico.recipe import TargetRecipe
-from specdistill.cli import main
-from specdistill.command import print_help
-from specdistill.errors import UserError
-from specdistill.methods.recipe import Recipe
-from specdistill.project import GATES, RECIPES
-from specdistill.recipe.data_sources import entries
-from specdistill.recipe.fields import describe
-from specdistill.recipe.load import REQUIRED, load_recipe, merged, recipe_yaml
+from specdistill.cli.command import print_help
+from specdistill.cli.main import main
+from specdistill.common.errors import UserError
+from specdistill.common.project import GATES, RECIPES
+from specdistill.methods.recipe import FeatureRecipe, Recipe
+from specdistill.recipe.data_sources import list_entries
+from specdistill.recipe.fields import describe, list_every_key, list_leaves
+from specdistill.recipe.load import REQUIRED_MARK, format_recipe, load_recipe, merge_values
 from specdistill.recipe.sections import TreeConfig
-from specdistill.training.arguments import training_arguments
+from specdistill.recipe.short_keys import select_recipe_keys
+from specdistill.training.arguments import build_training_arguments
 from tests.refusals import refused, refused_key
 
 COMPLETE = ["target.model=pico", "train.output_dir=runs/x"]
@@ -72,7 +74,7 @@ def load(*arguments: str) -> Recipe:
 
 def reloaded(recipe: Any, folder: Path, *more: str) -> Any:
     """The recipe that was recorded of one."""
-    (folder / "recipe.yaml").write_text(recipe_yaml(recipe), encoding="utf-8")
+    (folder / "recipe.yaml").write_text(format_recipe(recipe), encoding="utf-8")
     schema: type[Any] = TargetRecipe if isinstance(recipe, TargetRecipe) else Recipe
     return load_recipe(schema, [f"recipe={folder / 'recipe.yaml'}", *more])
 
@@ -84,21 +86,20 @@ def test_every_recipe_loads_as_it_says_and_round_trips_and_its_training_argument
     recipe: Any = load_recipe(schema_of(name), launch_line(name))
     assert launch_line(name)[0] == f"recipe={name}"
     assert reloaded(recipe, tmp_path) == recipe
-    training_arguments({**recipe.train, "output_dir": str(tmp_path)}, use_cpu=True)
+    build_training_arguments({**recipe.train, "output_dir": str(tmp_path)}, use_cpu=True)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_target_draft_and_data_are_pinned_to_a_commit_and_the_data_s_licences_stated(name: str):
     recipe: Any = load_recipe(Recipe, launch_line(name))
-    given = (
-        merged([f"recipe={name}"])["target"]["model"] == REQUIRED
-    )  # a folder that a command of the header pins
+    # a folder that a command of the header pins
+    given = merge_values([f"recipe={name}"])["target"]["model"] == REQUIRED_MARK
     pinned = (
         [word for words in commands(name) for word in words if COMMIT.fullmatch(word)]
         if given
         else [recipe.target.revision]
     )
-    sources = [source for _, source in entries(recipe.data.source)]
+    sources = [source for _, source in list_entries(recipe.data.source)]
     pinned += [source.revision for source in sources]
     if "/" in str(init := recipe.draft.init):
         pinned.append(init.partition("@")[2])
@@ -165,7 +166,8 @@ def test_overrides_win_over_the_file_and_the_last_one_over_the_others(tmp_path: 
 def test_scientific_notation_is_a_number_in_files_and_on_the_command_line(tmp_path: Path):
     path = tmp_path / "r.yaml"
     path.write_text(
-        "target: {model: pico}\ntrain: {output_dir: x, learning_rate: 1e-4}\nloss: {step_decay: 8e-1}\n",
+        "target: {model: pico}\ntrain: {output_dir: x, learning_rate: 1e-4}\nloss: {step_decay:"
+        " 8e-1}\n",
         encoding="utf-8",
     )
     recipe = load_recipe(
@@ -223,7 +225,7 @@ def test_what_a_recipe_leaves_to_be_given_is_not_filled_by_a_default():
     [
         ("draft.num_layers=two", "draft.num_layers", "'two' (str)"),
         ("draft.num_layers='2'", "draft.num_layers", "'2' (str)"),
-        ("draft.ttt_steps=null", "draft.ttt_steps", "None (null)"),
+        ("draft.ttt_steps=null", "draft.ttt_steps", "null"),
         ("data.packing=3", "data.packing", "3 (int)"),
         ("target.adapter=[a,5]", "target.adapter", "['a', 5] (list)"),
         ("target.revision=12e4", "target.revision", "120000.0 (float)"),
@@ -231,14 +233,10 @@ def test_what_a_recipe_leaves_to_be_given_is_not_filled_by_a_default():
         ("draft.aux_layers.first=1", "draft.aux_layers", "keys below it (first)"),
         ("method.name=eagle3", "method", "keys below it (name)"),
         ("target=pico", "target", "'pico'"),
-        ("train=null", "train", "None (null)"),
+        ("train=null", "train", "null"),
         ("target.model=[1", "target.model", "'[1'"),
-        ("target.model=${nowhere}", "target.model", "Interpolation key 'nowhere' not found"),
-        (
-            "target.model=${oc.env:PATH}",
-            "target.model",
-            "ValueError raised while resolving interpolation: PATH of the environment",
-        ),
+        ("target.model=${nowhere}", "target.model", "${nowhere}, which names no key"),
+        ("target.model=${oc.env:PATH}", "target.model", "PATH of the environment"),
         ("target.dtype=flaot32", "target.dtype", "'flaot32'"),
         ("method=eagle4", "method", "eagle4"),
         (f"train.max_steps=1{'0' * 400}", "train.max_steps", "an integer of 401 digits"),
@@ -246,10 +244,22 @@ def test_what_a_recipe_leaves_to_be_given_is_not_filled_by_a_default():
         ("eval.temperature=-0.5", "eval.temperature", "-0.5"),
         ("eval.temperature=.nan", "eval.temperature", "nan"),
         ("eval.top_p=1.5", "eval.top_p", "1.5"),
-        ("data.regenerate.temperatures=[0,-1]", "data.regenerate.temperatures[1]", "-1"),
+        (
+            "data.regenerate={num_tokens: 9, temperatures: [0, -1]}",
+            "data.regenerate.temperatures[1]",
+            "-1",
+        ),
+        ("data.regenerate=3", "data.regenerate", "3"),
+        ("data.regenerate.num_tokens=false", "data.regenerate.num_tokens", "False (bool)"),
+        ("data.regenerate.num_tokens=-1", "data.regenerate.num_tokens", "-1"),
+        ("hidden_states=null", "hidden_states", "null"),
+        ("hidden_states.mode=null", "hidden_states.mode", "None"),
+        ("hidden_states.mode=nope", "hidden_states.mode", "'nope'"),
         ("eval.tree=4", "eval.tree", "4"),
         ("eval.tree.branching=x", "eval.tree.branching[0]", "'x' (str)"),
         ("eval.sweep.tree=[{bugdet: 16}]", "eval.sweep.tree[0].bugdet", "an unknown key"),
+        ("eval.draft_length=online", "eval.draft_length", "an unknown key"),
+        ("eval.run_code=true", "eval.run_code", "an unknown key"),
         ("eval.sweep.tree=[{budget: 0}]", "eval.sweep.tree[0].budget", "0"),
         ("eval.sweep.tree=[4]", "eval.sweep.tree[0]", "4"),
         ("eval.sweep.tree=4", "eval.sweep.tree[0]", "4"),
@@ -325,7 +335,7 @@ def test_an_item_of_a_list_has_no_key_of_its_own(tmp_path: Path):
     (tmp_path / "r.yaml").write_text("data: {source: [{source: pico}]}\n", encoding="utf-8")
     recipe = load(f"recipe={tmp_path / 'r.yaml'}", "data.source.0.weight=2")
     with refused("data.source", "{'0': {'weight': 2}}"):
-        list(entries(recipe.data.source))
+        list(list_entries(recipe.data.source))
 
 
 @pytest.mark.parametrize(
@@ -344,11 +354,8 @@ def test_an_item_of_a_list_has_no_key_of_its_own(tmp_path: Path):
             "method=eagle3",
             "recipe",
         ),
-        (
-            "target: {model: pico}",
-            "train.output_dir=\udcff",
-            "train.output_dir",
-        ),  # as a byte that is no UTF-8 arrives
+        # as a byte that is no UTF-8 arrives
+        ("target: {model: pico}", "train.output_dir=\udcff", "train.output_dir"),
     ],
 )
 def test_what_omegaconf_cannot_read_is_one_line(
@@ -407,8 +414,8 @@ def test_help_lists_every_key_with_type_default_and_meaning(
             "heterogeneous_vocab=true",
         ),
         ("on_policy.temperature=0.5 method=draft_model", "on_policy.temperature", "fraction"),
-        ("on_policy.fraction=0.5 method=eagle", "on_policy", "draft_model"),
-        ("eval.ngram.max=5 method=eagle3", "eval.ngram", "ngram"),
+        ("on_policy.fraction=0.5 method=eagle", "on_policy.fraction", "draft_model"),
+        ("eval.ngram.max=5 method=eagle3", "eval.ngram.max", "ngram"),
         ("draft.vocab_size=512 method=eagle", "draft.vocab_size", "eagle3"),
         ("loss.noise=0.1 method=mtp", "loss.noise", "eagle"),
         ("loss.divergence=tvd loss.labels=hard method=draft_model", "loss.divergence", "soft"),
@@ -436,7 +443,7 @@ def test_help_lists_every_key_with_type_default_and_meaning(
             "depth",
         ),
         ("eval.ngram.min=5 eval.ngram.max=2 method=ngram", "eval.ngram.min", "eval.ngram.max"),
-        ("loss.step_decay=0.5 method=ngram", "loss", "eagle3"),
+        ("loss.step_decay=0.5 method=ngram", "loss.step_decay", "eagle3"),
         ("train.max_steps=5 method=ngram", "train.max_steps", "not trained"),
         ("eval.draft=runs/x method=ngram", "eval.draft", "no draft"),
     ],
@@ -444,7 +451,7 @@ def test_help_lists_every_key_with_type_default_and_meaning(
 def test_a_key_that_nothing_reads_is_refused_by_naming_who_reads_it(
     arguments: str, key: str, reader: str
 ):
-    with pytest.raises(UserError, match=f"^{re.escape(key)}: got .*{reader}"):
+    with pytest.raises(UserError, match=f"^{re.escape(key)}: .*{reader}"):
         load(*re.findall(r"\S+=(?:\{.*?\}|\S+)", arguments))
 
 
@@ -460,6 +467,8 @@ def test_a_key_that_nothing_reads_is_refused_by_naming_who_reads_it(
         ["eval.sweep.tree=[{budget: 16, depth: 4, top_k: 4}, {branching: [4, 2, 1]}]"],
         ["eval.engine=vllm", "eval.server=http://127.0.0.1:8000"],
         ["optimizer=adamw", "train.optim=sgd"],
+        ["hidden_states.mode=offline", "hidden_states.path=store"],
+        ["hidden_states.mode=hybrid", "hidden_states.path=store", "hidden_states.max_bytes=9"],
     ],
 )
 def test_a_key_that_something_reads_is_accepted_and_survives_the_record(
@@ -467,6 +476,41 @@ def test_a_key_that_something_reads_is_accepted_and_survives_the_record(
 ):
     recipe = load(*arguments)
     assert reloaded(recipe, tmp_path) == recipe
+
+
+def test_a_record_lists_the_keys_of_all_variants_and_may_choose_another(tmp_path: Path) -> None:
+    online, offline, hybrid = (
+        load(f"hidden_states.mode={mode}", *path)
+        for mode, path in (
+            ("online", []),
+            ("offline", ["hidden_states.path=store"]),
+            ("hybrid", ["hidden_states.path=store"]),
+        )
+    )
+    assert isinstance(online, FeatureRecipe) and not hasattr(online.hidden_states, "path")
+    keys = [*list_every_key(hybrid)["hidden_states"]]
+    assert (
+        [*list_every_key(online)["hidden_states"]]
+        == [*list_every_key(offline)["hidden_states"]]
+        == keys
+    )
+    assert set(keys) == {
+        row[0].removeprefix("hidden_states.")
+        for row in list_leaves([FeatureRecipe])
+        if row[0].startswith("hidden_states.")
+    }
+    store = ["hidden_states.mode=offline", "hidden_states.path=store"]
+    assert reloaded(online, tmp_path, *store) == offline
+    assert reloaded(offline, tmp_path, "hidden_states.mode=hybrid") == hybrid
+    with refused("hidden_states.path", "nothing"):
+        reloaded(online, tmp_path, "hidden_states.mode=offline")
+    with refused("hidden_states.path", "store"):
+        reloaded(hybrid, tmp_path, "hidden_states.mode=online")
+
+
+def test_a_misspelt_key_is_told_before_a_key_that_does_not_apply() -> None:
+    with refused("hidden_states.mod", "an unknown key"):
+        load("hidden_states.mod=offline", "hidden_states.path=store")
 
 
 def test_lists_need_no_brackets() -> None:
@@ -490,6 +534,44 @@ def test_lists_need_no_brackets() -> None:
     assert load_recipe(Recipe, [*base, *plain]) == load_recipe(
         Recipe, [*base, *lists, "data.decontaminate=[pico]"]
     )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["data.source=[a.jsonl,org/name]"],
+        ["data.source=[a.jsonl,", "org/name]"],  # as a shell splits `[a.jsonl, org/name]`
+        ["data.source=a.jsonl,org/name"],
+    ],
+)
+def test_several_sources_need_no_quotes(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    base = ["target.model=pico", "train.output_dir=runs"]
+    for after in ([], ["data.max_length=64"], ["--json"]):
+        recipe = load_recipe(Recipe, select_recipe_keys([*base, *words, *after]))
+        assert [
+            (key, entry.source, entry.weight) for key, entry in list_entries(recipe.data.source)
+        ] == [
+            ("data.source[0]", "a.jsonl", 1.0),
+            ("data.source[1]", "org/name", 1.0),
+        ]
+        assert reloaded(recipe, tmp_path) == recipe
+    (tmp_path / "a,b.jsonl").touch()
+    assert load_recipe(Recipe, [*base, "data.source=a,b.jsonl"]).data.source == "a,b.jsonl"
+    typed = (
+        "data.source=[{source: a.jsonl, where: {language: [fr, de]}}, {source: b.jsonl, weight: 2},"
+        " self]"
+    )
+    mixed = load_recipe(Recipe, select_recipe_keys([*base, *typed.split()])).data.source
+    assert [(entry.source, entry.weight) for _, entry in list_entries(mixed)] == [
+        ("a.jsonl", 1),
+        ("b.jsonl", 2),
+        ("self", 1),
+    ]
+    # a list that is not closed takes no other key
+    assert select_recipe_keys(["a=[b", "c=d", "--json"]) == ["a=[b", "c=d"]
 
 
 def test_epochs_that_are_typed_act_over_the_steps_of_a_recipe() -> None:

@@ -1,7 +1,9 @@
-"""Every recipe goes the whole line, by the commands that a user types: data, features, training, decoding, report, export.
+"""Every recipe goes the whole line, by the commands that a user types: data, features, training,
+decoding, report, export.
 
-It is run as it stands in its file, for a tiny random target of its target's class; what the tables below name is made smaller or replaced,
-and nothing else. `recipes/<target>/config.json` says which class that is.
+It is run as it stands in its file, for a tiny random target of its target's class; what the tables
+below name is made smaller or replaced, and nothing else. `recipes/<target>/config.json` says which
+class that is.
 """
 
 import json
@@ -19,16 +21,16 @@ import pytest
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from specdistill.engines import engines_with
-from specdistill.engines.engine import Serving
+from specdistill.common.documents import read_yaml
+from specdistill.common.project import PICO, RECIPES
 from specdistill.methods import METHODS
-from specdistill.produce.sources import CONVERSATIONS, EXCHANGES, PROMPTS
-from specdistill.project import PICO, RECIPES
-from specdistill.recipe.data_sources import SELF
-from specdistill.recipe.load import REQUIRED, merged
+from specdistill.recipe.data_sources import CONVERSATIONS, EXCHANGES, PROMPTS, SELF_SOURCE
+from specdistill.recipe.load import REQUIRED_MARK, merge_values
+from specdistill.serving.engines import list_engines_with
+from specdistill.serving.engines.engine import Serving
+from tests.data.produce.openai_server import Behaviour, running
 from tests.families import Config, Family, family_of, write_model
 from tests.launches import environment
-from tests.produce.openai_server import Behaviour, running
 from tests.scripts import specdistill
 
 EXCEPTED = {"pico/target": "trains a target, in half an hour, and no draft"}
@@ -36,11 +38,30 @@ EVERY = sorted(
     {path.relative_to(RECIPES).with_suffix("").as_posix() for path in RECIPES.rglob("*.yaml")}
     - EXCEPTED.keys()
 )
-# One recipe of each method is trained by processes of its own launch configuration.
-QUICK = {"pico/eagle3", "small/draft"}  # of a head and of a draft model
-LAUNCHED = {merged([f"recipe={name}"])["method"]: name for name in reversed(EVERY)}.values()
 
-# Numbers that are made smaller where a recipe has larger ones. An empty place stands for a large number in those of UNLIMITED.
+
+def configuration_of(name: str) -> str:
+    """Return the launch configuration that the first lines of a recipe name."""
+    header = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8")
+    configuration, *_ = re.findall(r"(?:--config_file accelerate_configs/|launch=)(\w+)", header)
+    return configuration
+
+
+def choose_launched() -> set[str]:
+    """Return the recipes that are trained by processes of their own launch configuration.
+
+    One of each method, but only one whose configuration is `cpu`: that starts the one process that
+    the others train in here, for every method alike, and is seconds of imports each time.
+    """
+    first = {read_yaml(RECIPES / f"{name}.yaml")["method"]: name for name in reversed(EVERY)}
+    in_one_process = [name for name in first.values() if configuration_of(name) == "cpu"]
+    return set(first.values()).difference(in_one_process[1:])
+
+
+LAUNCHED = choose_launched()
+
+# Numbers that are made smaller where a recipe has larger ones. An empty place stands for a large
+# number in those of UNLIMITED.
 AT_MOST: dict[str, tuple[float, str]] = {
     "data.max_length": (
         300,
@@ -119,11 +140,12 @@ TEXT = "Row {} says {} and then again {}, which is all that it has to say.\n"
 
 
 class Line:
-    """A recipe on its way. folder: for all that it leaves. server: the address of one that answers as OpenAI's API."""
+    """A recipe on its way. folder: for all that it leaves. server: the address of one that answers
+    as OpenAI's API."""
 
     def __init__(self, name: str, folder: Path, server: str) -> None:
         self.name, self.folder, self.run = name, folder, folder / "run"
-        self.recipe = merged([f"recipe={name}"])
+        self.recipe = merge_values([f"recipe={name}"])
         self.method: str = self.recipe["method"]
         self.family: Family = family_of(Path(name).parent.name)
         self.server = server
@@ -140,7 +162,7 @@ class Line:
         """The target's config.json; a Llama's where the command line may name any target."""
         model = self.value("target.model")
         path = (PICO if model == "pico" else RECIPES / Path(self.name).parent) / "config.json"
-        if model == REQUIRED and not path.is_file():
+        if model == REQUIRED_MARK and not path.is_file():
             return {"model_type": "llama"}
         assert path.is_file(), (
             f"recipes/{self.name}.yaml is for {model}, whose class {path} has to say"
@@ -159,7 +181,8 @@ class Line:
 
     @cached_property
     def smaller(self) -> Path:
-        """A language model half as deep, of the class that a config.json in a folder of the recipe's name says, or else of the target's."""
+        """A language model half as deep, of the class that a config.json in a folder of the
+        recipe's name says, or else of the target's."""
         own = RECIPES / self.name / "config.json"
         config = json.loads(own.read_text(encoding="utf-8")) if own.is_file() else self.published
         write_model(
@@ -184,12 +207,12 @@ class Line:
         """`data.source` with files in place of what a recipe names."""
         made = []
         for number, entry in enumerate(self.sources):
-            if entry["source"] == SELF:
+            if entry["source"] == SELF_SOURCE:
                 # Of a random target, tokens that are all as likely end a prompt soonest.
                 made.append({**entry, "num_prompts": 6, "temperature": 100})
                 continue
             columns = entry.get("columns") or self.value("data.columns") or {}
-            form = "text" if entry["source"] in ("pico", REQUIRED) else "messages"
+            form = "text" if entry["source"] in ("pico", REQUIRED_MARK) else "messages"
             rows = list(
                 rows_of(
                     columns or {form: form},
@@ -235,7 +258,8 @@ class Line:
 
     @property
     def served_by(self) -> list[str]:
-        """Engines that must take the draft: vLLM, and those that it is published for. None looks for a layer that a class has not."""
+        """Engines that must take the draft: vLLM, and those that it is published for. None looks
+        for a layer that a class has not."""
         is_foreign = self.method == "mtp" and self.value("draft.init") == "scratch"
         return [] if is_foreign else ["vllm", *(self.value("publish.exports") or [])]
 
@@ -248,7 +272,8 @@ class Line:
 def rows_of(
     columns: Mapping[str, str], where: Mapping[str, Any], turns: int, count: int = 24
 ) -> Iterator[dict[str, Any]]:
-    """Rows whose columns have the names that a recipe reads: conversations, texts, instructions with or without an answer."""
+    """Rows whose columns have the names that a recipe reads: conversations, texts, instructions
+    with or without an answer."""
     wanted = {name: value[0] if isinstance(value, list) else value for name, value in where.items()}
     for number in range(count):
         said = [
@@ -274,36 +299,35 @@ def run(*arguments: str, codes: Collection[int] = (0,)) -> int:
     began = time.perf_counter()
     ended = specdistill(*arguments)
     print(
-        f"{time.perf_counter() - began:.1f} s: specdistill {' '.join(arguments)}\n{ended.stdout}{ended.stderr}"
+        f"{time.perf_counter() - began:.1f} s: specdistill"
+        f" {' '.join(arguments)}\n{ended.stdout}{ended.stderr}"
     )
     assert ended.returncode in codes, ended.stderr[-2000:]
     return ended.returncode
 
 
-@pytest.mark.parametrize(
-    "name",
-    # A whole recipe each, several of them in processes of their own.
-    [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in EVERY],
-)
+@pytest.mark.long  # a whole recipe each, several of them in processes of their own
+@pytest.mark.parametrize("name", EVERY)
 def test_a_recipe_goes_the_whole_line(name: str, tmp_path: Path) -> None:
     with running(Behaviour(returns_tokens=False)) as server:
         line = Line(name, tmp_path, server.address)
         if line.value("data.regenerate.server"):
             run("data", "make", *line.data_keys)
     check_data(line, "answer " if line.value("data.regenerate.server") else "")
-    if not line.named("pico", SELF, REQUIRED):
+    if not line.named("pico", SELF_SOURCE, REQUIRED_MARK):
         check_data(line, "as everybody knows", "data.regenerate=null")
     if line.value("hidden_states.mode") not in (None, "online"):
         run("data", "features", *line.data_keys, "hidden_states.mode=hybrid")
     check_training(line)
     check_report(line)
-    for engine in engines_with("serve_command"):
+    for engine in list_engines_with("serve_command"):
         if engine in METHODS[line.method].serving():
             check_export(line, engine)
 
 
 def check_data(line: Line, answer: str, *keys: str) -> None:
-    """What carries loss are answers, as a user sees them. answer: what is said in each, and nowhere else."""
+    """What carries loss are answers, as a user sees them. answer: what is said in each, and nowhere
+    else."""
     shown = specdistill("data", "show", *line.data_keys, *keys, "documents=999", "--json")
     assert shown.returncode == 0, shown.stderr
     documents = json.loads(shown.stdout)["documents"]
@@ -314,9 +338,8 @@ def check_data(line: Line, answer: str, *keys: str) -> None:
             for wanted in (True, False)
         )
         assert loss
-        if "Row " in loss or (
-            line.named(SELF) and "What follows" not in context
-        ):  # a text, or of the target's own question
+        # a text, or of the target's own question
+        if "Row " in loss or (line.named(SELF_SOURCE) and "What follows" not in context):
             continue
         assert "What follows" in context and "What follows" not in loss, document
         assert answer in loss and not (answer and answer in context), document
@@ -337,8 +360,7 @@ def check_training(line: Line) -> None:
 
 
 def launch(line: Line) -> None:
-    header = (RECIPES / f"{line.name}.yaml").read_text(encoding="utf-8")
-    (configuration, *_) = re.findall(r"(?:--config_file accelerate_configs/|launch=)(\w+)", header)
+    configuration = configuration_of(line.name)
     began = time.perf_counter()
     several = ["num_processes=2"] if configuration != "cpu" else []
     command = [
@@ -360,7 +382,8 @@ def launch(line: Line) -> None:
 
 
 def check_report(line: Line) -> None:
-    """Greedy completions are those of transformers' generate(), sampled ones follow the target; whether it is faster is not asked."""
+    """Greedy completions are those of transformers' generate(), sampled ones follow the target;
+    whether it is faster is not asked."""
     run("eval", *line.keys, codes=(0, 1, 4))
     report = json.loads((line.run / "report" / "report.json").read_text(encoding="utf-8"))
     assert (line.run / "report" / "report.html").stat().st_size > 10_000
@@ -369,7 +392,8 @@ def check_report(line: Line) -> None:
     assert settings["num_speculative_tokens"] == line.value("eval.num_speculative_tokens")
     found, reasons = report["lossless"], str(report["not_measured"])
     assert found["prompts_checked"] == 2 and found["unexplained_divergences"] == 0, found
-    # A random target may be too sure of its tokens for a test. That a wrong rule shows is not asked: such a draft is hardly accepted.
+    # A random target may be too sure of its tokens for a test. That a wrong rule shows is not
+    # asked: such a draft is hardly accepted.
     assert "sampling_test" in found or "no two outcomes" in reasons, reasons
     assert "sampling_test" not in found or found["sampling_test"]["p_value"] > 0.001, found
 

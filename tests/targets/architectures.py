@@ -1,10 +1,13 @@
-"""A tiny random model of every kind that `AutoModelForCausalLM` knows; the tables of docs/targets.md, which say what each can be used for.
+"""A tiny random model of every kind that `AutoModelForCausalLM` knows; the tables of
+docs/targets.md, which say what each can be used for.
 
 python -m tests.targets.architectures    # writes the tables
 """
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +17,18 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from bench.pages import write_between
-from specdistill.decoding.decoder import in_float64
+from specdistill.common.errors import UserError
+from specdistill.decoding.near_ties import compute_logits_in_float64
 from specdistill.decoding.transformers_models import check_batchable, check_reads_trees
-from specdistill.errors import UserError
+from specdistill.methods import METHODS
 from specdistill.methods.eagle.module import build_eagle
 from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.mtp.checkpoint import build_mtp
+from specdistill.methods.recipe import Recipe
+from specdistill.recipe.load import load_recipe
 from specdistill.targets.frozen import FrozenTarget
-from specdistill.targets.packed_rows import by_lengths, packing
-from tests.tiny import tiny_tokenizer
+from specdistill.targets.packed_rows import choose_packing, run_by_lengths
+from tests.tiny import packed_rows, tiny_tokenizer
 
 KINDS = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 PAGE = Path(__file__).parents[2] / "docs" / "targets.md"
@@ -30,19 +36,36 @@ LARGEST = 12_000_000  # parameters
 
 # What configs call their sizes. Those that a config does not have are left out.
 NAMES = {
-    64: "hidden_size n_embd d_model dim attention_hidden_size lru_width embedding_size word_embed_proj_dim",
+    64: (
+        "hidden_size n_embd d_model dim attention_hidden_size lru_width embedding_size"
+        " word_embed_proj_dim"
+    ),
     96: "intermediate_size ffn_dim n_inner ffn_hidden_size dim_ff dff decoder_ffn_dim",
     256: "max_position_embeddings n_positions max_seq_len n_ctx model_max_length",
     160: "vocab_size vocab_size_per_layer_input",
     32: "moe_intermediate_size shared_expert_intermediate_size q_lora_rank encoder_ffn_dim",
-    16: "head_dim dim_head qk_nope_head_dim v_head_dim kv_lora_rank hidden_size_per_layer_input linear_key_head_dim linear_value_head_dim "
-    "mamba_d_head mamba_d_state mamba_head_dim ssm_state_size state_size image_size",
+    16: (
+        "head_dim dim_head qk_nope_head_dim v_head_dim kv_lora_rank hidden_size_per_layer_input"
+        " linear_key_head_dim linear_value_head_dim mamba_d_head mamba_d_state mamba_head_dim"
+        " ssm_state_size state_size image_size"
+    ),
     8: "qk_rope_head_dim rotary_dim mamba_n_heads mamba_num_heads patch_size sliding_window",
-    4: "num_hidden_layers n_layer num_layers n_layers decoder_layers encoder_layers num_attention_heads n_head n_heads num_heads "
-    "decoder_attention_heads encoder_attention_heads linear_num_value_heads num_experts n_routed_experts num_local_experts moe_num_experts",
-    3.0: "final_logit_softcapping output_logit_soft_cap logits_soft_cap",  # caps that show in tiny models
-    2: "num_key_value_heads linear_num_key_heads num_experts_per_tok num_experts_per_token moe_topk moe_k eos_token_id",
-    1: "mamba_n_groups n_shared_experts num_shared_experts n_group num_expert_group topk_group first_k_dense_replace bos_token_id",
+    4: (
+        "num_hidden_layers n_layer num_layers n_layers decoder_layers encoder_layers"
+        " num_attention_heads n_head n_heads num_heads decoder_attention_heads"
+        " encoder_attention_heads linear_num_value_heads num_experts n_routed_experts"
+        " num_local_experts moe_num_experts"
+    ),
+    # caps that show in tiny models
+    3.0: "final_logit_softcapping output_logit_soft_cap logits_soft_cap",
+    2: (
+        "num_key_value_heads linear_num_key_heads num_experts_per_tok num_experts_per_token"
+        " moe_topk moe_k eos_token_id"
+    ),
+    1: (
+        "mamba_n_groups n_shared_experts num_shared_experts n_group num_expert_group topk_group"
+        " first_k_dense_replace bos_token_id"
+    ),
     0: "pad_token_id",
     0.1: "initializer_range",
 }
@@ -107,9 +130,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "llama4_text": {"attention_chunk_size": 8},
     "longcat_flash": {"num_layers": 2, "zero_expert_num": 2, "expert_ffn_hidden_size": 32},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1, "chunk_size": 16},
-    "moshi": {
-        "sliding_window": 256
-    },  # generate() drops what lies before the window, the forward does not
+    # generate() drops what lies before the window, the forward does not
+    "moshi": {"sliding_window": 256},
     "roc_bert": {
         "shape_vocab_size": 160,
         "shape_embed_dim": 8,
@@ -131,13 +153,18 @@ def _sizes(config: Any) -> dict[str, Any]:
         for name, size in SIZES.items()
         if has.get(name) is not None or (name in has and name in NEEDED)
     }
+    published = has.get("layer_types") or []
+    kinds = list(dict.fromkeys(published))
+    # a pattern that is longer than the tiny model
+    if set(published[: sizes.get("num_hidden_layers")]) != set(kinds):
+        sizes["layer_types"] = (kinds * sizes["num_hidden_layers"])[: sizes["num_hidden_layers"]]
     return (
         sizes | {"head_dim": 8, "num_key_value_heads": 4} if "kv_lora_rank" in sizes else sizes
     )  # multi-head latent attention
 
 
-def tiny_model(kind: str) -> Any:
-    """A random model. Raises what transformers raises where there is no such model."""
+def tiny_config(kind: str) -> Any:
+    """The config of `tiny_model`. Raises what transformers raises where there is none."""
     config_class = CONFIG_MAPPING[kind]
     default = config_class()
     parts = {
@@ -146,7 +173,12 @@ def tiny_model(kind: str) -> Any:
         if (part := getattr(default, name, None)) is not None
     }
     inner = {name: {**_sizes(part), "model_type": part.model_type} for name, part in parts.items()}
-    config = config_class(**{**_sizes(default), **inner, **SPECIAL.get(kind, {})})
+    return config_class(**{**_sizes(default), **inner, **SPECIAL.get(kind, {})})
+
+
+def tiny_model(kind: str) -> Any:
+    """A random model. Raises what transformers raises where there is no such model."""
+    config = tiny_config(kind)
     with torch.device("meta"):
         num_parameters = AutoModelForCausalLM.from_config(copy.deepcopy(config)).num_parameters()
     assert num_parameters < LARGEST, f"{kind}: {num_parameters:,} parameters"
@@ -155,48 +187,77 @@ def tiny_model(kind: str) -> Any:
         return AutoModelForCausalLM.from_config(config).eval()
 
 
+# Heads that draft chains, the one first that reads most of the target.
 HEADS: dict[str, Any] = {
-    "eagle": build_eagle,
     "eagle3": build_eagle3,
+    "eagle": build_eagle,
     "mtp": lambda target: build_mtp(target, init="scratch"),
 }
+# Training data, as far as making a draft looks at any.
+ROWS = packed_rows([range(3, 35)])
+TRAINED = tuple(name for name, method in METHODS.items() if method.is_trained)
 KIND = "model types"
 SERVED, REFUSED, UNTRIED = "Decoded losslessly", "Refused", "Not tried"
-PACKED = {None: "–", by_lengths: "no mask"}  # other ways: yes
+PACKED = {None: "–", run_by_lengths: "no mask"}  # other ways: yes
 
 
 @dataclass(frozen=True)
 class KindRow:
-    """What the page says of a kind. part: SERVED, REFUSED or UNTRIED. cells: the kind, and what its part says of it."""
+    """What the page says of a kind. part: SERVED, REFUSED or UNTRIED. cells: the kind, and what its
+    part says of it."""
 
     part: str
     cells: tuple[str, ...]
+
+
+@cache
+def recipe_of(method: str) -> Any:
+    """The recipe with the method's default values that makes a fresh draft for a target."""
+    fresh = ["draft.init=scratch"] if method == "mtp" else []
+    return load_recipe(
+        Recipe, [f"method={method}", "target.model=pico", "train.output_dir=runs", *fresh]
+    )
+
+
+def accepted(target: FrozenTarget) -> list[str]:
+    """The methods that train a draft which is made from this target: its draft is created, and what
+    it learns is built."""
+    return [method for method in TRAINED if _works(lambda method=method: _create(method, target))]
+
+
+def _create(method: str, target: FrozenTarget) -> None:
+    loaded = METHODS[method].load()
+    draft = loaded.create(recipe_of(method), target, ROWS)
+    loaded.build_objective(draft, recipe_of(method), target)
 
 
 def row_of(kind: str) -> tuple[KindRow, FrozenTarget | None]:
     """A kind's row, and its target unless it is refused."""
     try:
         model = tiny_model(kind)
-    except Exception as error:  # of transformers' own, for sizes that do not go together: nothing can be said of the kind
+    except Exception as error:
+        # of transformers' own, for sizes that do not go together: nothing can be said of the kind
         return KindRow(UNTRIED, (kind, type(error).__name__)), None
     try:
         target = FrozenTarget(model, tiny_tokenizer(), name=kind)
-        in_float64(target, [3, 4, 5])
+        compute_logits_in_float64(target, [3, 4, 5], 3)
     except UserError as error:
         return KindRow(REFUSED, (kind, _reason(error))), None
     head = target.logits
     cells = (
         "recurrent" if target.is_recurrent else "attention",
         " ".join(("scaled",) * (head.scale != 1) + ("capped",) * (head.cap is not None)) or "–",
-        ", ".join(
-            name for name, build in HEADS.items() if _works(lambda build=build: build(target))
-        )
-        or "–",
+        described(accepted(target)),
         "yes" if _works(lambda: check_reads_trees(target)) else "–",
         "yes" if _works(lambda: check_batchable(target.model, kind)) else "–",
-        PACKED.get(packing(target.model), "yes"),
+        PACKED.get(choose_packing(target.model), "yes"),
     )
     return KindRow(SERVED, (kind, *cells)), target
+
+
+def described(methods: Sequence[str]) -> str:
+    """The cell of the page for these methods."""
+    return "all" if len(methods) == len(TRAINED) else ", ".join(methods) or "–"
 
 
 def read_page() -> list[KindRow]:
@@ -226,16 +287,14 @@ def read_page() -> list[KindRow]:
 def _works(attempt: Any) -> bool:
     try:
         attempt()
-    except UserError as error:
-        return not _reason(error)
+    except UserError:
+        return False
     return True
 
 
 def _reason(error: UserError) -> str:
     """What a refusal says of the class."""
-    text = str(error)
-    assert "\n" not in text, text
-    got = text.partition(": got ")[2].rpartition(", expected")[0]
+    got = str(error).partition(": got ")[2].rpartition(", expected")[0]
     return got.partition(": ")[2] or got
 
 
@@ -250,11 +309,17 @@ decodes with each and compares with `generate()`. Your checkpoint is tried again
 
 ## {SERVED}: {len(served)}
 
-N-gram lookup and draft models work for all of them. *Layers*: recurrent ones keep a state that decoding copies. *Logits*: what the class
-does to its head's output. *Heads*: which can be made; a class may lack RMS norms, a single rotary embedding or residual stream, or plain
-attention. *Trees*, *batches*, *packing*: `eval.tree`, `eval.batch_size` above 1, `data.packing` (*no mask*: by kernels).
+N-gram and suffix lookup work for all of them. So does a trained smaller model as the draft: `method=draft_model` or `pard` with
+`draft.init=PATH`.
 
-| {KIND} | layers | logits | heads | trees | batches | packing |
+- *Layers*: recurrent ones keep a state that decoding copies.
+- *Logits*: what the class does to its head's output.
+- *Drafts made from the target*: the methods whose draft can be built from the target alone. *All* are
+  {", ".join(TRAINED)}. A class may lack RMS norms, a rotary embedding, a single
+  residual stream or plain attention. `specdistill plan` says the same of a checkpoint, and why (`details=true`).
+- *Trees*, *batches*, *packing*: `eval.tree`, `eval.batch_size` above 1, `data.packing` (*no mask*: by kernels).
+
+| {KIND} | layers | logits | drafts made from the target | trees | batches | packing |
 | --- | --- | --- | --- | --- | --- | --- |
 {_lines(served)}
 
@@ -270,7 +335,7 @@ The test could not make a tiny model of these types. They are tried when they ar
 
 | {KIND} | error of the config |
 | --- | --- |
-{_lines(untried)}"""
+{_lines(untried)}"""  # noqa: E501
 
 
 def _lines(rows: list[KindRow]) -> str:

@@ -1,6 +1,7 @@
 """What every process of a launch sees of one target, shared and whole; run by test_sharding.py.
 
-accelerate launch --config_file … in_two_processes.py FOLDER    # with targets in FOLDER/model, and in FOLDER/large to measure memory
+# with targets in FOLDER/model, and in FOLDER/large to measure memory
+accelerate launch --config_file … in_two_processes.py FOLDER
 """
 
 import gc
@@ -15,20 +16,21 @@ import psutil
 import torch
 from torch import Tensor
 
-from specdistill.errors import ResourceError, UserError
+from specdistill.common.errors import ResourceError, UserError
+from specdistill.data.produce.job import Job
+from specdistill.data.rows.row_set import RowTarget
 from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.models.create import create_draft_model
-from specdistill.produce.job import Job
-from specdistill.produce.make import open_rows
-from specdistill.recipe.sections import DataConfig, RegenerateConfig
-from specdistill.rows.row_set import RowTarget
+from specdistill.recipe.sections import DataConfig, LocalRegeneration
 from specdistill.targets.frozen import FrozenTarget
-from specdistill.targets.sharding import num_processes
-from specdistill.training.arguments import training_arguments
+from specdistill.targets.sharding import count_processes
+from specdistill.training.arguments import build_training_arguments
+from specdistill.workflows.make_data import open_rows
 
 
 def outputs(target: FrozenTarget, rank: int) -> list[Tensor]:
-    """Features and logits of a batch of this process's own, of its own length, two packed documents a row."""
+    """Features and logits of a batch of this process's own, of its own length, two packed documents
+    a row."""
     ids = torch.randint(0, 260, (2, 12 + rank), generator=torch.Generator().manual_seed(rank))
     with torch.no_grad():
         features = target.features(
@@ -57,9 +59,9 @@ def held(target: FrozenTarget) -> float:
     )
 
 
-def most_megabytes() -> float:
-    """The most that this process ever held at once."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+def peak_process_bytes() -> int:
+    """Return the most memory that this process ever held at once."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def refusal(attempt: Any) -> str:
@@ -73,12 +75,12 @@ def refusal(attempt: Any) -> str:
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     tiny, large = str(folder / "model"), folder / "large"
-    arguments = training_arguments({"output_dir": str(folder / "run"), "report_to": "none"})
+    arguments = build_training_arguments({"output_dir": str(folder / "run"), "report_to": "none"})
     rank = arguments.process_index
     whole = FrozenTarget.load(tiny)
     expected = outputs(whole, rank)
     seen: dict[str, Any] = {
-        "processes": num_processes(),
+        "processes": count_processes(),
         "embedding": list(whole.tensor("embed_tokens.weight").shape),
     }
     target = FrozenTarget.load(tiny, shard="layers")
@@ -100,24 +102,18 @@ if __name__ == "__main__":
         source=str(folder / "rows.jsonl"),
         max_length=64,
         cache_dir=str(folder / "cache"),
-        regenerate=RegenerateConfig(num_tokens=64),
+        regenerate=LocalRegeneration(num_tokens=64),
     )
-    data = partial(open_rows, Job(config, RowTarget.of(target)))
+    data = partial(open_rows, Job(config, RowTarget.from_target(target)))
     seen["device_map"] = refusal(lambda: FrozenTarget.load(tiny, device_map="auto"))
     if large.exists():
-        target = FrozenTarget.load(
-            tiny, shard="layers"
-        )  # what is imported on the way is no part of the target
-        for shard in ("layers", "none"):
-            gc.collect()
-            before = psutil.Process().memory_info().rss / 2**20
-            target = FrozenTarget.load(str(large), shard=shard)
-            seen[f"megabytes {shard}"], seen[f"held {shard}"] = (
-                most_megabytes() - before,
-                held(target),
-            )
-            del target  # and with it its cycles, before the next is loaded
-    seen["regenerate"] = refusal(
-        data
-    )  # last: the first process ends by it, for which the other waits
+        # what is imported on the way is no part of the target
+        target = FrozenTarget.load(tiny, shard="layers")
+        gc.collect()
+        bytes_before = psutil.Process().memory_info().rss
+        target = FrozenTarget.load(str(large), shard="layers")
+        seen["peak_bytes"] = peak_process_bytes() - bytes_before
+        seen["held_share"] = held(target)
+    # last: the first process ends by it, for which the other waits
+    seen["regenerate"] = refusal(data)
     (folder / f"process-{rank}.json").write_text(json.dumps(seen), encoding="utf-8")

@@ -1,4 +1,5 @@
-"""What a class does to its head's output, found by trying it. tests/targets/test_architectures.py tries every class."""
+"""What a class does to its head's output, found by trying it. tests/targets/test_architectures.py
+tries every class."""
 
 from typing import Any
 
@@ -7,22 +8,22 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from specdistill.decoding.decoder import in_float64
-from specdistill.losses.divergence import DIVERGENCES
-from specdistill.methods.chains.unroll import TrainingTimeTest
+from specdistill.data.rows.packing import index_batch
+from specdistill.decoding.near_ties import compute_logits_in_float64
+from specdistill.methods.chains.objective import TrainingTimeTest
 from specdistill.methods.eagle3.module import build_eagle3
 from specdistill.methods.models.objective import Distillation
 from specdistill.methods.models.proposer import DraftModelProposer
-from specdistill.rows.packing import indexed
-from specdistill.targets.anatomy import examine
+from specdistill.targets.anatomy import examine_model
 from specdistill.targets.frozen import FrozenTarget
+from specdistill.training.losses.divergence import DIVERGENCES
 from tests.heads import document_rows
 from tests.refusals import refused
 from tests.targets.architectures import tiny_model
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 IDS = torch.arange(3, 19)[None]
-ROWS = indexed(document_rows(range(3, 19)))
+ROWS = index_batch(document_rows(range(3, 19)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -36,7 +37,7 @@ def test_scale_and_cap_are_found_in_every_dtype(
 ) -> None:
     """minicpm3 scales before the head."""
     model = tiny_model(kind).to(dtype)
-    anatomy = examine(model, kind)
+    anatomy = examine_model(model, kind)
     assert anatomy.head.scale == pytest.approx(
         scale, rel=1e-6 if dtype == torch.float32 or kind != "minicpm3" else 1e-3
     )
@@ -62,7 +63,11 @@ def test_all_that_use_a_head_use_the_models_own(kind: str) -> None:
         soft_targets = objective.read_target(target, ROWS)["soft_targets"]
         probs_RW = soft_targets.at(slice(None), measure=False).probs_rW[: len(expected) - 1]
         assert torch.allclose(probs_RW, expected[:-1].softmax(-1), atol=1e-6)
-    assert torch.allclose(in_float64(target, IDS[0].tolist())[0], expected.double(), atol=1e-4)
+    assert torch.allclose(
+        compute_logits_in_float64(target, IDS[0].tolist(), len(IDS[0]))[0],
+        expected.double(),
+        atol=1e-4,
+    )
     draft = DraftModelProposer(tiny_model(kind))
     draft.begin([len(IDS[0])])
     assert torch.allclose(draft.head(draft.layers(IDS, [IDS.shape[1]]))[0], expected, atol=1e-5)
@@ -83,7 +88,7 @@ class Upcasting(LlamaForCausalLM):  # type: ignore[misc]
 @torch.no_grad()
 def test_logits_are_finished_in_the_dtype_of_the_class() -> None:
     model = Upcasting(tiny_target_model(num_layers=1).config).eval().bfloat16()
-    head, hidden = examine(model, "tiny").head, model.model(input_ids=IDS).last_hidden_state
+    head, hidden = examine_model(model, "tiny").head, model.model(input_ids=IDS).last_hidden_state
     assert head.float32 and torch.allclose(head(hidden), model(IDS).logits, rtol=1e-6)
 
 
@@ -127,11 +132,11 @@ def test_dropout_is_off_while_a_model_is_examined_and_on_again_after() -> None:
     config = tiny_target_model().config
     config.attention_dropout = 0.5
     model = LlamaForCausalLM(config).train()
-    examine(model, "draft")
+    examine_model(model, "draft")
     assert model.training and all(layer.training for layer in model.model.layers)
 
 
 def test_a_part_of_the_vocabulary_is_finished_as_the_whole() -> None:
-    head, raw = examine(tiny_model("gemma2"), "capped").head, torch.linspace(-9, 9, 160)
+    head, raw = examine_model(tiny_model("gemma2"), "capped").head, torch.linspace(-9, 9, 160)
     parts: list[Tensor] = [head.finish(raw[:50]), head.finish(raw[50:])]
     assert torch.equal(torch.cat(parts), head.finish(raw))

@@ -1,4 +1,5 @@
-"""Every kind of causal language model in transformers, judged by the library's own forward and `generate()`."""
+"""Every kind of causal language model in transformers, judged by the library's own forward and
+`generate()`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,19 +15,21 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from specdistill.decoding.decoder import Decoder, exact, in_float64
+from specdistill.decoding.decoder import Decoder, verify_sampled
+from specdistill.decoding.near_ties import compute_logits_in_float64
 from specdistill.decoding.proposer import Proposal, Proposer
 from specdistill.decoding.sampling import Random, Sampling
 from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.targets.anatomy import reads_alike
 from specdistill.targets.frozen import FrozenTarget
 from tests.proposers import ngram_proposer
-from tests.targets.architectures import HEADS, KINDS, PAGE, read_page, row_of, tables
+from tests.targets.architectures import HEADS, KINDS, PAGE, TRAINED, read_page, row_of, tables
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of some of two hundred classes
 # Of each kind of layer and of head one; the others are long, as there are two hundred of them.
 QUICK = (
-    "llama", "gemma2", "granite", "cohere", "mistral", "mixtral", "deepseek_v3", "gpt_oss", "qwen3_next", "gpt2", "bloom", "bert",
+    "llama", "gemma2", "granite", "cohere", "mistral", "mixtral", "deepseek_v3", "gpt_oss",
+    "qwen3_next", "gpt2", "bloom", "bert",
 )  # fmt: skip
 PROMPT = torch.tensor([[*range(3, 15), 9, 10, 11, 9, 10, 11]])
 SAMPLING = Sampling(temperature=0.7, top_p=0.9, top_k=8)
@@ -44,12 +47,13 @@ def test_a_kind_decodes_losslessly_or_is_refused(kind: str) -> None:
     assert row in read_page()
     if target is None:
         return
-    *_, logits, heads, _, batches, packed = row.cells
+    *_, logits, drafts, _, batches, packed = row.cells
     spread(target)
     proposers: list[Proposer] = [ngram_proposer()]
-    if heads != "–":
-        name = "eagle3" if "eagle3" in heads else heads.partition(",")[0]
-        proposers.append(HeadProposer(HEADS[name](target)))
+    for name, build in HEADS.items():
+        if name in (TRAINED if drafts == "all" else drafts.split(", ")):
+            proposers.append(HeadProposer(build(target)))
+            break
     check_features(target)
     if packed != "–":
         check_packing(target)
@@ -63,7 +67,8 @@ def test_a_kind_decodes_losslessly_or_is_refused(kind: str) -> None:
 
 @torch.no_grad()
 def spread(target: FrozenTarget) -> None:
-    """Logits several units apart, as trained models have them, so that a factor or a cap changes the distribution."""
+    """Logits several units apart, as trained models have them, so that a factor or a cap changes
+    the distribution."""
     raw = target.lm_head(target.features(PROMPT, ()).last_hidden)
     target.lm_head.weight.mul_(4 / float(raw.std() * target.logits.scale))
 
@@ -84,7 +89,8 @@ def check_features(target: FrozenTarget) -> None:
 
 @torch.no_grad()
 def check_packing(target: FrozenTarget) -> None:
-    """Documents longer than these models' windows and chunks: each has the features that it has alone."""
+    """Documents longer than these models' windows and chunks: each has the features that it has
+    alone."""
     ids, positions = torch.arange(3, 43)[None], torch.arange(40)[None] % 22
     together = target.features(ids, (), position_ids_BT=positions).last_hidden[0]
     for part in (slice(22), slice(22, 40)):
@@ -92,9 +98,10 @@ def check_packing(target: FrozenTarget) -> None:
 
 
 def check_greedy(target: FrozenTarget, proposers: list[Proposer]) -> None:
+    # no forced tokens
     target.model.generation_config = GenerationConfig(
         do_sample=False, pad_token_id=0, eos_token_id=2
-    )  # no forced tokens
+    )
     expected = target.model.generate(PROMPT, max_new_tokens=8)[0, PROMPT.shape[1] :].tolist()
     for proposer in proposers:
         result = Decoder(target, proposer).generate(
@@ -104,17 +111,23 @@ def check_greedy(target: FrozenTarget, proposers: list[Proposer]) -> None:
 
 
 def check_ties(target: FrozenTarget) -> None:
-    """Float64, by which near-ties are broken, gives float32's logits, and leaves the weights as they were."""
+    """Float64, by which near-ties are broken, gives float32's logits, and leaves the weights as
+    they were."""
     expected = target.model(PROMPT).logits
     before = {name: tensor.clone() for name, tensor in target.model.state_dict().items()}
-    assert torch.allclose(in_float64(target, PROMPT[0].tolist()).float(), expected, atol=1e-3)
+    assert torch.allclose(
+        compute_logits_in_float64(target, PROMPT[0].tolist(), len(PROMPT[0])).float(),
+        expected,
+        atol=1e-3,
+    )
     assert all(
         torch.equal(tensor, before[name]) for name, tensor in target.model.state_dict().items()
     )
 
 
 def library_probabilities(target: FrozenTarget, ids_BT: Tensor) -> Tensor:
-    """[B, V] after the last token, by the model's own forward and transformers' own logits processors."""
+    """[B, V] after the last token, by the model's own forward and transformers' own logits
+    processors."""
     return LIBRARY(ids_BT, target.model(ids_BT).logits[:, -1].float()).softmax(-1)
 
 
@@ -124,7 +137,7 @@ def check_distributions(target: FrozenTarget, proposer: Proposer) -> None:
 
     def rule(proposal: Proposal, probs_NV: Tensor, generator: Random) -> tuple[Sequence[int], int]:
         given.append((proposal.tokens, probs_NV))
-        return exact(proposal, probs_NV, generator)
+        return verify_sampled(proposal, probs_NV, generator)
 
     result = Decoder(target, proposer, rule=rule).generate(
         PROMPT[0].tolist(),
@@ -146,7 +159,8 @@ def check_distributions(target: FrozenTarget, proposer: Proposer) -> None:
 
 
 def check_samples(target: FrozenTarget, proposer: Proposer) -> None:
-    """A batch draws what each of its rows draws alone, from the distributions that `check_distributions` compares."""
+    """A batch draws what each of its rows draws alone, from the distributions that
+    `check_distributions` compares."""
     prompt, seeds = PROMPT[0].tolist(), range(16)
     options: dict[str, Any] = {
         "max_new_tokens": 4,

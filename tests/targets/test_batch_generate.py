@@ -17,8 +17,8 @@ from transformers import (
 from specdistill.targets.batch_generate import (
     BLOCK,
     GROUPED_ATTENTION,
-    generate,
-    generation_mode,
+    generate_batch,
+    prepare_generation,
     sample,
 )
 from tests.mtp_targets import tiny_model
@@ -35,8 +35,8 @@ def greedy(
     ends: Sequence[int] = (),
     num_parts: int = 1,
 ) -> list[list[int]]:
-    with generation_mode(model, torch.float32) as fast:
-        return generate(
+    with prepare_generation(model, torch.float32) as fast:
+        return generate_batch(
             fast,
             prompts,
             [0.0] * len(prompts),
@@ -148,9 +148,9 @@ def test_sampling_follows_the_softmax_and_the_seed() -> None:
 def test_temperatures_mix_in_one_batch(num_parts: int) -> None:
     model = tiny_target_model(num_layers=2)
     prompts, temperatures = PROMPTS[:1] * 6, [0.0, 0.8, 0.8, 0.0, 0.0, 0.8]
-    with generation_mode(model, torch.float32) as fast:
+    with prepare_generation(model, torch.float32) as fast:
         first, again, other = (
-            generate(
+            generate_batch(
                 fast,
                 prompts,
                 temperatures,
@@ -169,11 +169,11 @@ def test_temperatures_mix_in_one_batch(num_parts: int) -> None:
 
 def test_the_target_is_left_as_it_was() -> None:
     model = tiny_target_model(num_layers=2).train()
-    with generation_mode(model, torch.bfloat16) as fast:
+    with prepare_generation(model, torch.bfloat16) as fast:
         assert fast is not model and fast.dtype == torch.bfloat16
         assert fast.config._attn_implementation == GROUPED_ATTENTION
         assert fast.model.rotary_emb.inv_freq.dtype == torch.float32
     assert model.dtype == torch.float32 and model.training
-    with generation_mode(model, torch.float32) as fast:
+    with prepare_generation(model, torch.float32) as fast:
         assert fast is model and not model.training
     assert model.config._attn_implementation == "sdpa" and model.training

@@ -1,4 +1,5 @@
-"""The KV cache of decoding: appends that copy nothing, and states put back, judged by transformers' own cache and one pass."""
+"""The KV cache of decoding: appends that copy nothing, and states put back, judged by transformers'
+own cache and one pass."""
 
 from typing import Any
 
@@ -8,8 +9,14 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from specdistill.targets.anatomy import backbone_of
-from specdistill.targets.cache import CROPPED, BufferedLayer, new_cache, roll_back, snapshot
+from specdistill.targets.anatomy import find_backbone
+from specdistill.targets.cache import (
+    CROPPABLE_LAYERS,
+    BufferedLayer,
+    copy_state,
+    create_empty_cache,
+    roll_back,
+)
 from tests.targets.architectures import tiny_model
 from tests.tiny import qwen, tiny_target_model
 
@@ -29,7 +36,7 @@ RECURRENT = (
 
 @torch.no_grad()
 def read(model: Any, cache: Any, token_ids: list[int]) -> Tensor:
-    hidden: Tensor = backbone_of(model)(
+    hidden: Tensor = find_backbone(model)(
         input_ids=torch.tensor([token_ids]), past_key_values=cache, use_cache=True
     ).last_hidden_state[0]
     return hidden
@@ -54,7 +61,8 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 def test_keys_and_values_are_those_of_transformers_own_layer() -> None:
-    """Through growth, crops, a row that leaves, and a reset; keys and values of different widths."""
+    """Through growth, crops, a row that leaves, and a reset; keys and values of different
+    widths."""
     ours, theirs = BufferedLayer(), DynamicLayer()
     generator = torch.Generator().manual_seed(0)
     for step in range(400):
@@ -84,9 +92,9 @@ def test_appending_moves_what_is_held_a_few_times_only() -> None:
 @pytest.mark.parametrize("build", [tiny_target_model, qwen])
 def test_attention_keeps_nothing_for_going_back(build: Any) -> None:
     model, ids = build(), some_tokens(30)
-    cache = new_cache(model.config)
+    cache = create_empty_cache(model.config)
     read(model, cache, ids[:20])
-    before = snapshot(cache)
+    before = copy_state(cache)
     assert not tensors(before)
     read(model, cache, some_tokens(5))
     roll_back(cache, 5, before)
@@ -101,14 +109,14 @@ def test_recurrent_layers_go_back_by_copies_that_do_not_grow(kind: str) -> None:
     model, sizes = tiny_model(kind), []
     for length in (20, 80):
         ids = some_tokens(length + 6)
-        cache = new_cache(model.config.get_text_config(decoder=True))
+        cache = create_empty_cache(model.config.get_text_config(decoder=True))
         read(model, cache, ids[:length])
-        before = snapshot(cache)
+        before = copy_state(cache)
         sizes.append(sum(tensor.nbytes for tensor in tensors(before)))
         held = {
             layer.keys.data_ptr()
             for layer in cache.layers
-            if type(layer) in CROPPED and layer.keys is not None
+            if type(layer) in CROPPABLE_LAYERS and layer.keys is not None
         }
         assert not held & {tensor.data_ptr() for tensor in tensors(before)}
         read(model, cache, some_tokens(5))

@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoModelForImageTextToText
 
 from specdistill.decoding.decoder import Decoder
-from specdistill.measurement import reference
+from specdistill.evaluation.measurement import reference
 from specdistill.methods.load import load_proposer
 from specdistill.targets.frozen import FrozenTarget
 from tests.families import OTHERS, write_model
@@ -27,7 +27,7 @@ def test_text_is_decoded_as_by_generate(config: dict[str, Any], tmp_path: Path) 
         target.model, type(AutoModelForImageTextToText.from_config(target.model.config))
     )
     prompt = target.tokenizer("Once and again, once and again.").input_ids
-    (expected,) = reference.generate(target, [prompt], max_new_tokens=24)
+    (expected,) = reference.generate_reference(target, [prompt], max_new_tokens=24)
     decoder = Decoder(target, load_proposer("ngram", None, target))
     assert (
         tuple(decoder.generate(prompt, max_new_tokens=24, num_speculative_tokens=3).token_ids)

@@ -1,4 +1,5 @@
-"""Layers compiled one by one, of the classes of the targets whose recipes ask for it: one graph for each kind, and the same features."""
+"""Layers compiled one by one, of the classes of the targets whose recipes ask for it: one graph for
+each kind, and the same features."""
 
 from types import SimpleNamespace
 
@@ -8,8 +9,8 @@ import yaml
 from torch._dynamo.utils import counters
 from transformers import AutoConfig
 
-from specdistill.project import ROOT
-from specdistill.targets.frozen import compile_layers, tiny_random_target
+from specdistill.common.project import ROOT
+from specdistill.targets.frozen import build_tiny_target, compile_layers
 
 RECIPES = [
     path for path in (ROOT / "recipes").glob("*/*.yaml") if (path.parent / "config.json").is_file()
@@ -26,7 +27,7 @@ COMPILED = sorted(
 @pytest.mark.long  # a model of each class
 @pytest.mark.parametrize("name", COMPILED)
 def test_packed_rows_give_the_same_features(name: str) -> None:
-    target = tiny_random_target(AutoConfig.from_pretrained(ROOT / "recipes" / name), name)
+    target = build_tiny_target(AutoConfig.from_pretrained(ROOT / "recipes" / name), name)
     assert target is not None
     ids = torch.randint(0, 100, (2, 24), generator=torch.Generator().manual_seed(0))
     positions = torch.cat((torch.arange(10), torch.arange(14))).expand(2, -1)
@@ -37,7 +38,7 @@ def test_packed_rows_give_the_same_features(name: str) -> None:
         compile_layers(
             {"torch_compile": True, "torch_compile_backend": "aot_eager"},
             target,
-            SimpleNamespace(layers=(), row_losses=len),
+            SimpleNamespace(layers=(), compute_row_losses=len),
         )
         compiled = target.features(ids, aux, position_ids_BT=positions)
     kinds = len(set(getattr(target.config, "layer_types", None) or [""]))

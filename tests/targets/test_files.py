@@ -1,4 +1,5 @@
-"""A target told by its files: in a folder, in shards, in the Hub's cache, and on a Hub from which no weights are fetched."""
+"""A target told by its files: in a folder, in shards, in the Hub's cache, and on a Hub from which
+no weights are fetched."""
 
 import hashlib
 import os
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from huggingface_hub.hf_api import ModelInfo
 
-from specdistill import repositories
+from specdistill.common import repositories
 from specdistill.targets import files
 from specdistill.targets.files import INDEX, SINGLE, TargetFiles, TargetIdentity
 from tests.refusals import refused
@@ -85,7 +86,8 @@ def test_a_folder_without_weights_is_none(tmp_path: Path) -> None:
 def test_files_in_the_hubs_cache_are_not_read_again(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, xet: bool
 ) -> None:
-    """xet: with one more link, from the file that is named by its sha256 to one that is named by Xet's own hash."""
+    """xet: with one more link, from the file that is named by its sha256 to one that is named by
+    Xet's own hash."""
     expected, snapshot = identity(saved), in_cache(tmp_path, saved, [SINGLE, "tokenizer.json"])
     monkeypatch.setattr(files, "fetch", lambda name, **_: snapshot)
     for number, blob in enumerate(sorted((tmp_path / "blobs").iterdir())):

@@ -8,14 +8,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 
-from specdistill.losses.divergence import forward_kl
-from specdistill.methods.chains.unroll import TrainingTimeTest
+from specdistill.common.repositories import resolve
+from specdistill.data.rows.packing import index_batch
+from specdistill.methods.chains.objective import TrainingTimeTest
 from specdistill.methods.eagle3.module import build_eagle3
-from specdistill.repositories import resolve
-from specdistill.rows.packing import indexed
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.targets.loading import read_tokenizer
+from specdistill.training.losses.divergence import forward_kl
 from tests.families import OTHERS, write_model
 from tests.heads import document_rows
 from tests.refusals import refused
@@ -148,7 +148,8 @@ def test_weights_that_are_missing_are_not_made_up(base: Path, tmp_path: Path) ->
 def test_a_class_that_is_no_target_is_refused_in_one_line(
     tmp_path: Path, kind: str, why: str
 ) -> None:
-    """musicgen: a config that transformers' own class cannot read; reformer: one that its class asserts against."""
+    """musicgen: a config that transformers' own class cannot read; reformer: one that its class
+    asserts against."""
     CONFIG_MAPPING[kind]().save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
     with refused("target.model", tmp_path, holds=why):
@@ -165,7 +166,7 @@ def test_the_attention_is_the_classs_own_unless_one_is_named(base: Path, tmp_pat
 def test_a_step_runs_each_layer_once_and_the_head_at_loss_tokens_alone() -> None:
     target = FrozenTarget(tiny_target_model(), tiny_tokenizer(), name="tiny")
     ids = torch.arange(3, 67)[None]
-    batch = indexed({**document_rows(range(3, 67)), "loss_mask": (ids > 50).long()})
+    batch = index_batch({**document_rows(range(3, 67)), "loss_mask": (ids > 50).long()})
     objective = TrainingTimeTest(build_eagle3(target), forward_kl, 1)
     target._packing  # noqa: B018  (tried before it is watched)
     calls, tokens = [0] * target.num_layers, 0

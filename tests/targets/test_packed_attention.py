@@ -1,4 +1,5 @@
-"""The operators by themselves: what torch asks of an operator, and what they count. Values: tests/methods/chains."""
+"""The operators by themselves: what torch asks of an operator, and what they count. Values:
+tests/methods/chains."""
 
 from typing import Any
 
@@ -9,9 +10,9 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from specdistill.targets.packed_attention import (
-    cached_attention,
-    packed_attention,
-    packed_attention_backward,
+    attend_cached,
+    attend_packed,
+    attend_packed_backward,
 )
 
 CUMULATIVE = torch.tensor([0, 0, 5, 6, 32, 32], dtype=torch.int32)
@@ -27,20 +28,18 @@ def noise(*shapes: tuple[int, int]) -> list[Tensor]:
 def test_torchs_own_checks_of_an_operator(window: int | None, value_size: int) -> None:
     query, key, value, grad = noise((4, 16), (2, 16), (2, value_size), (4, value_size))
     packing: tuple[Any, ...] = (CUMULATIVE, 26, window)
-    torch.library.opcheck(packed_attention, (query, key, value, *packing))
-    output, lse = packed_attention(query, key, value, *packing)
-    torch.library.opcheck(
-        packed_attention_backward, (grad, query, key, value, output, lse, *packing)
-    )
+    torch.library.opcheck(attend_packed, (query, key, value, *packing))
+    output, lse = attend_packed(query, key, value, *packing)
+    torch.library.opcheck(attend_packed_backward, (grad, query, key, value, output, lse, *packing))
 
 
 @pytest.mark.parametrize("window", [None, 3])
 def test_scores_may_be_scaled_otherwise(window: int | None) -> None:
     query, key, value = noise((4, 16), (2, 16), (2, 12))
-    scaled, lse = packed_attention(query, key, value, CUMULATIVE, 26, window, 0.1)
-    plain, plain_lse = packed_attention(query * (0.1 * 4), key, value, CUMULATIVE, 26, window)
+    scaled, lse = attend_packed(query, key, value, CUMULATIVE, 26, window, 0.1)
+    plain, plain_lse = attend_packed(query * (0.1 * 4), key, value, CUMULATIVE, 26, window)
     assert torch.allclose(scaled, plain, atol=1e-6) and torch.allclose(lse, plain_lse, atol=1e-5)
-    torch.library.opcheck(packed_attention, (query, key, value, CUMULATIVE, 26, window, 0.1))
+    torch.library.opcheck(attend_packed, (query, key, value, CUMULATIVE, 26, window, 0.1))
 
 
 def test_tensors_may_lie_any_way() -> None:
@@ -48,9 +47,9 @@ def test_tensors_may_lie_any_way() -> None:
     dense = noise((4, 16), (2, 16), (2, 16), (4, 16))
     results = []
     for query, key, value, grad in (dense, [x.mT.contiguous().mT for x in dense]):
-        output, lse = packed_attention(query, key, value, CUMULATIVE, 26, None)
+        output, lse = attend_packed(query, key, value, CUMULATIVE, 26, None)
         results.append(
-            packed_attention_backward(grad, query, key, value, output, lse, CUMULATIVE, 26, None)
+            attend_packed_backward(grad, query, key, value, output, lse, CUMULATIVE, 26, None)
         )
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
@@ -60,10 +59,10 @@ def test_flops_are_those_of_the_pairs_that_see_each_other() -> None:
     packing: tuple[Any, ...] = (torch.tensor([0, 32], dtype=torch.int32), 32, None)
     pairs = 4 * sum(range(1, 33))  # of 4 heads
     with FlopCounterMode(display=False) as counter:
-        output, lse = packed_attention(query, key, value, *packing)
+        output, lse = attend_packed(query, key, value, *packing)
     assert counter.get_total_flops() == 2 * pairs * (16 + 12)
     with FlopCounterMode(display=False) as counter:
-        packed_attention_backward(grad, query, key, value, output, lse, *packing)
+        attend_packed_backward(grad, query, key, value, output, lse, *packing)
     assert counter.get_total_flops() == 2 * pairs * (16 + 12 + 16 + 16 + 12)
 
 
@@ -89,7 +88,7 @@ def test_the_gradient_is_that_of_torchs_masked_attention(
         [x.double().requires_grad_() for x in noise((4, 16), (2, 16), (2, 12))],
         noise((4, 12))[0].double(),
     )
-    output, _ = packed_attention(*tensors, CUMULATIVE, 26, window, scale)
+    output, _ = attend_packed(*tensors, CUMULATIVE, 26, window, scale)
     ours = torch.autograd.grad(output, tensors, grad)
     theirs = torch.autograd.grad(masked(*tensors, seen, scale), tensors, grad)
     assert all(
@@ -106,6 +105,4 @@ def test_the_last_positions_see_those_that_are_cached(
     ago = torch.arange(32)[:, None] - torch.arange(32)
     whole = masked(query, key, value, (ago >= 0) & (ago < (window or 32)), scale)
     heads_first = (x.transpose(0, 1).unsqueeze(0) for x in (query[-count:], key, value))
-    assert torch.allclose(
-        cached_attention(*heads_first, window, scale)[0], whole[-count:], atol=1e-6
-    )
+    assert torch.allclose(attend_cached(*heads_first, window, scale)[0], whole[-count:], atol=1e-6)

@@ -1,4 +1,5 @@
-"""Packed rows as the trainer gives them to a target, judged by the library's own model on each document alone."""
+"""Packed rows as the trainer gives them to a target, judged by the library's own model on each
+document alone."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -12,27 +13,28 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM, LlamaConfig
 
-from specdistill.methods.sizes import Described
-from specdistill.planning.accounting import Ledger, WeightlessTarget
-from specdistill.rows.packing import indexed
+from specdistill.advice.plan.accounting import Ledger, WeightlessTarget
+from specdistill.data.rows.packing import index_batch
+from specdistill.methods.sizes import ModelConfigInfo
 from specdistill.targets import packed_rows
-from specdistill.targets.cache import new_cache
+from specdistill.targets.cache import create_empty_cache
 from specdistill.targets.frozen import Features, FrozenTarget
 from specdistill.targets.packed_rows import (
     CausalMask,
     Documents,
-    as_they_are,
     attend,
-    by_lengths,
-    in_one_row,
-    packing,
-    with_masks,
+    choose_packing,
+    run_by_lengths,
+    run_in_one_row,
+    run_unchanged,
+    run_with_masks,
 )
 from tests.families import OTHERS, tiny_config
 from tests.targets.architectures import tiny_model
 from tests.tiny import qwen, tiny_target_model, tiny_tokenizer
 
-# Windows shorter than the documents, scales of a class's own, values narrower than keys, chunks, caps, sinks
+# Windows shorter than the documents, scales of a class's own, values narrower than keys, chunks,
+# caps, sinks
 KINDS = (
     "llama",
     "mistral",
@@ -43,11 +45,9 @@ KINDS = (
     "gpt_oss",
     "llama4_text",
 )
-WAYS = {"gemma2": as_they_are, "gpt_oss": with_masks, "llama4_text": as_they_are}
-LENGTHS = (
-    (1, 13, 20, 6),
-    (40,),
-)  # of the documents of two rows; the last of the first one is padding
+WAYS = {"gemma2": run_unchanged, "gpt_oss": run_with_masks, "llama4_text": run_unchanged}
+# of the documents of two rows; the last of the first one is padding
+LENGTHS = ((1, 13, 20, 6), (40,))
 
 
 def model_of(name: str) -> Any:
@@ -72,7 +72,7 @@ def rows() -> dict[str, Any]:
         "document_ids": torch.tensor(numbers),
         "position_ids": torch.tensor(positions),
     }
-    return indexed({"input_ids": ids, **columns})
+    return index_batch({"input_ids": ids, **columns})
 
 
 def documents_of(batch: dict[str, Any]) -> Documents:
@@ -106,17 +106,18 @@ def check(target: FrozenTarget, own: Any, **options: Any) -> None:
 @pytest.mark.parametrize("name", [*KINDS, "qwen3"])
 def test_each_document_has_the_features_that_it_has_alone(name: str, known: bool) -> None:
     target = target_of(model_of(name))
-    assert packing(target.model) is WAYS.get(name, by_lengths)
+    assert choose_packing(target.model) is WAYS.get(name, run_by_lengths)
     check(target, model_of(name), **({"documents": documents_of(rows())} if known else {}))
 
 
 def test_under_autocast_it_computes_as_sdpa_does() -> None:
-    """16 bits within a float32 target, as `train.bf16` has it; each is as far from float32 as the other."""
+    """16 bits within a float32 target, as `train.bf16` has it; each is as far from float32 as the
+    other."""
     batch, target = rows(), target_of(model_of("llama"))
     given = {"position_ids_BT": batch["position_ids"]}
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         ours = target.features(batch["input_ids"], [3], **given)
-        target._packing = as_they_are
+        target._packing = run_unchanged
         theirs = target.features(batch["input_ids"], [3], **given)
     with torch.no_grad():
         exact = target.features(batch["input_ids"], [3], **given)
@@ -129,20 +130,22 @@ def test_under_autocast_it_computes_as_sdpa_does() -> None:
 
 
 def test_memory_grows_with_tokens_alone_and_nothing_waits_for_data() -> None:
-    """Two layers as wide as Llama-3.1-8B's, over tensors without content: FakeTensorMode has no data to ask for."""
+    """Two layers as wide as Llama-3.1-8B's, over tensors without content: FakeTensorMode has no
+    data to ask for."""
     config = LlamaConfig(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=2, num_attention_heads=32, num_key_value_heads=8,
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=2, num_attention_heads=32,
+        num_key_value_heads=8,
         vocab_size=1000, max_position_embeddings=8192, dtype="bfloat16",
     )  # fmt: skip
-    described = Described(
+    described = ModelConfigInfo(
         "llama", "target.model", None, None, {"architectures": ["LlamaForCausalLM"]}, config, None
     )
-    described.tried(lambda target: None)  # which takes data
+    described.build_on_tiny_target(lambda target: None)  # which takes data
     peaks = []
     for num_rows, length in ((4, 2048), (1, 8192)):
         with FakeTensorMode(), torch.no_grad():
             target = WeightlessTarget(described)
-            vars(target)["_packing"] = by_lengths
+            vars(target)["_packing"] = run_by_lengths
             ids = torch.empty(num_rows, length, dtype=torch.long)
             documents = Documents(torch.empty(33, dtype=torch.int32), length)
             with Ledger() as ledger:
@@ -173,7 +176,7 @@ def test_other_passes_keep_the_classs_own_attention(monkeypatch: pytest.MonkeyPa
         ids, [], position_ids_BT=torch.arange(6)[None], attention_mask=torch.zeros(1, 1, 6, 6)
     )
     assert seen == ["sdpa", packed_rows.NAME, "sdpa"]
-    monkeypatch.setattr(packed_rows, "packed_attention", lambda *_: 1 / 0)
+    monkeypatch.setattr(packed_rows, "attend_packed", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         target.features(ids, [], position_ids_BT=torch.arange(6)[None])
     assert model.config._attn_implementation == "sdpa"
@@ -182,7 +185,7 @@ def test_other_passes_keep_the_classs_own_attention(monkeypatch: pytest.MonkeyPa
 def test_an_attention_that_was_named_is_kept() -> None:
     model = tiny_target_model()
     model.set_attn_implementation("eager")
-    assert packing(model) is as_they_are
+    assert choose_packing(model) is run_unchanged
 
 
 def test_configs_of_other_parts_keep_theirs() -> None:
@@ -191,7 +194,7 @@ def test_configs_of_other_parts_keep_theirs() -> None:
     config._attn_implementation = {"": "sdpa", "text_config": "sdpa", "vision_config": "eager"}
     model = AutoModelForCausalLM.from_config(config).eval()
     before = [model.config, model.config.text_config, model.config.vision_config]
-    with packed_rows.attending(packed_rows.sdpa_configs(model)):
+    with packed_rows.replace_attention(packed_rows.find_sdpa_configs(model)):
         assert [each._attn_implementation for each in before] == [
             packed_rows.NAME,
             packed_rows.NAME,
@@ -203,13 +206,20 @@ def test_configs_of_other_parts_keep_theirs() -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_a_pass_over_a_kv_cache_goes_without_a_mask_where_a_class_asks_for_none(name: str) -> None:
     model = model_of(name)
-    assert bool(packed_rows.maskless_configs(model)) == (name not in WAYS)
-    target, cache, ids = target_of(model), new_cache(model.config), torch.arange(3, 43).unsqueeze(0)
-    target._maskless = [] if name in WAYS else packed_rows.sdpa_configs(model)  # as on a GPU
+    assert bool(packed_rows.find_maskless_configs(model)) == (name not in WAYS)
+    target, cache, ids = (
+        target_of(model),
+        create_empty_cache(model.config),
+        torch.arange(3, 43).unsqueeze(0),
+    )
+    target._maskless = [] if name in WAYS else packed_rows.find_sdpa_configs(model)  # as on a GPU
     parts = [
         target.features(part, (1,), past_key_values=cache) for part in ids.split([20, 1, 19], dim=1)
     ]
-    found, expected = Features.joined(parts), model(ids, output_hidden_states=True).hidden_states
+    found, expected = (
+        Features.concatenate(parts),
+        model(ids, output_hidden_states=True).hidden_states,
+    )
     assert torch.allclose(found.aux[0], expected[1], atol=1e-5) and torch.allclose(
         found.last_hidden, expected[-1], atol=1e-5
     )
@@ -245,15 +255,15 @@ def test_what_is_not_computed_is_refused(mask: Any, keywords: dict[str, Any]) ->
 
 
 def test_masks_of_a_classs_own_are_refused() -> None:
-    assert packed_rows.causal_mask(
+    assert packed_rows.capture_mask(
         allow_is_causal_skip=True, local_size=4, batch_size=1
     ) == CausalMask(4)
     with pytest.raises(NotImplementedError):
-        packed_rows.causal_mask(allow_is_causal_skip=False)
+        packed_rows.capture_mask(allow_is_causal_skip=False)
 
 
 def test_documents_are_found_by_their_position_ids() -> None:
-    found, known = Documents.of(rows()["position_ids"]), documents_of(rows())
+    found, known = Documents.from_positions(rows()["position_ids"]), documents_of(rows())
     assert (
         found.cumulative_lengths.tolist() == [0, 1, 14, *range(34, 41), 80] and found.longest == 40
     )
@@ -265,7 +275,7 @@ def test_documents_are_found_by_their_position_ids() -> None:
 
 def test_position_ids_that_a_class_does_not_read_keep_no_documents_apart() -> None:
     assert (
-        packing(
+        choose_packing(
             BloomForCausalLM(
                 BloomConfig(vocab_size=160, hidden_size=64, n_layer=2, n_head=4)
             ).eval()
@@ -305,20 +315,22 @@ def flash_varlen(
 
 
 def test_flash_attention_takes_packed_rows_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers looks for documents in a batch of one row alone, and mixes them in any other, silently."""
+    """transformers looks for documents in a batch of one row alone, and mixes them in any other,
+    silently."""
     functions = (flash, flash_varlen, None, None, None)
     monkeypatch.setattr(
         "transformers.modeling_flash_attention_utils._lazy_imports", lambda *_, **__: functions
     )
     target = target_of(model_of("llama"))
     target.model.config._attn_implementation = "flash_attention_2"
-    assert packing(target.model) is in_one_row
+    assert choose_packing(target.model) is run_in_one_row
     check(target, model_of("llama"))
-    target._packing = as_they_are
+    target._packing = run_unchanged
     with pytest.raises(AssertionError):
         check(target, model_of("llama"))
 
 
+@pytest.mark.long  # two seconds: its plain form is slow
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_takes_packed_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not compiled, which would take most of a minute here."""
@@ -330,7 +342,7 @@ def test_flex_attention_takes_packed_rows(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("transformers.masking_utils.create_block_mask", uncompiled)
     model = model_of("llama")
     model.set_attn_implementation("flex_attention")
-    assert packing(model) is as_they_are
+    assert choose_packing(model) is run_unchanged
     check(target_of(model), model_of("llama"))
 
 
@@ -340,7 +352,7 @@ def test_flex_attention_takes_packed_rows(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_gpu_computes_the_same(name: str, dtype: torch.dtype) -> None:
     batch, own = rows(), model_of(name)
     target = target_of(model_of(name).to("cuda", dtype))
-    assert packing(target.model) is by_lengths
+    assert choose_packing(target.model) is run_by_lengths
     on_gpu = {key: batch[key].cuda() for key in ("input_ids", "position_ids")}
     with torch.no_grad():
         features = target.features(on_gpu["input_ids"], [], position_ids_BT=on_gpu["position_ids"])

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from transformers import CONFIG_MAPPING, LlamaConfig
 
-from specdistill.targets.frozen import tiny_random_target
+from specdistill.targets.frozen import build_tiny_target
 from tests.refusals import refused
 from tests.tiny import qwen
 
@@ -25,7 +25,7 @@ def test_widths_are_divided_and_the_rest_is_kept(
     kind: str, options: dict[str, Any], scale: float, cap: float | None
 ) -> None:
     config = CONFIG_MAPPING[kind](**options)
-    target = tiny_random_target(config, "small")
+    target = build_tiny_target(config, "small")
     assert target is not None
     assert target.num_layers == config.num_hidden_layers
     assert target.config.num_attention_heads == config.num_attention_heads
@@ -35,7 +35,7 @@ def test_widths_are_divided_and_the_rest_is_kept(
 
 def test_a_small_config_stands_for_itself() -> None:
     model = qwen()
-    target = tiny_random_target(model.config, "small")
+    target = build_tiny_target(model.config, "small")
     assert target is not None
     assert [parameter.shape for parameter in target.model.parameters()] == [
         parameter.shape for parameter in model.parameters()
@@ -44,12 +44,13 @@ def test_a_small_config_stands_for_itself() -> None:
 
 def test_a_class_that_is_refused_at_every_size_is_refused() -> None:
     with refused("target.model", "it, a MambaForCausalLM: passes over a KV cache"):
-        tiny_random_target(CONFIG_MAPPING["mamba"](num_hidden_layers=2), "it")
+        build_tiny_target(CONFIG_MAPPING["mamba"](num_hidden_layers=2), "it")
 
 
+@pytest.mark.long  # tries many sizes
 def test_sizes_that_never_go_together_have_no_tiny_random_target() -> None:
     assert (
-        tiny_random_target(
+        build_tiny_target(
             LlamaConfig(num_attention_heads=8, num_key_value_heads=3, hidden_size=16_384), "it"
         )
         is None

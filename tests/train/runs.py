@@ -8,7 +8,8 @@ from tests.tiny import SMALL, input_keys
 
 
 def train(folder: Path, output: Path, *keys: str) -> subprocess.CompletedProcess[str]:
-    """On what `tests.tiny.write_inputs` wrote to a folder. A recipe among the keys comes first, so that what is small stays small."""
+    """On what `tests.tiny.write_inputs` wrote to a folder. A recipe among the keys comes first, so
+    that what is small stays small."""
     recipe = [key for key in keys if key.startswith("recipe=")]
     own = (
         ["draft.num_layers=2"]

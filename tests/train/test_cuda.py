@@ -1,4 +1,5 @@
-"""Training on a GPU as a user runs it, of every method and in each of its ways; skipped, saying so, where there is none."""
+"""Training on a GPU as a user runs it, of every method and in each of its ways; skipped, saying so,
+where there is none."""
 
 import json
 from pathlib import Path

@@ -29,13 +29,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "extra",
     [
         ("draft.init=scratch", "draft.hidden_size=32", "draft.num_layers=1", "loss.labels=hard"),
-        (
-            "loss.divergence=[{name: forward_kl, weight: 0.5}, {name: tvd, weight: 0.5}]",
-            "loss.temperature=2.0",
-            "draft.lora.rank=4",
-            "train.activation_checkpointing=true",
+        # two seconds each
+        pytest.param(
+            (
+                "loss.divergence=[{name: forward_kl, weight: 0.5}, {name: tvd, weight: 0.5}]",
+                "loss.temperature=2.0",
+                "draft.lora.rank=4",
+                "train.activation_checkpointing=true",
+            ),
+            marks=pytest.mark.long,
         ),
-        ("on_policy.fraction=1.0", "on_policy.prompt_tokens=8", "on_policy.num_tokens=8"),
+        pytest.param(
+            ("on_policy.fraction=1.0", "on_policy.prompt_tokens=8", "on_policy.num_tokens=8"),
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_a_run_leaves_a_model_that_any_tool_loads(
@@ -69,6 +76,7 @@ def test_a_model_that_drafts_in_one_pass_is_trained_by_the_same_script(
     }
 
 
+@pytest.mark.long  # trains twice, for three seconds
 def test_what_is_measured_before_the_first_step_moves_nothing(folder: Path, tmp_path: Path) -> None:
     dropped = ("draft.lora.rank=4", "draft.lora.dropout=0.5")  # draws random numbers in every step
     weights, first = {}, {}

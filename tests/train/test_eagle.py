@@ -9,10 +9,10 @@ from safetensors.torch import load_file
 from torch._dynamo.utils import counters
 from transformers import AutoTokenizer
 
-from specdistill.cli import main
+from specdistill.cli.main import main
+from specdistill.common.project import PICO
 from specdistill.methods.eagle3.checkpoint import load_eagle3
 from specdistill.methods.recipe import Recipe
-from specdistill.project import PICO
 from specdistill.recipe.load import load_recipe
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.history import read_history
@@ -50,10 +50,12 @@ def test_a_run_leaves_a_draft_its_record_and_a_curve(folder: Path, run: Path) ->
     assert any("eval_acceptance_length" in entry for entry in log)
 
 
+@pytest.mark.long  # four commands, one after another
 def test_a_gguf_file_is_trained_for_measured_examined_and_judged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As by who serves it with llama.cpp: the file is all there is. It has no chat template, so that all use the one that data: names."""
+    """As by who serves it with llama.cpp: the file is all there is. It has no chat template, so
+    that all use the one that data: names."""
     tiny_target_model(num_layers=2, vocab_size=1024).save_pretrained(tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(PICO)
     template, tokenizer.chat_template = tokenizer.chat_template, None
@@ -100,11 +102,8 @@ def test_a_gguf_file_is_trained_for_measured_examined_and_judged(
     # Without the recipe, the template is the draft's own
     suite, both = f"suite={tmp_path / 'suite.jsonl'}", f"output_dir={tmp_path / 'both'}"
     quick = ["max_new_tokens=8", "repeats=1", "warmup=0", "sampling_draws=0"]
-    with pytest.raises(SystemExit) as ended:
-        main(
-            ["compare", f"target={target}", f"drafts=[{run / 'draft'},ngram]", suite, both, *quick]
-        )
-    assert ended.value.code == 0
+    drafts = f"drafts=[{run / 'draft'},ngram]"
+    assert main(["compare", f"target={target}", drafts, suite, both, *quick]) == 0
     completions = [
         [json.loads(line)["text"] for line in (folder / "samples.jsonl").read_text().splitlines()]
         for folder in (run / "report", tmp_path / "both" / "draft", tmp_path / "both" / "ngram")
@@ -133,8 +132,12 @@ def test_compiled_layers_learn_the_same(folder: Path, tmp_path: Path, keys: list
 
 
 def test_a_head_that_is_not_trained_stays_the_targets(folder: Path, tmp_path: Path) -> None:
+    """Of a pruned vocabulary, whose coverage is said and recorded."""
     extra = ["draft.train_head=false", "draft.vocab_size=50"]
-    assert train(folder, tmp_path / "run", *extra).returncode == 0
+    done = train(folder, tmp_path / "run", *extra)
+    assert done.returncode == 0
+    coverage = json.loads((tmp_path / "run/run/provenance.json").read_text())["vocabulary_coverage"]
+    assert 0.9 < coverage <= 1 and f"covers {coverage:.1%} of the tokens with loss" in done.stderr
     target = FrozenTarget.load(str(folder / "model"))
     draft = load_eagle3(tmp_path / "run" / "draft", target)
     assert torch.equal(draft.lm_head.weight, target.lm_head.weight[draft.target_ids_W])

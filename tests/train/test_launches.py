@@ -1,25 +1,31 @@
-"""Every launch configuration that ships, as a user runs it: each trains the draft that one process trains, and that draft decodes.
+"""Every launch configuration that ships, as a user runs it: each trains the draft that one process
+trains, and that draft decodes.
 
-Two gloo processes train 20 steps of two micro-batches, one process 20 steps of four. Losses, gradient norms, evaluations and the final
-weights then differ by rounding alone.
+Two gloo processes train 20 steps of two micro-batches, one process 20 steps of four. Losses,
+gradient norms, evaluations and the final weights then differ by rounding alone.
+
+Most of the time of a launch goes into imports, so each configuration is launched once and trains
+all that its tests look at, one training after the other.
 """
 
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from accelerate.utils.other import get_free_port
+from filelock import FileLock
 from safetensors.torch import load_file
 
+from specdistill.common.project import ROOT
 from specdistill.decoding.decoder import Decoder
 from specdistill.methods.load import load_proposer
-from specdistill.project import ROOT
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.history import read_history
 from tests.launches import CONFIGS, TWO_PROCESSES, finish, start, tiny_files, wait_for
@@ -28,7 +34,8 @@ from tests.tiny import SMALL, input_keys, write_inputs
 # Launches of several processes, seconds each.
 pytestmark = [pytest.mark.long, pytest.mark.distributed, pytest.mark.launches]
 
-# In the last one the target is bfloat16 and matrices are multiplied so; weights and optimizer are float32.
+# In the last one the target is bfloat16 and matrices are multiplied so; weights and optimizer are
+# float32.
 METHODS = {
     "eagle": ("train/eagle.py", ["draft.ttt_steps=3"]),
     "eagle3": ("train/eagle.py", ["draft.ttt_steps=3", "draft.vocab_size=60"]),
@@ -44,7 +51,8 @@ METHODS = {
         ["draft.ttt_steps=3", "train.bf16=true", "target.dtype=bfloat16"],
     ),
 }
-# What a process holds of the draft's weights and of the optimizer's state. Halves, and what is replicated because it is small.
+# What a process holds of the draft's weights and of the optimizer's state. Halves, and what is
+# replicated because it is small.
 WHOLE, HALF = (0.99, 1.01), (0.45, 0.6)
 CONFIGURATIONS = {
     "cpu_processes": ("MULTI_CPU", WHOLE, WHOLE),
@@ -57,7 +65,8 @@ CONFIGURATIONS = {
     "zero3_offload": ("DEEPSPEED", HALF, HALF),
     "zero3_multinode": ("DEEPSPEED", HALF, HALF),
 }
-# What make test-launches trains: two methods under each configuration, each method under two to four, early exits under one.
+# What make test-launches trains: two methods under each configuration, each method under two to
+# four, early exits under one.
 TRAINED = {
     "cpu_processes": ("eagle", "draft_model"),
     "ddp": ("early_exit", "eagle3 bfloat16"),
@@ -69,9 +78,12 @@ TRAINED = {
     "zero3_offload": ("eagle3", "draft_model"),
     "zero3_multinode": ("eagle", "eagle3 bfloat16"),
 }
-NUMBERS = ("loss", "grad_norm", "eval_loss", "eval_acceptance_length")
+SHARDED = [name for name, (kind, *_) in CONFIGURATIONS.items() if kind != "MULTI_CPU"]
+KILLED = ("fsdp2", "zero3")
+NUMBERS = ("loss", "grad_norm", "eval_loss", "eval_acceptance_length", "train_loss", "epoch")
 TOLERANCE = 2e-5  # of losses, norms and weights, which are all near 1 or below
-TOLERANCE_BFLOAT16 = 1e-2  # of a sharded draft after its first step: summed in another order, weights then rounded to bfloat16
+# of a sharded draft after its first step: summed in another order, weights then rounded to bfloat16
+TOLERANCE_BFLOAT16 = 1e-2
 
 
 @pytest.fixture(scope="module")
@@ -82,40 +94,67 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@dataclass(frozen=True)
+class Training:
+    """One training of a launch: a method, and keys of the recipe in addition to its own."""
+
+    method: str
+    keys: tuple[str, ...] = ()
+
+
+# The run that a killed one has to end like: noise, evaluations and the best checkpoint are part
+# of it.
+WITH_NOISE = Training("eagle", ("loss.noise=0.1",))
+COMPILED = Training("eagle3", ("train.torch_compile=true", "train.torch_compile_backend=aot_eager"))
+
+
 def launch(
     folder: Path,
     name: str,
-    method: str,
+    trainings: Mapping[str, Training],
     output: Path,
     accumulation: int,
-    more: Sequence[str] = (),
     options: Sequence[str] = (),
 ) -> subprocess.Popen[str]:
-    """A node has its own working folder, data cache and run. more: keys of the recipe. options: of accelerate."""
-    script, keys = METHODS[method]
+    """Start the processes of one machine, which train one after the other.
+
+    A machine has its own working folder, data cache and runs.
+
+    Args:
+        folder: What is trained on, and the target.
+        name: The configuration.
+        trainings: By the name of the folder in `output` that each gets.
+        output: The working folder.
+        accumulation: Micro-batches of a step.
+        options: Those of accelerate.
+    """
     output.mkdir(exist_ok=True, parents=True)
-    arguments = [
-        str(output),
-        str(ROOT / script),
-        f"method={method.split()[0]}",
-        *input_keys(folder),
-        f"data.cache_dir={output / 'cache'}",
-        *keys,
-        "optimizer=adamw",
-        f"train.output_dir={output / 'run'}",
-        *SMALL,
-        "train.max_steps=20",
-        "train.per_device_train_batch_size=2",
-        f"train.gradient_accumulation_steps={accumulation}",
-        "train.logging_steps=1",
-        "train.eval_steps=10",
-        "train.save_steps=10",
-        f"train.save_on_each_node={name.endswith('multinode')}",
-        *more,
-    ]
+    commands = {}
+    for place, training in trainings.items():
+        script, keys = METHODS[training.method]
+        (output / place).mkdir(exist_ok=True)
+        commands[place] = [
+            str(ROOT / script),
+            f"method={training.method.split()[0]}",
+            *input_keys(folder),
+            f"data.cache_dir={output / place / 'cache'}",
+            *keys,
+            "optimizer=adamw",
+            f"train.output_dir={output / place / 'run'}",
+            *SMALL,
+            "train.max_steps=20",
+            "train.per_device_train_batch_size=2",
+            f"train.gradient_accumulation_steps={accumulation}",
+            "train.logging_steps=1",
+            "train.eval_steps=10",
+            "train.save_steps=10",
+            f"train.save_on_each_node={name.endswith('multinode')}",
+            *training.keys,
+        ]
+    (output / "commands.json").write_text(json.dumps(commands), encoding="utf-8")
     return start(
         Path(__file__).with_name("observed.py"),
-        *arguments,
+        str(output),
         config=name,
         options=options,
         folder=output,
@@ -123,22 +162,16 @@ def launch(
 
 
 def launches(
-    folder: Path, name: str, method: str, output: Path, *keys: str
+    folder: Path, name: str, trainings: Mapping[str, Training], output: Path
 ) -> list[subprocess.Popen[str]]:
     """One launch of two processes, or one on each of two machines."""
     if not name.endswith("multinode"):
-        return [launch(folder, name, method, output / "node-0", 2, keys, TWO_PROCESSES)]
+        return [launch(folder, name, trainings, output / "node-0", 2, TWO_PROCESSES)]
     address = ["--main_process_ip=127.0.0.1", f"--main_process_port={get_free_port()}"]
     nodes = ["--num_machines=2", "--num_processes=2", *address]
     return [
         launch(
-            folder,
-            name,
-            method,
-            output / f"node-{rank}",
-            2,
-            keys,
-            [*nodes, f"--machine_rank={rank}"],
+            folder, name, trainings, output / f"node-{rank}", 2, [*nodes, f"--machine_rank={rank}"]
         )
         for rank in (0, 1)
     ]
@@ -149,34 +182,87 @@ def finish_all(started: list[subprocess.Popen[str]]) -> None:
     assert not any(process.returncode for process in started), "\n".join(outputs)
 
 
+def methods_of(session: pytest.Session, *names: str) -> list[str]:
+    """Return the methods that the tests of this session train under these configurations."""
+    chosen = set()
+    for item in session.items:
+        callspec = getattr(item, "callspec", None)
+        if callspec and "method" in callspec.params and callspec.params["name"] in names:
+            chosen.add(callspec.params["method"])
+    return [method for method in METHODS if method in chosen]
+
+
 @pytest.fixture(scope="module")
-def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """method -> what one process observed, and the folder of its run."""
-    runs: dict[str, tuple[dict[str, Any], Path]] = {}
+def trained(
+    request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
+    """Configuration -> the folder of what it trained, when a test first asks for it: each method,
+    and what the tests below compare with."""
+    outputs: dict[str, Path] = {}
 
-    def run(method: str) -> tuple[dict[str, Any], Path]:
-        if method not in runs:
-            output = tmp_path_factory.mktemp(method) / "node-0"
-            finish_all([launch(folder, "cpu", method, output, 4)])
-            runs[method] = json.loads((output / "process-0.json").read_text()), output / "run"
-        return runs[method]
+    def train(name: str) -> Path:
+        if name not in outputs:
+            trainings = {method: Training(method) for method in methods_of(request.session, name)}
+            if name in SHARDED:
+                trainings["whole"] = WITH_NOISE
+            if name == "ddp":
+                trainings["compiled"] = COMPILED
+            output = tmp_path_factory.mktemp(name)
+            finish_all(launches(folder, name, trainings, output))
+            outputs[name] = output
+        return outputs[name]
 
-    return run
+    return train
+
+
+@pytest.fixture(scope="module")
+def alone(
+    request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
+    """Method -> the folder of what one process trained: all methods in one launch, by the worker
+    that first asks for one."""
+    shared = tmp_path_factory.getbasetemp()
+    if hasattr(request.config, "workerinput"):
+        shared = shared.parent
+    output = shared / "alone"
+
+    def train(method: str) -> Path:
+        with FileLock(f"{output}.lock"):
+            if not output.exists():
+                # What the compiled layers are compared with is among them.
+                methods = {*methods_of(request.session, *CONFIGURATIONS), "eagle3"}
+                trainings = {each: Training(each) for each in METHODS if each in methods}
+                finish_all([launch(folder, "cpu", trainings, output, 4)])
+        return output / method
+
+    return train
 
 
 @pytest.mark.parametrize(
     ("method", "name"),
     [
-        pytest.param(method, name, marks=() if method in TRAINED[name] else pytest.mark.every_pair)
-        for method in METHODS
+        pytest.param(
+            method,
+            name,
+            marks=[
+                pytest.mark.xdist_group(name),
+                *([] if method in TRAINED[name] else [pytest.mark.every_pair]),
+            ],
+        )
         for name in CONFIGURATIONS
+        for method in METHODS
     ],
 )
 def test_two_processes_train_the_draft_that_one_does(
-    folder: Path, tmp_path: Path, alone: Any, method: str, name: str
+    folder: Path,
+    trained: Callable[[str], Path],
+    alone: Callable[[str], Path],
+    method: str,
+    name: str,
 ) -> None:
-    finish_all(launches(folder, name, method, tmp_path))
-    whole, reference = alone(method)
+    places = sorted(trained(name).glob(f"node-*/{method}"))
+    whole = json.loads((alone(method) / "process-0.json").read_text())
+    reference = alone(method) / "run"
     distributed_type, parameters, optimizer = CONFIGURATIONS[name]
     tolerance = (
         TOLERANCE_BFLOAT16
@@ -185,9 +271,8 @@ def test_two_processes_train_the_draft_that_one_does(
     )
 
     # Two processes of one group, each with its part
-    for index, place in enumerate(
-        sorted(tmp_path.glob("node-*/process-*.json"), key=lambda path: path.name)
-    ):
+    observations = [path for place in places for path in place.glob("process-*.json")]
+    for index, place in enumerate(sorted(observations, key=lambda path: path.name)):
         seen = json.loads(place.read_text())
         assert (index, seen["num_processes"], seen["distributed_type"]) == (
             index,
@@ -196,13 +281,12 @@ def test_two_processes_train_the_draft_that_one_does(
         )
         assert parameters[0] <= seen["parameters"] / whole["parameters"] <= parameters[1]
         assert optimizer[0] <= seen["optimizer"] / whole["optimizer"] <= optimizer[1]
-    assert len(list(tmp_path.glob("node-*/process-*.json"))) == 2
+    assert len(observations) == 2
 
     # The same numbers, step by step, and the same draft, on each machine that keeps its own
-    run, *others = sorted(path.parent for path in tmp_path.glob("node-*/run/draft"))
-    assert len(others) == (
-        name == "ddp_multinode"
-    )  # of a sharded draft only the first machine has the whole
+    run, *others = [place / "run" for place in places if (place / "run" / "draft").exists()]
+    # of a sharded draft only the first machine has the whole
+    assert len(others) == (name == "ddp_multinode")
     assert log(run)[0] == pytest.approx(log(reference)[0], abs=TOLERANCE)
     for entry, expected in zip(log(run), log(reference), strict=True):
         assert entry == pytest.approx(expected, abs=tolerance)
@@ -228,46 +312,54 @@ def test_two_processes_train_the_draft_that_one_does(
     assert list(drafted.token_ids) == plain[0, len(prompt) :].tolist()
 
 
+@pytest.mark.xdist_group("ddp")
 def test_compiled_layers_learn_the_same_in_two_processes(
-    folder: Path, tmp_path: Path, alone: Any
+    trained: Callable[[str], Path], alone: Callable[[str], Path]
 ) -> None:
-    finish_all(
-        launches(
-            folder,
-            "ddp",
-            "eagle3",
-            tmp_path,
-            "train.torch_compile=true",
-            "train.torch_compile_backend=aot_eager",
-        )
-    )
-    _, reference = alone("eagle3")
-    for entry, expected in zip(log(tmp_path / "node-0" / "run"), log(reference), strict=True):
+    compiled = log(trained("ddp") / "node-0" / "compiled" / "run")
+    for entry, expected in zip(compiled, log(alone("eagle3") / "run"), strict=True):
         assert entry == pytest.approx(expected, abs=TOLERANCE)
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, (kind, *_) in CONFIGURATIONS.items() if kind != "MULTI_CPU"]
+    "name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in SHARDED]
 )
 def test_a_sharded_run_that_was_killed_resumes_to_the_same_draft(
-    folder: Path, tmp_path: Path, name: str
+    folder: Path, tmp_path: Path, trained: Callable[[str], Path], name: str
 ) -> None:
-    """Launchers and workers are killed when the first checkpoint stands. Noise, evaluations and the best checkpoint are part of the run."""
-    killed, whole = tmp_path / "killed", tmp_path / "whole"
-    first = launches(folder, name, "eagle", killed, "loss.noise=0.1")
-    for process, node in zip(first, sorted(killed.glob("node-*")), strict=True):
-        wait_for(node / "run" / "checkpoint-10", process)
-    for process in first:
-        os.killpg(process.pid, signal.SIGKILL)
-        finish(process)
-    assert not (killed / "node-0" / "run" / "draft").exists()
-    for path in (killed, whole):
-        finish_all(launches(folder, name, "eagle", path, "loss.noise=0.1"))
-    one, other = (path / "node-0" / "run" for path in (killed, whole))
+    """Launchers and workers are killed when the first checkpoint stands, under one configuration
+    of each library. Under the others a whole run loses what came after that checkpoint, which
+    spares a launch: how a library divides a draft does not change when its processes are killed.
+    """
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    shutil.copytree(trained(name), whole)
+    if name in KILLED:
+        first = launches(folder, name, {"whole": WITH_NOISE}, resumed)
+        for process, node in zip(first, sorted(resumed.glob("node-*")), strict=True):
+            wait_for(node / "whole" / "run" / "checkpoint-10", process)
+        for process in first:
+            os.killpg(process.pid, signal.SIGKILL)
+            finish(process)
+    else:
+        # A run is resumed where it was, since its recipe names the folder.
+        resumed = trained(name)
+        for later in ("draft", "checkpoint-20"):
+            for path in resumed.glob(f"node-*/whole/run/{later}"):
+                shutil.rmtree(path)
+    run = resumed / "node-0" / "whole" / "run"
+    assert (run / "checkpoint-10").exists()
+    assert not (run / "checkpoint-20").exists() and not (run / "draft").exists()
+    finish_all(launches(folder, name, {"whole": WITH_NOISE}, resumed))
+    one, other = (path / "node-0" / "whole" / "run" for path in (resumed, whole))
     assert (one / "draft" / "model.safetensors").read_bytes() == (
         other / "draft" / "model.safetensors"
     ).read_bytes()
-    assert log(one) == log(other)
+    resumed_log = log(one)
+    whole_log = log(other)
+    # transformers averages train_loss over the steps since the resume.
+    resumed_loss = resumed_log[-1].pop("train_loss")
+    assert 0 < resumed_loss != whole_log[-1].pop("train_loss") > 0
+    assert resumed_log == whole_log
 
 
 def test_zero_3_saves_a_whole_draft_whatever_its_configuration_says(tmp_path: Path) -> None:

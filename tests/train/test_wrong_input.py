@@ -1,4 +1,5 @@
-"""What a training refuses: one line that names the key, the exit code, and no folder left behind."""
+"""What a training refuses: one line that names the key, the exit code, and no folder left
+behind."""
 
 import re
 import runpy
@@ -9,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from specdistill.export import check_engines
+from specdistill.common.project import ROOT
 from specdistill.methods.recipe import Recipe
-from specdistill.project import ROOT
 from specdistill.recipe.load import load_recipe
+from specdistill.serving.export import check_engines
 from specdistill.targets.frozen import FrozenTarget
 from tests.refusals import refused, refused_key
 from tests.tiny import write_inputs, write_target
@@ -59,6 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("eagle3", "publish.exports=[vllm,gguf] draft.norm_output=true", "publish.exports[1]"),
         ("eagle3", "eval.engine=llama.cpp draft.num_layers=2", "eval.engine"),
         ("pard", "eval.engine=sglang", "eval.engine"),
+        ("pard", "draft.mask_token_id=0", "draft.mask_token_id"),
         ("mtp", "publish.exports=[vllm]", "publish.exports"),
         ("mtp", "eval.engine=vllm", "eval.engine"),
         ("mtp", "draft.init=null", "draft.init"),
@@ -102,7 +104,7 @@ def test_what_an_untrained_draft_shows_of_its_engines_moves_no_random_number(
         check_engines(blocks, target)
 
 
-@pytest.mark.parametrize(("keys", "key"), [([], "method"), (["data.source=pico"], "data")])
+@pytest.mark.parametrize(("keys", "key"), [([], "method"), (["data.source=pico"], "data.source")])
 def test_a_script_refuses_a_method_that_needs_no_training(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],

@@ -1,4 +1,5 @@
-"""A process of a launch that ends with collectives still in gloo's hands; with `cpu=false` it is told not to train on the CPU.
+"""A process of a launch that ends with collectives still in gloo's hands; with `cpu=false` it is
+told not to train on the CPU.
 
 Run by test_arguments.py: accelerate launch … open_collectives.py FOLDER [cpu=false]
 """
@@ -8,11 +9,11 @@ from pathlib import Path
 
 import torch
 
-from specdistill.training.arguments import training_arguments
+from specdistill.training.arguments import build_training_arguments
 
 if __name__ == "__main__":
     folder, *without_cpu = sys.argv[1:]
-    training_arguments(
+    build_training_arguments(
         {"output_dir": folder, "report_to": "none", **({"use_cpu": False} if without_cpu else {})}
     )
     (Path(folder) / "accepted").touch()

@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from datasets import Dataset
 
-from specdistill.losses.divergence import forward_kl
-from specdistill.methods.chains.unroll import TrainingTimeTest
+from specdistill.data.rows.store import FeatureStore
+from specdistill.methods.chains.objective import TrainingTimeTest
 from specdistill.methods.models.checkpoint import save_draft_model
 from specdistill.methods.models.create import create_draft_model
 from specdistill.methods.models.objective import Distillation
-from specdistill.rows.store import FeatureStore
 from specdistill.targets.frozen import FrozenTarget
-from specdistill.training.arguments import training_arguments
+from specdistill.training.arguments import build_training_arguments
+from specdistill.training.losses.divergence import forward_kl
 from specdistill.training.optimizer import MuonAdamW
-from specdistill.training.trainer import DraftTrainer
+from specdistill.training.trainer import DistillationTrainer
 from tests.heads import build_head, save_head
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
@@ -52,9 +52,9 @@ def trainer(
     method: str = "eagle3",
     store: FeatureStore | None = None,
     **train: Any,
-) -> DraftTrainer:
+) -> DistillationTrainer:
     target = target or tiny_target()
-    arguments = training_arguments(
+    arguments = build_training_arguments(
         {
             "output_dir": str(output_dir),
             "report_to": "none",
@@ -75,7 +75,7 @@ def trainer(
         objective = TrainingTimeTest(draft, forward_kl, 4, step_decay=0.8)
         save = partial(save_head, method)  # type: ignore[assignment]
     optimizer = MuonAdamW(draft, arguments.learning_rate)
-    return DraftTrainer(
+    return DistillationTrainer(
         objective, target, arguments, data, data, save=save, optimizer=optimizer, store=store
     )
 
@@ -83,7 +83,8 @@ def trainer(
 def gradient_of_one_step(
     output_dir: Path, micro_batch: int, accumulation: int
 ) -> dict[str, torch.Tensor]:
-    """What the optimizer is given in the first step over four rows, through the Trainer's own loop."""
+    """What the optimizer is given in the first step over four rows, through the Trainer's own
+    loop."""
     batches = {
         "per_device_train_batch_size": micro_batch,
         "gradient_accumulation_steps": accumulation,
@@ -95,7 +96,7 @@ def gradient_of_one_step(
     )
 
 
-def gradient_of(fit: DraftTrainer) -> dict[str, torch.Tensor]:
+def gradient_of(fit: DistillationTrainer) -> dict[str, torch.Tensor]:
     """Of the one step that it takes."""
     gradients: dict[str, torch.Tensor] = {}
 

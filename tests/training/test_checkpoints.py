@@ -1,4 +1,5 @@
-"""Checkpoints: which one a run resumes from when some are damaged, which ones go, and which launch can resume one."""
+"""Checkpoints: which one a run resumes from when some are damaged, which ones go, and which launch
+can resume one."""
 
 import json
 import shutil
@@ -11,31 +12,32 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from specdistill.errors import ResourceError
+from specdistill.common.documents import parse_json
+from specdistill.common.errors import ResourceError
 from specdistill.training.checkpoints import (
     check_launch,
-    checkpoint,
+    find_checkpoint,
+    find_complete_steps,
+    list_steps,
     prune,
-    publish,
+    publish_checkpoint,
     saving,
-    steps,
-    whole_steps,
 )
 from tests.refusals import refused
 
 
 def save(run: Path, step: int, best: int | None = None, **launch: Any) -> Path:
     """A checkpoint as training leaves it, with `best` as the best so far."""
-    aside = checkpoint(run / "saving", step)
+    aside = find_checkpoint(run / "saving", step)
     (aside / "draft").mkdir(parents=True)
     for rank in (0, 1):
         (aside / f"rng_state_{rank}.pth").touch()
     (aside / "draft" / "config.json").write_text("{}")
     save_file({"fc.weight": torch.zeros(2, 3)}, aside / "model.safetensors")
-    place = None if best is None else str(checkpoint(run, best))
+    place = None if best is None else str(find_checkpoint(run, best))
     (aside / "trainer_state.json").write_text(json.dumps({"best_model_checkpoint": place}))
-    publish(aside, run, {"sharding": "none", "processes": 2, "rows": 8, **launch}, 1.0)
-    return checkpoint(run, step)
+    publish_checkpoint(aside, run, {"sharding": "none", "processes": 2, "rows": 8, **launch}, 1.0)
+    return find_checkpoint(run, step)
 
 
 def cut(path: Path) -> None:
@@ -83,11 +85,11 @@ def test_a_damaged_checkpoint_is_skipped_in_one_line(
 ) -> None:
     for step in (2, 4, 10):
         save(tmp_path, step)
-    assert whole_steps(tmp_path) == [10, 4, 2] and not caplog.records
-    damage(checkpoint(tmp_path, 10) / name)
-    assert whole_steps(tmp_path) == [4, 2]
+    assert find_complete_steps(tmp_path) == [10, 4, 2] and not caplog.records
+    damage(find_checkpoint(tmp_path, 10) / name)
+    assert find_complete_steps(tmp_path) == [4, 2]
     assert [
-        record.getMessage().startswith(f"{checkpoint(tmp_path, 10)} is skipped: {message}")
+        record.getMessage().startswith(f"{find_checkpoint(tmp_path, 10)} is skipped: {message}")
         for record in caplog.records
     ] == [True]
 
@@ -95,23 +97,23 @@ def test_a_damaged_checkpoint_is_skipped_in_one_line(
 def test_a_checkpoint_whose_best_is_damaged_is_skipped(tmp_path: Path) -> None:
     for step in (2, 4, 6):
         save(tmp_path, step, best=None if step == 2 else 4)
-    cut(checkpoint(tmp_path, 4) / "model.safetensors")
-    assert whole_steps(tmp_path) == [2]
-    shutil.rmtree(checkpoint(tmp_path, 4))
-    assert whole_steps(tmp_path) == [2]
+    cut(find_checkpoint(tmp_path, 4) / "model.safetensors")
+    assert find_complete_steps(tmp_path) == [2]
+    shutil.rmtree(find_checkpoint(tmp_path, 4))
+    assert find_complete_steps(tmp_path) == [2]
 
 
 def test_two_that_name_each_other_the_best_are_whole(tmp_path: Path) -> None:
     for step, best in ((2, 4), (4, 2)):
         save(tmp_path, step, best=best)
-    assert whole_steps(tmp_path) == [4, 2]
+    assert find_complete_steps(tmp_path) == [4, 2]
 
 
 def test_one_that_was_skipped_is_replaced(tmp_path: Path) -> None:
     save(tmp_path, 2)
-    cut(checkpoint(tmp_path, 2) / "model.safetensors")
+    cut(find_checkpoint(tmp_path, 2) / "model.safetensors")
     save(tmp_path, 2)
-    assert whole_steps(tmp_path) == [2]
+    assert find_complete_steps(tmp_path) == [2]
 
 
 @pytest.mark.parametrize(
@@ -122,8 +124,8 @@ def test_the_newest_and_the_best_are_never_removed(
 ) -> None:
     for step in (2, 4, 8, 16):
         save(tmp_path, step)
-    prune(tmp_path, limit, {checkpoint(tmp_path, 4), checkpoint(tmp_path, 16)})
-    assert steps(tmp_path) == left
+    prune(tmp_path, limit, {find_checkpoint(tmp_path, 4), find_checkpoint(tmp_path, 16)})
+    assert list_steps(tmp_path) == left
 
 
 @pytest.mark.parametrize(
@@ -168,7 +170,8 @@ def test_a_launch_that_cannot_resume_it_is_refused(
 
 
 def test_a_machine_under_another_number_than_when_it_saved_is_refused(tmp_path: Path) -> None:
-    """With train.save_on_each_node, each machine has the states of its own processes alone; the Trainer resumes without."""
+    """With train.save_on_each_node, each machine has the states of its own processes alone; the
+    Trainer resumes without."""
     folder = save(tmp_path, 2)
     (folder / "rng_state_1.pth").unlink()
     launch: Any = SimpleNamespace(
@@ -187,7 +190,7 @@ def test_each_machine_says_what_it_skips(
     for rank, local_rank in ((0, 0), (1, 1), (2, 0)):
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("LOCAL_RANK", str(local_rank))
-        assert whole_steps(tmp_path) == []
+        assert find_complete_steps(tmp_path) == []
     assert len(caplog.records) == 2
 
 
@@ -205,3 +208,14 @@ def test_a_full_disk_is_one_line_that_says_how_to_resume(error: Exception) -> No
 def test_what_is_no_fault_of_the_disk_is_not_called_one(error: RuntimeError) -> None:
     with pytest.raises(type(error), match=str(error)), saving(Path("checkpoint-2")):
         raise error
+
+
+def test_a_duration_that_is_not_known_is_not_written(tmp_path: Path) -> None:
+    """Of a run whose last checkpoint did not say it."""
+    aside = find_checkpoint(tmp_path / "saving", 2)
+    aside.mkdir(parents=True)
+    publish_checkpoint(aside, tmp_path, {}, float("nan"))
+    assert parse_json((find_checkpoint(tmp_path, 2) / "manifest.json").read_text()) == {
+        "files": {},
+        "launch": {},
+    }

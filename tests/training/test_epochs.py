@@ -1,6 +1,6 @@
 from datasets import Dataset
 
-from specdistill.rows.packing import COLUMNS
+from specdistill.data.rows.packing import COLUMNS
 from specdistill.training.trainer import RandomOrder, fill_up
 
 

@@ -5,6 +5,7 @@ import matplotlib.image
 import pytest
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
+from specdistill.common.documents import parse_json
 from specdistill.training.history import History, ProgressLines, draw, read_history, save_history
 from tests.refusals import refused
 
@@ -13,7 +14,7 @@ def test_the_curve_is_drawn_from_the_trainers_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     figures: list[Any] = []
-    monkeypatch.setattr("specdistill.training.history.plt.close", figures.append)
+    monkeypatch.setattr("matplotlib.pyplot.close", figures.append)
     log = [{"step": 10, "loss": 2.0}, {"step": 20, "loss": 1.0}]
     log += [
         {
@@ -47,6 +48,8 @@ def test_a_run_leaves_its_history(tmp_path: Path) -> None:
     assert history is not None and history.best_step is None
     assert history.summary() == {"seconds": 7.0, "steps": 4, "curve": [[2, 1.5]]}
     assert (tmp_path / "training_curve.png").exists()
+    saved = parse_json((tmp_path / "run" / "history.json").read_text())  # which refuses NaN
+    assert saved["log"] == [{"step": 2, "eval_acceptance_length": 1.5}, {"step": 4}]
 
 
 def test_the_history_is_the_drafts_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +107,8 @@ def test_progress_is_a_line_now_and_then(
     assert printed[-3] == f"Step 97/100: {figures}, 0:00:06 left"
     assert (
         printed[-2]
-        == "Step 97/100: simulated at K = 4: 90/45/30/22% accepted, decoded acceptance length 2.35"
+        == "Step 97/100: simulated at positions 1 to 4: 90/45/30/22% accepted, decoded acceptance"
+        " length 2.35"
     )
     assert len(printed) == 9 and printed[-1] == f"Step 100/100: {figures}, 0:00:00 left"
     assert max(map(len, printed)) <= 100 and (tmp_path / "training_curve.png").exists()
@@ -115,10 +119,9 @@ def test_what_a_training_gained_is_of_the_draft_that_was_saved() -> None:
     log: list[dict[str, Any]] = [
         {"step": step, "eval_acceptance_length": length} for step, length in lengths.items()
     ]
-    decoded = [
-        {"step": 2, "eval_decoded_acceptance_length": 1.6}
-    ]  # of a draft that was not decoded with at first
-    assert History(None, 4, log + decoded).before_and_after() == {
+    # of a draft that was not decoded with at first
+    decoded = [{"step": 2, "eval_decoded_acceptance_length": 1.6}]
+    assert History(None, 4, log + decoded).compare_before_and_after() == {
         "steps": 4,
         "simulated": {"before": 1.2, "after": 1.7},
     }
@@ -126,7 +129,7 @@ def test_what_a_training_gained_is_of_the_draft_that_was_saved() -> None:
         None, 4, [*log, *decoded, {"step": 0, "eval_decoded_acceptance_length": 1.1}], best_step=2
     )
     both = {"simulated": {"before": 1.2, "after": 1.9}, "decoded": {"before": 1.1, "after": 1.6}}
-    assert best.before_and_after() == {"steps": 2, **both}
+    assert best.compare_before_and_after() == {"steps": 2, **both}
 
 
 def test_the_curve_of_a_training_is_of_evaluations_that_are_numbers() -> None:
@@ -137,7 +140,7 @@ def test_the_curve_of_a_training_is_of_evaluations_that_are_numbers() -> None:
     ]
     log[1]["eval_cumulative_acceptance_2"] = 0.25
     curve = [{"step": 0, "rates": [0.5, 0.25]}, {"step": 4, "rates": [0.75]}]
-    assert History(None, 4, log).acceptance_curve() == curve
+    assert History(None, 4, log).list_acceptance_curve() == curve
 
 
 @pytest.mark.parametrize(
@@ -149,4 +152,4 @@ def test_the_curve_of_a_training_is_of_evaluations_that_are_numbers() -> None:
     ],
 )
 def test_without_an_evaluation_before_and_after_nothing_is_said(log: list[dict[str, Any]]) -> None:
-    assert History(1.0, 2, log).before_and_after() is None
+    assert History(1.0, 2, log).compare_before_and_after() is None

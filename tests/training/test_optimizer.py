@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from specdistill.training.arguments import training_arguments
-from specdistill.training.optimizer import MuonAdamW, build_optimizer, cost, divide
+from specdistill.training.arguments import build_training_arguments
+from specdistill.training.optimizer import MuonAdamW, build_optimizer, count_flops, divide
 from tests.processes import run_processes
 from tests.refusals import refused
 
@@ -73,9 +73,8 @@ def test_a_schedule_moves_both_parts() -> None:
     optimizer = MuonAdamW(model, lr=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: 0.5**done)
     step(model, optimizer)
-    optimizer.load_state_dict(
-        copy.deepcopy(optimizer.state_dict())
-    )  # by which the parts get other groups
+    # by which the parts get other groups
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     schedule.step()
     assert {group["lr"] for part in optimizer.parts.values() for group in part.param_groups} == {
         0.05
@@ -85,7 +84,7 @@ def test_a_schedule_moves_both_parts() -> None:
 def test_muon_is_refused_where_parameters_are_shards(
     monkeypatch: pytest.MonkeyPatch, tmp_path: object
 ) -> None:
-    arguments = training_arguments({"output_dir": str(tmp_path)})
+    arguments = build_training_arguments({"output_dir": str(tmp_path)})
     assert build_optimizer("adamw", Model(), arguments) is None
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with refused("optimizer", "muon_adamw"):
@@ -93,7 +92,7 @@ def test_muon_is_refused_where_parameters_are_shards(
 
 
 def test_an_optimizer_that_is_not_installed_is_refused(tmp_path: object) -> None:
-    arguments = training_arguments({"output_dir": str(tmp_path), "optim": "galore_adamw"})
+    arguments = build_training_arguments({"output_dir": str(tmp_path), "optim": "galore_adamw"})
     with refused("train.optim"):
         build_optimizer("adamw", Model(), arguments)
 
@@ -129,7 +128,9 @@ def test_the_matrices_of_a_head_are_divided_evenly(num_processes: int, busiest: 
     shares = divide(matrices, num_processes)
     assert sorted(id(matrix) for share in shares for matrix in share) == sorted(map(id, matrices))
     assert len(shares) == num_processes
-    assert max(sum(map(cost, share)) for share in shares) <= busiest * sum(map(cost, matrices))
+    assert max(sum(map(count_flops, share)) for share in shares) <= busiest * sum(
+        map(count_flops, matrices)
+    )
 
 
 @pytest.mark.parametrize("shape", [(6, 8), (8, 6)])
@@ -138,7 +139,7 @@ def test_the_cost_of_a_matrix_is_what_torch_counts(shape: tuple[int, int]) -> No
     matrix.grad = torch.ones(shape)
     with FlopCounterMode(display=False) as counter:
         torch.optim.Muon([matrix], ns_steps=5).step()
-    assert counter.get_total_flops() == 5 * cost(matrix)
+    assert counter.get_total_flops() == 5 * count_flops(matrix)
 
 
 def matrices() -> nn.Module:
@@ -149,7 +150,8 @@ def matrices() -> nn.Module:
 
 
 def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, *numbers: int) -> int:
-    """Each with the gradients of its number; returns the floating-point operations of this process."""
+    """Each with the gradients of its number; returns the floating-point operations of this
+    process."""
     with FlopCounterMode(display=False) as counter:
         for number in numbers:
             generator = torch.Generator().manual_seed(number)

@@ -1,4 +1,5 @@
-"""A training run: what every training script shares, and a new divergence through a script from its recipe."""
+"""A training run: what every training script shares, and a new divergence through a script from its
+recipe."""
 
 import json
 import logging
@@ -12,12 +13,13 @@ import pytest
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from specdistill.losses.divergence import DIVERGENCES, forward_kl
+from specdistill.common.errors import UserError
+from specdistill.common.project import ROOT
 from specdistill.methods.recipe import Recipe
-from specdistill.project import ROOT
 from specdistill.recipe.load import load_recipe
 from specdistill.training import run as training_run
-from specdistill.training.run import TrainingRun, left_open, recipe_keys
+from specdistill.training.losses.divergence import DIVERGENCES, forward_kl
+from specdistill.training.run import TrainingRun, list_recipe_keys, warn_unpinned_revisions
 from tests.refusals import refused
 from tests.tiny import write_inputs
 from tests.training.small_runs import rows, trainer
@@ -26,7 +28,8 @@ from tests.training.small_runs import rows, trainer
 def test_a_new_divergence_is_a_function_and_its_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing but DIVERGENCES has to know it: a recipe names it with its option, and a script trains with it."""
+    """Nothing but DIVERGENCES has to know it: a recipe names it with its option, and a script
+    trains with it."""
     powers: list[float] = []
 
     def powered_kl(
@@ -40,7 +43,10 @@ def test_a_new_divergence_is_a_function_and_its_row(
     settings = [
         *write_inputs(tmp_path, num_rows=20),
         "draft.ttt_steps=2",
-        "loss.divergence=[{name: powered_kl, power: 3, weight: 0.5}, {name: forward_kl, weight: 0.5}]",
+        (
+            "loss.divergence=[{name: powered_kl, power: 3, weight: 0.5}, {name: forward_kl, weight:"
+            " 0.5}]"
+        ),
         f"train.output_dir={tmp_path / 'run'}",
         "train.max_steps=1",
         "train.report_to=none",
@@ -78,7 +84,7 @@ def test_the_record_comes_first_and_reads_back_equal(tmp_path: Path) -> None:
         "another recipe",
         "a finished run",
         "other files",
-        "a finished run without a whole checkpoint",
+        "a finished run that kept no complete checkpoint",
     ],
 )
 def test_a_folder_that_holds_something_else_is_refused_and_left_alone(
@@ -103,6 +109,47 @@ def test_a_folder_that_holds_something_else_is_refused_and_left_alone(
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
+def test_an_interrupted_run_of_another_recipe_says_which_key_differs_and_what_resumes_it(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "run"
+    TrainingRun.open(recipe(folder, "draft.ttt_steps=3", "train.learning_rate=0.5")).record()
+    (folder / "checkpoint-10").mkdir()
+    with pytest.raises(UserError) as caught:
+        TrainingRun.open(recipe(folder, "train.learning_rate=0.5"))
+    assert (
+        f"{folder} holds a run of another recipe: draft.ttt_steps is 3 there and 5 here. "
+        in str(caught.value)
+    )
+    assert "name another train.output_dir, or remove the folder" in str(caught.value)
+    # What it says to type is the recipe of the run.
+    typed = re.findall(r"To resume it, type (\S+)\. ", str(caught.value))
+    assert typed == ["draft.ttt_steps=3"]
+    assert TrainingRun.open(recipe(folder, *typed, "train.learning_rate=0.5")).path == folder
+
+
+def test_many_differences_are_taken_back_by_the_recorded_recipe(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    sizes = [
+        "draft.ttt_steps=3",
+        "draft.num_layers=2",
+        "draft.intermediate_size=64",
+        "draft.head_dim=8",
+    ]
+    recorded = recipe(folder, *sizes, "train.seed=1")
+    TrainingRun.open(recorded).record()
+    (folder / "checkpoint-10").mkdir()
+    with pytest.raises(
+        UserError, match=re.escape(f"To resume it, type recipe={folder / 'run' / 'recipe.yaml'}. ")
+    ) as caught:
+        TrainingRun.open(recipe(folder))
+    assert str(caught.value).count(" there and ") == 3
+    assert (
+        TrainingRun.open(load_recipe(Recipe, [f"recipe={folder / 'run' / 'recipe.yaml'}"])).recipe
+        == recorded
+    )
+
+
 def test_a_corrected_recipe_takes_the_place_of_one_that_died_before_its_first_checkpoint(
     tmp_path: Path,
 ) -> None:
@@ -125,7 +172,7 @@ def test_a_second_run_in_a_folder_is_refused_while_the_first_one_writes(tmp_path
 
 def test_machines_may_keep_things_in_places_of_their_own(tmp_path: Path) -> None:
     one, other = (
-        recipe_keys(
+        list_recipe_keys(
             recipe(
                 tmp_path / name, f"data.cache_dir={name}", f"draft.ttt_steps={steps}"
             ).model_dump()
@@ -144,7 +191,8 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 def test_a_machine_that_keeps_shards_alone_measures_and_ends_without_a_draft(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of ZeRO-3's processes only the first gathers the weights, also with train.save_on_each_node."""
+    """Of ZeRO-3's processes only the first gathers the weights, also with
+    train.save_on_each_node."""
     fit = trainer(tmp_path, rows(4, 24), max_steps=1)
     fit.decode = lambda folder: 2.0
     fit.is_sharded = True
@@ -158,24 +206,26 @@ def test_a_machine_that_keeps_shards_alone_measures_and_ends_without_a_draft(
 def test_checkpoints_that_one_machine_lacks_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training_run, "whole_steps", lambda _: [4, 2])
-    monkeypatch.setattr(training_run, "of_all", lambda own: [own, (None, [])])
+    monkeypatch.setattr(training_run, "find_complete_steps", lambda _: [4, 2])
+    monkeypatch.setattr(training_run, "all_gather_object", lambda own: [own, (None, [])])
     with refused("train.output_dir", tmp_path / "run"):
         TrainingRun.open(recipe(tmp_path / "run"))
-    monkeypatch.setattr(training_run, "of_all", lambda own: [own, (None, [2])])
+    monkeypatch.setattr(training_run, "all_gather_object", lambda own: [own, (None, [2])])
     monkeypatch.setattr(training_run, "check_launch", lambda *_: None)
     assert (
         TrainingRun.open(recipe(tmp_path / "run")).checkpoint == tmp_path / "run" / "checkpoint-2"
     )
 
 
-def test_a_folder_that_another_machine_does_not_see_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_folder_that_another_machine_does_not_see_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training_run, "SEEN_WITHIN", 0.0)
+    monkeypatch.setattr(training_run, "VISIBILITY_WAIT_S", 0)
     second: Any = SimpleNamespace(should_save=False, process_index=1)
-    with refused("train.save_on_each_node", "false, and process 1"):
+    with caplog.at_level(logging.WARNING, logger="specdistill"):
         TrainingRun(recipe(tmp_path / "run"), second, tmp_path / "run").record()
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith("Process 1 does not see ") and "train.save_on_each_node" in message
 
 
 PINNED = {"source": "org/chats", "revision": "v1", "license": "mit"}
@@ -209,7 +259,7 @@ def recipe_of(source: Any, folder: Path, *keys: str) -> Any:
     ],
 )
 def test_what_is_logged(tmp_path: Path, source: Any, keys: list[str], messages: list[str]) -> None:
-    found = list(left_open(recipe_of(source, tmp_path, *keys)))
+    found = list(warn_unpinned_revisions(recipe_of(source, tmp_path, *keys)))
     assert len(found) == len(messages) and all(
         line.startswith(start) for line, start in zip(found, messages, strict=True)
     )

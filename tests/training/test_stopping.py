@@ -1,4 +1,5 @@
-"""How a run ends early: a second signal ends it at once, and a loss that is not finite names the rows of its batch."""
+"""How a run ends early: a second signal ends it at once, and a loss that is not finite names the
+rows of its batch."""
 
 import json
 import re
@@ -11,15 +12,15 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, TrainerControl, TrainerState
 
-from specdistill.errors import ResourceError
+from specdistill.common.errors import ResourceError
+from specdistill.data.produce.job import Job
+from specdistill.data.rows.row_set import RowTarget
 from specdistill.methods.recipe import Recipe, TrainedRecipe
-from specdistill.produce.job import Job
-from specdistill.produce.make import open_rows
 from specdistill.recipe.load import load_recipe
-from specdistill.rows.row_set import RowTarget
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training import resumable
 from specdistill.training.resumable import EndedStep, Stopping
+from specdistill.workflows.make_data import open_rows
 from tests.launches import tiny_files
 from tests.scripts import specdistill
 from tests.tiny import tiny_tokenizer
@@ -32,7 +33,7 @@ def test_a_second_signal_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resumable.time, "monotonic", lambda: next(seconds))
     monkeypatch.setattr(resumable.os, "_exit", ended.append)
     stopping, handler = Stopping(None), signal.getsignal(signal.SIGINT)
-    with stopping.caught():
+    with stopping.handle_signals():
         for codes in ([], [], [130]):
             signal.raise_signal(signal.SIGINT)
             assert stopping.asked and ended == codes
@@ -56,7 +57,7 @@ def test_a_loss_that_is_not_finite_names_its_rows(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "run" / "run" / "loss_not_finite.json").read_text())
     recipe = load_recipe(Recipe, keys)
     assert isinstance(recipe, TrainedRecipe)
-    target = RowTarget.of(FrozenTarget.load(str(tmp_path / "model")))
+    target = RowTarget.from_target(FrozenTarget.load(str(tmp_path / "model")))
     train_set, _ = open_rows(Job(recipe.data, target, recipe.measured_on))  # it is there
     holds = [bad in train_set[row]["input_ids"] for row in found["rows"]]
     assert len(holds) == 4 and sum(holds) == 1  # a micro-batch
@@ -148,8 +149,8 @@ def test_every_process_says_that_a_loss_is_not_finite(tmp_path: Path, writes: bo
     step = EndedStep(4, [torch.tensor(float("nan"))], torch.tensor([0, 1]), None)
     if writes:
         with pytest.raises(ResourceError, match=r"loss_not_finite\.json"):
-            own._not_finite(step, arguments)  # there is no folder
+            own._stop_if_not_finite(step, arguments)  # there is no folder
         (tmp_path / "run").mkdir()
     with pytest.raises(ResourceError, match="step 4 "):
-        own._not_finite(step, arguments)
+        own._stop_if_not_finite(step, arguments)
     assert (tmp_path / "run" / "loss_not_finite.json").exists() == writes

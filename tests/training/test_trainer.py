@@ -1,4 +1,5 @@
-"""The trainer: gradients that do not depend on how a batch is cut, and a head that learns what the decoder then accepts."""
+"""The trainer: gradients that do not depend on how a batch is cut, and a head that learns what the
+decoder then accepts."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,13 +9,13 @@ import pytest
 import torch
 from datasets import Dataset
 
+from specdistill.common.errors import ResourceError
+from specdistill.data.rows.packing import collate
 from specdistill.decoding.decoder import Decoder
-from specdistill.errors import ResourceError
 from specdistill.methods.chains.proposer import HeadProposer
 from specdistill.methods.models.proposer import DraftModelProposer
-from specdistill.methods.recipe import DECODED, Recipe, TrainedRecipe
+from specdistill.methods.recipe import DECODED_METRIC, Recipe, TrainedRecipe
 from specdistill.recipe.load import load_recipe
-from specdistill.rows.packing import collate
 from tests.heads import HEADS
 from tests.processes import needs_gradients_in_forks, run_processes
 from tests.refusals import refused
@@ -44,6 +45,124 @@ def test_the_gradient_does_not_depend_on_processes(tmp_path: Path) -> None:
     for rank, process in enumerate(run_processes(tmp_path, in_one_of_two, 0, 1)):
         assert process.code == 0, process.err
         assert_same(whole, torch.load(tmp_path / f"{rank}.pt"))
+
+
+def logged_training(
+    folder: Path, micro_batch: int, accumulation: int, logging_steps: int
+) -> list[dict[str, float]]:
+    """The log of three steps of four rows each, over six rows whose losses differ."""
+    batches = {
+        "per_device_train_batch_size": micro_batch,
+        "gradient_accumulation_steps": accumulation,
+    }
+    fit = trainer(
+        folder, rows(6, 24), max_steps=3, logging_steps=logging_steps, learning_rate=1e-3, **batches
+    )
+    fit.train()
+    return fit.state.log_history
+
+
+@pytest.mark.distributed
+@needs_gradients_in_forks
+def test_the_figures_of_a_runs_end_are_of_all_processes(tmp_path: Path) -> None:
+    """The loss of a training is the mean of its steps', whoever logs them, and an epoch ends when
+    its rows have been read."""
+
+    def in_one_of_two(rank: int) -> None:
+        torch.save(logged_training(tmp_path / "two", 2, 1, 100), tmp_path / f"{rank}.pt")
+
+    *steps, end = logged_training(tmp_path / "one", 4, 1, 1)
+    losses = [entry["loss"] for entry in steps]
+    assert len(losses) == 3 and max(losses) - min(losses) > 0.01
+    others = [
+        logged_training(tmp_path / "accumulated", 2, 2, logging_steps)[-1]
+        for logging_steps in (2, 100)
+    ]
+    for rank, process in enumerate(run_processes(tmp_path, in_one_of_two, 0, 1)):
+        assert process.code == 0, process.err
+        others.append(torch.load(tmp_path / f"{rank}.pt")[-1])
+    for entry in (end, *others):
+        assert entry["train_loss"] == pytest.approx(sum(losses) / 3, rel=1e-5)
+        assert entry["epoch"] == 1.5
+
+
+def test_the_memory_is_of_the_process_that_needs_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fit = trainer(tmp_path, rows(4, 24))
+    monkeypatch.setattr(
+        fit.accelerator, "gather", lambda own: torch.cat([own, torch.tensor([2**40])])
+    )
+    fit.log({"loss": 1.0})
+    assert fit.state.log_history[-1]["peak_memory_gib"] == 2**10
+
+
+def short(count: int, answer: int) -> Dataset:
+    """Rows that end with an answer of so many tokens."""
+    data = rows(count, 24)
+    mask = [0] * (24 - answer) + [1] * answer
+    return data.remove_columns("loss_mask").add_column("loss_mask", [mask] * count)
+
+
+@pytest.mark.parametrize("method", ["eagle3", "draft_model"])
+def test_the_best_draft_is_kept_where_no_answer_reaches_all_positions(
+    tmp_path: Path, method: str
+) -> None:
+    """Answers have two tokens, and drafts four."""
+    best = {
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "acceptance_length_sampled",
+        "learning_rate": 0.5,
+    }
+    times = {
+        "max_steps": 4,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 1,
+    }
+    fit = trainer(tmp_path, short(4, 2), method=method, **times, **best)
+    fit.train()
+    lengths = {
+        entry["step"]: entry
+        for entry in fit.state.log_history
+        if "eval_acceptance_length_sampled" in entry
+    }
+    assert all(torch.tensor([*entry.values()]).isfinite().all() for entry in fit.state.log_history)
+    for entry in lengths.values():
+        reached = {name for name in entry if name.startswith("eval_cumulative_acceptance_")}
+        assert reached == {"eval_cumulative_acceptance_1", "eval_cumulative_acceptance_2"}
+        assert entry["eval_acceptance_length"] == pytest.approx(
+            1 + sum(entry[name] for name in reached)
+        )
+    assert len(lengths) == 4
+    assert fit.state.best_global_step == max(
+        lengths, key=lambda step: lengths[step]["eval_acceptance_length_sampled"]
+    )
+    assert (
+        fit.state.best_metric
+        == lengths[fit.state.best_global_step]["eval_acceptance_length_sampled"]
+    )
+
+
+def test_a_metric_that_the_held_out_rows_do_not_measure_is_refused(tmp_path: Path) -> None:
+    """A token has to be the sixth of its document to be predicted at the fourth position."""
+    data = (
+        rows(2, 24)
+        .remove_columns("loss_mask")
+        .add_column("loss_mask", [[0, 0, 1, 1, 1, *[0] * 19]] * 2)
+    )
+    keys = {"eval_strategy": "steps", "metric_for_best_model": "acceptance_4"}
+    fit = trainer(tmp_path, data, **keys)
+    with refused("train.metric_for_best_model", "acceptance_4"):
+        fit.evaluate()
+
+
+def test_figures_that_are_no_numbers_are_not_logged(tmp_path: Path) -> None:
+    """Of a gradient that overflows, as the first ones do in 16 bits."""
+    fit = trainer(tmp_path, rows(4, 24))
+    fit.log({"loss": 1.0, "grad_norm": float("nan"), "learning_rate": float("inf")})
+    assert {"loss"} == fit.state.log_history[-1].keys() & {"loss", "grad_norm", "learning_rate"}
 
 
 @pytest.mark.parametrize("method", [*HEADS, "draft_model"])
@@ -89,7 +208,7 @@ def test_a_recipe_knows_the_metrics_that_an_evaluation_has(
         name.removeprefix("eval_")
         for name in trainer(tmp_path, rows(2, 24), method=method).evaluate()
     }
-    assert isinstance(recipe, TrainedRecipe) and {*recipe.metrics()} - {DECODED} == {
+    assert isinstance(recipe, TrainedRecipe) and {*recipe.metrics()} - {DECODED_METRIC} == {
         name for name in measured if name.startswith(("loss", "accuracy", "acceptance"))
     }
 
@@ -103,9 +222,19 @@ def test_what_the_trainer_refuses_is_the_recipes(tmp_path: Path) -> None:
 STEPS = {"eagle": 70, "eagle3": 120, "mtp": 80, "draft_model": 70}
 
 
-@pytest.mark.parametrize("method", [*HEADS, "draft_model"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "mtp",
+        "draft_model",
+        # trained for two to four seconds
+        pytest.param("eagle", marks=pytest.mark.long),
+        pytest.param("eagle3", marks=pytest.mark.long),
+    ],
+)
 def test_a_memorised_sample_is_accepted_in_full_blocks(tmp_path: Path, method: str) -> None:
-    """Proof of the shifts: overfit one text the target wrote, then decode it; acceptance length >= 0.9 (K + 1)."""
+    """Proof of the shifts: overfit one text the target wrote, then decode it; acceptance length >=
+    0.9 (K + 1)."""
     target = tiny_target()
     prompt = [5, 9, 20, 31]
     text = [*prompt, *Decoder(target).generate(prompt, max_new_tokens=20).token_ids]
@@ -133,7 +262,8 @@ def test_a_memorised_sample_is_accepted_in_full_blocks(tmp_path: Path, method: s
 
 
 def test_an_evaluation_is_what_its_formulas_say(tmp_path: Path) -> None:
-    """Of a draft model, from both models' logits: the KL divergence and what is accepted at each loss token, and of four in a row."""
+    """Of a draft model, from both models' logits: the KL divergence and what is accepted at each
+    loss token, and of four in a row."""
     target, data = tiny_target(), rows(3, 24)
     fit = trainer(tmp_path, data, target, "draft_model", per_device_eval_batch_size=2)
     metrics = fit.evaluate()

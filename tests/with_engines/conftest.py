@@ -1,4 +1,5 @@
-"""What the engines are given: pico, prompts, and drafts trained for a few steps, just enough to be accepted now and then."""
+"""What the engines are given: pico, prompts, and drafts trained for a few steps, just enough to be
+accepted now and then."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,8 +9,8 @@ from filelock import FileLock
 
 from bench.counting import ignore_stop_tokens
 from bench.engines import LLAMA_CPP, convert
-from specdistill.project import PICO
-from specdistill.suites.suite import load_suite, tokenize
+from specdistill.common.project import PICO
+from specdistill.evaluation.suites.suite import load_suite, tokenize
 from specdistill.targets.frozen import FrozenTarget
 from tests.scripts import specdistill
 from tests.with_engines.environments import environment
@@ -21,10 +22,8 @@ CHOSEN = (
     "draft.aux_layers=[3,7,12]",
     "draft.vocab_size=700",
 )
-FAST = (
-    "train.per_device_train_batch_size=8",
-    "train.learning_rate=2e-2",
-)  # more tokens in few steps
+# more tokens in few steps
+FAST = ("train.per_device_train_batch_size=8", "train.learning_rate=2e-2")
 # Name -> recipe, and what is changed in it.
 TRAINED: dict[str, tuple[str, tuple[str, ...]]] = {
     "EAGLE-3.1": ("pico/eagle3", FAST),

@@ -1,6 +1,8 @@
-"""llama.cpp's own converter, told how pico's tokenizer cuts text: python convert_to_gguf.py LLAMA_CPP ARGUMENTS OF THE CONVERTER
+"""llama.cpp's own converter, told how pico's tokenizer cuts text: python convert_to_gguf.py
+LLAMA_CPP ARGUMENTS OF THE CONVERTER
 
-It knows tokenizers by a hash of what they make of a text, and refuses all others. Pico's is its own, and cuts text as GPT-2's does.
+It knows tokenizers by a hash of what they make of a text, and refuses all others. Pico's is its
+own, and cuts text as GPT-2's does.
 """
 
 import runpy

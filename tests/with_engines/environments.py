@@ -1,4 +1,5 @@
-"""Where the engines stand: an environment of its own for each, made by `make engines` and started as another process."""
+"""Where the engines stand: an environment of its own for each, made by `make engines` and started
+as another process."""
 
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -7,21 +8,26 @@ import pytest
 
 from bench import engines
 from bench.engines import QUIET_VLLM, is_set_up
-from specdistill.engines.start import started
+from specdistill.serving.engines.start import start_server
+
+# Without the process that vLLM starts for its worker beside those of its server and of its core: it
+# imports torch and vLLM once more, a third of the seconds until a server answers.
+QUICK_VLLM = QUIET_VLLM | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
 def environment(name: str) -> Path:
     """The folder of an engine that is set up; a test that needs one that is not is skipped."""
     if not is_set_up(name):
-        pytest.skip(f"no {engines.environment(name)}; `make engines` sets it up")
-    return engines.environment(name)
+        pytest.skip(f"no {engines.find_environment(name)}; `make engines` sets it up")
+    return engines.find_environment(name)
 
 
 def serving(
     log: Path, model: str, *options: str, python_path: Path | None = None
 ) -> AbstractContextManager[str]:
-    """The address of a vLLM that serves a model in float32. python_path: of modules that it imports, in addition to its own."""
-    variables = QUIET_VLLM | ({"PYTHONPATH": str(python_path)} if python_path else {})
+    """The address of a vLLM that serves a model in float32. python_path: of modules that it
+    imports, in addition to its own."""
+    variables = QUICK_VLLM | ({"PYTHONPATH": str(python_path)} if python_path else {})
     command = [
         "env",
         *(f"{name}={value}" for name, value in variables.items()),
@@ -36,4 +42,6 @@ def serving(
         "--block-size",
         "32",
     ]
-    return started([*command, "serve", model, *plain, *options], log, key="eval.engine_command")
+    return start_server(
+        [*command, "serve", model, *plain, *options], log, key="eval.engine_command"
+    )

@@ -1,6 +1,8 @@
-"""vLLM's ExampleHiddenStatesConnector without a GPU: its copies go through CUDA streams and pinned memory, which a CPU has not.
+"""vLLM's ExampleHiddenStatesConnector without a GPU: its copies go through CUDA streams and pinned
+memory, which a CPU has not.
 
-All else is vLLM's: what is extracted from its cache, the files, their locks, and what the server answers.
+All else is vLLM's: what is extracted from its cache, the files, their locks, and what the server
+answers.
 """
 
 from types import SimpleNamespace

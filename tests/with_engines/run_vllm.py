@@ -1,8 +1,10 @@
-"""Run by the Python of an environment with vLLM, which needs nothing else: python run_vllm.py JOBS RESULTS
+"""Run by the Python of an environment with vLLM, which needs nothing else: python run_vllm.py JOBS
+RESULTS
 
-JOBS holds a list of {options, prompts, max_new_tokens, num_speculative_tokens}: arguments of vllm.LLM, and token ids to complete greedily,
-past stop tokens. RESULTS gets for each job a list of {token_ids, num_drafts, num_draft_tokens,
-accepted_per_position}, one for each prompt: prompts go through the engine one at a time, so that what its counters gain is the prompt's.
+JOBS holds a list of {options, prompts, max_new_tokens, num_speculative_tokens}: arguments of
+vllm.LLM, and token ids to complete greedily, past stop tokens. RESULTS gets for each job a list of
+{token_ids, num_drafts, num_draft_tokens, accepted_per_position}, one for each prompt: prompts go
+through the engine one at a time, so that what its counters gain is the prompt's.
 """
 
 import gc
@@ -60,7 +62,8 @@ def complete(engine: Any, prompt: list[int], job: dict[str, Any]) -> dict[str, A
 
 
 def counters(engine: Any, num_speculative_tokens: int) -> list[int]:
-    """Drafts, their tokens, and the accepted ones of each position: zeros where vLLM has no such counters, without a draft."""
+    """Drafts, their tokens, and the accepted ones of each position: zeros where vLLM has no such
+    counters, without a draft."""
     metrics = {
         metric.name.removeprefix("vllm:spec_decode_"): metric for metric in engine.get_metrics()
     }

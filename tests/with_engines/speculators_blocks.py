@@ -1,9 +1,11 @@
-"""Run by the Python of speculators' own environment: logits, confidence, loss mask and gradients of block drafters that it reads.
+"""Run by the Python of speculators' own environment: logits, confidence, loss mask and gradients of
+block drafters that it reads.
 
     python speculators_blocks.py FOLDER...
 
-Each FOLDER has `head`, a draft, and `input.safetensors`: what `_backbone_forward` takes, and `weights` [N, P, W] of the logits in a sum,
-whose gradients are taken. `output.safetensors` is written there.
+Each FOLDER has `head`, a draft, and `input.safetensors`: what `_backbone_forward` takes, and
+`weights` [N, P, W] of the logits in a sum, whose gradients are taken. `output.safetensors` is
+written there.
 """
 
 import sys

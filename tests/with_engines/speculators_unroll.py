@@ -1,10 +1,12 @@
-"""Run by the Python of speculators' own environment: the logits of every step of its unroll, for heads that it reads or makes itself.
+"""Run by the Python of speculators' own environment: the logits of every step of its unroll, for
+heads that it reads or makes itself.
 
     python speculators_unroll.py FOLDER
 
-FOLDER/jobs.json: `verifier`, a folder; `num_steps`; `read`, folders of heads; `make`, folders to write heads of speculators' own making
-to, with their settings. Beside each head lies `input.safetensors`: `aux` [1, T, A·D], `input_ids` [1, T], `position_ids` and `document_ids`
-as speculators takes them. `logits.safetensors` is written beside it: [1, T, W] of each step.
+FOLDER/jobs.json: `verifier`, a folder; `num_steps`; `read`, folders of heads; `make`, folders to
+write heads of speculators' own making to, with their settings. Beside each head lies
+`input.safetensors`: `aux` [1, T, A·D], `input_ids` [1, T], `position_ids` and `document_ids` as
+speculators takes them. `logits.safetensors` is written beside it: [1, T, W] of each step.
 """
 
 import json

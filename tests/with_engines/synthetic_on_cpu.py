@@ -1,6 +1,8 @@
-"""vLLM's synthetic acceptance without a GPU: its CPU build asserts that nobody asks for it, since its C++ kernel lacks the rule.
+"""vLLM's synthetic acceptance without a GPU: its CPU build asserts that nobody asks for it, since
+its C++ kernel lacks the rule.
 
-Here is the rule of vLLM's Triton kernel, for greedy requests. Rates, random numbers and counters are vLLM's.
+Here is the rule of vLLM's Triton kernel, for greedy requests. Rates, random numbers and counters
+are vLLM's.
 """
 
 from typing import Any

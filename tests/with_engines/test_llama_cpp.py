@@ -1,4 +1,5 @@
-"""`specdistill eval eval.engine=llama.cpp` starts a real llama-server with GGUF files in float32, and counts what our decoder counts."""
+"""`specdistill eval eval.engine=llama.cpp` starts a real llama-server with GGUF files in float32,
+and counts what our decoder counts."""
 
 import re
 import subprocess
@@ -9,16 +10,16 @@ from typing import Any
 import pytest
 
 from bench.engines import SERVER
+from specdistill.common.errors import ExitCode
 from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.proposer import DecodingState, Proposal, Proposer
-from specdistill.engines.llama_cpp import LLAMA_CPP
-from specdistill.errors import ExitCode
-from specdistill.export import export
+from specdistill.evaluation.report.files import read_report
+from specdistill.evaluation.suites.suite import load_suite, tokenize
 from specdistill.methods.load import load_proposer
 from specdistill.methods.ngram.config import NgramConfig
 from specdistill.recipe.sections import LlamaCppConfig
-from specdistill.report.files import read_report
-from specdistill.suites.suite import load_suite, tokenize
+from specdistill.serving.engines.llama_cpp import LLAMA_CPP
+from specdistill.serving.export import export
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 from tests.scripts import specdistill
@@ -115,9 +116,11 @@ def evaluated(folder: Path, target_file: Path, *options: str) -> tuple[dict[str,
     ran = specdistill(
         "eval", "target=pico", "suite=pico", "gate=server", f"output_dir={folder}", *given, *options
     )
-    assert ran.returncode in (ExitCode.DONE, ExitCode.CHECK_FAILED, ExitCode.INCONCLUSIVE), (
-        ran.stderr[-4000:]
-    )
+    assert ran.returncode in (
+        ExitCode.DONE,
+        ExitCode.CHECK_FAILED,
+        ExitCode.INCONCLUSIVE,
+    ), ran.stderr[-4000:]
     report, samples = read_report(folder)
     assert (
         report["lossless"]["greedy_identical"]
@@ -184,10 +187,8 @@ def test_one_command_measures_what_we_count(
     report, samples = evaluated(tmp_path / "report", target_file, *given)
     alone, together = samples[:NUM_PROMPTS], samples[NUM_PROMPTS:]
     assert [sample.configuration.batch_size for sample in (alone[0], together[0])] == [*LOADS]
-    for measured in (
-        alone,
-        together,
-    ):  # rounding decides a draft's near-ties, and depends on the batch
+    # rounding decides a draft's near-ties, and depends on the batch
+    for measured in (alone, together):
         there, here = both_counts(
             measured, stopping_pico, load_proposer(method, draft, stopping_pico)
         )
@@ -217,7 +218,10 @@ def test_a_lookup_stands_in_front_of_the_draft(
     lookup = "eval.lookup_first={method: ngram, min: 2, max: 2, draft_tokens: 2}"
     given = ["method=eagle3", f"draft={draft}", f"eval.llama_cpp.model_draft={file}", lookup]
     report, _ = evaluated(tmp_path / "report", target_file, *given)
-    drafting = "--spec-type ngram-simple,draft-eagle3 --spec-ngram-simple-size-n 2 --spec-ngram-simple-size-m 4 --spec-draft-n-max 2"
+    drafting = (
+        "--spec-type ngram-simple,draft-eagle3 --spec-ngram-simple-size-n 2"
+        " --spec-ngram-simple-size-m 4 --spec-draft-n-max 2"
+    )
     assert drafting in report["engine"]["command"]
     row = report["results"][0]
     assert 2 * row["num_drafts"] < row["num_draft_tokens"] < K * row["num_drafts"]  # both drafted

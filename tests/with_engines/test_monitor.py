@@ -1,4 +1,5 @@
-"""`specdistill monitor` of a real vLLM says what the answers of that vLLM counted, request by request."""
+"""`specdistill monitor` of a real vLLM says what the answers of that vLLM counted, request by
+request."""
 
 import json
 import threading
@@ -7,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from specdistill.cli import main
-from specdistill.engines.client import Completion, CompletionRequest
-from specdistill.engines.server import Server
-from specdistill.engines.vllm import PROGRAM, VLLM
-from specdistill.project import PICO
-from specdistill.suites.suite import load_suite, tokenize
+from specdistill.cli.main import main
+from specdistill.common.project import PICO
+from specdistill.evaluation.suites.suite import load_suite, tokenize
+from specdistill.serving.engines.client import CompletionRequest, EngineCompletion
+from specdistill.serving.engines.server import Server
+from specdistill.serving.engines.vllm import PROGRAM, VLLM
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.loading import read_tokenizer
 from tests.with_engines.conftest import K
@@ -26,7 +27,12 @@ LOOKUP = {
     "prompt_lookup_min": 2,
     "prompt_lookup_max": 4,
 }
-NUM_PROMPTS, NUM_TOKENS = 12, 24
+NUM_PROMPTS = 12
+NUM_TOKENS = 24
+
+# vLLM on two busy cores answered with two drafts a second; thirty are needed for a verdict.
+WATCHED_S = 30
+MIN_DRAFTS = 30
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +45,10 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def complete(
-    address: str, warm: threading.Event, ended: threading.Event, completions: list[Completion]
+    address: str, warm: threading.Event, ended: threading.Event, completions: list[EngineCompletion]
 ) -> None:
-    """Once all prompts, then until it has ended. warm: vLLM has answered, which takes it seconds the first time."""
+    """Once all prompts, then until it has ended. warm: vLLM has answered, which takes it seconds
+    the first time."""
     server, client = Server(address, key="server", timeout=100.0), VLLM.client
     assert client is not None
     (model, *_), (tokenizer, *_) = (
@@ -75,7 +82,7 @@ def test_it_says_what_the_answers_counted(address: str, tmp_path: Path) -> None:
     client.start()
     try:
         assert warm.wait(timeout=100)
-        watched = main([*keys, "seconds=12"])
+        watched = main([*keys, f"seconds={WATCHED_S}"])
         during = json.loads(output.read_text())
     finally:
         ended.set()
@@ -91,8 +98,10 @@ def test_it_says_what_the_answers_counted(address: str, tmp_path: Path) -> None:
     reached = [sum(count.accepted_per_position[k] for count in counts) for k in range(K)]
     assert since_the_start["accepted_per_position"] == reached and reached[-1] > 0
 
-    assert 30 < during["num_drafts"] <= since_the_start["num_drafts"]
-    if "requests take" in during["reason"]:  # on a busy machine
+    assert 0 < during["num_drafts"] <= since_the_start["num_drafts"]
+    # A slow machine may answer too few requests, or too slowly, for a verdict.
+    is_slow_machine = during["num_drafts"] < MIN_DRAFTS or "requests take" in during["reason"]
+    if is_slow_machine:
         assert watched == 4
     else:
         low, high = during["acceptance_rate_ci95"]

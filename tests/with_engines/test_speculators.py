@@ -1,4 +1,5 @@
-"""speculators 0.9 reads heads that are exported for it, and heads that it wrote are read here: each step of its unroll gives our logits."""
+"""speculators 0.9 reads heads that are exported for it, and heads that it wrote are read here: each
+step of its unroll gives our logits."""
 
 import json
 from pathlib import Path
@@ -10,16 +11,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from bench.engines import run
-from specdistill.export import export
-from specdistill.losses.divergence import forward_kl
-from specdistill.methods.chains.unroll import TrainingTimeTest
+from specdistill.data.rows.packing import index_batch
+from specdistill.methods.chains.objective import TrainingTimeTest
 from specdistill.methods.eagle3.checkpoint import load_eagle3
-from specdistill.rows.packing import indexed
+from specdistill.serving.export import export
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
-from specdistill.training.objective import loss_rows
-from tests.export import layouts
+from specdistill.training.losses.divergence import forward_kl
+from specdistill.training.objective import select_loss_rows
 from tests.heads import build_head, save_head
+from tests.serving import layouts
 from tests.with_engines.environments import environment
 
 pytestmark = [pytest.mark.long, pytest.mark.engines]  # speculators in its own environment
@@ -115,7 +116,8 @@ def cases(
 def write_input(
     target: FrozenTarget, rows: dict[str, Tensor], aux_layers: Any, folder: Path
 ) -> None:
-    """The pairs (next token, features) as speculators takes them: side by side, the last position dropped, counted from 1."""
+    """The pairs (next token, features) as speculators takes them: side by side, the last position
+    dropped, counted from 1."""
     features = target.features(rows["input_ids"], aux_layers, position_ids_BT=rows["position_ids"])
     tensors = {
         "aux": torch.cat(features.aux, dim=-1)[:, :-1],
@@ -131,18 +133,19 @@ def write_input(
 
 @torch.no_grad()
 def our_logits(draft: Any, target: FrozenTarget, rows: dict[str, Tensor]) -> list[Tensor]:
-    """Those [R, W] of each step of the training-time test, at the R positions that the step keeps."""
+    """Those [R, W] of each step of the training-time test, at the R positions that the step
+    keeps."""
     logits: list[Tensor] = []
 
     def seen(logits_RW: Tensor, probs_RW: Tensor) -> Tensor:
         logits.append(logits_RW)
         return forward_kl(logits_RW, probs_RW)
 
-    unroll, batch = TrainingTimeTest(draft.eval(), seen, NUM_STEPS).eval(), indexed(rows)
+    unroll, batch = TrainingTimeTest(draft.eval(), seen, NUM_STEPS).eval(), index_batch(rows)
     unroll(**batch, **unroll.read_target(target, batch))
     positions = batch["loss_positions"]
     return [
-        step[loss_rows(rows["position_ids"], positions, ahead=2 + k)]
+        step[select_loss_rows(rows["position_ids"], positions, ahead=2 + k)]
         for k, step in enumerate(logits)
     ]
 
@@ -155,14 +158,15 @@ def test_every_step_of_the_unroll_gives_the_same_logits(
     theirs = load_file(cases[name] / "logits.safetensors")
     for step, ours_RW in enumerate(our_logits(draft, target, rows)):
         keep_BT = torch.zeros_like(rows["position_ids"], dtype=torch.bool)
-        positions = indexed(rows)["loss_positions"]
+        positions = index_batch(rows)["loss_positions"]
         keep_BT.view(-1)[
-            positions[loss_rows(rows["position_ids"], positions, ahead=2 + step)] - 2 - step
+            positions[select_loss_rows(rows["position_ids"], positions, ahead=2 + step)] - 2 - step
         ] = True
         theirs_RW = theirs[str(step)][keep_BT[:, :-1]]
         assert ours_RW.shape == theirs_RW.shape and len(ours_RW) > 20
         if step and draft.config.sliding_window:
-            # Their window stays with the root; in decoding, and here, it moves on with the chain. Compared until it drops something.
+            # Their window stays with the root; in decoding, and here, it moves on with the chain.
+            # Compared until it drops something.
             same_R = rows["position_ids"][keep_BT] + step < draft.config.sliding_window
             ours_RW, theirs_RW = ours_RW[same_R], theirs_RW[same_R]
             assert len(ours_RW) >= 8

@@ -1,4 +1,5 @@
-"""speculators 0.9 reads block drafters that are exported for it: the same logits, targets, loss mask, confidence and gradients."""
+"""speculators 0.9 reads block drafters that are exported for it: the same logits, targets, loss
+mask, confidence and gradients."""
 
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from bench.engines import run
-from specdistill.export import export
-from specdistill.methods.blocks.checkpoint import load, save
+from specdistill.data.rows.packing import index_batch
+from specdistill.methods.blocks.checkpoint import load_block, save_block
 from specdistill.methods.blocks.module import BlockDraft
 from specdistill.methods.blocks.objective import BlockObjective
-from specdistill.rows.packing import indexed
+from specdistill.serving.export import export
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
-from tests.export import layouts
 from tests.heads import KINDS, build_block
+from tests.serving import layouts
 from tests.with_engines.environments import environment
 
 pytestmark = [pytest.mark.long, pytest.mark.engines]  # speculators in its own environment
@@ -43,7 +44,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> FrozenTarget:
 
 @pytest.fixture(scope="module")
 def batch() -> dict[str, Any]:
-    """One row of a prompt of two tokens and an answer, then a prompt without: where speculators' mask and borders are ours."""
+    """One row of a prompt of two tokens and an answer, then a prompt without: where speculators'
+    mask and borders are ours."""
     ids = torch.randint(4, 260, (1, 44), generator=torch.Generator().manual_seed(1))
     positions = torch.tensor([[*range(30), *range(14)]])
     rows = {
@@ -52,17 +54,17 @@ def batch() -> dict[str, Any]:
         "document_ids": torch.tensor([[0] * 30 + [1] * 14]),
         "position_ids": positions,
     }
-    return indexed(rows)
+    return index_batch(rows)
 
 
-FIRST, LAST = (
-    2,
-    29,
-)  # tokens with loss: each is an anchor of theirs, and none but the last an anchor of ours
+# Tokens with loss: each is an anchor of theirs. Of ours is each token before one of them.
+FIRST, LAST = 2, 29
+BOTH = slice(1, LAST - FIRST + 1)  # those of our anchors that are theirs, too: all but the first
 
 
 def weights_of(draft: BlockDraft) -> Tensor:
-    """[N, P, W] of the logits in a sum, of those that are learned here: none past the document's end."""
+    """[N, P, W] of the logits in a sum, of those that are learned here: none past the document's
+    end."""
     shape = LAST - FIRST + 1, BLOCK, draft.config.draft_vocab_size
     weights = torch.randn(shape, generator=torch.Generator().manual_seed(2))
     drafted = torch.arange(BLOCK) - draft.config.first_slot + 1
@@ -75,7 +77,8 @@ def weights_of(draft: BlockDraft) -> Tensor:
 
 
 def same_window(draft: BlockDraft) -> Tensor:
-    """[N] bool: whether an anchor's block is within every window. speculators counts that from the anchor, others from each slot."""
+    """[N] bool: whether an anchor's block is within every window. speculators counts that from the
+    anchor, others from each slot."""
     window = draft.config.sliding_window or 10 * LAST
     return torch.arange(FIRST, LAST + 1) + BLOCK <= window
 
@@ -92,7 +95,7 @@ def cases(
     )
     for name, (method, shape) in CASES.items():
         draft = build_block(method, target, block_size=BLOCK, **shape)
-        save(draft, KINDS[method], folders[name] / "draft")
+        save_block(draft, KINDS[method], folders[name] / "draft")
         export(
             folders[name] / "draft", "speculators", folders[name] / "head", TargetFiles(target.name)
         )
@@ -129,22 +132,21 @@ def test_logits_targets_mask_confidence_and_gradients_are_the_same(
     method, _ = CASES[name]
     theirs, draft = (
         load_file(cases[name] / "output.safetensors"),
-        load(KINDS[method], cases[name] / "head", target),
+        load_block(KINDS[method], cases[name] / "head", target),
     )
-    assert draft.config == load(KINDS[method], cases[name] / "draft", target).config
+    assert draft.config == load_block(KINDS[method], cases[name] / "draft", target).config
     first, seen = draft.config.first_slot, []
     objective, confidences = (
         BlockObjective(draft, lambda *pair: seen.append(pair) or weighted(pair[0]), 64),
         [],
     )
     own = objective.prepare(batch, None)
-    counts = own["has_loss"][:27]
-    assert theirs["anchors"].tolist() == [*range(FIRST, LAST + 1)] and own["anchors"][
-        :27
-    ].tolist() == [*range(FIRST, LAST)]
-    assert counts[:, 0].all() and counts.sum() == own["has_loss"].sum()
+    counts = own["has_loss"][BOTH]
+    assert theirs["anchors"].tolist() == [*range(FIRST, LAST + 1)]
+    assert own["anchors"][:28].tolist() == [*range(FIRST - 1, LAST)]
+    assert counts[:, 0].all() and counts.sum() == own["has_loss"][1:].sum()
     weights = torch.zeros(*own["has_loss"].shape, draft.config.draft_vocab_size)
-    weights[:27] = weights_of(draft)[:27, first:]
+    weights[BOTH] = weights_of(draft)[:27, first:]
     rows_left = iter(weights.flatten(0, 1))
 
     def weighted(logits_rW: Tensor) -> Tensor:
@@ -159,7 +161,7 @@ def test_logits_targets_mask_confidence_and_gradients_are_the_same(
     (total * len(objective.step_weights)).backward()
 
     logits, probs = (
-        torch.cat([pair[part] for pair in seen]).view_as(weights)[:27] for part in (0, 1)
+        torch.cat([pair[part] for pair in seen]).view_as(weights)[BOTH] for part in (0, 1)
     )
     their_logits, their_probs, their_mask = (
         theirs[part][:27, first:] for part in ("logits", "targets", "mask")
@@ -173,7 +175,7 @@ def test_logits_targets_mask_confidence_and_gradients_are_the_same(
     torch.testing.assert_close(probs[counts], their_probs[counts], rtol=0, atol=1e-5)
     if confidences:
         torch.testing.assert_close(
-            confidences[0][:27][counts], theirs["confidence"][:27][counts], rtol=0, atol=1e-4
+            confidences[0][BOTH][counts], theirs["confidence"][:27][counts], rtol=0, atol=1e-4
         )
     trained = {
         name: parameter for name, parameter in draft.named_parameters() if parameter.requires_grad

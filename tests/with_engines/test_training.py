@@ -23,25 +23,33 @@ TINY: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     environment("speculators")
-    monkeypatch.setattr(bench, "bf16", lambda: False)
+    monkeypatch.setattr(bench, "uses_bf16", lambda: False)
 
 
-@pytest.mark.parametrize("trains_head", [False, True])
-def test_a_step_of_speculators_has_our_loss(trains_head: bool) -> None:
-    found = bench.step(bench.Options(**TINY, row_lengths=[64, 16], trains_head=trains_head))
+def test_a_step_of_speculators_has_our_loss() -> None:
+    found = bench.measure_step(bench.Options(**TINY, row_lengths=[64, 16]))
     check(found["layouts"])
 
 
 def test_a_step_of_blocks_has_our_loss() -> None:
-    """Of all tokens that may be anchors: neither side draws some."""
+    """Of all tokens that may be anchors: neither side draws some.
+
+    Ours has one anchor more in each document, the token before the first one with loss, so that the
+    two means differ a little; test_speculators_blocks.py compares the losses of the anchors that
+    both have.
+    """
     blocks = {"block_size": 4, "num_anchors": TINY["num_tokens"]}
-    check(bench.block(bench.Options(**TINY, row_lengths=[64, 16], **blocks))["layouts"])
+    check(
+        bench.measure_block(bench.Options(**TINY, row_lengths=[64, 16], **blocks))["layouts"],
+        of_theirs=0.01,
+    )
 
 
-def check(layouts: list[dict[str, Any]]) -> None:
+def check(layouts: list[dict[str, Any]], *, of_theirs: float = 1e-4) -> None:
     for each in layouts:
         losses = {name: own["loss"] for name, own in each["trainers"].items()}
-        assert losses == pytest.approx(
-            dict.fromkeys(("ours", "plain", "sdpa", "eager"), losses["ours"]), rel=1e-4
-        )
+        assert losses.keys() == {"ours", "plain", "sdpa", "eager"}
+        assert losses["plain"] == pytest.approx(losses["ours"], rel=1e-4)
+        assert losses["eager"] == pytest.approx(losses["sdpa"], rel=1e-4)
+        assert losses["sdpa"] == pytest.approx(losses["ours"], rel=of_theirs)
         assert each["ratios"].keys() == {"plain", "sdpa", "eager"}

@@ -1,4 +1,5 @@
-"""vLLM 0.32 on a CPU, in float32: with our drafts it generates what the target generates, and its counters are ours, prompt by prompt."""
+"""vLLM 0.32 on a CPU, in float32: with our drafts it generates what the target generates, and its
+counters are ours, prompt by prompt."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -11,18 +12,25 @@ import pytest
 import torch
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
-from bench.counting import Completion, Counts, generate_here, ignore_stop_tokens, num_same, total
+from bench.counting import (
+    Completion,
+    Counts,
+    count_identical_completions,
+    generate_here,
+    ignore_stop_tokens,
+    sum_counts,
+)
 from bench.engines import run
-from specdistill.export import export
-from specdistill.losses.divergence import forward_kl
-from specdistill.methods.chains.unroll import TrainingTimeTest
+from specdistill.data.rows.packing import index_batch
+from specdistill.methods.chains.objective import TrainingTimeTest
 from specdistill.methods.load import load_proposer
-from specdistill.methods.lookups import LookupProposer
+from specdistill.methods.lookups.method import LookupProposer
 from specdistill.methods.mtp.checkpoint import build_mtp, save_mtp
 from specdistill.methods.ngram.lookup import NgramLookup
-from specdistill.rows.packing import indexed
+from specdistill.serving.export import export
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
+from specdistill.training.losses.divergence import forward_kl
 from tests.tiny import tiny_tokenizer
 from tests.with_engines.conftest import NUM_TOKENS, K
 from tests.with_engines.environments import environment
@@ -60,7 +68,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Job:
-    """What vLLM is to do. `options`: arguments of `vllm.LLM`; `num_speculative_tokens`: K, 0 without a draft."""
+    """What vLLM is to do. `options`: arguments of `vllm.LLM`; `num_speculative_tokens`: K, 0
+    without a draft."""
 
     options: dict[str, Any]
     prompts: Sequence[Sequence[int]]
@@ -104,7 +113,8 @@ def generate_in_vllm(jobs: Sequence[Job], folder: Path) -> list[list[Completion]
 
 
 class EarliestMatch(NgramLookup):
-    """vLLM's rule: of the longest n-gram that is found the *first* occurrence, and only what follows it in the text."""
+    """vLLM's rule: of the longest n-gram that is found the *first* occurrence, and only what
+    follows it in the text."""
 
     def find(self, text: list[int], k: int) -> list[int]:
         for n in range(self.max, self.min - 1, -1):
@@ -121,7 +131,8 @@ def cases(
     trained: Callable[[str], Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Case]:
-    """All in one process of vLLM; n-gram lookup comes last, for with it vLLM takes numba's threads."""
+    """All in one process of vLLM; n-gram lookup comes last, for with it vLLM takes numba's
+    threads."""
     folder = tmp_path_factory.mktemp("vllm")
     files = TargetFiles("pico")
     generated_here = partial(generate_here, max_new_tokens=NUM_TOKENS)
@@ -193,7 +204,8 @@ def one_off(job: Job, folder: Path) -> Path:
 
 
 def mixture_of_experts(folder: Path) -> tuple[FrozenTarget, Path, Path]:
-    """A random GLM-4 with experts, its checkpoint with a multi-token-prediction layer that knows some of its texts, and that layer."""
+    """A random GLM-4 with experts, its checkpoint with a multi-token-prediction layer that knows
+    some of its texts, and that layer."""
     torch.manual_seed(0)
     config = Glm4MoeConfig(
         vocab_size=260,
@@ -247,7 +259,7 @@ def learn(draft: Any, target: FrozenTarget) -> None:
         "document_ids": torch.zeros_like(ids),
         "position_ids": torch.arange(ids.shape[1]).expand_as(ids),
     }
-    rows, unroll = indexed(columns), TrainingTimeTest(draft, forward_kl, num_steps=K)
+    rows, unroll = index_batch(columns), TrainingTimeTest(draft, forward_kl, num_steps=K)
     seen = unroll.read_target(target, rows)
     optimizer = torch.optim.Adam(draft.parameters(), lr=3e-3)
     for _ in range(30):
@@ -260,14 +272,23 @@ def learn(draft: Any, target: FrozenTarget) -> None:
 @pytest.mark.parametrize("name", ["plain", "experts", *DRAFTS, "n-gram"])
 def test_vllm_writes_the_same_text_and_counts_as_we_do(cases: dict[str, Case], name: str) -> None:
     case, number = cases[name], len(cases[name].here)
-    assert num_same(case.there, case.plain) == num_same(case.there, case.here) == number
+    assert (
+        count_identical_completions(case.there, case.plain)
+        == count_identical_completions(case.there, case.here)
+        == number
+    )
     assert [text.counts for text in case.there] == [text.counts for text in case.here]
 
 
 def test_vllm_drafts_with_a_layer_in_the_targets_checkpoint(cases: dict[str, Case]) -> None:
-    """The text is the same; counts may differ by one a prompt, for vLLM's experts are other code, and the layer is often undecided."""
+    """The text is the same; counts may differ by one a prompt, for vLLM's experts are other code,
+    and the layer is often undecided."""
     case = cases[PREDICTED]
-    assert num_same(case.there, case.plain) == num_same(case.there, case.here) == len(case.here)
+    assert (
+        count_identical_completions(case.there, case.plain)
+        == count_identical_completions(case.there, case.here)
+        == len(case.here)
+    )
     for there, here in zip(case.there, case.here, strict=True):
         assert abs(there.counts.num_drafts - here.counts.num_drafts) <= 1
         accepted = zip(
@@ -278,23 +299,18 @@ def test_vllm_drafts_with_a_layer_in_the_targets_checkpoint(cases: dict[str, Cas
 
 @pytest.mark.parametrize("name", [*DRAFTS, PREDICTED, "n-gram"])
 def test_there_is_something_to_count(cases: dict[str, Case], name: str) -> None:
-    counts = total(cases[name].there)
+    counts = sum_counts(cases[name].there)
     first, second = counts.accepted_per_position[:2]
     assert counts.num_drafts > first > second > 0
 
 
-def test_a_draft_that_reads_the_next_layers_is_told_from_its_counts_alone(
-    cases: dict[str, Case],
-) -> None:
-    case = cases[ONE_OFF]
-    assert num_same(case.there, case.plain) == len(case.plain)
-    assert [text.counts for text in case.there] != [text.counts for text in case.here]
+@pytest.mark.parametrize("name", [ONE_OFF, LAYERS])
+def test_a_fault_is_told_from_its_counts_alone(cases: dict[str, Case], name: str) -> None:
+    """A draft that reads the next layers, and a fault of vLLM's DFlash on a CPU.
 
-
-def test_vllm_normalises_the_keys_of_all_layers_as_those_of_the_first(
-    cases: dict[str, Case],
-) -> None:
-    """A fault of its DFlash on a CPU: with several layers it drafts other tokens. A release in which this fails has mended it."""
-    case = cases[LAYERS]
-    assert num_same(case.there, case.plain) == len(case.plain)
+    vLLM normalises the keys of all layers as those of the first: with several layers it drafts
+    other tokens. A release in which this fails has mended it.
+    """
+    case = cases[name]
+    assert count_identical_completions(case.there, case.plain) == len(case.plain)
     assert [text.counts for text in case.there] != [text.counts for text in case.here]

@@ -1,4 +1,5 @@
-"""`specdistill data make` from a real vLLM: greedy answers are what transformers generates from the same contexts."""
+"""`specdistill data make` from a real vLLM: greedy answers are what transformers generates from the
+same contexts."""
 
 import json
 import re
@@ -11,11 +12,11 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from specdistill.engines.completions import CompletionServer
-from specdistill.produce.blocks import Answer
-from specdistill.produce.prompts import GenerationPrompt, GenerationTask
-from specdistill.produce.server_backend import ServerTokenizer, ask
-from specdistill.project import PICO
+from specdistill.common.project import PICO
+from specdistill.data.produce.blocks import Answer
+from specdistill.data.produce.prompts import GenerationPrompt, GenerationTask
+from specdistill.data.produce.server_backend import ServerTokenizer, ask
+from specdistill.serving.engines.completions import CompletionServer
 from tests.scripts import specdistill
 from tests.with_engines.environments import serving
 
@@ -26,12 +27,12 @@ MODEL = str(PICO)
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Of vLLM with pico, whose generation_config.json says top_k 1 and a penalty: vLLM applies them wherever a request leaves them out."""
+    """Of vLLM with pico, whose generation_config.json says top_k 1 and a penalty: vLLM applies them
+    wherever a request leaves them out."""
     folder = tmp_path_factory.mktemp("vllm")
     model = shutil.copytree(MODEL, folder / "model")
-    own = json.loads(
-        (model / "generation_config.json").read_text(encoding="utf-8")
-    )  # what ends its answers stays
+    # what ends its answers stays
+    own = json.loads((model / "generation_config.json").read_text(encoding="utf-8"))
     config = own | {"do_sample": True, "top_k": 1, "repetition_penalty": 1.5}
     (model / "generation_config.json").write_text(json.dumps(config), encoding="utf-8")
     with serving(folder / "log", str(model), "--served-model-name", MODEL) as served:
@@ -39,7 +40,8 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def test_vllm_generates_what_transformers_does(address: str, tmp_path: Path) -> None:
-    """Conversations of two turns: each is answered after the one before it, and ends with the token that ended it."""
+    """Conversations of two turns: each is answered after the one before it, and ends with the token
+    that ended it."""
     asked = [
         [f"What does `{name}` do?", "And in one line?"]
         for name in ("map", "zip", "sorted", "open", "len", "sum")

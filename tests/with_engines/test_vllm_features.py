@@ -1,6 +1,8 @@
-"""A feature store that a real vLLM fills: what it makes of pico agrees with our own pass, and a head trains from it offline.
+"""A feature store that a real vLLM fills: what it makes of pico agrees with our own pass, and a
+head trains from it offline.
 
-What it gives with what it generates agrees with what it makes of that later, and takes no second request.
+What it gives with what it generates agrees with what it makes of that later, and takes no second
+request.
 """
 
 import json
@@ -12,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from specdistill.project import PICO, ROOT
+from specdistill.common.project import PICO, ROOT
 from tests.scripts import specdistill
 from tests.with_engines.environments import serving
 
@@ -131,7 +133,10 @@ def test_rows_and_features_in_one_request_are_those_of_two(
         for text in re.findall(r"(?s).{300}", Path(__file__).read_text(encoding="utf-8"))
     ]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    regenerate = f"{{num_tokens: 1500, prompt_tokens: 16, temperatures: [0.0], filter: [], server: [{address}]}}"
+    regenerate = (
+        "{num_tokens: 1500, prompt_tokens: 16, temperatures: [0.0], filter: [], server:"
+        f" [{address}]}}"
+    )
 
     def num_requests() -> int:
         return (states / "log").read_text().count("POST /v1/completions")
@@ -143,21 +148,25 @@ def test_rows_and_features_in_one_request_are_those_of_two(
             num_requests(),
         )
         keys.append(f"hidden_states.server=[{address}]")
-        return command(
-            tmp_path, "data", verb, *keys, regenerate=regenerate
-        ), num_requests() - before
+        return (
+            command(tmp_path, "data", verb, *keys, regenerate=regenerate),
+            num_requests() - before,
+        )
 
     made("make", "one")
-    num_documents = len(list((tmp_path / "one" / "generated").iterdir()))
-    assert num_documents > 10 and not list(states.glob("*.safetensors*"))
+    num_generated = len(list((tmp_path / "one" / "generated").iterdir()))
+    assert num_generated > 10 and not list(states.glob("*.safetensors*"))
     said, num_asked = made("features", "one")
-    assert (
-        "as they were generated" in said and 0 < num_asked < num_documents / 2
-    )  # of the first row, to compare
+    # of the first row, to compare
+    assert "as they were generated" in said and 0 < num_asked < num_generated / 2
     _, num_asked = made("features", "two")
-    assert num_asked >= num_documents
     shards = sorted(path.name for path in (tmp_path / "two").glob("*.safetensors"))
     assert shards and not (tmp_path / "one" / "generated").exists()
+    # a generated document that no row of tokens has room for is not asked for
+    num_packed = sum(
+        int(load_file(tmp_path / "two" / shard)["num_documents"].sum()) for shard in shards
+    )
+    assert 10 < num_packed <= num_asked
     for shard in shards:
         one, two = (load_file(tmp_path / name / shard) for name in ("one", "two"))
         for name in ("input_ids", "document_lengths", "num_documents"):

@@ -1,4 +1,5 @@
-"""The plugin in a real vLLM, on a CPU in float32: a lookup in front of a head accepts what it accepts in our decoder, prompt by prompt."""
+"""The plugin in a real vLLM, on a CPU in float32: a lookup in front of a head accepts what it
+accepts in our decoder, prompt by prompt."""
 
 import json
 import os
@@ -10,18 +11,18 @@ from typing import Any
 
 import pytest
 
-from bench.counting import Counts, generate_here, total
-from bench.engines import QUIET_VLLM, with_plugin
-from specdistill.engines.start import started
-from specdistill.engines.vllm import LOOKUP_VARIABLE
-from specdistill.errors import ExitCode, ResourceError
+from bench.counting import Counts, generate_here, sum_counts
+from bench.engines import install_plugin
+from specdistill.common.errors import ExitCode, ResourceError
+from specdistill.common.project import PICO, ROOT
+from specdistill.evaluation.report.files import read_report
+from specdistill.evaluation.suites.suite import load_suite, tokenize
 from specdistill.methods.load import load_proposer
-from specdistill.project import PICO, ROOT
 from specdistill.recipe.sections import LookupFirstConfig
-from specdistill.report.files import read_report
-from specdistill.suites.suite import load_suite, tokenize
+from specdistill.serving.engines.start import start_server
+from specdistill.serving.engines.vllm import LOOKUP_VARIABLE
 from specdistill.targets.frozen import FrozenTarget
-from tests.with_engines.environments import environment
+from tests.with_engines.environments import QUICK_VLLM, environment
 
 pytestmark = [pytest.mark.long, pytest.mark.engines]  # vLLM in its own environment
 
@@ -31,13 +32,16 @@ LOOKUP = LookupFirstConfig(min=2, max=5, draft_tokens=3)
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return with_plugin(tmp_path_factory.mktemp("site"))
+    return install_plugin(tmp_path_factory.mktemp("site"))
 
 
 def evaluated(
     method: str, draft: Path, folder: Path, python_path: str, *more: str
 ) -> "subprocess.CompletedProcess[str]":
-    engine = f"env PYTHONPATH={python_path} {environment('vllm') / 'bin' / 'vllm'} serve --enforce-eager --block-size 32"
+    engine = (
+        f"env PYTHONPATH={python_path} {environment('vllm') / 'bin' / 'vllm'} serve --enforce-eager"
+        " --block-size 32"
+    )
     keys = [
         "target=pico",
         f"method={method}",
@@ -58,7 +62,7 @@ def evaluated(
         "eval.warmup=1",
         *more,
     ]
-    surroundings = {**os.environ, **QUIET_VLLM, "PYTHONPATH": str(ROOT)}
+    surroundings = {**os.environ, **QUICK_VLLM, "PYTHONPATH": str(ROOT)}
     line = [sys.executable, "-m", "specdistill", "eval", *keys]
     return subprocess.run(
         line, env=surroundings, cwd=ROOT, capture_output=True, text=True, check=False
@@ -79,14 +83,17 @@ def test_a_lookup_in_front_of_a_draft_accepts_what_it_does_here(
     pico: FrozenTarget,
     tmp_path: Path,
 ) -> None:
-    """One request at a time and four at once; every counter is ours, and the output is plain vLLM's."""
+    """One request at a time and four at once; every counter is ours, and the output is plain
+    vLLM's."""
     draft = trained(name)
     done = evaluated(
         method, draft, tmp_path / "report", installed, BEHIND, f"eval.sweep.concurrency={[*LOADS]}"
     )
-    assert done.returncode in (ExitCode.DONE, ExitCode.CHECK_FAILED, ExitCode.INCONCLUSIVE), (
-        done.stderr[-4000:]
-    )
+    assert done.returncode in (
+        ExitCode.DONE,
+        ExitCode.CHECK_FAILED,
+        ExitCode.INCONCLUSIVE,
+    ), done.stderr[-4000:]
     report, samples = read_report(tmp_path / "report")
     assert (
         report["lossless"]["greedy_identical"]
@@ -123,8 +130,8 @@ def test_a_lookup_in_front_of_a_draft_accepts_what_it_does_here(
                 padded(there.counts.accepted_per_position),
             )
             assert Counts(*counts) == here.counts
-    assert total(cascade).mean_acceptance_length > total(head).mean_acceptance_length
-    assert total(cascade).accepted_per_position[-1] > 0  # further than the draft goes
+    assert sum_counts(cascade).mean_acceptance_length > sum_counts(head).mean_acceptance_length
+    assert sum_counts(cascade).accepted_per_position[-1] > 0  # further than the draft goes
 
 
 def padded(accepted: tuple[int, ...]) -> tuple[int, ...]:
@@ -144,7 +151,13 @@ def test_without_the_plugin_nothing_is_measured(
     ("changes", "said"),
     [
         ({"draft_sample_method": "probabilistic"}, "draft_sample_method probabilistic"),
-        ({"num_speculative_tokens": 2}, "draft_tokens 3 with num_speculative_tokens 2"),
+        # tests/serving/test_vllm_plugin.py has both refusals; one of them shows that no server
+        # starts.
+        pytest.param(
+            {"num_speculative_tokens": 2},
+            "draft_tokens 3 with num_speculative_tokens 2",
+            marks=pytest.mark.every_pair,
+        ),
     ],
 )
 def test_a_vllm_that_cannot_look_up_does_not_start(
@@ -156,7 +169,7 @@ def test_a_vllm_that_cannot_look_up_does_not_start(
 ) -> None:
     """This build has no model runner V2, and schedules synchronously whatever it is told."""
     given = {
-        **QUIET_VLLM,
+        **QUICK_VLLM,
         "PYTHONPATH": installed,
         LOOKUP_VARIABLE: LOOKUP.model_dump_json(exclude_none=True),
     }
@@ -185,6 +198,6 @@ def test_a_vllm_that_cannot_look_up_does_not_start(
     line = ["env", *(f"{name}={value}" for name, value in given.items()), *words]
     with (
         pytest.raises(ResourceError, match=f"{LOOKUP_VARIABLE}: got {said}"),
-        started(line, tmp_path / "log", key="eval.engine_command"),
+        start_server(line, tmp_path / "log", key="eval.engine_command"),
     ):
         pytest.fail("it started")

@@ -1,4 +1,5 @@
-"""`specdistill eval eval.engine=vllm` starts a real vLLM, on a CPU in float32, and counts what we count; nothing of it is left."""
+"""`specdistill eval eval.engine=vllm` starts a real vLLM, on a CPU in float32, and counts what we
+count; nothing of it is left."""
 
 import json
 import os
@@ -16,21 +17,21 @@ import pytest
 
 from bench.counting import generate_here
 from bench.engines import QUIET_VLLM, run
-from specdistill.engines import ENGINES
-from specdistill.engines.start import started
-from specdistill.engines.vllm import PROGRAM, ranges
-from specdistill.errors import ExitCode, ResourceError
-from specdistill.export import export
+from specdistill.common.errors import ExitCode, ResourceError
+from specdistill.common.project import PICO, ROOT
+from specdistill.evaluation.report.files import read_report
+from specdistill.evaluation.suites.suite import load_suite, tokenize
 from specdistill.methods.load import load_proposer
 from specdistill.methods.ngram.config import NgramConfig
-from specdistill.project import PICO, ROOT
-from specdistill.report.files import read_report
-from specdistill.suites.suite import load_suite, tokenize
+from specdistill.serving.engines import ENGINES
+from specdistill.serving.engines.start import start_server
+from specdistill.serving.engines.vllm import PROGRAM, list_ranges
+from specdistill.serving.export import export
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 from tests.scripts import specdistill
 from tests.with_engines.conftest import K
-from tests.with_engines.environments import environment, serving
+from tests.with_engines.environments import QUICK_VLLM, environment, serving
 
 pytestmark = [pytest.mark.long, pytest.mark.engines]  # vLLM in its own environment
 
@@ -60,8 +61,10 @@ def command(draft: Path | None, folder: Path) -> list[str]:
     return [sys.executable, "-m", "specdistill", "eval", *given]
 
 
-def evaluating(draft: Path | None, folder: Path) -> "subprocess.Popen[str]":
-    surroundings = {**os.environ, **QUIET_VLLM, "PYTHONPATH": str(ROOT)}
+def evaluating(
+    draft: Path | None, folder: Path, variables: dict[str, str] = QUICK_VLLM
+) -> "subprocess.Popen[str]":
+    surroundings = {**os.environ, **variables, "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
         command(draft, folder), env=surroundings, cwd=ROOT, stderr=subprocess.PIPE, text=True
     )
@@ -98,7 +101,8 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def evaluated(draft: Path | None, folder: Path) -> Path:
-    """The folder of the report. Its speed is not what is tested here, so the gate may say either."""
+    """The folder of the report. Its speed is not what is tested here, so the gate may say
+    either."""
     before = set(SHARED_MEMORY.glob("*"))
     with evaluating(draft, folder) as side:
         printed = side.communicate()[1]
@@ -196,7 +200,8 @@ def test_speed_is_measured_at_both_loads(measured: Path) -> None:
 
 
 def test_a_given_acceptance_length_is_read_back(tmp_path: Path) -> None:
-    """vLLM accepts as many tokens of whatever is drafted, here by pico for itself: in every round one, in three of five a second."""
+    """vLLM accepts as many tokens of whatever is drafted, here by pico for itself: in every round
+    one, in three of five a second."""
     length = 2.6
     drafts = {"method": "draft_model", "model": str(PICO), "num_speculative_tokens": K}
     synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": length}
@@ -229,7 +234,7 @@ def test_a_given_acceptance_length_is_read_back(tmp_path: Path) -> None:
     )
     report, samples = read_report(tmp_path / "report")
     (row,) = (it for it in report["results"] if it["category"] == "all")
-    low, high = row["mean_acceptance_length_ci95"]
+    low, high = row["acceptance_length_vllm_ci95"]
     assert low < length < high and high - low < 0.3
     counts = [sample.counts for sample in samples if sample.counts]
     reached = [sum(count.accepted_per_position[k] for count in counts) for k in range(K)]
@@ -239,8 +244,9 @@ def test_a_given_acceptance_length_is_read_back(tmp_path: Path) -> None:
 def test_after_sigkill_no_process_is_left(
     trained: Callable[[str], Path], tmp_path: Path, shared: set[Path]
 ) -> None:
-    """Of this side; `tests/engines/test_start.py` kills the others."""
-    with evaluating(trained("EAGLE-3.1"), tmp_path / "report") as side:
+    """Of this side; `tests/serving/engines/test_start.py` kills the others."""
+    # vLLM with all processes that a user's has
+    with evaluating(trained("EAGLE-3.1"), tmp_path / "report", QUIET_VLLM) as side:
         processes = when_asked(side, tmp_path / "report")
         side.kill()
     check_gone(processes, shared)
@@ -268,13 +274,14 @@ def test_a_draft_that_vllm_does_not_load_is_told_by_its_first_exception(
     ]
     with (
         pytest.raises(ResourceError, match="Unheard"),
-        started(line, tmp_path / "log", key="eval.engine_command"),
+        start_server(line, tmp_path / "log", key="eval.engine_command"),
     ):
         pytest.fail("it started")
 
 
 def test_serve_md_is_true(quiet: None, trained: Callable[[str], Path], tmp_path: Path) -> None:
-    """vLLM runs the Python of it, with a draft length for each load, and knows every option in it."""
+    """vLLM runs the Python of it, with a draft length for each load, and knows every option in
+    it."""
     served = export(
         trained("EAGLE-3.1"),
         "vllm",
@@ -287,17 +294,19 @@ def test_serve_md_is_true(quiet: None, trained: Callable[[str], Path], tmp_path:
     text = (tmp_path / "out" / "SERVE.md").read_text()
     snippet = tmp_path / "snippet.py"
     changes = "dtype='float32', enforce_eager=True, block_size=32, disable_log_stats=False"
-    snippet.write_text(vllm.snippet(served).replace("disable_log_stats=False", changes))
-    bin_folder = environment("vllm") / "bin"
-    length = float(re.search(r"acceptance length ([\d.]+)", run(bin_folder / "python", snippet))[1])  # type: ignore[index]
-    assert 1 < length < K + 1
     lookup = (
         "from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup as lookup"
     )
-    by_load = run(
-        bin_folder / "python", "-c", f"{lookup}; print(lookup({ranges(served.lengths)}, 20, {K}))"
-    ).splitlines()[-1]
-    assert json.loads(by_load)[1:] == [K] * 7 + [1] * 8 + [0] * 5
+    bin_folder = environment("vllm") / "bin"
+    # The last lines of its main block, whose process has imported vLLM.
+    by_load = f"print(lookup({list_ranges(served.lengths)}, 20, {K}))"
+    text_of_snippet = vllm.snippet(served).replace("disable_log_stats=False", changes)
+    snippet.write_text(f"{text_of_snippet}\n    {lookup}\n    {by_load}\n")
+    printed = run(bin_folder / "python", snippet)
+    length = float(re.search(r"acceptance length ([\d.]+)", printed)[1])  # type: ignore[index]
+    assert 1 < length < K + 1
+    lengths = re.findall(r"^\[[\d, ]+\]$", printed, re.M)[-1]
+    assert json.loads(lengths)[1:] == [K] * 7 + [1] * 8 + [0] * 5
 
     known = run(bin_folder / "vllm", "serve", "--help=all")
     program = vllm.program

@@ -1,8 +1,8 @@
-"""Task metrics of `evaluate`, each a configuration: `evaluate.load("eval/metrics/answers", "exact_match")`, `pass_rate` or `python_syntax`.
+"""Provide the task metrics to the library `evaluate`, each as a configuration.
 
-Computing `pass_rate` runs the predictions as programs.
+Load one with `evaluate.load("eval/metrics/answers", "exact_match")`, or with `"python_syntax"`.
 """
 
-from specdistill.measurement.quality import Answers
+from specdistill.evaluation.measurement.quality import Answers
 
 __all__ = ["Answers"]

@@ -1,16 +1,20 @@
-"""Checkpoints of block drafters: config.json and weights. Read in the layouts of their authors, which engines load, and of speculators;
-written in the former, and by `specdistill.export` in either.
+"""Read and write checkpoints of block drafters: config.json and weights.
 
-What goes over the edge here and nowhere else:
-- layers that are read count "after L layers" inside and in speculators' files; the authors' `target_layer_ids` count L - 1;
-- engines read keys at the top level or in `dflash_config`, so they stand in both;
-- embedding and head are the target's and omitted, but for a pruned vocabulary, whose head and `d2t` are there;
-- causality is what `is_causal` says, else `dflash_config.causal`; else layers with a window are causal and others are not.
+They are read in the layouts of their authors, which engines load, and of speculators. They are
+written in the layout of their authors. `specdistill.serving.export` writes either one.
+
+These differences between files and this project are handled here and nowhere else:
+
+- The layers that are read count "after L layers" in this project and in the files of speculators.
+  The authors' `target_layer_ids` count L - 1.
+- Engines read keys at the top level or in `dflash_config`, so they are written to both.
+- Embedding and LM head are the target's and are omitted. A draft with a pruned vocabulary has its
+  LM head and `d2t`.
+- Causality is what `is_causal` says, else `dflash_config.causal`. If both are absent, layers with a
+  window are causal and others are not.
 """
 
-import dataclasses
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,50 +22,48 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdistill.engines.engine import HeadExport, Layout
-from specdistill.errors import UserError
+from specdistill.common.errors import UserError
 from specdistill.methods import checkpoint
-from specdistill.methods.blocks.module import BlockConfig, BlockDraft
-from specdistill.methods.layers import FeatureShape
-from specdistill.targets.files import EMBEDDING, HEAD, TargetFiles, needed, stated
+from specdistill.methods.blocks.module import BlockConfig, BlockDraft, Kind
+from specdistill.methods.sizes import RawConfig
+from specdistill.serving.engines.engine import HeadExport, Layout
+from specdistill.targets.files import EMBEDDING, HEAD, TargetFiles, read_stated, require_target
 from specdistill.targets.frozen import FrozenTarget
 
-NESTED = "dflash_config"
+NESTED_CONFIG_KEY = "dflash_config"
 MASK_EMBEDDING = "mask_embedding.pt"
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A method of block drafting. name: in speculators' files; architectures: in config.json, the first of them written."""
-
-    name: str
-    architectures: tuple[str, ...]
-    config: type[BlockConfig]
-    draft: Callable[[Any], BlockDraft]
-
-    @property
-    def own_fields(self) -> list[str]:
-        """Of the config, with the names that files have."""
-        return [field.name for field in dataclasses.fields(self.config) if field.name not in COMMON]
-
-
-COMMON = {field.name for field in dataclasses.fields(FeatureShape)}
-
-
-def save(draft: BlockDraft, kind: Kind, folder: Path) -> None:
-    """Write the draft; `load` reads it back bit for bit."""
-    kept = {name: tensor for name, tensor in draft.state_dict().items() if name not in draft.shared}
+def save_block(draft: BlockDraft, kind: Kind, folder: Path) -> None:
+    """Write a draft, so that `load` reads it back bit for bit."""
+    tensors = {
+        name: tensor for name, tensor in draft.state_dict().items() if name not in draft.shared
+    }
     if not draft.config.prunes_vocabulary:
-        del kept["d2t"]
-    checkpoint.write_draft(folder, config_to_json(draft.config, kind, draft.fc.weight.dtype), kept)
+        del tensors["d2t"]
+    checkpoint.write_draft(
+        folder, write_block_config(draft.config, kind, draft.fc.weight.dtype), tensors
+    )
 
 
-def load(kind: Kind, folder: Path | str, target: FrozenTarget, *, key: str = "eval.draft") -> Any:
-    """Read a draft for a target. Raises UserError as `load_reading` does, and for a mask or layers that the target does not have."""
-    return checkpoint.load_reading(partial(check, kind), kind.draft, folder, target, key=key)
+def load_block(
+    kind: Kind, folder: Path | str, target: FrozenTarget, *, key: str = "eval.draft"
+) -> BlockDraft:
+    """Load a draft for a target.
+
+    Args:
+        kind: the method of block drafting.
+        folder: the folder of the draft.
+        target: the target.
+        key: the recipe key that errors name.
+
+    Raises:
+        UserError: as `load_reading`, and for a mask or layers that the target does not have.
+    """
+    return checkpoint.load_reading(partial(check_block, kind), kind.draft, folder, target, key=key)
 
 
-def check(
+def check_block(
     kind: Kind,
     folder: Path,
     tensors: Mapping[str, Tensor],
@@ -70,18 +72,34 @@ def check(
     key: str,
     name: Path | str,
 ) -> tuple[BlockConfig, dict[str, Tensor]]:
-    """A draft's config and its own tensors. Raises UserError as `load`, as far as the tensors, which may have no content, tell."""
-    config = config_from_json(
+    """Return a draft's config and its own tensors, after checking them.
+
+    Args:
+        kind: the method of block drafting.
+        folder: the folder of the draft.
+        tensors: the draft's tensors by name, which need no content.
+        target: the target; None checks what the files say by themselves.
+        key: the recipe key that errors name.
+        name: what errors call the draft.
+
+    Raises:
+        UserError: as `load`, as far as tensors without content tell.
+    """
+    config = read_block_config(
         kind,
         checkpoint.read_config(folder, key),
         None if target is None else target.num_layers,
         key,
     )
     if target is not None:
-        sizes = {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
-        checkpoint.check_fit(
-            sizes | {"num_target_layers": config.target_num_layers}, target, name, key
-        )
+        sizes = {
+            "hidden_size": config.hidden_size,
+            "vocab_size": config.vocab_size,
+            "num_target_layers": config.target_num_layers,
+        }
+        checkpoint.check_fit(sizes, target, name, key)
+
+    # A mask needs a row in the target's embedding.
     if (folder / MASK_EMBEDDING).is_file():
         raise UserError(
             key,
@@ -89,37 +107,43 @@ def check(
             expected="a mask that is a row of the target's embedding",
         )
     if not 0 <= config.mask_token_id < config.vocab_size:
-        got = f"{name} with mask_token_id {config.mask_token_id}"
         raise UserError(
-            key, got=got, expected=f"a token of the vocabulary, 0..{config.vocab_size - 1}"
+            key,
+            got=f"{name} with mask_token_id {config.mask_token_id}",
+            expected=f"a token of the vocabulary, 0..{config.vocab_size - 1}",
         )
     if not all(0 < layer <= config.target_num_layers for layer in config.aux_layers):
-        got = f"{name}, which reads the target after layers {list(config.aux_layers)}"
-        raise UserError(key, got=got, expected=f"1..{config.target_num_layers}")
-    given = {each: tensor for each, tensor in tensors.items() if each != "t2d"}
+        raise UserError(
+            key,
+            got=f"{name}, which reads the target after layers {list(config.aux_layers)}",
+            expected=f"1..{config.target_num_layers}",
+        )
+
+    # Compare the tensors with those of a draft of this config.
+    draft_tensors = {name: tensor for name, tensor in tensors.items() if name != "t2d"}
     with torch.device("meta"):
         expected = kind.draft(config).state_dict()
     optional = {EMBEDDING} if config.prunes_vocabulary else {EMBEDDING, HEAD, "d2t"}
     checkpoint.check_tensors(
-        expected, given, name, key, what=f"a {kind.name} draft", optional=optional
+        expected, draft_tensors, name, key, what=f"a {kind.name} draft", optional=optional
     )
+
+    # A copy of the target's embedding or head is left out. Another one is refused.
     if target is not None:
-        for shared in {EMBEDDING, HEAD} & optional & given.keys():
-            if not given[shared].is_meta and not checkpoint.is_copy(
-                given[shared], target.tensor(shared)
+        for shared in {EMBEDDING, HEAD} & optional & draft_tensors.keys():
+            if not draft_tensors[shared].is_meta and not checkpoint.is_copy(
+                draft_tensors[shared], target.tensor(shared)
             ):
                 raise UserError(
                     key, got=f"{name} with a {shared} of its own", expected="the target's"
                 )
-            del given[shared]
+            del draft_tensors[shared]
     if not config.prunes_vocabulary:
-        given.pop("d2t", None)
-    elif not given["d2t"].is_meta:
-        checkpoint.check_offsets(given["d2t"], config.vocab_size, name, key)
-    return config, given
+        draft_tensors.pop("d2t", None)
+    return config, draft_tensors
 
 
-def export(
+def export_block(
     kind: Kind,
     draft: Path,
     engine: str,
@@ -128,77 +152,117 @@ def export(
     target: TargetFiles | None,
     num_speculative_tokens: int,
 ) -> None:
-    """Write a draft for an engine. Raises UserError, before anything is written, for what the engine cannot express."""
-    config, own = check(
+    """Write a draft for an engine.
+
+    Args:
+        kind: the method of block drafting.
+        draft: the folder of the draft.
+        engine: the name of the engine.
+        layout: the engine's layout for this method.
+        output: a new folder.
+        target: the target's files; None if they are not known.
+        num_speculative_tokens: K.
+
+    Raises:
+        UserError: before anything is written, for what the engine cannot express.
+    """
+    config, tensors = check_block(
         kind, draft, checkpoint.read_tensors(draft, "draft"), target, key="draft", name=draft
     )
     layout.check(engine, config, draft)
-    dtype = checkpoint.stored_dtype(own.values())
+    dtype = checkpoint.choose_stored_dtype(tensors.values())
     if config.prunes_vocabulary:
-        own |= checkpoint.vocabulary_maps(own["d2t"], config.vocab_size)
-    head = HeadExport(config_to_json(config, kind, dtype), config, target, num_speculative_tokens)
+        tensors |= checkpoint.build_vocabulary_maps(tensors["d2t"], config.vocab_size)
+    head = HeadExport(
+        write_block_config(config, kind, dtype), config, target, num_speculative_tokens
+    )
     if layout.needs_target:
-        needed(target, layout.needs_target)
-    checkpoint.write_draft(output, layout.config(head), own)
+        require_target(target, layout.needs_target)
+    checkpoint.write_draft(output, layout.config(head), tensors)
 
 
-def config_to_json(config: BlockConfig, kind: Kind, dtype: torch.dtype) -> dict[str, Any]:
-    """The config.json of the method's authors."""
-    own = {name: getattr(config, name) for name in kind.own_fields}
-    own["target_layer_ids"] = [layer - 1 for layer in config.aux_layers]
+def write_block_config(config: BlockConfig, kind: Kind, dtype: torch.dtype) -> dict[str, object]:
+    """Return the config.json of a draft in the layout of the method's authors."""
+    method_fields = {name: getattr(config, name) for name in kind.own_fields}
+    method_fields["target_layer_ids"] = [layer - 1 for layer in config.aux_layers]
     layer = "full_attention" if config.sliding_window is None else "sliding_attention"
     return {
         "architectures": [kind.architectures[0]],
-        **checkpoint.shape_to_json(config, dtype),
+        **checkpoint.write_shape(config, dtype),
         "model_type": "qwen3",
         "layer_types": [layer] * config.num_layers,
         "use_sliding_window": config.sliding_window is not None,
         "draft_vocab_size": config.draft_vocab_size,
         "num_target_layers": config.target_num_layers,
-        **own,
-        NESTED: {**own, "causal": config.is_causal},
+        **method_fields,
+        NESTED_CONFIG_KEY: {**method_fields, "causal": config.is_causal},
     }
 
 
-def config_from_json(
-    kind: Kind, raw: Mapping[str, Any], target_num_layers: int | None, key: str
+def read_block_config(
+    kind: Kind, raw: RawConfig, target_num_layers: int | None, key: str
 ) -> BlockConfig:
-    """The inverse of `config_to_json` for every layout, with the defaults that engines assume for absent keys."""
-    nested = dict(stated(raw, NESTED, dict[str, Any], key) or {})
+    """Read a draft's config from config.json in any layout: the inverse of `write_block_config`.
+
+    Absent keys have the defaults that engines assume.
+
+    Args:
+        kind: the method of block drafting.
+        raw: the content of config.json.
+        target_num_layers: the target's depth, for files that do not say it; None if unknown.
+        key: the recipe key that errors name.
+
+    Raises:
+        UserError: for keys that are missing or invalid, and if the target's depth is unknown.
+    """
+    # The layout of the method's authors nests its keys, and counts layers from 0.
+    nested = dict(read_stated(raw, NESTED_CONFIG_KEY, dict[str, Any], key) or {})
     layers = [
         layer + 1 for layer in nested.get("target_layer_ids") or raw.get("target_layer_ids") or ()
     ]
-    if inner := checkpoint.layers_of_speculators(raw, kind.name, key):
-        layers = list(stated(raw, "aux_hidden_state_layer_ids", list[int], key) or ())
+
+    # The layout of speculators nests the keys of the layers.
+    inner = checkpoint.read_speculators_layers(raw, kind.name, key)
+    if inner:
+        layers = list(read_stated(raw, "aux_hidden_state_layer_ids", list[int], key) or ())
         windows = "sliding_attention" in (inner.get("layer_types") or ())
         raw = {
             "is_causal": windows and not raw.get("sliding_window_non_causal", False),
             **inner,
             **raw,
         }
-    both = {**raw, **nested}
-    shape = checkpoint.shape_from_json(raw, key, what=f"a {kind.name} draft")
+
+    # Read the shape, and what both layouts have in common.
+    keys = {**raw, **nested}
+    shape = checkpoint.read_shape(raw, key, what=f"a {kind.name} draft")
     causal = next(
         (value for value in (raw.get("is_causal"), nested.get("causal")) if value is not None), None
     )
     num_layers = raw.get("num_target_layers") or target_num_layers
-    if both.get("mask_token_id") is None or not layers:
-        missing = "target_layer_ids" if both.get("mask_token_id") is not None else "mask_token_id"
+    if keys.get("mask_token_id") is None or not layers:
+        missing = "target_layer_ids" if keys.get("mask_token_id") is not None else "mask_token_id"
         raise UserError(
             key, got=f"a config.json without {missing}", expected=f"the keys of a {kind.name} draft"
         )
     if num_layers is None:
-        expected = "the target: the draft's config.json does not say how deep it is"
-        raise UserError("target.model", got="nothing", expected=expected)
-    own: dict[str, Any] = {"block_size": 16}
-    own |= {name: both[name] for name in kind.own_fields if both.get(name) is not None}
-    own |= {"is_causal": shape["sliding_window"] is not None if causal is None else bool(causal)}
+        raise UserError(
+            "target.model",
+            got="nothing",
+            expected="the target: the draft's config.json does not say how deep it is",
+        )
+
+    # Read the keys that only this method has.
+    method_fields: dict[str, Any] = {"block_size": 16}
+    method_fields |= {name: keys[name] for name in kind.own_fields if keys.get(name) is not None}
+    method_fields |= {
+        "is_causal": shape.sliding_window is not None if causal is None else bool(causal)
+    }
     for name, least in (("block_size", 2), ("mask_token_id", 0), ("markov_rank", 1)):
-        stated(own, name, checkpoint.size_from(least), key)
+        read_stated(method_fields, name, checkpoint.define_size_type(least), key)
     return kind.config(
-        **shape,
-        draft_vocab_size=raw.get("draft_vocab_size") or shape["vocab_size"],
+        **vars(shape),
+        draft_vocab_size=raw.get("draft_vocab_size") or shape.vocab_size,
         aux_layers=tuple(layers),
         target_num_layers=num_layers,
-        **own,
+        **method_fields,
     )

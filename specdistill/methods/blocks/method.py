@@ -1,134 +1,120 @@
-"""What a method of block drafting is as a row of the table: how it is recognized, created, trained, examined, planned and exported."""
+"""The common part of the methods that draft blocks.
 
-from collections.abc import Iterator, Set
+It recognizes, creates, trains, decodes with and exports their drafts.
+"""
+
+from collections.abc import Mapping, Set
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import ClassVar
 
-import torch
+from datasets import Dataset
 from torch import Tensor
 
-from specdistill.losses.divergence import forward_kl
-from specdistill.methods import sizes
+from specdistill.methods.base import FeatureMethod
 from specdistill.methods.blocks import checkpoint
-from specdistill.methods.blocks.checkpoint import Kind
-from specdistill.methods.blocks.module import BlockDraft, block_config
-from specdistill.methods.blocks.objective import BlockObjective, objective
+from specdistill.methods.blocks.config import BlockRecipe
+from specdistill.methods.blocks.module import BlockConfig, BlockDraft, Kind, build_block_draft
+from specdistill.methods.blocks.objective import BlockObjective
 from specdistill.methods.blocks.proposer import BlockProposer
-from specdistill.methods.chains import repairs
-from specdistill.methods.chains.head import create_or_load, initialized, parameter_counts
-from specdistill.methods.contract import Implementation
-from specdistill.methods.feature_proposer import loaded_proposer
+from specdistill.methods.chains.head import create_or_load
+from specdistill.methods.mask_token import choose_mask
+from specdistill.methods.sizes import RawConfig
+from specdistill.serving.engines.engine import Layout
+from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
+from specdistill.training.losses.divergence import build_divergence
 
 TENSORS = {"fc.weight", "hidden_norm.weight", "layers.0.self_attn.k_norm.weight"}
-ALL_ANCHORS = 1 << 20
 
 
-def build(
-    kind: Kind,
-    target: FrozenTarget,
-    *,
-    draft_vocabulary: Tensor | None = None,
-    seed: int = 0,
-    **options: Any,
-) -> BlockDraft:
-    """A draft before training. draft_vocabulary: sorted target ids [W], None for all; options: keys of a recipe's `draft:`."""
-    width = target.vocab_size if draft_vocabulary is None else len(draft_vocabulary)
-    config = kind.config(**block_config(target, width, **options))
-    target.features(
-        torch.zeros(1, 1, dtype=torch.long, device=target.device), config.aux_layers
-    )  # which may refuse
-    draft = initialized(lambda: kind.draft(config), seed)
-    draft.begin(target, draft_vocabulary)
-    with torch.no_grad():  # the head is the target's, and engines do not scale what a draft's gives
-        draft.norm.weight.mul_(target.logits.scale)
-    if draft.markov_head is not None:
-        draft.markov_head.begin(draft.embed_tokens.weight, draft.lm_head.weight)
-    return draft.to(target.device)
+class BlockMethod(FeatureMethod[BlockRecipe, BlockDraft]):
+    """A method that drafts a block of tokens in one pass.
 
+    Attributes:
+        kind: the classes of the draft and its config, and what files call them.
+        own_tensors: names of tensors that drafts of this kind have and no others.
+        objective: the class of the objective.
+        proposer: the class of the proposer.
+    """
 
-def likely_causes(draft: BlockDraft, target: FrozenTarget) -> Iterator[repairs.Repair]:
-    """What may be wrong with a block drafter whose files are right."""
-    config, layers = draft.config, draft.config.aux_layers
-    for shifted in (tuple(layer + by for layer in layers) for by in (1, -1)):
-        if all(0 < layer <= target.num_layers for layer in shifted):
-            cause = f"it reads the target after layers {list(layers)}: it was trained on {list(shifted)}"
-            yield cause, repairs.configure, {"aux_layers": shifted}
-    cause = f"sample_from_anchor is {config.sample_from_anchor}: it was trained with the other"
-    yield cause, repairs.configure, {"sample_from_anchor": not config.sample_from_anchor}
-    cause = f"its slots see {'those before them' if config.is_causal else 'all of their block'}: it was trained with the other"
-    yield cause, repairs.configure, {"is_causal": not config.is_causal}
-    yield from repairs.of_shape(draft, target)
-    yield from repairs.of_layers(draft)
+    kind: ClassVar[Kind]
+    own_tensors: ClassVar[frozenset[str]] = frozenset()
+    objective: ClassVar[type[BlockObjective]]
+    proposer: ClassVar[type[BlockProposer]]
 
+    def has_tensors(self, names: Set[str]) -> bool:
+        """Return whether tensors of these names are a draft of this kind beyond doubt."""
+        return bool(self.own_tensors) and names >= TENSORS | self.own_tensors
 
-def planned(
-    kind: Kind,
-    published: sizes.PublishedFigures,
-    defaults: dict[str, Any],
-    target: sizes.Described,
-    given: sizes.Described | None,
-    settings: dict[str, Any],
-) -> sizes.PlannedDraft:
-    """The draft that is given, or the one that a recipe with these keys of `draft:` would train."""
-    asked = (
-        defaults
-        | {name: value for name, value in settings.items() if name in defaults}
-        | {"mask_token_id": 0}
-    )
-    aux_layers = asked.pop("aux_layers")
-    target.tried(lambda tiny: build(kind, tiny, **asked))
-    shape = sizes.planned_shape(target, given, asked)
-    width = (
-        given.raw.get("draft_vocab_size") if given else settings.get("vocab_size")
-    ) or target.text.vocab_size
-    sizes_of_draft = {**asked, **vars(shape)}
+    def is_named(self, config: RawConfig, names: Set[str]) -> bool:
+        """Return whether a folder calls itself a draft of this kind."""
+        stated_names = {*(config.get("architectures") or []), config.get("speculators_model_type")}
+        return bool(stated_names & {*self.kind.architectures, self.kind.name})
 
-    def whole(full: FrozenTarget) -> BlockDraft:
-        return kind.draft(
-            kind.config(**block_config(full, width, aux_layers=aux_layers, **sizes_of_draft))
+    def create(self, recipe: BlockRecipe, target: FrozenTarget, rows: Dataset) -> BlockDraft:
+        """Create a fresh draft or continue one, and choose its mask token."""
+        build = partial(build_block_draft, self.kind, mask_token_id=0)
+        load = partial(checkpoint.load_block, self.kind)
+        draft = create_or_load(recipe, target, build, load, "block_size", rows)
+        init = recipe.draft.init
+        inherited = draft.config.mask_token_id if init else None
+        mask = choose_mask(recipe.draft.mask_token_id, init, inherited, target, rows)
+        draft.config = replace(draft.config, mask_token_id=mask)
+        return draft
+
+    def build_objective(
+        self, draft: BlockDraft, recipe: BlockRecipe, target: FrozenTarget
+    ) -> BlockObjective:
+        """Build the objective that a recipe describes."""
+        return self.objective(
+            draft,
+            build_divergence(recipe.loss.divergence),
+            recipe.draft.num_anchors,
+            alpha=recipe.loss.d_pace,
+            seed=recipe.seed,
+            **recipe.loss.model_dump(exclude={"divergence", "d_pace"}),
         )
 
-    with torch.device("meta"):
-        draft = whole(target.weightless)
-    parts = parameter_counts(draft, once_per_round={"fc.weight"})
-    note = f"blocks of {draft.config.block_size}, reads {len(draft.aux_layers)} of the target's layers, borrows its head"
-    keys = tuple(
-        f"draft.{name}={asked[name]}"
-        for name in ("num_layers", "block_size", "markov_rank")
-        if name in asked
-    )
-    return sizes.PlannedDraft(
-        parts, shape, width, note, published, sizes.cache_of_head(shape, given), keys, build=whole
-    )
+    def build_proposer(self, draft: BlockDraft, target: FrozenTarget) -> BlockProposer:
+        """Build the proposer of a draft that is loaded."""
+        return self.proposer(draft)
 
+    def save(self, draft: BlockDraft, target: FrozenTarget, folder: Path) -> None:
+        """Write a draft."""
+        checkpoint.save_block(draft, self.kind, folder)
 
-def is_named(kind: Kind, config: Any, names: Set[str]) -> bool:
-    named = {*(config.get("architectures") or []), config.get("speculators_model_type")}
-    return bool(named & {*kind.architectures, kind.name})
+    def load(self, folder: Path, target: FrozenTarget, *, key: str) -> BlockDraft:
+        """Load a draft in the dtype of its file."""
+        return checkpoint.load_block(self.kind, folder, target, key=key)
 
+    def read_head_shape(self, config: RawConfig, num_layers: int | None) -> BlockConfig:
+        """Read the shape that a draft was trained with."""
+        return checkpoint.read_block_config(self.kind, config, num_layers, "draft")
 
-def block_method(
-    kind: Kind, published: sizes.PublishedFigures, recipe: Any, tensors: Set[str] = frozenset()
-) -> Implementation:
-    """tensors: names that this kind's drafts have in addition, and no other's."""
-    defaults = recipe.model_fields["draft"].annotation().shape()
-    return Implementation(
-        load_proposer=partial(loaded_proposer, partial(checkpoint.load, kind), BlockProposer),
-        has_tensors=lambda names: bool(tensors) and names >= TENSORS | tensors,
-        is_named=partial(is_named, kind),
-        create=lambda recipe, target, rows: create_or_load(
-            recipe, target, partial(build, kind), partial(checkpoint.load, kind), "block_size", rows
-        ),
-        save=lambda draft, target, folder: checkpoint.save(draft, kind, folder),
-        objective=objective,
-        head_shape=lambda config, num_layers: checkpoint.config_from_json(
-            kind, config, num_layers, "draft"
-        ),
-        check=lambda *files, **names: checkpoint.check(kind, *files, **names)[0],
-        simulated=lambda draft, num_tokens: BlockObjective(draft, forward_kl, ALL_ANCHORS),
-        repaired=partial(repairs.on_copies, likely_causes),
-        planned=partial(planned, kind, published, defaults),
-        is_described=lambda draft, target: kind.name in draft.calls_itself,
-        export=partial(checkpoint.export, kind),
-    )
+    def check(
+        self,
+        folder: Path,
+        tensors: Mapping[str, Tensor],
+        target: TargetFiles | None,
+        *,
+        key: str,
+        name: Path | str,
+        **options: object,
+    ) -> BlockConfig:
+        """Check a draft by its headers."""
+        config, _ = checkpoint.check_block(self.kind, folder, tensors, target, key=key, name=name)
+        return config
+
+    def export(
+        self,
+        folder: Path,
+        engine: str,
+        layout: Layout,
+        output: Path,
+        target: TargetFiles | None,
+        num_tokens: int,
+    ) -> None:
+        """Write a draft in the layout of an engine."""
+        checkpoint.export_block(self.kind, folder, engine, layout, output, target, num_tokens)

@@ -1,29 +1,45 @@
-"""A block drafter (DFlash, arXiv 2602.06036): one pass over a block of masks proposes all its tokens.
+"""A block drafter (DFlash, arXiv 2602.06036).
 
-Shapes: B rows, T positions, N blocks of P slots, K = P - 1 or P of which predict, A layers that are read, D target hidden size = H draft
-hidden size, V target vocabulary, W draft vocabulary, G key/value heads, d head size.
+One pass over a block of masks proposes all its tokens.
 
-The context is what the target knows: c_j = hidden_norm(fc(cat(features_j))), of which each layer makes its own keys and values. A block is
-the embeddings of (x_a, MASK, …, MASK) at the positions a, a + 1, …, which attend to the context before a and to one another:
+Shapes: B rows, T positions, N blocks of P slots, K = P - 1 or P of which predict, A layers that are
+read, D target hidden size = H draft hidden size, V target vocabulary, W draft vocabulary, G
+key/value heads, d head size.
 
-    h = input_layernorm(y);  Q = rope(q_norm(q_proj h));  K = rope(k_norm(k_proj [c ; h]));  V = v_proj [c ; h]
-    y += o_proj(attention);  y += mlp(post_attention_layernorm(y));  q_k = softmax(lm_head(norm(y_k)))
+The context is what the target knows: c_j = hidden_norm(fc(cat(features_j))). Each layer makes its
+own keys and values of it. The input of a block is the embeddings y of (x_a, MASK, …, MASK) at the
+positions a, a + 1, …. They attend to the context before a and to one another:
 
-Slot k predicts x_{a+k}, the anchor's own slot nothing; or, with `sample_from_anchor`, x_{a+k+1}, and all slots predict.
-Embedding and head are the target's, the head cut to a pruned vocabulary's rows.
+    h = input_layernorm(y)
+    Q = rope(q_norm(q_proj h))
+    K = rope(k_norm(k_proj [c ; h]))
+    V = v_proj [c ; h]
+    y += o_proj(attention)
+    y += mlp(post_attention_layernorm(y))
+    q_k = softmax(lm_head(norm(y_k)))
+
+Slot k predicts x_{a+k}, and the anchor's own slot predicts nothing. With `sample_from_anchor` slot
+k predicts x_{a+k+1}, and all slots predict. Embedding and LM head are the target's. For a pruned
+vocabulary, the LM head has only the rows of its tokens.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from specdistill.errors import UserError
-from specdistill.methods.chains.head import head_shape
-from specdistill.methods.layers import FeatureDraft, FeatureShape, KVCache, PlainLayer, RMSNorm
-from specdistill.methods.mask_token import mask_token
+from specdistill.common.errors import UserError
+from specdistill.methods.chains.head import build_initialized, plan_head_shape
+from specdistill.methods.layers import (
+    Embedding,
+    FeatureDraft,
+    FeatureShape,
+    KVCache,
+    PlainLayer,
+    RMSNorm,
+)
 from specdistill.targets.frozen import Features, FrozenTarget
 
 Rotation = tuple[Tensor, Tensor]
@@ -31,7 +47,14 @@ Rotation = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig(FeatureShape):
-    """Shape and switches of a block drafter."""
+    """The shape and the switches of a block drafter.
+
+    Attributes:
+        block_size: P, slots of a block.
+        mask_token_id: the token in the place of what is not drafted yet.
+        is_causal: whether a slot sees only the slots up to itself.
+        sample_from_anchor: whether the anchor's slot predicts, too.
+    """
 
     block_size: int
     mask_token_id: int
@@ -40,16 +63,18 @@ class BlockConfig(FeatureShape):
 
     @property
     def first_slot(self) -> int:
-        """The first that predicts."""
+        """The first slot that predicts."""
         return 0 if self.sample_from_anchor else 1
 
     @property
     def num_drafted(self) -> int:
-        """K at most."""
+        """The largest K."""
         return self.block_size - self.first_slot
 
 
 class BlockLayer(PlainLayer):
+    """A Llama layer with norms of query and key heads, which reads a context and a block."""
+
     def __init__(self, config: BlockConfig, index: int) -> None:
         super().__init__(config, index, head_norms=True)
 
@@ -60,17 +85,33 @@ class BlockLayer(PlainLayer):
         kv_cache: KVCache,
         context: tuple[Tensor, Rotation] | None = None,
     ) -> Tensor:
-        """context: [B, T, H] and its rotary tables, where it is not remembered yet: forward alone has a sharded layer's whole weights."""
+        """Run the layer over blocks.
+
+        Args:
+            hidden_NPH: the hidden states of the slots.
+            rotary: cos and sin [N, P, d] of the slots.
+            kv_cache: keys and values of the context.
+            context: the context [B, T, H] and its rotary tables, if its keys and values are not in
+                the cache yet. They are made here because a sharded layer has its whole weights only
+                during `forward`.
+        """
         if context is not None:
             self.self_attn.remember(*context, self.index, kv_cache)
         return super().forward(hidden_NPH, rotary, kv_cache)
 
 
 class BlockDraft(FeatureDraft):
-    """The drafter. What a subclass may have: `markov_head`, a correction of its logits once the tokens before a slot are known (see
-    specdistill.methods.dspark), and `confidence_head`, from hidden states [..., H] and embeddings [..., E] of the tokens before them to
-    logits [...] of the chance that a draft token is accepted.
+    """A block drafter.
+
+    Attributes:
+        markov_head: None, or in a subclass a correction of the logits by the tokens before a slot,
+            once these are known (see specdistill.methods.dspark).
+        confidence_head: None, or in a subclass a module that states how likely a draft token is
+            accepted. It reads hidden states [..., H] and embeddings [..., E] of the tokens before
+            them, and returns logits [...] of that chance.
     """
+
+    config: BlockConfig
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
@@ -79,9 +120,7 @@ class BlockDraft(FeatureDraft):
             len(config.aux_layers) * config.hidden_size, config.hidden_size, bias=False
         )
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size).requires_grad_(
-            False
-        )
+        self.embed_tokens = Embedding(config).requires_grad_(False)
         self.layers = nn.ModuleList(
             [BlockLayer(config, index) for index in range(config.num_layers)]
         )
@@ -98,16 +137,16 @@ class BlockDraft(FeatureDraft):
         )
 
     def context(self, features: Features) -> Tensor:
-        """[B, T, H] of which every layer makes keys and values."""
-        context: Tensor = self.hidden_norm(self.fc(torch.cat(features.aux, dim=-1)))
-        return context
+        """Return the context [B, T, H], of which every layer makes keys and values."""
+        output: Tensor = self.hidden_norm(self.fc(torch.cat(features.aux, dim=-1)))
+        return output
 
     def remember(self, features: Features, rotary: Rotation, kv_cache: KVCache) -> None:
-        """In decoding, the keys and values of positions that were committed."""
+        """Add the keys and values of committed positions to the cache, in decoding."""
         context_BTH = self.context(features)
         for index, layer in enumerate(self.layers):
-            attention: Any = layer.self_attn
-            attention.remember(context_BTH, rotary, index, kv_cache)
+            assert isinstance(layer, BlockLayer)
+            layer.self_attn.remember(context_BTH, rotary, index, kv_cache)
 
     def forward(
         self,
@@ -116,14 +155,86 @@ class BlockDraft(FeatureDraft):
         kv_cache: KVCache,
         context: tuple[Tensor, Rotation] | None = None,
     ) -> Tensor:
-        """[N, P, H], which `logits` reads, of blocks as long as the rotary tables [N, P, d]. context: see `BlockLayer`."""
+        """Run the draft over blocks.
+
+        Args:
+            anchor_ids_N: the tokens of the anchors.
+            rotary: cos and sin [N, P, d] of the slots; their length is that of the blocks.
+            kv_cache: keys and values of the context.
+            context: see `BlockLayer.forward`.
+
+        Returns:
+            Hidden states [N, P, H], which `logits` reads.
+        """
         ids_NP = anchor_ids_N.new_full(rotary[0].shape[:2], self.config.mask_token_id)
         ids_NP[:, 0] = anchor_ids_N
         hidden = self.embed_tokens(ids_NP)
         for layer in self.layers:
             hidden = layer(hidden, rotary, kv_cache, context)
-        normed: Tensor = self.norm(hidden)
-        return normed
+        output: Tensor = self.norm(hidden)
+        return output
+
+
+COMMON_FIELDS = {field.name for field in fields(FeatureShape)}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A method of block drafting: its classes and their names in files.
+
+    Attributes:
+        name: the name in the files of speculators.
+        architectures: the names in config.json. The first of them is written.
+        config: the class of the config.
+        draft: the class of the draft.
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    config: type[BlockConfig]
+    draft: Callable[..., BlockDraft]
+
+    @property
+    def own_fields(self) -> list[str]:
+        """The fields of the config that other drafts do not have, by their names in files."""
+        return [field.name for field in fields(self.config) if field.name not in COMMON_FIELDS]
+
+
+def build_block_draft(
+    kind: Kind,
+    target: FrozenTarget,
+    *,
+    draft_vocabulary: Tensor | None = None,
+    seed: int = 0,
+    aux_layers: Sequence[int] | None = None,
+    **options: object,
+) -> BlockDraft:
+    """Build a draft before training.
+
+    Args:
+        kind: the method of block drafting.
+        target: the target.
+        draft_vocabulary: sorted target ids [W]; None for all.
+        seed: the seed of the random weights.
+        aux_layers: layers of the target that are read; None for the default.
+        **options: other keys of a recipe's `draft:`, and the mask.
+
+    Raises:
+        UserError: as `block_config`.
+    """
+    width = target.vocab_size if draft_vocabulary is None else len(draft_vocabulary)
+    config = kind.config(**block_config(target, width, aux_layers=aux_layers, **options))
+    # Try it on one token: the target may refuse to give the states of these layers.
+    target.features(torch.zeros(1, 1, dtype=torch.long, device=target.device), config.aux_layers)
+    draft = build_initialized(lambda: kind.draft(config), seed)
+    draft.begin(target, draft_vocabulary)
+    # The LM head is the target's, and engines do not scale a draft's logits. So the draft's final
+    # norm has the scale.
+    with torch.no_grad():
+        draft.norm.weight.mul_(target.logits.scale)
+    if draft.markov_head is not None:
+        draft.markov_head.begin(draft.embed_tokens.weight, draft.lm_head.weight)
+    return draft.to(target.device)
 
 
 def block_config(
@@ -131,33 +242,46 @@ def block_config(
     draft_vocab_size: int,
     *,
     aux_layers: Sequence[int] | None = None,
-    mask_token_id: int | None = None,
-    **options: Any,
+    **options: object,
 ) -> dict[str, Any]:
-    """The fields of `BlockConfig` from the keys of a recipe. Raises UserError for layers and for a mask that the target does not have, and
-    as `head_shape`.
+    """Return the fields of `BlockConfig` from the keys of a recipe and the mask.
+
+    Args:
+        target: the target.
+        draft_vocab_size: W.
+        aux_layers: layers of the target that are read; None for the default.
+        **options: other keys of a recipe's `draft:`, and the mask.
+
+    Raises:
+        UserError: for layers that the target does not have, and as `plan_head_shape`.
     """
-    layers = default_layers(target.num_layers) if aux_layers is None else list(aux_layers)
+    layers = choose_default_layers(target.num_layers) if aux_layers is None else list(aux_layers)
     if (
         not layers
         or sorted(set(layers)) != layers
         or not 0 < layers[0] <= layers[-1] <= target.num_layers
     ):
-        expected = (
-            f"different layers in ascending order from 1 to {target.num_layers}, the target's depth"
+        raise UserError(
+            "draft.aux_layers",
+            got=layers,
+            expected=(
+                f"different layers in ascending order from 1 to {target.num_layers}, the target's"
+                " depth"
+            ),
         )
-        raise UserError("draft.aux_layers", got=layers, expected=expected)
     return {
-        **head_shape(target, **options),
+        **plan_head_shape(target, **options),
         "draft_vocab_size": draft_vocab_size,
         "aux_layers": tuple(layers),
         "target_num_layers": target.num_layers,
-        "mask_token_id": mask_token(target, mask_token_id),
     }
 
 
-def default_layers(num_layers: int, count: int = 5) -> list[int]:
-    """Spread from the second layer to the third last, as DFlash's; fewer where there are not as many."""
+def choose_default_layers(num_layers: int, count: int = 5) -> list[int]:
+    """Return layers spread evenly from 2 to num_layers - 2, as DFlash's.
+
+    Layers count "after L layers". There are fewer than `count` if the target is too shallow.
+    """
     last = max(num_layers - 2, 1)
     spread = (round(2 + index * (last - 2) / (count - 1)) for index in range(count))
     return sorted({min(max(layer, 1), num_layers) for layer in spread})

@@ -1,12 +1,22 @@
-"""What a block drafter learns: the target's distribution at every slot of blocks that begin at many tokens of a row.
+"""Train a block drafter: it learns the target's distribution at the slots of many blocks.
 
-Shapes: B rows, T positions, N blocks, P slots, K slots that predict, H hidden size, D target hidden size, W draft vocabulary, E width of a
-correction, r rows of a chunk.
+Shapes: B rows, T positions, N blocks, P slots, K slots that predict, H hidden size, D target hidden
+size, W draft vocabulary, E width of a correction, r rows of a chunk.
 
-The slot that predicts x_s learns the target's distribution after x_{s-1}. A correction reads the text's tokens before a slot, as it does in
-drafting as long as drafts are accepted; after that nothing counts.
+The blocks begin at many tokens of a row. The slot that predicts x_s learns the target's
+distribution after x_{s-1}. A correction reads the text's tokens before a slot. In drafting it does
+the same as long as draft tokens are accepted, and after a rejection nothing counts.
+
+`draw_blocks` chooses the anchors, where the blocks of a batch begin, and which slots of each block
+are trained. In it S = B T, and the N anchors are padded.
+
+An anchor is the last token that is known when a block is drafted. The target's features of all
+tokens before it are known, its own are not. In the first round after a prompt, the anchor is the
+last token of the prompt. So the anchor of the first token of an answer has no loss itself.
 """
 
+import random
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -14,31 +24,105 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdistill.losses.chunked import head_loss
-from specdistill.losses.divergence import Divergence, build_divergence
-from specdistill.losses.position_weights import d_pace, geometric
-from specdistill.methods.blocks.anchors import draw_blocks, spans
-from specdistill.methods.blocks.attention import BlockMemory
+from specdistill.methods.blocks.attention import BlockKVCache
 from specdistill.methods.blocks.module import BlockDraft
-from specdistill.methods.blocks.recipe import BlockRecipe
 from specdistill.targets.frozen import Features, FrozenTarget
+from specdistill.training.losses.divergence import Divergence
+from specdistill.training.losses.head_loss import compute_head_loss
 from specdistill.training.objective import (
     Objective,
     SoftTargets,
     StepSums,
     TargetDistributions,
     chain_products,
+    compute_d_pace_weights,
+    compute_geometric_weights,
 )
+
+ROWS = 256  # slots of the blocks that attend together on a CPU
+SIZES = 8  # how many different numbers of blocks batches are padded to
+
+
+def draw_blocks(
+    batch: Mapping[str, Tensor], num_anchors: int, num_drafted: int, seed: int | None
+) -> tuple[Tensor, Tensor]:
+    """Draw the blocks of a batch: their anchors, and which tokens after each anchor are learned.
+
+    A token can be an anchor if the next token is in its document and has a loss. So every loss
+    token can be learned, from the token before it, unless it is the first of its document. Slot j
+    of the anchor t predicts token t + j. It is learned if the tokens t + 1 to t + j are all in the
+    document of t and have a loss, because drafting reaches token t + j only through those before
+    it.
+
+    Args:
+        batch: packed rows [B, T], with their loss positions.
+        num_anchors: blocks per row, on average. If there are more possible anchors, this many are
+            drawn, all with the same probability and none twice.
+        num_drafted: K.
+        seed: the seed of the draw; None takes anchors at even distances.
+
+    Returns:
+        The anchors, ascending positions [N] in the flattened batch, and what is learned, [N, K]
+        bool.
+    """
+    num_tokens = batch["position_ids"].numel()
+    # Loss positions are never the first of a document. So a run of them is in one document. Nothing
+    # past the end has a loss.
+    has_loss_S = torch.zeros(num_tokens + num_drafted, dtype=torch.bool).index_fill(
+        0, batch["loss_positions"], True
+    )
+    has_loss_S[0] = False  # loss positions are padded with 0
+    possible = has_loss_S[1:num_tokens].nonzero().flatten()
+    most = min(num_anchors * len(batch["position_ids"]), num_tokens)
+    if len(possible) > most:
+        evenly = [index * len(possible) // most for index in range(most)]
+        chosen = (
+            evenly
+            if seed is None
+            else sorted(random.Random(seed).sample(range(len(possible)), most))
+        )
+        possible = possible[chosen]
+    # A step is compiled for each number of anchors, so there are few such numbers. The padding
+    # repeats an anchor and learns nothing.
+    step = max(1, most // SIZES)
+    size = max(1, -(-len(possible) // step)) * step
+    anchors_N = F.pad(
+        possible, (0, size - len(possible)), value=int(possible[-1]) if len(possible) else 1
+    )
+    label_NK = anchors_N.unsqueeze(1) + torch.arange(1, num_drafted + 1)
+    is_learned_NK = has_loss_S[label_NK].cumprod(1).bool()
+    is_learned_NK[len(possible) :] = False
+    return anchors_N, is_learned_NK
+
+
+def split_blocks(
+    batch: Mapping[str, Tensor], anchors_N: Tensor, block_size: int
+) -> list[tuple[int, int, int, int]]:
+    """Return the chunks of blocks that attend together on a CPU.
+
+    They are whole numbers that are computed before the step, so that nothing in the step depends on
+    data.
+
+    Args:
+        batch: packed rows [B, T].
+        anchors_N: ascending positions in the flattened batch.
+        block_size: P.
+
+    Returns:
+        For each chunk: the first block, the block after the last, and the first position and the
+        end of what the blocks see of the flattened batch.
+    """
+    starts_N = anchors_N - batch["position_ids"].flatten()[anchors_N]
+    size = max(1, ROWS // block_size)
+    chunks = enumerate(zip(starts_N.split(size), anchors_N.split(size), strict=True))
+    return [
+        (n * size, n * size + len(starts), int(starts.min()), int(anchors.max()))
+        for n, (starts, anchors) in chunks
+    ]
 
 
 class BlockObjective(Objective):
-    """A block drafter as the trainer sees it: target features in, loss sums of each drafted position out.
-
-    Args:
-        num_anchors: blocks of a row.
-        step_decay: drafted position k counts step_decay ** k; alpha: or by D-PACE.
-        confidence_weight: of the cross-entropy of the confidence in each slot, where the draft states one, with its expected acceptance.
-    """
+    """The training of a block drafter: target features in, loss sums per drafted position out."""
 
     def __init__(
         self,
@@ -52,28 +136,51 @@ class BlockObjective(Objective):
         confidence_weight: float = 0.0,
         seed: int = 0,
     ) -> None:
-        super().__init__(
-            draft, divergence, temperature, geometric(step_decay, draft.config.num_drafted)
-        )
-        self.num_anchors, self.seed = num_anchors, seed
-        self.alpha, self.confidence_weight = alpha, confidence_weight
+        """Create the objective.
 
-    def prepare(self, batch: dict[str, Any], number: int | None) -> dict[str, Any]:
-        """The batch with its blocks, which are drawn anew each time that a row is read."""
+        Args:
+            draft: the block drafter.
+            divergence: the loss of one token.
+            num_anchors: blocks per row.
+            step_decay: the loss weight of drafted position k is step_decay ** k.
+            temperature: divides both sets of logits.
+            alpha: the smoothing of D-PACE, which then weighs the positions instead; None:
+                `step_decay`.
+            confidence_weight: the weight of the confidence's loss, if the draft states a
+                confidence: in each slot its cross-entropy with the expected acceptance.
+            seed: the seed of the anchors.
+        """
+        super().__init__(
+            draft,
+            divergence,
+            temperature,
+            compute_geometric_weights(step_decay, draft.config.num_drafted),
+        )
+        self.num_anchors = num_anchors
+        self.seed = seed
+        self.alpha = alpha
+        self.confidence_weight = confidence_weight
+
+    def prepare(self, batch: dict[str, Tensor], number: int | None) -> dict[str, object]:
+        """Return the batch with its blocks, which are drawn anew each time that a row is read."""
         seed = None if number is None else self.seed * 1_000_003 + number
         anchors_N, has_loss_NK = draw_blocks(batch, self.num_anchors, len(self.step_weights), seed)
-        own = spans(batch, anchors_N, self.draft.config.block_size)
-        return batch | {"anchors": anchors_N, "has_loss": has_loss_NK, "spans": own}
+        return batch | {
+            "anchors": anchors_N,
+            "has_loss": has_loss_NK,
+            "spans": split_blocks(batch, anchors_N, self.draft.config.block_size),
+        }
 
-    def num_loss_tokens(self, batch: dict[str, Any]) -> Tensor:
-        """Blocks: what the loss of a batch is divided by."""
-        blocks: Tensor = batch["has_loss"][:, 0].sum()
-        return blocks
+    def count_loss_tokens(self, batch: dict[str, Tensor]) -> Tensor:
+        """Return the number of blocks, by which the loss of a batch is divided."""
+        return batch["has_loss"][:, 0].sum()
 
-    def read_target(self, target: FrozenTarget, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Features, and the target's distributions where slots predict."""
-        return self.of_target(
-            target, inputs, self._labels(inputs["anchors"], inputs["input_ids"].numel()).flatten()
+    def read_target(self, target: FrozenTarget, inputs: dict[str, Tensor]) -> dict[str, object]:
+        """Return the target's features, and its distributions where slots predict."""
+        return self.read_target_outputs(
+            target,
+            inputs,
+            self._find_labels(inputs["anchors"], inputs["input_ids"].numel()).flatten(),
         )
 
     def forward(
@@ -86,24 +193,45 @@ class BlockObjective(Objective):
         features: Features,
         soft_targets: SoftTargets,
         measure: bool = False,
-        **unread: Any,  # the batch's other columns
+        **unread: object,  # the batch's other columns
     ) -> tuple[Tensor, StepSums]:
-        """The loss summed over the blocks of packed rows [B, T] (see specdistill.rows.packing), each the weighted sum over its slots, and
-        the sums of each drafted position. measure: also fill the metrics that cost time.
+        """Compute the loss of the blocks of packed rows [B, T] (see specdistill.data.rows.packing).
+
+        Args:
+            input_ids: [B, T].
+            position_ids: [B, T], positions within the documents.
+            anchors: [N], see `draw_blocks`.
+            has_loss: [N, K], which slots are learned.
+            spans: see `spans`.
+            features: the target's features at all positions.
+            soft_targets: the target's distributions before the tokens that slots predict.
+            measure: whether to also fill the metrics that cost time.
+            **unread: the other columns of the batch.
+
+        Returns:
+            The loss, summed over the blocks, each the weighted sum over its slots, and the sums of
+            each drafted position.
         """
-        draft, shape = self.draft, self.draft.config
-        position_S, ids_S = position_ids.flatten(), input_ids.flatten()
+        # Run the draft over all blocks at once.
+        # Lay the anchors of all rows out in one flat sequence.
+        draft = self.draft
+        shape = self.draft.config
+        position_S = position_ids.flatten()
+        ids_S = input_ids.flatten()
         slots = torch.arange(shape.block_size, device=anchors.device)
         starts = anchors - position_S[anchors]
-        memory = BlockMemory(
+        memory = BlockKVCache(
             anchors, starts, spans, shape.block_size, shape.sliding_window, shape.is_causal
         )
         like = features.last_hidden
+
+        # Every block attends to the context before its anchor, and within itself.
         context = draft.context(features), draft.rotary(like, position_ids)
         rotary = draft.rotary(like, position_S[anchors].unsqueeze(1) + slots)
         normed_NPH = draft(ids_S[anchors], rotary, memory, context)
         rows_NKH = normed_NPH[:, shape.first_slot :]
-        labels_NK = self._labels(anchors, ids_S.numel())
+        labels_NK = self._find_labels(anchors, ids_S.numel())
+        # The correction of a slot reads the token before the one that the slot predicts.
         correction = None
         if draft.markov_head is not None:
             correction_NKE, embedded_NKE = draft.markov_head(rows_NKH, ids_S[labels_NK - 1])
@@ -111,8 +239,11 @@ class BlockObjective(Objective):
                 correction_NKE.flatten(0, 1).unsqueeze(0),
                 draft.markov_head.markov_w2.weight,
             )
+
+        # The labels of all drafted positions, [N K] in one row.
         confident = draft.confidence_head is not None and self.confidence_weight > 0
-        tokens_R, has_loss_R = ids_S[labels_NK].flatten(), has_loss.flatten()
+        tokens_R = ids_S[labels_NK].flatten()
+        has_loss_R = has_loss.flatten()
 
         def targets_of(rows: slice) -> tuple[TargetDistributions, Tensor, Tensor]:
             return (
@@ -121,28 +252,33 @@ class BlockObjective(Objective):
                 has_loss_R[rows],
             )
 
+        # Weigh the positions: by D-PACE within the loss, or by fixed weights here.
         weights_NK = has_loss * (1.0 if self.alpha is not None else self.step_weights)
         weights_1R = weights_NK.flatten().float().unsqueeze(0)
         losses = partial(
-            head_loss,
+            compute_head_loss,
             rows_NKH.flatten(0, 1).unsqueeze(0),
             weights_1R,
             draft.logits,
             targets_of,
-            self.row_losses,
-            together=shape.num_drafted,
+            self.compute_row_losses,
+            group_size=shape.num_drafted,
         )
         total, metrics_M1R = losses(correction=correction)
         losses_NK, *measured = metrics_M1R[:, 0].unflatten(1, has_loss.shape) * has_loss
+
+        # The confidence head learns the chance that each token is accepted.
         if confident:
             confidence_NK = draft.confidence_head(rows_NKH, embedded_NKE)
             error_NK = F.binary_cross_entropy_with_logits(
                 confidence_NK.float(), measured[1], reduction="none"
             )
             total = total + self.confidence_weight * (error_NK * has_loss * self.step_weights).sum()
-        sums = StepSums.of(
+        sums = StepSums.from_losses(
             has_loss.float().T, losses_NK.T, *(values_NK.T for values_NK in measured if measure)
         )
+
+        # Without the Markov correction, how long would the accepted chains be?
         if measure and correction is not None:
             _, uncorrected_M1R = losses()
             sums.chain_uncorrected = chain_products(
@@ -150,39 +286,39 @@ class BlockObjective(Objective):
             )
         return total, sums
 
-    def row_losses(self, logits_rW: Tensor, targets: Any, k: int) -> tuple[Tensor, Tensor]:
-        """As all objectives', of whole blocks. targets: distributions, the text's tokens [r], and whether they have a loss [r]."""
+    def compute_row_losses(self, logits_rW: Tensor, targets: Any, k: int) -> tuple[Tensor, Tensor]:
+        """Return losses and metrics of rows, as all objectives do, weighed by D-PACE if it is used.
+
+        Args:
+            logits_rW: logits of whole blocks.
+            targets: the target's distributions, the text's tokens [r], and whether they have a loss
+                [r].
+            k: as in `Objective.compute_row_losses`.
+        """
         soft, token_r, has_loss_r = targets
-        losses_r, metrics_Mr = super().row_losses(logits_rW, soft, k)
+        losses_r, metrics_Mr = super().compute_row_losses(logits_rW, soft, k)
         if self.alpha is None:
             return losses_r, metrics_Mr
         with torch.no_grad():
-            # The chance of the text's token; a token that the draft does not have is never right.
-            logits_rW, ids_W = logits_rW / self.temperature, self.draft.target_ids_W
+            # Compute the chance of the text's token. It is 0 for a token that is not in the draft
+            # vocabulary.
+            logits_rW = logits_rW / self.temperature
+            ids_W = self.draft.target_ids_W
             index_r = torch.searchsorted(ids_W, token_r).clamp_max(len(ids_W) - 1)
             log_q_r = logits_rW.float().gather(1, index_r.unsqueeze(1)).squeeze(
                 1
             ) - logits_rW.float().logsumexp(1)
             chance_r = log_q_r.exp() * (ids_W[index_r] == token_r)
             blocks = (-1, len(self.step_weights))
-            weights_r = d_pace(chance_r.view(blocks), has_loss_r.view(blocks), self.alpha).flatten()
+            weights_r = compute_d_pace_weights(
+                chance_r.view(blocks), has_loss_r.view(blocks), self.alpha
+            ).flatten()
         return losses_r * weights_r, metrics_Mr
 
-    def _labels(self, anchors_N: Tensor, num_tokens: int) -> Tensor:
-        """[N, K] flattened positions of the tokens that slots predict; those past the end have no loss."""
+    def _find_labels(self, anchors_N: Tensor, num_tokens: int) -> Tensor:
+        """Return the flattened positions [N, K] of the tokens that slots predict.
+
+        Positions past the end are clamped. They have no loss.
+        """
         ahead = torch.arange(1, 1 + len(self.step_weights), device=anchors_N.device)
         return (anchors_N.unsqueeze(1) + ahead).clamp_max(num_tokens - 1)
-
-
-def objective(draft: BlockDraft, recipe: BlockRecipe, target: FrozenTarget) -> BlockObjective:
-    """The objective that a recipe describes."""
-    loss = recipe.loss.model_dump(exclude={"divergence", "d_pace"})
-    divergence = build_divergence(recipe.loss.divergence)
-    return BlockObjective(
-        draft,
-        divergence,
-        recipe.draft.num_anchors,
-        alpha=recipe.loss.d_pace,
-        seed=recipe.seed,
-        **loss,
-    )

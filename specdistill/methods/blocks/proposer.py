@@ -1,10 +1,13 @@
-"""A block drafter drafts: one pass over a block of masks, for chains or trees of one sequence or several.
+"""The proposer of block drafters: chains or trees, for one sequence or several.
 
-Shapes: B rows, F freshly committed positions, H hidden size, K draft tokens, T nodes of a level, V target vocabulary, W draft vocabulary, E
-width of a correction.
+One pass over a block of masks drafts all tokens of a round.
 
-A tree costs no other pass. Without a correction the nodes of a level have one distribution of children (JetSpec, arXiv 2606.18394), with
-one each node its own (PCTree, arXiv 2608.02123).
+Shapes: B rows, F freshly committed positions, H hidden size, K draft tokens, T nodes of a level, V
+target vocabulary, W draft vocabulary, E width of a correction.
+
+A tree needs no further pass. Without a correction all nodes of a level have the same distribution
+of children (JetSpec, arXiv 2606.18394). With a correction each node has its own (PCTree, arXiv
+2608.02123).
 """
 
 import itertools
@@ -12,23 +15,27 @@ import itertools
 import torch
 from torch import Tensor
 
+from specdistill.common.errors import UserError
 from specdistill.decoding.proposer import DecodingState, Proposal
 from specdistill.decoding.sampling import Generators, Sampling
-from specdistill.decoding.tree import TreeShape, at_nodes
-from specdistill.errors import UserError
+from specdistill.decoding.tree import TreeShape, gather_nodes
 from specdistill.methods.blocks.module import BlockDraft
 from specdistill.methods.feature_proposer import FeatureProposer
 
 
-class BlockProposer(FeatureProposer):
-    """Keys and values of committed positions are kept; a block's are forgotten after its pass."""
+class BlockProposer(FeatureProposer[BlockDraft]):
+    """The proposer of a block drafter, for chains and trees.
+
+    The cache keeps keys and values of committed positions. Those of a block are forgotten after its
+    pass.
+    """
 
     def __init__(self, draft: BlockDraft) -> None:
         super().__init__(draft)
         self.depends_on_width = not draft.config.is_causal
         self.settings = {"block_size": draft.config.block_size}
 
-    def passes(self, k: int) -> int:
+    def count_passes(self, k: int) -> int:
         return 1 if k else 0
 
     def propose(
@@ -36,11 +43,10 @@ class BlockProposer(FeatureProposer):
     ) -> list[Proposal]:
         slots = self._block(state, k, key="eval.num_speculative_tokens")
 
-        def next_logits(step: int, index_B: Tensor | None) -> tuple[Tensor, Tensor | None]:
-            logits_B1W, confidence_B1 = slots.next(
-                step, None if index_B is None else self.in_target(index_B).unsqueeze(1)
-            )
-            return logits_B1W[:, 0], None if confidence_B1 is None else confidence_B1[:, 0]
+        def next_logits(step: int, index_B: Tensor | None) -> Tensor:
+            return slots.next(
+                step, None if index_B is None else self.map_to_target(index_B).unsqueeze(1)
+            )[:, 0]
 
         return self.chains(k, sampling, generators, next_logits)
 
@@ -52,22 +58,39 @@ class BlockProposer(FeatureProposer):
 
         def expand(index_BT: Tensor, rows_BT: Tensor) -> Tensor:
             slots.follow(rows_BT)
-            return slots.next(next(levels), self.in_target(index_BT))[0]
+            return slots.next(next(levels), self.map_to_target(index_BT))
 
-        logits_B1W, _ = slots.next(0, None)
+        logits_B1W = slots.next(0, None)
         drafts = shape.grow(logits_B1W[:, 0], expand, sampling, generators)
-        return [self.proposal(index_N, probs_NW, tree) for index_N, tree, probs_NW in drafts]
+        return [self.build_proposal(index_N, probs_NW, tree) for index_N, tree, probs_NW in drafts]
 
     def _block(self, state: DecodingState, k: int, *, key: str) -> "_Slots":
-        """The pass over the block of each row, after what was committed since the last one entered the cache."""
+        """Run the pass over the block of each row.
+
+        Before it, what was committed since the last pass is added to the cache.
+
+        Args:
+            state: the sequences.
+            k: draft tokens of the round, or levels of the tree.
+            key: the recipe key that the error names.
+
+        Raises:
+            UserError: if the block has fewer than k slots that predict.
+        """
         config = self.config
         if k > config.num_drafted:
-            got = f"{k} with a draft of blocks of {config.block_size}"
-            raise UserError(key, got=got, expected=f"at most {config.num_drafted}")
-        counts, committed = state.num_fresh, self.committed(state)
-        self.draft.remember(state.fresh.first(max(counts)), self.cache.extend(counts), self.cache)
+            raise UserError(
+                key,
+                got=f"{k} with a draft of blocks of {config.block_size}",
+                expected=f"at most {config.num_drafted}",
+            )
+        counts = state.num_fresh
+        committed = self.count_committed(state)
+        self.draft.remember(
+            state.fresh.first(max(counts)), self.cache.begin_chain(counts), self.cache
+        )
         anchor_ids_B = torch.tensor([ids[-1] for ids in state.token_ids], device=self.device)
-        rotary = self.cache.extend(
+        rotary = self.cache.begin_chain(
             [k + config.first_slot] * len(counts), is_causal=config.is_causal
         )
         hidden_BKH = self.draft(anchor_ids_B, rotary, self.cache)[:, config.first_slot :]
@@ -76,34 +99,46 @@ class BlockProposer(FeatureProposer):
 
 
 class _Slots:
-    """A block after its pass: slot by slot the logits, corrected by the tokens before, of one node of each row, or of T of its tree."""
+    """A block after its pass, which gives the logits slot by slot, corrected by the tokens before.
+
+    It does so for one node of each row, or for T nodes of each row's tree.
+    """
 
     def __init__(self, draft: BlockDraft, hidden_BKH: Tensor, anchor_ids_B: Tensor) -> None:
-        self.draft, self.hidden_BKH, self.previous_B1 = draft, hidden_BKH, anchor_ids_B.unsqueeze(1)
+        self.draft = draft
+        self.hidden_BKH = hidden_BKH
+        self.previous_B1 = anchor_ids_B.unsqueeze(1)
         self.logits_BKW = draft.logits(hidden_BKH)
         self.state_BTE = (
             draft.markov_head.start(hidden_BKH).unsqueeze(1) if draft.markov_head else None
         )
 
     def follow(self, rows_BT: Tensor) -> None:
-        """From now on the nodes of a level, rows_BT being each one's parent in the level before."""
-        self.state_BTE = None if self.state_BTE is None else at_nodes(self.state_BTE, rows_BT)
+        """Continue with the nodes of the next level.
 
-    def next(self, slot: int, token_BT: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Logits [B, T, W] of a slot after the tokens drafted in the one before, and the confidence [B, T] of a draft that states one."""
-        draft, previous_BT = self.draft, self.previous_B1 if token_BT is None else token_BT
+        Args:
+            rows_BT: the parent of each node, as an index into the level before.
+        """
+        self.state_BTE = None if self.state_BTE is None else gather_nodes(self.state_BTE, rows_BT)
+
+    def next(self, slot: int, token_BT: Tensor | None) -> Tensor:
+        """Return the logits [B, T, W] of a slot.
+
+        Args:
+            slot: the slot.
+            token_BT: the tokens drafted in the slot before; None: the anchor.
+        """
+        draft = self.draft
+        previous_BT = self.previous_B1 if token_BT is None else token_BT
         logits_BTW, hidden_BTH = (
             of_slots[:, slot : slot + 1].expand(-1, previous_BT.shape[1], -1)
             for of_slots in (self.logits_BKW, self.hidden_BKH)
         )
         if draft.markov_head is None:
-            return logits_BTW, None
+            return logits_BTW
         assert self.state_BTE is not None
-        correction_BTE, embedded_BTE, self.state_BTE = draft.markov_head.step(
+        correction_BTE, _, self.state_BTE = draft.markov_head.step(
             hidden_BTH, previous_BT, self.state_BTE
         )
-        logits_BTW = logits_BTW + correction_BTE @ draft.markov_head.markov_w2.weight.T
-        confidence = draft.confidence_head
-        return logits_BTW, None if confidence is None else confidence(
-            hidden_BTH, embedded_BTE
-        ).float().sigmoid()
+        output: Tensor = logits_BTW + correction_BTE @ draft.markov_head.markov_w2.weight.T
+        return output

@@ -1,17 +1,26 @@
-"""How engines are given block drafters: the layouts of exports, and what vLLM's loader makes of a folder. No torch.
+"""How block drafters are given to engines: layouts of exports, and vLLM's loader. No torch.
 
-Read in vLLM 0.32's qwen3_dflash.py and configs/speculators, in the converter that llama-cpp-python 0.3.36 has, and of SGLang in dflash.py
-alone: what its DSpark takes is not known here, so only what DFlash's layers and the plain correction are is written for it. vLLM runs the
-anchor's slot and as many as it drafts tokens: slots that see each other are served as they were trained at the largest K alone.
+The facts were read in vLLM 0.32's qwen3_dflash.py and configs/speculators, in the converter of
+llama-cpp-python 0.3.36, and in SGLang's dflash.py. What SGLang's DSpark accepts is not known here.
+So for SGLang only DFlash's layers and the plain correction are written.
+
+vLLM runs the anchor's slot and as many slots as it drafts tokens. So slots that see each other are
+served as they were trained only at the largest K. vLLM scales the embeddings that a draft borrows
+from Gemma 4, as the target does (vllm-project/vllm pull request 41703).
 """
 
-from typing import Any
+from specdistill.serving.engines.engine import HeadExport, Layout
+from specdistill.serving.engines.loader import (
+    LLAMA_SETTINGS,
+    Limit,
+    Loader,
+    Setting,
+    Slot,
+    list_layer_slots,
+)
+from specdistill.serving.engines.vllm import build_speculators_config
 
-from specdistill.engines.engine import HeadExport, Layout
-from specdistill.engines.loader import LLAMA_SETTINGS, Limit, Loader, Setting, Slot, layer_slots
-from specdistill.engines.vllm import speculators_config
-
-PRUNED = Limit(
+PRUNED_VOCABULARY_LIMIT = Limit(
     "a pruned vocabulary",
     lambda draft: draft.draft_vocab_size < draft.vocab_size,
     "the target's vocabulary",
@@ -20,6 +29,11 @@ CORRECTION = Limit(
     "a correction by more than the token before",
     lambda draft: draft.markov_head_type != "vanilla",
     "vanilla",
+)
+SCALED_EMBEDDING = Limit(
+    "a scaled embedding",
+    lambda draft: draft.embedding_scale != 1,
+    "a target that does not scale its own, or method=eagle3",
 )
 CAUSAL = Limit(
     "causal slots and no window",
@@ -39,7 +53,7 @@ SLOTS = (
         slot
         for layer in ("layers.0", "layers.{i}")
         for slot in (
-            *layer_slots(layer, "H", "input_layernorm"),
+            *list_layer_slots(layer, "H", "input_layernorm"),
             *(Slot(f"{layer}.self_attn.{norm}.weight", "E") for norm in ("q_norm", "k_norm")),
         )
     ),
@@ -47,55 +61,63 @@ SLOTS = (
     Slot("embed_tokens.weight", "V H", source="shared"),
     Slot("d2t", "W", "pruned"),
 )
-NESTED = "dflash_config"
+NESTED_CONFIG_KEY = "dflash_config"
 SETTINGS = {
     **LLAMA_SETTINGS,
     "draft_vocab_size": Setting(("draft_vocab_size", "vocab_size")),
     "target_hidden_size": Setting(("target_hidden_size", "hidden_size")),
-    "num_aux_hidden_states": Setting((f"{NESTED}.target_layer_ids#", "target_layer_ids#"), 5),
+    "num_aux_hidden_states": Setting(
+        (f"{NESTED_CONFIG_KEY}.target_layer_ids#", "target_layer_ids#"), 5
+    ),
     "fc_norm": Setting(default=False),
     "norm_before_fc": Setting(default=False),
-    "mask_token_id": Setting((f"{NESTED}.mask_token_id", "mask_token_id")),
-    "is_causal": Setting(("is_causal", f"{NESTED}.causal"), False),
+    "mask_token_id": Setting((f"{NESTED_CONFIG_KEY}.mask_token_id", "mask_token_id")),
+    "is_causal": Setting(("is_causal", f"{NESTED_CONFIG_KEY}.causal"), False),
 }
 
 
-def loader(
+def build_vllm_loader(
     *slots: Slot,
     architecture: str,
     settings: dict[str, Setting],
     ignored: tuple[str, ...] = (),
     limits: tuple[Limit, ...] = (),
 ) -> Loader:
-    """vLLM's, for the layout of a method's authors."""
+    """Return vLLM's loader for the layout of a method's authors."""
     return Loader(
         architectures=frozenset({architecture}),
         slots=(*SLOTS, *slots),
         unknown="refused",
         unset="silent",
         settings={**SETTINGS, **settings},
-        aux_layers={"": {f"{NESTED}.target_layer_ids": 1, "target_layer_ids": 1}},
+        aux_layers={"": {f"{NESTED_CONFIG_KEY}.target_layer_ids": 1, "target_layer_ids": 1}},
         ignored=("t2d", *ignored),
         limits=limits,
     )
 
 
-def of_speculators(kind: str, architecture: str) -> Layout:
-    """speculators' folder, from which vLLM takes the target and how many tokens to draft."""
+def build_speculators_layout(kind: str, architecture: str) -> Layout:
+    """Return the layout of a folder of speculators.
 
-    def config(export: HeadExport) -> dict[str, Any]:
-        elsewhere = ("is_causal", "causal", "target_layer_ids")
-        own = {name: value for name, value in export.llama[NESTED].items() if name not in elsewhere}
+    From it vLLM takes the target and how many tokens to draft.
+    """
+
+    def config(export: HeadExport) -> dict[str, object]:
+        method_keys = {
+            name: value
+            for name, value in export.llama[NESTED_CONFIG_KEY].items()
+            if name not in ("is_causal", "causal", "target_layer_ids")
+        }
         layers = {
             name: value
             for name, value in export.llama.items()
-            if name not in {*own, NESTED, "target_layer_ids"}
+            if name not in {*method_keys, NESTED_CONFIG_KEY, "target_layer_ids"}
         }
         return {
-            **speculators_config(export, kind, architecture, layers),
-            **own,
+            **build_speculators_config(export, kind, architecture, layers),
+            **method_keys,
             "aux_hidden_state_layer_ids": list(export.head.aux_layers),
-            # vLLM takes it for the causality of layers without a window, too.
+            # vLLM uses this key also for the causality of layers without a window.
             "sliding_window_non_causal": not export.head.is_causal,
         }
 

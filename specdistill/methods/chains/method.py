@@ -1,28 +1,43 @@
-"""What heads that draft chains have in common as rows of the table: how they decode, learn and are examined."""
+"""The common part of the methods whose heads draft chains: how they learn and decode."""
 
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any
+from typing import ClassVar, TypeVar
 
-from specdistill.losses.divergence import forward_kl
-from specdistill.methods.chains import repairs
+from specdistill.methods.base import FeatureMethod
+from specdistill.methods.chains.advice import HeadT
+from specdistill.methods.chains.config import HeadRecipe
+from specdistill.methods.chains.objective import TrainingTimeTest
 from specdistill.methods.chains.proposer import HeadProposer
-from specdistill.methods.chains.unroll import TrainingTimeTest, objective
-from specdistill.methods.contract import Implementation
-from specdistill.methods.feature_proposer import loaded_proposer
 from specdistill.targets.frozen import FrozenTarget
+from specdistill.training.losses.divergence import build_divergence
+
+HeadRecipeT = TypeVar("HeadRecipeT", bound=HeadRecipe)
 
 
-def head_method(
-    load: Callable[..., Any],
-    likely_causes: Callable[[Any, FrozenTarget], Iterator[repairs.Repair]],
-    **own: Any,
-) -> Implementation:
-    """load: (folder, target, key=) -> the head. likely_causes: what may be wrong with one whose files are right. own: all else."""
-    return Implementation(
-        load_proposer=partial(loaded_proposer, load, HeadProposer),
-        objective=objective,
-        simulated=lambda head, num_tokens: TrainingTimeTest(head, forward_kl, num_tokens),
-        repaired=partial(repairs.on_copies, likely_causes),
-        **own,
-    )
+class ChainMethod(FeatureMethod[HeadRecipeT, HeadT]):
+    """A method whose draft is a `Head`.
+
+    Attributes:
+        objective: the class of the objective.
+        proposer: the class of the proposer.
+    """
+
+    objective: ClassVar[type[TrainingTimeTest]]
+    proposer: ClassVar[type[HeadProposer]]
+
+    def build_objective(
+        self, draft: HeadT, recipe: HeadRecipeT, target: FrozenTarget
+    ) -> TrainingTimeTest:
+        """Build the objective that a recipe describes.
+
+        EAGLE-1 recipes also train the head to predict the target's features.
+        """
+        return self.objective(
+            draft,
+            build_divergence(recipe.loss.divergence),
+            recipe.draft.ttt_steps,
+            **recipe.loss.model_dump(exclude={"divergence"}),
+        )
+
+    def build_proposer(self, draft: HeadT, target: FrozenTarget) -> HeadProposer:
+        """Build the proposer of a head that is loaded."""
+        return self.proposer(draft)

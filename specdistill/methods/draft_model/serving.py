@@ -1,6 +1,6 @@
-"""How engines are given draft models: as any model. No torch."""
+"""Draft models in engines, which take them as any model. This file does not import torch."""
 
-from specdistill.engines.engine import Layout, Serving
+from specdistill.serving.engines.engine import Layout, Serving
 
 SERVING = {
     "vllm": Serving("draft_model", Layout()),

@@ -2,28 +2,35 @@
 
 from typing import Literal
 
-from specdistill.methods.blocks.recipe import BlockDraftConfig, BlockLossConfig, BlockRecipe
+from specdistill.methods.blocks.config import BlockDraftConfig, BlockLossConfig, BlockRecipe
 from specdistill.recipe.fields import option, section
 
 
 class DSparkDraftConfig(BlockDraftConfig):
+    """The section `draft:` of a DSpark recipe."""
+
     markov_rank: int = option(
         256, "rank of the correction of a token's logits by the token before it", ge=1
     )
     markov_head_type: Literal["vanilla", "gated", "rnn"] = option(
         "vanilla",
-        "correction by the token before; gated: by the hidden state too; rnn: by all tokens of the block; vLLM has vanilla",
+        "correction by the token before; gated: by the hidden state too; rnn: by all tokens of the"
+        " block; vLLM has vanilla",
     )
     enable_confidence_head: bool = option(True, "estimate each draft token's chance of acceptance")
 
 
 class DSparkLossConfig(BlockLossConfig):
+    """The section `loss:` of a DSpark recipe."""
+
     confidence_weight: float = option(
         1.0, "weight of the confidence's cross-entropy, added to the divergence", ge=0
     )
 
 
 class DSparkRecipe(BlockRecipe):
+    """The recipe of a DSpark drafter."""
+
     draft: DSparkDraftConfig = section(DSparkDraftConfig)
     loss: DSparkLossConfig = section(DSparkLossConfig)
 

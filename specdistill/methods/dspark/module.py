@@ -1,15 +1,20 @@
-"""DSpark (arXiv 2607.05147): a block drafter whose logits are corrected by the tokens before a slot, and that states its confidence.
+"""DSpark (arXiv 2607.05147): a block drafter that corrects its logits and states its confidence.
 
-Shapes: N blocks, B rows or nodes, K slots, H hidden size, V target vocabulary, W draft vocabulary, E markov_rank.
+Shapes: N blocks, B rows or nodes, K slots, H hidden size, V target vocabulary, W draft vocabulary,
+E markov_rank.
 
-All slots predict (`sample_from_anchor`). With h_k a slot's hidden state, U_k its logits and x the token before it, e = W1[x]:
+A slot's logits are corrected by the tokens before it. All slots predict (`sample_from_anchor`).
+With h_k a slot's hidden state, U_k its logits, x the token before it and e = W1[x]:
 
     vanilla     logits_k = U_k + W2 e
     gated       logits_k = U_k + W2 (sigmoid(gate_proj [h_k ; e]) * e)
-    rnn         g, c, o = joint_proj [s ; e ; h_k];  s' = σ(g) s + (1 - σ(g)) tanh(c);  logits_k = U_k + W2 tanh(o);  s = 0 at the anchor
+    rnn         logits_k = U_k + W2 tanh(o)
+                g, c, o = joint_proj [s ; e ; h_k]
+                s' = sigmoid(g) s + (1 - sigmoid(g)) tanh(c)
     confidence  c_k = sigmoid(proj [h_k ; e])
 
-Each slot's distribution is that of a chain: given the tokens before it, so verification is exact.
+The state s of the rnn is 0 at the anchor, and s' is the state of the next slot. Each slot's
+distribution is that of a chain, given the tokens before it, so verification is exact.
 """
 
 from dataclasses import dataclass
@@ -23,6 +28,16 @@ from specdistill.methods.blocks.module import BlockConfig, BlockDraft
 
 @dataclass(frozen=True, kw_only=True)
 class DSparkConfig(BlockConfig):
+    """The shape and the switches of a DSpark drafter.
+
+    Attributes:
+        sample_from_anchor: the anchor's own slot predicts too.
+        markov_rank: E, the rank of the correction.
+        markov_head_type: the kind of the correction (see the module).
+        enable_confidence_head: whether the drafter states its confidence.
+        confidence_head_with_markov: whether the confidence head also reads e.
+    """
+
     sample_from_anchor: bool = True
     markov_rank: int
     markov_head_type: Literal["vanilla", "gated", "rnn"] = "vanilla"
@@ -31,11 +46,16 @@ class DSparkConfig(BlockConfig):
 
 
 class MarkovHead(nn.Module):
-    """The correction, of rank E: the products of markov_w2 [W, E] with what `step` and the call return are added to the logits."""
+    """The correction of the logits, of rank E.
+
+    The first results of `step` and `forward` have width E. Their products with markov_w2 [W, E] are
+    added to the logits.
+    """
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__()
-        rank, self.kind = config.markov_rank, config.markov_head_type
+        rank = config.markov_rank
+        self.kind = config.markov_head_type
         self.markov_w1 = nn.Embedding(config.vocab_size, rank)
         self.markov_w2 = nn.Linear(rank, config.draft_vocab_size, bias=False)
         if self.kind == "gated":
@@ -45,8 +65,13 @@ class MarkovHead(nn.Module):
 
     @torch.no_grad()
     def begin(self, embedding_VH: Tensor, head_WH: Tensor) -> None:
-        """Before training, by the target's embedding and rows of its head: tokens begin as the target has them, in the directions in which
-        its head differs most, and nothing is corrected.
+        """Initialize the correction from the target, so that it corrects nothing at first.
+
+        Tokens start as the target embeds them, in the directions in which its head differs most.
+
+        Args:
+            embedding_VH: [V, H], the target's embedding.
+            head_WH: [W, H], the target's head, cut to the draft vocabulary.
         """
         width = min(self.markov_w1.embedding_dim, *head_WH.shape)
         directions_HE = torch.linalg.svd(head_WH.float(), full_matrices=False).Vh[:width].T
@@ -54,19 +79,29 @@ class MarkovHead(nn.Module):
         self.markov_w1.weight[:, :width] = embedded_VE / embedded_VE.square().mean().sqrt()
         if self.kind == "rnn":
             self.markov_w2.weight[:, :width] = head_WH.float() @ directions_HE
-            self.joint_proj.weight[-self.markov_w1.embedding_dim :] = 0  # of its output
+            self.joint_proj.weight[-self.markov_w1.embedding_dim :] = 0  # the rows of o
             self.joint_proj.bias.zero_()
         else:
             self.markov_w2.weight.zero_()
 
     def start(self, hidden_BKH: Tensor) -> Tensor:
-        """The state [B, E] before the first slot."""
+        """Return the state [B, E] before the first slot."""
         return hidden_BKH.new_zeros(len(hidden_BKH), self.markov_w1.embedding_dim)
 
     def step(
         self, hidden_BH: Tensor, previous_ids_B: Tensor, state_BE: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """One slot: what is multiplied and the token's embedding, [B, E] each, and the state after it."""
+        """Compute the correction of one slot.
+
+        Args:
+            hidden_BH: [B, H], the slot's hidden states.
+            previous_ids_B: [B], the tokens before the slot.
+            state_BE: [B, E], the state before the slot.
+
+        Returns:
+            What markov_w2 is multiplied with, the embedding e of the token before, and the state
+            after the slot; [B, E] each.
+        """
         embedded: Tensor = self.markov_w1(previous_ids_B)
         if self.kind == "vanilla":
             return embedded, embedded, state_BE
@@ -79,22 +114,35 @@ class MarkovHead(nn.Module):
         gate, candidate, output = self.joint_proj(
             torch.cat((state_BE, embedded, hidden_BH), -1)
         ).chunk(3, -1)
-        kept = gate.sigmoid()
-        return output.tanh(), embedded, kept * state_BE + (1 - kept) * candidate.tanh()
+        kept_share = gate.sigmoid()
+        return output.tanh(), embedded, kept_share * state_BE + (1 - kept_share) * candidate.tanh()
 
     def forward(self, hidden_NKH: Tensor, previous_ids_NK: Tensor) -> tuple[Tensor, Tensor]:
-        """All slots, the token before each being known: the same two [N, K, E]."""
-        state_NE, found = self.start(hidden_NKH), []
+        """Compute the corrections of all slots, if the token before each is known.
+
+        Args:
+            hidden_NKH: [N, K, H], the slots' hidden states.
+            previous_ids_NK: [N, K], the tokens before the slots.
+
+        Returns:
+            What markov_w2 is multiplied with, and the embeddings e; [N, K, E] each.
+        """
+        state_NE = self.start(hidden_NKH)
+        outputs_by_slot = []
         for hidden_NH, previous_N in zip(
             hidden_NKH.unbind(1), previous_ids_NK.unbind(1), strict=True
         ):
             correction_NE, embedded_NE, state_NE = self.step(hidden_NH, previous_N, state_NE)
-            found.append((correction_NE, embedded_NE))
-        corrections, embedded = (torch.stack(part, 1) for part in zip(*found, strict=True))
+            outputs_by_slot.append((correction_NE, embedded_NE))
+        corrections, embedded = (
+            torch.stack(part, 1) for part in zip(*outputs_by_slot, strict=True)
+        )
         return corrections, embedded
 
 
 class ConfidenceHead(nn.Module):
+    """Estimates the chance that a draft token is accepted; it returns logits."""
+
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__()
         self.with_markov = config.confidence_head_with_markov
@@ -108,6 +156,8 @@ class ConfidenceHead(nn.Module):
 
 
 class DSparkDraft(BlockDraft):
+    """A block drafter with a correction and, if the config says so, a confidence head."""
+
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__(config)
         self.markov_head = MarkovHead(config)

@@ -1,11 +1,18 @@
-"""How engines are given DSpark drafters. No torch."""
+"""DSpark drafters in engines. This file does not import torch."""
 
-from specdistill.engines.engine import Layout, Serving
-from specdistill.engines.loader import Setting, Slot
-from specdistill.methods.blocks.serving import CAUSALITY, CORRECTION, loader, of_speculators
+from specdistill.methods.blocks.serving import (
+    CAUSALITY,
+    CORRECTION,
+    SCALED_EMBEDDING,
+    build_speculators_layout,
+    build_vllm_loader,
+)
+from specdistill.serving.engines.engine import Layout, Serving
+from specdistill.serving.engines.loader import Setting, Slot
 
-# vLLM's qwen3_dspark.py; its runner V2 alone runs it. The confidence head may be there or not.
-VLLM = loader(
+# From vLLM's qwen3_dspark.py, which only vLLM's runner V2 runs. The confidence head may be there or
+# not.
+VLLM = build_vllm_loader(
     Slot("markov_head.markov_w1.weight", "V R"),
     Slot("markov_head.markov_w2.weight", "W R"),
     architecture="Qwen3DSparkModel",
@@ -18,11 +25,11 @@ VLLM = loader(
     ignored=("confidence_head",),
     limits=(CORRECTION,),
 )
-LIMITED = Layout(limits=(CORRECTION,))
+LIMITED_LAYOUT = Layout(limits=(CORRECTION,))
 
 SERVING = {
-    "vllm": Serving("dspark", LIMITED, (VLLM,)),
-    "sglang": Serving("DSPARK", Layout(limits=(CORRECTION, CAUSALITY))),
-    "speculators": Serving("dspark", of_speculators("dspark", "DSparkSpeculator")),
-    "gguf": Serving("draft-dspark", LIMITED),
+    "vllm": Serving("dspark", LIMITED_LAYOUT, (VLLM,)),
+    "sglang": Serving("DSPARK", Layout(limits=(CORRECTION, CAUSALITY, SCALED_EMBEDDING))),
+    "speculators": Serving("dspark", build_speculators_layout("dspark", "DSparkSpeculator")),
+    "gguf": Serving("draft-dspark", Layout(limits=(CORRECTION, SCALED_EMBEDDING))),
 }

@@ -1,48 +1,57 @@
-"""EAGLE-1 checkpoints: a folder of config.json and weights, in the layout that SafeAILab ships and vLLM wraps.
+"""EAGLE-1 checkpoints: config.json and weights, in the layout that SafeAILab ships and vLLM wraps.
 
-The config is that of a one-layer Llama with `bias`, which SafeAILab takes for true when it is absent; a `fc.bias` of zeros is read as
-none, whatever the config says. Embedding and head are the target's: omitted here, checked against it in files that hold them
-(SafeAILab's do).
+The config is that of a one-layer Llama with the key `bias`. SafeAILab takes an absent `bias` for
+true. An `fc.bias` of zeros is read as no bias, whatever the config says.
+
+Embedding and head are the target's. The files written here omit them. Files that hold them, as
+SafeAILab's do, are checked against the target.
 """
 
 import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from specdistill.engines.engine import HeadExport, Layout
-from specdistill.errors import UserError
+from specdistill.common.errors import UserError
 from specdistill.methods import checkpoint
 from specdistill.methods.eagle.module import EagleConfig, EagleDraft
-from specdistill.targets.files import TargetFiles, needed
+from specdistill.methods.sizes import RawConfig
+from specdistill.serving.engines.engine import HeadExport, Layout
+from specdistill.targets.files import TargetFiles, require_target
 from specdistill.targets.frozen import FrozenTarget
 
-WHAT = "an EAGLE-1 head"
+DESCRIPTION = "an EAGLE-1 head"
 
 
 def save_eagle(draft: EagleDraft, folder: Path) -> None:
-    """Write the head; `load_eagle` reads it back bit for bit."""
+    """Write a head into a folder; `load_eagle` reads it back bit for bit."""
     tensors = {
         name: tensor for name, tensor in draft.state_dict().items() if name not in draft.shared
     }
-    checkpoint.write_draft(folder, config_to_json(draft.config, draft.fc.weight.dtype), tensors)
+    checkpoint.write_draft(folder, write_eagle_config(draft.config, draft.fc.weight.dtype), tensors)
 
 
 def load_eagle(folder: Path | str, target: FrozenTarget, *, key: str = "eval.draft") -> EagleDraft:
-    """Read a head for a target. Raises UserError as `load_reading` does, and for a head with another scale of logits than the target's, or
-    with an embedding or an output layer that is not the target's.
+    """Load a head for a target.
+
+    Raises:
+        UserError: as `load_reading` does, for a head that states another scale of logits than the
+            target has, and for a head with an embedding or an output layer that is not the
+            target's.
     """
-    draft: EagleDraft = checkpoint.load_reading(check_eagle, EagleDraft, folder, target, key=key)
+    draft = checkpoint.load_reading(check_eagle, EagleDraft, folder, target, key=key)
     if draft.config.logit_scale != 1 and not math.isclose(
         draft.config.logit_scale, target.logits.scale, rel_tol=1e-4
     ):
-        got = f"{folder} with logit_scale {draft.config.logit_scale:g}"
-        raise UserError(key, got=got, expected=f"{target.logits.scale:g}, as {target.name} has")
-    draft.borrow(target)
+        raise UserError(
+            key,
+            got=f"{folder} with logit_scale {draft.config.logit_scale:g}",
+            expected=f"{target.logits.scale:g}, as {target.name} has",
+        )
+    draft.copy_from_target(target)
     return draft
 
 
@@ -54,28 +63,50 @@ def check_eagle(
     key: str,
     name: Path | str,
 ) -> tuple[EagleConfig, dict[str, Tensor]]:
-    """A head's config and tensors, checked against each other, without the copies of the target's embedding and head that it may bring.
+    """Check a head's config and tensors against each other and against its target.
 
-    Tensors need have no content: an `fc.bias` is then taken for zeros where the config says that there is none. Raises UserError as
-    `load_eagle` does.
+    Args:
+        folder: the folder that holds config.json.
+        tensors: the tensors by name. They need have no content: an `fc.bias` is then taken for
+            zeros if the config says that there is none.
+        target: the target; None checks what the files say by themselves.
+        key: the recipe key that errors name.
+        name: what errors call the head.
+
+    Returns:
+        The config, and the tensors. If the target is given, the copies of its embedding and its
+        head are left out.
+
+    Raises:
+        UserError: as `load_eagle` does, except for the scale of logits.
     """
-    config = config_from_json(checkpoint.read_config(folder, key), key)
+    config = read_eagle_config(checkpoint.read_config(folder, key), key)
     if target is not None:
         checkpoint.check_fit(
             {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}, target, name, key
         )
+
+    # A bias of zeros is no bias.
     tensors = dict(tensors)
     bias = tensors.get("fc.bias")
     if bias is not None and not (config.fc_bias if bias.is_meta else bias.any()):
         del tensors["fc.bias"]
         config = dataclasses.replace(config, fc_bias=False)
+
+    # Compare the tensors with those of a head of this config.
     with torch.device("meta"):
         expected = EagleDraft(config).state_dict()
-    checkpoint.check_tensors(expected, tensors, name, key, what=WHAT, optional=EagleDraft.shared)
+    checkpoint.check_tensors(
+        expected, tensors, name, key, what=DESCRIPTION, optional=EagleDraft.shared
+    )
+
+    # The copies of the target's embedding and head must be equal to them.
     if target is not None:
         for shared in sorted(EagleDraft.shared & tensors.keys()):
-            given = tensors.pop(shared)
-            if not given.is_meta and not checkpoint.is_copy(given, target.tensor(shared)):
+            shared_tensor = tensors.pop(shared)
+            if not shared_tensor.is_meta and not checkpoint.is_copy(
+                shared_tensor, target.tensor(shared)
+            ):
                 raise UserError(
                     key,
                     got=f"{name} with another {shared} than {target.name} has",
@@ -84,7 +115,7 @@ def check_eagle(
     return config, tensors
 
 
-def export(
+def export_eagle(
     draft: Path,
     engine: str,
     layout: Layout,
@@ -92,37 +123,62 @@ def export(
     target: TargetFiles | None,
     num_speculative_tokens: int,
 ) -> None:
-    """Write a head for an engine. Raises UserError, before anything is written, for what the engine cannot express, and for a head with
-    an embedding or an output layer that is not the target's.
+    """Write a head for an engine; see `Method.export` for the arguments.
+
+    The target is needed if the head repeats its embedding or its output layer.
+
+    Raises:
+        UserError: before anything is written, for what the engine cannot express, and for a head
+            with an embedding or an output layer that is not the target's.
     """
     config, tensors = check_eagle(
         draft, checkpoint.read_tensors(draft, "draft"), target, key="draft", name=draft
     )
     layout.check(engine, config, draft)
-    if repeated := EagleDraft.shared & tensors.keys():
-        needed(target, f"{draft} repeats its {min(repeated)}")
-    dtype = checkpoint.stored_dtype(tensors.values())
+    repeated = EagleDraft.shared & tensors.keys()
+    if repeated:
+        require_target(target, f"{draft} repeats its {min(repeated)}")
+    if config.embedding_scale != 1:
+        # Engines look embeddings up without the scale. Only fc reads them, so that its half for
+        # embeddings can carry the scale.
+        tensors["fc.weight"][:, : config.hidden_size] *= config.embedding_scale
+        config = dataclasses.replace(config, embedding_scale=1.0)
+    dtype = checkpoint.choose_stored_dtype(tensors.values())
     if layout.fc_bias:
         tensors.setdefault("fc.bias", torch.zeros(config.hidden_size, dtype=dtype))
-    head = HeadExport(_llama(config, dtype), config, target, num_speculative_tokens)
+    head = HeadExport(_build_llama_config(config, dtype), config, target, num_speculative_tokens)
     checkpoint.write_head(output, layout, head, tensors)
 
 
-def config_to_json(config: EagleConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """The config.json of a one-layer Llama with the key `bias`."""
-    return {"architectures": ["LlamaForCausalLM"], **_llama(config, dtype), "bias": config.fc_bias}
+def write_eagle_config(config: EagleConfig, dtype: torch.dtype) -> dict[str, object]:
+    """Return the config.json of a head: that of a one-layer Llama, with the key `bias`."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        **_build_llama_config(config, dtype),
+        "bias": config.fc_bias,
+    }
 
 
-def config_from_json(raw: Mapping[str, Any], key: str) -> EagleConfig:
-    """The inverse of `config_to_json`, also for a config that vLLM wraps."""
+def read_eagle_config(raw: RawConfig, key: str) -> EagleConfig:
+    """Read a head's config from its config.json, also from one that vLLM wraps.
+
+    It is the inverse of `write_eagle_config`.
+
+    Args:
+        raw: the content of config.json.
+        key: the recipe key that errors name.
+
+    Raises:
+        UserError: as `read_shape`.
+    """
     raw = raw.get("model", raw)
     return EagleConfig(
-        **checkpoint.shape_from_json({**raw, "logit_scale": None}, key, what=WHAT),
+        **vars(checkpoint.read_shape({**raw, "logit_scale": None}, key, what=DESCRIPTION)),
         fc_bias=raw.get("bias", True),
         logit_scale=raw.get("logit_scale") or 1.0,
     )
 
 
-def _llama(config: EagleConfig, dtype: torch.dtype) -> dict[str, Any]:
+def _build_llama_config(config: EagleConfig, dtype: torch.dtype) -> dict[str, object]:
     scale = {} if config.logit_scale == 1 else {"logit_scale": config.logit_scale}
-    return {**checkpoint.shape_to_json(config, dtype), **scale}
+    return {**checkpoint.write_shape(config, dtype), **scale}

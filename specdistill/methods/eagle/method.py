@@ -1,116 +1,95 @@
-"""EAGLE-1 as a row of the table: how it is recognized, created, trained, examined, planned and exported."""
+"""EAGLE-1 as a method: how a head is recognized, created, trained, decoded with and exported."""
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Mapping, Set
+from pathlib import Path
 
-import torch
+from datasets import Dataset
+from torch import Tensor
 
-from specdistill.methods import sizes
-from specdistill.methods.chains import repairs
-from specdistill.methods.chains.head import (
-    create_or_load,
-    drafts_chains,
-    head_shape,
-    parameter_counts,
-)
-from specdistill.methods.chains.method import head_method
+from specdistill.methods.chains.head import create_or_load, is_chain_draft
+from specdistill.methods.chains.method import ChainMethod
+from specdistill.methods.chains.objective import TrainingTimeTest
+from specdistill.methods.chains.proposer import HeadProposer
+from specdistill.methods.eagle.advice import EagleAdvice
 from specdistill.methods.eagle.checkpoint import (
     check_eagle,
-    config_from_json,
-    export,
+    export_eagle,
     load_eagle,
+    read_eagle_config,
     save_eagle,
 )
+from specdistill.methods.eagle.config import EagleRecipe
 from specdistill.methods.eagle.module import EagleConfig, EagleDraft, build_eagle
-from specdistill.statistics.theory import alpha_from_acceptance_length
+from specdistill.methods.sizes import RawConfig
+from specdistill.serving.engines.engine import Layout
+from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 
-TENSORS = {"fc.weight", "layers.0.self_attn.q_proj.weight"}
+QUERY = "layers.0.self_attn.q_proj.weight"
 ARCHITECTURES = {"LlamaForCausalLMEagle", "EagleLlamaForCausalLM"}
-PUBLISHED = sizes.PublishedFigures(
-    (alpha_from_acceptance_length(2.47, 7), alpha_from_acceptance_length(2.10, 2)),
-    "AL 2.10 at K = 2 to 2.47 at K = 7 (Llama-3.1-8B, MT-bench, vLLM issue 20780)",
-    68_000 * sizes.TOKENS_PER_SAMPLE,
-    "68k ShareGPT conversations (arXiv 2401.15077)",
-)
 
 
-def is_named(config: Any, names: Any) -> bool:
-    named = set(config.get("architectures") or []) & ARCHITECTURES
-    # No whole model calls its tensors so.
-    return drafts_chains(names) and (
-        bool(named) or ("layers.0.self_attn.q_proj.weight" in names and "norm.weight" not in names)
-    )
+class Eagle(ChainMethod[EagleRecipe, EagleDraft]):
+    """EAGLE-1 (arXiv 2401.15077): a head that continues the target's last hidden states."""
+
+    name = "eagle"
+    objective = TrainingTimeTest
+    proposer = HeadProposer
+    advice = EagleAdvice()
+
+    def has_tensors(self, names: Set[str]) -> bool:
+        """Return whether tensors of these names are an EAGLE-1 head beyond doubt."""
+        is_eagle = {"fc.weight", QUERY} <= names and "layers.0.hidden_norm.weight" not in names
+        return is_chain_draft(names) and is_eagle
+
+    def is_named(self, config: RawConfig, names: Set[str]) -> bool:
+        """Return whether a folder calls itself an EAGLE-1 head."""
+        architectures = set(config.get("architectures") or [])
+        # No whole model gives its tensors such names.
+        has_names = QUERY in names and "norm.weight" not in names
+        return is_chain_draft(names) and (bool(architectures & ARCHITECTURES) or has_names)
+
+    def create(self, recipe: EagleRecipe, target: FrozenTarget, rows: Dataset) -> EagleDraft:
+        """Create a fresh head, or continue the one of `draft.init`."""
+        return create_or_load(recipe, target, build_eagle, load_eagle, "ttt_steps")
+
+    def save(self, draft: EagleDraft, target: FrozenTarget, folder: Path) -> None:
+        """Write a head."""
+        save_eagle(draft, folder)
+
+    def load(self, folder: Path, target: FrozenTarget, *, key: str) -> EagleDraft:
+        """Load a head in the dtype of its file."""
+        return load_eagle(folder, target, key=key)
+
+    def read_head_shape(self, config: RawConfig, num_layers: int | None) -> EagleConfig:
+        """Read the shape that a head was trained with."""
+        return read_eagle_config(config, "draft")
+
+    def check(
+        self,
+        folder: Path,
+        tensors: Mapping[str, Tensor],
+        target: TargetFiles | None,
+        *,
+        key: str,
+        name: Path | str,
+        **options: object,
+    ) -> EagleConfig:
+        """Check a head by its headers."""
+        config, _ = check_eagle(folder, tensors, target, key=key, name=name)
+        return config
+
+    def export(
+        self,
+        folder: Path,
+        engine: str,
+        layout: Layout,
+        output: Path,
+        target: TargetFiles | None,
+        num_tokens: int,
+    ) -> None:
+        """Write a head in the layout of an engine."""
+        export_eagle(folder, engine, layout, output, target, num_tokens)
 
 
-def is_described(draft: sizes.Described, target: sizes.Described) -> bool:
-    """SafeAILab's heads call themselves plain Llama, but their sizes tell."""
-    same_width = getattr(draft.text, "hidden_size", None) == getattr(target.text, "hidden_size", 0)
-    return "eagle" in draft.calls_itself or (
-        draft.is_causal_lm and same_width and draft.text.num_hidden_layers == 1
-    )
-
-
-def likely_causes(head: EagleDraft, target: FrozenTarget) -> Iterator[repairs.Repair]:
-    """What may be wrong with an EAGLE-1 head whose files are right."""
-    yield (
-        "the two halves that fc reads, embedding and hidden state, are swapped",
-        repairs.swap_halves_of,
-        "fc",
-    )
-    yield from repairs.of_shape(head, target)
-    yield from repairs.of_layers(head)
-
-
-def planned(
-    target: sizes.Described, given: sizes.Described | None, settings: dict[str, Any]
-) -> sizes.PlannedDraft:
-    """The head that is given, or the one that a recipe with these keys of `draft:` would train."""
-    target.tried(build_eagle)
-    shape = sizes.planned_shape(target, given, settings)
-    keys = tuple(
-        f"draft.{name}=null"
-        for name in ("intermediate_size", "num_attention_heads", "num_key_value_heads")
-    )
-    note = "reads the last hidden state, borrows the target's head"
-
-    def build(full: FrozenTarget) -> EagleDraft:
-        draft = EagleDraft(
-            EagleConfig(**head_shape(full, **vars(shape)), logit_scale=full.logits.scale)
-        )
-        draft.borrow(full)
-        return draft
-
-    with torch.device("meta"):
-        parts = parameter_counts(build(target.weightless))
-    cache, counted_with = sizes.cache_of_head(shape, given), {"ttt_steps": 1}
-    return sizes.PlannedDraft(
-        parts,
-        shape,
-        target.text.vocab_size,
-        note,
-        PUBLISHED,
-        cache,
-        keys,
-        counted_with,
-        build=build,
-    )
-
-
-METHOD = head_method(
-    load_eagle,
-    likely_causes,
-    has_tensors=lambda names: (
-        drafts_chains(names) and names >= TENSORS and "layers.0.hidden_norm.weight" not in names
-    ),
-    is_named=is_named,
-    create=lambda recipe, target, rows: create_or_load(
-        recipe, target, build_eagle, load_eagle, "ttt_steps"
-    ),
-    save=lambda draft, target, folder: save_eagle(draft, folder),
-    head_shape=lambda config, num_layers: config_from_json(config, "draft"),
-    check=lambda *files, **names: check_eagle(*files, **names)[0],
-    planned=planned,
-    is_described=is_described,
-    export=export,
-)
+METHOD = Eagle()

@@ -1,49 +1,62 @@
-"""The EAGLE draft head (EAGLE-1, arXiv 2401.15077), in the tensors that SafeAILab, vLLM and SGLang load.
+"""The EAGLE draft head (EAGLE-1, arXiv 2401.15077).
+
+Its tensors have the names and shapes that SafeAILab, vLLM and SGLang load.
 
 Shapes: B batch, T positions, H hidden size (the target's), V vocabulary (the target's).
 
-At position t the head pairs the embedding of the next token x_{t+1} with the target's last hidden state f_t, after its final norm, and
-predicts the next one, f_{t+1}; the target's own head makes tokens of it:
+At position t the head pairs the embedding of the next token x_{t+1} with f_t, the target's last
+hidden state after its final norm. It predicts the next such state, f_{t+1}, and the target's own
+head turns the prediction o_t into the draft's distribution q_t:
 
     h_t = fc(cat(embed(x_{t+1}), f_t))
-    o_t = h_t + attention(h_t);  o_t += mlp(post_attention_layernorm(o_t))           the first layer has no norm before its attention
-    q_t = softmax(head(o_t))                                                         o_t stands for f_{t+1} in the next step
+    o_t = h_t + attention(h_t)
+    o_t += mlp(post_attention_layernorm(o_t))
+    q_t = softmax(head(o_t))
 
-head is the target's: lm_head, and the scale or the cap that its class gives to logits (`specdistill.targets.anatomy.LogitsHead`).
+The first layer has no norm before its attention. In the next step o_t takes the place of f_{t+1}.
+`head` is the target's lm_head, with the scale or the cap that the target's class applies to logits
+(`specdistill.targets.anatomy.LogitsHead`).
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from specdistill.methods.chains.head import head_shape, initialized
-from specdistill.methods.layers import HeadShape, KVCache, PlainLayer, Rotary
+from specdistill.methods.chains.head import Head, build_initialized, plan_head_shape
+from specdistill.methods.layers import Embedding, HeadShape, KVCache, PlainLayer, Rotary
+from specdistill.targets.anatomy import LogitsHead
 from specdistill.targets.frozen import Features, FrozenTarget
 
 
 @dataclass(frozen=True, kw_only=True)
 class EagleConfig(HeadShape):
-    """Shape of a head. fc_bias: SafeAILab's first heads have one; vLLM loads none. logit_scale: the target's, which vLLM reads here."""
+    """The shape of an EAGLE-1 head.
+
+    Attributes:
+        fc_bias: whether fc has a bias. SafeAILab's first heads have one; vLLM loads none.
+        logit_scale: the scale of the target's logits, which vLLM reads from the head's config.
+    """
 
     fc_bias: bool = False
     logit_scale: float = 1.0
 
 
-class EagleDraft(nn.Module):
-    """The head (a `Head`, see specdistill.methods.chains.head). Embedding and lm_head are frozen copies of the target's (`borrow`)."""
+class EagleDraft(Head):
+    """An EAGLE-1 head (see `Head` in specdistill.methods.chains.head).
 
-    aux_layers = ()
+    Its embedding and its lm_head are frozen copies of the target's; `borrow` makes them.
+    """
+
+    config: EagleConfig
+    aux_layers: tuple[int, ...] = ()
     target_ids_W = None
     shared = frozenset({"embed_tokens.weight", "lm_head.weight"})
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size).requires_grad_(
-            False
-        )
+        self.embed_tokens = Embedding(config).requires_grad_(False)
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.fc_bias)
         self.layers = nn.ModuleList(
             PlainLayer(config, index, input_norm=index > 0) for index in range(config.num_layers)
@@ -53,13 +66,31 @@ class EagleDraft(nn.Module):
         )
         self.rotary = Rotary(config)
 
-    def borrow(self, target: FrozenTarget) -> None:
-        """Take the target's embedding and head."""
+    def copy_from_target(self, target: FrozenTarget) -> None:
+        """Copy the target's embedding and head."""
         self.load_state_dict({name: target.tensor(name) for name in self.shared}, strict=False)
-        self.logits = replace(target.logits, linear=self.lm_head)
+        self._logits = replace(target.logits, linear=self.lm_head)
+
+    @property
+    def logits(self) -> LogitsHead:
+        return self._logits
+
+    @torch.no_grad()
+    def scale_output(self, factor: float) -> None:
+        """Make the predicted feature smaller by scaling what is summed up in it.
+
+        No norm before the head could be scaled instead. The summands are the outputs of fc, of
+        attention and of the MLP.
+
+        Args:
+            factor: multiplies the weights that compute these outputs.
+        """
+        for name, parameter in self.named_parameters():
+            if name.startswith("fc.") or name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.mul_(factor)
 
     def fuse(self, features: Features) -> Tensor:
-        """The target's last hidden state [B, T, H], as it is."""
+        """Return the target's last hidden state [B, T, H], unchanged."""
         return features.last_hidden
 
     def forward(
@@ -69,16 +100,30 @@ class EagleDraft(nn.Module):
         rotary: tuple[Tensor, Tensor],
         kv_cache: KVCache,
     ) -> tuple[Tensor, Tensor]:
-        """One draft step over T positions: the predicted feature [B, T, H], for `logits` and as the next step's hidden state."""
+        """Run one draft step over T positions.
+
+        Returns:
+            The predicted feature [B, T, H] twice: `logits` reads it, and it is the hidden state of
+            the next step.
+        """
         hidden = self.fc(torch.cat((self.embed_tokens(next_ids_BT), hidden_BTH), dim=-1))
         for layer in self.layers:
             hidden = layer(hidden, rotary, kv_cache)
         return hidden, hidden
 
 
-def build_eagle(target: FrozenTarget, *, seed: int = 0, **options: Any) -> EagleDraft:
-    """A head before training, as wide as its target. options: of `EagleConfig`; raises as `head_shape`."""
-    config = EagleConfig(**head_shape(target, **options), logit_scale=target.logits.scale)
-    draft = initialized(lambda: EagleDraft(config), seed)
-    draft.borrow(target)
+def build_eagle(target: FrozenTarget, *, seed: int = 0, **options: object) -> EagleDraft:
+    """Build a head before training, as wide as its target.
+
+    Args:
+        target: the target.
+        seed: the seed of the initial weights.
+        **options: fields of `EagleConfig`.
+
+    Raises:
+        UserError: as `plan_head_shape`.
+    """
+    config = EagleConfig(**plan_head_shape(target, **options), logit_scale=target.logits.scale)
+    draft = build_initialized(lambda: EagleDraft(config), seed)
+    draft.copy_from_target(target)
     return draft.to(target.device)

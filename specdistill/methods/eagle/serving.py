@@ -1,20 +1,27 @@
-"""How engines are given EAGLE-1 heads: the layouts of exports, and what each engine's loader makes of a folder. No torch.
+"""EAGLE-1 heads in engines: the layouts of exports, and how each engine loads a folder.
 
-Read in the sources that `specdistill.engines` names.
+The facts were read in the sources that `specdistill.serving.engines` names. This file does not
+import torch.
 """
 
 from dataclasses import replace
-from typing import Any
 
-from specdistill.engines.engine import HeadExport, Layout, Serving
-from specdistill.engines.loader import LLAMA_SETTINGS, Loader, Setting, Slot, layer_slots
-from specdistill.methods.chains import limits
+from specdistill.methods.chains import serving as heads
+from specdistill.serving.engines.engine import HeadExport, Layout, Serving
+from specdistill.serving.engines.loader import (
+    LLAMA_SETTINGS,
+    Loader,
+    Setting,
+    Slot,
+    list_layer_slots,
+)
 
-# EAGLE-1. The first layer has no norm before its attention; the head is the target's.
+# The tensors of a head. The first layer has no norm before its attention, and lm_head is the
+# target's.
 SLOTS = (
     Slot("fc.weight", "H 2*H"),
-    *layer_slots("layers.0", "H"),
-    *layer_slots("layers.{i}", "H", "input_layernorm"),
+    *list_layer_slots("layers.0", "H"),
+    *list_layer_slots("layers.{i}", "H", "input_layernorm"),
 )
 SETTINGS = {**LLAMA_SETTINGS, "sliding_window": Setting()}
 
@@ -26,7 +33,7 @@ VLLM = Loader(
     settings={**SETTINGS, "fc_bias": Setting(default=False)},
     ignored=(".bias", "rotary_emb."),
 )
-WRAPPED = replace(VLLM, inner="model", required=("model",))
+WRAPPED_LAYOUT = replace(VLLM, inner="model", required=("model",))
 SGLANG = Loader(
     unknown="silent",
     unset="silent",
@@ -37,7 +44,8 @@ SGLANG = Loader(
 )
 
 
-def wrapped_config(export: HeadExport) -> dict[str, Any]:
+def build_wrapped_config(export: HeadExport) -> dict[str, object]:
+    """Return the config.json that vLLM wraps: the Llama's keys are under `model`."""
     return {
         "model_type": "eagle",
         "model": {"architectures": ["LlamaForCausalLM"], **export.llama, "bias": False},
@@ -49,14 +57,14 @@ def wrapped_config(export: HeadExport) -> dict[str, Any]:
 SERVING = {
     "vllm": Serving(
         "eagle",
-        Layout(wrapped_config, limits=(limits.FC_BIAS, limits.SLIDING_WINDOW)),
-        (WRAPPED, VLLM),
+        Layout(build_wrapped_config, limits=(heads.FC_BIAS, heads.SLIDING_WINDOW)),
+        (WRAPPED_LAYOUT, VLLM),
     ),
     "sglang": Serving(
         "EAGLE",
         Layout(
             lambda export: {"architectures": ["LlamaForCausalLMEagle"], **export.llama},
-            limits=(limits.SLIDING_WINDOW,),
+            limits=(heads.SLIDING_WINDOW,),
             fc_bias=True,
         ),
         (SGLANG,),

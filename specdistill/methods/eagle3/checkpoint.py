@@ -1,12 +1,20 @@
-"""EAGLE-3 checkpoints: a folder of config.json and weights. Read in the layouts of SpecForge, SafeAILab, ModelOpt, vLLM, SGLang and
-speculators; written in the one that SpecForge and SGLang share, and by `specdistill.export` in each engine's own.
+"""EAGLE-3 checkpoints: a folder of config.json and weights.
 
-What goes over the edge here and nowhere else:
-- the first layer is `layers.0` inside; files call it that or `midlayer`, and old ones call the norms of EAGLE-3.1 low, mid and high;
-- auxiliary layers count "after L layers" inside. So does a file's top-level `eagle_aux_hidden_state_layer_ids`; the list of that name
-  in `eagle_config` counts L - 1. It is omitted when the layers are the default ones, which every engine then computes alike;
-- the embedding is omitted when it is the target's; `d2t` and `t2d` are omitted when the vocabulary is not pruned (vLLM refuses them);
-- speculators keeps a Llama's keys in `transformer_layer_config`; where it does not state `norm_before_residual`, vLLM takes true.
+They are read in the layouts of SpecForge, SafeAILab, ModelOpt, vLLM, SGLang and speculators. They
+are written in the layout that SpecForge and SGLang share; `specdistill.serving.export` writes them
+in the layout of each engine.
+
+Only this file translates between files and the head in memory ("here"):
+
+- The first layer is `layers.0` here. Files call it that, or `midlayer`. Old files call the norms of
+  EAGLE-3.1 low, mid and high.
+- Auxiliary layers count "after L layers" here. A file's top-level
+  `eagle_aux_hidden_state_layer_ids` counts the same way. The list of that name in `eagle_config`
+  counts L - 1. It is omitted for the default layers, which every engine then computes alike.
+- The embedding is omitted if it is the target's. `d2t` and `t2d` are omitted if the vocabulary is
+  not pruned, because vLLM refuses them then.
+- speculators keeps a Llama's keys in `transformer_layer_config`. If its config does not state
+  `norm_before_residual`, it is read as true, as in vLLM.
 """
 
 import dataclasses
@@ -18,24 +26,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdistill.engines.engine import HeadExport, Layout
-from specdistill.engines.loader import AUX_LAYERS, engine_aux_layers
-from specdistill.errors import UserError
+from specdistill.common.errors import UserError
 from specdistill.methods import checkpoint
 from specdistill.methods.eagle3.module import Eagle3Config, Eagle3Draft
-from specdistill.methods.eagle3.serving import NORMS, head_config, in_eagle_config
-from specdistill.targets.files import EMBEDDING, HEAD, TargetFiles, needed, stated
+from specdistill.methods.eagle3.serving import NORMS, build_head_config, format_eagle_config
+from specdistill.methods.sizes import RawConfig
+from specdistill.serving.engines.engine import HeadExport, Layout
+from specdistill.serving.engines.loader import AUX_LAYERS, choose_aux_layers
+from specdistill.targets.files import EMBEDDING, HEAD, TargetFiles, read_stated, require_target
 
-WHAT = "an EAGLE-3 head"
-# Parts of tensors' names in files -> here.
-RENAMED = {
+DESCRIPTION = "an EAGLE-3 head"
+# Parts of tensors' names in files, and what they are called here.
+RENAMED_PARTS = {
     "midlayer.": "layers.0.",
     "aux_norm_low.": "fc_norm.0.",
     "aux_norm_mid.": "fc_norm.1.",
     "aux_norm_high.": "fc_norm.2.",
 }
-# What `eagle_config` may say, above all ModelOpt's, and the value that heads have here.
-FIXED = {
+# Settings that an `eagle_config` may state (above all ModelOpt's), and the value that heads have
+# here.
+FIXED_SETTINGS = {
     "use_aux_hidden_state": True,
     "use_input_layernorm_in_first_layer": True,
     "use_last_layernorm": True,
@@ -47,15 +57,17 @@ FIXED = {
 
 
 def save_eagle3(draft: Eagle3Draft, folder: Path) -> None:
-    """Write the head; `load_eagle3` reads it back bit for bit."""
+    """Write a head into a folder; `load_eagle3` reads it back bit for bit."""
     tensors = {
         name.replace("layers.0.", "midlayer."): tensor
         for name, tensor in draft.state_dict().items()
         if name not in {*draft.shared, "d2t"}
     }
     if draft.config.prunes_vocabulary:
-        tensors |= checkpoint.vocabulary_maps(draft.d2t.cpu(), draft.config.vocab_size)
-    checkpoint.write_draft(folder, config_to_json(draft.config, draft.fc.weight.dtype), tensors)
+        tensors |= checkpoint.build_vocabulary_maps(draft.d2t.cpu(), draft.config.vocab_size)
+    checkpoint.write_draft(
+        folder, write_eagle3_config(draft.config, draft.fc.weight.dtype), tensors
+    )
 
 
 def check_eagle3(
@@ -66,14 +78,29 @@ def check_eagle3(
     key: str,
     name: Path | str,
 ) -> tuple[Eagle3Config, dict[str, Tensor]]:
-    """A head's config and its tensors by the names they have here, without `t2d` (which follows from `d2t`), and without `d2t` when the
-    vocabulary is whole. A file may omit what is the target's: the embedding, and the head of a whole vocabulary.
+    """Check a head's config and tensors against each other and against its target.
 
-    An embedding that is a copy of the target's, perhaps in another dtype, is dropped; the config says when it is the head's own. Of
-    tensors without content neither is known, nor what `d2t` says. The target is needed where the config does not say how deep it is.
-    Raises UserError as `load_reading` does.
+    A file may omit what is the target's: the embedding, and the head of a whole vocabulary. An
+    embedding that is a copy of the target's, perhaps in another dtype, is dropped. Any other
+    embedding is the head's own, and the config then says so. Tensors without content do not show
+    whether the embedding is a copy, nor what `d2t` says.
+
+    Args:
+        folder: the folder that holds config.json.
+        tensors: the tensors by their names in the file. They need have no content.
+        target: the target; None checks what the files say by themselves. It is needed if the
+            config does not say how many layers the target has.
+        key: the recipe key that errors name.
+        name: what errors call the head.
+
+    Returns:
+        The config, and the tensors by the names that they have here: without `t2d`, which follows
+        from `d2t`, and without `d2t` if the vocabulary is whole.
+
+    Raises:
+        UserError: as `load_reading` does.
     """
-    config = config_from_json(
+    config = read_eagle3_config(
         checkpoint.read_config(folder, key), None if target is None else target.num_layers, key
     )
     if target is not None:
@@ -82,18 +109,27 @@ def check_eagle3(
             sizes | {"num_target_layers": config.target_num_layers}, target, name, key
         )
     if not all(0 <= layer <= config.target_num_layers for layer in config.aux_layers):
-        got = f"{name} with auxiliary layers {list(config.aux_layers)}"
-        raise UserError(key, got=got, expected=f"0..{config.target_num_layers}")
+        raise UserError(
+            key,
+            got=f"{name} with auxiliary layers {list(config.aux_layers)}",
+            expected=f"0..{config.target_num_layers}",
+        )
+
+    # Give the tensors our names.
     result: dict[str, Tensor] = {}
     for in_file, tensor in tensors.items():
-        here = in_file
-        for there, part in RENAMED.items():
-            here = here.replace(there, part)
-        if here in result:
+        draft_name = in_file
+        for file_part, part in RENAMED_PARTS.items():
+            draft_name = draft_name.replace(file_part, part)
+        if draft_name in result:
             raise UserError(
-                key, got=f"{name} with {in_file} and {here}", expected="one name for each tensor"
+                key,
+                got=f"{name} with {in_file} and {draft_name}",
+                expected="one name for each tensor",
             )
-        result[here] = tensor
+        result[draft_name] = tensor
+
+    # Compare the tensors with those of a head of this config.
     with torch.device("meta"):
         expected = Eagle3Draft(config).state_dict() | {
             "t2d": torch.empty(config.vocab_size, dtype=torch.bool)
@@ -102,10 +138,8 @@ def check_eagle3(
     optional = {"t2d"} | (set() if own_width else {EMBEDDING})
     if not config.prunes_vocabulary:
         optional |= {"d2t"} | (set() if own_width else {HEAD})
-    checkpoint.check_tensors(expected, result, name, key, what=WHAT, optional=optional)
+    checkpoint.check_tensors(expected, result, name, key, what=DESCRIPTION, optional=optional)
     result.pop("t2d", None)
-    if "d2t" in result and not result["d2t"].is_meta:
-        checkpoint.check_offsets(result["d2t"], config.vocab_size, name, key)
     if not config.prunes_vocabulary:
         result.pop("d2t", None)
     if (
@@ -121,12 +155,11 @@ def check_eagle3(
     return config, result
 
 
-load_eagle3 = partial(
-    checkpoint.load_reading, check_eagle3, Eagle3Draft
-)  # from any of the layouts above
+# Loads a head from any of the layouts that are read (see the module).
+load_eagle3 = partial(checkpoint.load_reading, check_eagle3, Eagle3Draft)
 
 
-def export(
+def export_eagle3(
     draft: Path,
     engine: str,
     layout: Layout,
@@ -134,33 +167,36 @@ def export(
     target: TargetFiles | None,
     num_speculative_tokens: int,
 ) -> None:
-    """Write a head for an engine. Raises UserError, before anything is written, for what the engine cannot express."""
+    """Write a head for an engine; see `Method.export` for the arguments.
+
+    Raises:
+        UserError: before anything is written, for what the engine cannot express.
+    """
     config, tensors = check_eagle3(
         draft, checkpoint.read_tensors(draft, "draft"), target, key="draft", name=draft
     )
     if target is None and EMBEDDING in tensors and config.hidden_size == config.target_hidden_size:
-        config = dataclasses.replace(config, own_embedding=True)  # as far as is known
+        # Without the target nothing shows whether it is a copy.
+        config = dataclasses.replace(config, own_embedding=True)
     layout.check(engine, config, draft)
-    dtype = checkpoint.stored_dtype(tensors.values())
+    dtype = checkpoint.choose_stored_dtype(tensors.values())
     if HEAD not in tensors:
-        tensors[HEAD] = needed(target, f"{draft} has no {HEAD}").tensor(HEAD).to(dtype)
+        tensors[HEAD] = require_target(target, f"{draft} has no {HEAD}").tensor(HEAD).to(dtype)
     if config.prunes_vocabulary:
-        tensors |= checkpoint.vocabulary_maps(tensors["d2t"], config.vocab_size)
-    head = HeadExport(
-        checkpoint.shape_to_json(config, dtype), config, target, num_speculative_tokens
-    )
-    named = {
+        tensors |= checkpoint.build_vocabulary_maps(tensors["d2t"], config.vocab_size)
+    head = HeadExport(checkpoint.write_shape(config, dtype), config, target, num_speculative_tokens)
+    renamed = {
         name.replace("layers.0.", layout.first_layer): tensor for name, tensor in tensors.items()
     }
-    checkpoint.write_head(output, layout, head, named)
+    checkpoint.write_head(output, layout, head, renamed)
 
 
-def config_to_json(config: Eagle3Config, dtype: torch.dtype) -> dict[str, Any]:
-    """The config.json of `LlamaForCausalLMEagle3`, and how many layers the target has."""
+def write_eagle3_config(config: Eagle3Config, dtype: torch.dtype) -> dict[str, object]:
+    """Return the config.json of `LlamaForCausalLMEagle3`, with the target's number of layers."""
     head = HeadExport(
-        checkpoint.shape_to_json(config, dtype), config, target=None, num_speculative_tokens=0
+        checkpoint.write_shape(config, dtype), config, target=None, num_speculative_tokens=0
     )
-    keys = head_config(head, *NORMS, "norm_before_residual", aux_layers=in_eagle_config)
+    keys = build_head_config(head, *NORMS, "norm_before_residual", aux_layers=format_eagle_config)
     return {
         "eagle_config": {"use_aux_hidden_state": True},
         **keys,
@@ -168,19 +204,31 @@ def config_to_json(config: Eagle3Config, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def config_from_json(
-    raw: Mapping[str, Any], target_num_layers: int | None, key: str
-) -> Eagle3Config:
-    """The inverse of `config_to_json` for every layout, with the defaults that engines assume for absent keys.
+def read_eagle3_config(raw: RawConfig, target_num_layers: int | None, key: str) -> Eagle3Config:
+    """Read a head's config from its config.json, in any of the layouts.
 
-    target_num_layers: of the target that is at hand, for files that do not say.
+    It is the inverse of `write_eagle3_config`. Absent keys have the defaults that engines assume.
+
+    Args:
+        raw: the content of config.json.
+        target_num_layers: how many layers the target has, for files that do not say; None if it is
+            not known.
+        key: the recipe key that errors name.
+
+    Raises:
+        UserError: if the number of the target's layers is not known, as `read_shape`, and for
+            settings that a head cannot have or that contradict each other.
     """
-    if layer := checkpoint.layers_of_speculators(raw, "eagle3", key):
+    layer = checkpoint.read_speculators_layers(raw, "eagle3", key)
+    if layer:
         raw = {"norm_before_residual": True, **layer, **raw}
     else:
-        raw = raw.get("model") or raw  # where vLLM nests them
-    nested = stated(raw, "eagle_config", dict[str, Any], key) or {}
-    checkpoint.check_settings(nested, FIXED, key, what=WHAT)
+        # vLLM nests the keys in `model`.
+        raw = raw.get("model") or raw
+
+    # Some layouts nest the keys of EAGLE-3, and none of them may contradict another.
+    nested = read_stated(raw, "eagle_config", dict[str, Any], key) or {}
+    checkpoint.check_settings(nested, FIXED_SETTINGS, key, what=DESCRIPTION)
     num_layers = raw.get("num_target_layers") or target_num_layers
     if num_layers is None:
         raise UserError(
@@ -188,12 +236,14 @@ def config_from_json(
             got="nothing",
             expected="the target: the draft's config.json does not say how deep it is",
         )
-    shape = checkpoint.shape_from_json(raw, key, what=WHAT)
+
+    # The shape is that of a Llama. The rest are the head's own switches.
+    shape = checkpoint.read_shape(raw, key, what=DESCRIPTION)
     config = Eagle3Config(
-        **shape,
-        draft_vocab_size=raw.get("draft_vocab_size") or shape["vocab_size"],
-        target_hidden_size=raw.get("target_hidden_size") or shape["hidden_size"],
-        aux_layers=_aux_layers(raw, nested, num_layers, key),
+        **vars(shape),
+        draft_vocab_size=raw.get("draft_vocab_size") or shape.vocab_size,
+        target_hidden_size=raw.get("target_hidden_size") or shape.hidden_size,
+        aux_layers=_read_aux_layers(raw, nested, num_layers, key),
         target_num_layers=num_layers,
         fc_norm=bool(raw.get("fc_norm") or raw.get("use_aux_norm")),
         norm_output=bool(raw.get("norm_output")),
@@ -201,20 +251,31 @@ def config_from_json(
         norm_before_fc=bool(nested.get("norm_before_fc", raw.get("norm_before_fc"))),
     )
     if config.fc_norm and config.norm_before_fc:
-        raise UserError(key, got="fc_norm and norm_before_fc", expected=f"one of the two in {WHAT}")
+        raise UserError(
+            key, got="fc_norm and norm_before_fc", expected=f"one of the two in {DESCRIPTION}"
+        )
     return config
 
 
-def _aux_layers(
-    raw: Mapping[str, Any], nested: Mapping[str, Any], num_layers: int, key: str
+def _read_aux_layers(
+    raw: RawConfig, nested: RawConfig, num_layers: int, key: str
 ) -> tuple[int, ...]:
-    """After how many layers the head reads. Raises UserError when two places of the config do not agree."""
-    own, inner = (stated(keys, AUX_LAYERS, list[int], key) or () for keys in (raw, nested))
-    places = {tuple(own), tuple(layer + 1 for layer in inner)} - {()}
+    """Return the layers of the target after which the head reads.
+
+    Raises:
+        UserError: if two places of the config do not agree.
+    """
+    top_level, inner = (
+        read_stated(keys, AUX_LAYERS, list[int], key) or () for keys in (raw, nested)
+    )
+    places = {tuple(top_level), tuple(layer + 1 for layer in inner)} - {()}
     if len(places) > 1:
-        got = f"{AUX_LAYERS} {raw[AUX_LAYERS]}, and {nested[AUX_LAYERS]} in eagle_config"
-        raise UserError(key, got=got, expected="the same layers: the nested list counts one less")
-    (layers,) = places or {tuple(engine_aux_layers(num_layers))}
+        raise UserError(
+            key,
+            got=f"{AUX_LAYERS} {raw[AUX_LAYERS]}, and {nested[AUX_LAYERS]} in eagle_config",
+            expected="the same layers: the nested list counts one less",
+        )
+    (layers,) = places or {tuple(choose_aux_layers(num_layers))}
     count = raw.get("num_aux_hidden_states")
     if count is not None and count != len(layers):
         raise UserError(

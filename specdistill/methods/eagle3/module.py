@@ -1,27 +1,33 @@
-"""The EAGLE-3 draft head (arXiv 2503.01840), with the norms of EAGLE-3.1, in the tensors that SGLang, vLLM and SpecForge load.
+"""The EAGLE-3 draft head (arXiv 2503.01840), with the norms of EAGLE-3.1.
 
-Shapes: B batch, T positions, H draft hidden size, D target hidden size, A auxiliary layers, N query heads, G key/value heads,
-d head size, V target vocabulary, W draft vocabulary.
+Its tensors have the names and shapes that SGLang, vLLM and SpecForge load.
 
-At position t the draft pairs the embedding of the *next* token x_{t+1} with the fused target features g_t and predicts x_{t+2}:
+Shapes: B batch, T positions, H draft hidden size, D target hidden size, A auxiliary layers, N query
+heads, G key/value heads, d head size, V target vocabulary, W draft vocabulary.
 
-    h_t = fc(cat(aux_t))                              only where the target has been: later positions feed back the draft's own output
-    a   = cat(input_layernorm(embed(x_{t+1})), hidden_norm(h_t))                                     first layer, 2H wide
-    o_t = h_t + attention(a);  o_t += mlp(post_attention_layernorm(o_t))
-    q_t = softmax(lm_head(norm(o_t)))                 over the draft vocabulary; target id = draft id + d2t
+At position t the draft pairs the embedding of the *next* token x_{t+1} with the fused target
+features g_t and predicts x_{t+2}:
+
+    h_t = fc(cat(aux_t))
+    a_t = cat(input_layernorm(embed(x_{t+1})), hidden_norm(h_t))
+    o_t = h_t + attention(a_t)
+    o_t += mlp(post_attention_layernorm(o_t))
+    q_t = softmax(lm_head(norm(o_t)))
+
+h_t is fused from features only where the target has been. At later positions it is the draft's own
+output of the step before. The first layer reads a_t, which is 2H wide. q_t is over the draft
+vocabulary, and target id = draft id + d2t.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from specdistill.engines.loader import engine_aux_layers
-from specdistill.errors import UserError
-from specdistill.methods.chains.head import head_shape, initialized
+from specdistill.common.errors import UserError
+from specdistill.methods.chains.head import Head, build_initialized, plan_head_shape
 from specdistill.methods.layers import (
     Attention,
     FeatureDraft,
@@ -30,15 +36,21 @@ from specdistill.methods.layers import (
     PlainLayer,
     RMSNorm,
 )
+from specdistill.serving.engines.loader import choose_aux_layers
 from specdistill.targets.frozen import Features, FrozenTarget
 
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Config(FeatureShape):
-    """Shape and switches of a head.
+    """The shape and the switches of an EAGLE-3 head.
 
-    fc_norm: a norm for each auxiliary state; norm_before_fc: one for all of them side by side (speculators' heads have it).
-    own_embedding: the head has another embedding than a target of its width.
+    Attributes:
+        target_hidden_size: D.
+        fc_norm: each auxiliary state has a norm of its own before fc (EAGLE-3.1).
+        norm_output: the hidden state that is fed back is taken after the final norm (EAGLE-3.1).
+        norm_before_residual: the first layer's residual is taken after the hidden norm.
+        norm_before_fc: one norm for all auxiliary states side by side, as in speculators' heads.
+        own_embedding: the head is as wide as its target, and its embedding is not the target's.
     """
 
     target_hidden_size: int
@@ -50,7 +62,10 @@ class Eagle3Config(FeatureShape):
 
     @property
     def owns_embedding(self) -> bool:
-        """The target's embedding is shared when it is as wide as the draft; else the head trains and ships its own."""
+        """Whether the head trains and ships an embedding of its own.
+
+        Otherwise it shares the target's, which must be as wide as the draft.
+        """
         return self.own_embedding or self.hidden_size != self.target_hidden_size
 
 
@@ -75,13 +90,20 @@ class FirstLayer(nn.Module):
     ) -> Tensor:
         normed = self.hidden_norm(hidden_BTH)
         residual = normed if self.norm_before_residual else hidden_BTH
-        both = torch.cat((self.input_layernorm(embedding_BTH), normed), dim=-1)
-        hidden = residual + self.self_attn(both, rotary, 0, kv_cache)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        concatenated = torch.cat((self.input_layernorm(embedding_BTH), normed), dim=-1)
+        hidden = residual + self.self_attn(concatenated, rotary, 0, kv_cache)
+        output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return output
 
 
-class Eagle3Draft(FeatureDraft):
-    """The head. The embedding is a frozen copy of the target's, unless the widths differ (then it is the draft's own and trains)."""
+class Eagle3Draft(FeatureDraft, Head):
+    """An EAGLE-3 head (see `Head` in specdistill.methods.chains.head).
+
+    Its embedding is a frozen copy of the target's, unless `config.owns_embedding`: it is then the
+    head's own, and trains.
+    """
+
+    config: Eagle3Config
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
@@ -109,12 +131,13 @@ class Eagle3Draft(FeatureDraft):
         return frozenset() if self.config.owns_embedding else frozenset({"embed_tokens.weight"})
 
     def fuse(self, features: Features) -> Tensor:
-        """A auxiliary features [B, T, D] -> the first hidden state [B, T, H]."""
+        """Make the first hidden state [B, T, H] from the A auxiliary features [B, T, D]."""
         aux = features.aux
         if self.config.fc_norm:
             aux = tuple(norm(feature) for norm, feature in zip(self.fc_norm, aux, strict=True))
         read = torch.cat(aux, dim=-1)
-        return self.fc(self.input_norm(read) if self.config.norm_before_fc else read)
+        output: Tensor = self.fc(self.input_norm(read) if self.config.norm_before_fc else read)
+        return output
 
     def forward(
         self,
@@ -123,10 +146,11 @@ class Eagle3Draft(FeatureDraft):
         rotary: tuple[Tensor, Tensor],
         kv_cache: KVCache,
     ) -> tuple[Tensor, Tensor]:
-        """One draft step over T positions.
+        """Run one draft step over T positions.
 
-        Returns `normed` [B, T, H], which `logits` reads, and `next_hidden` [B, T, H], the hidden state of the next step: before the norm
-        in EAGLE-3, after it with `norm_output`.
+        Returns:
+            `normed` [B, T, H], which `logits` reads, and `next_hidden` [B, T, H], the hidden state
+            of the next step: before the norm in EAGLE-3, after it with `norm_output`.
         """
         hidden = self.layers[0](self.embed_tokens(next_ids_BT), hidden_BTH, rotary, kv_cache)
         for layer in self.layers[1:]:
@@ -135,16 +159,30 @@ class Eagle3Draft(FeatureDraft):
         return normed, normed if self.config.norm_output else hidden
 
 
-def eagle3_config(
+def build_eagle3_config(
     target: FrozenTarget,
     draft_vocab_size: int,
     *,
     aux_layers: Sequence[int] | None = None,
-    **options: Any,
+    **options: object,
 ) -> Eagle3Config:
-    """Of a head with these keys of a recipe. Raises UserError for a layer to read that does not exist, and as `head_shape`."""
+    """Return the config of a head from the keys of a recipe.
+
+    Args:
+        target: the target.
+        draft_vocab_size: W.
+        aux_layers: the auxiliary layers; None for the default (see `check_aux_layers`).
+        **options: other fields of `Eagle3Config`.
+
+    Raises:
+        UserError: for a layer that does not exist, and as `plan_head_shape`.
+    """
+    shape = plan_head_shape(target, **options)
+    # The first layer norms the embedding, so its scale says nothing, and engines read the table
+    # unscaled.
+    shape["embedding_scale"] = 1.0
     return Eagle3Config(
-        **head_shape(target, **options),
+        **shape,
         draft_vocab_size=draft_vocab_size,
         target_hidden_size=target.hidden_size,
         aux_layers=tuple(check_aux_layers(aux_layers, target.num_layers)),
@@ -153,26 +191,53 @@ def eagle3_config(
 
 
 def build_eagle3(
-    target: FrozenTarget, *, draft_vocabulary: Tensor | None = None, seed: int = 0, **options: Any
+    target: FrozenTarget,
+    *,
+    draft_vocabulary: Tensor | None = None,
+    seed: int = 0,
+    aux_layers: Sequence[int] | None = None,
+    **options: object,
 ) -> Eagle3Draft:
-    """A head before training. `draft_vocabulary`: sorted target ids [W], None for the whole vocabulary; options: of `eagle3_config`."""
-    config = eagle3_config(
-        target, target.vocab_size if draft_vocabulary is None else len(draft_vocabulary), **options
+    """Build a head before training.
+
+    Args:
+        target: the target.
+        draft_vocabulary: sorted target ids [W]; None for the whole vocabulary.
+        seed: the seed of the initial weights.
+        aux_layers: the auxiliary layers; None for the default (see `check_aux_layers`).
+        **options: as of `build_eagle3_config`.
+
+    Raises:
+        UserError: as `build_eagle3_config`, and for a target that does not give the states of these
+            layers.
+    """
+    config = build_eagle3_config(
+        target,
+        target.vocab_size if draft_vocabulary is None else len(draft_vocabulary),
+        aux_layers=aux_layers,
+        **options,
     )
-    target.features(
-        torch.zeros(1, 1, dtype=torch.long, device=target.device), config.aux_layers
-    )  # which may refuse
-    draft = initialized(lambda: Eagle3Draft(config), seed)
+    # Try it on one token: the target may refuse to give the states of these layers.
+    target.features(torch.zeros(1, 1, dtype=torch.long, device=target.device), config.aux_layers)
+    draft = build_initialized(lambda: Eagle3Draft(config), seed)
     draft.begin(target, draft_vocabulary, scale=target.logits.scale)
     return draft.to(target.device)
 
 
 def check_aux_layers(aux_layers: Sequence[int] | None, num_layers: int) -> list[int]:
-    """The layers asked for, or the engines' default; for targets too shallow for that, three different layers spread over the depth.
+    """Return the auxiliary layers of a head, after checking them.
 
-    Raises UserError for repeated ones and for one outside 0..n.
+    The default is that of the engines. For a target that is too shallow for it, the default is
+    spread over the depth: the different ones of the layers 1, n//2 and n-1.
+
+    Args:
+        aux_layers: the layers that a recipe asks for; None for the default.
+        num_layers: n, the target's layers.
+
+    Raises:
+        UserError: for a repeated layer, and for one outside 0..n.
     """
-    layers = engine_aux_layers(num_layers) if aux_layers is None else list(aux_layers)
+    layers = choose_aux_layers(num_layers) if aux_layers is None else list(aux_layers)
     if aux_layers is None and layers != sorted(set(layers)):
         layers = sorted({min(1, num_layers), num_layers // 2, max(num_layers - 1, 0)})
     if (

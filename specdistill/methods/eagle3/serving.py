@@ -1,38 +1,43 @@
-"""How engines are given EAGLE-3 heads: the layouts of exports, and what each engine's loader makes of a folder. No torch.
+"""EAGLE-3 heads in engines: the layouts of exports, and how each engine loads a folder.
 
-Read in the sources that `specdistill.engines` names.
+The facts were read in the sources that `specdistill.serving.engines` names. This file does not
+import torch.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
-from specdistill.engines.engine import HeadExport, Layout, Serving
-from specdistill.engines.loader import (
+from specdistill.methods.chains import serving as heads
+from specdistill.serving.engines.engine import HeadExport, Layout, Serving
+from specdistill.serving.engines.loader import (
     AUX_LAYERS,
     LLAMA_SETTINGS,
     Loader,
     Setting,
     Slot,
-    engine_aux_layers,
-    layer_slots,
+    choose_aux_layers,
+    list_layer_slots,
 )
-from specdistill.engines.vllm import speculators_config
-from specdistill.methods.chains import limits
+from specdistill.serving.engines.vllm import build_speculators_config
 
 NORMS = ("fc_norm", "norm_output", "norm_before_fc")
 
 
-def head_config(
+def build_head_config(
     export: HeadExport,
     *keys: str,
-    aux_layers: Callable[[list[int]], dict[str, Any]] = lambda layers: {AUX_LAYERS: layers},
-) -> dict[str, Any]:
-    """The config.json of an EAGLE-3 head: a Llama's keys, the head's sizes, and its own `keys` that the engine reads.
+    aux_layers: Callable[[list[int]], dict[str, object]] = lambda layers: {AUX_LAYERS: layers},
+) -> dict[str, object]:
+    """Return the config.json of an EAGLE-3 head: a Llama's keys, the head's sizes and its switches.
 
-    aux_layers: where the layers that it reads are stated; asked only for other layers than the default ones.
+    Args:
+        export: the head.
+        *keys: the fields of the head's config that the engine reads in addition.
+        aux_layers: returns the keys that state the auxiliary layers. It is called only for layers
+            other than the default ones.
     """
-    head, layers = export.head, list(export.head.aux_layers)
+    head = export.head
+    layers = list(export.head.aux_layers)
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         **export.llama,
@@ -40,16 +45,20 @@ def head_config(
         "target_hidden_size": head.target_hidden_size,
         "num_aux_hidden_states": len(layers),
         **{key: getattr(head, key) for key in keys},
-        **({} if layers == engine_aux_layers(head.target_num_layers) else aux_layers(layers)),
+        **({} if layers == choose_aux_layers(head.target_num_layers) else aux_layers(layers)),
     }
 
 
-def of_speculators(export: HeadExport) -> dict[str, Any]:
+def build_eagle3_speculators_config(export: HeadExport) -> dict[str, object]:
+    """Return the config.json of a head in the layout of speculators."""
     head = export.head
-    # vLLM carries over what stands in there, and counts three states otherwise, whatever layers are listed.
+    # vLLM takes over the keys of `transformer_layer_config`. Without this one it counts three
+    # states, whatever layers are listed.
     counted = {} if len(head.aux_layers) == 3 else {"num_aux_hidden_states": len(head.aux_layers)}
     return {
-        **speculators_config(export, "eagle3", "Eagle3Speculator", {**export.llama, **counted}),
+        **build_speculators_config(
+            export, "eagle3", "Eagle3Speculator", {**export.llama, **counted}
+        ),
         "target_hidden_size": None
         if head.hidden_size == head.target_hidden_size
         else head.target_hidden_size,
@@ -60,7 +69,8 @@ def of_speculators(export: HeadExport) -> dict[str, Any]:
     }
 
 
-def in_eagle_config(layers: list[int]) -> dict[str, Any]:
+def format_eagle_config(layers: list[int]) -> dict[str, object]:
+    """Return the keys that state auxiliary layers in `eagle_config`, which counts L - 1."""
     return {
         "eagle_config": {"use_aux_hidden_state": True, AUX_LAYERS: [layer - 1 for layer in layers]}
     }
@@ -70,7 +80,7 @@ SLOTS = (
     Slot("fc.weight", "H A*D"),
     Slot("fc_norm.{a}.weight", "D", "fc_norm"),
     Slot("input_norm.weight", "A*D", "norm_before_fc"),
-    *layer_slots("layers.0", "2*H", "hidden_norm", "input_layernorm"),
+    *list_layer_slots("layers.0", "2*H", "hidden_norm", "input_layernorm"),
     Slot("norm.weight", "H"),
     Slot("d2t", "W", "pruned"),
 )
@@ -85,11 +95,12 @@ SETTINGS = {
     "norm_before_fc": Setting(("eagle_config.norm_before_fc", "norm_before_fc"), False),
     "norm_before_residual": Setting(default=False),
 }
-# SGLang and TensorRT-LLM: no embedding of its own as wide as the target's, no window from the file, `bias` taken for one of fc.
+# What SGLang and TensorRT-LLM have in common: they take the target's embedding if the head is as
+# wide, take no window from the file, and take `bias` for a bias of fc.
 PLAIN_SLOTS = (
     *SLOTS,
     Slot("fc.bias", "H", "bias"),
-    *layer_slots("layers.{i}", "H", "hidden_norm"),
+    *list_layer_slots("layers.{i}", "H", "hidden_norm"),
     Slot("embed_tokens.weight", "V H", "own_width"),
     Slot("embed_tokens.weight", "V H", "!own_width", "target"),
 )
@@ -99,7 +110,7 @@ VLLM = Loader(
     never_null=("target_hidden_size",),
     unknown="refused",
     unset="silent",
-    # A name that is none of its classes gets `Eagle3` in front.
+    # vLLM puts `Eagle3` in front of a name that is none of its classes.
     architectures=frozenset(
         {
             "LlamaForCausalLM",
@@ -111,7 +122,7 @@ VLLM = Loader(
     ),
     slots=(
         *SLOTS,
-        *layer_slots("layers.{i}", "H", "input_layernorm"),
+        *list_layer_slots("layers.{i}", "H", "input_layernorm"),
         Slot("layers.{i}.hidden_norm.weight", "H", source="unused"),
         Slot("lm_head.weight", "W H", source="shared"),
         Slot("embed_tokens.weight", "V H", source="shared"),
@@ -149,16 +160,16 @@ SGLANG = Loader(
     ),
     settings={**PLAIN_SETTINGS, "fc_norm": Setting(("fc_norm", "use_aux_norm"), False)},
     aux_layers={"": {f"eagle_config.{AUX_LAYERS}": 1}},
-    required=("draft_vocab_size",),  # may be null
+    required=("draft_vocab_size",),  # it may be null
     renamed=(
         ("midlayer", "layers.0", ""),
         ("aux_norm_low", "fc_norm.0", ""),
         ("aux_norm_mid", "fc_norm.1", ""),
         ("aux_norm_high", "fc_norm.2", ""),
     ),
-    ignored=("t2d", "d2t"),  # d2t is taken whatever the vocabulary
+    ignored=("t2d", "d2t"),  # d2t is loaded whatever the vocabulary
     arguments={"sliding_window": "--speculative-draft-window-size"},
-    limits=(limits.LAST_STATE_READ, limits.WIDTH_OF_FC_INPUT),
+    limits=(heads.LAST_STATE_READ, heads.WIDTH_OF_FC_INPUT),
 )
 TENSORRT_LLM = Loader(
     never_null=("target_hidden_size",),
@@ -176,29 +187,29 @@ TENSORRT_LLM = Loader(
     renamed=(("midlayer.", "layers.0.", "one_layer"),),
     ignored=("t2d",),
     arguments={"aux_layers": "eagle3_layers_to_capture"},
-    limits=(limits.LAYERS_OUT_OF_ORDER, limits.WIDTH_OF_FC_INPUT),
+    limits=(heads.LAYERS_OUT_OF_ORDER, heads.WIDTH_OF_FC_INPUT),
 )
 
 SERVING = {
     "vllm": Serving(
         "eagle3",
         Layout(
-            lambda export: head_config(export, *NORMS, "norm_before_residual"),
-            limits=(limits.LAYERS_OUT_OF_ORDER,),
+            lambda export: build_head_config(export, *NORMS, "norm_before_residual"),
+            limits=(heads.LAYERS_OUT_OF_ORDER,),
         ),
         (SPECULATORS_IN_VLLM, VLLM),
     ),
     "sglang": Serving(
         "EAGLE3",
         Layout(
-            lambda export: head_config(export, *NORMS, aux_layers=in_eagle_config),
+            lambda export: build_head_config(export, *NORMS, aux_layers=format_eagle_config),
             limits=(
-                limits.NORM_BEFORE_RESIDUAL,
-                limits.SEVERAL_LAYERS,
-                limits.OWN_EMBEDDING,
-                limits.LAST_STATE_READ,
-                limits.LAYERS_OUT_OF_ORDER,
-                limits.WIDTH_OF_FC_INPUT,
+                heads.NORM_BEFORE_RESIDUAL,
+                heads.SEVERAL_LAYERS,
+                heads.OWN_EMBEDDING,
+                heads.LAST_STATE_READ,
+                heads.LAYERS_OUT_OF_ORDER,
+                heads.WIDTH_OF_FC_INPUT,
             ),
         ),
         (SGLANG,),
@@ -211,8 +222,8 @@ SERVING = {
     "speculators": Serving(
         "eagle3",
         Layout(
-            of_speculators,
-            limits=(limits.LAYERS_OUT_OF_ORDER,),
+            build_eagle3_speculators_config,
+            limits=(heads.LAYERS_OUT_OF_ORDER,),
             first_layer="layers.0.",
             needs_target="speculators' config.json names it",
         ),
@@ -220,15 +231,15 @@ SERVING = {
     "gguf": Serving(
         "draft-eagle3",
         Layout(
-            lambda export: head_config(export, "norm_before_fc", "norm_before_residual"),
+            lambda export: build_head_config(export, "norm_before_fc", "norm_before_residual"),
             limits=(
-                limits.FC_NORM,
-                limits.NORM_OUTPUT,
-                limits.SEVERAL_LAYERS,
-                limits.SLIDING_WINDOW,
-                limits.NOT_THREE_LAYERS_READ,
-                limits.LAST_STATE_READ,
-                limits.LAYERS_OUT_OF_ORDER,
+                heads.FC_NORM,
+                heads.NORM_OUTPUT,
+                heads.SEVERAL_LAYERS,
+                heads.SLIDING_WINDOW,
+                heads.NOT_THREE_LAYERS_READ,
+                heads.LAST_STATE_READ,
+                heads.LAYERS_OUT_OF_ORDER,
             ),
         ),
     ),

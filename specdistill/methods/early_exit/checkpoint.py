@@ -1,37 +1,46 @@
-"""Early exits in a folder: config.json and the tensors of the MLP and its norm. The layout is specdistill's: no engine loads one."""
+"""Early exits on disk: a folder of config.json and the tensors of the MLP and its norm.
+
+The layout is specdistill's, because no engine loads early exits.
+"""
 
 import dataclasses
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from specdistill.errors import UserError
+from specdistill.common.errors import UserError
 from specdistill.methods import checkpoint
 from specdistill.methods.early_exit.module import ExitConfig, ExitDraft, ExitLayer
+from specdistill.methods.sizes import RawConfig
 from specdistill.targets.frozen import FrozenTarget
 
 ARCHITECTURE = "SpecdistillEarlyExit"
-WHAT = "an early exit"
+DESCRIPTION = "an early exit"
 
 
 def save_exit(draft: ExitDraft, folder: Path) -> None:
-    """Write the exit; `load_exit` reads it back bit for bit."""
-    dtype = str(draft.layers[0].mlp.down_proj.weight.dtype).removeprefix("torch.")
+    """Write an exit into a folder; `load_exit` reads it back bit for bit."""
     config = {
         "architectures": [ARCHITECTURE],
         "model_type": "specdistill_early_exit",
-        "dtype": dtype,
+        "dtype": str(draft.layers[0].mlp.down_proj.weight.dtype).removeprefix("torch."),
     }
-    checkpoint.write_draft(folder, config | dataclasses.asdict(draft.config), draft.state_dict())
+    shape = dataclasses.asdict(draft.config)
+    if not draft.config.has_gain:
+        del shape["has_gain"]
+    checkpoint.write_draft(folder, config | shape, draft.state_dict())
 
 
 def load_exit(folder: Path | str, target: FrozenTarget, *, key: str = "eval.draft") -> ExitDraft:
-    """Read an exit for a target. Raises UserError as `load_reading` does."""
-    draft: ExitDraft = checkpoint.load_reading(
+    """Load an exit for a target.
+
+    Raises:
+        UserError: as `load_reading` does.
+    """
+    draft = checkpoint.load_reading(
         check_exit, partial(ExitDraft, target=target), folder, target, key=key
     )
     return draft.to(target.device)
@@ -45,28 +54,60 @@ def check_exit(
     key: str,
     name: Path | str,
 ) -> tuple[ExitConfig, Mapping[str, Tensor]]:
-    """An exit's config and tensors, checked against each other. The tensors need have no content. Raises UserError as `load_exit` does."""
-    config = config_from_json(checkpoint.read_config(folder, key), key)
+    """Check an exit's config and tensors against each other and against its target.
+
+    Args:
+        folder: the folder that holds config.json.
+        tensors: the tensors by name. They need have no content.
+        target: the target; None checks what the files say by themselves.
+        key: the recipe key that errors name.
+        name: what errors call the exit.
+
+    Returns:
+        The config and the tensors.
+
+    Raises:
+        UserError: as `load_exit` does.
+    """
+    config = read_exit_config(checkpoint.read_config(folder, key), key)
     if target is not None:
-        sizes = {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
-        checkpoint.check_fit(
-            sizes | {"num_target_layers": config.num_target_layers}, target, name, key
-        )
+        sizes = {
+            "hidden_size": config.hidden_size,
+            "vocab_size": config.vocab_size,
+            "num_target_layers": config.num_target_layers,
+        }
+        checkpoint.check_fit(sizes, target, name, key)
     with torch.device("meta"):
         expected = {
-            f"layers.0.{each}": tensor for each, tensor in ExitLayer(config).state_dict().items()
+            f"layers.0.{name}": tensor for name, tensor in ExitLayer(config).state_dict().items()
         }
-    checkpoint.check_tensors(expected, tensors, name, key, what=WHAT)
+    checkpoint.check_tensors(expected, tensors, name, key, what=DESCRIPTION)
     return config, tensors
 
 
-def config_from_json(raw: Mapping[str, Any], key: str) -> ExitConfig:
-    """Raises UserError for a size that is not there or no number, and for layers that the target cannot have."""
-    names = [field.name for field in dataclasses.fields(ExitConfig)]
-    config = ExitConfig(**checkpoint.stated_sizes(raw, names, key, what=WHAT))
+def is_exit_config(config: RawConfig) -> bool:
+    """Return whether a config.json is that of an early exit."""
+    return bool(config.get("architectures") == [ARCHITECTURE])
+
+
+def read_exit_config(raw: RawConfig, key: str) -> ExitConfig:
+    """Read an exit's config from its config.json.
+
+    Args:
+        raw: the content of config.json.
+        key: the recipe key that errors name.
+
+    Raises:
+        UserError: for a size that is missing or no number, and for an exit layer that is not below
+            the number of the target's layers.
+    """
+    names = [field.name for field in dataclasses.fields(ExitConfig) if field.name != "has_gain"]
+    sizes = checkpoint.read_sizes(raw, names, key, what=DESCRIPTION)
+    config = ExitConfig(**sizes, has_gain=bool(raw.get("has_gain")))
     if config.exit_layer >= config.num_target_layers:
-        got = f"exit_layer {config.exit_layer}"
         raise UserError(
-            key, got=got, expected=f"fewer than the target's {config.num_target_layers} layers"
+            key,
+            got=f"exit_layer {config.exit_layer}",
+            expected=f"fewer than the target's {config.num_target_layers} layers",
         )
     return config

@@ -6,6 +6,8 @@ from specdistill.recipe.sections import EvalConfig
 
 
 class ExitDraftConfig(DraftSection):
+    """The section `draft:` of an early exit's recipe."""
+
     exit_layer: int | None = option(
         None, "layers of the target that draft, its first; null: an eighth of them", ge=1
     )
@@ -15,12 +17,16 @@ class ExitDraftConfig(DraftSection):
 
 
 class ExitEvalConfig(EvalConfig):
+    """The section `eval:` of an early exit's recipe."""
+
     num_speculative_tokens: int = option(
         4, "K, draft tokens per round, also of simulated rounds in training", ge=1
     )
 
 
 class ExitRecipe(FeatureRecipe):
+    """The recipe of an early exit."""
+
     draft: ExitDraftConfig = section(ExitDraftConfig)
     loss: DivergenceConfig = section(DivergenceConfig)
     eval: ExitEvalConfig = section(ExitEvalConfig)

@@ -1,89 +1,129 @@
-"""Early exits as a row of the table: how they are recognized, created, trained, examined and planned."""
+"""Early exits as a method: how they are recognized, created, trained and decoded with.
 
-from functools import partial
+An early exit drafts chains, for one sequence at a time, with the first layers of the target itself.
+"""
+
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any
 
-from specdistill.losses.divergence import build_divergence, forward_kl
-from specdistill.methods import sizes
+import torch
+from datasets import Dataset
+from torch import Tensor
+
+from specdistill.common.errors import UserError
+from specdistill.decoding.proposer import DecodingState, Proposal
+from specdistill.decoding.sampling import Generators, Sampling
+from specdistill.methods.base import FeatureMethod
 from specdistill.methods.chains.head import create_or_load
-from specdistill.methods.contract import Implementation
+from specdistill.methods.early_exit.advice import ExitAdvice
 from specdistill.methods.early_exit.checkpoint import (
-    ARCHITECTURE,
     check_exit,
-    config_from_json,
+    is_exit_config,
     load_exit,
     save_exit,
 )
 from specdistill.methods.early_exit.config import ExitRecipe
-from specdistill.methods.early_exit.module import ExitDraft, build_exit, exit_config
+from specdistill.methods.early_exit.module import ExitDraft, build_exit
 from specdistill.methods.early_exit.objective import ExitDistillation
-from specdistill.methods.early_exit.proposer import ExitProposer
+from specdistill.methods.early_exit.reader import SplitTarget
+from specdistill.methods.feature_proposer import TokenProposer
+from specdistill.methods.sizes import RawConfig
+from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
-
-PUBLISHED = sizes.PublishedFigures(
-    None, "none is published for an exit of this shape", None, "none is published"
-)
+from specdistill.training.losses.divergence import build_divergence
 
 
-def is_named(config: Any, names: Any = ()) -> bool:
-    return bool(config.get("architectures") == [ARCHITECTURE])
+class ExitProposer(TokenProposer[ExitDraft]):
+    """Drafts chains for one sequence with an early exit.
+
+    Attributes:
+        reader: reads the target in place of the decoder's reader (see `Proposer`). It continues
+            from the layer at which drafting stopped.
+    """
+
+    reader: SplitTarget
+
+    def __init__(self, draft: ExitDraft, target: FrozenTarget) -> None:
+        super().__init__(draft)
+        self.reader = SplitTarget(target, draft.config.exit_layer)
+        self.settings = {"exit_layer": draft.config.exit_layer}
+
+    def begin(self, max_lengths: Sequence[int]) -> None:
+        if len(max_lengths) > 1:
+            raise UserError(
+                "eval.batch_size",
+                got=f"{len(max_lengths)} with a draft of method early_exit",
+                expected="1",
+            )
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Do nothing, because there is only one row."""
+
+    def propose(
+        self, state: DecodingState, k: int, sampling: Sampling, generators: Generators
+    ) -> list[Proposal]:
+        """Draft a chain of k tokens."""
+        last_1 = torch.tensor([state.token_ids[0][-1]], device=self.reader.target.device)
+
+        def next_logits(step: int, token_1: Tensor | None) -> Tensor:
+            hidden_11H = self.reader.advance((last_1 if token_1 is None else token_1).unsqueeze(0))
+            return self.draft.logits(self.draft(hidden_11H[:, -1]))
+
+        return self.chains(k, sampling, generators, next_logits)
 
 
-def objective(draft: ExitDraft, recipe: ExitRecipe, target: FrozenTarget) -> ExitDistillation:
-    divergence = build_divergence(recipe.loss.divergence)
-    return ExitDistillation(
-        draft, divergence, recipe.eval.num_speculative_tokens, recipe.loss.temperature
-    )
+class EarlyExit(FeatureMethod[ExitRecipe, ExitDraft]):
+    """Early exits (arXiv 2309.08168): the target's first layers draft."""
+
+    name = "early_exit"
+    advice = ExitAdvice()
+
+    def is_named(self, config: RawConfig, names: Set[str]) -> bool:
+        """Return whether a folder calls itself an early exit."""
+        return is_exit_config(config)
+
+    def create(self, recipe: ExitRecipe, target: FrozenTarget, rows: Dataset) -> ExitDraft:
+        """Create a fresh exit, or continue the one of `draft.init`."""
+        return create_or_load(recipe, target, build_exit, load_exit)
+
+    def build_objective(
+        self, draft: ExitDraft, recipe: ExitRecipe, target: FrozenTarget
+    ) -> ExitDistillation:
+        """Build the objective that a recipe describes."""
+        return ExitDistillation(
+            draft,
+            build_divergence(recipe.loss.divergence),
+            recipe.eval.num_speculative_tokens,
+            recipe.loss.temperature,
+        )
+
+    def build_proposer(self, draft: ExitDraft, target: FrozenTarget) -> ExitProposer:
+        """Build what decodes with an exit that is loaded."""
+        return ExitProposer(draft, target)
+
+    def save(self, draft: ExitDraft, target: FrozenTarget, folder: Path) -> None:
+        """Write an exit."""
+        save_exit(draft, folder)
+
+    def load(self, folder: Path, target: FrozenTarget, *, key: str) -> ExitDraft:
+        """Load an exit in the dtype of its file."""
+        return load_exit(folder, target, key=key)
+
+    def check(
+        self,
+        folder: Path,
+        tensors: Mapping[str, Tensor],
+        target: TargetFiles | None,
+        *,
+        key: str,
+        name: Path | str,
+        **options: object,
+    ) -> None:
+        """Check an exit by its headers.
+
+        It returns None: an exit has no shape of a head to compare with its target's.
+        """
+        check_exit(folder, tensors, target, key=key, name=name)
 
 
-def check(*files: Any, **names: Any) -> None:
-    """An exit has no shape of a head that the doctor could compare with its target's."""
-    check_exit(*files, **names)
-
-
-def load_proposer(folder: Path, target: FrozenTarget, *, key: str) -> ExitProposer:
-    return ExitProposer(load_exit(folder, target, key=key).to(dtype=target.model.dtype), target)
-
-
-def planned(
-    target: sizes.Described, given: sizes.Described | None, settings: dict[str, Any]
-) -> sizes.PlannedDraft:
-    """The exit that is given, or the one that a recipe with these keys of `draft:` would train. A step runs the target's first layers."""
-    own = {name: settings[name] for name in ("exit_layer", "intermediate_size") if name in settings}
-    config = config_from_json(given.raw, "draft") if given else exit_config(target.text, **own)
-    target.tried(lambda tiny: build_exit(tiny, exit_layer=config.exit_layer))
-    exit_size = 3 * config.hidden_size * config.intermediate_size + config.hidden_size
-    layers = sum(
-        sizes.parameters_read(layer, target.text)
-        for layer in target.weightless.layers[: config.exit_layer]
-    )
-    read = exit_size + layers + config.vocab_size * config.hidden_size
-    parts = sizes.ParameterCounts(exit_size, read, config.exit_layer)
-    shape = sizes.ModelShape(
-        1, config.hidden_size, config.intermediate_size, 0, 0, 0
-    )  # no attention
-    note = f"the target's first {config.exit_layer} layers draft, and are not run again to verify; no engine serves it"
-    build = partial(ExitDraft, config)
-    return sizes.PlannedDraft(
-        parts,
-        shape,
-        config.vocab_size,
-        note,
-        PUBLISHED,
-        recipe_keys=("draft.exit_layer=null",),
-        build=build,
-    )
-
-
-METHOD = Implementation(
-    load_proposer=load_proposer,
-    is_named=is_named,
-    create=lambda recipe, target, rows: create_or_load(recipe, target, build_exit, load_exit),
-    save=lambda draft, target, folder: save_exit(draft, folder),
-    objective=objective,
-    check=check,
-    simulated=lambda draft, num_tokens: ExitDistillation(draft, forward_kl, num_tokens),
-    planned=planned,
-    is_described=lambda draft, target: is_named(draft.raw),
-)
+METHOD = EarlyExit()

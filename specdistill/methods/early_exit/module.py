@@ -1,33 +1,52 @@
-"""An early exit: from the state after the target's first E layers to the distribution that all of them will have.
+"""An early exit: it predicts the target's distribution from the state after its first E layers.
 
 Shapes: T positions, H hidden size (the target's), V vocabulary (the target's).
 
-At position t the exit reads the state h_t that the target's layer E passes on, and predicts what the target's last layer would say:
+At position t the exit reads the state h_t that the target's layer E passes on, and predicts what
+the target's last layer would say:
 
-    g_t = exit_norm(h_t)                           so that the MLP's output is of its size
-    o_t = norm(g_t + mlp(g_t))                     norm is the target's final one
-    q_t = softmax(head(o_t))                       head is the target's; the distribution of x_{t+1}
+    g_t = exit_norm(h_t)
+    o_t = norm(g_t + mlp(g_t))
+    q_t = softmax(head(o_t))
 
-With mlp = 0, from which training starts, q_t is what the target's own head makes of h_t. Positions do not see each other: what came before
-is in h_t, by the target's own layers (self-speculation: arXiv 2309.08168, with exits 2404.16710, with an exit trained for it 2404.18911).
+`norm` and `head` are the target's final norm and its head, and q_t is the distribution of x_{t+1}.
+`exit_norm` is there so that the MLP's output has the size of g_t, to which it is added. Training
+starts with mlp = 0, where q_t is what the target's own head makes of h_t. If the target is so sure
+that q_t starts worse than an even guess, o_t is multiplied by a learned gain that starts small.
+
+Positions do not see each other. What came before is in h_t already, by the target's own layers.
+This is self-speculation: arXiv 2309.08168, with exits 2404.16710, with an exit trained for it
+2404.18911.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from specdistill.errors import UserError
-from specdistill.methods.chains.head import initialized
+from specdistill.common.errors import UserError
+from specdistill.methods.chains.head import build_initialized
 from specdistill.methods.early_exit.reader import SplitTarget
 from specdistill.methods.layers import RMSNorm
+from specdistill.targets.anatomy import LogitsHead
 from specdistill.targets.frozen import FrozenTarget
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExitConfig:
-    """exit_layer: E, of `num_target_layers`."""
+    """The shape of an early exit.
+
+    Attributes:
+        vocab_size: V.
+        hidden_size: H.
+        num_target_layers: the number of the target's layers.
+        exit_layer: E, which is below `num_target_layers`.
+        intermediate_size: the width of the MLP.
+        has_gain: whether o_t is multiplied by an `output_gain` [H].
+    """
 
     hidden_act: ClassVar = "silu"
     mlp_bias: ClassVar = False
@@ -37,13 +56,17 @@ class ExitConfig:
     num_target_layers: int
     exit_layer: int
     intermediate_size: int
+    has_gain: bool = False
 
 
 class ExitLayer(nn.Module):
+    """The trained part of an exit: a norm, an MLP and, if the config says so, a gain."""
+
     def __init__(self, config: ExitConfig) -> None:
         super().__init__()
         self.exit_norm = RMSNorm(config.hidden_size, 1e-6)
         self.mlp = LlamaMLP(config)
+        self.output_gain = nn.Parameter(torch.ones(config.hidden_size)) if config.has_gain else None
 
     def forward(self, hidden_TH: Tensor) -> Tensor:
         normed = self.exit_norm(hidden_TH)
@@ -52,34 +75,61 @@ class ExitLayer(nn.Module):
 
 
 class ExitDraft(nn.Module):
-    """The exit. Final norm and head are the target's own modules, and no part of its state."""
+    """An early exit.
+
+    Its final norm and its head are the target's own modules, and no part of its state.
+    """
 
     target_ids_W = None
     layers: Any
-    norm: Any
-    logits: Any
+    norm: nn.Module
+    logits: LogitsHead
 
     def __init__(self, config: ExitConfig, target: FrozenTarget) -> None:
         super().__init__()
-        self.config, self.aux_layers = config, (config.exit_layer,)
+        self.config = config
+        self.aux_layers = (config.exit_layer,)
         self.layers = nn.ModuleList([ExitLayer(config)])
-        vars(self).update(
-            norm=target.norm, logits=target.logits
-        )  # past nn.Module's own, which would take the norm in
+        # Bypass nn.Module's `__setattr__`, which would make the norm a submodule.
+        vars(self).update(norm=target.norm, logits=target.logits)
 
     def forward(self, hidden_TH: Tensor) -> Tensor:
-        """From states after layer E to what `logits` reads."""
-        normed: Tensor = self.norm(
-            self.layers[0](hidden_TH.to(self.layers[0].exit_norm.weight.dtype))
-        )
-        return normed
+        """Return what `logits` reads, [T, H], for the states after layer E."""
+        layer = self.layers[0]
+        normed: Tensor = self.norm(layer(hidden_TH.to(layer.exit_norm.weight.dtype)))
+        return normed if layer.output_gain is None else normed * layer.output_gain
+
+    @torch.no_grad()
+    def scale_output(self, factor: float) -> None:
+        """Multiply what the head reads by a factor.
+
+        Norm and head are the target's, so the exit gets a gain of its own.
+
+        Args:
+            factor: the factor.
+        """
+        layer = self.layers[0]
+        if layer.output_gain is None:
+            layer.output_gain = nn.Parameter(torch.ones_like(layer.exit_norm.weight))
+            self.config = replace(self.config, has_gain=True)
+        layer.output_gain.mul_(factor)
 
 
 def exit_config(
-    text: Any, *, exit_layer: int | None = None, intermediate_size: int | None = None
+    text: PreTrainedConfig, *, exit_layer: int | None = None, intermediate_size: int | None = None
 ) -> ExitConfig:
-    """What a fresh exit has, of a target with this config. Raises UserError for layers that the target lacks."""
-    depth, exit_layer = text.num_hidden_layers, exit_layer or max(1, text.num_hidden_layers // 8)
+    """Return the config of a fresh exit.
+
+    Args:
+        text: the target's text config.
+        exit_layer: E; None for an eighth of the target's layers.
+        intermediate_size: the width of the MLP; None for twice the target's hidden size.
+
+    Raises:
+        UserError: for layers that the target does not have.
+    """
+    depth = text.num_hidden_layers
+    exit_layer = exit_layer or max(1, text.num_hidden_layers // 8)
     if exit_layer >= depth:
         raise UserError(
             "draft.exit_layer", got=exit_layer, expected=f"fewer than the target's {depth} layers"
@@ -93,10 +143,21 @@ def exit_config(
     )
 
 
-def build_exit(target: FrozenTarget, *, seed: int = 0, **options: Any) -> ExitDraft:
-    """An exit before training. options: of `ExitDraftConfig.shape`. Raises UserError as `exit_config` and `SplitTarget` do."""
+def build_exit(target: FrozenTarget, *, seed: int = 0, **options: int | None) -> ExitDraft:
+    """Build an exit before training.
+
+    Args:
+        target: the target.
+        seed: the seed of the initial weights.
+        **options: as of `exit_config`; `ExitDraftConfig.shape` gives them.
+
+    Raises:
+        UserError: as `exit_config` and `SplitTarget` do.
+    """
     config = exit_config(target.config, **options)
-    SplitTarget(target, config.exit_layer)
-    draft = initialized(lambda: ExitDraft(config, target), seed)
+    # A target without content cannot be tried.
+    if not target.lm_head.weight.is_meta:
+        SplitTarget(target, config.exit_layer)
+    draft = build_initialized(lambda: ExitDraft(config, target), seed)
     nn.init.zeros_(draft.layers[0].mlp.down_proj.weight)
     return draft.to(target.device)

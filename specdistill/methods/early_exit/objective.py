@@ -1,35 +1,38 @@
-"""What an early exit learns: at every token, the target's distribution of the next one.
+"""The objective of early exits: learn the target's distribution of the next token, at every token.
 
-Shapes: B rows, T positions, R loss tokens (padded), K draft tokens of a simulated round.
+Shapes: B rows, T positions, R loss tokens (padded), K draft tokens of a round, V target vocabulary.
 
-Drafted positions need no unroll: the state after layer E at a draft token is the target's own, the same that it has in a completion.
+Training needs no unroll. The state after layer E at a draft token is the target's own, as it is at
+the same token of a completion.
 """
 
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from specdistill.losses.chunked import head_loss
-from specdistill.losses.divergence import Divergence
 from specdistill.methods.early_exit.module import ExitDraft
 from specdistill.targets.frozen import Features
+from specdistill.training.losses.divergence import Divergence
+from specdistill.training.losses.head_loss import compute_head_loss
 from specdistill.training.objective import (
     Objective,
     SoftTargets,
     StepSums,
-    before,
-    in_a_row,
-    loss_rows,
+    arrange_in_chains,
+    gather_before,
+    select_loss_rows,
 )
 
 
 class ExitDistillation(Objective):
-    """The exit as the trainer sees it: target features in, loss sums out.
+    """The exit with its loss, as the trainer has it: target features in, loss sums out.
 
     Args:
+        draft: the exit.
+        divergence: the loss of one token.
         num_positions: K of the simulated acceptance length.
+        temperature: divides both sets of logits in the loss.
     """
 
     def __init__(
@@ -46,17 +49,29 @@ class ExitDistillation(Objective):
         features: Features,
         soft_targets: SoftTargets,
         measure: bool = False,
-        **_: Any,
+        **_: object,
     ) -> tuple[Tensor, StepSums]:
-        """The loss summed over the loss tokens of packed rows [B, T] (see specdistill.rows.packing), and the sums of the metrics."""
-        rows_RH = self.draft(before(features.aux[0], loss_positions, 1))
-        weights_1R = loss_rows(position_ids, loss_positions, ahead=1).float().unsqueeze(0)
-        total, metrics_M1R = head_loss(
+        """Return the loss summed over the loss tokens of packed rows, and the sums of the metrics.
+
+        Args:
+            input_ids: [B, T], packed as specdistill.data.rows.packing says.
+            position_ids: [B, T], which start again at 0 with each document.
+            loss_positions: [R], the loss tokens, as positions in the flattened batch.
+            features: the target's; the one auxiliary layer is the state after layer E.
+            soft_targets: the target's distributions.
+            measure: fill the metrics that cost time, too.
+            **_: other columns of the batch.
+        """
+        rows_RH = self.draft(gather_before(features.aux[0], loss_positions, 1))
+        weights_1R = select_loss_rows(position_ids, loss_positions, ahead=1).float().unsqueeze(0)
+        total, metrics_M1R = compute_head_loss(
             rows_RH.unsqueeze(0),
             weights_1R,
             self.draft.logits,
             partial(soft_targets.at, measure=measure),
-            self.row_losses,
+            self.compute_row_losses,
         )
-        by_chain = partial(in_a_row, loss_positions, input_ids.shape, self.num_positions)
-        return total, StepSums.of(weights_1R, *(metrics_M1R * weights_1R), by_chain=by_chain)
+        by_chain = partial(arrange_in_chains, loss_positions, input_ids.shape, self.num_positions)
+        return total, StepSums.from_losses(
+            weights_1R, *(metrics_M1R * weights_1R), by_chain=by_chain
+        )

@@ -1,21 +1,22 @@
-"""A target read in two parts: its first E layers token by token as they are drafted, the others over all that was drafted at once.
+"""Read a target in two parts: first E layers token by token, the others over all draft tokens.
 
-Both are transformers' own forward of the target, over some of its layers and over one KV cache. What the first layers have read, keys,
-values and the state after layer E, is what verification needs of them too: no token goes through them twice.
+The first part runs while tokens are drafted, the second once for all of them. Both are
+transformers' own forward pass of the target, over some of its layers and over one KV cache.
+Verification needs what the first layers have computed: keys, values and the state after layer E. So
+no token goes through them twice.
 
 Shapes: T positions of a pass, D target hidden size.
 """
 
 import copy
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from specdistill.decoding.readers import NEXT, PROMPT, REJECTED, CachedTarget
-from specdistill.decoding.tree import Step
-from specdistill.errors import UserError, refusing
+from specdistill.common.errors import UserError, convert_errors
+from specdistill.decoding.readers import NEXT_TOKENS, PROMPT, REJECTED_TOKENS, CachedTarget
+from specdistill.decoding.tree import TreePass
 from specdistill.targets.anatomy import CLASS_ERRORS, reads_alike
 from specdistill.targets.frozen import Features, FrozenTarget
 
@@ -23,27 +24,28 @@ EXPECTED = "a target whose layers can be run in two parts"
 
 
 class SplitTarget(CachedTarget):
-    """A `CachedTarget` that reads in two parts: `advance` a token at a time through the first layers, then `read` them all.
+    """A `CachedTarget` that reads in two parts.
 
-    Raises UserError, naming the architecture, for a target that reads differently so.
+    `advance` takes tokens through the first layers, one at a time. `read` then takes all these
+    tokens through the other layers.
+
+    Raises:
+        UserError: naming the architecture, for a target that reads differently in two parts.
     """
 
     def __init__(self, target: FrozenTarget, exit_layer: int) -> None:
         super().__init__(target, ())
         self.exit_layer = exit_layer
-        self._states: list[
-            Tensor
-        ] = []  # [1, T, D] after layer E, of tokens that the other layers have not read
+        # States [1, T, D] after layer E, of tokens that the other layers have not read yet.
+        self._states: list[Tensor] = []
         what = f"{target.name}, a {type(target.model).__name__}"
         if target.is_recurrent:
             raise UserError("target.model", got=f"{what} with recurrent layers", expected=EXPECTED)
-        with refusing(CLASS_ERRORS, "target.model", what, EXPECTED):
-            self._lower, self._upper = (
-                part(target, 0, exit_layer),
-                part(target, exit_layer, target.num_layers),
-            )
-            alike = self._reads_alike()
-        if not alike:
+        with convert_errors(CLASS_ERRORS, "target.model", what, EXPECTED):
+            self._lower = select_layers(target, 0, exit_layer)
+            self._upper = select_layers(target, exit_layer, target.num_layers)
+            reads_alike = self._reads_alike()
+        if not reads_alike:
             raise UserError(
                 "target.model",
                 got=f"{what}, which reads differently in two parts",
@@ -55,25 +57,39 @@ class SplitTarget(CachedTarget):
         return super().begin(token_ids)
 
     def advance(self, ids_1T: Tensor) -> Tensor:
-        """The state [1, T, D] after layer E at tokens that follow all that was read. `read` then takes them, and the next, without it."""
+        """Run the first layers over tokens that follow all that was read.
+
+        `read` then need not run these layers over the same tokens again.
+
+        Returns:
+            The state [1, T, D] after layer E.
+        """
         state: Tensor = self._lower(
             input_ids=ids_1T, past_key_values=self.cache, use_cache=True
         ).last_hidden_state
         self._states.append(state)
         return state
 
-    def features(self, token_ids: Sequence[Sequence[int]], step: Step | None = None) -> Features:
+    def compute_features(
+        self, token_ids: Sequence[Sequence[int]], tree_pass: TreePass | None = None
+    ) -> Features:
+        # Run the first layers over the tokens that `advance` has not seen.
         ids_1T = torch.tensor(token_ids, device=self.target.device)
-        if more := ids_1T.shape[1] - sum(state.shape[1] for state in self._states):
+        more = ids_1T.shape[1] - sum(state.shape[1] for state in self._states)
+        if more:
             self.advance(ids_1T[:, -more:])
-        state, self._states = torch.cat(self._states, dim=1), []
-        # How much is held is asked of a cache's first layer: that of layer E stands in all places before it.
-        held, behind = self.cache.layers[self.exit_layer], copy.copy(self.cache)
-        behind.layers = [held] * self.exit_layer + self.cache.layers[self.exit_layer :]
+        state = torch.cat(self._states, dim=1)
+        self._states = []
+        # A model asks the first layer of a cache how many tokens it holds. The layers below E have
+        # read more already, so the cache of layer E takes the place of theirs.
+        cached_layer = self.cache.layers[self.exit_layer]
+        behind = copy.copy(self.cache)
+        behind.layers = [cached_layer] * self.exit_layer + self.cache.layers[self.exit_layer :]
 
+        # The other layers start from the states after layer E, not from embeddings.
         def enter(
-            _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-        ) -> tuple[Any, Any]:
+            _layer: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+        ) -> tuple[object, dict[str, object]]:
             return (
                 ((state, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": state})
             )
@@ -84,21 +100,30 @@ class SplitTarget(CachedTarget):
 
     @torch.inference_mode()
     def _reads_alike(self) -> bool:
-        """Whether a short sequence with a rejection gives the target's own hidden states."""
+        """Return whether a short sequence with a rejection gives the target's own hidden states."""
         self.begin([PROMPT])
-        for token in REJECTED:
+        for token in REJECTED_TOKENS:
             self.advance(torch.tensor([[token]], device=self.target.device))
-        self.read([[*REJECTED, *NEXT]])
+        self.read([[*REJECTED_TOKENS, *NEXT_TOKENS]])
         self.keep([[]])
-        _, found = self.read([NEXT[1:]])
-        _, expected = CachedTarget(self.target, ()).begin([[*PROMPT, *NEXT]])
-        return reads_alike(found.last_hidden[0], expected.last_hidden[0, -1:])
+        _, features = self.read([NEXT_TOKENS[1:]])
+        _, expected = CachedTarget(self.target, ()).begin([[*PROMPT, *NEXT_TOKENS]])
+        return reads_alike(features.last_hidden[0], expected.last_hidden[0, -1:])
 
 
-def part(target: FrozenTarget, start: int, stop: int) -> Any:
-    """The target's decoder with some of its layers alone, which are its own; the final norm follows the last of all.
+def select_layers(target: FrozenTarget, start: int, stop: int) -> nn.Module:
+    """Return a view of the target's decoder that runs only some of its layers.
 
-    Raises LookupError where layers and norm are no direct parts of it.
+    The layers are the target's own modules. The final norm is left out unless the target's last
+    layer is among them.
+
+    Args:
+        target: the target.
+        start: the first layer.
+        stop: one after the last layer.
+
+    Raises:
+        LookupError: if layers and norm are no direct parts of the decoder.
     """
     view = copy.copy(target.backbone)
     view._modules = dict(view._modules)
@@ -109,6 +134,9 @@ def part(target: FrozenTarget, start: int, stop: int) -> Any:
     if stop < target.num_layers:
         setattr(view, names[target.norm], nn.Identity())
     view.config = copy.copy(view.config)
-    if kinds := getattr(view.config, "layer_types", None):  # by number, of those that are run
+    # The model looks kinds up by a layer's place in the view.
+    kinds = getattr(view.config, "layer_types", None)
+    if kinds:
         view.config.layer_types = kinds[start:]
-    return view
+    decoder: nn.Module = view
+    return decoder

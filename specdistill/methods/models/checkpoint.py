@@ -1,6 +1,7 @@
-"""Draft models on disk: read from any folder or Hub id, saved as transformers does, and written for an engine.
+"""Draft models on disk: load them, save them as transformers does, and write them for an engine.
 
-Engines take the model's own folder, with a config.json for transformers before and since version 5.
+They are loaded from any folder or Hub id. Engines take the model's own folder, with a config.json
+that transformers reads before version 5 and since.
 """
 
 import copy
@@ -8,15 +9,14 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import peft
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from specdistill.engines.engine import Layout
-from specdistill.errors import UserError, nearest
+from specdistill.common.errors import UserError, find_nearest
+from specdistill.common.repositories import resolve, split_revision
 from specdistill.methods.checkpoint import (
     check_finite,
     check_fit,
@@ -25,7 +25,8 @@ from specdistill.methods.checkpoint import (
     read_config,
     read_tensors,
 )
-from specdistill.repositories import resolve, split_revision
+from specdistill.methods.sizes import RawConfig
+from specdistill.serving.engines.engine import Layout
 from specdistill.targets.cache import is_recurrent
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.loading import read_causal_lm
@@ -33,10 +34,16 @@ from specdistill.targets.loading import read_causal_lm
 INITIALIZATIONS = ("layers", "scratch")
 
 
-def save_draft_model(draft: PreTrainedModel | peft.PeftModel, tokenizer: Any, folder: Path) -> None:
-    """config.json, safetensors and tokenizer: what AutoModelForCausalLM, vLLM and SGLang load. LoRA's updates are merged."""
-    model = merged(draft)
-    # Of several machines transformers writes on the first alone, whoever calls.
+def save_draft_model(
+    draft: PreTrainedModel | peft.PeftModel, tokenizer: PreTrainedTokenizerBase, folder: Path
+) -> None:
+    """Write what AutoModelForCausalLM, vLLM and SGLang load: config.json, weights and tokenizer.
+
+    The weights are in safetensors files. LoRA's updates are merged.
+    """
+    model = merge_lora(draft)
+    # With several machines transformers writes on the first one alone, whoever calls. `bool` lets
+    # it write wherever the caller wants that.
     vars(model).update(should_save_on_this_rank=bool)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -48,16 +55,31 @@ def load_draft_model(
     key: str = "eval.draft",
     device: str | torch.device = "cpu",
     dtype: str = "float32",
-) -> tuple[PreTrainedModel, Any]:
-    """A draft model and its tokenizer from a folder or a Hub id (`org/name@revision` too); `key` is the recipe key that errors name.
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a draft model and its tokenizer.
 
-    Raises UserError when there are no weights or no tokenizer, or when the weights are cut short, incomplete or not finite.
+    Args:
+        path: a folder or a Hub id, also `org/name@revision`.
+        key: the recipe key that errors name.
+        device: the device that the model is moved to.
+        dtype: the dtype that the weights are loaded in.
+
+    Returns:
+        The model, in evaluation mode, and its tokenizer.
+
+    Raises:
+        UserError: if there are no weights or no tokenizer, if the weights are cut short, incomplete
+            or not finite, and as `check_attention`.
     """
     name = str(path)
     if "/" not in name and not Path(name).is_dir() and name != "pico":
-        others = INITIALIZATIONS if key == "draft.init" else ()
-        expected = " or ".join(("a folder", "a Hub id", *others))
-        raise UserError(key, got=name, expected=expected, nearest=nearest(name, others))
+        further_choices = INITIALIZATIONS if key == "draft.init" else ()
+        raise UserError(
+            key,
+            got=name,
+            expected=" or ".join(("a folder", "a Hub id", *further_choices)),
+            nearest=find_nearest(name, further_choices),
+        )
     place, revision = split_revision(name)
     model, tokenizer = read_causal_lm(resolve(place, key), key=key, revision=revision, dtype=dtype)
     check_attention(model, key, name)
@@ -68,26 +90,36 @@ def load_draft_model(
 def check_outline(
     model: PreTrainedModel, tensors: Mapping[str, Tensor], *, key: str, name: str
 ) -> None:
-    """Raises UserError where a file's tensors, which need have no content, are not those of the model that its config.json describes.
+    """Check that a file's tensors are those of the model that its config.json describes.
 
-    Names that transformers would rename are left to it, and so are the shapes of quantized weights.
+    Names that transformers would translate are left to it, and so are quantized models.
+
+    Args:
+        model: the model as config.json describes it.
+        tensors: the file's tensors by name. They need have no content.
+        key: the recipe key that errors name.
+        name: what errors call the draft.
+
+    Raises:
+        UserError: if they are not.
     """
     if getattr(model.config, "quantization_config", None) is not None:
         return
     expected = model.state_dict()
-    if both := expected.keys() & tensors.keys():
+    common_names = expected.keys() & tensors.keys()
+    if common_names:
         if not tensors.keys() <= expected.keys():
-            expected, tensors = (
-                {each: of[each] for each in sorted(both)} for of in (expected, tensors)
-            )
+            expected = {name: expected[name] for name in sorted(common_names)}
+            tensors = {name: tensors[name] for name in sorted(common_names)}
+        # A file may omit tensors that are tied to one that it has.
         in_file = {
             id(parameter)
-            for each, parameter in model.named_parameters(remove_duplicate=False)
-            if each in tensors
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+            if name in tensors
         }
         tied = {
-            each
-            for each, parameter in model.named_parameters(remove_duplicate=False)
+            name
+            for name, parameter in model.named_parameters(remove_duplicate=False)
             if id(parameter) in in_file
         }
         check_tensors(
@@ -96,29 +128,43 @@ def check_outline(
 
 
 def check_attention(model: PreTrainedModel, key: str, name: str) -> None:
-    """Raises UserError, naming `key`, for a draft that could not take rejected tokens back, or whose logits depend on later tokens."""
+    """Check that a model can draft: it sees earlier tokens only, and can forget rejected ones.
+
+    Raises:
+        UserError: naming `key`, if the logits depend on later tokens, or if layers carry a state
+            from token to token, which could not forget rejected tokens.
+    """
     pairs = torch.tensor([[0, 1], [0, 2]], device=model.device)
     with torch.no_grad():
-        first, other = (model(input_ids=pair.unsqueeze(0)).logits[0, 0].float() for pair in pairs)
-    if (first - other).abs().max() > 1e-4 * first.abs().max():
+        first, second_logits = (
+            model(input_ids=pair.unsqueeze(0)).logits[0, 0].float() for pair in pairs
+        )
+    if (first - second_logits).abs().max() > 1e-4 * first.abs().max():
         raise UserError(
             key,
             got=f"{name}, an encoder: its tokens see later ones",
             expected="a causal language model",
         )
     if is_recurrent(model.config.get_text_config()):
-        got = f"{name}, whose layers carry a state from token to token"
-        raise UserError(key, got=got, expected="a draft whose layers are all attention")
+        raise UserError(
+            key,
+            got=f"{name}, whose layers carry a state from token to token",
+            expected="a draft whose layers are all attention",
+        )
 
 
-def merged(draft: PreTrainedModel | peft.PeftModel) -> PreTrainedModel:
-    """The plain model: W + B A * alpha / rank, in a copy, so that training can continue. A draft without LoRA is returned as it is."""
+def merge_lora(draft: PreTrainedModel | peft.PeftModel) -> PreTrainedModel:
+    """Return the plain model, with W + B A * alpha / rank for each weight that LoRA updates.
+
+    It is a copy, so that training can continue. A draft without LoRA is returned as it is.
+    """
     if not isinstance(draft, peft.PeftModel):
         return draft
-    return copy.deepcopy(draft).merge_and_unload().eval().requires_grad_(True)
+    merged: PreTrainedModel = copy.deepcopy(draft).merge_and_unload().eval().requires_grad_(True)
+    return merged
 
 
-def export(
+def export_draft_model(
     folder: Path,
     engine: str,
     layout: Layout,
@@ -126,10 +172,11 @@ def export(
     target: TargetFiles | None,
     num_speculative_tokens: int,
 ) -> None:
-    """Write a draft model for an engine.
+    """Write a draft model for an engine; see `Method.export` for the arguments.
 
-    Raises UserError, before anything is written, when its weights are broken, or when its vocabulary is not as large as the target's
-    (engines compare token ids).
+    Raises:
+        UserError: before anything is written, if the weights are broken, or if the vocabulary is
+            not as large as the target's, because engines compare token ids.
     """
     config = read_config(folder, "draft")
     if target is not None:
@@ -142,16 +189,19 @@ def export(
             (link if path.suffix in (".safetensors", ".bin") else shutil.copy2)(
                 path, output / path.name
             )
-    config.pop(
-        "auto_map", None
-    )  # code of its own, which an engine that runs the target's would run too
+    # An engine that is allowed to run the target's own code would run the draft's too.
+    config.pop("auto_map", None)
     (output / "config.json").write_text(
-        json.dumps(with_both_spellings(config), indent=2) + "\n", encoding="utf-8"
+        json.dumps(add_both_spellings(config), indent=2) + "\n", encoding="utf-8"
     )
 
 
-def with_both_spellings(config: dict[str, Any]) -> dict[str, Any]:
-    """A config.json with `rope_theta`, `rope_scaling` and `torch_dtype` next to `rope_parameters` and `dtype`, or the other way round."""
+def add_both_spellings(config: RawConfig) -> RawConfig:
+    """Return a config.json that has the keys of transformers before version 5 and since.
+
+    `rope_theta`, `rope_scaling` and `torch_dtype` are added to `rope_parameters` and `dtype`, or
+    the other way round.
+    """
     rope = config.get("rope_parameters")
     if rope is None and "rope_theta" in config:
         rope = {
@@ -159,11 +209,12 @@ def with_both_spellings(config: dict[str, Any]) -> dict[str, Any]:
             "rope_theta": config["rope_theta"],
             **(config.get("rope_scaling") or {}),
         }
-    both = dict(config)
-    if rope and "rope_theta" in rope:  # not those of layers of several kinds
+    keys = dict(config)
+    # Layers of several kinds have parameters for each kind, and no single `rope_theta`.
+    if rope and "rope_theta" in rope:
         scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
-        both["rope_parameters"] = rope
-        both["rope_theta"] = rope["rope_theta"]
-        both["rope_scaling"] = None if scaling.get("rope_type", "default") == "default" else scaling
+        keys["rope_parameters"] = rope
+        keys["rope_theta"] = rope["rope_theta"]
+        keys["rope_scaling"] = None if scaling.get("rope_type", "default") == "default" else scaling
     dtype = config.get("dtype") or config.get("torch_dtype")
-    return {**both, "dtype": dtype, "torch_dtype": dtype} if dtype else both
+    return {**keys, "dtype": dtype, "torch_dtype": dtype} if dtype else keys

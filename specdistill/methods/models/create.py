@@ -1,8 +1,12 @@
-"""Draft models before training: plain Hugging Face causal language models, their initialization, LoRA, and what a step of theirs costs.
+"""Create draft models: plain Hugging Face causal language models, from layers or from scratch.
 
-What a draft step costs against a target step, c, decides how much its acceptance is worth. At batch 1 a step reads every weight once
-(memory-bound) and launches every layer in turn (launch-bound), so c is taken as the larger of two shares: of the weights read, and of
-the layers. Both are served in the same dtype; the embedding table is looked up in and does not count, unless it is the head too.
+This file also adds LoRA, and estimates what a draft step costs.
+
+c is the cost of a draft step in units of a target step. It decides how much acceptance is worth. At
+batch 1 a step reads every weight once (memory-bound) and launches every layer in turn
+(launch-bound). So c is taken as the larger of two shares: of the weights that are read, and of the
+layers. Draft and target are served in the same dtype. The embedding table is only looked up in, so
+it does not count, unless it is the head too.
 """
 
 import copy
@@ -13,20 +17,21 @@ import peft
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from specdistill.errors import UserError, logger, refusing
+from specdistill.common.errors import UserError, convert_errors, logger, make_unused_key_error
 from specdistill.methods.models.checkpoint import INITIALIZATIONS, check_attention, load_draft_model
-from specdistill.methods.models.vocabulary import describe_difference
-from specdistill.methods.sizes import ModelShape, shape_of, weights_read
+from specdistill.methods.sizes import ModelShape, count_weights_read, read_model_shape
 from specdistill.targets.frozen import FrozenTarget
-from specdistill.targets.sharding import whole
+from specdistill.targets.sharding import gather_whole
 
-# Fewer cannot copy what followed an earlier occurrence of a token (arXiv 2209.11895).
-SHALLOWEST = 2
-# The ends of the names of all parameters of a decoder built like Llama's or Qwen's, whose layers can be left out.
+# The fewest layers of a draft. A single layer cannot copy what followed an earlier occurrence of a
+# token (arXiv 2209.11895).
+MIN_LAYERS = 2
+# How the names of all parameters end in a decoder that is built like Llama's or Qwen's. Layers of
+# such a decoder can be left out.
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-OTHERS = (
+OTHER_INITIALIZATIONS = (
     "embed_tokens",
     "lm_head",
     "norm",
@@ -35,7 +40,8 @@ OTHERS = (
     "q_norm",
     "k_norm",
 )
-PARAMETERS = {f"{name}.weight" for name in PROJECTIONS + OTHERS} | {
+DECODER_HINT = "a decoder built like Llama's or Qwen's, or a trained smaller model"
+PARAMETERS = {f"{name}.weight" for name in PROJECTIONS + OTHER_INITIALIZATIONS} | {
     f"{name}.bias" for name in PROJECTIONS
 }
 
@@ -47,55 +53,79 @@ def create_draft_model(
     seed: int = 0,
     **sizes: int | None,
 ) -> PreTrainedModel:
-    """A draft model in float32 on the target's device.
+    """Create a draft model in float32 on the target's device.
 
     Args:
-        init: `layers` (also None), `scratch`, or a folder or Hub id.
-        sizes: the fields of `ModelShape`. None takes the target's (a quarter of its layers).
+        target: the target.
+        init: `layers` (also None), `scratch`, or a folder or Hub id of a model that was checked
+            (see `check_initialization`).
+        seed: the seed of fresh weights.
+        **sizes: fields of `ModelShape`. None takes the target's, and a quarter of its layers.
 
-    Raises UserError for settings that do not fit each other or the target.
+    Raises:
+        UserError: for settings that do not fit each other or the target.
     """
     init = init or "layers"
-    given = {name: size for name, size in sizes.items() if size is not None}
+    given_sizes = {name: size for name, size in sizes.items() if size is not None}
+
+    # A trained model is taken as it is, with the target's number of tokens.
     if init not in INITIALIZATIONS:
-        draft, tokenizer = load_draft_model(init, key="draft.init", device=target.device)
-        if difference := describe_difference(target.tokenizer, tokenizer):
-            raise UserError("draft.init", got=difference, expected="the target's tokenizer")
-        if (
-            draft.config.get_text_config().vocab_size != target.vocab_size
-        ):  # tables that are padded otherwise
+        draft, _ = load_draft_model(init, key="draft.init", device=target.device)
+        # The draft's tables may be padded to another size than the target's.
+        if draft.config.get_text_config().vocab_size != target.vocab_size:
             draft.resize_token_embeddings(target.vocab_size, mean_resizing=False)
-        if given:
-            name, size = next(iter(given.items()))
-            raise UserError(f"draft.{name}", got=size, expected=f"null: {init} has its sizes")
+        if given_sizes:
+            name, size = next(iter(given_sizes.items()))
+            raise make_unused_key_error(
+                f"draft.{name}", size, f"draft.init={init} has sizes of its own"
+            )
     else:
+        # Other initializations build a model of the target's class.
         check_attention(target.model, "draft.init", f"{init} of {target.name}")
         if target.model.config is not target.config:
-            got = f"{init} of {target.name}, a {type(target.model).__name__}, which is more than a language model"
-            raise UserError("draft.init", got=got, expected="a trained smaller model")
-        shape = replace(
-            shape_of(target.config),
-            num_layers=max(target.num_layers // 4, min(SHALLOWEST, target.num_layers)),
-        )
+            raise UserError(
+                "draft.init",
+                got=(
+                    f"{init} of {target.name}, a {type(target.model).__name__}, which is more than"
+                    " a"
+                    " language model"
+                ),
+                expected="a trained smaller model",
+            )
         if init == "layers":
-            if wrong := next((name for name in given if name != "num_layers"), None):
-                raise UserError(
-                    f"draft.{wrong}", got=given[wrong], expected="null: layers are copied whole"
+            check_decoder(target.model)
+        with convert_errors(
+            (AttributeError, RuntimeError), "draft.init", f"{init} of {target.name}", DECODER_HINT
+        ):
+            # By default a quarter of the target's layers, but at least two.
+            shape = replace(
+                read_model_shape(target.config),
+                num_layers=max(target.num_layers // 4, min(MIN_LAYERS, target.num_layers)),
+            )
+
+        # Copied layers keep their sizes. A model from scratch needs sizes.
+        if init == "layers":
+            wrong = next((name for name in given_sizes if name != "num_layers"), None)
+            if wrong:
+                raise make_unused_key_error(
+                    f"draft.{wrong}",
+                    given_sizes[wrong],
+                    "draft.init=layers copies layers of the target whole",
                 )
-            draft = from_layers(target.model, given.get("num_layers", shape.num_layers))
-        elif not given:
+            draft = from_layers(target.model, given_sizes.get("num_layers", shape.num_layers))
+        elif not given_sizes:
             raise UserError(
                 "draft.init",
                 got=f"{init} without a size",
                 expected="sizes such as draft.hidden_size",
             )
         else:
-            draft = resized(target.model, replace(shape, **given), seed=seed)
-    _say_size(draft, target)
+            draft = build_resized(target.model, replace(shape, **given_sizes), seed=seed)
+    _log_size(draft, target)
     return draft
 
 
-def with_lora(
+def add_lora(
     draft: PreTrainedModel,
     *,
     rank: int,
@@ -103,9 +133,21 @@ def with_lora(
     dropout: float = 0.0,
     target_modules: list[str] | None = None,
 ) -> PreTrainedModel | peft.PeftModel:
-    """Freeze the draft and give its linear layers updates B A x * alpha / rank, zero at first; rank 0 gives the draft as it is.
+    """Freeze a draft, and add LoRA updates B A x * alpha / rank to its linear layers.
 
-    Raises UserError when `target_modules` are no linear layers of the draft, and for a rank beyond that of its matrices.
+    The updates are zero at first.
+
+    Args:
+        draft: the draft.
+        rank: the rank of the updates; 0 returns the draft as it is.
+        alpha: scales the updates.
+        dropout: the dropout of the updates' input.
+        target_modules: the layers that get updates, by the ends of their names; None for all but
+            the head.
+
+    Raises:
+        UserError: if `target_modules` are no linear layers of the draft, and for a rank beyond that
+            of its matrices.
     """
     if rank == 0:
         return draft
@@ -124,13 +166,16 @@ def with_lora(
         task_type="CAUSAL_LM",
     )
     expected = "ends of names of the draft's linear layers, such as q_proj"
-    with refusing(ValueError, "draft.lora.target_modules", target_modules, expected):
+    with convert_errors(ValueError, "draft.lora.target_modules", target_modules, expected):
         return peft.get_peft_model(draft, config)
 
 
 def step_ratio(target: PreTrainedModel, draft: PreTrainedModel) -> float:
-    """c, a draft step over a target step at batch 1: the larger of the shares of weights read and of layers (see the module)."""
-    weights = weights_read(draft) / weights_read(target)
+    """Return c, the cost of a draft step in units of a target step at batch 1.
+
+    It is the larger of two shares: of the weights read, and of the layers (see the module).
+    """
+    weights = count_weights_read(draft) / count_weights_read(target)
     layers: float = (
         draft.config.get_text_config().num_hidden_layers
         / target.config.get_text_config().num_hidden_layers
@@ -138,62 +183,79 @@ def step_ratio(target: PreTrainedModel, draft: PreTrainedModel) -> float:
     return max(weights, layers)
 
 
-def _say_size(draft: PreTrainedModel, target: FrozenTarget) -> None:
-    """Say what a step is expected to cost; warn of a draft that is larger than the target."""
-    parameters, ratio, text = (
-        draft.num_parameters(),
-        step_ratio(target.model, draft),
-        draft.config.get_text_config(),
-    )
+def _log_size(draft: PreTrainedModel, target: FrozenTarget) -> None:
+    """Log what a draft step is expected to cost, and warn of a draft larger than its target."""
+    parameters = draft.num_parameters()
+    ratio = step_ratio(target.model, draft)
+    text = draft.config.get_text_config()
     logger.info(
-        f"draft: {parameters:,} parameters, {text.num_hidden_layers} layers of {text.hidden_size}; "
-        f"expected c = {ratio:.2f} (draft step / target step, the larger share of weights read and of layers)"
+        f"draft: {parameters:,} parameters, {text.num_hidden_layers} layers of {text.hidden_size};"
+        f" expected c = {ratio:.2f} (draft step / target step, the larger share of weights read and"
+        " of layers)"
     )
     if parameters > target.num_parameters:
-        # (K + 1) tokens for a cost of at least 1 + c K; with c > 1 that is largest at K = 1.
-        bound = f"a predicted speedup of at most {2 / (1 + ratio):.2f}"
-        larger = f"a draft of {parameters:,} parameters for a target of {target.num_parameters:,}, {bound}"
-        logger.warning(f"{larger}: it cannot pay unless its steps are cheaper than its size says")
+        # A round gives at most K + 1 tokens and costs at least 1 + c K. With c > 1 the speedup is
+        # greatest at K = 1.
+        logger.warning(
+            f"The draft has {parameters:,} parameters, the target {target.num_parameters:,}. The"
+            f" predicted speedup is at most {2 / (1 + ratio):.2f}, unless the draft's steps"
+            " are cheaper than its size suggests."
+        )
 
 
-def evenly_spaced(num_layers: int, keep: int) -> list[int]:
-    """`keep` indices in 0..num_layers - 1 at even distances, both ends among them; one index is the first."""
+def choose_evenly_spaced(num_layers: int, keep: int) -> list[int]:
+    """Return `keep` indices in 0..num_layers - 1 at even distances, with both ends.
+
+    A single index is the first.
+    """
     return [round(index * (num_layers - 1) / max(keep - 1, 1)) for index in range(keep)]
 
 
-def reshaped(config: Any, shape: ModelShape) -> Any:
-    """A copy of a config with other sizes. Where layers differ in kind, each keeps the kind found at its relative depth.
+def resize_config(config: PreTrainedConfig, shape: ModelShape) -> PreTrainedConfig:
+    """Return a copy of a config with other sizes.
 
-    Its attention is the class's own: the target's may have no backward pass, or none in float32.
+    If layers differ in kind, each has the kind that is at its relative depth in the config. The
+    attention implementation is the default of the class: the target's may have no backward pass, or
+    none in float32.
     """
     config = copy.deepcopy(config)
     config._attn_implementation = None
     kinds = getattr(config, "layer_types", None)
     if kinds is not None:
-        config.layer_types = [kinds[index] for index in evenly_spaced(len(kinds), shape.num_layers)]
+        config.layer_types = [
+            kinds[index] for index in choose_evenly_spaced(len(kinds), shape.num_layers)
+        ]
     sizes = dict(vars(shape))
     config.update({"num_hidden_layers": sizes.pop("num_layers"), **sizes})
     return config
 
 
-def resized(
+def build_resized(
     target: PreTrainedModel,
     shape: ModelShape,
     weights: dict[str, Tensor] | None = None,
     *,
     seed: int = 0,
 ) -> PreTrainedModel:
-    """A model of the target's class in another shape, with these weights (all of them, and no other) or fresh ones. float32.
+    """Build a model of the target's class in another shape, in float32.
 
-    Raises UserError for sizes that do not fit each other.
+    Args:
+        target: the target.
+        shape: the sizes of the model.
+        weights: the weights, all of them and no other; None for fresh ones.
+        seed: the seed of fresh weights.
+
+    Raises:
+        UserError: for sizes that do not fit each other.
     """
     if shape.num_attention_heads % shape.num_key_value_heads:
-        got = f"{shape.num_key_value_heads} for {shape.num_attention_heads} attention heads"
         raise UserError(
-            "draft.num_key_value_heads", got=got, expected="a divisor of the attention heads"
+            "draft.num_key_value_heads",
+            got=f"{shape.num_key_value_heads} for {shape.num_attention_heads} attention heads",
+            expected="a divisor of the attention heads",
         )
-    config = reshaped(target.config, shape)
-    with refusing(StrictDataclassError, "draft", "sizes", "sizes that fit each other"):
+    config = resize_config(target.config, shape)
+    with convert_errors(StrictDataclassError, "draft", "sizes", "sizes that fit each other"):
         config.validate()
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -201,16 +263,24 @@ def resized(
     if weights is not None:
         model.load_state_dict(weights)
         model.generation_config = copy.deepcopy(target.generation_config)
-    return model.to(device=target.device, dtype=torch.float32).eval()
+    draft: PreTrainedModel = model.to(device=target.device, dtype=torch.float32).eval()
+    return draft
 
 
 def from_layers(target: PreTrainedModel, num_layers: int) -> PreTrainedModel:
-    """A copy of `num_layers` of the target's layers, evenly spaced with both ends, between its embedding and its head. float32.
+    """Copy some of the target's layers, with its embedding and its head, in float32.
 
-    With all of them it is the target. Raises UserError for more layers than the target has.
+    The layers are evenly spaced, with both ends. With all layers the copy is the target.
+
+    Args:
+        target: the target.
+        num_layers: how many layers are copied.
+
+    Raises:
+        UserError: for more layers than the target has, and as `check_decoder`.
     """
     check_decoder(target)
-    own_shape = shape_of(target.config)
+    own_shape = read_model_shape(target.config)
     if num_layers > own_shape.num_layers:
         raise UserError(
             "draft.num_layers",
@@ -219,28 +289,41 @@ def from_layers(target: PreTrainedModel, num_layers: int) -> PreTrainedModel:
         )
     number = {
         str(old): str(new)
-        for new, old in enumerate(evenly_spaced(own_shape.num_layers, num_layers))
+        for new, old in enumerate(choose_evenly_spaced(own_shape.num_layers, num_layers))
     }
     weights = {}
     for name, tensor in target.state_dict().items():
-        before, found, after = name.partition("layers.")
+        before, separator, after = name.partition("layers.")
         old, _, rest = after.partition(".")
-        if not found:
-            weights[name] = whole(tensor)  # also of a target that processes share
+        if not separator:
+            weights[name] = gather_whole(tensor)  # processes may share the target
         elif old in number:
-            weights[f"{before}layers.{number[old]}.{rest}"] = whole(tensor)
-    return resized(target, replace(own_shape, num_layers=num_layers), weights)
+            weights[f"{before}layers.{number[old]}.{rest}"] = gather_whole(tensor)
+    return build_resized(target, replace(own_shape, num_layers=num_layers), weights)
 
 
 def check_decoder(target: PreTrainedModel) -> None:
-    """Raises UserError when the target holds a parameter that is not known: it is then no decoder like Llama's."""
+    """Check that a target is a decoder like Llama's, whose layers can be copied.
+
+    Raises:
+        UserError: for a parameter that such a decoder does not have.
+    """
     unknown = sorted(
         {".".join(name.split(".")[-2:]) for name, _ in target.named_parameters()} - PARAMETERS
     )
     if unknown:
-        got = f"a {target.config.model_type} target with {', '.join(unknown[:3])}"
+        got = f"layers of a {target.config.model_type} target with {', '.join(unknown[:3])}"
+        config = target.config
+        can_be_resized = config is config.get_text_config() and hasattr(config, "intermediate_size")
+        alternatives = (
+            "draft.init=scratch with draft.num_layers=2, or draft.init=PATH"
+            if can_be_resized
+            else "draft.init=PATH"
+        )
         raise UserError(
             "draft.init",
             got=got,
-            expected="a decoder built like Llama's or Qwen's, or a trained smaller model",
+            expected=(
+                f"{alternatives} of a trained smaller model; only layers like Llama's are copied"
+            ),
         )

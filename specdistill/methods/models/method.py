@@ -1,160 +1,150 @@
-"""What a method of drafting by a model of its own is as a row of the table: how it is recognized, created, trained, examined, planned and
-exported.
+"""The base of the methods whose draft is a model of its own.
+
+This file says how such a draft is recognized, created, decoded with and exported.
 """
 
 from collections.abc import Mapping, Set
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, TypeVar, cast
 
-import torch
 from datasets import Dataset
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from specdistill.decoding.proposer import Proposer
-from specdistill.losses.divergence import build_divergence
-from specdistill.methods import sizes
-from specdistill.methods.contract import Implementation
+from specdistill.common.errors import UserError
+from specdistill.methods.base import Method
 from specdistill.methods.models.checkpoint import (
     check_outline,
-    export,
+    export_draft_model,
     load_draft_model,
     save_draft_model,
 )
+from specdistill.methods.models.config import ModelRecipe
 from specdistill.methods.models.create import (
-    SHALLOWEST,
-    check_decoder,
+    add_lora,
     create_draft_model,
-    reshaped,
-    with_lora,
 )
-from specdistill.methods.models.objective import Distillation, OnPolicyGeneration
 from specdistill.methods.models.proposer import DraftModelProposer
-from specdistill.methods.models.recipe import DraftModelRecipe
-from specdistill.methods.models.vocabulary import match_vocabularies
-from specdistill.targets.cache_size import cache_size
+from specdistill.methods.models.vocabulary import check_rows, match_vocabularies
+from specdistill.methods.sizes import RawConfig
+from specdistill.serving.engines.engine import Layout
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.targets.loading import read_tokenizer, read_without_weights
 
+ModelRecipeT = TypeVar("ModelRecipeT", bound=ModelRecipe)
 
-def create(recipe: Any, target: FrozenTarget, rows: Dataset) -> Any:
-    return with_lora(
-        create_draft_model(target, seed=recipe.seed, **recipe.draft.shape()),
-        **vars(recipe.draft.lora),
-    )
+VOCABULARY_FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json")
 
 
-def objective(draft: Any, recipe: DraftModelRecipe, target: FrozenTarget) -> Distillation:
-    return Distillation(
-        draft,
-        build_divergence(recipe.loss.divergence),
-        num_positions=recipe.eval.num_speculative_tokens,
-        on_policy=OnPolicyGeneration(
-            draft, **vars(recipe.on_policy), end_ids=tuple(target.eos_token_ids), seed=recipe.seed
-        ),
-        **recipe.loss.model_dump(exclude={"divergence"}),
-    )
+class ModelMethod(Method[ModelRecipeT, PreTrainedModel]):
+    """A method whose draft is a whole language model.
 
+    Attributes:
+        proposer: the class that decodes with it.
+    """
 
-def load_proposer(
-    folder: Path,
-    target: FrozenTarget,
-    *,
-    key: str,
-    mask_token_id: int | None = None,
-    **translation: Any,
-) -> Proposer:
-    model, tokenizer = load_draft_model(folder, key=key, device=target.device, dtype=target.dtype)
-    sides = target.tokenizer, len(target.lm_head.weight), tokenizer, _width(model)
-    vocabulary = match_vocabularies(*sides, key=key, **translation)
-    return DraftModelProposer(
-        model,
-        vocabulary=vocabulary,
-        mask_token_id=mask_token_id,
-        target_max_length=target.max_length,
-        key=key,
-    )
+    proposer: ClassVar[type[DraftModelProposer]]
 
+    def find_mask(self, folder: Path, key: str) -> int | None:
+        """Return the draft's mask; None for a model that drafts token by token."""
+        return None
 
-def check(
-    folder: Path,
-    tensors: Mapping[str, Tensor],
-    target: TargetFiles | None,
-    *,
-    key: str,
-    name: Path | str,
-    **options: Any,
-) -> None:
-    if any(tensor.is_meta for tensor in tensors.values()):
-        model, tokenizer = read_without_weights(folder, key=key, name=str(name))
-        check_outline(model, tensors, key=key, name=str(name))
-    else:
-        model, tokenizer = load_draft_model(folder, key=key)
-    if target is not None:
-        of_target, *_ = read_tokenizer(target)
-        match_vocabularies(
-            of_target, target.vocab_size, tokenizer, _width(model), key=key, **options
+    def is_named(self, config: RawConfig, names: Set[str]) -> bool:
+        """Return whether a folder calls itself a causal language model that transformers knows."""
+        architectures = set(config.get("architectures") or [])
+        known_classes = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+        return bool(names) and bool(architectures & known_classes)
+
+    def create(self, recipe: ModelRecipeT, target: FrozenTarget, rows: Dataset) -> PreTrainedModel:
+        """Create the model that a recipe describes, with its LoRA updates if it has any."""
+        draft = create_draft_model(target, seed=recipe.seed, **recipe.draft.shape())
+        adapted = add_lora(draft, **vars(recipe.draft.lora))
+        # peft's wrapper passes everything on to the model inside.
+        return cast(PreTrainedModel, adapted)
+
+    def save(self, draft: PreTrainedModel, target: FrozenTarget, folder: Path) -> None:
+        """Write a model, with the target's tokenizer."""
+        save_draft_model(draft, target.tokenizer, folder)
+
+    def load_proposer(
+        self, folder: Path | None, target: FrozenTarget, *, key: str, **options: Any
+    ) -> DraftModelProposer:
+        """Load a model for decoding.
+
+        The options are those of `match_vocabularies`: they say how to draft with another tokenizer.
+        """
+        assert folder is not None  # only methods without weights have none
+        mask = self.find_mask(folder, key)
+        model, tokenizer = load_draft_model(
+            folder, key=key, device=target.device, dtype=target.dtype
+        )
+        vocabulary = match_vocabularies(
+            target.tokenizer,
+            len(target.lm_head.weight),
+            tokenizer,
+            count_logits(model),
+            key=key,
+            **options,
+        )
+        return self.proposer(
+            model,
+            vocabulary=vocabulary,
+            mask_token_id=mask,
+            target_max_length=target.max_length,
+            key=key,
         )
 
+    def check(
+        self,
+        folder: Path,
+        tensors: Mapping[str, Tensor],
+        target: TargetFiles | None,
+        *,
+        key: str,
+        name: Path | str,
+        **options: Any,
+    ) -> None:
+        """Check a model by its headers and its tokenizer."""
+        self.find_mask(folder, key)
+        files = list(folder.iterdir())
+        if not any(path.match(pattern) for path in files for pattern in VOCABULARY_FILES):
+            raise UserError(
+                key,
+                got=f"{name} without the files of a tokenizer",
+                expected=(
+                    "tokenizer.json and tokenizer_config.json next to the weights: of the tokenizer"
+                    " it was trained with"
+                ),
+            )
+        model, tokenizer = read_without_weights(folder, key=key, name=str(name))
+        check_outline(model, tensors, key=key, name=str(name))
+        check_rows(tokenizer, count_logits(model), key, name)
+        if target is not None:
+            target_tokenizer, *_ = read_tokenizer(target)
+            match_vocabularies(
+                target_tokenizer,
+                target.vocab_size,
+                tokenizer,
+                count_logits(model),
+                key=key,
+                **options,
+            )
 
-def _width(model: Any) -> int:
-    """Of the logits, which may be more than the tokenizer's tokens."""
+    def export(
+        self,
+        folder: Path,
+        engine: str,
+        layout: Layout,
+        output: Path,
+        target: TargetFiles | None,
+        num_tokens: int,
+    ) -> None:
+        """Write a model for an engine, in the form of any language model."""
+        export_draft_model(folder, engine, layout, output, target, num_tokens)
+
+
+def count_logits(model: PreTrainedModel) -> int:
+    """Return how many logits a model has, which may be more than the tokenizer's tokens."""
     return len(model.get_output_embeddings().weight)
-
-
-def planned(
-    published: sizes.PublishedFigures,
-    note: str,
-    target: sizes.Described,
-    given: sizes.Described | None,
-    settings: dict[str, Any],
-) -> sizes.PlannedDraft:
-    """The model that is given, or the target in the sizes of its own recipe, else with as few layers as are worth it."""
-    given_sizes = {
-        name: settings[name] for name in sizes.ModelShape.__annotations__ if name in settings
-    }
-    if given:
-        model = given.model
-    else:
-        check_decoder(target.model)
-        given_sizes = given_sizes or {"num_layers": min(SHALLOWEST, target.text.num_hidden_layers)}
-        with torch.device("meta"):
-            shape = replace(sizes.shape_of(target.text), **given_sizes)
-            model = AutoModelForCausalLM.from_config(reshaped(target.model.config, shape))
-    shape = sizes.shape_of(model.config.get_text_config())
-    parts = sizes.ParameterCounts(
-        int(model.num_parameters()), sizes.weights_read(model), shape.num_layers
-    )
-    keys = (f"draft.num_layers={shape.num_layers}",)
-    return sizes.PlannedDraft(
-        parts, shape, target.text.vocab_size, note, published, cache_size(model), keys
-    )
-
-
-def is_named(config: Mapping[str, Any], names: Set[str]) -> bool:
-    return bool(
-        names
-        and set(config.get("architectures") or []) & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
-    )
-
-
-def model_method(
-    published: sizes.PublishedFigures, note: str = "a smaller language model with a head of its own"
-) -> Implementation:
-    """That of a draft model. published, note: of what `specdistill plan` says."""
-    return Implementation(
-        load_proposer=load_proposer,
-        is_named=is_named,
-        create=create,
-        save=lambda draft, target, folder: save_draft_model(draft, target.tokenizer, folder),
-        objective=objective,
-        check=check,
-        planned=partial(planned, published, note),
-        is_described=lambda draft, target: draft.is_causal_lm,
-        likely_cause="its tokenizer gives tokens other numbers",
-        export=export,
-    )

@@ -1,14 +1,19 @@
-"""What a draft model learns: the target's distribution, position by position (DistillSpec, arXiv 2310.08461), some of it on-policy.
+"""The objective of draft models: learn the target's distribution, position by position.
 
-Shapes: B rows, T positions, R loss tokens (padded), r of a chunk of them, H hidden size, V vocabulary, K drafted positions, S = B T chains.
+The method is DistillSpec's (arXiv 2310.08461). A part of the data may be on-policy.
 
-At every position t whose next token has a loss, the draft's distribution after x_t is compared with the target's. With `labels="hard"`
-the target does not run: the loss is the cross-entropy of the sequence's own next token, which is sequence-level distillation on the
-target's completions and plain language modelling on other sequences.
+Shapes: B rows, T positions, R loss tokens (padded), r of a chunk of them, H hidden size, V
+vocabulary, K drafted positions, S = B T chains.
 
-On-policy data: the draft generates, the target scores (GKD, arXiv 2306.13649; DistillSpec). A draft that is trained on the target's
-completions alone never sees the prefixes that its own mistakes lead to. In a share of the batches, therefore, the rows are cut to their
-first tokens and the draft generates the rest.
+At every position t whose next token has a loss, the draft's distribution after x_t is compared with
+the target's. With `labels="hard"` the target does not run. The loss is then the cross-entropy of
+the sequence's own next token: sequence-level distillation on the target's completions, and plain
+language modelling on other sequences.
+
+On-policy data: the draft generates, and the target scores (GKD, arXiv 2306.13649; DistillSpec). A
+draft that is trained on the target's completions alone never sees the prefixes that its own
+mistakes lead to. In a share of the batches, therefore, the rows are cut to their first tokens, and
+the draft generates the rest.
 """
 
 import random
@@ -23,34 +28,42 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from specdistill.errors import UserError
-from specdistill.losses.chunked import head_loss
-from specdistill.losses.divergence import Divergence
-from specdistill.rows.packing import indexed
-from specdistill.targets.anatomy import examine
-from specdistill.targets.batch_generate import generate, generation_mode
+from specdistill.common.errors import UserError
+from specdistill.data.rows.packing import index_batch
+from specdistill.methods.layers import scale_norm
+from specdistill.targets.anatomy import examine_model
+from specdistill.targets.batch_generate import generate_batch, prepare_generation
 from specdistill.targets.frozen import FrozenTarget
-from specdistill.targets.packed_rows import Documents, attending, configs_with_lengths, lengths_of
-from specdistill.training.arguments import shards_weights
+from specdistill.targets.packed_rows import (
+    Documents,
+    build_length_inputs,
+    find_length_configs,
+    replace_attention,
+)
+from specdistill.training.arguments import is_weight_sharded
+from specdistill.training.losses.divergence import Divergence
+from specdistill.training.losses.head_loss import compute_head_loss
 from specdistill.training.objective import (
     Objective,
     SoftTargets,
     StepSums,
     TargetDistributions,
-    before,
-    in_a_row,
-    loss_rows,
+    arrange_in_chains,
+    gather_before,
+    select_loss_rows,
 )
 
 
 class Distillation(Objective):
-    """The draft model as the trainer sees it: rows in, loss sums out.
+    """The draft model with its loss, as the trainer has it: rows in, loss sums out.
 
     Args:
+        draft: the draft model.
+        divergence: the loss of one token.
         temperature: divides both sets of logits in the loss.
-        labels: `soft` of the target, or the sequence's own `hard`.
+        labels: `soft` for the target's distributions, or `hard` for the sequence's own tokens.
         num_positions: K of the simulated acceptance length.
-        on_policy: generates some of the batches; None: none.
+        on_policy: generates some of the batches; None for none.
     """
 
     def __init__(
@@ -67,39 +80,64 @@ class Distillation(Objective):
         self.labels = labels
         self.num_positions = num_positions
         self.on_policy = on_policy
-        self.anatomy = examine(draft, "the draft", key="draft.init")
-        self.packed_configs = configs_with_lengths(
-            draft
-        )  # of a draft that reads documents by their lengths
-        # transformers' Trainer reads this name: what is the same tensor under another name is saved once.
-        self._keys_to_ignore_on_save = repeated_names(self)
+        self.anatomy = examine_model(draft, "the draft", key="draft.init")
+        # Empty unless the draft reads documents by their lengths.
+        self.packed_configs = find_length_configs(draft)
+        # transformers' Trainer reads this name. It saves a tensor that has two names once.
+        self._keys_to_ignore_on_save = find_repeated_names(self)
 
     @property
     def layers(self) -> nn.ModuleList:
         return self.anatomy.layers
 
+    def scale_output(self, factor: float) -> None:
+        """Multiply the logits by a factor, by scaling the final norm.
+
+        If the norm has no weights, the head is scaled instead, unless it is the embedding too. A
+        frozen norm is left as it is.
+
+        Args:
+            factor: the factor.
+        """
+        linear = self.anatomy.head.linear
+        weights = list(self.anatomy.norm.parameters()) if self.anatomy.norm is not None else []
+        if weights and all(weight.requires_grad for weight in weights):
+            scale_norm(self.anatomy.norm, factor)
+        elif not weights and linear.weight is not self.draft.get_input_embeddings().weight:
+            linear.weight.data.mul_(factor)
+
     def tie_weights(self) -> None:
-        """Called by transformers' Trainer after it has loaded a checkpoint without the repeated names."""
+        """Tie the draft's weights again.
+
+        transformers' Trainer calls this after it has loaded a checkpoint without the repeated
+        names.
+        """
         self.draft.tie_weights()
 
     def activation_checkpointing_enable(
-        self, activation_checkpointing_kwargs: dict[str, Any] | None = None, **options: Any
+        self, activation_checkpointing_kwargs: dict[str, object] | None = None, **options: object
     ) -> None:
-        """Called by transformers' Trainer for `train.activation_checkpointing`. Layers attend as at first when they are computed again."""
-        own = {
+        """Compute layers again in the backward pass, with the attention of the forward pass.
+
+        transformers' Trainer calls this for `train.activation_checkpointing`.
+        """
+        attention_settings = {
             "use_reentrant": False,
-            "context_fn": lambda: (nullcontext(), attending(self.packed_configs)),
+            "context_fn": lambda: (nullcontext(), replace_attention(self.packed_configs)),
         }
         self.draft.activation_checkpointing_enable(
-            {**(activation_checkpointing_kwargs or {}), **own}, **options
+            {**(activation_checkpointing_kwargs or {}), **attention_settings}, **options
         )
 
-    def prepare(self, batch: dict[str, Any], number: int | None) -> dict[str, Any]:
-        """The batch, or in training one that the draft generated in its place."""
+    def prepare(self, batch: dict[str, Tensor], number: int | None) -> dict[str, Tensor]:
+        """Return the batch, or in training possibly one that the draft generates in its place."""
         return batch if self.on_policy is None or number is None else self.on_policy(batch, number)
 
-    def read_target(self, target: FrozenTarget, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Soft targets at temperature 1, by which acceptance is measured; none where hard labels are all that the loss needs."""
+    def read_target(self, target: FrozenTarget, inputs: dict[str, Tensor]) -> dict[str, object]:
+        """Return the soft targets at temperature 1, because acceptance is measured by them.
+
+        In training with hard labels there are none, because the loss does not need them.
+        """
         if self.training and self.labels == "hard":
             return {"soft_targets": None}
         return {
@@ -117,24 +155,35 @@ class Distillation(Objective):
         longest: int,
         soft_targets: SoftTargets | None,
         measure: bool = False,
-        **unread: Any,  # the batch's other columns
+        **unread: object,
     ) -> tuple[Tensor, StepSums]:
-        """The loss summed over the loss tokens of packed rows [B, T] (see specdistill.rows.packing), and the sums of the metrics."""
+        """Return the loss summed over the loss tokens of packed rows, and the sums of the metrics.
+
+        Args:
+            input_ids: [B, T], packed as specdistill.data.rows.packing says.
+            position_ids: [B, T], which start again at 0 with each document.
+            loss_positions: [R], the loss tokens, as positions in the flattened batch.
+            cumulative_lengths: where the documents of the flattened batch begin, and their end.
+            longest: tokens of the longest document.
+            soft_targets: the target's distributions; None for hard labels in training.
+            measure: fill the metrics that cost time, too.
+            **unread: other columns of the batch.
+        """
         packed = (
-            lengths_of(input_ids, Documents(cumulative_lengths, longest))
+            build_length_inputs(input_ids, Documents(cumulative_lengths, longest))
             if self.packed_configs
             else {}
         )
-        with attending(self.packed_configs):
+        with replace_attention(self.packed_configs):
             output = self.anatomy.backbone(
                 input_ids=input_ids, position_ids=position_ids, use_cache=False, **packed
             )
-        rows_RH = before(output.last_hidden_state, loss_positions, 1)
-        weights_R = loss_rows(position_ids, loss_positions, ahead=1).float()
+        rows_RH = gather_before(output.last_hidden_state, loss_positions, 1)
+        weights_R = select_loss_rows(position_ids, loss_positions, ahead=1).float()
         next_R = input_ids.flatten()[loss_positions]
         total, metrics_MR = self.losses(rows_RH, weights_R, next_R, soft_targets, measure)
-        by_chain = partial(in_a_row, loss_positions, input_ids.shape, self.num_positions)
-        return total, StepSums.of(
+        by_chain = partial(arrange_in_chains, loss_positions, input_ids.shape, self.num_positions)
+        return total, StepSums.from_losses(
             weights_R.unsqueeze(0), *metrics_MR.unsqueeze(1), by_chain=by_chain
         )
 
@@ -146,28 +195,44 @@ class Distillation(Objective):
         soft_targets: SoftTargets | None,
         measure: bool,
     ) -> tuple[Tensor, Tensor]:
-        """The weighted sum of the rows' losses, next_R being the sequences' own tokens, and the weighted metrics [M, R]."""
+        """Return the weighted sum of the rows' losses, and the weighted metrics [M, R].
+
+        Args:
+            rows_RH: [R, H], hidden states before the head.
+            weights_R: [R], the weight of each loss.
+            next_R: [R], the sequences' own next tokens.
+            soft_targets: the target's distributions; None for hard labels in training.
+            measure: fill the metrics that cost time, too.
+        """
 
         def targets_of(rows: slice) -> tuple[Tensor, TargetDistributions | None]:
             return next_R[rows], None if soft_targets is None else soft_targets.at(
                 rows, measure=measure
             )
 
-        total, metrics_MKR = head_loss(
+        total, metrics_MKR = compute_head_loss(
             rows_RH.unsqueeze(0),
             weights_R.unsqueeze(0),
             self.anatomy.head,
             targets_of,
-            self.row_losses,
+            self.compute_row_losses,
         )
         return total, metrics_MKR.squeeze(1) * weights_R
 
-    def row_losses(self, logits_rV: Tensor, targets: Any, k: int) -> tuple[Tensor, Tensor]:
-        """Nats [r], and the metrics of each row [M, r]; see `head_loss`. targets: the sequences' own tokens [r], and the distributions."""
+    def compute_row_losses(self, logits_rV: Tensor, targets: Any, k: int) -> tuple[Tensor, Tensor]:
+        """Return nats [r], and the metrics of each row [M, r]; see `compute_head_loss`.
+
+        Args:
+            logits_rV: [r, V], the draft's logits.
+            targets: the sequences' own next tokens [r], and the target's distributions.
+            k: the drafted position, which is not used.
+        """
         next_r, soft = targets
         if self.labels == "hard":
             losses_r = F.cross_entropy(logits_rV.float(), next_r, reduction="none")
         else:
+            # The soft targets are at temperature 1: p^(1/temperature), normalised, is the same at
+            # the temperature of the loss.
             probs_rV = soft.probs_rW
             if self.temperature != 1.0:
                 probs_rV = (
@@ -177,11 +242,14 @@ class Distillation(Objective):
                     .softmax(-1)
                 )
             losses_r = self.divergence(logits_rV / self.temperature, probs_rV)
-        return self.with_metrics(losses_r, logits_rV, soft)
+        return self.add_metrics(losses_r, logits_rV, soft)
 
 
-def repeated_names(module: nn.Module) -> list[str]:
-    """Names in a module's state that stand for a tensor named before: a head that is the embedding."""
+def find_repeated_names(module: nn.Module) -> list[str]:
+    """Return the names in a module's state whose tensor already has an earlier name.
+
+    An example is a head that is the embedding.
+    """
     first: dict[tuple[int, torch.Size], str] = {}
     return [
         name
@@ -192,7 +260,17 @@ def repeated_names(module: nn.Module) -> list[str]:
 
 @dataclass(frozen=True)
 class OnPolicyGeneration:
-    """Replaces a `fraction` of the batches. Lengths in tokens; `end_ids` end a completion. The seed makes a run repeatable."""
+    """Replaces a share of the batches by what the draft generates.
+
+    Attributes:
+        draft: the draft that generates.
+        fraction: the share of the batches.
+        temperature: the sampling temperature of the draft; 0 is greedy.
+        prompt_tokens: tokens of a row that are its prompt.
+        num_tokens: the most tokens that are generated after a prompt.
+        end_ids: the tokens that end a completion.
+        seed: makes a run repeatable.
+    """
 
     draft: PreTrainedModel
     fraction: float
@@ -203,17 +281,29 @@ class OnPolicyGeneration:
     seed: int
 
     def __post_init__(self) -> None:
-        """Raises UserError where no process has the whole draft, which each would need for as many tokens as its own rows take."""
-        if self.fraction and shards_weights():
-            expected = "0, or a launch that leaves weights whole: ddp, zero1, zero2"
+        """Check that each process has the whole draft, if the fraction is above 0.
+
+        Each process needs it to generate, for as many tokens as its own rows take.
+
+        Raises:
+            UserError: if no process has the whole draft.
+        """
+        if self.fraction and is_weight_sharded():
             raise UserError(
-                "on_policy.fraction", got=f"{self.fraction} with sharded weights", expected=expected
+                "on_policy.fraction",
+                got=f"{self.fraction} with sharded weights",
+                expected="0, or a launch that leaves weights whole: ddp, zero1, zero2",
             )
 
     def __call__(self, batch: dict[str, Tensor], number: int) -> dict[str, Tensor]:
-        """The batch with this `number` in the run, or what the draft generates after the first tokens of its rows.
+        """Return a batch, or what the draft generates after the first tokens of its rows.
 
-        Rows whose first document has at most `prompt_tokens` have nothing to continue; a batch of such rows alone is returned as it is.
+        Rows whose first document has at most `prompt_tokens` tokens are left out, because they have
+        nothing to continue. A batch of such rows alone is returned as it is.
+
+        Args:
+            batch: the batch.
+            number: its number in the run.
         """
         if random.Random(self.seed * 1_000_003 + number).random() >= self.fraction:
             return batch
@@ -221,8 +311,8 @@ class OnPolicyGeneration:
         prompts = batch["input_ids"][first_document, : self.prompt_tokens].tolist()
         if not prompts:
             return batch
-        with generation_mode(self.draft, self.draft.dtype) as draft:
-            completions = generate(
+        with prepare_generation(self.draft, self.draft.dtype) as draft:
+            completions = generate_batch(
                 draft,
                 prompts,
                 [self.temperature] * len(prompts),
@@ -231,12 +321,12 @@ class OnPolicyGeneration:
                 seed=self.seed * 1_000_003 + number,
                 num_parts=1,
             )
-        return self._rows(prompts, completions, batch["input_ids"].device)
+        return self._build_rows(prompts, completions, batch["input_ids"].device)
 
-    def _rows(
+    def _build_rows(
         self, prompts: list[list[int]], completions: list[list[int]], device: torch.device
     ) -> dict[str, Tensor]:
-        """One document a row; only generated tokens have a loss."""
+        """Return a batch with one document in each row; only generated tokens have a loss."""
         rows = [
             torch.tensor(prompt + completion)
             for prompt, completion in zip(prompts, completions, strict=True)
@@ -252,4 +342,4 @@ class OnPolicyGeneration:
             "document_ids": is_token_BT.long() - 1,
             "position_ids": position_BT * is_token_BT,
         }
-        return indexed(columns)
+        return index_batch(columns)

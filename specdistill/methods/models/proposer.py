@@ -1,54 +1,143 @@
-"""A small language model drafts for a larger one: any causal language model of transformers, with keys and values of its own.
+"""Draft with a small language model for a larger one.
 
-What makes it fast is what it leaves out. Between rounds the draft keeps its cache: positions of rejected tokens are cut off, and only
-tokens committed since go through it, usually one, two after a round accepted in full (the last draft token was never fed). A step
-is the decoder layers and one row of the head, and the draft token stays a tensor until the round ends.
+The draft is any causal language model of transformers, with keys and values of its own. It is fast
+because it leaves work out:
 
-A model that knows a mask (PARD, arXiv 2504.18583) drafts all K tokens in one step: K - 1 masks follow the last token, and their keys and
-values are forgotten. A tree then costs no other step: the nodes of a level have one distribution of children.
+- Between rounds it keeps its cache. Positions of rejected tokens are cut off, and only the tokens
+  that were committed since go through the model. That is usually one token, and two after a round
+  that was accepted in full, because the last draft token was never fed.
+- A step is the decoder layers and one row of the head.
+- A draft token stays a tensor until the round ends.
 
-Shapes: B rows, T positions of one step, H hidden size, V the target's vocabulary, W tokens both vocabularies hold, K draft tokens.
+A model that knows a mask (PARD, arXiv 2504.18583) drafts all K tokens in one step: K - 1 masks
+follow the last token, and their keys and values are forgotten. A tree then needs no further step:
+all nodes of a level have the same distribution of children.
+
+Shapes: B rows, T positions of one step, H hidden size, V the target's vocabulary, W tokens that
+both vocabularies hold, K draft tokens.
+
+Most of the time of a draft model's step goes into launches, not into arithmetic. On two CPU cores
+two layers of 128 take 0.70 ms in transformers, and 0.39 ms in `LlamaLayers`, which is built of the
+parts of draft heads. The tests compare it with transformers' own model, which runs all other
+architectures.
 """
 
 import itertools
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from specdistill.common.errors import UserError
+from specdistill.decoding.kv_cache import DraftKVCache
 from specdistill.decoding.proposer import DecodingState, Proposal
 from specdistill.decoding.sampling import Generators, Sampling
 from specdistill.decoding.transformers_models import (
     TransformersLayers,
     check_batchable,
-    last_of,
-    padded,
+    gather_last,
+    pad_rows,
 )
-from specdistill.decoding.tree import Step, TreeShape
-from specdistill.errors import UserError
+from specdistill.decoding.tree import TreePass, TreeShape
 from specdistill.methods.feature_proposer import TokenProposer
-from specdistill.methods.models.layers import LlamaLayers, is_plain_llama
+from specdistill.methods.layers import PlainLayer
 from specdistill.methods.models.vocabulary import SharedVocabulary
-from specdistill.targets.anatomy import examine
+from specdistill.targets.anatomy import examine_model
+
+
+class LlamaLayers(nn.Module):
+    """The layers of a plain Llama, faster than `TransformersLayers`, on the model's own weights."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        assert is_plain_llama(model), model.config
+        config: Any = model.config
+        decoder = model.get_decoder()
+        self.rotary = decoder.rotary_emb
+        with torch.device("meta"):
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+            self.layers = nn.ModuleList(
+                PlainLayer(config, index) for index in range(config.num_hidden_layers)
+            )
+            self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.load_state_dict(decoder.state_dict(), assign=True)
+
+    def begin(self, num_rows: int) -> None:
+        """Start sequences with an empty KV cache."""
+        like = self.norm.weight
+        self.cache = DraftKVCache(num_rows, partial(self.rotary, like), like.device)
+
+    def truncate(self, lengths: Sequence[int]) -> None:
+        """Forget all but the first lengths[b] tokens of each row."""
+        self.cache.truncate(lengths)
+
+    def forward(
+        self, ids_BT: Tensor, counts: Sequence[int], level: TreePass | None = None
+    ) -> Tensor:
+        """Return the hidden states [B, T, H] of new tokens after the final norm.
+
+        Args:
+            ids_BT: [B, T] token ids.
+            counts: how many of the T are valid in each row.
+            level: set if the tokens are a level of each row's tree.
+        """
+        rotary = self.cache.begin_level(level) if level else self.cache.begin_chain(counts)
+        hidden = self.embed_tokens(ids_BT)
+        for layer in self.layers:
+            hidden = layer(hidden, rotary, self.cache)
+        normed: Tensor = self.norm(hidden)
+        return normed
+
+
+def is_plain_llama(model: PreTrainedModel) -> bool:
+    """Return whether `LlamaLayers` computes what the model computes.
+
+    It does for a Llama without quantization and biases, with SiLU, and with rotary angles that do
+    not depend on a sequence's length.
+    """
+    config = model.config
+    return (
+        config.model_type == "llama"
+        and getattr(config, "quantization_config", None) is None
+        and not config.attention_bias
+        and not config.mlp_bias
+        and config.hidden_act == "silu"
+        and config.rope_parameters.get("rope_type", "default") not in ("dynamic", "longrope")
+    )
 
 
 class DraftText:
-    """A sequence in the draft's own tokens, and which of them its KV cache holds. vocabulary: None where they are the target's."""
+    """A sequence in the draft's own tokens, and the tokens that its KV cache holds.
+
+    Attributes:
+        vocabulary: the tokens that draft and target share; None if all tokens are the same.
+        ids: the sequence so far, in the draft's tokens.
+        cached: the tokens whose keys and values the cache holds.
+    """
 
     def __init__(self, vocabulary: SharedVocabulary | None) -> None:
         self.vocabulary = vocabulary
-        self.ids: list[int] = []  # the sequence so far
-        self.cached: list[int] = []  # tokens whose keys and values the cache holds
-        self._num_final = 0  # how many ids nothing that follows can change
-        self._num_read = 0  # tokens of the target's sequence that are in it
-        self._lacking: list[int] = []  # target tokens at its end that the draft's vocabulary lacks
+        self.ids: list[int] = []
+        self.cached: list[int] = []
+        self._num_final = 0  # the first ids that no further token can change
+        self._num_read = 0  # tokens of the target's sequence that were read
+        self._lacking: list[int] = []  # target tokens at the end that the draft's vocabulary lacks
 
     def read(self, token_ids: Sequence[int]) -> int:
-        """Extend it by the target's new tokens; returns how many of its ids are unchanged.
+        """Extend the sequence by the target's new tokens.
 
-        Tokens that the draft lacks are encoded in its own, a run of them together, so a run's encoding may change as it grows.
+        Target tokens that the draft lacks are encoded in the draft's own tokens. Those that follow
+        one another are encoded together, so that their encoding may change as the run grows.
+
+        Args:
+            token_ids: the whole sequence, in the target's tokens.
+
+        Returns:
+            How many of the first ids are unchanged.
         """
         fresh = token_ids[self._num_read :]
         self._num_read = len(token_ids)
@@ -64,15 +153,25 @@ class DraftText:
             else:
                 self._encode_lacking(self.vocabulary)
                 self.ids += same
-                self._num_final, self._lacking = len(self.ids), []
+                self._num_final = len(self.ids)
+                self._lacking = []
         self._encode_lacking(self.vocabulary)
         return unchanged
 
     def _encode_lacking(self, vocabulary: SharedVocabulary) -> None:
-        self.ids[self._num_final :] = vocabulary.reencode(self._lacking) if self._lacking else []
+        self.ids[self._num_final :] = (
+            vocabulary.encode_for_draft(self._lacking) if self._lacking else []
+        )
 
-    def uncached(self, unchanged: int) -> list[int]:
-        """What must be fed, at least the last token: all but what is cached of the ids, and not of rejected tokens. Notes it as cached."""
+    def take_uncached(self, unchanged: int) -> list[int]:
+        """Return the ids that must be fed to the draft, and note them as cached.
+
+        These are all ids after the part that the cache already holds, and at least the last one.
+        Cached tokens that were rejected do not count as held.
+
+        Args:
+            unchanged: how many of the first ids are unchanged, as `read` returned it.
+        """
         most = min(len(self.cached), len(self.ids) - 1)
         agrees = max(0, min(unchanged, most))
         while agrees < most and self.cached[agrees] == self.ids[agrees]:
@@ -82,20 +181,25 @@ class DraftText:
         return fresh
 
 
-class DraftModelProposer(TokenProposer):
-    """Chains or trees drafted by a model of its own: its best tokens where the target is greedy, else draws from its
+class DraftModelProposer(TokenProposer[PreTrainedModel]):
+    """Drafts chains or trees with a language model.
+
+    It drafts the model's best tokens if the target is greedy. Otherwise it draws from the model's
     distribution.
 
-    vocabulary: where the ids of draft and target differ, the tokens they share; the distribution is then restricted to those.
-
-    mask_token_id: the draft's token in the place of what is not drafted yet; None for a model that drafts token by token.
-
-    key: that the draft came from, which errors name.
+    Args:
+        draft: the model.
+        vocabulary: the tokens that draft and target share, if their ids differ. The distribution is
+            then restricted to these tokens. None if the ids are the same.
+        mask_token_id: the draft's token in the place of tokens that are not drafted yet. None for a
+            model that drafts token by token.
+        target_max_length: the longest sequence of the target, in tokens.
+        key: the recipe key that the draft came from, which errors name.
     """
 
     def __init__(
         self,
-        draft: Any,
+        draft: PreTrainedModel,
         *,
         vocabulary: SharedVocabulary | None = None,
         mask_token_id: int | None = None,
@@ -109,14 +213,12 @@ class DraftModelProposer(TokenProposer):
         )
         super().__init__(draft, *of_target)
         self.key = key
-        self.head = examine(draft, "the draft", key=key).head
-        self.layers: Any = (
-            LlamaLayers(draft) if is_plain_llama(draft) else TransformersLayers(draft)
-        )
+        self.head = examine_model(draft, "the draft", key=key).head
+        self.layers = LlamaLayers(draft) if is_plain_llama(draft) else TransformersLayers(draft)
         self.shared_vocabulary = vocabulary
         self.mask_token_id = mask_token_id
-        stated = getattr(draft.config.get_text_config(), "max_position_embeddings", None)
-        self.max_positions: int = sys.maxsize if stated is None else stated
+        context_length = getattr(draft.config.get_text_config(), "max_position_embeddings", None)
+        self.max_positions: int = sys.maxsize if context_length is None else context_length
         self.target_max_length = target_max_length
         if vocabulary:
             self.settings["heterogeneous_vocab"] = True
@@ -126,17 +228,24 @@ class DraftModelProposer(TokenProposer):
         self.rows: list[DraftText] = []
         self._is_batchable = isinstance(self.layers, LlamaLayers)
 
-    def passes(self, k: int) -> int:
+    def count_passes(self, k: int) -> int:
         return k if self.mask_token_id is None else min(k, 1)
 
     def begin(self, max_lengths: Sequence[int]) -> None:
-        """Raises UserError, too, when the draft's context is too short for a sequence."""
+        """Start new sequences.
+
+        Args:
+            max_lengths: the most tokens of each row, draft tokens included.
+
+        Raises:
+            UserError: for several sequences, if the draft cannot be batched, and if the draft's
+                context is too short for a sequence.
+        """
         if len(max_lengths) > 1 and not self._is_batchable:
             check_batchable(self.draft, "the draft")
             self._is_batchable = True
-        longest = min(
-            max(max_lengths), self.target_max_length
-        )  # tokens drafted past the target's own end are never accepted
+        # Draft tokens beyond the target's own limit are never accepted.
+        longest = min(max(max_lengths), self.target_max_length)
         if longest > self.max_positions:
             self._refuse(longest)
         self.rows = [DraftText(self.shared_vocabulary) for _ in max_lengths]
@@ -145,22 +254,28 @@ class DraftModelProposer(TokenProposer):
     def propose(
         self, state: DecodingState, k: int, sampling: Sampling, generators: Generators
     ) -> list[Proposal]:
-        """Chains. Rows that have no more room in the draft's context are padded until the others are done."""
+        """Draft a chain after each row.
+
+        Rows that have no more room in the draft's context are padded until the others are done.
+        """
         feeds, steps = self._feed(state, k)
-        counts, next_ids = [len(feed) for feed in feeds], padded(feeds, self.draft.device)
-        logits_BKW = self._in_one_pass(feeds, steps)
+        counts = [len(feed) for feed in feeds]
+        next_ids = pad_rows(feeds, self.draft.device)
+        logits_BKW = self._draft_in_one_pass(feeds, steps)
         fed: list[Tensor] = []  # [B] each
 
-        def next_logits(step: int, index_B: Tensor | None) -> tuple[Tensor, None]:
+        def next_logits(step: int, index_B: Tensor | None) -> Tensor:
             nonlocal counts, next_ids
             if logits_BKW is not None:
-                return logits_BKW[:, step], None
+                return logits_BKW[:, step]
             if index_B is not None:
                 fed.append(self._draft_ids(index_B))
-                counts, next_ids = [int(step < most) for most in steps], fed[-1].unsqueeze(1)
-            return self._logits(last_of(self.layers(next_ids, counts), counts)), None
+                counts = [int(step < most) for most in steps]
+                next_ids = fed[-1].unsqueeze(1)
+            return self._logits(gather_last(self.layers(next_ids, counts), counts))
 
         proposals = self.chains(k, sampling, generators, next_logits, steps)
+        # The cache also holds the draft tokens that were fed: all but the last of each chain.
         if fed:
             for row, ids, most in zip(self.rows, torch.stack(fed, 1).tolist(), steps, strict=True):
                 row.cached += ids[: max(0, most - 1)]
@@ -169,39 +284,50 @@ class DraftModelProposer(TokenProposer):
     def propose_tree(
         self, state: DecodingState, shape: TreeShape, sampling: Sampling, generators: Generators
     ) -> list[Proposal]:
-        """Trees, all of which stop where one has no more room in the draft's context; what of them is accepted is read again in the next
-        round.
+        """Draft a tree after each row.
+
+        All trees stop at the level at which one has no more room in the draft's context. Accepted
+        nodes are read again in the next round.
         """
+        # Feed each row the tokens that its cache lacks.
         feeds, depths = self._feed(state, shape.depth)
         if not any(feeds):
             return [Proposal([])] * len(feeds)
-        counts, held = [len(feed) for feed in feeds], [len(row.cached) for row in self.rows]
-        logits_BKW = self._in_one_pass(feeds, depths)
+        counts = [len(feed) for feed in feeds]
+        num_cached = [len(row.cached) for row in self.rows]
+
+        # With masks, one pass gives the logits of all levels. Without them, each level takes a
+        # pass.
+        logits_BKW = self._draft_in_one_pass(feeds, depths)
         if logits_BKW is None:
             logits_BKW = self._logits(
-                last_of(self.layers(padded(feeds, self.draft.device), counts), counts)
+                gather_last(self.layers(pad_rows(feeds, self.draft.device), counts), counts)
             ).unsqueeze(1)
-        levels, step = itertools.count(1), Step.before(held, self.draft.device)
+        levels = itertools.count(1)
+        step = TreePass.begin_at_root(num_cached, self.draft.device)
 
         def expand(index_BT: Tensor, rows_BT: Tensor) -> Tensor:
             nonlocal step
             if self.mask_token_id is not None:
                 return logits_BKW[:, next(levels), None].expand(-1, rows_BT.shape[1], -1)
-            step = step.descend(rows_BT)
+            step = step.add_level(rows_BT)
             return self._logits(
                 self.layers(self._draft_ids(index_BT), [rows_BT.shape[1]] * len(rows_BT), step)
             )
 
+        # Rows without a tree must not draw from their generators.
         drawn = [
             generator if feed else torch.Generator()
             for generator, feed in zip(generators, feeds, strict=True)
         ]
+
+        # Grow the tree, then drop its positions from the cache.
         drafts = shape.cut(min(filter(None, depths))).grow(
             logits_BKW[:, 0], expand, sampling, drawn
         )
-        self.layers.truncate(held)
+        self.layers.truncate(num_cached)
         return [
-            self.proposal(index_N, probs_NW, tree) if feed else Proposal([])
+            self.build_proposal(index_N, probs_NW, tree) if feed else Proposal([])
             for feed, (index_N, tree, probs_NW) in zip(feeds, drafts, strict=True)
         ]
 
@@ -210,32 +336,50 @@ class DraftModelProposer(TokenProposer):
         self.layers.cache.keep(rows)
 
     def _feed(self, state: DecodingState, k: int) -> tuple[list[list[int]], list[int]]:
-        """What each row is fed first, and how many tokens can be drafted for it; nothing and 0 where the draft's tokens say none of its
-        text. What the cache holds of rejected tokens is cut off.
+        """Read the target's new tokens, and cut rejected tokens off the cache.
+
+        Returns:
+            The tokens that each row is fed first, and how many tokens can be drafted for it. They
+            are none and 0 for a row whose text has no tokens of the draft.
+
+        Raises:
+            UserError: if a sequence is longer than the draft's context.
         """
-        feeds, steps = [], []
+        feeds = []
+        steps = []
         for row, token_ids in zip(self.rows, state.token_ids, strict=True):
             unchanged = row.read(token_ids)
             room = self.max_positions - len(row.ids) + 1  # the last draft token is never fed
-            if room < 1:  # the target's sequence fits, but takes more of the draft's tokens
+            # The sequence may fit in the target's tokens, and take more of the draft's.
+            if room < 1:
                 self._refuse(len(row.ids))
             steps.append(min(k, room) if row.ids else 0)
-            feeds.append(row.uncached(unchanged) if row.ids else [])
+            feeds.append(row.take_uncached(unchanged) if row.ids else [])
         self.layers.truncate(
             [len(row.cached) - len(feed) for row, feed in zip(self.rows, feeds, strict=True)]
         )
         return feeds, steps
 
-    def _in_one_pass(self, feeds: Sequence[list[int]], steps: Sequence[int]) -> Tensor | None:
-        """Logits [B, K, W], of row b after its last token and each of steps[b] - 1 masks; None for a model that drafts token by token."""
+    def _draft_in_one_pass(self, feeds: Sequence[list[int]], steps: Sequence[int]) -> Tensor | None:
+        """Return the logits [B, K, W] after each row's last token and after the masks behind it.
+
+        Args:
+            feeds: the tokens that each row is fed.
+            steps: how many tokens are drafted for each row. Row b is fed steps[b] - 1 masks.
+
+        Returns:
+            The logits; None for a model that drafts token by token.
+        """
         if self.mask_token_id is None or not any(steps):
             return None
         rows = [
             feed + [self.mask_token_id] * (count - 1)
             for feed, count in zip(feeds, steps, strict=True)
         ]
-        hidden_BTH = self.layers(padded(rows, self.draft.device), [len(row) for row in rows])
+        hidden_BTH = self.layers(pad_rows(rows, self.draft.device), [len(row) for row in rows])
+        # Forget the masks.
         self.layers.truncate([len(row.cached) for row in self.rows])
+        # Gather the states of the last token and of the masks, padded for rows with fewer.
         last_B1 = torch.tensor(
             [[max(len(feed) - 1, 0)] for feed in feeds], device=hidden_BTH.device
         )
@@ -247,16 +391,17 @@ class DraftModelProposer(TokenProposer):
         )
 
     def _logits(self, hidden_BH: Tensor) -> Tensor:
-        """[B, W], or [B, K, W] of hidden states [B, K, H]."""
+        """Return logits [B, W] for hidden states [B, H], or [B, K, W] for [B, K, H]."""
         logits_BV: Tensor = self.head(hidden_BH)
         return logits_BV if self.shared_vocabulary is None else logits_BV[..., self._draft_ids_W]
 
     def _draft_ids(self, index: Tensor) -> Tensor:
-        """The draft's ids of tokens among the W."""
+        """Return the draft's ids of tokens that are given as indices into the W."""
         return index if self.shared_vocabulary is None else self._draft_ids_W[index]
 
     def _refuse(self, length: int) -> NoReturn:
-        got = f"a draft whose context is {self.max_positions} tokens for a sequence of {length}"
         raise UserError(
-            self.key, got=got, expected="a draft with a longer context, or shorter sequences"
+            self.key,
+            got=f"a draft whose context is {self.max_positions} tokens for a sequence of {length}",
+            expected="a draft with a longer context, or shorter sequences",
         )

@@ -1,13 +1,15 @@
-"""Whether a draft and its target speak the same tokens, and what to do when they do not.
+"""Compare the vocabularies of a draft and its target, and translate between them if they differ.
 
-Two tokenizers are compared token by token, special tokens and their ids included. By default a difference is refused. With
-`eval.heterogeneous_vocab=true` the draft proposes only tokens that both vocabularies spell alike: token-level intersection (TLI,
-arXiv 2502.05202). Embedding matrices may be larger than the tokenizer; rows that no token names are nobody's token.
+Two tokenizers are compared token by token, special tokens and their ids included. By default a
+difference is an error. With `eval.heterogeneous_vocab=true` the draft proposes only tokens that
+both vocabularies spell alike: token-level intersection (TLI, arXiv 2502.05202). Embedding matrices
+may be larger than the tokenizer. Rows that belong to no token are ignored.
 
-Some tokens mean the same and are spelled differently, such as those that end a turn in two chat templates. `eval.token_replacements` says
-which text of the draft stands for a token of the target: the draft reads it wherever the target's token stands, and proposes the target's
-token where it would write its own, if its text is one token. What one token of the draft stands for is one token of the target: others with
-that text are read as it and not proposed.
+Some tokens mean the same and are spelled differently, such as those that end a turn in two chat
+templates. `eval.token_replacements` says which text of the draft stands for a token of the target.
+The draft reads this text wherever the target's token stands. If the text is one token, the draft
+proposes the target's token where it would write its own. One token of the draft stands for one
+token of the target: other target tokens with that text are read as it, and not proposed.
 
 Shapes: W tokens in both vocabularies.
 """
@@ -16,109 +18,162 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import itemgetter
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
-from specdistill.errors import UserError, sibling_key
+from specdistill.common.errors import UserError, name_sibling_key
 
 NUM_NAMED = 3  # differences that an error names
 
 
 @dataclass(frozen=True)
 class SharedVocabulary:
-    """The tokens of both vocabularies: entry w is the same token, `target_ids_W` for the target, `draft_ids_W` for the draft.
+    """The tokens that both vocabularies hold.
 
-    target_vocab_size: V, the width of the target's logits. replacements: the target's text for a token -> the draft's text for it.
-    read_as: target tokens that are read but never proposed, each with the draft's tokens for it: none, several, or one that another has.
+    Attributes:
+        target_ids_W: [W], the target's ids of these tokens, ascending.
+        draft_ids_W: [W], the draft's ids of the same tokens, in the same order.
+        target_vocab_size: V, the width of the target's logits.
+        target_tokenizer: the target's tokenizer.
+        draft_tokenizer: the draft's tokenizer.
+        read_as: target tokens that are read but never proposed, each with the draft's tokens for
+            it: none, several, or one that stands for another target token.
+        replacements: the target's text of a token, with the draft's text for it.
     """
 
     target_ids_W: Tensor
     draft_ids_W: Tensor
     target_vocab_size: int
-    target_tokenizer: Any
-    draft_tokenizer: Any
+    target_tokenizer: PreTrainedTokenizerBase
+    draft_tokenizer: PreTrainedTokenizerBase
     read_as: Mapping[int, list[int]] = field(default_factory=dict)
     replacements: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def draft_ids_of(self) -> dict[int, list[int]]:
-        """What the draft reads for each target token that it does not lack."""
+        """The draft's tokens for each target token, except for tokens that the draft lacks."""
         pairs = zip(self.target_ids_W.tolist(), self.draft_ids_W.tolist(), strict=True)
         return {token: [same] for token, same in pairs} | dict(self.read_as)
 
-    def reencode(self, target_ids: Sequence[int]) -> list[int]:
-        """Target tokens that the draft lacks, in the draft's own tokens; possibly none.
+    def encode_for_draft(self, target_ids: Sequence[int]) -> list[int]:
+        """Encode target tokens that the draft lacks in the draft's own tokens, possibly none.
 
-        Tokens that follow one another are given together: one alone may hold half a character.
+        Args:
+            target_ids: target tokens that follow one another. They are decoded together, because
+                one alone may hold half a character.
         """
-        known = [token for token in target_ids if token < len(self.target_tokenizer)]
-        text = self.target_tokenizer.decode(known, skip_special_tokens=False)
-        return self.draft_tokenizer(text, add_special_tokens=False).input_ids
+        known_ids = [token for token in target_ids if token < len(self.target_tokenizer)]
+        token_ids: list[int] = self.draft_tokenizer(
+            self.target_tokenizer.decode(known_ids, skip_special_tokens=False),
+            add_special_tokens=False,
+        ).input_ids
+        return token_ids
 
 
 def match_vocabularies(
-    target_tokenizer: Any,
+    target_tokenizer: PreTrainedTokenizerBase,
     target_vocab_size: int,
-    draft_tokenizer: Any,
+    draft_tokenizer: PreTrainedTokenizerBase,
     draft_vocab_size: int,
     *,
-    heterogeneous_vocab: bool = False,
+    heterogeneous_vocab: bool | None = None,
     token_replacements: Mapping[str, str] = MappingProxyType({}),
     key: str = "eval.draft",
 ) -> SharedVocabulary | None:
-    """How a draft's ids stand to the target's: None where they are the same, down to the size of the logits.
+    """Match the tokens of a draft with those of its target.
 
-    The sizes are those of the logits. token_replacements: see `SharedVocabulary`.
-    Raises UserError under `key` when the tokenizers differ and `heterogeneous_vocab` is false, or when they share no token at all; under
-    the key next to it for replacements of what is no token of the target, or of tokenizers that do not differ.
+    Args:
+        target_tokenizer: the target's tokenizer.
+        target_vocab_size: the width of the target's logits.
+        draft_tokenizer: the draft's tokenizer.
+        draft_vocab_size: the width of the draft's logits.
+        heterogeneous_vocab: whether the vocabularies may differ; None for a command that has no
+            such key.
+        token_replacements: the target's text of a token, with the draft's text for it.
+        key: the recipe key of the draft, which errors name.
+
+    Returns:
+        The tokens that both hold; None if all ids are the same, and the sizes of the logits too.
+
+    Raises:
+        UserError: naming `key`, if the tokenizers differ and `heterogeneous_vocab` is not true, or
+            if they share no token at all. Naming the `token_replacements` next to it, for text that
+            is no token of the target, for a replacement that takes tokens without logits, and for
+            replacements between tokenizers that do not differ.
     """
+    # Equal tokenizers need no translation, if the vocabularies are padded alike.
     difference = describe_difference(target_tokenizer, draft_tokenizer)
-    replacing = sibling_key(key, "token_replacements")
+    replacing = name_sibling_key(key, "token_replacements")
     if difference is None:
         if token_replacements:
-            got = f"{len(token_replacements)} for a draft with the target's tokenizer"
             raise UserError(
-                replacing, got=got, expected="{}: it reads the target's tokens as they are"
+                replacing,
+                got=f"{len(token_replacements)} for a draft with the target's tokenizer",
+                expected="{}: it reads the target's tokens as they are",
             )
         if target_vocab_size == draft_vocab_size:
             return None
     elif not heterogeneous_vocab:
-        switch = sibling_key(key, "heterogeneous_vocab")
-        expected = f"the target's tokenizer, or {switch}=true to draft over the tokens of both"
-        raise UserError(key, got=difference, expected=expected)
-    target_ids, draft_ids = target_tokenizer.get_vocab(), draft_tokenizer.get_vocab()
+        switch_key = name_sibling_key(key, "heterogeneous_vocab")
+        switch = f", or {switch_key}=true to draft over the tokens of both"
+        raise UserError(
+            key,
+            got=difference,
+            expected="the target's tokenizer" + ("" if heterogeneous_vocab is None else switch),
+        )
+    # Pair the tokens that both spell alike, and that have logits on both sides.
+    target_ids = target_tokenizer.get_vocab()
+    draft_ids = draft_tokenizer.get_vocab()
     pairs = {
         token_id: draft_ids[token]
         for token, token_id in target_ids.items()
         if token_id < target_vocab_size
         and draft_ids.get(token, draft_vocab_size) < draft_vocab_size
     }
+    # Apply the replacements, which take precedence over tokens that are spelled alike.
     read_as: dict[int, list[int]] = {}
     for text, replaced in token_replacements.items():
-        token_id, *others = encode(target_tokenizer, text) or [target_vocab_size]
+        token_id, *further_ids = encode(target_tokenizer, text) or [target_vocab_size]
         is_unknown = text not in target_ids and target_tokenizer.decode([token_id]) != text
-        if others or is_unknown or token_id >= target_vocab_size:
+        if further_ids or is_unknown or token_id >= target_vocab_size:
             raise UserError(
                 replacing, got=text, expected="a token of the target, with the draft's text for it"
             )
-        if max(ids := encode(draft_tokenizer, replaced), default=0) >= draft_vocab_size:
-            got = (
-                f"{replaced} for {text}, token {max(ids)} of a draft with {draft_vocab_size} logits"
+        ids = encode(draft_tokenizer, replaced)
+        if max(ids, default=0) >= draft_vocab_size:
+            raise UserError(
+                replacing,
+                got=(
+                    f"{replaced} for {text}, token {max(ids)} of a draft with {draft_vocab_size}"
+                    " logits"
+                ),
+                expected="text of its tokens",
             )
-            raise UserError(replacing, got=got, expected="text of its tokens")
         pairs.pop(token_id, None)
         read_as[token_id] = ids
         if len(ids) == 1:
+            # One token of the draft stands for one token of the target: this one.
             read_as |= {
-                other: [pairs.pop(other)] for other, same in list(pairs.items()) if same == ids[0]
+                other_id: [pairs.pop(other_id)]
+                for other_id, same in list(pairs.items())
+                if same == ids[0]
             }
             (pairs[token_id],) = read_as.pop(token_id)
+
+    # Without a common token, the draft cannot propose anything.
     if not pairs:
-        got = f"a draft of {len(draft_ids)} tokens, none of which is among the target's {len(target_ids)}"
-        raise UserError(key, got=got, expected="tokens in both vocabularies")
+        raise UserError(
+            key,
+            got=(
+                f"a draft of {len(draft_ids)} tokens, none of which is among the target's"
+                f" {len(target_ids)}"
+            ),
+            expected="tokens in both vocabularies",
+        )
     target_ids_W, draft_ids_W = torch.tensor(sorted(pairs.items())).unbind(1)
     return SharedVocabulary(
         target_ids_W,
@@ -131,19 +186,64 @@ def match_vocabularies(
     )
 
 
-def encode(tokenizer: Any, text: str) -> list[int]:
-    """A text that spells a token is that token."""
-    if (token_id := tokenizer.get_vocab().get(text)) is not None:
-        return [token_id]
-    return tokenizer(text, add_special_tokens=False).input_ids
+def check_rows(
+    tokenizer: PreTrainedTokenizerBase, num_rows: int, key: str, name: Path | str
+) -> None:
+    """Check that all tokens of a draft that texts may hold have a row in its embedding.
 
+    Added tokens are checked if the chat template contains them. Others, such as those for images,
+    may have no row.
 
-def describe_difference(target_tokenizer: Any, draft_tokenizer: Any) -> str | None:
-    """What a user should know about two vocabularies that differ: their sizes, and the first ids and special tokens that differ.
+    Args:
+        tokenizer: the draft's tokenizer.
+        num_rows: the rows of the embedding.
+        key: the recipe key that errors name.
+        name: what errors call the draft.
 
-    None when every id names the same token, and the same tokens are special in the same roles.
+    Raises:
+        UserError: for tokens without a row.
     """
-    target, draft = _names(target_tokenizer), _names(draft_tokenizer)
+    beyond = {
+        token: token_id for token, token_id in tokenizer.get_vocab().items() if token_id >= num_rows
+    }
+    added = tokenizer.added_tokens_decoder
+    missing = [
+        token
+        for token, token_id in beyond.items()
+        if token_id not in added or token in str(tokenizer.chat_template)
+    ]
+    if missing:
+        raise UserError(
+            key,
+            got=(
+                f"{name} with {num_rows} rows in its embedding, and none for {len(missing)} tokens"
+                " such"
+                f" as {missing[0]!r}"
+            ),
+            expected="a row for each token of its tokenizer",
+        )
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the tokens of a text; a text that spells a token is that token."""
+    token_id = tokenizer.get_vocab().get(text)
+    if token_id is not None:
+        return [token_id]
+    token_ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
+    return token_ids
+
+
+def describe_difference(
+    target_tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrainedTokenizerBase
+) -> str | None:
+    """Describe how two vocabularies differ: their sizes, and the first differing ids and roles.
+
+    Returns:
+        The text for the user. None if every id names the same token, and the same tokens are
+        special in the same roles.
+    """
+    target = _list_token_names(target_tokenizer)
+    draft = _list_token_names(draft_tokenizer)
     differing = [
         f"{key} is {draft.get(key, 'none')}, the target's {target.get(key, 'none')}"
         for key in {**target, **draft}
@@ -152,12 +252,18 @@ def describe_difference(target_tokenizer: Any, draft_tokenizer: Any) -> str | No
     if not differing:
         return None
     first = "; ".join(differing[:NUM_NAMED]) + " …" * (len(differing) > NUM_NAMED)
-    sizes = f"a draft of {len(draft_tokenizer.get_vocab())} tokens for a target of {len(target_tokenizer.get_vocab())}"
+    sizes = (
+        f"a draft of {len(draft_tokenizer.get_vocab())} tokens for a target of"
+        f" {len(target_tokenizer.get_vocab())}"
+    )
     return f"{sizes}, with {len(differing)} differences: {first}"
 
 
-def _names(tokenizer: Any) -> dict[str, str]:
-    """Each id's token, then each role's special token with its id; one that is special in no role stands under its own name."""
+def _list_token_names(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """Return each id's token, and each role's special token with its id.
+
+    A special token without a role stands under its own name.
+    """
     by_id = {
         f"id {token_id}": repr(token)
         for token, token_id in sorted(tokenizer.get_vocab().items(), key=itemgetter(1))

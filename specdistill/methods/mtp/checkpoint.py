@@ -1,27 +1,27 @@
 """Multi-token-prediction drafts: a target's own, a fresh one, and one in a folder of its own.
 
-Engines load such a layer from the target's checkpoint alone, so a draft's folder (config.json, model.safetensors) is
-specdistill's; its tensors bear the names that engines know, and the export merges them into a full copy of the target's
-checkpoint, where engines look.
+Engines load such a layer only from the target's checkpoint. The layout of a draft's own folder
+(config.json, model.safetensors) is therefore specdistill's, but its tensors have the names that
+engines know. The export merges them into a full copy of the target's checkpoint, where engines
+look.
 
-Only files that must differ are written there: the shards that hold the target's own such layer (or one new shard,
-`model-mtp.safetensors`), the index and config.json. Other weights are hard links where the file system allows it, all else is
-copied. Tensors keep the dtype that the checkpoint has them in, so a layer that was not trained comes out bit for bit.
+Only the files that must differ are written anew there: the shards that hold the target's own layer
+of this kind (or one new shard, `model-mtp.safetensors`), the index and config.json. Other weights
+are hard links where the file system allows it. All other files are copied. Tensors keep the dtype
+that they have in the checkpoint, so a layer that was not trained comes out bit for bit.
 """
 
 import json
 import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from specdistill.engines.engine import Layout
-from specdistill.errors import UserError
-from specdistill.files.documents import read_json
+from specdistill.common.documents import read_json
+from specdistill.common.errors import UserError
 from specdistill.methods.checkpoint import (
     check_tensors,
     link,
@@ -35,44 +35,56 @@ from specdistill.methods.mtp.module import MtpDraft
 from specdistill.methods.mtp.tensor_names import (
     NATIVE_KEYS,
     Naming,
-    depth_key,
+    find_depth_key,
+    find_naming,
     has_fused_experts,
-    naming_of,
 )
-from specdistill.targets.files import INDEX, SINGLE, Shards, TargetFiles, needed
+from specdistill.methods.sizes import RawConfig
+from specdistill.serving.engines.engine import Layout
+from specdistill.targets.files import INDEX, SINGLE, Shards, TargetFiles, require_target
 from specdistill.targets.frozen import FrozenTarget
 
 ARCHITECTURE = "SpecdistillMtp"
-# Of the target's text config, what must be the same where a draft is used.
+# Keys of the text config that must be the same for a draft's target and the target it is used with.
 IDENTITY = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
 NEW_SHARD = "model-mtp.safetensors"
-WHAT = "one multi-token-prediction layer"
+DESCRIPTION = "one multi-token-prediction layer"
 
 
 def build_mtp(target: FrozenTarget, *, init: str | None = None, seed: int = 0) -> MtpDraft:
-    """A draft in float32 on the target's device: one layer, called again for each further token.
+    """Build a draft on the target's device: one layer, called again for each further token.
+
+    It is in float32, or in the dtype of its file if `init` is a folder or a Hub id.
 
     Args:
-        init: None for the weights that the target's checkpoint has, `scratch` for a fresh layer, or a draft's folder or Hub id.
+        target: the target.
+        init: None for the weights that the target's checkpoint has, `scratch` for a fresh layer, or
+            a draft's folder or Hub id.
+        seed: the seed of a fresh layer's weights.
 
-    Raises UserError when the target has no such weights and `init` is None, when they are not those of one layer, or when the
-    target's architecture does not fit (see `MtpDraft`).
+    Raises:
+        UserError: if `init` is None and the target has no such weights, if they are not those of
+            one layer, or if the target's architecture does not fit (see `MtpDraft`).
     """
     if init is None:
-        return _of_target(target)
+        return _load_from_target(target)
     if init == "scratch":
-        return _fresh(target, seed)
+        return _build_fresh(target, seed)
     return load_mtp(locate(init, key="draft.init"), target, key="draft.init")
 
 
 @torch.no_grad()
-def _fresh(target: FrozenTarget, seed: int) -> MtpDraft:
-    """The target's last hidden state, through a layer as its architecture initializes them, into the target's own final norm.
+def _build_fresh(target: FrozenTarget, seed: int) -> MtpDraft:
+    """Build a fresh layer that reads the target's last hidden state.
 
-    A copy of the target's layer starts lower but learns slower: it was made for a residual stream that all layers before it add
-    to.
+    At first fc passes on the normed state alone. A decoder layer follows, as its architecture
+    initializes it, and then a copy of the target's own final norm.
+
+    A copy of one of the target's layers starts at a lower loss, but learns more slowly: it was made
+    for a residual stream that all layers before it add to.
     """
-    draft, size = MtpDraft(target), target.hidden_size
+    draft = MtpDraft(target)
+    size = target.hidden_size
     draft.fc.weight.copy_(torch.cat((torch.zeros(size, size), torch.eye(size)), dim=1))
     draft.norm.load_state_dict(target.norm.state_dict())
     with torch.random.fork_rng():
@@ -81,61 +93,98 @@ def _fresh(target: FrozenTarget, seed: int) -> MtpDraft:
     return draft
 
 
-def _of_target(target: FrozenTarget) -> MtpDraft:
-    """The layer of the target's checkpoint, which transformers does not load. It shares embedding and head with the target."""
+def _load_from_target(target: FrozenTarget) -> MtpDraft:
+    """Load the layer of the target's checkpoint, which transformers does not load.
+
+    Raises:
+        UserError: if there is no such layer, or if it does not share embedding and head with the
+            target.
+    """
     got = f"null, and {target.name} has no multi-token-prediction weights"
     nothing = UserError(
         "draft.init", got=got, expected="scratch, or the folder or Hub id of a trained draft"
     )
     if target.files is None:  # a model made in memory
         raise nothing
+
+    # Find the layer in the checkpoint's files.
     shards = Shards.open(
         target.files.fetch("config.json", INDEX, SINGLE), "target.model", complete=False
     )
-    naming, prefix = native_layer(
+    naming, prefix = find_native_layer(
         shards.file_of, target.config.model_type, target.num_layers, target.name
     )
     if prefix is None:
         raise nothing
-    tensors = shards.load(name for name in shards.file_of if naming.owns(name, prefix))
+
+    # Load its tensors. Copies of the target's own tensors must be equal to them.
+    tensors = shards.load(name for name in shards.file_of if naming.has_tensor(name, prefix))
     for name in naming.copies:
-        own = target.tensor(name)
-        if not torch.equal(tensors.pop(prefix + name, own).to(own), own):
-            got = f"{target.name}, whose multi-token-prediction layer has its own {name}"
+        target_tensor = target.tensor(name)
+        if not torch.equal(
+            tensors.pop(prefix + name, target_tensor).to(target_tensor), target_tensor
+        ):
             raise UserError(
                 "target.model",
-                got=got,
+                got=f"{target.name}, whose multi-token-prediction layer has its own {name}",
                 expected="a layer that shares embedding and head with the target",
             )
     exact = {name: tensor.float() for name, tensor in tensors.items()}
-    return _filled(target, exact, naming, prefix, target.name, "target.model")
+    return _fill_draft(target, exact, naming, prefix, target.name, "target.model")
 
 
-def native_layer(
+def find_native_layer(
     names: Collection[str], model_type: str, num_layers: int, target: str
 ) -> tuple[Naming, str | None]:
-    """How a checkpoint names its own layer, and the prefix of that, None where it has none. Raises UserError for names of no known kind."""
-    naming = naming_of(model_type)
+    """Find out how a checkpoint names its own multi-token-prediction layer.
+
+    Args:
+        names: the names of the checkpoint's tensors.
+        model_type: the type of the target's text model.
+        num_layers: how many layers the target has.
+        target: what errors call it.
+
+    Returns:
+        The naming, and the prefix of the layer's names; None if the checkpoint has no such layer.
+
+    Raises:
+        UserError: for names of no known kind.
+    """
+    naming = find_naming(model_type)
     prefix = naming.find_prefix(names, num_layers)
     if prefix is None and (strange := next((name for name in names if "mtp" in name), None)):
         raise UserError(
-            "target.model", got=f"{target} with {strange}", expected=f"the names of {naming.name}"
+            "target.model",
+            got=f"{target}, whose files hold {strange}",
+            expected=f"tensors named as in {naming.name}",
         )
     return naming, prefix
 
 
 def check_native(shapes: Mapping[str, torch.Size], target: TargetFiles) -> int:
-    """How many tensors the layer in a target's own checkpoint has. shapes: of all tensors of the checkpoint, by name.
+    """Check the layer in a target's own checkpoint, and count its tensors.
 
-    Raises UserError when there is no such layer, or when it is not what engines load: the norms and the projection, and a
-    decoder layer with the names and shapes of the target's own last one.
+    Engines load the norms, the projection, and a decoder layer with the names and shapes of the
+    target's own last layer.
+
+    Args:
+        shapes: the shapes of all tensors of the checkpoint, by name.
+        target: the target's files.
+
+    Returns:
+        How many tensors the layer has.
+
+    Raises:
+        UserError: if there is no such layer, or if it is not what engines load.
     """
-    text, last = target.text_config, f".layers.{target.num_layers - 1}."
-    naming, prefix = native_layer(
+    # Find the layer by the names of the tensors.
+    text = target.text_config
+    last = f".layers.{target.num_layers - 1}."
+    naming, prefix = find_native_layer(
         shapes.keys(), str(text.get("model_type")), target.num_layers, target.name
     )
     if prefix is None:
-        stated = next(
+        stated_layers = next(
             (
                 f", though its config.json says {key} {text[key]}"
                 for key in NATIVE_KEYS
@@ -143,23 +192,29 @@ def check_native(shapes: Mapping[str, torch.Size], target: TargetFiles) -> int:
             ),
             "",
         )
-        got = f"{target.name}, whose files have no layer that predicts further tokens{stated}"
         raise UserError(
             "target.model",
-            got=got,
+            got=(
+                f"{target.name}, whose files have no layer that predicts further"
+                f" tokens{stated_layers}"
+            ),
             expected="a target that comes with such a layer, or draft=…, one that was trained",
         )
+
+    # The tensors that such a layer needs: a decoder layer, and what surrounds it.
     decoder = {
         f".{name}".partition(last)[2]: shape for name, shape in shapes.items() if last in f".{name}"
     }
-    expected = _surroundings(naming, prefix, target.hidden_size)
+    expected = _build_surroundings(naming, prefix, target.hidden_size)
     expected |= {
         prefix + naming.layer + end: torch.empty(shape, device="meta")
         for end, shape in decoder.items()
     }
-    found = {name: torch.empty(shapes[name], device="meta") for name in expected if name in shapes}
-    check_tensors(expected, found, target.name, "target.model", what=WHAT)
-    return sum(naming.owns(name, prefix) for name in shapes)
+    native_tensors = {
+        name: torch.empty(shapes[name], device="meta") for name in expected if name in shapes
+    }
+    check_tensors(expected, native_tensors, target.name, "target.model", what=DESCRIPTION)
+    return sum(naming.has_tensor(name, prefix) for name in shapes)
 
 
 def check_mtp(
@@ -170,38 +225,62 @@ def check_mtp(
     key: str,
     name: Path | str,
 ) -> None:
-    """As `load_mtp`, but for the decoder layer inside, which only the target's own class describes. The tensors need have no content."""
+    """Check a draft as `load_mtp` does, except for the decoder layer inside.
+
+    Only the target's own class describes that layer.
+
+    Args:
+        folder: the folder that holds config.json.
+        tensors: the tensors by name. They need have no content.
+        target: the target's files; None checks nothing.
+        key: the recipe key that errors name.
+        name: what errors call the draft.
+
+    Raises:
+        UserError: as `load_mtp`.
+    """
     if target is None:
         return
-    check_fit(read_config(folder, key), target.text_config, name, key, target.name)
-    naming = naming_of(target.text_config["model_type"])
+    check_layer_fit(read_config(folder, key), target.text_config, name, key, target.name)
+    naming = find_naming(target.text_config["model_type"])
     prefix = naming.prefix(target.num_layers)
-    if strange := next((each for each in tensors if not naming.owns(each, prefix)), None):
+    strange = next((name for name in tensors if not naming.has_tensor(name, prefix)), None)
+    if strange:
         raise UserError(
             key,
             got=f"{name} with {strange}",
             expected=f"the tensors of one layer, {prefix}… ({naming.name})",
         )
-    expected = _surroundings(naming, prefix, target.hidden_size)
+    expected = _build_surroundings(naming, prefix, target.hidden_size)
     check_tensors(
         expected,
-        {each: tensors[each] for each in expected if each in tensors},
+        {name: tensors[name] for name in expected if name in tensors},
         name,
         key,
-        what=WHAT,
+        what=DESCRIPTION,
     )
 
 
-def _surroundings(naming: Naming, prefix: str, size: int) -> dict[str, Tensor]:
-    """What surrounds the decoder layer, without content, by names in files: fc [H, 2H] and norms of H."""
+def _build_surroundings(naming: Naming, prefix: str, size: int) -> dict[str, Tensor]:
+    """Return the tensors around the decoder layer, without content, by their names in files.
+
+    They are fc [H, 2H] and norms [H].
+
+    Args:
+        naming: how the file names them.
+        prefix: how their names begin.
+        size: H.
+    """
     shapes = {
-        there: (size, 2 * size) if part == "fc.weight" else (size,)
-        for part, there in naming.names.items()
+        file_name: (size, 2 * size) if part == "fc.weight" else (size,)
+        for part, file_name in naming.names.items()
     }
-    return {prefix + there: torch.empty(shape, device="meta") for there, shape in shapes.items()}
+    return {
+        prefix + file_name: torch.empty(shape, device="meta") for file_name, shape in shapes.items()
+    }
 
 
-def _filled(
+def _fill_draft(
     target: FrozenTarget,
     tensors: Mapping[str, Tensor],
     naming: Naming,
@@ -209,27 +288,39 @@ def _filled(
     source: Path | str,
     key: str,
 ) -> MtpDraft:
-    """A draft of tensors named as in files, in the dtypes they come in. Raises UserError as `check_tensors` does."""
+    """Build a draft from tensors that are named as in files, in the dtypes that they have.
+
+    Args:
+        target: the target.
+        tensors: the tensors, whose names begin with `prefix`.
+        naming: how the file names them.
+        prefix: how their names begin.
+        source: where they come from, for errors.
+        key: the recipe key that errors name.
+
+    Raises:
+        UserError: as `check_tensors`.
+    """
     draft = MtpDraft(target)
     check_tensors(
         naming.to_file(draft.state_dict(), prefix, fused=has_fused_experts(tensors)),
         tensors,
         source,
         key,
-        what=WHAT,
+        what=DESCRIPTION,
     )
     draft.load_state_dict(naming.from_file(tensors, prefix), assign=True)
     return draft.to(target.device)
 
 
 def save_mtp(draft: MtpDraft, folder: Path) -> None:
-    """Write a draft; `load_mtp` reads it back bit for bit."""
+    """Write a draft into a folder; `load_mtp` reads it back bit for bit."""
     text = draft.config.text_config
-    naming = naming_of(text["model_type"])
+    naming = find_naming(text["model_type"])
     config = {
         "architectures": [ARCHITECTURE],
         "model_type": "specdistill_mtp",
-        depth_key(text["model_type"]): 1,
+        find_depth_key(text["model_type"]): 1,
         "dtype": str(draft.fc.weight.dtype).removeprefix("torch."),
         "text_config": text,
     }
@@ -239,38 +330,61 @@ def save_mtp(draft: MtpDraft, folder: Path) -> None:
 
 
 def load_mtp(folder: Path | str, target: FrozenTarget, *, key: str = "eval.draft") -> MtpDraft:
-    """Read a draft for a target, in the dtype of the file. `key` is the recipe key the folder came from, which errors name.
+    """Load a draft for a target, in the dtype of the file.
 
-    Raises UserError when files are missing or broken, when a tensor is missing, unknown or of another shape, or when the draft
-    is for another target.
+    Args:
+        folder: the folder of the draft.
+        target: the target.
+        key: the recipe key that the folder came from, which errors name.
+
+    Raises:
+        UserError: if files are missing or broken, if a tensor is missing, unknown or of another
+            shape, or if the draft is for another target.
     """
     folder = Path(folder)
-    check_fit(read_config(folder, key), target.config.to_dict(), folder, key, target.name)
-    naming = naming_of(target.config.model_type)
-    return _filled(
+    check_layer_fit(read_config(folder, key), target.config.to_dict(), folder, key, target.name)
+    naming = find_naming(target.config.model_type)
+    return _fill_draft(
         target, read_tensors(folder, key), naming, naming.prefix(target.num_layers), folder, key
     )
 
 
-def check_fit(
-    config: Mapping[str, Any],
-    text_config: Mapping[str, Any],
+def check_layer_fit(
+    config: RawConfig,
+    text_config: RawConfig,
     folder: Path | str,
     key: str,
     target: str,
 ) -> None:
-    """Raises UserError unless a folder's config.json is that of a draft for a target with this text config."""
+    """Check that a folder's config.json is that of a draft for this target.
+
+    Args:
+        config: the content of config.json.
+        text_config: the text config of the target.
+        folder: what errors call the draft.
+        key: the recipe key that errors name.
+        target: what errors call the target.
+
+    Raises:
+        UserError: if it is not.
+    """
     if config.get("architectures") != [ARCHITECTURE]:
-        got = f"{folder} with architectures {config.get('architectures')}"
-        raise UserError(key, got=got, expected=f"a multi-token-prediction draft ({ARCHITECTURE})")
-    own = config.get("text_config") or {}
+        raise UserError(
+            key,
+            got=f"{folder} with architectures {config.get('architectures')}",
+            expected=f"a multi-token-prediction draft ({ARCHITECTURE})",
+        )
+    text_keys = config.get("text_config") or {}
     for name in IDENTITY:
-        if own.get(name) != text_config.get(name):
-            got = f"{folder}, a draft for a target with {name} {own.get(name)}"
-            raise UserError(key, got=got, expected=f"{text_config.get(name)}, as {target} has")
+        if text_keys.get(name) != text_config.get(name):
+            raise UserError(
+                key,
+                got=f"{folder}, a draft for a target with {name} {text_keys.get(name)}",
+                expected=f"{text_config.get(name)}, as {target} has",
+            )
 
 
-def export(
+def export_mtp(
     draft: Path,
     engine: str,
     layout: Layout,
@@ -278,21 +392,35 @@ def export(
     target: TargetFiles | None,
     num_speculative_tokens: int,
 ) -> None:
-    """Write the target's checkpoint with the draft's layer. Raises UserError for a target of which no engine would look for it."""
-    target = needed(target, "the layer goes into its checkpoint")
-    check_target(engine, target)
+    """Write the target's checkpoint with the draft's layer in it.
+
+    See `Method.export` for the arguments.
+
+    Raises:
+        UserError: as `check_mtp_target` and `merge_mtp_weights`.
+    """
+    target = require_target(target, "the layer goes into its checkpoint")
+    check_mtp_target(engine, target)
     merge_mtp_weights(draft, target.fetch("*"), output)
 
 
-def check_target(engine: str, target: TargetFiles) -> None:
-    """Raises UserError for a target of which no engine would look for such a layer, and for one whose checkpoint takes none."""
+def check_mtp_target(engine: str, target: TargetFiles) -> None:
+    """Check that engines look for such a layer in a target's checkpoint.
+
+    Raises:
+        UserError: for a type of target in which no engine looks for it, and for a quantized
+            checkpoint, which cannot take it.
+    """
     kind = target.text_config.get("model_type")
     if kind not in tensor_names.SERVED_TYPES:
-        got = f"{engine} for a layer of {target.name}, a {kind}"
-        expected = (
-            f"a target that it loads such layers of: {', '.join(sorted(tensor_names.SERVED_TYPES))}"
+        raise UserError(
+            "engine",
+            got=f"{engine} for a layer of {target.name}, a {kind}",
+            expected=(
+                "a target of a class for which it loads such layers:"
+                f" {', '.join(sorted(tensor_names.SERVED_TYPES))}"
+            ),
         )
-        raise UserError("engine", got=got, expected=expected)
     if target.config.get("quantization_config") or target.text_config.get("quantization_config"):
         raise UserError(
             "target.model",
@@ -302,54 +430,63 @@ def check_target(engine: str, target: TargetFiles) -> None:
 
 
 def merge_mtp_weights(draft: Path, target: Path, output: Path) -> None:
-    """Write `output`: the checkpoint in the folder `target` with the layer in the folder `draft` (see `save_mtp`).
+    """Write the target's checkpoint with the draft's layer in it into a new folder.
 
-    Raises UserError, before anything is written, when the draft is for another target, its tensors are not those that the checkpoint
-    already has, or the checkpoint disagrees with its index.
+    Args:
+        draft: the folder of the draft (see `save_mtp`).
+        target: the folder of the checkpoint.
+        output: the new folder.
+
+    Raises:
+        UserError: before anything is written, if the draft is for another target, if its tensors
+            are not those that the checkpoint already has, or if the checkpoint disagrees with its
+            index.
     """
     checkpoint = Shards.open(target, "target.model")
     checkpoint.check()
-    config, draft_config = (
-        read_config(checkpoint.folder, checkpoint.key),
-        read_config(draft, "draft"),
-    )
-    merged = _tensors(draft, draft_config, checkpoint, config)
-    text, depth = (
-        config.get("text_config") or config,
-        depth_key(draft_config["text_config"]["model_type"]),
-    )
+    config = read_config(checkpoint.folder, checkpoint.key)
+    draft_config = read_config(draft, "draft")
+    merged = _list_tensors(draft, draft_config, checkpoint, config)
+    text = config.get("text_config") or config
+    depth = find_depth_key(draft_config["text_config"]["model_type"])
     _write(checkpoint, merged, output)
     if text.get(depth) != 1:
         text[depth] = 1
         (output / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _tensors(
-    draft: Path, draft_config: dict[str, Any], checkpoint: Shards, config: dict[str, Any]
+def _list_tensors(
+    draft: Path, draft_config: RawConfig, checkpoint: Shards, config: RawConfig
 ) -> dict[str, Tensor]:
-    """The draft's tensors by the names, and in the dtypes, that the checkpoint has or would have them in."""
-    target, text = checkpoint.folder, config.get("text_config") or config
-    # A config.json may omit what is its model's default.
-    check_fit(
-        draft_config, (draft_config.get("text_config") or {}) | text, draft, "draft", str(target)
+    """Return the draft's tensors by the names and in the dtypes of the checkpoint.
+
+    If the checkpoint has no such layer, these are the names and dtypes that it would have there.
+    """
+    target = checkpoint.folder
+    text = config.get("text_config") or config
+    # A config.json may omit values that are its model's defaults.
+    check_layer_fit(
+        draft_config,
+        {**(draft_config.get("text_config") or {}), **text},
+        draft,
+        "draft",
+        str(target),
     )
-    naming, num_layers = (
-        naming_of(draft_config["text_config"]["model_type"]),
-        draft_config["text_config"]["num_hidden_layers"],
-    )
-    shards, draft_prefix, stored = (
-        Shards.open(draft, "draft"),
-        naming.prefix(num_layers),
-        checkpoint.without_content(),
-    )
+    naming = find_naming(draft_config["text_config"]["model_type"])
+    num_layers = draft_config["text_config"]["num_hidden_layers"]
+    shards = Shards.open(draft, "draft")
+    draft_prefix = naming.prefix(num_layers)
+    stored = checkpoint.build_without_content()
     prefix = naming.find_prefix(checkpoint.file_of, num_layers) or draft_prefix
-    present = {name for name in checkpoint.file_of if naming.owns(name, prefix)}
+    present = {name for name in checkpoint.file_of if naming.has_tensor(name, prefix)}
     tensors = {
         prefix + name.removeprefix(draft_prefix): tensor
         for name, tensor in shards.load(shards.file_of).items()
     }
     if has_fused_experts(present or checkpoint.file_of):
         tensors = tensor_names.merge_experts(tensors)
+    # The draft must have the tensors of the layer that the checkpoint has, except for the repeated
+    # ones. If it has no such layer, the repeated ones are added.
     if present:
         wrong = (present - {prefix + name for name in naming.copies}) ^ tensors.keys()
         wrong |= {
@@ -357,45 +494,65 @@ def _tensors(
         }
     else:
         wrong = {prefix + name for name in naming.names.values()} - tensors.keys()
-        tensors |= _copies(checkpoint, naming, prefix)
+        tensors |= _copy_repeated_tensors(checkpoint, naming, prefix)
     if wrong:
-        got = f"{draft}, which differs about {', '.join(sorted(wrong)[:3])}"
-        raise UserError("draft", got=got, expected=f"the tensors of the layer that {target} has")
-    stated = [part.get(key) for part in (config, text) for key in ("dtype", "torch_dtype")]
-    default = next((getattr(torch, name) for name in stated if name), None)
+        raise UserError(
+            "draft",
+            got=f"{draft}, whose tensors differ in {', '.join(sorted(wrong)[:3])}",
+            expected=f"the tensors of the layer that {target} has",
+        )
+    # Cast each tensor to the dtype of the tensor that it replaces, else to that of the same part of
+    # another layer, else to the config's.
+    stated_dtypes = []
+    for part in (config, text):
+        for key in ("dtype", "torch_dtype"):
+            stated_dtypes.append(part.get(key))
+    default = next((getattr(torch, name) for name in stated_dtypes if name), None)
     for name, tensor in tensors.items():
         end = "." + name.removeprefix(prefix + naming.layer)
         like = (
             name
             if name in present
-            else next((other for other in checkpoint.file_of if other.endswith(end)), None)
+            else next(
+                (similar_name for similar_name in checkpoint.file_of if similar_name.endswith(end)),
+                None,
+            )
         )
         tensors[name] = tensor.to(stored[like].dtype if like else default or tensor.dtype)
     return tensors
 
 
-def _copies(checkpoint: Shards, naming: Naming, prefix: str) -> dict[str, Tensor]:
-    """The target's own tensors that the naming repeats."""
-    sources = {
-        prefix + copy: next(
+def _copy_repeated_tensors(checkpoint: Shards, naming: Naming, prefix: str) -> dict[str, Tensor]:
+    """Return copies of the target's own tensors that the naming repeats, by their new names."""
+    sources = {}
+    for copy, ends in naming.copies.items():
+        sources[prefix + copy] = next(
             name for end in ends for name in checkpoint.file_of if f".{name}".endswith(f".{end}")
         )
-        for copy, ends in naming.copies.items()
-    }
     tensors = checkpoint.load(sources.values())
     return {copy: tensors[source].clone() for copy, source in sources.items()}
 
 
 def _write(checkpoint: Shards, merged: dict[str, Tensor], folder: Path) -> None:
-    """The checkpoint's files in another folder, with some tensors replaced or added."""
+    """Write the checkpoint's files into another folder, with tensors replaced or added.
+
+    Args:
+        checkpoint: the checkpoint.
+        merged: the tensors that replace or are added, by name.
+        folder: the other folder.
+    """
+    # Choose the file of each tensor: its own, or a new one.
     sharded = (checkpoint.folder / INDEX).is_file()
     file_of = checkpoint.file_of | {
         name: checkpoint.file_of.get(name, NEW_SHARD if sharded else SINGLE) for name in merged
     }
+    # These files hold tensors that are replaced or added.
     rewritten = {file_of[name] for name in merged}
+
+    # Link the files that do not change, and copy the small ones.
     for path in sorted(checkpoint.folder.rglob("*")):
         inside = path.relative_to(checkpoint.folder)
-        # Hidden folders hold what a download or git remembers of the original.
+        # Hidden folders hold what a download or git keeps about the original.
         if (
             path.is_dir()
             or any(part.startswith(".") for part in inside.parts)
@@ -406,8 +563,10 @@ def _write(checkpoint: Shards, merged: dict[str, Tensor], folder: Path) -> None:
         link(path, folder / inside) if path.suffix == ".safetensors" else shutil.copy2(
             path, folder / inside
         )
+
+    # Write the files whose tensors change.
     for file in sorted(rewritten):
-        kept = [
+        kept_files = [
             name
             for name, place in checkpoint.file_of.items()
             if place == file and name not in merged
@@ -415,7 +574,9 @@ def _write(checkpoint: Shards, merged: dict[str, Tensor], folder: Path) -> None:
         added = {
             name: tensor.contiguous() for name, tensor in merged.items() if file_of[name] == file
         }
-        save_file(checkpoint.load(kept) | added, folder / file, metadata={"format": "pt"})
+        save_file(checkpoint.load(kept_files) | added, folder / file, metadata={"format": "pt"})
+
+    # Renew the index, with the new total size.
     if sharded:
         index = read_json(checkpoint.folder / INDEX)
         index["weight_map"] = file_of

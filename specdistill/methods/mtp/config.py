@@ -1,17 +1,22 @@
-"""The recipe of multi-token-prediction layers, whose shape is the target's own."""
+"""The recipe of multi-token-prediction layers, which have the shape of the target's layers."""
 
-from specdistill.methods.chains.recipe import HeadDraftConfig, HeadRecipe
+from specdistill.methods.chains.config import HeadDraftConfig, HeadRecipe
 from specdistill.recipe.fields import option, section
 
 
 class MtpDraftConfig(HeadDraftConfig):
+    """The section `draft:` of a recipe for a multi-token-prediction layer."""
+
     init: str | None = option(
         None,
-        "initialization: scratch, or the folder or Hub id of a trained draft; null: the target's own layer",
+        "initialization: scratch, or the folder or Hub id of a trained draft; null: the target's"
+        " own layer",
     )
 
 
 class MtpRecipe(HeadRecipe):
+    """The recipe of a multi-token-prediction layer."""
+
     FRESH = ("scratch",)
 
     draft: MtpDraftConfig = section(MtpDraftConfig)

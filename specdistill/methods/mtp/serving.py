@@ -1,5 +1,8 @@
-"""How engines are given layers for multi-token prediction: in the target's checkpoint. No torch."""
+"""Multi-token-prediction layers in engines, which load them from the target's checkpoint.
 
-from specdistill.engines.engine import Layout, Serving
+This file does not import torch.
+"""
+
+from specdistill.serving.engines.engine import Layout, Serving
 
 SERVING = {"vllm": Serving("mtp", Layout()), "sglang": Serving("NEXTN", Layout())}

@@ -1,9 +1,12 @@
-"""What engines call the tensors of a multi-token-prediction layer, both ways (vLLM: qwen3_next_mtp.py, qwen3_5_mtp.py, deepseek_mtp.py).
+"""Translate the names of a multi-token-prediction layer's tensors, from and to those of engines.
 
-Two namings cover what engines load, QWEN3_NEXT and DEEPSEEK_V3. The latter repeats the target's embedding and head.
+The names were read in vLLM's qwen3_next_mtp.py, qwen3_5_mtp.py and deepseek_mtp.py. Two namings
+cover what engines load, QWEN3_NEXT and DEEPSEEK_V3. The latter repeats the target's embedding and
+head.
 
-Experts: transformers holds all of a layer's in `experts.gate_up_proj` [E, 2I, H] and `experts.down_proj` [E, H, I]; most checkpoints
-hold `experts.{e}.{gate,up,down}_proj.weight` one by one. Both are read.
+transformers holds all E experts of a layer in `experts.gate_up_proj` [E, 2I, H] and
+`experts.down_proj` [E, H, I]. Most checkpoints hold them one by one, in
+`experts.{e}.{gate,up,down}_proj.weight`. Both forms are read.
 """
 
 import re
@@ -20,12 +23,15 @@ EXPERT = re.compile(
 
 @dataclass(frozen=True)
 class Naming:
-    """One naming.
+    """One way to name the tensors of a layer in a file.
 
-    template: the prefix, with {n} for the number of the target's layers.
-    layer: what follows it where the draft says `layers.0.`.
-    names: the draft's other names -> what follows the prefix.
-    copies: what follows the prefix of a repeated tensor -> the ends of the names that the target may have it by.
+    Attributes:
+        name: the name of the naming, for errors.
+        template: the prefix, with {n} for the number of the target's layers.
+        layer: what follows the prefix where the draft has `layers.0.`.
+        names: the draft's other names, each with what follows the prefix.
+        copies: what follows the prefix of a tensor that is repeated from the target, each with the
+            ends of the names that the target may have it by.
     """
 
     name: str
@@ -35,16 +41,23 @@ class Naming:
     copies: dict[str, tuple[str, ...]]
 
     def prefix(self, num_layers: int) -> str:
+        """Return the prefix for a target with this many layers."""
         return self.template.format(n=num_layers)
 
     def find_prefix(self, names: Iterable[str], num_layers: int) -> str | None:
-        """The prefix in a checkpoint, whose text model may be nested (`model.language_model.`); None when it has no such layer."""
+        """Find the prefix in a checkpoint; None if it has no such layer.
+
+        The checkpoint's text model may be nested (`model.language_model.`).
+        """
         fc = self.names["fc.weight"]
         end = "." + self.prefix(num_layers).removeprefix("model.") + fc
         return next((name.removesuffix(fc) for name in names if f".{name}".endswith(end)), None)
 
-    def owns(self, name: str, prefix: str) -> bool:
-        """Whether a tensor of a checkpoint belongs to the layer of this prefix, or to a further one of its kind."""
+    def has_tensor(self, name: str, prefix: str) -> bool:
+        """Return whether a tensor belongs to the layer of this prefix or to a further such layer.
+
+        Further layers have higher numbers in their prefixes.
+        """
         numbered = re.fullmatch(r"(.*\.)(\d+)\.", prefix)
         if numbered is None:
             return name.startswith(prefix)
@@ -54,7 +67,13 @@ class Naming:
     def to_file(
         self, tensors: Mapping[str, Tensor], prefix: str, *, fused: bool = False
     ) -> dict[str, Tensor]:
-        """The draft's tensors by their names in a file; experts one by one unless `fused`."""
+        """Return the draft's tensors by their names in a file, experts one by one unless `fused`.
+
+        Args:
+            tensors: the draft's tensors, by the names that they have here.
+            prefix: how the names in the file begin.
+            fused: keep the experts of a layer in one tensor.
+        """
         tensors = tensors if fused else split_experts(tensors)
         return {
             prefix + (self.names.get(name) or self.layer + name.removeprefix("layers.0.")): tensor
@@ -62,18 +81,22 @@ class Naming:
         }
 
     def from_file(self, tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-        """The inverse of `to_file`, for either form of experts."""
-        here = {there: name for name, there in self.names.items()}
+        """Return a file's tensors by the names that the draft has for them.
+
+        It is the inverse of `to_file`, for either form of experts.
+        """
+        name_in_file = {file_name: name for name, file_name in self.names.items()}
         bare = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
         return merge_experts(
             {
-                here.get(name) or "layers.0." + name.removeprefix(self.layer): tensor
+                name_in_file.get(name) or "layers.0." + name.removeprefix(self.layer): tensor
                 for name, tensor in bare.items()
             }
         )
 
 
-NAMES = {  # here -> after the prefix: qwen3_next, deepseek_v3
+# The draft's names, each with what follows the prefix in qwen3_next and in deepseek_v3.
+NAMES = {
     "fc.weight": ("fc.weight", "eh_proj.weight"),
     "token_norm.weight": ("pre_fc_norm_embedding.weight", "enorm.weight"),
     "hidden_norm.weight": ("pre_fc_norm_hidden.weight", "hnorm.weight"),
@@ -84,17 +107,22 @@ COPIES = {
     "shared_head.head.weight": ("lm_head.weight", "embed_tokens.weight"),
 }
 QWEN3_NEXT = Naming(
-    "qwen3_next", "mtp.", "layers.0.", {here: there for here, (there, _) in NAMES.items()}, {}
+    "qwen3_next",
+    "mtp.",
+    "layers.0.",
+    {name: file_name for name, (file_name, _) in NAMES.items()},
+    {},
 )
 DEEPSEEK_V3 = Naming(
     "deepseek_v3",
     "model.layers.{n}.",
     "",
-    {here: there for here, (_, there) in NAMES.items()},
+    {name: file_name for name, (_, file_name) in NAMES.items()},
     COPIES,
 )
 DEEPSEEK_TYPES = {"deepseek_v3", "glm4_moe", "glm4_moe_lite"}
-# Text models whose such layers vLLM and SGLang look for (vLLM: config/speculative.py; SGLang: configs/model_config.py).
+# Types of text models in whose checkpoints vLLM and SGLang look for such layers (vLLM:
+# config/speculative.py; SGLang: configs/model_config.py).
 SERVED_TYPES = DEEPSEEK_TYPES | {
     "qwen3_next",
     "qwen3_5",
@@ -104,28 +132,35 @@ SERVED_TYPES = DEEPSEEK_TYPES | {
 }
 
 
-def naming_of(model_type: str) -> Naming:
-    """The naming that engines load for a target of this type; Qwen3-Next's where no engine knows one."""
+def find_naming(model_type: str) -> Naming:
+    """Return the naming that engines load for a target of this type.
+
+    If no engine knows one, it is Qwen3-Next's.
+    """
     return DEEPSEEK_V3 if model_type in DEEPSEEK_TYPES else QWEN3_NEXT
 
 
-# Keys of config.json that say how many such layers a target has.
+# Keys of config.json that say how many multi-token-prediction layers a target has.
 NATIVE_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 
 
-def depth_key(model_type: str) -> str:
-    """The one of these keys that a checkpoint of this type has."""
+def find_depth_key(model_type: str) -> str:
+    """Return the one of `NATIVE_KEYS` that a checkpoint of this type has."""
     return (
         "mtp_num_hidden_layers" if model_type.startswith("qwen3_5") else "num_nextn_predict_layers"
     )
 
 
 def has_fused_experts(names: Iterable[str]) -> bool:
+    """Return whether the names are those of experts that share one tensor."""
     return any(name.endswith(".experts.gate_up_proj") for name in names)
 
 
 def split_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`experts.gate_up_proj` and `experts.down_proj` as a matrix for each expert and part; views, no copies."""
+    """Split `experts.gate_up_proj` and `experts.down_proj` into matrices of single experts.
+
+    Each expert gets a matrix for each of its parts. The matrices are views, not copies.
+    """
     result: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         experts, _, last = name.rpartition(".")
@@ -134,26 +169,35 @@ def split_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             result[name] = tensor
             continue
         for part, all_of_them in zip(halves, tensor.chunk(len(halves), dim=1), strict=True):
-            result |= {f"{experts}.{e}.{part}.weight": one for e, one in enumerate(all_of_them)}
+            result |= {
+                f"{experts}.{e}.{part}.weight": expert_weight
+                for e, expert_weight in enumerate(all_of_them)
+            }
     return result
 
 
 def merge_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inverse of `split_experts`; every expert must be there."""
+    """Merge the matrices of single experts; every expert must be there.
+
+    It is the inverse of `split_experts`, for matrices that are named one by one.
+    """
     result: dict[str, Tensor] = {}
     parts: dict[str, dict[str, dict[int, Tensor]]] = {}
     for name, tensor in tensors.items():
-        if match := EXPERT.fullmatch(name):
+        match = EXPERT.fullmatch(name)
+        if match:
             parts.setdefault(match["experts"], {}).setdefault(match["part"], {})[
                 int(match["index"])
             ] = tensor
         else:
             result[name] = tensor
     for experts, of in parts.items():
-        gate, up, down = (
-            torch.stack([of[part][index] for index in range(len(of[part]))])
-            for part in ("gate", "up", "down")
-        )
+        stacked = {}
+        for part in ("gate", "up", "down"):
+            stacked[part] = torch.stack([of[part][index] for index in range(len(of[part]))])
+        gate = stacked["gate"]
+        up = stacked["up"]
+        down = stacked["down"]
         result |= {
             f"{experts}.gate_up_proj": torch.cat((gate, up), dim=1),
             f"{experts}.down_proj": down,

@@ -1,50 +1,63 @@
-"""N-gram lookup (prompt lookup; LLMA, arXiv 2304.04487): the draft is what followed the last tokens where they occurred before.
+"""N-gram lookup (prompt lookup; LLMA, arXiv 2304.04487).
 
-A dictionary leads from every n-gram of the sequence, `min` to `max` tokens long, to the place after its last occurrence. Each
-token is indexed once, by at most max - min + 1 entries, and a proposal asks for as many at most: a round costs what its own
-tokens cost, however long the sequence is. The index grows by about 270 bytes a token at the default lengths.
+The draft is what followed the last tokens where they occurred before.
 
-The longest n-gram that is found decides, since more agreement says more about what comes next; of its occurrences the latest, whose
-surroundings are most like the present ones. With x_0 .. x_{T-1} the sequence and x_s the token after that occurrence, draft token i is
-x_{s + i}. An occurrence near the end has only p = T - s tokens after it: the sequence seems to repeat with period p, and the draft
-repeats it further, x_{s + i mod p}. So every match gives as many tokens as were asked for, and no older occurrence has to be kept.
+A dictionary maps every n-gram of the sequence, `min` to `max` tokens long, to the position after
+its last occurrence. Each token is indexed once, by at most max - min + 1 entries, and a proposal
+looks up at most as many. So the cost of a round depends on its own tokens only, however long the
+sequence is. The index grows by about 270 bytes a token at the default lengths.
 
-Engines have rules of their own, which `rule` names, so that what they will accept can be measured here. vLLM's takes the first occurrence,
-and what follows it up to the end of the text. llama.cpp's `ngram-simple` compares n = max tokens, the last of which has just been sampled
-and is never drafted; it takes the latest occurrence that does not begin the text, if n tokens or more follow it, in a text of more than
-n + K + 1 tokens.
+The longest n-gram that is found decides, since more agreement says more about what comes next. Of
+its occurrences the latest decides, because its surroundings are most like the present ones. With
+x_0 .. x_{T-1} the sequence and x_s the token after that occurrence, draft token i is x_{s + i}. An
+occurrence near the end has only p = T - s tokens after it. Then the sequence seems to repeat with
+period p, and the draft repeats it further: x_{s + i mod p}. So every match gives as many tokens as
+were asked for, and no older occurrence has to be kept.
+
+Engines have their own rules. With `rule` they can be used here, to measure what an engine will
+accept. vLLM's rule takes the first occurrence, and what follows it up to the end of the text.
+llama.cpp's `ngram-simple` compares n = max tokens. The last of them has just been sampled and is
+never drafted. The rule takes the latest occurrence that does not begin the text, if at least n
+tokens follow it and more than n + K + 1 tokens stand before the last token of the text.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
 
 
 @dataclass
 class NgramLookup:
-    """The index of one sequence, which grows with it. The fields are the keys of `eval.ngram`. No torch: engines load it too.
+    """The index of one sequence, which grows with it. No torch: engines load it too.
 
-    min, max: tokens of the n-grams that are looked up; llama.cpp's rule takes the latter for both.
-    lookup: `sequence` finds n-grams of prompt and output, `prompt` those of the prompt alone; what followed them may reach into the output.
-        The prompt is what stands before the last token when it is asked first.
+    The fields are the keys of `eval.ngram`.
+
+    Attributes:
+        min: the fewest tokens of an n-gram. llama.cpp's rule uses `max` instead.
+        max: the most tokens of an n-gram.
+        lookup: `sequence` finds n-grams of prompt and output, `prompt` those of the prompt alone.
+            What followed them may reach into the output. The prompt is what stands before the last
+            token at the first call of `find`.
+        rule: `specdistill`, `vllm` or `llama.cpp`.
     """
 
     min: int = 1
     max: int = 3
     lookup: str = "sequence"
     rule: str = "specdistill"
-    _after: dict[tuple[int, ...], int] = field(
-        default_factory=dict
-    )  # n-gram -> index of the token after what counts of it
-    _indexed: int = 0  # tokens at the beginning of the sequence whose n-grams are in it
+    # Maps an n-gram to the index of the token after the occurrence that counts.
+    _after: dict[tuple[int, ...], int] = field(default_factory=dict)
+    _indexed: int = 0  # number of tokens at the beginning of the sequence that are indexed
 
     def __post_init__(self) -> None:
         if self.rule == "llama.cpp":
             self.min = self.max
 
     @property
-    def settings(self) -> dict[str, Any]:
-        own = {"lookup": self.lookup} if self.rule == "specdistill" else {"rule": self.rule}
-        return {"min": self.min, "max": self.max, **own}
+    def settings(self) -> dict[str, object]:
+        """The settings that take part in the rule."""
+        rule_settings = (
+            {"lookup": self.lookup} if self.rule == "specdistill" else {"rule": self.rule}
+        )
+        return {"min": self.min, "max": self.max, **rule_settings}
 
     def restart(self) -> None:
         """Forget the sequence."""
@@ -52,28 +65,40 @@ class NgramLookup:
         self._indexed = 0
 
     def find(self, text: list[int], k: int) -> list[int]:
-        """Up to k draft tokens for a sequence that begins with the one before; none where nothing is found."""
+        """Return up to k draft tokens for a sequence; none if nothing is found.
+
+        Args:
+            text: the sequence. It begins with the text of the call before.
+            k: the most draft tokens.
+        """
         if self.lookup == "sequence" or not self._indexed:
             self._index(text)
         for n in range(min(self.max, len(text)), self.min - 1, -1):
             start = self._after.get(tuple(text[-n:]))
             if start is not None:
-                return self._continued(text, start, k)
+                return self._continue_text(text, start, k)
         return []
 
-    def _continued(self, text: list[int], start: int, k: int) -> list[int]:
-        """Up to k tokens that continue the text as it went on at `start`."""
+    def _continue_text(self, text: list[int], start: int, k: int) -> list[int]:
+        """Return up to k tokens that continue the text as it continued at the index `start`."""
         if self.rule == "vllm":
             return text[start : start + k]
         if self.rule == "llama.cpp":
-            found = text[start : min(start + k, len(text) - 1)]
-            return found if len(found) >= self.max and len(text) > self.max + k + 2 else []
+            continuation = text[start : min(start + k, len(text) - 1)]
+            return (
+                continuation
+                if len(continuation) >= self.max and len(text) > self.max + k + 2
+                else []
+            )
         period = len(text) - start
         return [text[start + i % period] for i in range(k)]
 
     def _index(self, text: list[int]) -> None:
-        """Take in the n-grams that end before the last token: nothing has followed that one yet."""
-        left_out = 1 if self.rule == "llama.cpp" else 0  # tokens at both ends
+        """Add the n-grams that end before the last token.
+
+        Nothing has followed the last token yet.
+        """
+        left_out = 1 if self.rule == "llama.cpp" else 0  # number of tokens left out at both ends
         for end in range(self._indexed + 1, len(text) - left_out):
             for n in range(self.min, min(self.max, end - left_out) + 1):
                 ngram = tuple(text[end - n : end])

@@ -1,7 +1,10 @@
-"""How engines are told to look n-grams up: they have it built in, and no draft is exported for it. No torch."""
+"""How engines are told to look n-grams up. No torch.
 
-from specdistill.engines.engine import Serving
-from specdistill.engines.llama_cpp import NGRAM_SIMPLE
+Engines have this lookup built in, so no draft is exported for it.
+"""
+
+from specdistill.serving.engines.engine import Serving
+from specdistill.serving.engines.llama_cpp import NGRAM_SIMPLE
 
 SERVING = {
     "vllm": Serving(

@@ -1,15 +1,12 @@
 """The recipe of draft models that draft in one pass."""
 
-from specdistill.methods.models.recipe import (
-    DraftModelDraftConfig,
-    DraftModelEvalConfig,
-    ModelLossConfig,
-)
-from specdistill.methods.recipe import TrainedRecipe
+from specdistill.methods.models.config import DraftModelDraftConfig, ModelRecipe
 from specdistill.recipe.fields import option, section
 
 
 class PardDraftConfig(DraftModelDraftConfig):
+    """The section `draft:` of a PARD recipe."""
+
     NOT_OF_SHAPE = frozenset(
         {"lora", "parallel_tokens", "retention", "min_retention", "mask_token_id"}
     )
@@ -29,17 +26,16 @@ class PardDraftConfig(DraftModelDraftConfig):
     min_retention: float = option(0.2, "least share of the tokens that a mask follows", ge=0, le=1)
     mask_token_id: int | None = option(
         None,
-        "token in the place of what is not drafted yet; null: that of draft.init, the tokenizer's mask, or a token that is never generated",
+        "token in the place of what is not drafted yet; null: that of draft.init, the tokenizer's"
+        " mask, or a token that texts do not hold",
         ge=0,
     )
 
 
-class PardRecipe(TrainedRecipe):
-    FRESH = ("scratch",)
+class PardRecipe(ModelRecipe):
+    """The recipe of a PARD draft model."""
 
     draft: PardDraftConfig = section(PardDraftConfig)
-    loss: ModelLossConfig = section(ModelLossConfig)
-    eval: DraftModelEvalConfig = section(DraftModelEvalConfig)
 
     @property
     def num_positions(self) -> int:

@@ -1,21 +1,24 @@
-"""What a draft model that drafts in one pass learns: the target's distribution at every token and at the masks after it (PARD, arXiv
-2504.18583).
+"""The objective of draft models that draft in one pass (PARD, arXiv 2504.18583).
 
-Shapes: B rows, T positions, M masks of a row (padded), N = T + M slots, R predicted tokens (padded), H hidden size, K tokens that are
-predicted in one pass, S = B T.
+They learn the target's distribution at every token, and at the masks (mask tokens) after it.
 
-A row is its tokens and, behind them, masks: mask i of the token at column t is at the rotary position of x_{t+i}, sees the tokens of its
-document up to x_t, the masks 1 to i of the same token, and nothing else. It learns the target's distribution of x_{t+1+i}, as the token
-itself does with i = 0. All count alike.
+Shapes: B rows, T positions, M masks of a row (padded), N = T + M slots, R predicted tokens
+(padded), H hidden size, K tokens that are predicted in one pass, S = B T.
 
-The conditional drop: mask i is kept for a share max(min_retention, retention ** i) of the tokens, and never without mask i - 1, which it
-reads: chains stay whole.
+A row is its tokens and, behind them, masks. Mask i of the token at column t is at the rotary
+position of x_{t+i}. It sees the tokens of its document up to x_t, the masks 1 to i of the same
+token, and nothing else. It learns the target's distribution of x_{t+1+i}. The token itself learns
+the same with i = 0. All predictions have the same weight in the loss.
 
-The model's own forward runs, under a mask in its own dtype: 4 N^2 bytes a row in float32, and as many for sliding windows where layers
-are of both kinds. With the defaults N is at most 3.4 T, 12 MB at T = 512, 190 MB at 2048.
+The conditional drop keeps mask i for a share max(min_retention, retention ** i) of the tokens. It
+never keeps it without mask i - 1, which it reads, so chains stay whole.
+
+The model's own forward pass runs, under an attention mask in its own dtype. The attention mask has
+4 N^2 bytes for each row in float32, and as many again for sliding windows if layers are of both
+kinds. With the defaults N is at most 3.4 T: 12 MB at T = 512, 190 MB at T = 2048.
 """
 
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
@@ -23,63 +26,88 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from specdistill.decoding.transformers_models import masks, unmaskable
-from specdistill.errors import UserError
-from specdistill.losses.divergence import Divergence, build_divergence
+from specdistill.common.errors import UserError
+from specdistill.decoding.transformers_models import build_attention_masks, find_mask_obstacle
 from specdistill.methods.models.objective import Distillation
-from specdistill.methods.pard.config import PardRecipe
 from specdistill.targets.frozen import FrozenTarget
-from specdistill.training.objective import SoftTargets, StepSums, before, loss_rows
+from specdistill.training.losses.divergence import Divergence
+from specdistill.training.objective import SoftTargets, StepSums, gather_before, select_loss_rows
 
-SIZES = (
-    8  # a row's masks are padded to multiples of T / SIZES, so that a compiled step meets few sizes
-)
+# A row's masks are padded to multiples of T / SIZES, so that a compiled step meets few sizes.
+SIZES = 8
 
 
 def draw_masks(
-    batch: dict[str, Any], num_predicted: int, retention: float, least: float, seed: int
+    batch: Mapping[str, Tensor], num_predicted: int, retention: float, least: float, seed: int
 ) -> tuple[Tensor, Tensor]:
-    """The columns [B, M] of the tokens that masks follow, and the masks' numbers [B, M], from 1 on; padding follows column 0 and has the
-    number `num_predicted`, which no mask has.
+    """Draw the masks of a batch, by the conditional drop.
 
-    A mask is possible if what it predicts carries loss in its token's document, and all between the two do.
+    A mask is possible if the token that it predicts carries loss and is in the same document as the
+    token that it follows, and if all tokens between the two carry loss.
+
+    Args:
+        batch: packed rows [B, T].
+        num_predicted: K, the tokens that are predicted in one pass.
+        retention: mask i is kept for this share of the tokens to the power of i.
+        least: the least share of the tokens that a mask is kept for.
+        seed: the seed of the drop.
+
+    Returns:
+        The columns [B, M] of the tokens that masks follow, and the masks' numbers [B, M], from 1
+        on. Padding follows column 0 and has the number `num_predicted`, which no mask has.
     """
     num_rows, length = batch["position_ids"].shape
     num_tokens = num_rows * length
-    # Loss positions are never a document's first, so a run of them is in one document. Zeros past the end end the last one.
+    # Loss positions are never a document's first token, so a run of them is in one document. Zeros
+    # past the end of the batch end the last run.
     has_loss_S = torch.zeros(num_tokens + num_predicted, dtype=torch.bool).index_fill(
         0, batch["loss_positions"], True
     )
-    has_loss_S[0] = False  # padding of loss positions
+    has_loss_S[0] = False  # loss positions are padded with 0
+    # Each token that masks can follow gets a random rank in [0, 1). It decides about all masks of
+    # the token, so that mask i is never kept without mask i - 1.
     possible_S = has_loss_S[1 : num_tokens + 1]
     starts = possible_S.nonzero().flatten()
     rank_S = torch.ones(num_tokens)
     rank_S[starts] = torch.randperm(
         len(starts), generator=torch.Generator().manual_seed(seed)
     ) / max(len(starts), 1)
-    kept = []
+    kept_masks = []
     for i in range(1, num_predicted):
         possible_S = possible_S & has_loss_S[1 + i : num_tokens + 1 + i]
-        kept.append(possible_S & (rank_S < max(least, retention**i)))
-    kept_SI = torch.stack(kept, 1) if kept else torch.zeros(num_tokens, 0, dtype=torch.bool)
-    found = [row.nonzero() for row in kept_SI.view(num_rows, length, -1)]
-    columns_BM = pad_sequence([pairs[:, 0] for pairs in found], batch_first=True)
+        kept_masks.append(possible_S & (rank_S < max(least, retention**i)))
+    kept_SI = (
+        torch.stack(kept_masks, 1) if kept_masks else torch.zeros(num_tokens, 0, dtype=torch.bool)
+    )
+    # List the kept masks of each row, padded to one of few lengths.
+    loss_positions = [row.nonzero() for row in kept_SI.view(num_rows, length, -1)]
+    columns_BM = pad_sequence([pairs[:, 0] for pairs in loss_positions], batch_first=True)
     numbers_BM = pad_sequence(
-        [pairs[:, 1] + 1 for pairs in found], batch_first=True, padding_value=num_predicted
+        [pairs[:, 1] + 1 for pairs in loss_positions], batch_first=True, padding_value=num_predicted
     )
     spare = -columns_BM.shape[1] % -(-length // SIZES)
     return F.pad(columns_BM, (0, spare)), F.pad(numbers_BM, (0, spare), value=num_predicted)
 
 
 class ParallelDistillation(Distillation):
-    """The draft model as the trainer sees it: rows in, loss sums of each drafted position out. Its config names the mask, `pard_token`.
+    """The draft model with its loss, as the trainer has it: rows in, loss sums out.
+
+    There are sums for each drafted position. The model's config names the mask, `pard_token`.
 
     Args:
+        draft: the draft model.
+        divergence: the loss of one token.
         num_positions: K, of which K - 1 are masks.
-        retention, min_retention: of the conditional drop.
-        seed: of the drop, which is drawn anew each time that a row is read; held-out rows always have the same.
+        retention: the share of the conditional drop (see the module).
+        min_retention: its least share.
+        seed: the seed of the drop. The drop is drawn anew each time that a row is read in training.
+            Held-out rows always have the same.
+        temperature: divides both sets of logits in the loss.
+        labels: `soft` for the target's distributions, or `hard` for the sequence's own tokens.
 
-    Raises UserError for a model that does not read what it is given under a mask of ours.
+    Raises:
+        UserError: for a model that cannot be run under our attention masks (see
+            `find_mask_obstacle`).
     """
 
     def __init__(
@@ -91,36 +119,49 @@ class ParallelDistillation(Distillation):
         retention: float = 0.7,
         min_retention: float = 0.2,
         seed: int = 0,
-        **options: Any,
+        temperature: float = 1.0,
+        labels: str = "soft",
     ) -> None:
-        super().__init__(draft, divergence, num_positions=num_positions, **options)
-        if reason := unmaskable(draft):
+        super().__init__(
+            draft,
+            divergence,
+            temperature=temperature,
+            labels=labels,
+            num_positions=num_positions,
+        )
+        reason = find_mask_obstacle(draft)
+        if reason:
             raise UserError(
                 "draft.init",
                 got=f"a model with {reason}",
                 expected="a model that respects mask and position ids",
             )
-        self.packed_configs = []  # no attention by documents' lengths
-        self.drop, self.seed = (num_positions, retention, min_retention), seed
+        # Attention masks separate the documents here, not their lengths.
+        self.packed_configs = []
+        self.drop = (num_positions, retention, min_retention)
+        self.seed = seed
 
-    def prepare(self, batch: dict[str, Any], number: int | None) -> dict[str, Any]:
-        """The batch with its masks."""
+    def prepare(self, batch: dict[str, Tensor], number: int | None) -> dict[str, Tensor]:
+        """Return the batch with the masks that are drawn for it."""
         columns_BM, numbers_BM = draw_masks(
             batch, *self.drop, self.seed * 1_000_003 + (-1 if number is None else number)
         )
         return batch | {"mask_columns": columns_BM, "mask_numbers": numbers_BM}
 
-    def num_loss_tokens(self, batch: dict[str, Any]) -> Tensor:
-        """Predicted tokens, of all drafted positions together."""
-        return self._predicted(**batch)[0].sum()
+    def count_loss_tokens(self, batch: dict[str, Tensor]) -> Tensor:
+        """Return the number of predicted tokens, of all drafted positions together."""
+        return self._list_predictions(**batch)[0].sum()
 
-    def read_target(self, target: FrozenTarget, inputs: dict[str, Any]) -> dict[str, Any]:
-        """The target's distributions where something is predicted; none for hard labels in training."""
+    def read_target(self, target: FrozenTarget, inputs: dict[str, Tensor]) -> dict[str, object]:
+        """Return the target's distributions of all tokens that are predicted.
+
+        In training with hard labels there are none.
+        """
         return super().read_target(
-            target, inputs | {"loss_positions": self._predicted(**inputs)[2]}
+            target, inputs | {"loss_positions": self._list_predictions(**inputs)[2]}
         )
 
-    def forward(  # type: ignore[override] # rows have masks
+    def forward(  # type: ignore[override] # it takes masks, too
         self,
         input_ids: Tensor,
         position_ids: Tensor,
@@ -129,37 +170,59 @@ class ParallelDistillation(Distillation):
         mask_numbers: Tensor,
         soft_targets: SoftTargets | None,
         measure: bool = False,
-        **unread: Any,  # the batch's other columns
+        **unread: object,
     ) -> tuple[Tensor, StepSums]:
-        """The loss summed over the predicted tokens of packed rows [B, T] (see specdistill.rows.packing), and the sums of each drafted
-        position. measure: also fill the metrics that cost time.
+        """Return the loss summed over the predicted tokens, and the sums of each drafted position.
+
+        Args:
+            input_ids: [B, T], packed as specdistill.data.rows.packing says.
+            position_ids: [B, T], which start again at 0 with each document.
+            loss_positions: [R], the loss tokens, as positions in the flattened batch.
+            mask_columns: [B, M], the columns of the tokens that masks follow.
+            mask_numbers: [B, M], which mask of its token each one is (see `draw_masks`).
+            soft_targets: the target's distributions; None for hard labels in training.
+            measure: fill the metrics that cost time, too.
+            **unread: other columns of the batch.
         """
         hidden_BNH = self.hidden_states(input_ids, position_ids, mask_columns, mask_numbers)
         of_tokens_BTH, of_masks_BMH = hidden_BNH.split(
             (input_ids.shape[1], mask_columns.shape[1]), 1
         )
-        rows_RH = torch.cat((before(of_tokens_BTH, loss_positions, 1), of_masks_BMH.flatten(0, 1)))
-        counts_R, numbers_R, labels_R = self._predicted(
+        rows_RH = torch.cat(
+            (gather_before(of_tokens_BTH, loss_positions, 1), of_masks_BMH.flatten(0, 1))
+        )
+        counts_R, numbers_R, labels_R = self._list_predictions(
             position_ids, loss_positions, mask_columns, mask_numbers
         )
         weights_R = counts_R.float()
         total, metrics_MR = self.losses(
             rows_RH, weights_R, input_ids.flatten()[labels_R], soft_targets, measure
         )
-        # Each chain is that of the token that its masks follow.
+        # Sum by drafted position and chain. A chain belongs to the token that its masks follow.
         index_R = numbers_R * input_ids.numel() + (labels_R - 1 - numbers_R).clamp_min(0)
         empty = weights_R.new_zeros(self.num_positions * input_ids.numel())
         by_chain = (
             empty.scatter_add(0, index_R, values_R).view(self.num_positions, -1)
             for values_R in (weights_R, *metrics_MR)
         )
-        return total, StepSums.of(*by_chain)
+        return total, StepSums.from_losses(*by_chain)
 
     def hidden_states(
         self, input_ids: Tensor, position_ids: Tensor, columns_BM: Tensor, numbers_BM: Tensor
     ) -> Tensor:
-        """What the head reads, [B, N, H]."""
-        config, backbone = self.draft.config, self.anatomy.backbone
+        """Run the model over tokens and masks.
+
+        Args:
+            input_ids: [B, T] token ids.
+            position_ids: [B, T], which start again at 0 with each document.
+            columns_BM: [B, M], the columns of the tokens that masks follow.
+            numbers_BM: [B, M], which mask of its token each one is.
+
+        Returns:
+            The hidden states [B, N, H] that the head reads.
+        """
+        config = self.draft.config
+        backbone = self.anatomy.backbone
         column_BN = torch.cat(
             (
                 torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids),
@@ -168,42 +231,55 @@ class ParallelDistillation(Distillation):
             1,
         )
         number_BN = torch.cat((torch.zeros_like(input_ids), numbers_BM), 1)
-        last_BN = torch.cat(
-            (position_ids, position_ids.gather(1, columns_BM)), 1
-        )  # positions of the last token that slots see
+        # The position in its document of the last token that each slot sees.
+        last_BN = torch.cat((position_ids, position_ids.gather(1, columns_BM)), 1)
         position_BN = last_BN + number_BN
 
         def visible(window: int | None) -> Tensor:
+            # Keys are on the last axis, queries on the one before. A query sees the tokens of its
+            # document up to its column, and the masks of that column up to its own number.
             slots = column_BN, number_BN, position_BN
-            column, number, position = (x_BN[:, None, None, :] for x_BN in slots)  # of what is seen
-            last, own, place = (x_BN[:, None, :, None] for x_BN in slots)  # of what sees
+            column, number, position = (x_BN[:, None, None, :] for x_BN in slots)  # keys
+            last, own_number, place = (x_BN[:, None, :, None] for x_BN in slots)  # queries
             first = (column_BN - last_BN)[:, None, :, None]
-            seen = torch.where(
+            is_visible = torch.where(
                 number == 0,
                 (column >= first) & (column <= last),
-                (column == last) & (number <= own),
+                (column == last) & (number <= own_number),
             )
-            return seen if window is None else seen & (position > place - window)
+            return is_visible if window is None else is_visible & (position > place - window)
 
         output = backbone(
             input_ids=torch.cat((input_ids, torch.full_like(columns_BM, config.pard_token)), 1),
             position_ids=position_BN,
-            attention_mask=masks(config.get_text_config(decoder=True), backbone.dtype, visible),
+            attention_mask=build_attention_masks(
+                config.get_text_config(decoder=True), backbone.dtype, visible
+            ),
             use_cache=False,
         )
-        hidden: Tensor = output.last_hidden_state
-        return hidden
+        last_hidden: Tensor = output.last_hidden_state
+        return last_hidden
 
-    def _predicted(
+    def _list_predictions(
         self,
         position_ids: Tensor,
         loss_positions: Tensor,
         mask_columns: Tensor,
         mask_numbers: Tensor,
-        **_: Any,
+        **_: object,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Of all that is predicted, by tokens and then by masks: whether it counts [R], by which mask it is, 0 for none, and its flattened
-        position.
+        """Describe all predictions, those by tokens first and then those by masks.
+
+        Args:
+            position_ids: [B, T], which start again at 0 with each document.
+            loss_positions: the loss tokens, as positions in the flattened batch.
+            mask_columns: [B, M], the columns of the tokens that masks follow.
+            mask_numbers: [B, M], which mask of its token each one is.
+            **_: other columns of the batch.
+
+        Returns:
+            Whether each prediction counts [R], the number of the mask that predicts [R] (0 for a
+            token), and the position of the predicted token in the flattened batch [R].
         """
         num_rows, length = position_ids.shape
         numbers_R = mask_numbers.flatten()
@@ -211,22 +287,11 @@ class ParallelDistillation(Distillation):
         labels_R = ((starts_B1 + mask_columns).flatten() + 1 + numbers_R).clamp_max(
             num_rows * length - 1
         )
-        counts_R = loss_rows(position_ids, loss_positions, ahead=1), numbers_R < self.num_positions
+        counts_R = (
+            select_loss_rows(position_ids, loss_positions, ahead=1),
+            numbers_R < self.num_positions,
+        )
         numbers_R = torch.cat(
             (torch.zeros_like(loss_positions), numbers_R.clamp_max(self.num_positions - 1))
         )
         return torch.cat(counts_R), numbers_R, torch.cat((loss_positions, labels_R))
-
-
-def objective(draft: Any, recipe: PardRecipe, target: FrozenTarget) -> ParallelDistillation:
-    """The objective that a recipe describes."""
-    settings = recipe.draft
-    return ParallelDistillation(
-        draft,
-        build_divergence(recipe.loss.divergence),
-        num_positions=settings.parallel_tokens,
-        retention=settings.retention,
-        min_retention=settings.min_retention,
-        seed=recipe.seed,
-        **recipe.loss.model_dump(exclude={"divergence"}),
-    )

@@ -1,9 +1,10 @@
-"""How engines are given draft models that draft in one pass: vLLM takes the mask, `pard_token`, from config.json. No torch.
+"""Draft models that draft in one pass, in engines. This file does not import torch.
 
-Other engines would draft with them token by token, which they have not learned.
+vLLM takes the mask, `pard_token`, from config.json. Other engines would draft token by token, which
+such models have not learned.
 """
 
-from specdistill.engines.engine import Layout, Serving
+from specdistill.serving.engines.engine import Layout, Serving
 
 SERVING = {
     "vllm": Serving("draft_model", Layout(), options=lambda config: {"parallel_drafting": True})

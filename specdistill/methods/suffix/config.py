@@ -2,13 +2,20 @@
 
 from pydantic import model_validator
 
-from specdistill.errors import UserError
-from specdistill.methods.untrained import UntrainedRecipe, check_of_engine
+from specdistill.common.errors import UserError
+from specdistill.methods.lookups.config import UntrainedRecipe, check_of_engine
 from specdistill.recipe.fields import Section, option, section
-from specdistill.recipe.sections import NOT_RUNNING, STARTED, EvalConfig, check_lengths
+from specdistill.recipe.sections import (
+    ENGINE_IS_NOT_RUNNING,
+    ENGINE_IS_STARTED,
+    EvalConfig,
+    check_lengths,
+)
 
 
 class SuffixConfig(Section):
+    """The section `eval.suffix`: how suffixes are looked up."""
+
     min: int = option(1, "shortest match", ge=1)
     max: int = option(24, "longest match", ge=1)
     max_cached_requests: int = option(
@@ -17,36 +24,45 @@ class SuffixConfig(Section):
     max_spec_factor: float = option(1.0, "maximum draft tokens per matched token", gt=0)
     min_token_prob: float = option(
         0.1,
-        "minimum estimated probability of the draft: the product of its tokens' frequencies after the match",
+        "minimum estimated probability of the draft: the product of its tokens' frequencies after"
+        " the match",
         ge=0,
         le=1,
     )
 
     @model_validator(mode="after")
     def _has_lengths(self) -> "SuffixConfig":
+        """Check the lengths of matches, and that something can be drafted."""
         check_lengths(self)
         if self.max_spec_factor * self.max < 1:
-            expected = f"at least 1 / {self.max}, or nothing is ever drafted"
             raise UserError(
-                "eval.suffix.max_spec_factor", got=self.max_spec_factor, expected=expected
+                "eval.suffix.max_spec_factor",
+                got=self.max_spec_factor,
+                expected=f"at least 1 / {self.max}, or nothing is ever drafted",
             )
         return self
 
 
 class SuffixEvalConfig(EvalConfig):
+    """The section `eval:` of a recipe of suffix decoding."""
+
     suffix: SuffixConfig = option(
-        SuffixConfig(), "how suffixes are looked up", read_when=NOT_RUNNING
+        SuffixConfig(), "how suffixes are looked up", condition=ENGINE_IS_NOT_RUNNING
     )
 
     @model_validator(mode="after")
     def _is_of_the_engine(self) -> "SuffixEvalConfig":
-        # It asks for no least agreement, and a repetition would look up what the one before it gave.
-        if STARTED.holds(self) and self.engine == "vllm":
+        """Check that an engine that is started here has the values."""
+        # vLLM has no shortest match. And if it cached requests, a repetition would find the outputs
+        # of the repetition before it.
+        if ENGINE_IS_STARTED.holds(self) and self.engine == "vllm":
             check_of_engine(self, "suffix", min=(1,), max_cached_requests=(0,))
         return self
 
 
 class SuffixRecipe(UntrainedRecipe):
+    """The recipe of suffix decoding."""
+
     eval: SuffixEvalConfig = section(SuffixEvalConfig)
 
 

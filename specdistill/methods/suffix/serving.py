@@ -1,8 +1,11 @@
-"""How vLLM is told to look suffixes up: it has this built in, by the package arctic-inference, and no draft is exported. No torch."""
+"""How vLLM is told to look suffixes up. No torch.
 
-from specdistill.engines.engine import Serving
+vLLM has this lookup built in, by the package arctic-inference, so no draft is exported.
+"""
 
-# vLLM's own keys; its depth is of the tokens that agree and those that are drafted together.
+from specdistill.serving.engines.engine import Serving
+
+# vLLM's own keys. Its depth counts the tokens that agree and the drafted tokens together.
 KEYS = {
     "max": "suffix_decoding_max_tree_depth",
     "max_cached_requests": "suffix_decoding_max_cached_requests",

@@ -1,6 +1,8 @@
-"""The toy block drafter as a row of the table: all that commands ask of a method that drafts a block in one pass.
+"""The toy block drafter as a method: all that commands ask of a method that drafts a
+block in one pass.
 
-Shapes: B rows, N anchors of all rows, K slots of a block, k of them that are drafted, H hidden size, V vocabulary.
+Shapes: B rows, N anchors of all rows, K slots of a block, k of them that are drafted, H hidden
+size, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -13,20 +15,27 @@ import torch
 from torch import Tensor, nn
 
 from specdistill.decoding.proposer import DecodingState, Proposal
-from specdistill.decoding.sampling import Generators, Sampling, draw, uniforms
-from specdistill.decoding.tree import candidates_are_drawn
-from specdistill.losses.chunked import head_loss
-from specdistill.losses.divergence import acceptance, forward_kl
+from specdistill.decoding.sampling import Generators, Sampling, draw_tokens, draw_uniforms
+from specdistill.decoding.tree import has_drawn_candidates
+from specdistill.methods.base import Advice, Method
 from specdistill.methods.checkpoint import read_tensors, write_draft
-from specdistill.methods.contract import Implementation
-from specdistill.methods.sizes import Described, ParameterCounts, PlannedDraft, PublishedFigures
+from specdistill.methods.sizes import (
+    MethodFigures,
+    ModelConfigInfo,
+    ParameterCounts,
+    PlannedDraft,
+)
 from specdistill.targets.anatomy import LogitsHead
 from specdistill.targets.packed_rows import Documents
+from specdistill.training.losses.divergence import acceptance, forward_kl
+from specdistill.training.losses.head_loss import compute_head_loss
 from specdistill.training.objective import SoftTargets, StepSums, TargetDistributions
+from tests.methods.block.config import BlockRecipe
 
 
 class Block(nn.Module):
-    """Slot k of a block after x_a predicts x_{a+1+k} from x_a, its own embedding, and the mean of those of the slots of its block."""
+    """Slot k of a block after x_a predicts x_{a+1+k} from x_a, its own embedding, and the mean of
+    those of the slots of its block."""
 
     def __init__(self, vocab_size: int, hidden_size: int, block_size: int) -> None:
         super().__init__()
@@ -50,7 +59,8 @@ class BlockLoss(nn.Module):
         self.draft, self.num_slots, self.num_anchors = draft, num_slots, num_anchors
 
     def prepare(self, batch: dict[str, Any], number: int | None) -> dict[str, Any]:
-        """With the positions of anchors [N] and of their labels [N, K] in the flattened batch, and which of the labels carry loss."""
+        """With the positions of anchors [N] and of their labels [N, K] in the flattened batch, and
+        which of the labels carry loss."""
         rows, length = batch["input_ids"].shape
         generator = torch.Generator().manual_seed(0 if number is None else number + 1)
         first_B1 = torch.arange(rows).unsqueeze(1) * length
@@ -66,7 +76,7 @@ class BlockLoss(nn.Module):
         has_loss_NK = (batch["loss_mask"].flatten()[labels_NK] > 0) & is_inside_NK
         return {**batch, "anchors": anchors_N, "labels": labels_NK, "has_loss": has_loss_NK.float()}
 
-    def num_loss_tokens(self, batch: dict[str, Any]) -> Tensor:
+    def count_loss_tokens(self, batch: dict[str, Any]) -> Tensor:
         return batch["has_loss"].sum(0)
 
     def read_target(self, target, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -77,7 +87,7 @@ class BlockLoss(nn.Module):
         last_hidden = features.last_hidden
         all_ids = torch.arange(target.vocab_size, device=target.device)
         return {
-            "soft_targets": SoftTargets.of(
+            "soft_targets": SoftTargets.from_hidden(
                 target.logits, last_hidden, inputs["labels"], all_ids, 1.0
             )
         }
@@ -104,11 +114,13 @@ class BlockLoss(nn.Module):
                 has_loss_KN[k].unsqueeze(0),
                 LogitsHead(self.draft.lm_head),
             )
-            total, metrics_M1N = head_loss(*rows, partial(soft.at, measure=True), row_losses)
+            total, metrics_M1N = compute_head_loss(
+                *rows, partial(soft.at, measure=True), row_losses
+            )
             totals.append(total)
             metrics.append(metrics_M1N.squeeze(1) * has_loss_KN[k])
         losses_KN, correct_KN, accepted_KN = torch.stack(metrics, 1)
-        return torch.stack(totals), StepSums.of(
+        return torch.stack(totals), StepSums.from_losses(
             has_loss_KN, losses_KN, *((correct_KN, accepted_KN) if measure else ())
         )
 
@@ -123,7 +135,8 @@ def row_losses(logits_rV: Tensor, soft: TargetDistributions, k: int) -> tuple[Te
 
 @dataclass
 class BlockProposer:
-    """A chain of slots drawn independently, or a tree whose nodes of one level have one distribution: one pass for either."""
+    """A chain of slots drawn independently, or a tree whose nodes of one level have one
+    distribution: one pass for either."""
 
     draft: Block
     aux_layers: tuple[int, ...] = ()
@@ -142,10 +155,10 @@ class BlockProposer:
     def keep(self, rows: Sequence[int]) -> None:
         pass
 
-    def draws(self, sampling: Sampling, tree: Any) -> bool:
-        return candidates_are_drawn(sampling, tree)
+    def has_drawn_candidates(self, sampling: Sampling, tree: Any) -> bool:
+        return has_drawn_candidates(sampling, tree)
 
-    def passes(self, k: int) -> int:
+    def count_passes(self, k: int) -> int:
         return 1
 
     def propose(
@@ -154,10 +167,10 @@ class BlockProposer:
         logits_BkV = self.logits(state, k)
         if sampling.is_greedy:
             return [Proposal(tokens) for tokens in logits_BkV.argmax(-1).tolist()]
-        probs_BkV = sampling.probabilities(logits_BkV)
-        pairs = zip(probs_BkV, uniforms(probs_BkV.shape[1], generators), strict=True)
+        probs_BkV = sampling.compute_probabilities(logits_BkV)
+        pairs = zip(probs_BkV, draw_uniforms(probs_BkV.shape[1], generators), strict=True)
         return [
-            Proposal(draw(probs_kV, uniforms_k).tolist(), probs_kV)
+            Proposal(draw_tokens(probs_kV, uniforms_k).tolist(), probs_kV)
             for probs_kV, uniforms_k in pairs
         ]
 
@@ -182,51 +195,56 @@ class BlockProposer:
         return logits_BkV
 
 
-def save(draft: Block, target, folder: Path) -> None:
-    write_draft(
-        folder,
-        {"architectures": ["ToyBlock"], "block_size": draft.slots.num_embeddings},
-        draft.state_dict(),
-    )
+class BlockAdvice(Advice[Block]):
+    """The toy in plans and examinations."""
+
+    def plan_draft(
+        self, target: ModelConfigInfo, given: ModelConfigInfo | None, settings
+    ) -> PlannedDraft:
+        published = MethodFigures(None, "none is published", None, "none is published")
+        return PlannedDraft(
+            ParameterCounts(1, 0, 0),
+            None,
+            target.text.vocab_size,
+            "drafts a block in one pass",
+            published,
+        )
+
+    def build_simulation(self, draft: Block, num_tokens: int) -> BlockLoss:
+        return BlockLoss(draft, min(num_tokens, draft.slots.num_embeddings), 64)
+
+    def find_repairs(self, draft: Block, target):
+        yield (
+            "its first two slots are swapped",
+            Block(*draft.tokens.weight.shape, draft.slots.num_embeddings),
+        )
 
 
-def load_proposer(folder: Path, target, *, key: str) -> BlockProposer:
-    tensors = read_tensors(folder, key)
-    vocab_size, hidden_size = tensors["tokens.weight"].shape
-    draft = Block(vocab_size, hidden_size, len(tensors["slots.weight"]))
-    draft.load_state_dict(tensors)
-    return BlockProposer(draft)
+class BlockMethod(Method[BlockRecipe, Block]):
+    """The toy: all that commands ask of a method."""
+
+    name = "block"
+    advice = BlockAdvice()
+
+    def has_tensors(self, names) -> bool:
+        return names == {"tokens.weight", "slots.weight", "lm_head.weight"}
+
+    def create(self, recipe: BlockRecipe, target, rows) -> Block:
+        return Block(target.vocab_size, recipe.draft.hidden_size, recipe.draft.block_size)
+
+    def build_objective(self, draft: Block, recipe: BlockRecipe, target) -> BlockLoss:
+        return BlockLoss(draft, recipe.draft.block_size, recipe.loss.num_anchors)
+
+    def save(self, draft: Block, target, folder: Path) -> None:
+        config = {"architectures": ["ToyBlock"], "block_size": draft.slots.num_embeddings}
+        write_draft(folder, config, draft.state_dict())
+
+    def load_proposer(self, folder: Path, target, *, key: str, **options) -> BlockProposer:
+        tensors = read_tensors(folder, key)
+        vocab_size, hidden_size = tensors["tokens.weight"].shape
+        draft = Block(vocab_size, hidden_size, len(tensors["slots.weight"]))
+        draft.load_state_dict(tensors)
+        return BlockProposer(draft)
 
 
-def planned(target: Described, given: Described | None, settings: dict[str, Any]) -> PlannedDraft:
-    published = PublishedFigures(None, "none is published", None, "none is published")
-    return PlannedDraft(
-        ParameterCounts(1, 0, 0),
-        None,
-        target.text.vocab_size,
-        "drafts a block in one pass",
-        published,
-    )
-
-
-def swapped(draft: Block, target):
-    yield (
-        "its first two slots are swapped",
-        Block(*draft.tokens.weight.shape, draft.slots.num_embeddings),
-    )
-
-
-METHOD = Implementation(
-    load_proposer=load_proposer,
-    has_tensors=lambda names: names == {"tokens.weight", "slots.weight", "lm_head.weight"},
-    create=lambda recipe, target, rows: Block(
-        target.vocab_size, recipe.draft.hidden_size, recipe.draft.block_size
-    ),
-    save=save,
-    objective=lambda draft, recipe, target: BlockLoss(
-        draft, recipe.draft.block_size, recipe.loss.num_anchors
-    ),
-    simulated=lambda draft, k: BlockLoss(draft, min(k, draft.slots.num_embeddings), 64),
-    repaired=swapped,
-    planned=planned,
-)
+METHOD = BlockMethod()

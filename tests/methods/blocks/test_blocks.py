@@ -1,4 +1,5 @@
-"""Block drafters: what is drafted is what training predicts, nothing leaks from behind an anchor, checkpoints come back bit for bit."""
+"""Block drafters: what is drafted is what training predicts, nothing leaks from behind an anchor,
+checkpoints come back bit for bit."""
 
 import json
 from pathlib import Path
@@ -9,27 +10,25 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from specdistill.data.rows.packing import index_batch
 from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.proposer import DecodingState
 from specdistill.decoding.sampling import Sampling
-from specdistill.engines.loader import check_loader
-from specdistill.export import export
-from specdistill.losses.divergence import build_divergence, forward_kl
 from specdistill.methods import METHODS
-from specdistill.methods.blocks.anchors import draw_blocks, spans
-from specdistill.methods.blocks.attention import BlockMemory
-from specdistill.methods.blocks.checkpoint import load, save
-from specdistill.methods.blocks.method import build
-from specdistill.methods.blocks.module import BlockDraft, default_layers
-from specdistill.methods.blocks.objective import BlockObjective
+from specdistill.methods.blocks.attention import BlockKVCache
+from specdistill.methods.blocks.checkpoint import load_block, save_block
+from specdistill.methods.blocks.module import BlockDraft, build_block_draft, choose_default_layers
+from specdistill.methods.blocks.objective import BlockObjective, draw_blocks, split_blocks
 from specdistill.methods.blocks.proposer import BlockProposer
-from specdistill.methods.load import load_proposer, method_of
-from specdistill.rows.packing import indexed
+from specdistill.methods.load import find_method, load_proposer
+from specdistill.serving.engines.loader import check_loader
+from specdistill.serving.export import export
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
-from tests.export import layouts
+from specdistill.training.losses.divergence import build_divergence, forward_kl
 from tests.heads import KINDS, build_block, document_rows
 from tests.refusals import refused
+from tests.serving import layouts
 from tests.targets.architectures import tiny_model
 from tests.tiny import tiny_tokenizer
 
@@ -71,7 +70,7 @@ def packed(*lengths: int) -> dict[str, Any]:
         "document_ids": documents,
         "position_ids": positions,
     }
-    return indexed(rows)
+    return index_batch(rows)
 
 
 def objective_of(draft: BlockDraft, divergence: Any = forward_kl, **options: Any) -> BlockObjective:
@@ -80,7 +79,8 @@ def objective_of(draft: BlockDraft, divergence: Any = forward_kl, **options: Any
 
 @torch.no_grad()
 def test_what_is_drafted_is_what_training_predicts(variant: Variant, target: FrozenTarget) -> None:
-    """A chain that was drafted, appended as if it had been accepted: the block of its anchor has the logits that it was drawn from."""
+    """A chain that was drafted, appended as if it had been accepted: the block of its anchor has
+    the logits that it was drawn from."""
     _, draft = variant
     text = torch.randint(3, 250, (14,), generator=torch.Generator().manual_seed(3)).tolist()
     features = target.features(torch.tensor([text[:-1]]), draft.aux_layers)
@@ -97,7 +97,7 @@ def test_what_is_drafted_is_what_training_predicts(variant: Variant, target: Fro
 
     rows = document_rows([*text, *chain.tokens])
     objective = objective_of(draft, noted)
-    batch = objective.prepare(indexed(rows), None)
+    batch = objective.prepare(index_batch(rows), None)
     objective(**batch, **objective.read_target(target, batch))
     logits_NKW = torch.cat(found).view(*batch["has_loss"].shape, -1)
     (index,) = (batch["anchors"] == len(text) - 1).nonzero()[0]
@@ -109,7 +109,8 @@ def test_what_is_drafted_is_what_training_predicts(variant: Variant, target: Fro
 def test_a_block_sees_its_anchor_and_features_before_it_and_nothing_else(
     variant: Variant, target: FrozenTarget
 ) -> None:
-    """Gradients of each block's hidden states: of features at the positions before its anchor in its document, within the window."""
+    """Gradients of each block's hidden states: of features at the positions before its anchor in
+    its document, within the window."""
     _, draft = variant
     batch = packed(25, 18)
     anchors, _ = draw_blocks(batch, 64, draft.config.num_drafted, None)
@@ -120,8 +121,8 @@ def test_a_block_sees_its_anchor_and_features_before_it_and_nothing_else(
     )
     aux = tuple(feature.clone().requires_grad_() for feature in features.aux)
     shape = draft.config
-    memory = BlockMemory(
-        anchors, starts, spans(batch, anchors, 9), 9, shape.sliding_window, shape.is_causal
+    memory = BlockKVCache(
+        anchors, starts, split_blocks(batch, anchors, 9), 9, shape.sliding_window, shape.is_causal
     )
     like = features.last_hidden
     context = draft.context(type(features)(aux, like)), draft.rotary(like, batch["position_ids"])
@@ -144,7 +145,8 @@ def test_a_block_sees_its_anchor_and_features_before_it_and_nothing_else(
 def test_attention_in_chunks_and_in_one_call_is_that_under_a_mask(
     is_causal: bool, window: int | None
 ) -> None:
-    """Output and gradients of 49 blocks in two documents, four query heads to two of keys; on a CPU flex attention has no gradient."""
+    """Output and gradients of 49 blocks in two documents, four query heads to two of keys; on a CPU
+    flex attention has no gradient."""
     torch.manual_seed(0)
     anchors = torch.cat((torch.arange(1, 30), torch.arange(40, 80, 2)))
     starts = torch.where(anchors < 33, 0, 33)
@@ -179,39 +181,36 @@ def test_attention_in_chunks_and_in_one_call_is_that_under_a_mask(
         return torch.stack(rows).view(num_blocks, 9, 4, 16).transpose(1, 2)
 
     position_ids = torch.cat((torch.arange(33), torch.arange(57)))[None]
-    memory = BlockMemory(
-        anchors, starts, spans({"position_ids": position_ids}, anchors, 9), 9, window, is_causal
+    memory = BlockKVCache(
+        anchors,
+        starts,
+        split_blocks({"position_ids": position_ids}, anchors, 9),
+        9,
+        window,
+        is_causal,
     )
     found = []
-    for form in (plainly, memory.in_chunks):
+    for form in (plainly, memory.attend_in_chunks):
         output = form(*inputs)
         found.append((output, *torch.autograd.grad((output * weights).sum(), inputs)))
     for tensor, expected in zip(found[1], found[0], strict=True):
         assert torch.allclose(tensor, expected, atol=1e-5)
     with torch.no_grad():
-        assert torch.allclose(memory.in_one_call(*inputs), found[0][0], atol=1e-5)
+        assert torch.allclose(memory.attend_in_one_call(*inputs), found[0][0], atol=1e-5)
 
 
-def test_anchors_have_something_before_them_and_something_to_predict() -> None:
+def test_an_anchor_is_a_token_whose_next_one_is_learned() -> None:
     batch = packed(7, 4, 12)
     anchors, has_loss = draw_blocks(batch, 64, 4, None)
     counted = anchors[has_loss[:, 0]].tolist()
-    assert counted == [
-        3,
-        4,
-        5,
-        14,
-        15,
-        16,
-        17,
-        18,
-        19,
-        20,
-        21,
-    ]  # a document's last token has no next one, its prompt no loss
-    assert has_loss[: len(counted)].sum(1).tolist() == [3, 2, 1, 4, 4, 4, 4, 4, 3, 2, 1]
+    # The last token of a prompt is an anchor, as in drafting; a document's last token has no next
+    # one.
+    assert counted == [2, 3, 4, 5, 9, 13, 14, 15, 16, 17, 18, 19, 20, 21]
+    assert has_loss[: len(counted)].sum(1).tolist() == [4, 3, 2, 1, 1, 4, 4, 4, 4, 4, 4, 3, 2, 1]
     # The prompt of a second turn: what comes after it cannot be reached from an anchor before it.
-    turns = indexed({**batch, "loss_mask": batch["loss_mask"].index_fill(1, torch.tensor([16]), 0)})
+    turns = index_batch(
+        {**batch, "loss_mask": batch["loss_mask"].index_fill(1, torch.tensor([16]), 0)}
+    )
     anchors, has_loss = draw_blocks(turns, 64, 4, None)
     assert has_loss[anchors == 14].tolist() == [[True, False, False, False]]
     drawn = [draw_blocks(batch, 4, 4, seed)[0].tolist() for seed in (1, 1, 2)]
@@ -219,7 +218,7 @@ def test_anchors_have_something_before_them_and_something_to_predict() -> None:
         set(anchors) <= set(counted) and len(anchors) == 4 for anchors in drawn
     )
     none = draw_blocks(
-        indexed({**batch, "loss_mask": torch.zeros_like(batch["loss_mask"])}), 64, 4, None
+        index_batch({**batch, "loss_mask": torch.zeros_like(batch["loss_mask"])}), 64, 4, None
     )
     assert not none[1].any()
 
@@ -238,7 +237,7 @@ def test_a_short_training_learns_its_rows(target: FrozenTarget, options: dict[st
         blocks = objective.prepare(batch, step)
         total, _ = objective(**blocks, **objective.read_target(target, blocks))
         optimizer.zero_grad()
-        (total / objective.num_loss_tokens(blocks)).backward()
+        (total / objective.count_loss_tokens(blocks)).backward()
         optimizer.step()
         losses.append(float(total.detach()))
     assert losses[-1] < 0.7 * losses[0]
@@ -261,11 +260,11 @@ def test_rows_with_nothing_to_learn_give_no_gradient_and_no_nan(target: FrozenTa
     objective = objective_of(draft)
     batch = packed(8, 8)
     batch = objective.prepare(
-        indexed({**batch, "loss_mask": torch.zeros_like(batch["loss_mask"])}), 0
+        index_batch({**batch, "loss_mask": torch.zeros_like(batch["loss_mask"])}), 0
     )
     total, _ = objective(**batch, **objective.read_target(target, batch))
     total.backward()
-    assert total.item() == 0 and int(objective.num_loss_tokens(batch)) == 0
+    assert total.item() == 0 and int(objective.count_loss_tokens(batch)) == 0
     assert all(
         parameter.grad is None or not parameter.grad.any() for parameter in draft.parameters()
     )
@@ -275,14 +274,14 @@ def test_save_and_load_are_bit_equal(
     variant: Variant, target: FrozenTarget, tmp_path: Path
 ) -> None:
     method, draft = variant
-    save(draft.bfloat16(), KINDS[method], tmp_path)
-    loaded = load(KINDS[method], tmp_path, target)
+    save_block(draft.bfloat16(), KINDS[method], tmp_path)
+    loaded = load_block(KINDS[method], tmp_path, target)
     assert loaded.config == draft.config
     assert all(
         torch.equal(tensor, loaded.state_dict()[name].to(tensor))
         for name, tensor in draft.state_dict().items()
     )
-    assert method_of(tmp_path) == method
+    assert find_method(tmp_path) == method
     plain = Decoder(target).generate([5, 9, 20], max_new_tokens=20)
     fast = Decoder(target, load_proposer(method, tmp_path, target)).generate(
         [5, 9, 20], max_new_tokens=20, num_speculative_tokens=4
@@ -304,13 +303,13 @@ def test_save_and_load_are_bit_equal(
 def test_a_broken_config_is_refused(
     target: FrozenTarget, tmp_path: Path, changes: dict[str, Any], holds: str
 ) -> None:
-    save(build_block("dflash", target), KINDS["dflash"], tmp_path)
+    save_block(build_block("dflash", target), KINDS["dflash"], tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config |= changes
     config["dflash_config"] |= changes
     (tmp_path / "config.json").write_text(json.dumps(config))
     with refused("eval.draft", holds=holds):
-        load(KINDS["dflash"], tmp_path, target)
+        load_block(KINDS["dflash"], tmp_path, target)
 
 
 def test_more_tokens_than_a_block_has_are_refused(target: FrozenTarget) -> None:
@@ -322,7 +321,6 @@ def test_more_tokens_than_a_block_has_are_refused(target: FrozenTarget) -> None:
 @pytest.mark.parametrize(
     ("key", "options"),
     [
-        ("draft.mask_token_id", {"mask_token_id": 264}),
         ("draft.aux_layers", {"aux_layers": [0, 2]}),
         ("draft.aux_layers", {"aux_layers": [9]}),
     ],
@@ -350,11 +348,12 @@ PRUNED = {"draft_vocabulary": torch.arange(5, 105, 4)}
 def test_an_export_is_read_back_as_what_it_was(
     saved: FrozenTarget, tmp_path: Path, engine: str, method: str, shape: dict[str, Any]
 ) -> None:
-    """And where vLLM's loader is known, it finds nothing wrong; a mask or layers that its file does not say, it tells."""
+    """And where vLLM's loader is known, it finds nothing wrong; a mask or layers that its file does
+    not say, it tells."""
     draft = build_block(method, saved, **shape)
-    save(draft, KINDS[method], tmp_path / "draft")
+    save_block(draft, KINDS[method], tmp_path / "draft")
     export(tmp_path / "draft", engine, tmp_path / engine, TargetFiles(saved.name))
-    assert load(KINDS[method], tmp_path / engine, saved).config == draft.config
+    assert load_block(KINDS[method], tmp_path / engine, saved).config == draft.config
     for loader in METHODS[method].serving()[engine].loaders:
         config = json.loads((tmp_path / engine / "config.json").read_text())
         shapes = {
@@ -393,7 +392,7 @@ def test_an_export_is_read_back_as_what_it_was(
 def test_what_an_engine_cannot_express_is_refused(
     saved: FrozenTarget, tmp_path: Path, engine: str, method: str, shape: dict[str, Any], holds: str
 ) -> None:
-    save(build_block(method, saved, **shape), KINDS[method], tmp_path / "draft")
+    save_block(build_block(method, saved, **shape), KINDS[method], tmp_path / "draft")
     with refused("engine", holds=holds):
         export(tmp_path / "draft", engine, tmp_path / "out", TargetFiles(saved.name))
     assert not (tmp_path / "out").exists()
@@ -402,7 +401,7 @@ def test_what_an_engine_cannot_express_is_refused(
 def test_logits_begin_as_large_as_those_of_a_target_that_scales_them() -> None:
     target = FrozenTarget(tiny_model("granite"), tiny_tokenizer(), name="granite")
     draft, hidden = (
-        build(KINDS["dflash"], target, num_layers=2, block_size=4, mask_token_id=2),
+        build_block_draft(KINDS["dflash"], target, num_layers=2, block_size=4, mask_token_id=2),
         torch.randn(1, 3, target.hidden_size),
     )
     assert target.logits.scale != 1
@@ -413,5 +412,9 @@ def test_logits_begin_as_large_as_those_of_a_target_that_scales_them() -> None:
 
 def test_layers_are_spread_as_the_authors_spread_them() -> None:
     """DFlash's `target_layer_ids` of Qwen3-8B, which count from 0; a shallow target has fewer."""
-    assert [layer - 1 for layer in default_layers(36)] == [1, 9, 17, 25, 33]
-    assert (default_layers(6), default_layers(3), default_layers(1)) == ([2, 3, 4], [1, 2], [1])
+    assert [layer - 1 for layer in choose_default_layers(36)] == [1, 9, 17, 25, 33]
+    assert (choose_default_layers(6), choose_default_layers(3), choose_default_layers(1)) == (
+        [2, 3, 4],
+        [1, 2],
+        [1],
+    )

@@ -1,4 +1,5 @@
-"""The unroll's attention against torch's over all keys at once, masked; its memory; and that it is one graph that asks for no data."""
+"""The unroll's attention against torch's over all keys at once, masked; its memory; and that it is
+one graph that asks for no data."""
 
 from collections.abc import Callable
 from itertools import accumulate
@@ -10,12 +11,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
-from specdistill.methods.chains.attention import UnrollKVCache
+from specdistill.methods.chains.objective import UnrollKVCache
 from specdistill.targets import packed_attention
 
 K = 7
 ROWS, LENGTH = 2, 20
-# Two rows: documents of 1, 12 and 7 tokens; of 20. Empty ones stand between, and at the end, as padding does.
+# Two rows: documents of 1, 12 and 7 tokens; of 20. Empty ones stand between, and at the end, as
+# padding does.
 CUMULATIVE = torch.tensor([0, 1, 13, 13, 20, 40, 40, 40], dtype=torch.int32)
 WINDOWS = [None, 7, 9, 12, 40]
 SHAPES = {
@@ -40,7 +42,8 @@ def noise(
 
 
 def by_torch(steps: list[list[Tensor]], window: int | None) -> list[Tensor]:
-    """Step k's queries over the keys of steps 0..k, laid end to end: step 0's that its root sees, and its own of each later step."""
+    """Step k's queries over the keys of steps 0..k, laid end to end: step 0's that its root sees,
+    and its own of each later step."""
     ends = torch.arange(ROWS * LENGTH).view(ROWS, 1, LENGTH)
     document = torch.bucketize(ends, CUMULATIVE.unique(), right=True)
     ago = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
@@ -67,7 +70,8 @@ Attend = Callable[[list[list[Tensor]], int | None], list[Tensor]]
 def run(
     attend: Attend, steps: list[list[Tensor]], window: int | None, like: torch.Tensor
 ) -> list[list[Tensor]]:
-    """Outputs of all steps; gradients of all queries, keys and values, of a random sum of the outputs; as float64 on the CPU."""
+    """Outputs of all steps; gradients of all queries, keys and values, of a random sum of the
+    outputs; as float64 on the CPU."""
     inputs = [[part.to(like).requires_grad_() for part in step] for step in steps]
     outputs = attend(inputs, window)
     generator = torch.Generator().manual_seed(1)
@@ -106,10 +110,11 @@ def check(
 
 @pytest.fixture(params=["kernel", "products"])
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the CPU's kernel, and as on a device without one; in blocks that are shorter than documents."""
+    """By the CPU's kernel, and as on a device without one; in blocks that are shorter than
+    documents."""
     monkeypatch.setattr(packed_attention, "ROWS", 3)
     if request.param == "products":
-        monkeypatch.setattr(packed_attention, "_fused", lambda query: False)
+        monkeypatch.setattr(packed_attention, "_has_fused_kernel", lambda query: False)
 
 
 @pytest.mark.usefixtures("implementation")
@@ -181,11 +186,8 @@ def test_it_is_one_graph_for_all_lengths() -> None:
     compiled = torch.compile(two_steps, backend="aot_eager", fullgraph=True)
     steps = noise(SHAPES["grouped"], steps=2)
     parts = [part.requires_grad_() for step in steps for part in step]
-    for lengths in (
-        [13, 27],
-        [5, 17, 18],
-        [1, 2, 19, 18],
-    ):  # the second shows what varies, the third is nothing new
+    # the second shows what varies, the third is nothing new
+    for lengths in ([13, 27], [5, 17, 18], [1, 2, 19, 18]):
         packing = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), max(lengths)
         with torch._dynamo.config.patch(error_on_recompile=len(lengths) == 4):
             ours = torch.autograd.grad(compiled(*packing, steps), parts)
@@ -195,7 +197,8 @@ def test_it_is_one_graph_for_all_lengths() -> None:
 
 @pytest.mark.parametrize(("window", "growth"), [(None, 4), (100, 1)])
 def test_memory_is_linear_in_the_length(window: int | None, growth: int) -> None:
-    """The largest tensor that is allocated anywhere, kernels included, for one document of 512 tokens and for one of 2,048."""
+    """The largest tensor that is allocated anywhere, kernels included, for one document of 512
+    tokens and for one of 2,048."""
     largest = []
     for length in (512, 2048):
         steps = [

@@ -1,4 +1,5 @@
-"""What holds for every draft head: cached == uncached, batch == single, checkpoints that come back bit for bit, and are told apart."""
+"""What holds for every draft head: cached == uncached, batch == single, checkpoints that come back
+bit for bit, and are told apart."""
 
 import json
 from functools import partial
@@ -13,9 +14,9 @@ from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.kv_cache import DraftKVCache
 from specdistill.decoding.sampling import Sampling
 from specdistill.decoding.tree import StaticTree
-from specdistill.methods.chains.attention import UnrollKVCache
+from specdistill.methods.chains.objective import UnrollKVCache
 from specdistill.methods.chains.proposer import HeadProposer
-from specdistill.methods.load import load_proposer, method_of
+from specdistill.methods.load import find_method, load_proposer
 from specdistill.targets.frozen import FrozenTarget
 from tests import mtp_targets
 from tests.heads import HEADS, build_head, causal, check_unroll, load_head, save_head
@@ -51,7 +52,8 @@ Variant = tuple[str, Any, FrozenTarget]
 
 @pytest.fixture(params=(*VARIANTS, *mtp_targets.KINDS), scope="module")
 def variant(request: pytest.FixtureRequest, target: FrozenTarget) -> Variant:
-    """A method, one of its heads, and the target that it is for: a Llama, or one with layers of another kind."""
+    """A method, one of its heads, and the target that it is for: a Llama, or one with layers of
+    another kind."""
     of_kind = request.param in mtp_targets.KINDS
     if of_kind:
         target = mtp_targets.tiny_target(request.param)
@@ -79,7 +81,7 @@ def test_save_and_load_are_bit_equal(variant: Variant, tmp_path: Path) -> None:
 def test_its_method_is_seen_and_another_is_refused(variant: Variant, tmp_path: Path) -> None:
     method, head, target = variant
     save_head(method, head, tmp_path)
-    assert method_of(tmp_path) == method
+    assert find_method(tmp_path) == method
     for other in set(HEADS) - {method}:
         with refused("eval.draft", f"{tmp_path}, which holds a draft of method {method}"):
             load_proposer(other, tmp_path, target)
@@ -148,7 +150,7 @@ def test_cached_steps_equal_the_uncached_pass(variant: Variant) -> None:
         )
         parts = []
         for start, end in ((0, 5), (5, 6), (6, 12)):
-            rotary = cache.extend([end - start])
+            rotary = cache.begin_chain([end - start])
             normed, _ = head(ids[:, start:end], hidden[:, start:end], rotary, cache)
             parts.append(normed)
     assert torch.allclose(torch.cat(parts, 1), whole, atol=1e-5)
@@ -177,7 +179,8 @@ def test_the_unroll_computes_what_the_decoder_drafts(variant: Variant) -> None:
 
 @torch.no_grad()
 def test_draft_tokens_are_drawn_from_the_softmax_of_the_heads_logits(variant: Variant) -> None:
-    """At T = 0.7, by inversion of the distribution function; a token that the head does not have gets nothing."""
+    """At T = 0.7, by inversion of the distribution function; a token that the head does not have
+    gets nothing."""
     _, head, target = variant
     text = [5, 9, 17, 30, 8]
     uniforms = torch.rand(2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -1,17 +1,18 @@
-"""DSpark's correction: slot by slot in drafting, all slots at once in training; and what it and its confidence do."""
+"""DSpark's correction: slot by slot in drafting, all slots at once in training; and what it and its
+confidence do."""
 
 from typing import Any
 
 import pytest
 import torch
 
-from specdistill.losses.divergence import forward_kl
-from specdistill.methods.blocks.method import build
+from specdistill.data.rows.packing import index_batch
+from specdistill.methods.blocks.module import build_block_draft
 from specdistill.methods.blocks.objective import BlockObjective
 from specdistill.methods.dspark.method import KIND
 from specdistill.methods.dspark.module import DSparkDraft
-from specdistill.rows.packing import indexed
 from specdistill.targets.frozen import FrozenTarget
+from specdistill.training.losses.divergence import forward_kl
 from tests.heads import build_block, document_rows
 
 
@@ -38,7 +39,7 @@ def test_slot_by_slot_the_correction_is_that_of_all_slots_at_once(
 
 @pytest.mark.parametrize(("kind", "rank"), [("vanilla", 8), ("gated", 8), ("rnn", 8), ("rnn", 80)])
 def test_a_fresh_correction_corrects_nothing(target: FrozenTarget, kind: str, rank: int) -> None:
-    draft = build(
+    draft = build_block_draft(
         KIND, target, markov_rank=rank, markov_head_type=kind, block_size=4, mask_token_id=2
     )
     assert isinstance(draft, DSparkDraft)
@@ -49,10 +50,13 @@ def test_a_fresh_correction_corrects_nothing(target: FrozenTarget, kind: str, ra
 
 
 def test_confidence_learns_how_likely_each_slot_is_accepted(target: FrozenTarget) -> None:
-    """Trained on a row until it is stated: the mean is the expected acceptance that the objective measures."""
+    """Trained on a row until it is stated: the mean is the expected acceptance that the objective
+    measures."""
     draft: Any = build_block("dspark", target, block_size=4)
     objective = BlockObjective(draft, forward_kl, 16, confidence_weight=1.0)
-    batch = objective.prepare(indexed(document_rows(torch.randint(3, 250, (60,)).tolist())), None)
+    batch = objective.prepare(
+        index_batch(document_rows(torch.randint(3, 250, (60,)).tolist())), None
+    )
     inputs = objective.read_target(target, batch)
     optimizer = torch.optim.Adam(draft.confidence_head.parameters(), 3e-2)
     seen: list[torch.Tensor] = []

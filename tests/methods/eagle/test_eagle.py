@@ -8,19 +8,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from specdistill.data.rows.packing import index_batch
 from specdistill.decoding.sampling import Sampling
-from specdistill.losses.divergence import forward_kl
+from specdistill.methods.chains.objective import TrainingTimeTest
 from specdistill.methods.chains.proposer import HeadProposer
-from specdistill.methods.chains.unroll import TrainingTimeTest
-from specdistill.methods.eagle.checkpoint import export, load_eagle, save_eagle
+from specdistill.methods.eagle.checkpoint import export_eagle, load_eagle, save_eagle
 from specdistill.methods.eagle.module import EagleDraft, build_eagle
 from specdistill.methods.eagle.serving import SERVING
-from specdistill.rows.packing import indexed
 from specdistill.targets.frozen import FrozenTarget
-from tests.export import layouts
+from specdistill.training.losses.divergence import forward_kl
 from tests.heads import causal, document_rows
 from tests.proposers import state_of
 from tests.refusals import refused
+from tests.serving import layouts
 from tests.targets.architectures import tiny_model
 from tests.tiny import tiny_tokenizer
 
@@ -47,7 +47,8 @@ def test_tensors_are_those_that_engines_load(target: FrozenTarget, tmp_path: Pat
 
 
 def test_it_computes_what_its_formula_says(target: FrozenTarget) -> None:
-    """One position: attention over itself alone is its value, so the head is two matrix products and an MLP."""
+    """One position: attention over itself alone is its value, so the head is two matrix products
+    and an MLP."""
     head = build_eagle(target)
     ids, hidden = (
         torch.tensor([[7]]),
@@ -113,7 +114,8 @@ def finished(request: pytest.FixtureRequest) -> FrozenTarget:
 
 
 def oracle(target: FrozenTarget, hidden_states: Any, tmp_path: Path) -> EagleDraft:
-    """A head whose every predicted feature is the target's own, as `hidden_states` of its next tokens gives it. It comes from a file."""
+    """A head whose every predicted feature is the target's own, as `hidden_states` of its next
+    tokens gives it. It comes from a file."""
     save_eagle(build_eagle(target), tmp_path)
     draft = load_eagle(tmp_path, target)
     draft.forward = lambda next_ids, hidden, rotary, kv_cache: (hidden_states(next_ids),) * 2  # type: ignore[method-assign]
@@ -154,7 +156,7 @@ def test_where_its_features_are_the_targets_nothing_is_left_to_learn(
         ahead = next(steps)
         return torch.nn.functional.pad(last_hidden[:, ahead:], (0, 0, 0, ahead))
 
-    rows = indexed(document_rows(ids[0].tolist()))
+    rows = index_batch(document_rows(ids[0].tolist()))
     objective = TrainingTimeTest(
         oracle(finished, hidden_states, tmp_path), forward_kl, 2, temperature=0.8
     )
@@ -170,7 +172,7 @@ def test_a_scale_is_told_where_vllm_looks_for_it(finished: FrozenTarget, tmp_pat
     save_eagle(build_eagle(finished), tmp_path / "draft")
     layout = SERVING["vllm"].layout
     assert layout is not None
-    export(tmp_path / "draft", "vllm", layout, tmp_path / "out", None, 3)
+    export_eagle(tmp_path / "draft", "vllm", layout, tmp_path / "out", None, 3)
     written = json.loads((tmp_path / "out" / "config.json").read_text())["model"]
     assert written.get("logit_scale", 1.0) == finished.logits.scale
     assert ("logit_scale" in written) == (finished.name == "granite")

@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig
 
-from specdistill.methods.eagle3.checkpoint import config_to_json, load_eagle3, save_eagle3
+from specdistill.methods.eagle3.checkpoint import load_eagle3, save_eagle3, write_eagle3_config
 from specdistill.methods.eagle3.module import build_eagle3, check_aux_layers
 from specdistill.targets.frozen import FrozenTarget
-from tests.export import layouts
 from tests.heads import causal
 from tests.refusals import refused
+from tests.serving import layouts
 from tests.tiny import tiny_target_model, tiny_tokenizer
 
 LINEAR = {"rope_type": "linear", "factor": 2.0}
@@ -50,13 +50,12 @@ def test_layer_ids_in_the_file_count_outputs_and_defaults_are_left_out(
     target: FrozenTarget,
 ) -> None:
     deep = FrozenTarget(tiny_target_model(num_layers=8), tiny_tokenizer(), name="deep")
-    default = config_to_json(build_eagle3(deep).config, torch.float32)
+    default = write_eagle3_config(build_eagle3(deep).config, torch.float32)
     assert "eagle_aux_hidden_state_layer_ids" not in default["eagle_config"]
-    shallow = config_to_json(
-        build_eagle3(target).config, torch.float32
-    )  # engines would take [2, 2, 1] for four layers
+    # engines would take [2, 2, 1] for four layers
+    shallow = write_eagle3_config(build_eagle3(target).config, torch.float32)
     assert shallow["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
-    chosen = config_to_json(build_eagle3(target, aux_layers=[1, 3]).config, torch.float32)
+    chosen = write_eagle3_config(build_eagle3(target, aux_layers=[1, 3]).config, torch.float32)
     assert chosen["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2]
     assert chosen["num_aux_hidden_states"] == 2
 
@@ -88,12 +87,8 @@ def test_norm_output_feeds_back_what_the_head_sees(target: FrozenTarget) -> None
         ),
         ({"rope_parameters": {**LINEAR, "rope_theta": 5e5}}, 5e5, LINEAR, None),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 10000.0, LINEAR, None),
-        (
-            {"sliding_window": 8},
-            10000.0,
-            None,
-            None,
-        ),  # many configs repeat a window that no layer has
+        # many configs repeat a window that no layer has
+        ({"sliding_window": 8}, 10000.0, None, None),
         ({"sliding_window": 8, "layer_types": ["sliding_attention"]}, 10000.0, None, 8),
     ],
 )

@@ -1,4 +1,5 @@
-"""Early exits: the text of transformers' `generate()`, no token through a layer twice, and every command that takes a draft."""
+"""Early exits: the text of transformers' `generate()`, no token through a layer twice, and every
+command that takes a draft."""
 
 import json
 from itertools import pairwise
@@ -8,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
+from specdistill.data.rows.packing import index_batch
 from specdistill.decoding.assisted import Draft
 from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.tree import StaticTree
-from specdistill.losses.divergence import forward_kl
 from specdistill.methods.early_exit.checkpoint import load_exit, save_exit
+from specdistill.methods.early_exit.method import ExitProposer
 from specdistill.methods.early_exit.module import build_exit
 from specdistill.methods.early_exit.objective import ExitDistillation
-from specdistill.methods.early_exit.proposer import ExitProposer
-from specdistill.rows.packing import indexed
 from specdistill.targets.frozen import FrozenTarget
+from specdistill.training.losses.divergence import forward_kl
 from tests import mtp_targets
 from tests.heads import document_rows
 from tests.proposers import proposer_of
@@ -31,9 +32,8 @@ TEXTS = [f"def f{number}(x):\n    return x * {number * 7} + {number}\n" for numb
 
 
 @pytest.mark.parametrize("exit_layer", [1, 3])
-@pytest.mark.parametrize(
-    "kind", ["llama", "qwen3", "gemma2", "gpt_oss"]
-)  # windows by turns, scaled embeddings, experts
+# windows by turns, scaled embeddings, experts
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2", "gpt_oss"])
 def test_its_text_is_that_of_generate(kind: str, exit_layer: int) -> None:
     target = FrozenTarget(tiny_model(kind), tiny_tokenizer(), name=kind)
     target.model.generation_config.eos_token_id = []
@@ -48,12 +48,11 @@ def test_its_text_is_that_of_generate(kind: str, exit_layer: int) -> None:
 def test_its_loss_is_the_divergence_from_what_all_layers_say() -> None:
     target = FrozenTarget(tiny_target_model(), tiny_tokenizer(), name="tiny")
     objective = ExitDistillation(build_exit(target, exit_layer=1), forward_kl, num_positions=K)
-    batch = objective.prepare(indexed(document_rows(PROMPT)), None)
+    batch = objective.prepare(index_batch(document_rows(PROMPT)), None)
     total, sums = objective(**batch, **objective.read_target(target, batch), measure=True)
     outputs = target.model(torch.tensor([PROMPT]), output_hidden_states=True)
-    early = target.model.lm_head(
-        target.model.model.norm(outputs.hidden_states[1])
-    )  # a fresh exit adds nothing
+    # a fresh exit adds nothing
+    early = target.model.lm_head(target.model.model.norm(outputs.hidden_states[1]))
     log_p, log_q = (logits[0, :-1].log_softmax(-1) for logits in (outputs.logits, early))
     assert total.item() == pytest.approx((log_p.exp() * (log_p - log_q)).sum().item(), rel=1e-4)
     right = (log_p.argmax(-1) == log_q.argmax(-1)).tolist()
@@ -107,7 +106,11 @@ def test_what_it_cannot_do_is_refused_by_name(target: FrozenTarget) -> None:
     with refused("eval.tree"):
         Decoder(target, proposer).generate(PROMPT, max_new_tokens=4, tree=StaticTree((2, 2)))
     with refused("custom_generate"):
-        Draft("early_exit", proposer, target)(target.model, torch.tensor([PROMPT]))
+        target.model.generate(
+            torch.tensor([PROMPT]),
+            max_new_tokens=4,
+            custom_generate=Draft("early_exit", proposer, target),
+        )
     with refused("draft.exit_layer", target.num_layers):
         build_exit(target, exit_layer=target.num_layers)
     with refused("target.model", holds="recurrent"):

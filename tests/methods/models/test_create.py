@@ -17,13 +17,18 @@ from transformers import (
 from specdistill.methods.models import checkpoint
 from specdistill.methods.models.checkpoint import load_draft_model, save_draft_model
 from specdistill.methods.models.create import (
+    build_resized,
+    choose_evenly_spaced,
     create_draft_model,
-    evenly_spaced,
     from_layers,
-    resized,
     step_ratio,
 )
-from specdistill.methods.sizes import ModelShape, parameters_read, shape_of, weights_read
+from specdistill.methods.sizes import (
+    ModelShape,
+    count_parameters_read,
+    count_weights_read,
+    read_model_shape,
+)
 from specdistill.targets.frozen import FrozenTarget
 from tests.families import OTHERS, write_model
 from tests.refusals import refused
@@ -43,8 +48,8 @@ def logits(model: PreTrainedModel) -> torch.Tensor:
 
 
 def test_layers_are_evenly_spaced_with_both_ends() -> None:
-    assert [evenly_spaced(16, keep) for keep in (1, 2, 4)] == [[0], [0, 15], [0, 5, 10, 15]]
-    assert evenly_spaced(5, 5) == [0, 1, 2, 3, 4]
+    assert [choose_evenly_spaced(16, keep) for keep in (1, 2, 4)] == [[0], [0, 15], [0, 5, 10, 15]]
+    assert choose_evenly_spaced(5, 5) == [0, 1, 2, 3, 4]
 
 
 def test_with_nothing_cut_it_is_the_target(model: PreTrainedModel) -> None:
@@ -79,21 +84,20 @@ def test_the_draft_s_weights_are_copies(model: PreTrainedModel) -> None:
 
 def test_scratch_follows_shape_and_seed(model: PreTrainedModel) -> None:
     shape = ModelShape(2, 32, 48, 2, 1, 16)
-    one, same, other = (resized(model, shape, seed=seed) for seed in (1, 1, 2))
-    assert shape_of(one.config) == shape and logits(one).shape == (2, 24, 260)
+    one, same, other = (build_resized(model, shape, seed=seed) for seed in (1, 1, 2))
+    assert read_model_shape(one.config) == shape and logits(one).shape == (2, 24, 260)
     assert torch.equal(logits(one), logits(same)) and not torch.equal(logits(one), logits(other))
 
 
 def test_a_step_costs_the_larger_share() -> None:
     target = tiny_target_model()
     assert step_ratio(target, from_layers(target, 4)) == 1
-    layers = from_layers(
-        target, 2
-    )  # half the layers, and more than half of the weights read: the head stays
+    # half the layers, and more than half of the weights read: the head stays
+    layers = from_layers(target, 2)
     table = target.get_input_embeddings().weight.numel()
     share = (layers.num_parameters() - table) / (target.num_parameters() - table)
     assert step_ratio(target, layers) == pytest.approx(share) and share > 0.5
-    thin = resized(target, ModelShape(4, 8, 8, 2, 1, 32))
+    thin = build_resized(target, ModelShape(4, 8, 8, 2, 1, 32))
     assert step_ratio(target, thin) == 1  # as deep as the target
     tied = qwen()
     assert step_ratio(tied, from_layers(tied, 1)) == pytest.approx(
@@ -113,11 +117,12 @@ def test_of_a_mixture_s_experts_a_token_reads_its_own() -> None:
     model = MixtralForCausalLM(config)
     experts = 2 * 8 * 3 * 16 * 8  # layers, experts, matrices, each 16 by 8
     rest = model.num_parameters() - experts - 50 * 16
-    assert weights_read(model) == pytest.approx(rest + experts / 4)
-    assert weights_read(model, 2) == pytest.approx(rest + experts * (1 - 0.75**2))
-    assert parameters_read(model.model.layers[0].mlp, config) == pytest.approx(
+    assert count_weights_read(model) == pytest.approx(rest + experts / 4)
+    assert count_weights_read(model, 2) == pytest.approx(rest + experts * (1 - 0.75**2))
+    # and its router
+    assert count_parameters_read(model.model.layers[0].mlp, config) == pytest.approx(
         experts / 8 + 16 * 8
-    )  # and its router
+    )
 
 
 def test_each_start_builds_a_draft_and_says_what_it_costs(
@@ -126,7 +131,7 @@ def test_each_start_builds_a_draft_and_says_what_it_costs(
     with caplog.at_level(logging.INFO, logger="specdistill"):
         default = create_draft_model(target)
         scratch = create_draft_model(target, init="scratch", hidden_size=32, seed=3)
-    assert shape_of(default.config).num_layers == 2 and scratch.config.hidden_size == 32
+    assert read_model_shape(default.config).num_layers == 2 and scratch.config.hidden_size == 32
     assert sum("expected c = " in record.message for record in caplog.records) == 2
 
 
@@ -176,7 +181,9 @@ def test_a_target_for_text_and_images_takes_a_trained_draft_alone(tmp_path: Path
 def test_save_and_load_are_bit_equal(
     target: FrozenTarget, model: PreTrainedModel, tmp_path: Path
 ) -> None:
-    draft = resized(model, ModelShape(2, 32, 48, 2, 1, shape_of(model.config).head_dim))
+    draft = build_resized(
+        model, ModelShape(2, 32, 48, 2, 1, read_model_shape(model.config).head_dim)
+    )
     save_draft_model(draft, target.tokenizer, tmp_path)
     loaded, tokenizer = load_draft_model(tmp_path, key="draft.init")
     assert (
@@ -203,9 +210,9 @@ def test_a_model_on_the_hub_is_read_at_its_revision(
     monkeypatch: pytest.MonkeyPatch, target: FrozenTarget
 ) -> None:
     asked = []
-    read = lambda place, **options: (
+    read = lambda place, **options: (  # noqa: E731
         asked.append((place, options["revision"])) or (tiny_target_model(), tiny_tokenizer())
-    )  # noqa: E731
+    )
     monkeypatch.setattr(checkpoint, "read_causal_lm", read)
     for name in ("org/name@0123abc", "org/name"):
         create_draft_model(target, init=name)
@@ -213,7 +220,8 @@ def test_a_model_on_the_hub_is_read_at_its_revision(
 
 
 def test_an_encoder_is_no_draft(tmp_path: Path) -> None:
-    """transformers loads it as a causal language model, whose every position sees the whole text."""
+    """transformers loads it as a causal language model, whose every position sees the whole
+    text."""
     BertForMaskedLM(
         BertConfig(vocab_size=260, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
     ).save_pretrained(tmp_path)

@@ -9,16 +9,16 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from specdistill.export import export
 from specdistill.methods.models.checkpoint import (
+    add_both_spellings,
     load_draft_model,
     save_draft_model,
-    with_both_spellings,
 )
+from specdistill.serving.export import export
 from specdistill.targets.files import TargetFiles
 from tests.draft_models import LLAMA3
 from tests.refusals import refused
-from tests.tiny import tiny_target_model, tiny_tokenizer
+from tests.tiny import tiny_target_model, tiny_tokenizer, write_target
 
 
 def save(
@@ -56,18 +56,25 @@ def test_its_config_is_for_older_and_newer_readers(tmp_path: Path) -> None:
 def test_both_spellings_of_a_rotary_embedding() -> None:
     scaling = {name: value for name, value in LLAMA3.items() if name != "rope_theta"}
     both = {"rope_theta": 10000.0, "rope_scaling": scaling, "rope_parameters": LLAMA3}
-    assert with_both_spellings({"rope_parameters": LLAMA3}) == both
-    older = with_both_spellings({"rope_theta": 10000.0, "rope_scaling": scaling})
+    assert add_both_spellings({"rope_parameters": LLAMA3}) == both
+    older = add_both_spellings({"rope_theta": 10000.0, "rope_scaling": scaling})
     assert older == {**both, "rope_parameters": LLAMA3}
     by_kind = {"rope_parameters": {"full_attention": LLAMA3, "sliding_attention": LLAMA3}}
-    assert with_both_spellings(by_kind) == by_kind
+    assert add_both_spellings(by_kind) == by_kind
 
 
 def test_a_vocabulary_of_another_size_is_refused(tmp_path: Path) -> None:
-    save(tmp_path / "ours")
+    """Though the tokens are the same, and the rows beyond them are nobody's: engines compare
+    widths."""
+    save(tmp_path / "ours", tiny_target_model(num_layers=2, vocab_size=264))
     for engine in ("vllm", "sglang", "gguf"):
         with refused("engine", f"{engine} for"):
-            export(tmp_path / "ours", engine, tmp_path / "out", TargetFiles("pico"))
+            export(
+                tmp_path / "ours",
+                engine,
+                tmp_path / "out",
+                TargetFiles(str(write_target(tmp_path / engine))),
+            )
 
 
 def test_an_engine_that_takes_no_models_is_refused(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdistill.decoding.kv_cache import FIRST_SIZE
-from specdistill.methods.models.layers import LlamaLayers, is_plain_llama
+from specdistill.methods.models.proposer import LlamaLayers, is_plain_llama
 from tests.draft_models import LLAMA3
 from tests.tiny import qwen, tiny_target_model
 

@@ -1,10 +1,11 @@
-"""LoRA drafts: they start as the draft, train their updates alone, and ship as plain models that say the same."""
+"""LoRA drafts: they start as the draft, train their updates alone, and ship as plain models that
+say the same."""
 
 import torch
 from transformers import LlamaForCausalLM
 
-from specdistill.methods.models.checkpoint import merged
-from specdistill.methods.models.create import with_lora
+from specdistill.methods.models.checkpoint import merge_lora
+from specdistill.methods.models.create import add_lora
 from tests.refusals import refused
 from tests.tiny import tiny_target_model
 
@@ -17,7 +18,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 
 
 def trained(**settings: object) -> torch.nn.Module:
-    model = with_lora(tiny_target_model(num_layers=2), rank=4, **settings)  # type: ignore[arg-type]
+    model = add_lora(tiny_target_model(num_layers=2), rank=4, **settings)  # type: ignore[arg-type]
     with torch.random.fork_rng():
         torch.manual_seed(1)
         for parameter in model.parameters():
@@ -28,12 +29,12 @@ def trained(**settings: object) -> torch.nn.Module:
 
 def test_rank_zero_is_the_draft_itself() -> None:
     draft = tiny_target_model(num_layers=2)
-    assert with_lora(draft, rank=0) is draft and merged(draft) is draft
+    assert add_lora(draft, rank=0) is draft and merge_lora(draft) is draft
 
 
 def test_updates_are_zero_at_first_and_train_alone() -> None:
     before = logits(tiny_target_model(num_layers=2))
-    model = with_lora(tiny_target_model(num_layers=2), rank=4)
+    model = add_lora(tiny_target_model(num_layers=2), rank=4)
     assert torch.equal(logits(model.eval()), before)
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     assert len(names) == 2 * 2 * 7 and all("lora_" in name for name in names)
@@ -42,7 +43,7 @@ def test_updates_are_zero_at_first_and_train_alone() -> None:
 def test_the_merged_model_is_plain_and_says_the_same_and_the_trained_one_stays_as_it_was() -> None:
     model = trained(alpha=8, dropout=0.5)
     before, names = logits(model), list(model.state_dict())
-    plain = merged(model.train())
+    plain = merge_lora(model.train())
     assert torch.equal(logits(model.eval()), before) and list(model.state_dict()) == names
     assert type(plain) is LlamaForCausalLM
     assert plain.state_dict().keys() == tiny_target_model(num_layers=2).state_dict().keys()
@@ -55,4 +56,4 @@ def test_target_modules_choose_and_are_checked() -> None:
     names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert len(names) == 4 and all("q_proj.lora_" in name for name in names)
     with refused("draft.lora.target_modules", "['nowhere']"):
-        with_lora(tiny_target_model(num_layers=2), rank=4, target_modules=["nowhere"])
+        add_lora(tiny_target_model(num_layers=2), rank=4, target_modules=["nowhere"])

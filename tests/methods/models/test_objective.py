@@ -1,4 +1,5 @@
-"""A draft model's objective: which positions have a loss, what is counted, and that a draft which is the target is perfect."""
+"""A draft model's objective: which positions have a loss, what is counted, and that a draft which
+is the target is perfect."""
 
 import copy
 from typing import Any
@@ -6,18 +7,18 @@ from typing import Any
 import pytest
 import torch
 
-from specdistill.losses.divergence import forward_kl
+from specdistill.data.rows.packing import index_batch
 from specdistill.methods.models.objective import Distillation
-from specdistill.rows.packing import indexed
 from specdistill.targets.frozen import FrozenTarget
+from specdistill.training.losses.divergence import forward_kl
 from tests.tiny import tiny_target_model
 
 K = 3
 
 
 def packed_rows() -> dict[str, Any]:
-    """One row: documents of 7 and 5 tokens and 2 of padding; the first three tokens of the first carry no loss. Loss positions are padded,
-    as those of a longer row are.
+    """One row: documents of 7 and 5 tokens and 2 of padding; the first three tokens of the first
+    carry no loss. Loss positions are padded, as those of a longer row are.
     """
     columns = {
         "input_ids": torch.randint(3, 200, (1, 14), generator=torch.Generator().manual_seed(0)),
@@ -25,7 +26,7 @@ def packed_rows() -> dict[str, Any]:
         "document_ids": torch.tensor([[0] * 7 + [1] * 5 + [-1] * 2]),
         "position_ids": torch.tensor([[*range(7), *range(5), 0, 0]]),
     }
-    rows = indexed(columns)
+    rows = index_batch(columns)
     return {**rows, "loss_positions": torch.nn.functional.pad(rows["loss_positions"], (0, 3))}
 
 
@@ -48,7 +49,7 @@ def test_the_target_as_its_own_draft_is_perfect(target: FrozenTarget) -> None:
     assert (
         int(sums.loss_tokens[0])
         == int(sums.correct[0])
-        == int(objective.num_loss_tokens(rows))
+        == int(objective.count_loss_tokens(rows))
         == kept
     )
     assert float(sums.accepted[0]) == pytest.approx(kept, rel=1e-5)

@@ -1,4 +1,5 @@
-"""Batches that the draft generates: the first tokens of a row stay, and only what follows them has a loss."""
+"""Batches that the draft generates: the first tokens of a row stay, and only what follows them has
+a loss."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""A model that drafts for another: exact in distribution by enumeration, greedy text kept, a cache that is no different from none."""
+"""A model that drafts for another: exact in distribution by enumeration, greedy text kept, a cache
+that is no different from none."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdistill.decoding.decoder import Decoder, Generation
+from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.proposer import Proposal
 from specdistill.decoding.sampling import Sampling
+from specdistill.decoding.sequence import Generation
 from specdistill.decoding.tree import DynamicTree
 from specdistill.methods import feature_proposer
 from specdistill.methods.load import load_proposer
-from specdistill.methods.models.layers import LlamaLayers
-from specdistill.methods.models.proposer import DraftModelProposer
+from specdistill.methods.models.proposer import DraftModelProposer, LlamaLayers
 from specdistill.methods.models.vocabulary import match_vocabularies
 from specdistill.targets.frozen import FrozenTarget
 from tests.draft_models import half_right, other_tokenizer, tiny_draft_model, translated, words
@@ -89,7 +90,8 @@ def test_the_cache_drafts_as_a_fresh_reading_of_the_whole_text_does(
 
 
 def test_only_what_was_committed_since_is_fed(target: FrozenTarget):
-    """A round's first step feeds the committed tokens that the cache lacks; the others feed one token each."""
+    """A round's first step feeds the committed tokens that the cache lacks; the others feed one
+    token each."""
     proposer = DraftModelProposer(half_right(target))
     watched = proposer.layers = Watched(proposer.layers)
     run = Decoder(target, proposer).generate(PROMPT, max_new_tokens=40, num_speculative_tokens=3)
@@ -106,7 +108,7 @@ def fresh(proposer: DraftModelProposer, k: int) -> Propose:
     def propose(text: list[int], sampling: Sampling, uniforms: list[float]) -> Proposal:
         proposer.begin([len(text) + k])
         padded = torch.tensor([[*uniforms, *[0.5] * (k - len(uniforms))]], dtype=torch.float64)
-        with mock.patch.object(feature_proposer, "uniforms", return_value=padded):
+        with mock.patch.object(feature_proposer, "draw_uniforms", return_value=padded):
             return proposer.propose(state_of(text), k, sampling, [None])[0]
 
     return propose
@@ -174,7 +176,8 @@ def test_another_vocabulary_changes_no_greedy_text_and_its_shared_tokens_are_acc
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLING])
 def test_tokens_of_other_names_are_read_and_proposed_as_if_they_had_the_targets(sampling: Sampling):
-    """A network under a permuted vocabulary that renames special tokens drafts what it drafts under the target's; not without the map."""
+    """A network under a permuted vocabulary that renames special tokens drafts what it drafts under
+    the target's; not without the map."""
     model = tiny_target_model()
     model.lm_head.weight.data[1:4] *= 2  # so that special tokens are generated
     model.generation_config.eos_token_id = []
@@ -235,7 +238,8 @@ def test_a_replacement_of_several_tokens_or_of_none_is_read_and_not_proposed():
 
 
 def test_context_tokens_the_draft_lacks_are_read_anew_as_their_row_grows():
-    """`c` is written as the draft's tokens for its text, with what follows it; the cache holds no token of an older reading."""
+    """`c` is written as the draft's tokens for its text, with what follows it; the cache holds no
+    token of an older reading."""
     proposer = unlike()
     proposer.begin([20])
     text = [1, 2]
@@ -279,7 +283,12 @@ def test_as_many_tokens_are_drafted_as_the_context_has_room_for(
 
 
 @pytest.mark.parametrize(
-    "shape", [{"num_speculative_tokens": 4}, {"tree": DynamicTree(budget=6, depth=4, top_k=2)}]
+    "shape",
+    [
+        {"tree": DynamicTree(budget=6, depth=4, top_k=2)},
+        # 250 tokens take more than a second
+        pytest.param({"num_speculative_tokens": 4}, marks=pytest.mark.long),
+    ],
 )
 def test_a_draft_with_the_targets_context_reaches_its_end(
     target: FrozenTarget, shape: dict[str, Any]

@@ -55,7 +55,7 @@ def test_the_intersection_pairs_the_ids_of_equal_tokens():
     shared = match_vocabularies(words("? a b c"), 4, words("c ? d a"), 4, heterogeneous_vocab=True)
     assert shared is not None
     assert shared.target_ids_W.tolist() == [0, 1, 3] and shared.draft_ids_W.tolist() == [1, 3, 0]
-    assert shared.reencode([2]) == [1]  # no b in the draft's vocabulary: its unknown word
+    assert shared.encode_for_draft([2]) == [1]  # no b in the draft's vocabulary: its unknown word
 
 
 def test_tokens_beyond_the_logits_are_not_shared():

@@ -9,16 +9,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specdistill.engines.engine import Layout
-from specdistill.errors import UserError
+from specdistill.common.errors import UserError
 from specdistill.methods.mtp.checkpoint import (
     build_mtp,
-    export,
+    export_mtp,
     load_mtp,
     merge_mtp_weights,
     save_mtp,
 )
 from specdistill.methods.mtp.tensor_names import merge_experts
+from specdistill.serving.engines.engine import Layout
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 from tests.mtp_targets import (
@@ -54,7 +54,8 @@ Tensors = dict[str, torch.Tensor]
 def merge(
     folder: Path, kind: str, *, add: float = 0.0, **checkpoint: Any
 ) -> tuple[FrozenTarget, Tensors, Tensors]:
-    """A checkpoint in `target`, its own layer or else a fresh one in `draft`, and both in `merged`; the tensors before and after."""
+    """A checkpoint in `target`, its own layer or else a fresh one in `draft`, and both in `merged`;
+    the tensors before and after."""
     source, output = folder / "target", folder / "merged"
     target = write_checkpoint(kind, source, **checkpoint)
     save_draft(
@@ -68,7 +69,8 @@ def merge(
 
 
 def check_index(folder: Path) -> None:
-    """Every tensor stands in just the file that the index names, and the index knows their bytes."""
+    """Every tensor stands in just the file that the index names, and the index knows their
+    bytes."""
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     tensors = all_tensors(folder)
     for file in set(index["weight_map"].values()):
@@ -114,9 +116,8 @@ def test_a_trained_layer_is_what_the_target_then_has(
     found = build_mtp(FrozenTarget.load(str(tmp_path / "merged"))).state_dict()
     assert all(torch.equal(found[name], tensor) for name, tensor in trained.items())
     differing = {name for name in before if not torch.equal(before[name], after[name])}
-    assert differing == {
-        name for name in mtp_shapes(kind) if not name.endswith("correction_bias")
-    }  # the bias is no parameter
+    # the bias is no parameter
+    assert differing == {name for name in mtp_shapes(kind) if not name.endswith("correction_bias")}
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -137,9 +138,8 @@ def test_a_target_gets_its_first_such_layer(kind: str, sharded: bool, tmp_path: 
     }:
         assert torch.equal(new[name], expected[name])
     assert json.loads((output / "config.json").read_text())[DEPTH[kind]] == 1
-    assert DEPTH[kind] not in json.loads(
-        (source / "config.json").read_text()
-    )  # no file is shared that was changed
+    # no file is shared that was changed
+    assert DEPTH[kind] not in json.loads((source / "config.json").read_text())
     if sharded:
         check_index(output)
         assert all(path.samefile(output / path.name) for path in source.glob("*.safetensors"))
@@ -229,7 +229,7 @@ def test_what_cannot_be_merged_is_refused_and_leaves_nothing(
     save_draft(target, tmp_path / "draft")
     spoil(change, source, tmp_path / "draft")
     with pytest.raises(UserError, match=re.escape(names)):
-        export(tmp_path / "draft", "vllm", Layout(), output, TargetFiles(str(source)), 1)
+        export_mtp(tmp_path / "draft", "vllm", Layout(), output, TargetFiles(str(source)), 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["draft", "target"]
 
 

@@ -1,4 +1,5 @@
-"""The multi-token-prediction draft: transformers' own layers behind a `KVCache`, and weights that come back bit for bit."""
+"""The multi-token-prediction draft: transformers' own layers behind a `KVCache`, and weights that
+come back bit for bit."""
 
 import copy
 import json
@@ -22,11 +23,11 @@ from transformers.modeling_layers import MtpModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from specdistill.decoding.decoder import Decoder
-from specdistill.export import export
 from specdistill.methods.load import load_proposer
 from specdistill.methods.mtp.checkpoint import build_mtp, load_mtp, save_mtp
 from specdistill.methods.mtp.module import MtpDraft
 from specdistill.methods.mtp.tensor_names import split_experts
+from specdistill.serving.export import export
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 from tests.heads import causal
@@ -172,11 +173,8 @@ def test_a_target_without_the_layer_needs_a_start(kind: str, tmp_path: Path) -> 
     [
         ("qwen3_next", True, "mtp.layers.1.input_layernorm.weight"),  # a deeper layer
         ("deepseek_v3", True, "model.layers.3.enorm.weight"),
-        (
-            "qwen3_next",
-            False,
-            "model.mtp_layers.0.input_proj.weight",
-        ),  # no missing layer, but names that no engine reads
+        # no missing layer, but names that no engine reads
+        ("qwen3_next", False, "model.mtp_layers.0.input_proj.weight"),
         ("deepseek_v3", True, "model.layers.2.shared_head.head.weight"),  # no copy of the head
     ],
 )
@@ -288,16 +286,20 @@ def test_transformers_own_layer_of_this_kind_agrees(
     assert torch.allclose(normed, expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize(
+    "kind",
+    # a second each
+    ["deepseek_v3", pytest.param("glm4_moe", marks=pytest.mark.long)],
+)
 def test_transformers_decodes_with_a_trained_layer_as_we_do(kind: str, tmp_path: Path) -> None:
-    """`generate(use_mtp=True)` reads it from an exported target: the same text in as many passes."""
+    """`generate(use_mtp=True)` reads it from an exported target: the same text in as many
+    passes."""
     target = write_checkpoint(kind, tmp_path / "target", with_mtp=False)
     memorise("mtp", target, tmp_path / "run", num_steps=20)
     export(tmp_path / "run" / "draft", "vllm", tmp_path / "merged", TargetFiles(target.name))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    model._keys_to_ignore_on_load_unexpected = [
-        r"model\.layers\.2\."
-    ]  # where its class looks for the layer
+    # where its class looks for the layer
+    model._keys_to_ignore_on_load_unexpected = [r"model\.layers\.2\."]
     passes: list[int] = []
     model.model.register_forward_hook(
         lambda _, __, output: passes.append(output.last_hidden_state.shape[1])

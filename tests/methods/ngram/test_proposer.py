@@ -1,4 +1,5 @@
-"""N-gram lookup: what it drafts, that the output is unchanged, and that its work does not grow with the sequence."""
+"""N-gram lookup: what it drafts, that the output is unchanged, and that its work does not grow with
+the sequence."""
 
 import random
 
@@ -9,7 +10,7 @@ from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.proposer import Proposal
 from specdistill.decoding.sampling import Sampling
 from specdistill.methods.load import load_proposer
-from specdistill.methods.lookups import LookupProposer
+from specdistill.methods.lookups.method import LookupProposer
 from specdistill.methods.ngram.config import NgramConfig
 from specdistill.methods.recipe import Recipe
 from specdistill.recipe.load import load_recipe
@@ -30,7 +31,8 @@ def propose(proposer: LookupProposer, text: list[int], k: int = 3) -> list[int]:
 def by_scanning(
     proposer: LookupProposer, text: list[int], num_prompt_tokens: int, k: int
 ) -> list[int]:
-    """The same draft without an index: go back through the sequence, then copy on, from the draft too where the sequence ends."""
+    """The same draft without an index: go back through the sequence, then copy on, from the draft
+    too where the sequence ends."""
     settings = proposer.settings
     latest = (
         min(num_prompt_tokens, len(text) - 1) if settings["lookup"] == "prompt" else len(text) - 1
@@ -89,10 +91,8 @@ def target() -> FrozenTarget:
 @pytest.mark.parametrize("k", [1, 4])
 def test_greedy_output_is_the_plain_output(target: FrozenTarget, k: int, lookup: str) -> None:
     begun = [5, 1, 5, 1, 2, 3]
-    prompt = [
-        *begun,
-        *Decoder(target).generate(begun, max_new_tokens=60).token_ids,
-    ]  # which holds something to copy
+    # which holds something to copy
+    prompt = [*begun, *Decoder(target).generate(begun, max_new_tokens=60).token_ids]
     plain = Decoder(target).generate(prompt, max_new_tokens=60)
     fast = Decoder(target, ngram_proposer(lookup=lookup)).generate(
         prompt, max_new_tokens=60, num_speculative_tokens=k
@@ -111,7 +111,8 @@ def test_sampled_text_has_the_targets_distribution_exactly(
     drafted = set()
 
     def from_prompt(text: list[int], sampling: Sampling, uniforms: list[float]) -> Proposal:
-        """The proposal after `text` of a proposer that has seen it grow from the prompt token by token."""
+        """The proposal after `text` of a proposer that has seen it grow from the prompt token by
+        token."""
         proposer = ngram_proposer(lookup=lookup)
         proposer.begin([len(text) + 2])
         for end in range(len(prompt) + 1, len(text)):
@@ -150,7 +151,7 @@ def test_its_settings_come_through_the_loader(target: FrozenTarget) -> None:
         ("ngram", ["min=4", "max=3"], ".min", 4),
         ("ngram", ["max=0"], ".max", 0),
         ("ngram", ["lookup=promt"], ".lookup", "'promt'"),
-        ("eagle3", ["lookup=prompt"], "", ""),
+        ("eagle3", ["lookup=prompt"], ".lookup", "prompt"),
     ],
 )
 def test_settings_that_cannot_work_name_their_key(

@@ -1,4 +1,5 @@
-"""PARD: masks are trained as they are drafted, see the past of their own token alone, and a checkpoint says what they are."""
+"""PARD: masks are trained as they are drafted, see the past of their own token alone, and a
+checkpoint says what they are."""
 
 import copy
 import json
@@ -8,32 +9,32 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 from torch import Tensor
 
+from specdistill.data.rows.packing import index_batch
 from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.sampling import Sampling
-from specdistill.export import export
-from specdistill.losses.divergence import forward_kl
-from specdistill.methods.load import create_draft, implementation, load_proposer, method_of
+from specdistill.methods.load import create_draft, find_method, load_method, load_proposer
 from specdistill.methods.models.proposer import DraftModelProposer
 from specdistill.methods.pard.objective import ParallelDistillation, draw_masks
 from specdistill.methods.recipe import Recipe
 from specdistill.recipe.load import load_recipe
-from specdistill.rows.packing import indexed
+from specdistill.serving.export import export
 from specdistill.targets.frozen import FrozenTarget
+from specdistill.training.losses.divergence import forward_kl
 from tests.heads import document_rows
 from tests.proposers import state_of
 from tests.refusals import refused
-from tests.tiny import qwen, tiny_target_model
+from tests.tiny import packed_rows, qwen, tiny_target_model
 
 MASK, K = 2, 5
-ROWS = Dataset.from_dict({"input_ids": [[5, 6]]})
+ROWS = packed_rows([[5, 6]])
 MODELS = {"llama": lambda: tiny_target_model(num_layers=2, seed=5), "windows": qwen}
 
 
 def packed(*lengths: int, num_rows: int = 2, padding: int = 3) -> dict[str, Any]:
-    """Rows of random documents and padding, with a loss at every token but the first two of each document."""
+    """Rows of random documents and padding, with a loss at every token but the first two of each
+    document."""
     shape = num_rows, sum(lengths) + padding
     positions = torch.cat(
         [torch.arange(length) for length in lengths] + [torch.zeros(padding, dtype=torch.long)]
@@ -45,7 +46,7 @@ def packed(*lengths: int, num_rows: int = 2, padding: int = 3) -> dict[str, Any]
     ids = torch.randint(4, 250, shape, generator=torch.Generator().manual_seed(4))
     mask = ((positions > 1) & (documents >= 0)).long()
     columns = {"loss_mask": mask, "document_ids": documents, "position_ids": positions}
-    return indexed(
+    return index_batch(
         {"input_ids": ids}
         | {name: column.expand(shape).clone() for name, column in columns.items()}
     )
@@ -86,7 +87,8 @@ def test_the_drop_keeps_chains_whole_and_as_many_as_it_says(retention: float, le
 def test_training_predicts_what_the_model_says_after_a_prefix_and_masks(
     name: str, target: FrozenTarget
 ) -> None:
-    """Of each token and mask alone: transformers' own forward over the document so far and the masks, and the target's over the text."""
+    """Of each token and mask alone: transformers' own forward over the document so far and the
+    masks, and the target's over the text."""
     found: list[tuple[Tensor, Tensor]] = []
 
     def noted(logits_rV: Tensor, probs_rV: Tensor) -> Tensor:
@@ -128,13 +130,14 @@ def test_training_predicts_what_the_model_says_after_a_prefix_and_masks(
     assert (
         [int(count) for count in sums.loss_tokens] == [int(count) for count in sums.chains] == seen
     )
-    assert int(objective.num_loss_tokens(batch)) == sum(seen)
+    assert int(objective.count_loss_tokens(batch)) == sum(seen)
     assert float(sum(sums.loss)) == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_slot_sees_its_tokens_past_and_its_own_chain(name: str) -> None:
-    """Gradients of hidden states: of no token after the mask's own, of no other document, row or chain."""
+    """Gradients of hidden states: of no token after the mask's own, of no other document, row or
+    chain."""
     objective = objective_of(name, retention=1.0)
     batch = objective.prepare(packed(9, 8, num_rows=1), 0)
     embedded: list[Tensor] = []
@@ -184,13 +187,13 @@ def test_a_memorised_text_is_drafted_in_full(target: FrozenTarget) -> None:
     prompt = [5, 9, 20, 31]
     text = [*prompt, *Decoder(target).generate(prompt, max_new_tokens=20).token_ids]
     objective = objective_of("llama", retention=1.0, labels="hard").train()
-    batch = objective.prepare(indexed(document_rows(text)), 0)
+    batch = objective.prepare(index_batch(document_rows(text)), 0)
     optimizer = torch.optim.AdamW(objective.parameters(), lr=5e-3)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, 60)
     for _ in range(60):
         loss, _ = objective(**batch, soft_targets=None)
         optimizer.zero_grad()
-        (loss / objective.num_loss_tokens(batch)).backward()
+        (loss / objective.count_loss_tokens(batch)).backward()
         optimizer.step()
         schedule.step()
     proposer = DraftModelProposer(objective.draft, mask_token_id=MASK)
@@ -215,10 +218,11 @@ def test_a_model_that_takes_no_masks_is_refused() -> None:
 @pytest.mark.parametrize("name", MODELS)
 @torch.inference_mode()
 def test_a_draft_is_one_pass_over_masks_that_are_forgotten(name: str) -> None:
-    """What it is drawn from is what transformers says after the text and masks, over rounds of rows of different lengths."""
+    """What it is drawn from is what transformers says after the text and masks, over rounds of rows
+    of different lengths."""
     model = MODELS[name]()
     proposer, sampling = DraftModelProposer(model, mask_token_id=MASK), Sampling(0.7)
-    assert [proposer.passes(k) for k in (0, 1, 5)] == [0, 1, 1]
+    assert [proposer.count_passes(k) for k in (0, 1, 5)] == [0, 1, 1]
     for texts in ([[5, 9, 30, 31]], [[5, 9, 30], [7, 8, 9, 10, 11, 12]]):
         proposer.begin([40] * len(texts))
         for grown in ([], [40], [41, 42, 43]):
@@ -234,7 +238,7 @@ def test_a_draft_is_one_pass_over_masks_that_are_forgotten(name: str) -> None:
                 logits = model(torch.tensor([[*text, MASK, MASK, MASK]])).logits[0, len(text) - 1 :]
                 assert chain.probabilities is not None and len(chain.tokens) == 4
                 assert torch.allclose(
-                    chain.probabilities, sampling.probabilities(logits), atol=1e-5
+                    chain.probabilities, sampling.compute_probabilities(logits), atol=1e-5
                 )
 
 
@@ -254,7 +258,7 @@ def folder(target: FrozenTarget, tmp_path: Path) -> Path:
             "draft.num_layers=2",
         ],
     )
-    method = implementation("pard")
+    method = load_method("pard")
     draft = create_draft(recipe, target, ROWS)
     method.save(draft, target, tmp_path / "draft")
     return tmp_path / "draft"
@@ -269,7 +273,9 @@ def test_a_checkpoint_is_a_models_with_its_mask_and_is_recognized(
         3,
         ["LlamaForCausalLM"],
     )
-    assert method_of(folder) == "pard" and load_proposer("pard", folder, target).passes(4) == 1
+    assert (
+        find_method(folder) == "pard" and load_proposer("pard", folder, target).count_passes(4) == 1
+    )
     with refused("eval.draft", holds="method pard"):
         load_proposer("draft_model", folder, target)
     served = export(folder, "vllm", tmp_path / "out")
@@ -277,7 +283,7 @@ def test_a_checkpoint_is_a_models_with_its_mask_and_is_recognized(
     line = '{"method": "draft_model", "parallel_drafting": true, "model"'
     assert line in (tmp_path / "out" / "SERVE.md").read_text()
     assert (
-        method_of(tmp_path / "out") == "pard"
+        find_method(tmp_path / "out") == "pard"
         and json.loads((tmp_path / "out" / "config.json").read_text())["pard_token"] == 3
     )
     with refused("engine"):

@@ -1,4 +1,5 @@
-"""Suffix decoding: what it drafts, that the output is unchanged, and that no prompt looks its own output up."""
+"""Suffix decoding: what it drafts, that the output is unchanged, and that no prompt looks its own
+output up."""
 
 import random
 from collections.abc import Sequence
@@ -10,19 +11,20 @@ from specdistill.decoding.decoder import Decoder
 from specdistill.decoding.lookup_first import LookupFirstProposer
 from specdistill.decoding.proposer import Proposal
 from specdistill.decoding.sampling import Sampling
-from specdistill.measurement import measure
-from specdistill.measurement.configurations import Settings
+from specdistill.evaluation.measurement import prompt_runs, runner
+from specdistill.evaluation.measurement.configurations import Settings
+from specdistill.evaluation.suites.suite import Prompt
 from specdistill.methods.load import load_proposer
-from specdistill.methods.lookups import LookupProposer
+from specdistill.methods.lookups.method import LookupProposer
 from specdistill.methods.recipe import Recipe
 from specdistill.methods.suffix.config import SuffixConfig
-from specdistill.methods.suffix.method import SuffixLookup
+from specdistill.methods.suffix.lookup import SuffixLookup
 from specdistill.recipe.load import load_recipe
 from specdistill.recipe.sections import LookupFirstConfig
-from specdistill.suites.suite import Prompt
 from specdistill.targets.frozen import FrozenTarget
 from tests.draft_models import tiny_draft_model
 from tests.enumeration import distribution_of, output_distribution, plain_distribution
+from tests.measuring import measure
 from tests.proposers import state_of, suffix_proposer, tiny_target
 from tests.refusals import refused
 from tests.tiny import tiny_target_model, tiny_tokenizer
@@ -66,13 +68,11 @@ def test_the_most_frequent_continuation_of_the_longest_match_is_drafted() -> Non
     lookup = SuffixLookup(min_token_prob=0.5)
     text = [1, 2, 7, 1, 2, 8, 1, 2, 7, 5, 1, 2]
     assert lookup.find(text, 4) == [7]  # 2 of 3; whether 1 or 5 follows is even less sure
-    assert SuffixLookup().find(text, 4) == [
-        7,
-        5,
-    ]  # as many as agree: 7 1 and 7 5, of which this is the latest
-    lookup.remember([[3, 1, 2, 9], [0, 5, 1, 2, 6]])
+    # as many as agree: 7 1 and 7 5, of which this is the latest
+    assert SuffixLookup().find(text, 4) == [7, 5]
+    lookup.set_past_outputs([[3, 1, 2, 9], [0, 5, 1, 2, 6]])
     assert lookup.find(text, 4) == [6]  # (5, 1, 2) in a past output is longer
-    lookup.remember([])
+    lookup.set_past_outputs([])
     assert lookup.find(text, 4) == [7]
 
 
@@ -93,7 +93,7 @@ def test_the_trie_counts_what_a_scan_counts(
     for alphabet in (1, 2, 3, 5) * 2:
         outputs: list[list[int]] = []
         for _ in range(5):
-            proposer.remember(outputs)
+            proposer.set_past_outputs(outputs)
             proposer.begin([100])
             text = rng.choices(range(alphabet), k=rng.randint(1, 20))
             for _ in range(5):
@@ -108,7 +108,7 @@ def test_the_trie_counts_what_a_scan_counts(
 
 def test_the_request_alone_is_looked_up_where_no_requests_are_cached() -> None:
     proposer = suffix_proposer(max_cached_requests=0)
-    proposer.remember([[1, 2, 3]])
+    proposer.set_past_outputs([[1, 2, 3]])
     proposer.begin([10])
     assert propose(proposer, [1, 2]) == []
 
@@ -136,7 +136,7 @@ def test_greedy_output_is_that_of_generate(target: FrozenTarget, k: int) -> None
         for prompt in prompts
     ]
     proposer = suffix_proposer()
-    proposer.remember(expected[1:])
+    proposer.set_past_outputs(expected[1:])
     options = {"max_new_tokens": 60, "num_speculative_tokens": k}
     alone = [Decoder(target, proposer).generate(prompt, **options) for prompt in prompts]
     batch = Decoder(target, proposer).generate_all(prompts, **options)
@@ -155,7 +155,7 @@ def test_sampled_text_has_the_targets_distribution_exactly(prompt: tuple[int, ..
 
     def from_text(text: list[int], sampling: Sampling, uniforms: list[float]) -> Proposal:
         proposer = suffix_proposer(max_spec_factor=2)
-        proposer.remember([(1, 2)])
+        proposer.set_past_outputs([(1, 2)])
         proposer.begin([len(text) + 2])
         (proposal,) = proposer.propose(state_of(text), 2, sampling, [None])
         drafted.add(len(proposal.tokens))
@@ -194,9 +194,11 @@ def test_a_prompt_knows_the_outputs_before_it_and_never_its_own(
     )
     prompts = [Prompt(str(n), "a", f"{n}", tuple(range(n + 1, n + 5))) for n in range(4)]
     settings = Settings(2, 6, repeats=2, warmup=1, batch_size=batch_size)
-    monkeypatch.setattr(measure, "disturbed_rounds", lambda generations: [1] * len(generations))
-    monkeypatch.setattr(measure, "MOST_AGAIN", 1)
-    (runs,) = measure.measure_together(target, [proposer], prompts, settings)
+    monkeypatch.setattr(
+        prompt_runs, "count_disturbed_rounds", lambda generations: [1] * len(generations)
+    )
+    monkeypatch.setattr(runner, "MAX_EXTRA_REPETITIONS", 1)
+    runs = measure(target, proposer, prompts, settings)
     outputs = [run.baseline[0].token_ids for run in runs]
     repetition = [tuple(outputs[: n - n % batch_size]) for n in range(4)]
     assert recording.seen == [()] * batch_size + 3 * repetition
@@ -229,9 +231,9 @@ def test_its_settings_come_through_the_loader(target: FrozenTarget) -> None:
         (["eval.suffix.max_cached_requests=-1"], "eval.suffix.max_cached_requests", -1),
         (["eval.engine=vllm"], "eval.suffix.max_cached_requests", "10000 with eval.engine=vllm"),
         (["eval.engine=vllm", "eval.suffix.min=2"], "eval.suffix.min", "2 with eval.engine=vllm"),
-        (["eval.tree={branching: [2]}"], "eval.tree", "a tree with method suffix"),
-        (["eval.lookup_first={}"], "eval.lookup_first", "a lookup in front of method suffix"),
-        (["train.max_steps=5"], "train.max_steps", "5 with method suffix"),
+        (["eval.tree={branching: [2]}"], "eval.tree", "{"),
+        (["eval.lookup_first={}"], "eval.lookup_first", "{"),
+        (["train.max_steps=5"], "train.max_steps", "5"),
     ],
 )
 def test_settings_that_cannot_work_name_their_key(

@@ -1,0 +1,583 @@
+"""Measure the parts of `make gpu`.
+
+Each part yields its results piece by piece, so that a part that is ended keeps what it had.
+bench/gpu.py runs each part in a process of its own:
+
+    python -m bench.gpu_parts part=train results=lines.jsonl  # appends a JSON line for each piece
+    # tiny shapes on a CPU: the numbers mean nothing
+    python -m bench.gpu_parts part=train results=lines.jsonl small=true
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from bench.counting import ignore_stop_tokens
+from bench.drafts import run_specdistill
+from bench.llama_8b import CONFIG, NUM_STEPS, TARGET
+from bench.run import draw_rows, measure_median_seconds
+from specdistill.advice.plan.accounting import count_training_step
+from specdistill.cli.command import run
+from specdistill.common.project import ROOT
+from specdistill.data.rows.packing import collate
+from specdistill.decoding.decoder import Decoder, read_clock
+from specdistill.decoding.tree import build_tree_shape
+from specdistill.evaluation.measurement.hardware import describe_hardware, list_software
+from specdistill.methods.chains.objective import TrainingTimeTest
+from specdistill.methods.chains.proposer import HeadProposer
+from specdistill.methods.eagle3.advice import Eagle3Advice
+from specdistill.methods.eagle3.checkpoint import save_eagle3
+from specdistill.methods.eagle3.module import build_eagle3
+from specdistill.recipe.fields import Section, option
+from specdistill.recipe.sections import TreeConfig
+from specdistill.targets.batch_generate import generate_batch, prepare_generation
+from specdistill.targets.frozen import FrozenTarget, compile_layers
+from specdistill.training.arguments import build_training_arguments
+from specdistill.training.losses.divergence import forward_kl
+from specdistill.training.optimizer import MuonAdamW
+from specdistill.training.trainer import DistillationTrainer
+
+TREE = {"budget": 60, "depth": 6, "top_k": 10}
+K = 4
+# These test losslessness in float32, batches, trees, sampling, a training step, and attention over
+# packed rows. Compiled passes are timed in a part of their own.
+SHORT_TESTS = (
+    "tests/decoding/test_cuda.py",
+    "tests/targets/test_packed_rows.py",
+    "tests/methods/chains/test_attention.py",
+    "-k",
+    "not compiled",
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a training step, whose rows hold one document each, and of decoding.
+
+    Attributes:
+        small: whether it runs on a CPU, with a tiny target.
+        rows: rows of a training step.
+        length: tokens of each row.
+        draft_vocab_size: tokens of the draft vocabulary.
+        steps: training steps.
+        prompts: tokens of the prompts before the decoded tokens.
+        batch: sequences that are decoded at a time.
+        matrix: rows and columns of the matrix whose product is timed.
+        num_kernels: how many of the most expensive kernels are listed.
+        tests: arguments of pytest.
+        keys: keys of the recipe's section `train`.
+    """
+
+    small: bool = False
+    rows: int = 4
+    length: int = 2048
+    draft_vocab_size: int = 32_000
+    steps: int = 12
+    prompts: tuple[int, ...] = (256, 2048, 8192)
+    batch: int = 16
+    matrix: int = 8192
+    num_kernels: int = 40
+    tests: tuple[str, ...] = ("tests",)
+    keys: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu" if self.small else "cuda")
+
+    @property
+    def target(self) -> FrozenTarget:
+        return build_random_target(self.small)
+
+
+TINY = LlamaConfig(
+    hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
+    num_key_value_heads=2, vocab_size=512,
+    max_position_embeddings=1024, tie_word_embeddings=False,
+)  # fmt: skip
+SMALL_SHAPE = Shape(
+    small=True, rows=2, length=64, draft_vocab_size=128, steps=2, prompts=(16,), batch=2, matrix=64
+)
+
+
+class Options(Section):
+    """The options of this script."""
+
+    part: str = option(..., "a name of PARTS")
+    results: str = option(
+        ..., "the file to which a JSON line is appended for each piece of the result"
+    )
+    short: bool = option(False, "the sizes of `make gpu` with short=true")
+    small: bool = option(
+        False, "tiny shapes, for a machine without a GPU; the numbers mean nothing"
+    )
+
+
+def main(options: Options) -> None:
+    """Run a part, and append each piece of its result to the file."""
+    path = Path(options.results)
+    for numbers in PARTS[options.part](build_shape(options)):
+        line = json.dumps(numbers)
+        print(f"{options.part}: {line}", flush=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+
+def build_shape(options: Options) -> Shape:
+    """Return the sizes that the options ask for."""
+    shape = SMALL_SHAPE if options.small else Shape()
+    if options.short:
+        shape = replace(shape, num_kernels=10, tests=SHORT_TESTS, prompts=shape.prompts[:2])
+    return shape
+
+
+@cache
+def build_random_target(small: bool) -> FrozenTarget:
+    """Return a target with random weights that ignores stop tokens.
+
+    It has the shape of Llama-3.1-8B and is on the GPU, or is a tiny one on the CPU.
+    """
+    with torch.device("cpu" if small else "cuda"):
+        model = AutoModelForCausalLM.from_config(TINY if small else CONFIG, dtype=torch.bfloat16)
+    target = FrozenTarget(model, None, name="random weights")
+    ignore_stop_tokens(target)
+    return target
+
+
+# Machine
+
+
+def measure_ceilings(shape: Shape) -> Iterator[dict[str, Any]]:
+    """Yield the machine and its versions, then what the device reaches.
+
+    The ceilings are a product of bfloat16 matrices, and a copy, which reads and writes.
+    """
+    device = shape.device
+    yield {
+        "hardware": describe_hardware(device),
+        "software": {**list_software(), "cuda": torch.version.cuda},
+    }
+    size = shape.matrix
+    first_matrix, right = (
+        torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2)
+    )
+    product_s = measure_seconds(device, lambda: first_matrix @ right)
+    yield {"tflops": round(2 * size**3 / product_s / 1e12, 1)}
+    large = torch.empty(size, size, 4, dtype=torch.float32, device=device)
+    copy_s = measure_seconds(device, lambda: large.clone())
+    yield {"copy_gb_per_second": round(2 * large.nbytes / copy_s / 1e9)}
+
+
+def measure_seconds(device: torch.device, work: Callable[[], object]) -> float:
+    """Return the median seconds of some work on a device."""
+    return measure_median_seconds(SimpleNamespace(device=device), work)  # type: ignore[arg-type]
+
+
+def run_tests(shape: Shape) -> Iterator[dict[str, Any]]:
+    """Run the tests that need a GPU.
+
+    Each test is printed when it ends, so that the output of one that hangs ends with the test
+    before it. Warnings are no failures: the machine's libraries may be older or newer than ours.
+
+    Raises:
+        CalledProcessError: if a test fails.
+    """
+    options = ["-v", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *options, *shape.tests]
+    summary = ""
+    failures = []
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            summary = line.strip() or summary
+            if line.startswith(("FAILED", "ERROR")):
+                failures.append(line.strip()[:200])
+    yield {"summary": summary, "failures": failures[:20]}
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+
+
+# Training
+
+
+def measure_training(shape: Shape) -> Iterator[dict[str, Any]]:
+    """Yield speed and memory of the trainer's steps, then a step's parts, waits and kernels."""
+    with build_trainer(shape) as trainer:
+        yield measure_steps(trainer)
+        yield {"parts_ms": time_parts_of_a_step(trainer, shape)}
+        batch, *_ = trainer.get_batch_samples(
+            iter(trainer.get_train_dataloader()), 1, trainer.args.device
+        )
+        trainer.num_tokens = torch.tensor(0)
+        count = torch.tensor(shape.rows * shape.length, device=trainer.args.device)
+        yield {
+            "waits": count_waits(
+                lambda: trainer.training_step(trainer.model, dict(batch[0]), count)
+            )
+        }
+        kernels = list_kernels(
+            lambda: trainer.training_step(trainer.model, dict(batch[0]), count), shape.num_kernels
+        )
+        yield {"kernels": kernels}
+    yield {"computed": compute_step(shape)}
+
+
+@contextmanager
+def build_trainer(shape: Shape, **draft: Any) -> Iterator[DistillationTrainer]:
+    """Yield the trainer of an EAGLE-3 head, built as for a recipe.
+
+    The peak of memory is counted from here on.
+
+    Args:
+        shape: the sizes.
+        **draft: arguments of the trainer. `optimizer` is a function of the head.
+    """
+    device = shape.device
+    target = shape.target
+    vocabulary = torch.arange(shape.draft_vocab_size, device=device)
+    head = build_eagle3(
+        target, draft_vocabulary=vocabulary if shape.draft_vocab_size < target.vocab_size else None
+    )
+    data = draw_rows(target, shape.rows, shape.length)
+    keys = {
+        "learning_rate": 1e-4,
+        "bf16": True,
+        "max_steps": shape.steps,
+        "logging_steps": max(1, shape.steps // 3),
+    }
+    keys |= {
+        "per_device_train_batch_size": shape.rows,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    objective = TrainingTimeTest(head, forward_kl, NUM_STEPS)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = build_training_arguments({**keys, **shape.keys, "output_dir": folder})
+        compile_layers(shape.keys, target, objective)
+        options = {
+            "save": save_eagle3,
+            **draft,
+            **({"optimizer": draft["optimizer"](head)} if "optimizer" in draft else {}),
+        }
+        try:
+            yield DistillationTrainer(objective, target, arguments, data, data, **options)
+        finally:
+            for layer in target.layers:
+                # A compiled layer would stay compiled for the next training.
+                vars(layer).pop("forward", None)
+
+
+def measure_steps(trainer: DistillationTrainer) -> dict[str, Any]:
+    """Train, and return the last logged numbers, those of the last third of the steps.
+
+    By then compiling and the first allocations are over.
+    """
+    trainer.train()
+    last = [entry for entry in trainer.state.log_history if "tokens_per_second" in entry][-1]
+    return {name: round(last[name], 4) for name in ("tokens_per_second", "peak_memory_gib", "loss")}
+
+
+def compute_step(shape: Shape) -> dict[str, Any]:
+    """Return what `specdistill plan` counts for the same step, without the target's layers."""
+    if shape.small:
+        return {}
+    draft = Eagle3Advice().plan_draft(TARGET, None, {"vocab_size": shape.draft_vocab_size})
+    ledger = count_training_step(
+        "eagle3",
+        draft.build,
+        {"ttt_steps": NUM_STEPS},
+        TARGET,
+        rows=shape.rows,
+        length=shape.length,
+    )
+    gigabytes = round(ledger.traffic / 1e9, 1)
+    return {
+        "peak_gib": round(ledger.peak / 2**30, 2),
+        "tflop": round(ledger.flops / 1e12, 1),
+        "traffic_gb": gigabytes,
+    }
+
+
+def time_parts_of_a_step(trainer: DistillationTrainer, shape: Shape) -> dict[str, float]:
+    """Return the milliseconds of each part of a step: the median of five steps."""
+    target = trainer.target
+    objective = trainer.objective
+    device = trainer.args.device
+    batch = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in collate_all_rows(trainer).items()
+    }
+    names = ("target", "unroll and loss", "backward", "optimizer")
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(5):
+        marks = [read_clock(device)]
+        with torch.autocast(device.type, torch.bfloat16):
+            with torch.no_grad():
+                outputs = objective.read_target(target, batch)
+            marks.append(read_clock(device))
+            loss, _ = objective(**batch, **outputs)
+        marks.append(read_clock(device))
+        (loss / (shape.rows * shape.length)).backward()
+        marks.append(read_clock(device))
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+        marks.append(read_clock(device))
+        for name, start, end in zip(names, marks, marks[1:], strict=False):
+            times[name].append(end - start)
+    return {name: round(1000 * statistics.median(values), 1) for name, values in times.items()}
+
+
+def collate_all_rows(trainer: DistillationTrainer) -> dict[str, Any]:
+    """Return all rows of the training data as one batch."""
+    rows: Any = trainer.train_dataset
+    return collate([dict(row) for row in rows])
+
+
+def count_waits(step: Callable[[], object]) -> dict[str, Any]:
+    """Return how often the host waits for the device in one step, by file and line.
+
+    torch warns of each wait.
+    """
+    if not torch.cuda.is_available():
+        return {}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    places = [
+        f"{Path(entry.filename).name}:{entry.lineno}"
+        for entry in caught
+        if "synchroniz" in str(entry.message)
+    ]
+    return {place: places.count(place) for place in dict.fromkeys(places)}
+
+
+def list_kernels(step: Callable[[], object], num_kernels: int) -> list[dict[str, Any]]:
+    """Return the kernels that take longest in one step."""
+    on_gpu = torch.cuda.is_available()
+    with profile(
+        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    ) as profiled:
+        step()
+    name = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    events = sorted(profiled.key_averages(), key=lambda event: getattr(event, name), reverse=True)
+    return [
+        {"name": event.key[:100], "ms": round(getattr(event, name) / 1000, 2), "calls": event.count}
+        for event in events[:num_kernels]
+    ]
+
+
+def measure_shapes(shape: Shape) -> Iterator[dict[str, Any]]:
+    """Yield the speed of the step with other sizes.
+
+    These are one long row, the whole vocabulary, and recomputed activations, which take less memory
+    and more computing.
+    """
+    vocab_size = shape.target.vocab_size
+    changed_shapes = {
+        "one row": replace(shape, rows=1, length=shape.rows * shape.length),
+        "whole vocabulary": replace(shape, draft_vocab_size=vocab_size),
+        "recomputed": replace(shape, keys={"activation_checkpointing": True}),
+    }
+    for name, changed_shape in changed_shapes.items():
+        yield {name: measure_steps_of(changed_shape)}
+
+
+def measure_steps_of(shape: Shape, **draft: Any) -> dict[str, Any]:
+    """Train with these sizes, and return the numbers of the last steps."""
+    with build_trainer(shape, **draft) as trainer:
+        return measure_steps(trainer)
+
+
+def measure_variants(shape: Shape) -> Iterator[dict[str, Any]]:
+    """Yield the speed of the same step: plain, with Muon, and compiled."""
+    yield {"plain": measure_steps_of(shape)}
+    yield {"Muon": measure_steps_of(shape, optimizer=lambda head: MuonAdamW(head, 1e-4))}
+    backend = {"torch_compile_backend": "aot_eager"} if shape.small else {}
+    compiled = replace(shape, keys={"torch_compile": True, **backend})
+    yield {"compiled": measure_steps_of(compiled)}
+
+
+# Decoding
+
+
+def measure_decoding(shape: Shape) -> Iterator[dict[str, Any]]:
+    """Yield the times of a round without a draft, with a chain and with a tree, then batches."""
+    target = shape.target
+    head = HeadProposer(build_eagle3(target).to(torch.bfloat16))
+    for length in shape.prompts:
+        prompt = draw_prompt(target, length)
+        numbers = {
+            "plain": time_rounds(Decoder(target), prompt, 48),
+            "chain": time_rounds(Decoder(target, head), prompt, 48, num_speculative_tokens=K),
+            "tree": time_rounds(
+                Decoder(target, head), prompt, 48, tree=build_tree_shape(TreeConfig(**TREE))
+            ),
+        }
+        yield {f"{length} tokens": numbers}
+    prompts = [draw_prompt(target, shape.prompts[0])] * shape.batch
+    for name, proposer, k in (("plain", None, 0), ("chain", head, K)):
+        decoder = Decoder(target, proposer)
+        generations = [
+            decoder.generate_all(prompts, max_new_tokens=48, num_speculative_tokens=k)
+            for _ in range(2)
+        ][-1]
+        seconds = sum(generation.seconds - generation.prefill_seconds for generation in generations)
+        yield {
+            f"batch of {shape.batch}, {name}": {
+                "tokens_per_second": round(48 * shape.batch / seconds, 1)
+            }
+        }
+
+
+def measure_compiled_decoding(shape: Shape) -> Iterator[dict[str, Any]]:
+    """Yield the times of a compiled round without a draft and with a chain.
+
+    The shortest prompt is left out. Compiling takes most of the time of this part.
+    """
+    target = shape.target
+    head = HeadProposer(build_eagle3(target).to(torch.bfloat16))
+    head.compiled = True
+    new_tokens = 8 if shape.small else 48
+    for length in shape.prompts[1:] or shape.prompts:
+        prompt = draw_prompt(target, length)
+        yield {
+            f"{length} tokens, plain": time_rounds(
+                Decoder(target, compiled=True), prompt, new_tokens
+            )
+        }
+        chain = time_rounds(
+            Decoder(target, head, compiled=True), prompt, new_tokens, num_speculative_tokens=K
+        )
+        yield {f"{length} tokens, chain": chain}
+
+
+def draw_prompt(target: FrozenTarget, length: int) -> list[int]:
+    """Return the ids of random tokens, the same ones in each call."""
+    return torch.randint(
+        target.vocab_size, (length,), generator=torch.Generator().manual_seed(1)
+    ).tolist()
+
+
+def time_rounds(
+    decoder: Decoder, prompt_ids: list[int], new_tokens: int, **options: Any
+) -> dict[str, float]:
+    """Return the median times of a round, in ms, from the second of two generations."""
+    rounds = [
+        decoder.generate(prompt_ids, max_new_tokens=new_tokens, **options).rounds for _ in range(2)
+    ][-1]
+    draft_s = statistics.median(entry.draft_seconds for entry in rounds)
+    verify_s = statistics.median(entry.verify_seconds for entry in rounds)
+    return {"draft_ms": round(1000 * draft_s, 3), "verify_ms": round(1000 * verify_s, 3)}
+
+
+def measure_generation(shape: Shape) -> Iterator[dict[str, Any]]:
+    """Yield the tokens per second of the target's answers, for each batch size."""
+    target = shape.target
+    with prepare_generation(target.model, torch.bfloat16) as model:
+        for batch in (shape.batch, 8 * shape.batch):
+            prompts = [list(range(10, 42))] * batch
+            options = {"max_new_tokens": 64, "end_ids": (), "seed": 0}
+            run_generation = partial(generate_batch, model, prompts, [0.8] * batch, **options)
+            seconds = measure_median_seconds(target, run_generation, repeats=1)
+            yield {f"{batch} rows": {"tokens_per_second": round(64 * batch / seconds, 1)}}
+
+
+# From recipe to gate
+
+
+def train_pico(shape: Shape) -> Iterator[dict[str, Any]]:
+    """Train a head for pico, decode with it losslessly in float32, and judge it by its gate."""
+    few = [
+        "train.max_steps=4",
+        "data.regenerate.num_tokens=600",
+        "eval.num_prompts=3",
+        "eval.max_new_tokens=8",
+        "eval.repeats=1",
+    ]
+    small = few if shape.small else []
+    with tempfile.TemporaryDirectory() as folder:
+        yield {
+            "train_seconds": run_command(
+                "train", "recipe=pico/eagle3", f"train.output_dir={folder}/run", *small
+            )
+        }
+        yield {
+            "eval_seconds": run_command(
+                "eval", f"recipe={folder}/run/run/recipe.yaml", *small, failing=True
+            )
+        }
+        report = json.loads((Path(folder) / "run/report/report.json").read_text(encoding="utf-8"))
+    first = report["results"][0]
+    numbers = {
+        name: round(first[name], 3)
+        for name in ("mean_acceptance_length", "speedup")
+        if first.get(name)
+    }
+    yield {"verdict": report["gate"]["verdict"], **numbers}
+
+
+def run_command(verb: str, *arguments: str, failing: bool = False) -> float:
+    """Run a command of the package and return its seconds.
+
+    If the command fails, this process ends with its exit code.
+    """
+    start = time.monotonic()
+    run_specdistill(verb, *arguments, failing=failing)
+    return round(time.monotonic() - start, 1)
+
+
+def measure_store(shape: Shape) -> Iterator[dict[str, Any]]:
+    """Yield the speed of training on features of pico that are written once and then read."""
+    with tempfile.TemporaryDirectory() as folder:
+        stored = [f"hidden_states.path={folder}/features", "hidden_states.mode=hybrid"]
+        few = (
+            ["data.regenerate.num_tokens=600", "train.max_steps=4"]
+            if shape.small
+            else ["train.max_steps=60"]
+        )
+        run_command("train", "recipe=pico/eagle3", f"train.output_dir={folder}/run", *few, *stored)
+        history = (Path(folder) / "run/run/history.json").read_text(encoding="utf-8")
+    log = json.loads(history)["log"]
+    last = [entry for entry in log if "tokens_per_second" in entry][-1]
+    yield {name: round(last[name], 2) for name in ("tokens_per_second", "peak_memory_gib")}
+
+
+PARTS: dict[str, Callable[[Shape], Iterator[dict[str, Any]]]] = {
+    "ceilings": measure_ceilings,
+    "tests": run_tests,
+    "train": measure_training,
+    "shapes": measure_shapes,
+    "variants": measure_variants,
+    "decoding": measure_decoding,
+    "compiled": measure_compiled_decoding,
+    "pico": train_pico,
+    "store": measure_store,
+    "generation": measure_generation,
+}
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, Options))

@@ -1,0 +1,317 @@
+"""Bring the packages that `make gpu` needs to a machine without a network.
+
+    make gpu-wheels  # needs a network: downloads the wheels of bench/gpu_wheels.json into wheels/
+    # writes bench/gpu_wheels.json anew, after a change of constraints.txt
+    make gpu-wheels ARGS=record
+    # the first step of `make gpu`: checks the packages, and installs wheels/ into folder D
+    python -m bench.gpu_wheels install D
+
+The machine has Python 3.12, a CUDA build of torch, and the other packages of LARGE. All other
+packages that pyproject.toml requires travel as wheels, at the versions of constraints.txt. Of the
+packages that such a machine could lack, this file imports only `packaging`, which is among the
+wheels.
+"""
+
+import importlib.util
+import json
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+WHEELS = ROOT / "wheels"
+LIST = Path(__file__).with_suffix(".json")
+CONSTRAINTS = ROOT / "constraints.txt"
+PYTHON = "3.12"
+PLATFORMS = (
+    "manylinux_2_28_x86_64",
+    "manylinux_2_27_x86_64",
+    "manylinux_2_17_x86_64",
+    "manylinux2014_x86_64",
+)
+MARKERS = {
+    "python_version": PYTHON,
+    "python_full_version": f"{PYTHON}.0",
+    "platform_machine": "x86_64",
+    "sys_platform": "linux",
+}
+# These take 130 MB even without torch, so the machine must have them.
+LARGE_PACKAGES = ("matplotlib", "numpy", "pandas", "pyarrow", "scipy", "torch")
+LIMIT_BYTES = 64 * 2**20  # the largest size of checkout and wheels together
+INSTALL_LIMIT_S = 30
+RESOURCE_EXIT_CODE = (
+    3  # the exit code of specdistill's commands if something outside of them is missing
+)
+
+
+def main(arguments: list[str]) -> int:
+    """Run a command and return its exit code; 2 if the arguments are not those of a command."""
+    try:
+        match arguments:
+            case ["download"]:
+                return download()
+            case ["download", "record"]:
+                return record()
+            case ["install", folder]:
+                return install(Path(folder))
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:  # pip has said why
+        print(f"error: {' '.join(str(error).split())[:300]}", file=sys.stderr)
+        return RESOURCE_EXIT_CODE
+    print(__doc__)
+    return 2
+
+
+def read_list() -> dict[str, dict[str, int]]:
+    """Return the sizes of the wheels in bytes, by group and by name.
+
+    The groups are `carried`, wheels that travel, and `machine`, those that the machine must have.
+    """
+    sizes: dict[str, dict[str, int]] = json.loads(LIST.read_text(encoding="utf-8"))
+    return sizes
+
+
+# On a machine with a network
+
+
+def download() -> int:
+    """Fill wheels/ with the wheels of the list, print what travels, and return the exit code."""
+    carried = read_list()["carried"]
+    shutil.rmtree(WHEELS, ignore_errors=True)
+    fetch(["==".join(wheel.split("-")[:2]) for wheel in carried], WHEELS)
+    return report_size()
+
+
+def report_size() -> int:
+    """Print the size of the checkout with its wheels.
+
+    Returns:
+        The exit code: RESOURCE_EXIT_CODE if they are too large together, or if a wheel is wrong.
+    """
+    damaged = find_damaged_wheels()
+    if damaged:
+        print(f"error: not as {LIST.name} lists them: {', '.join(damaged)}", file=sys.stderr)
+        print("Run `make gpu-wheels ARGS=record` to renew the list.", file=sys.stderr)
+        return RESOURCE_EXIT_CODE
+    wheels = read_list()["carried"].values()
+    tracked = measure_checkout()
+    total = tracked + sum(wheels)
+    print(
+        f"{len(wheels)} wheels of {format_size(sum(wheels))} and a checkout of"
+        f" {format_size(tracked)}"
+    )
+    print(f"Together {format_size(total)} (limit {format_size(LIMIT_BYTES)})")
+    return 0 if total <= LIMIT_BYTES else RESOURCE_EXIT_CODE
+
+
+def measure_checkout() -> int:
+    """Return the size in bytes of all tracked files."""
+    command = ["git", "ls-files", "-z"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return sum((ROOT / name).lstat().st_size for name in listed.split("\0") if name)
+
+
+def format_size(size: int) -> str:
+    """Format bytes in MiB."""
+    return f"{size / 2**20:.1f} MiB"
+
+
+def record() -> int:
+    """Write the list of wheels, fill wheels/ with them, and return the exit code.
+
+    The list holds what pyproject.toml requires, and what that requires in turn.
+    """
+    names = sorted(name for name in find_closure() if name != "torch")
+    with tempfile.TemporaryDirectory() as folder:
+        fetch([*names, "--constraint", str(CONSTRAINTS)], Path(folder))
+        sizes = {path.name: path.stat().st_size for path in sorted(Path(folder).iterdir())}
+    large = {wheel: size for wheel, size in sizes.items() if project_name(wheel) in LARGE_PACKAGES}
+    carried = {wheel: size for wheel, size in sizes.items() if wheel not in large}
+    LIST.write_text(
+        json.dumps({"carried": carried, "machine": large}, indent=1) + "\n", encoding="utf-8"
+    )
+    return download()
+
+
+def fetch(requirements: list[str], folder: Path) -> None:
+    """Download wheels for the Python of the GPU machine, which may differ from this one."""
+    # pip takes each platform literally, not as the lowest version.
+    platforms = [f"--platform={name}" for name in PLATFORMS]
+    target = [
+        f"--python-version={PYTHON}",
+        "--implementation=cp",
+        "--only-binary=:all:",
+        *platforms,
+    ]
+    options = ["--quiet", "--no-deps", *target, "--dest", str(folder)]
+    subprocess.run([sys.executable, "-m", "pip", "download", *options, *requirements], check=True)
+
+
+# Requirements
+
+
+def read_requirements() -> list[str]:
+    """Return the requirements of the package, and that of pytest."""
+    project: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))[
+        "project"
+    ]
+    pytest = [
+        text for text in project["optional-dependencies"]["dev"] if text.startswith("pytest>")
+    ]
+    return [*project["dependencies"], *pytest]
+
+
+def find_closure() -> dict[str, str | None]:
+    """Return the installed version of each required package; None if it is not installed."""
+    return {name: installed_version for name, _, installed_version in walk_requirements()}
+
+
+def find_unmet() -> dict[str, str]:
+    """Return the requirements that this Python does not meet.
+
+    Returns:
+        By name, what is required and what is installed.
+    """
+    unmet = {}
+    for name, requirement, installed_version in walk_requirements():
+        if installed_version is None or not requirement.specifier.contains(
+            installed_version, prereleases=True
+        ):
+            installed = (
+                "not installed"
+                if installed_version is None
+                else f"{installed_version} is installed"
+            )
+            unmet[name] = f"{requirement.name}{requirement.specifier} ({installed})"
+    return unmet
+
+
+def walk_requirements() -> Iterator[tuple[str, Any, str | None]]:
+    """Yield all requirements, those of the required packages included.
+
+    The requirements of the packages in LARGE are left out: the machine must meet them itself.
+
+    Yields:
+        Name, requirement and installed version, which is None if the package is not installed.
+    """
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    pending = [(Requirement(text), ("",)) for text in read_requirements()]
+    visited = set()
+    while pending:
+        requirement, extras = pending.pop()
+        marker = requirement.marker
+        is_needed = marker is None or any(
+            marker.evaluate({**MARKERS, "extra": extra}) for extra in extras
+        )
+        if str(requirement) in visited or not is_needed:
+            continue
+        visited.add(str(requirement))
+        name = canonicalize_name(requirement.name)
+        try:
+            installed_version = version(name)
+        except PackageNotFoundError:
+            installed_version = None
+        yield name, requirement, installed_version
+        if installed_version is not None and name not in LARGE_PACKAGES:
+            # Extras, such as fsspec's `http`, have requirements of their own.
+            pending += [
+                (Requirement(text), ("", *requirement.extras)) for text in requires(name) or []
+            ]
+
+
+# On the machine
+
+
+def install(folder: Path) -> int:
+    """Install wheels/ into a folder if packages are missing.
+
+    Returns:
+        The exit code: RESOURCE_EXIT_CODE if packages are still missing; they are printed.
+    """
+    sys.path.insert(0, str(folder))
+    if has_packaging() and not find_unmet():
+        return 0
+    damaged = find_damaged_wheels()
+    if not damaged and f"{sys.version_info.major}.{sys.version_info.minor}" == PYTHON:
+        shutil.rmtree(folder, ignore_errors=True)
+        install_wheels(folder)
+        importlib.invalidate_caches()
+    unmet = find_unmet() if has_packaging() else {"packaging": "packaging (not installed)"}
+    if unmet:
+        print_refusal(unmet, damaged)
+        return RESOURCE_EXIT_CODE
+    return 0
+
+
+def has_packaging() -> bool:
+    """Return whether the package `packaging` can be imported."""
+    return importlib.util.find_spec("packaging") is not None
+
+
+def find_damaged_wheels() -> list[str]:
+    """Return the wheels of the list that wheels/ lacks or holds in another size."""
+    damaged = []
+    for name, size in read_list()["carried"].items():
+        path = WHEELS / name
+        if not path.is_file() or path.stat().st_size != size:
+            damaged.append(name)
+    return damaged
+
+
+def install_wheels(folder: Path) -> None:
+    """Install every wheel of the list.
+
+    pip does not compile, does not look for dependencies, and uses no index.
+    """
+    wheels = [str(WHEELS / name) for name in read_list()["carried"]]
+    options = [
+        "--quiet",
+        "--no-index",
+        "--no-deps",
+        "--no-compile",
+        "--no-cache-dir",
+        "--disable-pip-version-check",
+    ]
+    command = [sys.executable, "-m", "pip", "install", *options, "--target", str(folder), *wheels]
+    subprocess.run(command, check=True, timeout=INSTALL_LIMIT_S)
+    print(f"Installed {len(wheels)} wheels into {folder}.", flush=True)
+
+
+def print_refusal(unmet: dict[str, str], damaged: list[str]) -> None:
+    """Print the missing packages, the wheels that bring them, and what to do."""
+    wheels = {project_name(wheel): wheel for group in read_list().values() for wheel in group}
+    lines = [
+        f"error: Python {platform.python_version()} here lacks packages that make gpu needs"
+        f" ({len(unmet)}):"
+    ]
+    for name, text in sorted(unmet.items()):
+        wheel = "its CUDA build" if name == "torch" else wheels.get(name, f"not in {LIST.name}")
+        note = ", too large to carry: the machine must have it" if name in LARGE_PACKAGES else ""
+        lines.append(f"  {text}: {wheel}{note}")
+    if WHEELS.is_dir() and damaged:
+        lines.append(f"wheels/ lacks, or has in another size: {', '.join(damaged)}.")
+    lines.append(
+        f"The wheels are for Python {PYTHON} on Linux, x86-64; {LIST.name} lists all of them."
+    )
+    lines.append(
+        "Run `make gpu-wheels` where there is a network, and bring wheels/ along with this"
+        " checkout."
+    )
+    print("\n".join(lines), file=sys.stderr)
+
+
+def project_name(wheel: str) -> str:
+    """Return the normalized name of the project of a wheel."""
+    return wheel.partition("-")[0].replace("_", "-").lower()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""Advice before and after training: a plan for a target, a diagnosis of a draft."""

@@ -1,0 +1,410 @@
+"""Count what a training step needs, and estimate how fast a device does it.
+
+A step is counted without a device: the real objective runs forward and backward over tensors
+without content. Under torch's FakeTensorMode an operation computes shapes only, so the step of an
+8B target takes a second on any machine. A ledger above it sees every operation with its operands,
+and the begin and end of every storage.
+
+The count covers one micro-batch under bfloat16 autocast, from soft targets to backward. Every token
+has a loss, and every row is one document. Weights, gradients and optimizer exist before and after
+the step, so they are no part of its peak. The target's layers are no part of the step, because its
+features are given. Autocast and kernels are those of the CPU, since a torch without CUDA cannot
+pretend to have it. A GPU fuses some operations (norms) and so has less traffic than is counted
+here. Its allocator rounds and fragments, and so holds more.
+
+The time of a pass on a GPU follows from two numbers of its maker. On a CPU it does not: its kernels
+suit some numbers of rows and not others, so that verifying three tokens may take twice as long as
+verifying five. So products with matrices of the target's own shape are timed for each number of
+rows, which takes a few seconds.
+"""
+
+import timeit
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from specdistill.data.rows.packing import collate
+from specdistill.evaluation.measurement.hardware import describe_hardware
+from specdistill.methods import METHODS
+from specdistill.methods.recipe import TrainedRecipe
+from specdistill.methods.sizes import ModelConfigInfo, WeightlessTarget
+from specdistill.recipe.load import validate_recipe
+from specdistill.targets.frozen import FrozenTarget
+from specdistill.training.losses.head_loss import BLOCK_BYTES
+
+aten = torch.ops.aten
+# Operations that return new memory without writing to it.
+VIEW_OPERATIONS = {
+    aten.empty,
+    aten.empty_like,
+    aten.empty_strided,
+    aten.new_empty,
+    aten.new_empty_strided,
+}
+# Operations that do not read the content of their first operand.
+OVERWRITING_OPERATIONS = {
+    aten.copy_,
+    aten.fill_,
+    aten.zero_,
+    aten.full_like,
+    aten.ones_like,
+    aten.rand_like,
+    aten.zeros_like,
+}
+# The assumed shares of a device's peaks: of its arithmetic, which matrix products reach, and of its
+# bandwidth, which all other operations reach.
+MATRIX_SHARE = 0.5
+TRAFFIC_SHARE = 0.8
+# Operations that read as much of a table as they return.
+LOOKUPS = {aten.embedding, aten.gather, aten.index, aten.index_select}
+
+# Total size of the timed matrices, which is more than the cache of most CPUs. A server with more
+# cache looks faster than it is.
+BANK_BYTES = 128 * 2**20
+MAX_MATRICES = 64
+NUM_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 32)  # the numbers of input rows that are timed
+TRAINING_ROWS = 512  # the number of input rows that stands for a training step
+NUM_TIMED_RUNS = 3
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device, by the figures of its maker.
+
+    Attributes:
+        name: its name.
+        flops: floating-point operations per second, dense bfloat16 with float32 sums.
+        bandwidth: bytes of memory per second.
+        most_per_machine: the most such devices of a machine.
+    """
+
+    name: str
+    flops: float
+    bandwidth: float
+    most_per_machine: int = 8
+
+    def count_pass_bytes(self, read: float, parameters: float, num_tokens: int) -> float:
+        """Return how long a pass takes, in the bytes that are read in that time.
+
+        It takes as long as its reads, or as its arithmetic where that takes longer.
+
+        Args:
+            read: bytes that the pass reads.
+            parameters: numbers that each of the tokens is multiplied with.
+            num_tokens: tokens of the pass.
+        """
+        return max(read, 2 * parameters * num_tokens / self.flops_per_byte)
+
+    @property
+    def flops_per_byte(self) -> float:
+        """The floating-point operations that take as long as reading one byte."""
+        return MATRIX_SHARE * self.flops / (TRAFFIC_SHARE * self.bandwidth)
+
+    def estimate_tokens_per_second(
+        self, step: "Ledger", num_tokens: int, other_flops: float
+    ) -> float:
+        """Return the tokens per second of a training step.
+
+        Args:
+            step: the ledger of the step.
+            num_tokens: tokens of the step.
+            other_flops: operations that the ledger does not count, those of the target's layers.
+        """
+        products = (step.flops + other_flops) / (MATRIX_SHARE * self.flops)
+        return num_tokens / (products + step.traffic / (TRAFFIC_SHARE * self.bandwidth))
+
+
+H100 = Device("H100", 989e12, 3.35e12)
+
+
+@dataclass(frozen=True)
+class Machine(Device):
+    """A CPU, as it was measured.
+
+    Attributes:
+        dtype: the faster of the two dtypes for decoding on this CPU.
+        row_costs: time of a product with n rows, relative to one row, by n.
+        memory_gb: of the machine, in GiB.
+    """
+
+    most_per_machine: int = 1
+    dtype: str = "float32"
+    row_costs: Mapping[int, float] | None = None
+    memory_gb: float = 0.0
+
+    def count_pass_bytes(self, read: float, parameters: float, num_tokens: int) -> float:
+        """Return how long a pass takes, as `Device.pass_bytes`, by the measured `row_costs`."""
+        assert self.row_costs is not None
+        rows = [*self.row_costs]
+        beyond = max(1.0, num_tokens / rows[-1])
+        return read * beyond * float(np.interp(num_tokens, rows, [*self.row_costs.values()]))
+
+
+class Ledger(TorchDispatchMode):
+    """A mode that counts what the operations within it do.
+
+    A storage that existed before does not count. torch raises an error for an operation whose
+    result has a shape that depends on values. On a GPU the host would have to wait for it.
+
+    Attributes:
+        live: bytes held now.
+        peak: the most bytes held at once.
+        traffic: bytes read and written by all operations except matrix products and attention.
+        flops: floating-point operations of matrix products and attention.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = self.peak = self.traffic = self.flops = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        # Operands from outside the ledger count nothing, so they enter with size 0.
+        kwargs = kwargs or {}
+        inputs = list_tensors((args, kwargs))
+        for tensor in inputs:
+            self._enter(tensor, 0)
+        result = func(*args, **kwargs)
+        outputs = list_tensors(result)
+        operation = func.overloadpacket
+        new = [self._enter(tensor, tensor.untyped_storage().nbytes()) for tensor in outputs]
+        if operation in flop_registry:
+            self.flops += flop_registry[operation](*args, **kwargs, out_val=result)
+        elif operation in LOOKUPS:
+            self.traffic += sum(
+                min(_count_tensor_bytes(tensor), _count_tensor_bytes(result)) for tensor in inputs
+            ) + _count_tensor_bytes(result)
+        # Any other operation without new memory that changes no operand only returns a view.
+        elif (any(new) or func._schema.is_mutable) and operation not in VIEW_OPERATIONS:
+            self.traffic += sum(
+                map(_count_tensor_bytes, inputs[operation in OVERWRITING_OPERATIONS :])
+            ) + sum(map(_count_tensor_bytes, outputs))
+        return result
+
+    def _enter(self, tensor: Tensor, size: int) -> bool:
+        """Count the storage of a tensor until nothing holds it any more.
+
+        Args:
+            tensor: the tensor.
+            size: bytes that a new storage counts.
+
+        Returns:
+            Whether the storage is new.
+        """
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return False
+        self._known.add(key)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._release, key, size).atexit = False
+        return True
+
+    def _release(self, key: int, size: int) -> None:
+        """Stop counting a storage that nothing holds any more."""
+        self._known.discard(key)
+        self.live -= size
+
+
+def list_tensors(tree: object) -> list[Tensor]:
+    """Return the tensors among the leaves of nested lists, tuples and dictionaries."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _count_tensor_bytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor; only those of its storage if it repeats its elements."""
+    return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
+
+
+@contextmanager
+def use_gpu_block_sizes() -> Iterator[None]:
+    """Let the loss compute logits in blocks of the size that is used on a GPU.
+
+    The tensors here are on the CPU, whose blocks are smaller.
+    """
+    of_cpu = BLOCK_BYTES["cpu"]
+    BLOCK_BYTES["cpu"] = BLOCK_BYTES["cuda"]
+    try:
+        yield
+    finally:
+        BLOCK_BYTES["cpu"] = of_cpu
+
+
+def count_training_step(
+    method: str,
+    build: Callable[[FrozenTarget], nn.Module],
+    draft: Mapping[str, object],
+    target: ModelConfigInfo,
+    *,
+    rows: int,
+    length: int,
+    prepare: Callable[[nn.Module], None] = lambda objective: None,
+    ledger: Ledger | None = None,
+    is_mixed: bool = True,
+) -> Ledger:
+    """Run the training step of one micro-batch over tensors without content, and count it.
+
+    Args:
+        method: the method of the recipe whose loss is computed.
+        build: builds the draft from the target, whose tensors have no content.
+        draft: keys of the recipe's section `draft`.
+        target: the target, by its config.json.
+        rows: rows of the micro-batch.
+        length: tokens of each row.
+        prepare: called with the objective before the step.
+        ledger: the ledger to use, e.g. one that counts more; None for a new one.
+        is_mixed: whether the step runs under bfloat16 autocast.
+
+    Returns:
+        The ledger.
+    """
+    values = {
+        "method": method,
+        "target": {"model": method},
+        "data": {"source": method},
+        "train": {"output_dir": method},
+    }
+    recipe = validate_recipe(METHODS[method].recipe(), {**values, "draft": dict(draft)})
+    assert isinstance(recipe, TrainedRecipe)
+    packed = {
+        "input_ids": [0] * length,
+        "loss_mask": [1] * length,
+        "document_ids": [0] * length,
+        "position_ids": list(range(length)),
+    }
+    mode = FakeTensorMode()
+    with mode:
+        weightless = WeightlessTarget(target)
+        objective: Any = (
+            METHODS[method].load().build_objective(build(weightless), recipe, weightless)
+        )
+        prepare(objective)
+        # Gradients exist before the step, so that they are no part of its peak.
+        for parameter in objective.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.empty_like(parameter)
+    # This reads the values of the tokens, so the batch needs content.
+    batch = objective.prepare(collate([packed] * rows), None)
+    with mode:
+        batch = {
+            name: mode.from_tensor(value) if isinstance(value, Tensor) else value
+            for name, value in batch.items()
+        }
+        ledger = Ledger() if ledger is None else ledger
+        with ledger, use_gpu_block_sizes():  # The Trainer computes the loss in the same way.
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
+                with torch.no_grad():
+                    target_outputs = objective.read_target(weightless, batch)
+                loss: Tensor = objective(**batch, **target_outputs)[0]
+            loss.backward()
+    return ledger
+
+
+def can_hold_target(num_parameters: int) -> bool:
+    """Return whether this machine has no GPU and enough memory for a target.
+
+    At most half of the memory may hold the float32 weights; the rest is for training.
+    """
+    return (
+        not torch.accelerator.is_available()
+        and 4 * num_parameters < psutil.virtual_memory().total / 2
+    )
+
+
+def find_matrix_sizes(target: ModelConfigInfo) -> tuple[int, int]:
+    """Return the width and the inner width of a matrix of a target's MLP."""
+    width = target.text.hidden_size
+    return width, getattr(target.text, "intermediate_size", None) or 4 * width
+
+
+@torch.inference_mode()
+def measure_machine(
+    width: int, inner_width: int, num_parameters: int, training_dtype: torch.dtype = torch.float32
+) -> Machine:
+    """Time this machine's CPU on a target's matrices, which takes a second or two.
+
+    Args:
+        width: the width of a matrix of the target, such as one of its MLP.
+        inner_width: the other size of that matrix.
+        num_parameters: of the target. A target that fits into the cache is timed there.
+        training_dtype: of the matrix products of a training step.
+    """
+    facts = describe_hardware(torch.device("cpu"))
+    times = {
+        name: time_products(getattr(torch, name), width, inner_width, num_parameters)
+        for name in DTYPES
+    }
+    # Decoding consists of plain steps and of rounds with a few draft tokens, here four.
+    dtype = min(DTYPES, key=lambda name: times[name][1] + times[name][5])
+    seconds = times[dtype]
+    training = time_products(training_dtype, width, inner_width, num_parameters, [TRAINING_ROWS])
+    # A copy reads and writes every byte.
+    bytes_per_second = 2 * BANK_BYTES / time_fastest(torch.ones(BANK_BYTES // 4).clone)
+    return Machine(
+        name=f"this machine ({facts['name']}, {facts['cpu_threads']} threads)",
+        # Device holds peak rates and multiplies them by these shares. Dividing here makes the
+        # measured rates result.
+        flops=2 * TRAINING_ROWS / training[TRAINING_ROWS] / MATRIX_SHARE,
+        bandwidth=bytes_per_second / TRAFFIC_SHARE,
+        dtype=dtype,
+        row_costs={rows: max(1.0, seconds[rows] / seconds[1]) for rows in NUM_ROWS},
+        memory_gb=psutil.virtual_memory().total / 2**30,
+    )
+
+
+def time_products(
+    dtype: torch.dtype,
+    width: int,
+    inner_width: int,
+    num_parameters: int,
+    row_counts: Sequence[int] = NUM_ROWS,
+) -> dict[int, float]:
+    """Return the seconds per matrix element of products, by the number of input rows.
+
+    Args:
+        dtype: of the matrices.
+        width: columns of a matrix.
+        inner_width: rows of a matrix.
+        num_parameters: of the target. No more numbers than these are timed.
+        row_counts: the numbers of input rows that are timed.
+    """
+    size = width * inner_width
+    bank = min(BANK_BYTES // dtype.itemsize, num_parameters)
+    matrices = torch.ones(max(1, min(MAX_MATRICES, bank // size)), inner_width, width, dtype=dtype)
+    seconds = {}
+    for rows in row_counts:
+        inputs = torch.ones(1, rows, width, dtype=dtype)
+        # Products with many rows take longer, so fewer matrices are timed.
+        few = matrices[:4] if rows > NUM_ROWS[-1] else matrices
+
+        def multiply(inputs: Tensor = inputs, few: Tensor = few) -> None:
+            for matrix in few:
+                torch.nn.functional.linear(inputs, matrix)
+
+        seconds[rows] = time_fastest(multiply) / few.numel()
+    return seconds
+
+
+def time_fastest(work: Callable[[], object]) -> float:
+    """Return the seconds of the fastest of a few runs."""
+    return min(timeit.repeat(work, number=1, repeat=NUM_TIMED_RUNS))

@@ -1,0 +1,210 @@
+"""Compute what each device holds while a target serves, and how much context is left.
+
+This is done for a target alone and with a draft. Weights and KV cache are counted. What an engine
+takes in addition is assumed. Devices that share a model (tensor parallelism) each hold an equal
+part of its weights, and whole heads of its cache.
+"""
+
+import bisect
+from dataclasses import dataclass, replace
+
+import torch
+from transformers import PreTrainedConfig
+
+from specdistill.advice.plan.options import ServingOptions
+from specdistill.common.errors import UserError, make_unused_key_error
+from specdistill.methods.sizes import ModelConfigInfo
+from specdistill.targets.cache_size import CacheSize
+
+CONTEXT = 4096  # the context in tokens, if none is asked for
+# Bytes of an engine's kernels and graphs, and of the buffers for communication between devices.
+ENGINE_BYTES = 2**30
+PASS_TOKENS = 8192  # prompt tokens of one pass, as in vLLM
+NO_LIMIT = 2**30  # tokens of context from which on there is no limit
+MAX_DEVICES = 64
+# The usable share of a device's memory. The rest is the context of the driver, and what the
+# allocator cannot use.
+USABLE_MEMORY_SHARE = 0.92
+
+
+def parse_dtype(name: str | None) -> torch.dtype | None:
+    """Return the dtype of a name in the section `serving`; None for None."""
+    return getattr(torch, {"fp8": "float8_e4m3fn"}.get(name, name)) if name else None
+
+
+def count_kv_itemsize(serving: ServingOptions, target: ModelConfigInfo) -> int:
+    """Return the bytes of a number in the KV cache."""
+    return target.itemsize(parse_dtype(serving.kv_cache_dtype) or parse_dtype(serving.dtype))
+
+
+def check_serving(
+    serving: ServingOptions, target: ModelConfigInfo, draft: ModelConfigInfo | None = None
+) -> ServingOptions:
+    """Check how a target is to be served, and set the context if it is not given.
+
+    The default is CONTEXT, or the context of the target if that is less.
+
+    Args:
+        serving: how it is to be served.
+        target: the target.
+        draft: the draft; None for the target alone.
+
+    Returns:
+        The options, with a context.
+
+    Raises:
+        UserError: for what no engine would serve: more context than the target has, another dtype
+            for quantized weights, or attention heads that the devices cannot share.
+    """
+    longest = getattr(target.text, "max_position_embeddings", None)
+    context = serving.context or min(CONTEXT, longest or CONTEXT)
+    if longest and context > longest:
+        raise UserError(
+            "serving.context",
+            got=context,
+            expected=f"at most {longest}, the target's max_position_embeddings",
+        )
+    if serving.dtype and target.quantization:
+        raise make_unused_key_error(
+            "serving.dtype",
+            serving.dtype,
+            f"the weights of {target.name} are"
+            f" {target.quantization.get('quant_method', 'quantised')}",
+        )
+    for model in filter(None, (target, draft)):
+        heads = getattr(model.text, "num_attention_heads", serving.tensor_parallel)
+        if heads % serving.tensor_parallel:
+            raise UserError(
+                "serving.tensor_parallel",
+                got=serving.tensor_parallel,
+                expected=f"a divisor of {heads}, the attention heads of {model.name}",
+            )
+    return serving.model_copy(update={"context": context})
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The memory of each device while a model is served.
+
+    Attributes:
+        parts: bytes of each part that the device holds, by name.
+        needs: bytes of memory that a device needs, with the share that the engine does not use.
+        fits: whether the parts fit into the memory that was asked for.
+        room: tokens of context that all sequences together can have on that memory; 0 if the
+            weights alone do not fit, and None if no layer keeps tokens for good.
+        cost: how many of these tokens the draft takes; None for the target alone.
+        tensor_parallel: devices on which the parts fit, if they do not fit here; None if they fit,
+            or if MAX_DEVICES do not hold them.
+    """
+
+    parts: dict[str, int]
+    needs: int
+    fits: bool
+    room: int | None
+    cost: int | None = None
+    tensor_parallel: int | None = None
+
+
+def compute_budget(
+    target: ModelConfigInfo,
+    serving: ServingOptions,
+    draft_bytes: float = 0,
+    draft_cache: CacheSize | None = None,
+    num_speculative_tokens: int = 0,
+) -> Budget:
+    """Return the memory of each device that serves a target, with a draft or alone.
+
+    Args:
+        target: the target.
+        serving: how it is served, with a context.
+        draft_bytes: bytes of the draft's weights; 0 without a draft.
+        draft_cache: the size of the draft's KV cache; None if it has none.
+        num_speculative_tokens: K, draft tokens per round.
+    """
+    dtype = parse_dtype(serving.dtype)
+    devices = serving.tensor_parallel
+    itemsize = count_kv_itemsize(serving, target)
+
+    # All that does not depend on the context.
+    parts = {
+        "target": count_weight_bytes(target, dtype) / devices,
+        "KV cache": 0,
+        "draft": draft_bytes / devices,
+        "draft's KV cache": 0,
+        "engine": (
+            ENGINE_BYTES
+            + _estimate_activation_bytes(
+                target.text,
+                target.itemsize(dtype),
+                verified=serving.batch_size * (num_speculative_tokens + 1),
+                devices=devices,
+            )
+        ),
+    }
+
+    def caches(context: int) -> list[int]:
+        return [
+            size.num_bytes(context, serving.batch_size, itemsize, devices) if size else 0
+            for size in (target.cache, draft_cache)
+        ]
+
+    # Fill in the caches for the context that was asked for.
+    assert serving.context is not None
+    usable = serving.gpu_memory_utilization * serving.memory_gb * 2**30
+    fixed = sum(parts.values())
+    parts["KV cache"], parts["draft's KV cache"] = caches(serving.context)
+    total = int(sum(parts.values()))
+    # The longest context that fits: the cache grows with the context, so this is a binary search.
+    beyond = bisect.bisect_left(
+        range(NO_LIMIT + 1), True, key=lambda context: fixed + sum(caches(context)) > usable
+    )
+    longest = max(0, beyond - 1)
+    budget = Budget(
+        parts={name: int(size) for name, size in parts.items() if size},
+        needs=int(total / serving.gpu_memory_utilization),
+        fits=total <= usable,
+        room=None if longest >= NO_LIMIT else longest * serving.batch_size,
+    )
+    # If it does not fit, find the number of devices on which it does by doubling.
+    if budget.fits or 2 * devices > MAX_DEVICES:
+        return budget
+    doubled = compute_budget(
+        target,
+        serving.model_copy(update={"tensor_parallel": 2 * devices}),
+        draft_bytes,
+        draft_cache,
+        num_speculative_tokens,
+    )
+    return replace(budget, tensor_parallel=2 * devices if doubled.fits else doubled.tensor_parallel)
+
+
+def count_weight_bytes(target: ModelConfigInfo, dtype: torch.dtype | None = None) -> float:
+    """Return the bytes of all weights of a model; tied weights count once.
+
+    Args:
+        target: the model.
+        dtype: of the weights; None for the dtype that they are stored in.
+    """
+    weigh = target.weigh(dtype)
+    return sum(weigh(name, parameter) for name, parameter in target.model.named_parameters())
+
+
+def _estimate_activation_bytes(
+    text: PreTrainedConfig, itemsize: int, verified: int, devices: int
+) -> int:
+    """Estimate the bytes of activations on each device.
+
+    They are those of a pass over PASS_TOKENS prompt tokens, with six vectors of the hidden size and
+    three of the MLP's width per token, and the float32 logits of one round.
+
+    Args:
+        text: the target's text config.
+        itemsize: bytes of a number.
+        verified: tokens whose logits are computed in a round.
+        devices: devices that share the model.
+    """
+    width = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    # Some classes have a width for each layer.
+    widest = max(width) if isinstance(width, list) else width
+    rows = PASS_TOKENS * itemsize * (6 * text.hidden_size + 3 * widest // devices)
+    return int(rows + 4 * verified * text.vocab_size)

@@ -1,0 +1,795 @@
+"""Estimate a method's row of the plan: its draft, its training, and its speedup in serving.
+
+Symbols: H hidden size, I MLP width, K draft tokens per round, B sequences, alpha the acceptance
+rate, assumed to be equal at every position. c is the cost of a draft step and v the cost of
+verifying K tokens, both in plain target steps. Nothing is measured.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
+from typing import Any
+
+from specdistill.advice.plan.accounting import (
+    H100,
+    MATRIX_SHARE,
+    TRAFFIC_SHARE,
+    Device,
+    Machine,
+    count_training_step,
+)
+from specdistill.advice.plan.budget import (
+    ENGINE_BYTES,
+    PASS_TOKENS,
+    USABLE_MEMORY_SHARE,
+    Budget,
+    compute_budget,
+    count_kv_itemsize,
+    parse_dtype,
+)
+from specdistill.advice.plan.options import ServingOptions
+from specdistill.common.documents import read_yaml
+from specdistill.common.errors import UserError
+from specdistill.common.project import LAUNCHES, RECIPES
+from specdistill.evaluation.statistics.theory import expected_acceptance_length, predicted_speedup
+from specdistill.methods import METHODS, sizes
+from specdistill.methods.base import DraftSettings
+from specdistill.methods.chains.serving import describe_head_engines
+from specdistill.methods.sizes import ModelConfigInfo, PlannedDraft, count_weights_read
+from specdistill.targets.cache_size import CacheSize
+from specdistill.training.losses.head_loss import BLOCK_ROWS
+
+# The largest K, by the draft's passes per round. In a block of 16 the first token is known already.
+MAX_K = {"K": 8, "1": 15, "0": 8}
+# The overhead of an engine, in addition to bytes and layers. In vLLM issue 20780, Llama-3.1-8B with
+# its EAGLE-3 head takes 8.35 + 1.016 K ms per round, and a plain step takes 7.07 ms. So v = 1.18
+# and c = 0.144, while the bytes alone give v = 1 and c = 0.050. The difference in c is 0.094, which
+# is the time of 3 of 32 layers.
+VERIFY_OVERHEAD = 0.18
+LAYERS_OVERHEAD = 3.0
+# Bytes per trained parameter: a float32 weight, its gradient and two AdamW moments (Muon keeps one
+# moment of the matrices). Bytes per frozen parameter that training copies: a float32 weight.
+BYTES_PER_TRAINED = 16
+BYTES_PER_COPIED = 4
+# Operations per second of one H100 or H200 in bfloat16: 40 % of the peak of its tensor cores.
+TRAINING_FLOPS = 4e14
+BATCH_SIZE = 4
+MAX_LENGTH = 2048
+# The launch configuration that a recipe's header names.
+LAUNCH = re.compile(r"accelerate_configs/(\w+)\.yaml(?: --num_processes (\d+))?")
+# Parameters of the largest target for which the recipes of small targets are meant unchanged.
+MAX_SMALL_TARGET_PARAMETERS = 100_000_000
+
+RecipeKeys = dict[str, Any]  # the keys of a shipped recipe, by section
+
+
+def list_assumptions(device: Device) -> tuple[str, ...]:
+    """Return the assumptions of the estimates for a device, in sentences."""
+    if isinstance(device, Machine):
+        passes = (
+            "A pass over several tokens takes as long as products of matrices with as many rows"
+            f" took on {device.name}."
+        )
+        hours = (
+            f"Hours are of {device.name}, by its measured speed of matrix products and of copies"
+        )
+    else:
+        passes = (
+            "A pass takes as long as its reads, or as its arithmetic where that takes longer, at "
+            f"{device.flops_per_byte:.0f} operations per byte ({device.name})."
+        )
+        hours = (
+            f"GPU hours are of an {device.name} (of a GPU at {TRAINING_FLOPS / 1e12:.0f} TFLOP/s"
+            " where rough)"
+        )
+    return (
+        (
+            "Parameters follow from configs; acceptance is published, by the sources named; the"
+            " speedup is S = AL / (v + c·K)."
+        ),
+        (
+            "c is the larger of a draft step's shares of what the target reads (weights, KV cache)"
+            f" and of its layers. {passes} Quantized weights count as they are stored, where an"
+            " index says how large they are."
+        ),
+        (
+            f"Low end of S: the lower acceptance, v + {VERIFY_OVERHEAD}, {LAYERS_OVERHEAD:g}"
+            " layers' time more per draft step (fitted to vLLM issue 20780), each token of a"
+            " mixture sent to experts of its own. High end: the higher acceptance; only reads and"
+            " arithmetic count."
+        ),
+        (
+            "Acceptance is the same at every position; K is the fewest tokens within 1 % of the"
+            f" best, at most {MAX_K['K']} of a draft that takes a step for each."
+        ),
+        (
+            f"Serving: {ENGINE_BYTES / 2**30:g} GiB for the engine and activations of"
+            f" {PASS_TOKENS:,} prompt tokens per pass. Latent attention keeps its latent, a window"
+            " its tokens, a recurrent layer its state; devices share heads, and each has at least"
+            " one."
+        ),
+        (
+            f"{sizes.TOKENS_PER_SAMPLE} training tokens per conversation; features computed in each"
+            " step, all tokens with a loss; draft and AdamW in float32. The training step's own"
+            " code runs over tensors without content, which counts its memory, traffic and"
+            " arithmetic, where a method can; roughly 28H + 4I numbers per layer, token and step"
+            f" elsewhere. {MATRIX_SHARE:.0%} of a device's bfloat16 peak in matrix products,"
+            f" {TRAFFIC_SHARE:.0%} of its bandwidth in all else, and {USABLE_MEMORY_SHARE:.0%}"
+            f" of its memory can"
+            " be used."
+        ),
+        (
+            f"{hours}: all steps of the target's own recipe, else one pass over the tokens;"
+            " generating them is not counted."
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class ExpectedSpeedup:
+    """The best K at one alpha, with its acceptance length and its speedup."""
+
+    num_speculative_tokens: int
+    acceptance_length: float
+    speedup: float
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The launch configuration of a training.
+
+    Attributes:
+        configuration: the name of a file in accelerate_configs/.
+        num_processes: processes of the launch.
+        is_sharded: whether the processes share the target's layers.
+        device_bytes: bytes that each process holds.
+    """
+
+    configuration: str
+    num_processes: int
+    is_sharded: bool
+    device_bytes: int
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """The row of one method in the plan.
+
+    Numbers that do not exist, or that nobody published, are None, and `note` says why.
+
+    Attributes:
+        method: the method.
+        available: whether the target can have a draft of this method.
+        note: why the method is not available, or remarks about it.
+        recipe: the name of the shipped recipe that trains it; None if there is none.
+        draft: the name of the given draft; None for the draft that the recipe would train.
+        num_layers: layers of the draft.
+        parameters: parameters of the draft.
+        bytes: bytes of the draft, in its dtype.
+        training_tokens: distinct training tokens.
+        training_source: where that number comes from.
+        trained_tokens: tokens of all steps of the target's own recipe, else of one pass.
+        micro_batch: rows, and tokens of a row.
+        disk_bytes: bytes of the hidden states of all training tokens.
+        training_memory: bytes of each part of training on one device.
+        training_hours: hours of one GPU, or of this machine.
+        training_launch: the launch of the recipe, else that of `_launch`; None if a machine cannot
+            hold the training.
+        kv_bytes: bytes of the draft's KV cache for a token of context.
+        step_ratio: c, the larger of the two shares.
+        step_shares: the cost of a draft step over that of a target step, by what they read (weights
+            and KV cache) and by the layers that they run.
+        alphas: the lower and the higher acceptance rate.
+        acceptance_source: where these rates come from.
+        low: the low end of the speedup, for the device and the way in which the target is served.
+        high: the high end.
+        serving: what each device holds while it serves.
+        recipe_keys: keys to add to the command that trains the draft.
+        warnings: what contradicts the target's config.json.
+        is_served: whether an engine can decode with the draft.
+    """
+
+    method: str
+    available: bool
+    note: str
+    recipe: str | None
+    draft: str | None = None
+    num_layers: int | None = None
+    parameters: int | None = None
+    bytes: int | None = None
+    training_tokens: int | None = None
+    training_source: str | None = None
+    trained_tokens: int | None = None
+    micro_batch: tuple[int, int] | None = None
+    disk_bytes: int | None = None
+    training_memory: dict[str, int] | None = None
+    training_hours: float | None = None
+    training_launch: Launch | None = None
+    kv_bytes: int | None = None
+    step_ratio: float | None = None
+    step_shares: dict[str, float] | None = None
+    alphas: tuple[float, float] | None = None
+    acceptance_source: str | None = None
+    low: ExpectedSpeedup | None = None
+    high: ExpectedSpeedup | None = None
+    serving: Budget | None = None
+    recipe_keys: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    is_served: bool = True
+
+    @property
+    def middle(self) -> float:
+        """The geometric mean of the two ends of the speedup; 0 if there are none."""
+        return math.sqrt(self.low.speedup * self.high.speedup) if self.low and self.high else 0.0
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """The setting of a plan, and the cost of passes of target and draft in it.
+
+    The cost of a pass is the bytes that it reads. Where its arithmetic takes longer, it is the
+    bytes that could be read in that time.
+
+    Attributes:
+        target: the target, by its config.json.
+        serving: how the target is to be served.
+        batch_size: rows of a micro-batch in training; None for the recipe's, else BATCH_SIZE.
+        max_length: tokens of a row; None for the recipe's, else MAX_LENGTH.
+        computed: run the training step over tensors without content, if the method can
+            (`PlannedDraft.build`). This takes seconds.
+        device: the device that serves and trains.
+    """
+
+    target: ModelConfigInfo
+    serving: ServingOptions
+    batch_size: int | None = None
+    max_length: int | None = None
+    computed: bool = False
+    device: Device = H100
+
+    @cached_property
+    def plain(self) -> float:
+        """The cost of a plain step of the target."""
+        return self._estimate_target_pass(1, spread=True)
+
+    def estimate_verification(self, most: int, *, spread: bool) -> list[float]:
+        """Return the cost of verification, v, for K = 1 to `most`.
+
+        Args:
+            most: the largest K.
+            spread: whether every token of a mixture of experts is sent to its own experts.
+                Otherwise the tokens of a sequence share theirs.
+        """
+        return [
+            self._estimate_target_pass(k + 1, spread=spread) / self.plain
+            for k in range(1, most + 1)
+        ]
+
+    def _estimate_target_pass(self, num_tokens: int, *, spread: bool) -> float:
+        """Return the cost of a target's pass over this many tokens of each sequence."""
+        return self.count_pass_bytes(
+            self._read(self.serving.batch_size * (num_tokens if spread else 1)),
+            self.target.cache,
+            self._parameters,
+            num_tokens,
+        )
+
+    @cached_property
+    def _parameters(self) -> float:
+        """Parameters of the target that one token is multiplied with."""
+        return count_weights_read(self.target.model)
+
+    @cached_property
+    def _read(self) -> Callable[[int], float]:
+        """A function: the bytes of the target's weights that a pass over n tokens reads."""
+        return cache(
+            partial(
+                count_weights_read,
+                self.target.model,
+                weigh=self.target.weigh(parse_dtype(self.serving.dtype)),
+            )
+        )
+
+    def count_pass_bytes(
+        self, weights: float, cache: CacheSize | None, parameters: float, num_tokens: int
+    ) -> float:
+        """Return the cost of a pass over some tokens of each sequence.
+
+        Args:
+            weights: bytes of weights that the pass reads.
+            cache: the KV cache that it reads; None for none.
+            parameters: numbers that each token is multiplied with.
+            num_tokens: tokens of each sequence.
+        """
+        context = self.serving.context
+        batch_size = self.serving.batch_size
+        assert context is not None
+        cache_bytes = (
+            cache.num_bytes(context, batch_size, count_kv_itemsize(self.serving, self.target))
+            if cache
+            else 0
+        )
+        return self.device.count_pass_bytes(
+            weights + cache_bytes, parameters, batch_size * num_tokens
+        )
+
+
+def build_plan_row(method: str, draft_info: ModelConfigInfo | None, scenario: Scenario) -> PlanRow:
+    """Return a method's row of the plan.
+
+    Args:
+        method: the method.
+        draft_info: the draft, by its config.json; None for the draft that a recipe would train.
+        scenario: what is planned for.
+
+    Raises:
+        UserError: if the given draft does not suit the target.
+    """
+    # A recipe of this target, or of small targets, says how the draft is built and trained.
+    target = scenario.target
+    recipe, settings = find_recipe(method, target.name)
+    # A CPU trains with the shipped recipe for small targets, because other sizes would take too
+    # long.
+    takes_small_recipes = target.parameters <= MAX_SMALL_TARGET_PARAMETERS or isinstance(
+        scenario.device, Machine
+    )
+    if not settings and recipe and takes_small_recipes:
+        settings = read_recipe(recipe)
+
+    # Without a given draft, a method that does not fit the target is a row that says so.
+    try:
+        planned: PlannedDraft = (
+            METHODS[method].load().advice.plan_draft(target, draft_info, settings.get("draft", {}))
+        )
+    except UserError as error:
+        if draft_info is not None:
+            raise
+        return PlanRow(method, False, str(error), recipe)
+
+    # The tokens of training: those of the recipe, or those of the published drafts.
+    generated = settings.get("data", {}).get("regenerate", {}).get("num_tokens")
+    size, read = _count_draft_bytes(method, planned, draft_info, scenario)
+    speed = _estimate_speed(planned, METHODS[method].passes, scenario, read)
+    tokens = generated or planned.published.training_tokens
+    return PlanRow(
+        method=method,
+        available=True,
+        note="; ".join(
+            filter(None, (planned.note, describe_head_engines(method, target.text.model_type)))
+        ),
+        recipe=recipe,
+        draft=draft_info.name if draft_info else None,
+        num_layers=planned.parts.num_layers,
+        parameters=planned.parts.parameters,
+        bytes=int(size),
+        kv_bytes=(
+            planned.cache.count_bytes_per_token(count_kv_itemsize(scenario.serving, target))
+            if planned.cache
+            else None
+        ),
+        acceptance_source=planned.published.acceptance_source,
+        training_tokens=tokens,
+        training_source=f"recipe {recipe}" if generated else planned.published.training_source,
+        serving=_estimate_serving(planned, scenario, size, speed["high"]),
+        recipe_keys=planned.recipe_keys,
+        warnings=planned.warnings,
+        is_served=planned.is_served,
+        **speed,
+        **_estimate_training(method, planned, scenario, recipe, settings, tokens),
+    )
+
+
+def _count_draft_bytes(
+    method: str, planned: PlannedDraft, draft_info: ModelConfigInfo | None, scenario: Scenario
+) -> tuple[float, float]:
+    """Return the bytes of a draft's weights, and of the weights that a step reads."""
+    parts = planned.parts
+    target = scenario.target
+    itemsize = (
+        parse_dtype(scenario.serving.dtype)
+        or (draft_info or target).dtype
+        or target.dtype
+        or sizes.ASSUMED_DTYPE
+    ).itemsize
+    if not (METHODS[method].in_target and target.native_mtp and target.quantization):
+        return parts.parameters * float(itemsize), parts.read * float(itemsize)
+    tables = parts.copied / 2  # All other weights are stored as the target's own layers are.
+    return (
+        parts.parameters * target.converted_itemsize,
+        tables * itemsize + (parts.read - tables) * target.converted_itemsize,
+    )
+
+
+def _estimate_speed(
+    planned: PlannedDraft, passes: str, scenario: Scenario, read: float
+) -> dict[str, Any]:
+    """Return the cost of a draft step and the speedup, as fields of a row.
+
+    Args:
+        planned: the draft.
+        passes: of the draft per round: "K", "1" or "0".
+        scenario: what is planned for.
+        read: bytes of weights that a step reads.
+    """
+    parts = planned.parts
+    num_layers = scenario.target.text.num_hidden_layers
+    alphas = planned.published.alphas
+    step = scenario.count_pass_bytes(read, planned.cache, parts.read, 1) if parts.read else 0.0
+    shares = {"weights": step / scenario.plain, "layers": parts.num_layers / num_layers}
+    low = high = None
+    if alphas:
+        best, verify = (
+            scenario.estimate_verification(MAX_K[passes], spread=spread) for spread in (False, True)
+        )
+        low, high = compute_speedup_range(
+            alphas, verify, shares, num_layers, passes, verify_at_best=best
+        )
+    return {
+        "step_ratio": max(shares.values()),
+        "step_shares": shares,
+        "alphas": alphas,
+        "low": low,
+        "high": high,
+    }
+
+
+def _estimate_serving(
+    planned: PlannedDraft, scenario: Scenario, size: float, high: ExpectedSpeedup | None
+) -> Budget | None:
+    """Return what each device holds with a draft, and the context that the draft costs.
+
+    Args:
+        planned: the draft.
+        scenario: what is planned for.
+        size: bytes of the draft's weights.
+        high: the high end of the speedup, whose K is used; None if there is none.
+
+    Returns:
+        The budget; None for a draft without weights.
+    """
+    if not planned.parts.parameters:
+        return None
+    alone = compute_budget(scenario.target, scenario.serving)
+    budget = compute_budget(
+        scenario.target,
+        scenario.serving,
+        size,
+        planned.cache,
+        high.num_speculative_tokens if high else 0,
+    )
+    return (
+        budget
+        if budget.room is None or alone.room is None
+        else replace(budget, cost=alone.room - budget.room)
+    )
+
+
+def _estimate_training(
+    method: str,
+    planned: PlannedDraft,
+    scenario: Scenario,
+    name: str | None,
+    recipe: RecipeKeys,
+    tokens: int | None,
+) -> dict[str, Any]:
+    """Return the needs of training, as fields of a row.
+
+    Args:
+        method: the method.
+        planned: the draft.
+        scenario: what is planned for.
+        name: the name of the recipe; None if there is none.
+        recipe: the keys of this recipe if the row describes its run, else empty.
+        tokens: distinct training tokens; None if they are not known.
+    """
+    # A draft without weights needs no training.
+    if planned.shape is None:
+        nothing = None if tokens is None else 0
+        return {"disk_bytes": nothing, "training_memory": {}, "training_hours": nothing}
+    target = scenario.target
+
+    # The micro-batch: as asked, or as the recipe has it, within the target's context.
+    row = METHODS[method]
+    itemsize = scenario.target.itemsize()
+    train = recipe.get("train", {})
+    draft = {key: value for key, value in recipe.get("draft", {}).items() if key == "ttt_steps"}
+    rows = scenario.batch_size or train.get("per_device_train_batch_size", BATCH_SIZE)
+    length = scenario.max_length or recipe.get("data", {}).get("max_length", MAX_LENGTH)
+    length = min(length, getattr(target.text, "max_position_embeddings", None) or length)
+
+    # Memory and speed of a step decide on how many devices it is launched.
+    memory, rate = estimate_training_needs(
+        method,
+        planned,
+        target,
+        scenario.device,
+        draft,
+        (rows, length),
+        itemsize,
+        computed=scenario.computed,
+    )
+    launch = _launch(
+        target, memory, scenario.serving.memory_gb * 2**30, scenario.device.most_per_machine
+    )
+
+    # A recipe says how it is launched, and how many tokens it trains on.
+    trained = tokens
+    if recipe:
+        launch = describe_launch(
+            target,
+            memory,
+            *launch_of(str(name)),
+            is_sharded=recipe["target"].get("shard") == "layers",
+        )
+        trained = (
+            train["max_steps"]
+            * train.get("gradient_accumulation_steps", 1)
+            * rows
+            * length
+            * launch.num_processes
+        )
+    return {
+        "disk_bytes": (
+            None if tokens is None else row.features * target.text.hidden_size * itemsize * tokens
+        ),
+        "micro_batch": (rows, length),
+        "trained_tokens": trained,
+        "training_memory": memory,
+        "training_hours": None if trained is None else trained / rate / 3600,
+        "training_launch": launch,
+    }
+
+
+def estimate_training_needs(
+    method: str,
+    planned: PlannedDraft,
+    target: ModelConfigInfo,
+    device: Device,
+    draft_keys: DraftSettings,
+    micro_batch: tuple[int, int],
+    itemsize: int,
+    *,
+    computed: bool = True,
+    is_mixed: bool = True,
+    runs_layers: bool = True,
+) -> tuple[dict[str, int], float]:
+    """Return the memory of a training by part, in bytes, and its tokens per second.
+
+    Args:
+        method: the method.
+        planned: the draft, which has a shape.
+        target: the target.
+        device: the device that trains.
+        draft_keys: keys of the recipe's section `draft`.
+        micro_batch: rows, and tokens of a row.
+        itemsize: bytes of a number of the target's weights.
+        computed: run the step's code over tensors without content, if the method can; otherwise
+            both are rough.
+        is_mixed: whether the step runs under bfloat16 autocast.
+        runs_layers: whether each step runs the target's layers. Otherwise their hidden states are
+            stored.
+    """
+    # Estimate the memory from the sizes, for a head that is unrolled over several positions.
+    assert planned.shape is not None
+    rows, length = micro_batch
+    num_tokens = rows * length
+    positions = draft_keys.get("ttt_steps", METHODS[method].positions)
+    memory = estimate_training_memory(
+        planned.parts,
+        target.parameters * itemsize,
+        planned.shape,
+        planned.vocabulary,
+        positions,
+        num_tokens,
+    )
+
+    # Count the step's own operations where its code runs without weights.
+    layers = sizes.count_layer_weights_read(target.model) if runs_layers else 0.0
+    if computed and planned.build is not None:
+        step = count_training_step(
+            method,
+            planned.build,
+            {**planned.counted_with, **draft_keys},
+            target,
+            rows=rows,
+            length=length,
+            is_mixed=is_mixed,
+        )
+        memory["activations"] = step.peak
+        # The ledger counts the target's head, as far as the loss needs its logits.
+        return memory, device.estimate_tokens_per_second(step, num_tokens, 2 * layers * num_tokens)
+
+    # Otherwise take two operations per weight in the forward pass, and six where it is trained.
+    head = count_weights_read(target.model) - sizes.count_layer_weights_read(target.model)
+    flops = MATRIX_SHARE * device.flops if isinstance(device, Machine) else TRAINING_FLOPS
+    return memory, flops / (2 * (layers + head) + 6 * planned.parts.read * positions)
+
+
+def _launch(
+    target: ModelConfigInfo, memory: Mapping[str, int], device_memory: float, most: int
+) -> Launch | None:
+    """Return the launch on the fewest devices of a machine on which training fits.
+
+    With several processes the target's layers are shared.
+
+    Args:
+        target: the target.
+        memory: bytes of each part of training on one device.
+        device_memory: bytes of memory of a device.
+        most: devices of a machine.
+
+    Returns:
+        The first configuration with which it fits; None if there is none.
+    """
+    ways = []
+    for number in (1, 2, 4, 8):
+        if number <= most:
+            ways += [("ddp", number), ("zero2", number)]
+    launches = (describe_launch(target, memory, *way, is_sharded=way[1] > 1) for way in ways)
+    return next(
+        (
+            launch
+            for launch in launches
+            if launch.device_bytes <= USABLE_MEMORY_SHARE * device_memory
+        ),
+        None,
+    )
+
+
+def describe_launch(
+    target: ModelConfigInfo, memory: Mapping[str, int], name: str, number: int, *, is_sharded: bool
+) -> Launch:
+    """Return a launch with the bytes that each process holds.
+
+    A process that shares the target's layers holds its part of them and one gathered layer. Of the
+    draft it holds what the configuration (ZeRO stage 2 or 3) does not divide.
+
+    Args:
+        target: the target.
+        memory: bytes of each part of training on one device.
+        name: of the configuration in accelerate_configs/.
+        number: processes.
+        is_sharded: whether the processes share the target's layers.
+    """
+    layers = target.itemsize() * sum(
+        size.numel() for key, size in target.model.named_parameters() if ".layers." in key
+    )
+    spared = (
+        layers - (layers / number + layers / target.text.num_hidden_layers) if is_sharded else 0
+    )
+    kept_share = {"zero2": 0.25 + 0.75 / number, "zero3": 0.25 + 1 / number}.get(
+        name.partition("_")[0], 1.0
+    )
+    return Launch(
+        name,
+        number,
+        is_sharded,
+        int(sum(memory.values()) - spared - (1 - kept_share) * memory["draft"]),
+    )
+
+
+def find_recipe(method: str, target: str) -> tuple[str | None, RecipeKeys]:
+    """Find the shipped recipe of a method for a target.
+
+    Args:
+        method: the method.
+        target: the target's name.
+
+    Returns:
+        The name and the keys of the target's own recipe. If there is none, the name of the recipe
+        for small targets, or else of that for pico, without keys. The name is None if there is no
+        recipe.
+    """
+    names = sorted(
+        path.relative_to(RECIPES).with_suffix("").as_posix() for path in RECIPES.rglob("*.yaml")
+    )
+    recipes = {name: keys for name in names if (keys := read_recipe(name)).get("method") == method}
+    own_recipe = next(
+        (name for name, keys in recipes.items() if keys["target"]["model"] == target), None
+    )
+    if own_recipe:
+        return own_recipe, recipes[own_recipe]
+    for folder in ("small", "pico"):
+        for name in recipes:
+            if name.startswith(f"{folder}/"):
+                return name, {}
+    return None, {}
+
+
+def launch_of(recipe: str) -> tuple[str, int]:
+    """Return the launch configuration and the number of processes in a shipped recipe's header."""
+    (name, number), *_ = LAUNCH.findall((RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8"))
+    return name, int(number or read_yaml(LAUNCHES / f"{name}.yaml")["num_processes"])
+
+
+@cache
+def read_recipe(name: str) -> RecipeKeys:
+    """Return the keys of a shipped recipe."""
+    keys: RecipeKeys = read_yaml(RECIPES / f"{name}.yaml")
+    return keys
+
+
+def select_best_k(
+    alpha: float, verify: Sequence[float], c: float, passes: str = "K"
+) -> ExpectedSpeedup:
+    """Compute S = AL / (v + c·K) at the smallest K that comes within 1 % of the best S.
+
+    AL = 1 + alpha + … + alpha^K (arXiv 2211.17192).
+
+    Args:
+        alpha: the acceptance rate.
+        verify: v for K = 1, 2, …
+        c: the cost of a draft pass, in plain target steps.
+        passes: of the draft per round: "K", "1" or "0". c is multiplied by this number.
+    """
+    lengths = [expected_acceptance_length(alpha, k) for k in range(1, len(verify) + 1)]
+    speedups = [
+        float(predicted_speedup(length, verify[k - 1], {"K": c * k, "1": c, "0": 0.0}[passes]))
+        for k, length in enumerate(lengths, 1)
+    ]
+    index = next(index for index, speedup in enumerate(speedups) if speedup >= 0.99 * max(speedups))
+    return ExpectedSpeedup(index + 1, lengths[index], speedups[index])
+
+
+def compute_speedup_range(
+    alphas: tuple[float, float],
+    verify: Sequence[float],
+    shares: Mapping[str, float],
+    target_layers: int,
+    passes: str = "K",
+    *,
+    verify_at_best: Sequence[float] | None = None,
+) -> tuple[ExpectedSpeedup, ExpectedSpeedup]:
+    """Return the low and the high end of the speedup.
+
+    The low end has the lower alpha, c and the overhead of an engine. At the high end, with the
+    higher alpha, only what is read counts. A draft that runs no layers has no overhead of layers.
+
+    Args:
+        alphas: the lower and the higher acceptance rate.
+        verify: v for K = 1, 2, …, by what is read.
+        shares: the `step_shares` of a row.
+        target_layers: layers of the target.
+        passes: as of `select_best_k`.
+        verify_at_best: v at the high end; None for 1, as for a dense target with few sequences.
+    """
+    overhead = LAYERS_OVERHEAD / target_layers if shares["layers"] else 0.0
+    low = select_best_k(
+        alphas[0], [v + VERIFY_OVERHEAD for v in verify], max(shares.values()) + overhead, passes
+    )
+    return low, select_best_k(
+        alphas[1], verify_at_best or [1.0] * len(verify), shares["weights"], passes
+    )
+
+
+def estimate_training_memory(
+    parts: sizes.ParameterCounts,
+    target_bytes: int,
+    shape: sizes.ModelShape,
+    vocabulary: int,
+    num_steps: int,
+    num_tokens: int,
+) -> dict[str, int]:
+    """Estimate the device memory of online training roughly, by part, in bytes.
+
+    The draft is counted with gradients and AdamW in float32. Activations are 28H + 4I numbers per
+    layer, token and drafted position in bfloat16, as `accounting` counts them in EAGLE-3 heads, and
+    the logits of a block of the loss.
+
+    Args:
+        parts: the parameters of the draft.
+        target_bytes: bytes of the target's weights.
+        shape: the sizes of the draft's layers.
+        vocabulary: tokens that the draft's logits span.
+        num_steps: drafted positions.
+        num_tokens: tokens of a micro-batch.
+    """
+    layers = 2 * (28 * shape.hidden_size + 4 * shape.intermediate_size) * parts.num_layers
+    return {
+        "target": target_bytes,
+        "draft": BYTES_PER_TRAINED * parts.parameters,
+        "frozen tables": BYTES_PER_COPIED * parts.copied,
+        "activations": num_tokens * num_steps * layers + 2 * BLOCK_ROWS * vocabulary,
+    }

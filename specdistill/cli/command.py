@@ -1,0 +1,156 @@
+"""The parts that commands share: `key=value` arguments, `--help`, errors and exit codes.
+
+`--help` comes from the recipe's schema. A failure is one line and an exit code.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from inspect import cleandoc
+from itertools import chain
+from typing import TypeVar
+
+from rich.table import Table
+
+from specdistill.common.credentials import check_arguments
+from specdistill.common.errors import ExitCode, ResourceError, run_and_report
+from specdistill.common.progress import hide_bars_of_transformers
+from specdistill.common.terminal import JSON, QUIET_FLAG, Console, print_result
+from specdistill.recipe.fields import Section, describe, list_leaves
+from specdistill.recipe.load import load_recipe, merge_values
+from specdistill.recipe.short_keys import (
+    HELP,
+    NO_SHORTHANDS,
+    add_defaults,
+    rename_keys_as_typed,
+    select_recipe_keys,
+)
+
+R = TypeVar("R", bound=Section)
+
+# Arguments that every command takes, and their help.
+COMMON_ARGUMENTS = {
+    "recipe=NAME": "a YAML file of keys, or a name under recipes/; key=value overrides it",
+    JSON: "print the result as one line of JSON",
+    QUIET_FLAG: "print results and errors only",
+    "debug=true": "show the traceback of a user's error",
+}
+
+
+def run(
+    main: Callable[[R], ExitCode | None],
+    schema: type[R],
+    arguments: list[str] | None = None,
+    *,
+    shorthands: Mapping[str, str] = NO_SHORTHANDS,
+    without_recipe: Sequence[str] = (),
+) -> int:
+    """Load a recipe from the command line and run `main` on it.
+
+    Scripts end with `sys.exit(run(main, Recipe))`. `debug=true` shows the traceback of a user's
+    error.
+
+    Args:
+        main: runs with the recipe. The docstring of its module is the help's introduction.
+        schema: the class of the recipe.
+        arguments: None: those of the command line.
+        shorthands: short key -> recipe key, e.g. {"target": "target.model"} lets `target=pico`
+            stand for `target.model=pico`. `eval.*` -> `*` drops a section's name.
+        without_recipe: arguments that come first if there is no `recipe=`, for keys that only
+            recipes need to set.
+
+    Returns:
+        The exit code.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+
+    def command() -> ExitCode:
+        if HELP & set(arguments):
+            print_help(main.__globals__.get("__doc__") or "", [schema], arguments, shorthands)
+            return ExitCode.DONE
+        hide_bars_of_transformers()
+        check_arguments(arguments)
+        keys = add_defaults(select_recipe_keys(arguments, shorthands), without_recipe)
+        with report_keys_as_typed(arguments, shorthands):
+            return main(load_recipe(schema, keys)) or ExitCode.DONE
+
+    return run_and_report(command, arguments)
+
+
+@contextmanager
+def report_keys_as_typed(arguments: Sequence[str], shorthands: Mapping[str, str]) -> Iterator[None]:
+    """Name keys in errors as the user typed them, and say what helps if the device is full."""
+    try:
+        with rename_keys_as_typed(arguments, shorthands):
+            yield
+    except getattr(sys.modules.get("torch"), "OutOfMemoryError", ()) as error:
+        raise ResourceError(
+            f"the accelerator's memory is full ({error})",
+            next_step="lower the batch size or the lengths",
+        ) from error
+
+
+def print_help(
+    introduction: str,
+    schemas: Sequence[type[Section]],
+    arguments: Sequence[str],
+    shorthands: Mapping[str, str] = NO_SHORTHANDS,
+    common: Sequence[str] = (),
+) -> None:
+    """Print the command's docstring, and its keys by section with meaning, type and default.
+
+    Args:
+        introduction: the docstring.
+        schemas: the classes whose keys are printed.
+        arguments: of the command. With `all` among them, all keys are printed. With a method among
+            them, or in their recipe, the keys of other methods are left out.
+        shorthands: short key -> recipe key.
+        common: the keys that are printed without `all`. Empty: all keys.
+    """
+    console = Console()
+    is_short = bool(common) and "all" not in arguments
+
+    # With a method, show the keys of this method only. Otherwise show those of all methods.
+    values = merge_values(
+        [argument for argument in select_recipe_keys(arguments, shorthands) if "=" in argument]
+    )
+    of_one = is_short or "method" in values
+    tables = (
+        list_leaves([schema.select_schema(values)]) if of_one else describe(schema)
+        for schema in schemas
+    )
+    rows = [row for row in chain.from_iterable(tables) if not is_short or row[0] in common]
+    print_result([dict(zip(("key", "type", "default", "help"), row, strict=True)) for row in rows])
+    console.print(cleandoc(introduction), soft_wrap=True)
+
+    # One table for each section of the recipe, and one for keys without a section.
+    groups: dict[str, list[tuple[str, str, str, str]]] = {}
+    for row in rows:
+        groups.setdefault(
+            row[0].partition(".")[0] if "." in row[0] else "keys (key=value)", []
+        ).append(row)
+    for title, group in groups.items():
+        grid = Table.grid(padding=(0, 1), pad_edge=True)
+        grid.add_column(no_wrap=True, style="bold")
+        grid.add_column()
+        for key, kind, default, meaning in group:
+            value = kind.replace(" or null", "") + {"null": "", "required": ", required"}.get(
+                default, f"; default {default}"
+            )
+            grid.add_row(f" {key}", f"{meaning} [{value}]")
+        console.print(f"\n{title}", style="bold")
+        console.print(grid)
+
+    # The short keys, and the arguments that every command takes.
+    print()
+    more = (
+        {"--help all": "list all keys, of all methods; with method=NAME: those of that method"}
+        if is_short
+        else {}
+    )
+    for name, meaning in {
+        **{short: f"short for {key}" for short, key in shorthands.items()},
+        **COMMON_ARGUMENTS,
+        **more,
+    }.items():
+        print(f"  {name:11} {meaning}")

@@ -1,0 +1,185 @@
+"""`specdistill data`: make, merge and show a recipe's row set, and store hidden states."""
+
+from typing import TYPE_CHECKING
+
+from specdistill.cli.launch import LaunchOptions, import_libraries, launch
+from specdistill.common.errors import ExitCode, UserError, find_nearest, make_unused_key_error
+from specdistill.common.project import ROOT
+from specdistill.common.terminal import print_result
+from specdistill.data.produce.fleet import FleetOptions, make_on_ray
+from specdistill.methods.recipe import Recipe, TrainedRecipe, check_trainable
+from specdistill.recipe.fields import Section, option
+from specdistill.recipe.load import load_own_keys, load_recipe
+from specdistill.recipe.short_keys import TRAIN, select_recipe_keys
+
+if TYPE_CHECKING:  # These import torch.
+    from specdistill.data.produce.job import Job
+    from specdistill.data.rows.row_set import Manifest
+
+# A recipe requires this key, and rows do not depend on it.
+OUTPUT_DIR_WITHOUT_RUN = "train.output_dir=runs"
+
+
+class ShowOptions(Section):
+    """The options of `specdistill data show`."""
+
+    documents: int = option(3, "documents to show as text", ge=1)
+
+
+def data(arguments: list[str]) -> int:
+    """Make, merge or show training data, or store hidden states (make, merge, show, features).
+
+    specdistill data show recipe=mine.yaml documents=20
+    specdistill data make recipe=mine.yaml data.shard=0/4
+    specdistill data make recipe=mine.yaml on=ray shards=100
+    specdistill data merge recipe=mine.yaml
+    """
+    has_verb = bool(arguments) and "=" not in arguments[0]
+    verb = arguments[0] if has_verb else "show"
+    remaining_arguments = arguments[1:] if has_verb else arguments
+    if verb not in VERBS:
+        raise UserError(
+            "specdistill data",
+            got=verb,
+            expected=f"one of {', '.join(VERBS)}",
+            nearest=find_nearest(verb, VERBS),
+        )
+    return VERBS[verb](remaining_arguments)
+
+
+def make(arguments: list[str]) -> int:
+    """Make the row set of a recipe, or a shard of its blocks; with on=ray all shards."""
+    fleet, keys = load_own_keys(FleetOptions, select_recipe_keys(arguments, TRAIN))
+    recipe = _load_data_recipe(keys)
+    if fleet.on:
+        return _make_on_ray(fleet, recipe, keys)
+    check_named_files(recipe)
+    import_libraries()
+    # This module imports torch, so it is imported only here.
+    from specdistill.workflows.make_data import make_shard, merge_shards
+
+    job, index, count = make_shard(recipe)
+    if recipe.data.shard is not None:
+        print(
+            f"Made shard {index} of {count} in {job.blocks}. When all are made, run:"
+            f" specdistill data"
+            " merge"
+        )
+        print_result({"blocks": job.blocks, "shard": index, "of": count})
+        return ExitCode.DONE
+    return _print_manifest(job, merge_shards(job))
+
+
+def merge(arguments: list[str]) -> int:
+    """Merge the blocks of all shards into the row set of a recipe."""
+    recipe = _load_data_recipe(select_recipe_keys(arguments, TRAIN))
+    check_named_files(recipe)
+    if recipe.data.shard is not None:
+        raise make_unused_key_error(
+            "data.shard", recipe.data.shard, "`specdistill data merge` takes all shards"
+        )
+    import_libraries()
+    # This module imports torch, so it is imported only here.
+    from specdistill.workflows.make_data import merge_shards, prepare_job
+
+    job = prepare_job(recipe, generates=False)
+    return _print_manifest(job, merge_shards(job))
+
+
+def show(arguments: list[str]) -> int:
+    """Show what a row set holds and some of its documents; it is made if it does not exist."""
+    options, keys = load_own_keys(ShowOptions, select_recipe_keys(arguments, TRAIN))
+    recipe = _load_data_recipe(keys)
+    check_named_files(recipe)
+    import_libraries()
+    # These modules import torch, so they are imported only here.
+    from specdistill.data.rows.show import decode_documents, measure_lengths, print_data
+    from specdistill.workflows.make_data import open_or_make_rows
+
+    job, rows, manifest = open_or_make_rows(recipe)
+    document_lengths = measure_lengths(rows)
+    documents = decode_documents(rows, document_lengths, options.documents, job.target.tokenizer)
+    print_data(manifest, document_lengths, documents)
+    print_result({"folder": job.folder, **manifest.model_dump(mode="json"), "documents": documents})
+    return ExitCode.DONE
+
+
+def features(arguments: list[str]) -> int:
+    """Store the hidden states that training with a recipe reads."""
+    launch_options, recipe_arguments = load_own_keys(LaunchOptions, arguments)
+    import_libraries()
+    if launch_options.launch is not None:
+        return launch(
+            ROOT / "train" / "features.py",
+            [*recipe_arguments, OUTPUT_DIR_WITHOUT_RUN],
+            launch_options,
+        )
+    recipe = check_trainable(
+        load_recipe(Recipe, [*select_recipe_keys(recipe_arguments, TRAIN), OUTPUT_DIR_WITHOUT_RUN])
+    )
+    # This module imports torch, so it is imported only here.
+    from specdistill.workflows.features import store_features
+
+    print_result(store_features(recipe)._asdict())
+    return ExitCode.DONE
+
+
+def _load_data_recipe(keys: list[str]) -> TrainedRecipe:
+    """Load the recipe whose rows are made. Raise UserError for a method that is not trained."""
+    recipe = load_recipe(Recipe, [*keys, OUTPUT_DIR_WITHOUT_RUN])
+    if not isinstance(recipe, TrainedRecipe):
+        raise UserError(
+            "method",
+            got=f"{recipe.method}, which needs no training",
+            expected="a method that is trained",
+        )
+    return recipe
+
+
+def check_named_files(recipe: TrainedRecipe) -> None:
+    """Check the sources, the suite and the gate that a recipe names.
+
+    This takes no library that is slow to import. `check_training` checks them again, and all else.
+    """
+    # These modules import scipy and pyarrow, so they are imported only here.
+    from specdistill.evaluation.gate.rules import load_gate
+    from specdistill.evaluation.suites.suite import check_suite
+    from specdistill.recipe.data_sources import check_files
+
+    if recipe.data.rows is None:
+        check_files(recipe.data.source, recipe.data.split, recipe.data.columns)
+    check_suite(recipe.eval.suite)
+    load_gate(recipe.gate)
+
+
+def _make_on_ray(options: FleetOptions, recipe: TrainedRecipe, keys: list[str]) -> ExitCode:
+    """Make all shards as tasks of a Ray cluster.
+
+    The named files are not checked before: the nodes may see other files than this machine.
+    """
+    options.check(recipe.data)
+    import_libraries()
+    # This module imports torch, so it is imported only here.
+    from specdistill.workflows.make_data import prepare_job
+
+    job = prepare_job(recipe, generates=False)
+    job.check()
+    _ = job.sources  # This prepares the sources, so that the nodes find them prepared.
+    make_on_ray(data, keys, options)
+    print(f"Made {options.shards} shards in {job.blocks}. Next: specdistill data merge")
+    print_result({"blocks": job.blocks, "shards": options.shards})
+    return ExitCode.DONE
+
+
+def _print_manifest(job: "Job", manifest: "Manifest") -> ExitCode:
+    """Print where a row set is and what it holds."""
+    counts = [
+        f"{split.tokens:,} tokens in {split.documents:,} documents"
+        for split in manifest.splits.values()
+    ]
+    print(f"{job.folder}: for training and validation {' and '.join(counts)}")
+    print_result({"folder": job.folder, **manifest.model_dump(mode="json")})
+    return ExitCode.DONE
+
+
+VERBS = {"make": make, "merge": merge, "show": show, "features": features}

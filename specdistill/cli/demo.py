@@ -1,0 +1,50 @@
+"""`specdistill demo`, which runs the verbs train and eval one after the other."""
+
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from specdistill.common.errors import ExitCode, ResourceError, UserError, logger
+from specdistill.common.terminal import JSON
+from specdistill.methods.recipe import Recipe
+from specdistill.recipe.load import load_recipe
+from specdistill.recipe.short_keys import select_recipe_keys
+
+DEMO_RECIPE = "pico/eagle3"
+DEMO_FOLDER = "runs/demo"
+
+
+def demo(arguments: list[str]) -> int:
+    """Train and measure a draft for pico, the bundled target (minutes on a CPU).
+
+    specdistill demo train.max_steps=50
+    """
+    keys = [f"recipe={DEMO_RECIPE}", f"train.output_dir={DEMO_FOLDER}", *arguments]
+    output_dir = load_recipe(Recipe, select_recipe_keys(keys)).train["output_dir"]
+    # The recipe was loaded first, so that a mistake in it does not cost the earlier demo. Only what
+    # a demo wrote is removed. The verb `train` judges any other folder.
+    if output_dir == DEMO_FOLDER and (Path(DEMO_FOLDER) / "run" / "recipe.yaml").is_file():
+        if Path(DEMO_FOLDER).is_symlink():
+            raise UserError(
+                "train.output_dir",
+                got=f"{DEMO_FOLDER}, a link",
+                expected="a folder, or another train.output_dir",
+            )
+        shutil.rmtree(DEMO_FOLDER)
+    for verb in ("train", "eval"):
+        # With --json only the verb `eval` prints a result, its report.
+        command = [verb, *(key for key in keys if verb == "eval" or key != JSON)]
+        logger.info(f"$ specdistill {shlex.join(command)}")
+        code = subprocess.run(
+            [sys.executable, "-m", "specdistill", *command], check=False
+        ).returncode
+        if code < 0:
+            raise ResourceError(
+                f"specdistill {verb} was killed by signal {-code}",
+                next_step="free memory and start again",
+            )
+        if code != ExitCode.DONE:
+            return code
+    return ExitCode.DONE

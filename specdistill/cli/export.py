@@ -1,0 +1,118 @@
+"""`specdistill export`, its options, and what it prints."""
+
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+from specdistill.cli.launch import import_libraries
+from specdistill.common.errors import ExitCode, UserError
+from specdistill.common.terminal import print_result
+from specdistill.hub.options import ExportedTarget
+from specdistill.methods.recipe import Recipe
+from specdistill.recipe.fields import Section, allow_names, option, section
+from specdistill.recipe.load import load_own_keys, load_recipe
+from specdistill.recipe.short_keys import TARGET, select_recipe_keys
+from specdistill.serving.engines import list_engines_with
+
+
+class ExportOptions(Section):
+    """The options of `specdistill export`."""
+
+    engine: Annotated[str, allow_names(lambda: list_engines_with("serve_command"))] = option(
+        ..., "target inference engine"
+    )
+    draft: str | None = option(None, "trained draft: a folder or Hub id, in any supported layout")
+    output_dir: str = option(..., "new folder for the checkpoint and SERVE.md (how to serve it)")
+    target: ExportedTarget = section(ExportedTarget)
+    report: str | None = option(
+        None, "report.json of the draft, or its folder; null: <run>/report of <run>/draft"
+    )
+    num_speculative_tokens: int | None = option(
+        None, "K, draft tokens per round, in SERVE.md; null: the report's, or 3", ge=1
+    )
+    dry_run: bool = option(
+        False, "export an untrained draft of recipe=…, to try its layout in an engine"
+    )
+
+
+def export(arguments: list[str]) -> int:
+    r"""Convert a draft for an inference engine, with the command that serves it.
+
+    specdistill export engine=vllm draft=runs/mine/draft target=path/to/model \
+        output_dir=runs/mine/vllm
+    """
+    options, recipe = _read_export_request(select_recipe_keys(arguments, TARGET))
+    import_libraries()
+    # These modules import torch, so they are imported only here.
+    from specdistill.methods.load import locate
+    from specdistill.serving.export import export as write
+    from specdistill.serving.export import write_untrained
+    from specdistill.targets.files import TargetFiles
+
+    # Export the trained draft, or an untrained one that is written to a temporary folder.
+    source = recipe.target if recipe else options.target
+    with tempfile.TemporaryDirectory() as temporary:
+        if recipe:
+            draft = Path(temporary) / "draft"
+            write_untrained(recipe, draft)
+        else:
+            draft = locate(str(options.draft), key="draft")
+        served = write(
+            draft,
+            options.engine,
+            Path(options.output_dir),
+            TargetFiles(source.model, source.revision, source.adapter) if source.model else None,
+            report=Path(options.report) if options.report else None,
+            num_speculative_tokens=options.num_speculative_tokens,
+        )
+
+    # Say where the export is, and where it says how to serve it.
+    print(
+        f"{'an untrained draft' if recipe else 'draft'} of method {served.method} for"
+        f" {options.engine}: {options.output_dir}"
+    )
+    print(f"how to serve it: {Path(options.output_dir) / 'SERVE.md'}")
+    print_result({"folder": options.output_dir, "engine": options.engine, "method": served.method})
+    return ExitCode.DONE
+
+
+def _read_export_request(arguments: list[str]) -> tuple[ExportOptions, Recipe | None]:
+    """Return the options, and with dry_run=true the recipe of the untrained draft.
+
+    The other keys give the recipe. Its target is then the target of the export.
+
+    Args:
+        arguments: the keys.
+
+    Raises:
+        UserError: unless there is either a draft, or dry_run=true with a recipe.
+    """
+    # An untrained draft needs a recipe, and a trained one must not have one.
+    is_untrained = "dry_run=true" in arguments
+    recipes = [argument for argument in arguments if argument.startswith("recipe=")]
+    if bool(recipes) != is_untrained:
+        raise UserError(
+            "recipe",
+            got=(recipes or ["nothing"])[-1],
+            text=(
+                "recipe: dry_run=true exports the untrained draft of a recipe. Type both, or"
+                " draft=PATH without them."
+            ),
+        )
+    options, of_recipe = (
+        load_own_keys(ExportOptions, arguments)
+        if is_untrained
+        else (load_recipe(ExportOptions, arguments), [])
+    )
+    if (options.draft is None) != is_untrained:
+        raise UserError(
+            "draft",
+            got=options.draft or "nothing",
+            text=(
+                "draft: type draft=PATH of a trained draft, or dry_run=true with recipe=NAME for an"
+                " untrained one."
+            ),
+        )
+    return options, (
+        load_recipe(Recipe, [*of_recipe, "train.output_dir=runs"]) if is_untrained else None
+    )

@@ -1,0 +1,34 @@
+"""`specdistill gate`, and what it prints."""
+
+from typing import TYPE_CHECKING
+
+from specdistill.common.errors import ExitCode
+from specdistill.common.terminal import print_result
+from specdistill.recipe.load import load_recipe
+from specdistill.recipe.short_keys import select_recipe_keys
+
+if TYPE_CHECKING:
+    from specdistill.evaluation.gate.decide import GateOptions
+
+
+def gate(arguments: list[str]) -> int:
+    """Apply a gate to an existing report (exit code 0: passed, 1: failed, 4: inconclusive).
+
+    specdistill gate report=runs/mine/report gates=release baseline=org/name@v1.2
+    """
+    # This module imports scipy, so it is imported only here.
+    from specdistill.evaluation.gate.decide import GateOptions
+
+    return judge_report(load_recipe(GateOptions, select_recipe_keys(arguments)))
+
+
+def judge_report(options: "GateOptions") -> ExitCode:
+    """Judge a report again, print the verdict, and return its exit code."""
+    # These modules import scipy, so they are imported only here.
+    from specdistill.evaluation.gate.decide import EXIT_CODES, judge_again
+    from specdistill.evaluation.report.text import print_gate
+
+    report = judge_again(options)
+    print_gate(report)
+    print_result(report)
+    return EXIT_CODES[report["gate"]["verdict"]]

@@ -1,0 +1,162 @@
+"""The command `specdistill VERB key=value …`: the table of verbs, help, and what to type next.
+
+A verb checks what it was given before it imports anything that is slow to import.
+"""
+
+import pkgutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from inspect import cleandoc
+from typing import NamedTuple
+
+import specdistill
+from specdistill.cli.acquire import acquire
+from specdistill.cli.command import print_help, report_keys_as_typed
+from specdistill.cli.compare import compare
+from specdistill.cli.data import data
+from specdistill.cli.demo import demo
+from specdistill.cli.doctor import DOCTOR, doctor
+from specdistill.cli.eval import eval
+from specdistill.cli.export import export
+from specdistill.cli.gate import gate
+from specdistill.cli.monitor import monitor
+from specdistill.cli.plan import plan
+from specdistill.cli.publish import publish
+from specdistill.cli.table import table
+from specdistill.cli.train import is_target_recipe, train
+from specdistill.common.credentials import check_arguments
+from specdistill.common.errors import ExitCode, UserError, find_nearest, join_lines, run_and_report
+from specdistill.common.terminal import print_result
+from specdistill.recipe.load import check_gguf_files
+from specdistill.recipe.short_keys import COMPARE, HELP, NO_SHORTHANDS, SHORTHANDS, TARGET, TRAIN
+from specdistill.workflows.next_step import describe_next_step
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one verb, or say what to type next if there is none, and return the exit code."""
+    verb, *rest = (sys.argv[1:] if arguments is None else arguments) or [""]
+    return run_and_report(lambda: _run(verb, rest), rest)
+
+
+def _run(verb: str, arguments: list[str]) -> int:
+    if verb == "help" and arguments and not arguments[0].startswith("-"):
+        verb = arguments[0]
+        arguments = [*arguments[1:], "--help"]
+    if verb in {*HELP, "help"}:
+        print(
+            f"{specdistill.__doc__}\n\nUsage: specdistill VERB key=value …     specdistill help"
+            " VERB lists its keys\n"
+        )
+        # The first paragraph of a verb's docstring says what it does.
+        summaries = {
+            name: join_lines(cleandoc(row.run.__doc__ or "").partition("\n\n")[0])
+            for name, row in VERBS.items()
+        }
+        print(*(f"  {name:10} {summary}" for name, summary in summaries.items()), sep="\n")
+        print_result(summaries)
+        return ExitCode.DONE
+    if verb == "--version":
+        print(f"specdistill {specdistill.__version__}")
+        print_result({"version": specdistill.__version__})
+        return ExitCode.DONE
+    if not verb:
+        message, commands = describe_next_step()
+        print(
+            message,
+            *(f"  {command}" for command in commands),
+            "All verbs: specdistill help",
+            sep="\n",
+        )
+        return ExitCode.DONE
+    check_arguments(arguments)
+    if verb not in VERBS:
+        raise UserError(
+            f"specdistill {verb}",
+            got="an unknown verb",
+            expected=f"one of {', '.join(VERBS)}",
+            nearest=find_nearest(verb, VERBS),
+        )
+    row = VERBS[verb]
+    if HELP & set(arguments) and not (verb == "train" and is_target_recipe(arguments)):
+        print_help(
+            f"specdistill {verb}: {row.run.__doc__}",
+            [pkgutil.resolve_name(f"specdistill.{name}") for name in row.schemas.split()],
+            arguments,
+            row.shorthands,
+            row.common.split(),
+        )
+        return ExitCode.DONE
+    with report_keys_as_typed(arguments, row.shorthands):
+        # This check comes first, before torch is imported.
+        parts = [argument.partition("=") for argument in arguments]
+        check_gguf_files((key, value) for key, _, value in parts)
+        return row.run(arguments)
+
+
+class Verb(NamedTuple):
+    """A verb of the command line.
+
+    The first paragraph of its docstring says what the verb does. The others are examples.
+
+    Attributes:
+        run: runs the verb with the arguments after it, and returns the exit code.
+        schemas: the classes whose keys it takes, as pkgutil finds them, separated by spaces.
+        common: keys that `--help` shows, separated by spaces. Empty: it shows all.
+        shorthands: short key -> recipe key.
+    """
+
+    run: Callable[[list[str]], int]
+    schemas: str = ""
+    common: str = ""
+    shorthands: Mapping[str, str] = NO_SHORTHANDS
+
+
+VERBS = {
+    "demo": Verb(demo, "methods.recipe:Recipe", "train eval.num_prompts"),
+    "plan": Verb(plan, "advice.plan.options:PlanOptions", "", TARGET),
+    "acquire": Verb(acquire, "hub.options:AcquireOptions", "", TARGET),
+    "export": Verb(export, "cli.export:ExportOptions", "", TARGET),
+    "doctor": Verb(
+        doctor,
+        "advice.doctor.options:DoctorOptions",
+        "draft target.model engine decode eval.suite eval.num_prompts",
+        DOCTOR,
+    ),
+    "data": Verb(
+        data,
+        "methods.recipe:Recipe cli.data:ShowOptions data.produce.fleet:FleetOptions"
+        " cli.launch:LaunchOptions",
+        "target.model data.source data.split data.columns data.max_length data.loss_mask"
+        " data.regenerate.num_tokens data.regenerate.server data.shard data.cache_dir on shards"
+        " documents",
+        TRAIN,
+    ),
+    "train": Verb(
+        train,
+        "methods.recipe:Recipe cli.launch:LaunchOptions",
+        "method target.model target.dtype train data.source data.max_length"
+        " data.regenerate.num_tokens draft.init draft.num_layers loss.divergence optimizer launch"
+        " num_processes",
+        TRAIN,
+    ),
+    "eval": Verb(
+        eval,
+        "methods.recipe:Recipe cli.launch:LaunchOptions",
+        "method target.model eval.draft eval.suite eval.num_prompts eval.max_new_tokens"
+        " eval.num_speculative_tokens eval.temperature eval.batch_size eval.engine eval.server"
+        " eval.baseline eval.output_dir gate launch num_processes",
+        SHORTHANDS,
+    ),
+    "compare": Verb(
+        compare,
+        "evaluation.comparison.options:CompareOptions"
+        " evaluation.comparison.published:PublishedOptions",
+        "target.model drafts suite num_prompts max_new_tokens num_speculative_tokens temperature"
+        " batch_size repeats output_dir published report",
+        COMPARE,
+    ),
+    "gate": Verb(gate, "evaluation.gate.decide:GateOptions"),
+    "table": Verb(table, "cli.table:TableOptions"),
+    "publish": Verb(publish, "hub.options:PublishOptions"),
+    "monitor": Verb(monitor, "cli.monitor:MonitorOptions"),
+}

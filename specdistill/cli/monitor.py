@@ -1,0 +1,115 @@
+"""`specdistill monitor`: its keys, what it prints and writes, and its exit code."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+from specdistill.common.errors import UserError
+from specdistill.common.folders import check_writable
+from specdistill.common.terminal import print_result
+from specdistill.evaluation.report.phrases import (
+    ResultRow,
+    format_bracketed_interval,
+    format_duration,
+    format_number,
+    format_per_position,
+)
+from specdistill.recipe.fields import Condition, Section, option
+from specdistill.recipe.load import load_recipe
+from specdistill.recipe.short_keys import select_recipe_keys
+from specdistill.serving.engines.client import Counters
+from specdistill.serving.engines.server import Server
+
+# Parts of the time that is watched. They are few and long, because long parts depend on each other
+# less.
+NUM_PARTS = 6
+SECONDS_ARE_GIVEN = Condition("with seconds above 0", lambda options: options.seconds > 0)
+
+
+class MonitorOptions(Section):
+    """The options of `specdistill monitor`."""
+
+    server: str = option(
+        ..., "address of a running vLLM, SGLang or llama.cpp, e.g. http://127.0.0.1:8000"
+    )
+    seconds: float = option(
+        60.0,
+        f"time to watch, in {NUM_PARTS} parts; 0: everything since the server started",
+        ge=0,
+        le=604_800,
+    )
+    watch: bool = option(
+        False, "repeat until Ctrl-C, one line per interval", condition=SECONDS_ARE_GIVEN
+    )
+    output: str | None = option(None, "JSON file for the latest numbers")
+    server_timeout: float = option(10.0, "timeout of a response, in seconds", ge=0.1)
+
+
+def monitor(arguments: list[str]) -> int:
+    """Measure acceptance on a running server (exit code 1: rate below 0.5, 4: inconclusive).
+
+    specdistill monitor server=http://127.0.0.1:8000 seconds=300 watch=true
+    """
+    options = load_recipe(MonitorOptions, select_recipe_keys(arguments))
+    output = Path(os.path.realpath(options.output or ""))
+    seconds = options.seconds
+    if options.output is not None or "output=" in arguments:
+        # The file would take the place of a folder or a device.
+        if output.exists() and not output.is_file():
+            raise UserError("output", got=repr(options.output or ""), expected="a JSON file")
+        check_writable(output.parent, "output")
+    server = Server(
+        options.server, key="server", timeout=options.server_timeout, timeout_key="server_timeout"
+    )
+    # No engine keeps a connection alive from one reading to the next.
+    server.session.headers["Connection"] = "close"
+    # These modules import scipy, so they are imported only here.
+    from specdistill.evaluation.gate.decide import EXIT_CODES
+    from specdistill.evaluation.report.files import stage_files
+    from specdistill.serving.monitor import find_engine, summarize_acceptance
+
+    engine, client = find_engine(server)
+    num_parts = NUM_PARTS if seconds else 1
+    intervals = (
+        f"95% intervals over {num_parts} parts of {format_duration(seconds / num_parts)}"
+        if seconds
+        else "since it started"
+    )
+    print(f"{engine} at {server.address}, {intervals}", flush=True)
+    pages: list[Counters] = [client.read_counters(server) if seconds else {}]
+    while True:
+        start = time.monotonic()
+        pages = pages[-1:]
+        for part in range(1, num_parts + 1):
+            time.sleep(max(0.0, start + seconds * part / num_parts - time.monotonic()))
+            pages.append(client.read_counters(server))
+        result = {
+            "server": server.address,
+            "engine": engine,
+            "time": time.time(),
+            "seconds": seconds,
+            **summarize_acceptance(client, pages, seconds),
+        }
+        print(f"{time.strftime('%H:%M:%S')} {format_line(result)}", flush=True)
+        print_result(result)
+        if options.output:
+            with stage_files(output.parent) as staging:  # The file is complete at any time.
+                (staging / output.name).write_text(
+                    json.dumps(result, indent=2) + "\n", encoding="utf-8"
+                )
+        if not options.watch:
+            return EXIT_CODES[result["verdict"]]
+
+
+def format_line(row: ResultRow) -> str:
+    """Return one line with the verdict, the metrics and the counts."""
+    length, rate = (
+        f"{format_number(row.get(name))}{format_bracketed_interval(row, name)}"
+        for name in ("acceptance_length_vllm", "acceptance_rate")
+    )
+    return (
+        f"{row['verdict']}: acceptance length {length}, accepted at position 1, 2, …:"
+        f" {format_per_position(row)}, acceptance rate {rate}, {row['num_drafts']:,} drafts;"
+        f" {row['reason']}"
+    )

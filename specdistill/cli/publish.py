@@ -1,0 +1,24 @@
+"""`specdistill publish`, and what it prints."""
+
+from specdistill.cli.launch import import_libraries
+from specdistill.common.errors import ExitCode
+from specdistill.common.terminal import print_result
+from specdistill.hub.options import PublishOptions
+from specdistill.recipe.load import load_recipe
+from specdistill.recipe.short_keys import select_recipe_keys
+
+
+def publish(arguments: list[str]) -> int:
+    """Publish a draft that passed its gate: weights, report and card in one tagged commit.
+
+    specdistill publish run=runs/mine repo=org/name baseline=none dry_run=true
+    """
+    options = load_recipe(PublishOptions, select_recipe_keys(arguments))
+    import_libraries()
+    # This module imports torch, so it is imported only here.
+    from specdistill.hub.publish import print_outcome, publish_run
+
+    outcome = publish_run(options)
+    print_outcome(outcome)
+    print_result(outcome)
+    return ExitCode.CHECK_FAILED if outcome.refusals and outcome.folder is None else ExitCode.DONE

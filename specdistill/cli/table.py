@@ -1,0 +1,42 @@
+"""`specdistill table`, and its options."""
+
+import json
+
+from specdistill.common.errors import ExitCode
+from specdistill.common.terminal import print_result
+from specdistill.recipe.fields import Section, option
+from specdistill.recipe.load import load_recipe
+from specdistill.recipe.short_keys import select_recipe_keys
+
+
+class TableOptions(Section):
+    """The options of `specdistill table`."""
+
+    reports: list[str] = option(
+        ..., "report.json files or their folders, or folders of these; also without reports="
+    )
+
+
+def table(arguments: list[str]) -> int:
+    """Print the numbers of reports as a table in Markdown.
+
+    specdistill table runs/mine/report runs/other/report
+    specdistill table runs/comparison --json
+    """
+    places = []
+    keys = []
+    for argument in select_recipe_keys(arguments):
+        if "=" in argument or argument.startswith("-"):
+            keys.append(argument)
+        else:
+            places += argument.split(",")
+    if places:
+        keys.append(f"reports={json.dumps(places)}")
+    options = load_recipe(TableOptions, keys)
+    # This module imports scipy, so it is imported only here.
+    from specdistill.evaluation.report.files import summarize_reports
+
+    text, numbers = summarize_reports(options.reports)
+    print(text)
+    print_result(numbers)
+    return ExitCode.DONE

@@ -1,0 +1,65 @@
+"""`specdistill train`, which trains a draft, or pico itself."""
+
+import runpy
+import sys
+
+from specdistill.cli.data import check_named_files
+from specdistill.cli.launch import LaunchOptions, import_libraries, launch
+from specdistill.common.errors import ExitCode, UserError
+from specdistill.common.project import ROOT
+from specdistill.methods import METHODS
+from specdistill.methods.recipe import DEFAULT_METHOD, Recipe, TrainedRecipe, check_trainable
+from specdistill.recipe.load import load_own_keys, load_recipe, merge_values
+from specdistill.recipe.short_keys import TRAIN, select_recipe_keys
+
+TARGET_SCRIPT = ROOT / "train" / "target.py"
+
+
+def train(arguments: list[str]) -> int:
+    """Train a draft (multi-GPU with launch=ddp).
+
+    specdistill train recipe=pico/eagle3
+    specdistill train recipe=mine.yaml train.output_dir=runs/mine train.num_train_epochs=2
+    specdistill train recipe=mine.yaml launch=ddp num_processes=8
+    """
+    launch_options, recipe_arguments = load_own_keys(LaunchOptions, arguments)
+    keys = select_recipe_keys(recipe_arguments, TRAIN)
+    values = merge_values([key for key in keys if "=" in key])
+
+    # The recipe of pico itself is not a draft's: only its script knows its keys.
+    if is_target_recipe(arguments):
+        import_libraries()
+        if launch_options.launch is not None:
+            return launch(TARGET_SCRIPT, recipe_arguments, launch_options)
+        sys.argv = [str(TARGET_SCRIPT), *recipe_arguments]
+        runpy.run_path(str(TARGET_SCRIPT), run_name="__main__")
+        return ExitCode.DONE
+
+    # Check what can be checked before torch is imported.
+    method = METHODS.get(str(values.get("method", DEFAULT_METHOD)))
+    if method is not None and not method.is_trained:
+        raise UserError(
+            "method",
+            got="one that needs no training",
+            expected=" or ".join(name for name, row in METHODS.items() if row.is_trained),
+        )
+    recipe = load_recipe(Recipe, keys)
+    assert isinstance(recipe, TrainedRecipe)  # Its method is trained.
+    check_named_files(recipe)
+
+    # Train in this process, or in those that accelerate starts.
+    import_libraries()
+    if launch_options.launch is not None:
+        return launch(ROOT / "train" / "eagle.py", recipe_arguments, launch_options)
+    # This module imports torch, so it is imported only here.
+    from specdistill.workflows.train import train_draft
+
+    train_draft(check_trainable(recipe))
+    return ExitCode.DONE
+
+
+def is_target_recipe(arguments: list[str]) -> bool:
+    """Return whether the recipe trains pico, the bundled target, and no draft."""
+    return "curriculum" in merge_values(
+        [key for key in select_recipe_keys(arguments, TRAIN) if "=" in key]
+    )

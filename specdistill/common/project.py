@@ -1,0 +1,62 @@
+"""The places of the files that ship with the library.
+
+These are recipes, launch configurations, suites, gates, metric modules and scripts. In a checkout
+they are at the root of the repository. In a wheel they are under `specdistill/_project`.
+"""
+
+import subprocess
+from pathlib import Path
+
+from specdistill.common.errors import UserError, find_nearest
+
+_PACKAGE = Path(__file__).parent.parent
+ROOT = _PACKAGE / "_project" if (_PACKAGE / "_project").is_dir() else _PACKAGE.parent
+RECIPES = ROOT / "recipes"
+LAUNCHES = ROOT / "accelerate_configs"
+SUITES = ROOT / "eval" / "suites"
+GATES = ROOT / "eval" / "gates"
+PUBLISHED_FOLDER = ROOT / "eval" / "published"
+ANSWERS = ROOT / "eval" / "metrics" / "answers"
+PICO = _PACKAGE / "targets" / "pico"
+
+
+def find_yaml(name: str, folder: Path, key: str) -> Path:
+    """Find a YAML file by its path, or by its name under a folder without the ending.
+
+    Args:
+        name: the path or the name.
+        folder: the folder of known files.
+        key: the key that the error names.
+
+    Raises:
+        UserError: if there is neither.
+    """
+    for candidate in (Path(name), folder / f"{name}.yaml"):
+        if candidate.is_file():
+            return candidate
+    known_names = sorted(
+        path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml")
+    )
+    raise UserError(
+        key,
+        got=repr(name),
+        expected=f"a YAML file, or a name under {folder.name}/ ({', '.join(known_names)})",
+        nearest=find_nearest(name, known_names),
+    )
+
+
+def read_git_revision() -> str | None:
+    """Return the commit of the checkout, with `-dirty` for uncommitted changes.
+
+    Returns:
+        The commit; None outside a checkout.
+    """
+    try:
+        return subprocess.run(
+            ["git", "-C", ROOT, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None

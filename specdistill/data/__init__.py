@@ -1,0 +1,1 @@
+"""Training data: packed rows, and how they are produced."""

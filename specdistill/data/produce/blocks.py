@@ -1,0 +1,209 @@
+"""Divide generation into blocks, and keep the answers and documents of each block in files.
+
+A block is a share of `data.regenerate.num_tokens` with prompts and seeds of its own. The number of
+blocks follows from that number of tokens alone. The content of a block follows from the recipe and
+the block's number. It does not depend on who makes it, alongside which other blocks, or after how
+many kills.
+
+The files of a block:
+
+- `block-00007.jsonl`: the answers as they come. The first line says which recipe they belong to.
+  Then there is a line of JSON for each task, or for each batch of tasks.
+- `block-00007.arrow`: the documents of a complete block. This file replaces the answers.
+"""
+
+import errno
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from io import FileIO
+from itertools import chain
+from pathlib import Path
+from threading import Lock
+from types import TracebackType
+from typing import NamedTuple
+
+from datasets import Value
+
+from specdistill.common.documents import parse_json
+from specdistill.data.rows.encoding import DOCUMENT_COLUMNS
+from specdistill.data.rows.files import on_disk
+
+VERSION = 3  # Raise it when equal recipes generate other answers.
+# Tokens of a block, the fewest tokens that are worth a block, and how many blocks a small job and
+# any job have at most.
+TOKENS = 2**17
+MIN_BLOCK_TOKENS = 2**10
+SMALL_JOB_BLOCKS = 4
+MAX_BLOCKS = 4096
+# `row` is a hash of the source's row that a prompt comes from. Documents are divided into splits by
+# it. `asked` is a user's prompt that the target generated.
+BLOCK_COLUMNS = {**DOCUMENT_COLUMNS, "row": Value("int64"), "asked": Value("string")}
+
+
+class Block(NamedTuple):
+    """One of `num_blocks` blocks.
+
+    Attributes:
+        number: its number, from 0.
+        num_blocks: how many blocks there are.
+        num_tokens: tokens that it has to generate.
+    """
+
+    number: int
+    num_blocks: int
+    num_tokens: int
+
+    @property
+    def name(self) -> str:
+        """The name of its files, without the suffix."""
+        return f"block-{self.number:05d}"
+
+    def share(self, total: int) -> int:
+        """Return this block's share of a total that is divided among all blocks."""
+        return total * (self.number + 1) // self.num_blocks - total * self.number // self.num_blocks
+
+    def select_rows(self, order: Sequence[int]) -> tuple[list[int], int, int]:
+        """Choose this block's rows from those of a source.
+
+        If there are fewer rows than blocks, several blocks have the same row.
+
+        Args:
+            order: the rows in the order in which blocks take them.
+
+        Returns:
+            The block's rows, its place among the blocks that have the same rows, and how many
+            blocks these are.
+        """
+        # Rows are dealt out to the blocks in turn. If they are used up before this block's turn,
+        # the block shares a row with earlier ones.
+        selected = order[self.number :: self.num_blocks]
+        if selected:
+            return (
+                list(selected),
+                0,
+                -(-(self.num_blocks - self.number) // len(order))
+                if len(order) < self.num_blocks
+                else 1,
+            )
+        shared = self.number % len(order)
+        return (
+            [order[shared]],
+            self.number // len(order),
+            -(-(self.num_blocks - shared) // len(order)),
+        )
+
+
+def plan_blocks(num_tokens: int) -> list[Block]:
+    """Return the blocks that generate a number of tokens.
+
+    There is a block for every TOKENS tokens, and never more than MAX_BLOCKS blocks. Few tokens are
+    still divided into up to SMALL_JOB_BLOCKS blocks of at least MIN_BLOCK_TOKENS, so that a launch
+    has something to share.
+    """
+    count = min(
+        MAX_BLOCKS,
+        max(-(-num_tokens // TOKENS), min(SMALL_JOB_BLOCKS, num_tokens // MIN_BLOCK_TOKENS), 1),
+    )
+    return [
+        Block(number, count, num_tokens * (number + 1) // count - num_tokens * number // count)
+        for number in range(count)
+    ]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The tokens that were generated after a context.
+
+    Attributes:
+        context: the tokens of the context.
+        token_ids: the tokens that were generated, including the one that ended the answer.
+        reason: why the answer ended, in the words of a server (`stop`, `length`).
+        error: why there is no answer, for example because a server refused the question; None if
+            there is one.
+    """
+
+    context: list[int]
+    token_ids: list[int]
+    reason: str
+    error: str | None = None
+
+
+class AnswerFile:
+    """The answers of a block, in a file that `with` opens. Several threads may add to it.
+
+    Args:
+        path: the file.
+        plan: the hash of the recipe's plan. What another plan left in the file is dropped. So is a
+            line that a kill cut short.
+        added: called with new answers, and the bytes that they take in the file.
+
+    Attributes:
+        turns: the assistant's turns of each task, by the task's name.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        plan: str,
+        added: Callable[[Sequence[Answer], int], object] = lambda answers, size: None,
+    ):
+        self.path = path
+        self._added = added
+        self._head = json.dumps({"plan": plan, "version": VERSION}).encode()
+        self.turns: dict[str, list[Answer]] = {}
+        self._lock = Lock()
+        self._file: FileIO
+
+    def __enter__(self) -> "AnswerFile":
+        with on_disk(self.path.parent):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("a+b", buffering=0)
+            self._file.seek(0)
+            # Keep the complete lines of this plan, and drop everything after them.
+            head, *lines = self._file.read().split(b"\n")
+            complete_lines = lines[:-1] if head == self._head else []
+            for line in complete_lines:
+                for name, turns in parse_json(line).items():
+                    self.turns[name] = [Answer(**turn) for turn in turns]
+            self._file.truncate(
+                sum(len(line) + 1 for line in (head, *complete_lines))
+                if head == self._head and lines
+                else 0
+            )
+            if self._file.seek(0, os.SEEK_END) == 0:
+                self._file.write(self._head + b"\n")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._file.close()
+
+    def add(self, answers: Mapping[str, list[Answer]]) -> None:
+        """Append the turns of some tasks to the file.
+
+        When this returns, all of them are kept. If it raises, none of them is.
+
+        Args:
+            answers: the turns of each task, by the task's name.
+
+        Raises:
+            ResourceError: if the disk is full.
+        """
+        content = {}
+        for name, turns in answers.items():
+            content[name] = [asdict(turn) for turn in turns]
+        line = json.dumps(content, ensure_ascii=False).encode() + b"\n"
+        with self._lock, on_disk(self.path.parent):
+            start = self._file.tell()
+            # A full disk takes a part of the line, and only reports it at the next write.
+            if self._file.write(line) != len(line):
+                self._file.truncate(start)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self.turns |= answers
+            self._added(list(chain.from_iterable(answers.values())), len(line))

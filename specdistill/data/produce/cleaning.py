@@ -1,0 +1,219 @@
+"""Filter the rows of the sources that hold prompts on which a draft is measured.
+
+Overlaps are found by word n-grams as in GPT-3 (arXiv 2005.14165, appendix C). A row overlaps a
+prompt if both contain the same 13 consecutive words. Words are compared in lower case and without
+punctuation. In a script that is written without spaces, each character is a word. A prompt of fewer
+than 13 words overlaps a text or a turn that contains all of it. A prompt of fewer than five words
+overlaps only a text or a turn that says nothing else.
+
+The rows to filter are found once and listed in a file. An entry has the `source` and the `row`;
+`of`, the suite and the prompt that it overlaps; and `shared`, the words that they have in common.
+"""
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from datasets.fingerprint import Hasher
+
+from specdistill.common.documents import read_json
+from specdistill.common.errors import ResourceError, UserError, logger
+from specdistill.common.progress import show_progress
+from specdistill.common.project import SUITES
+from specdistill.data.produce.sources import Source
+from specdistill.data.rows.encoding import Row
+from specdistill.data.rows.files import cache_folder, is_first_here, on_disk, silence_datasets
+from specdistill.evaluation.suites.suite import Suite, load_suite
+from specdistill.recipe.sections import DataConfig
+
+VERSION = 1  # Raise it when the rules below filter equal rows differently.
+SUITE_NGRAM = 13
+MAX_SHORT_WORDS = 5
+# Characters of scripts that are written without spaces, from Thai to Chinese.
+SPACELESS_CHARACTERS = (
+    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+)
+WORD = re.compile(rf"[{SPACELESS_CHARACTERS}]|[^\W{SPACELESS_CHARACTERS}]+")
+
+WordTuple = tuple[str, ...]
+
+
+def split_words(text: str) -> list[str]:
+    """Split a text into words in lower case."""
+    return WORD.findall(text.lower())
+
+
+def list_ngrams(words: Sequence[str], n: int) -> Iterator[WordTuple]:
+    """Yield the n-grams of some words."""
+    return zip(*(words[start:] for start in range(n)), strict=False)
+
+
+class SuiteIndex:
+    """An index of the word n-grams of suites' prompts; shorter prompts are in it whole.
+
+    A prompt that several suites have counts for the first of them.
+    """
+
+    def __init__(self, suites: Iterable[Suite]) -> None:
+        # Pieces by their first MAX_SHORT_WORDS words; a shorter piece by all of its words.
+        self.pieces: dict[WordTuple, dict[WordTuple, str]] = {}
+        for suite in suites:
+            for row in suite.rows:
+                texts = [row.content]
+                if row.kind == "messages":
+                    texts = [turn["content"] for turn in row.content if turn["role"] == "user"]
+                for prompt in map(split_words, texts):
+                    for piece in list_ngrams(prompt, min(SUITE_NGRAM, max(1, len(prompt)))):
+                        self.pieces.setdefault(piece[:MAX_SHORT_WORDS], {}).setdefault(
+                            piece, f"{suite.name}: {row.id}"
+                        )
+
+    def find_overlap(self, row: Row) -> tuple[str, str] | None:
+        """Return the first overlap of a row with a prompt.
+
+        Args:
+            row: a row in one of the common forms of `specdistill.data.produce.sources`.
+
+        Returns:
+            (`suite: prompt`, the words in common); None if the row overlaps no prompt.
+        """
+        texts = (
+            [row["text"]]
+            if row["text"] is not None
+            else [turn["content"] or "" for turn in row["messages"] or ()]
+        )
+        for text_words in map(tuple, map(split_words, texts)):
+            # A piece of fewer than MAX_SHORT_WORDS words is found only if it is all of `own`.
+            for start in range(max(1, len(text_words) - MAX_SHORT_WORDS + 1)):
+                for piece, place in self.pieces.get(
+                    text_words[start : start + MAX_SHORT_WORDS], {}
+                ).items():
+                    if text_words[start : start + len(piece)] == piece:
+                        return place, " ".join(piece)
+        return None
+
+
+def load_suites(names: Sequence[str], measured_on: Sequence[str]) -> list[Suite]:
+    """Load the suites of `data.decontaminate`, with which rows are compared.
+
+    `all` stands for every suite that ships with the package and for those that the draft will be
+    measured on. If the network does not give one of these, it is skipped with a warning.
+
+    Args:
+        names: the value of `data.decontaminate`.
+        measured_on: suites that the draft will be measured on.
+
+    Returns:
+        The suites, each content once.
+
+    Raises:
+        UserError: for a name that is no suite.
+        ResourceError: for a suite that is named and cannot be fetched.
+    """
+    implied = (
+        [*sorted(path.stem for path in SUITES.glob("*.yaml")), *measured_on]
+        if "all" in names
+        else []
+    )
+    suites: dict[str, Suite] = {}
+    missing: dict[str, None] = {}
+    for name in [*(name for name in names if name != "all"), *implied]:
+        try:
+            suite = load_suite(name, key="data.decontaminate")
+        except ResourceError:
+            if name in names:
+                raise
+            missing[name] = None
+        else:
+            suites.setdefault(suite.sha256, suite)
+    if missing and is_first_here():
+        logger.warning(
+            "data.decontaminate: %s could not be fetched, and no row is compared with them",
+            ", ".join(missing),
+        )
+    return list(suites.values())
+
+
+def remove_overlaps(
+    sources: Sequence[Source], config: DataConfig, measured_on: Sequence[str] = ()
+) -> tuple[list[Source], Counter[str]]:
+    """Remove the rows that overlap a prompt of the suites.
+
+    The fingerprints of the sources change with what is filtered. When rows are filtered for the
+    first time, a log line says how many they are and where they are listed.
+
+    Args:
+        sources: the sources.
+        config: the `data:` section.
+        measured_on: suites that the draft will be measured on.
+
+    Returns:
+        The sources without these rows, and how many rows were filtered, by the rule.
+
+    Raises:
+        UserError: if all rows are filtered.
+    """
+    # Without rows or suites there is nothing to compare.
+    suites = load_suites(config.decontaminate, measured_on)
+    num_rows = sum(len(source.rows) for source in sources)
+    if not num_rows or not suites:
+        return list(sources), Counter()
+
+    # The result depends on the rows and on the suites. It is kept in the cache.
+    inputs = [[source.rows._fingerprint for source in sources], [suite.sha256 for suite in suites]]
+    path = cache_folder(config.cache_dir) / "filtered" / f"{Hasher.hash([VERSION, inputs])}.json"
+    if not path.exists():
+        # Compare every row, and write the list of what is found. Another process may do the same.
+        index = SuiteIndex(suites)
+        overlaps = list[dict[str, object]]()
+        with show_progress("Comparing", num_rows, "rows") as advance:
+            for number, source in enumerate(sources):
+                for position, row in enumerate(source.rows):
+                    overlap = index.find_overlap(row)
+                    if overlap:
+                        overlaps.append(
+                            {
+                                "source": number,
+                                "row": position,
+                                "of": overlap[0],
+                                "shared": overlap[1],
+                            }
+                        )
+                    advance()
+        aside = path.with_suffix(f".{os.getpid()}.part")
+        with on_disk(path.parent):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            aside.write_text(
+                json.dumps(overlaps, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+            )
+            os.replace(aside, path)
+        if overlaps:
+            of = Counter(str(row["of"]).partition(":")[0] for row in overlaps).most_common()
+            holds = ", ".join(f"{count:,} with prompts of {suite}" for suite, count in of)
+            logger.info(
+                f"{len(overlaps):,} of {num_rows:,} rows are filtered ({holds}), listed in {path}"
+            )
+    overlaps = read_json(path)
+    # Remove the rows that are listed.
+    gone = {(row["source"], row["row"]) for row in overlaps}
+    kept_sources = []
+    for number, source in enumerate(sources):
+        kept_sources.append([row for row in range(len(source.rows)) if (number, row) not in gone])
+    if not any(kept_sources):
+        raise UserError(
+            "data.source",
+            got=f"{len(gone)} rows that are all filtered (see {path})",
+            expected="rows that overlap no suite, or other data.decontaminate",
+        )
+
+    # Sources that lose no row stay as they are.
+    with silence_datasets():
+        return [
+            source
+            if len(rows) == len(source.rows)
+            else replace(source, rows=source.rows.select(rows).flatten_indices())
+            for source, rows in zip(sources, kept_sources, strict=True)
+        ], +Counter(contaminated=len(overlaps))

@@ -1,0 +1,538 @@
+"""Open or fill the feature store that a recipe asks for.
+
+Features are made by passes of the target in this process, or by servers. Every process of a launch
+makes its share of the shards that are missing, damaged or of another origin.
+
+A shard holds consecutive rows, the training rows first. Each shard is made by itself: whichever
+process makes it, after however many kills, its bytes are the same. A process that was killed
+repeats the shard that it was making.
+
+Shapes: B rows, T positions, L tokens of a row or document, A auxiliary layers, D target hidden
+size, N layers that a server writes.
+"""
+
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from datasets import Dataset, concatenate_datasets
+from numpy.typing import ArrayLike
+from safetensors.torch import load_file
+from torch import Tensor
+
+from specdistill.common.errors import UserError, logger
+from specdistill.common.folders import check_holds, check_writable, exclusive_lock
+from specdistill.common.processes import all_gather_object, find_rank_and_world_size
+from specdistill.common.progress import Cost, announce, show_progress
+from specdistill.data.rows.files import on_disk
+from specdistill.data.rows.packing import PADDING_DOCUMENT, collate
+from specdistill.data.rows.store import (
+    HEADER_BYTES,
+    KEY,
+    SHARD,
+    STAGING_DIR,
+    FeatureStore,
+    Origin,
+    Shard,
+    Tokens,
+    convert_rows_to_numpy,
+    find_waiting_path,
+    make_unfit_error,
+    shard_name,
+    take,
+    write_shard,
+)
+from specdistill.recipe.sections import (
+    WAITING_FOLDER,
+    HiddenStatesConfig,
+    HybridStates,
+    OfflineStates,
+    OnlineStates,
+)
+from specdistill.serving.engines.server import (
+    JsonAnswer,
+    ServedModels,
+    Server,
+    locate_field,
+    start_request_threads,
+)
+from specdistill.targets.frozen import FrozenTarget
+from specdistill.targets.packed_rows import Documents
+
+SERVER_KEY = "hidden_states.server"
+LOCK = "lock"
+MAX_RELATIVE_DIFFERENCE = 0.1  # share of a vector's norm: rounding changes less, another layer more
+
+
+class Passed(JsonAnswer):
+    """A server's answer, which names the file of hidden states that the server has written."""
+
+    path: str | None = locate_field("kv_transfer_params", "hidden_states_path", default=None)
+
+
+Rows = Sequence[Mapping[str, ArrayLike]]  # with the columns of specdistill.data.rows.packing
+MakeFeatures = Callable[[Rows], Sequence[Tensor]]  # rows -> the features [A + 1, L, D] of each
+
+
+def open_feature_store(
+    config: HiddenStatesConfig,
+    target: FrozenTarget,
+    aux_layers: Sequence[int],
+    sets: Sequence[Dataset],
+    *,
+    autocast: torch.dtype | None,
+    batch_size: int,
+    force: bool = False,
+) -> FeatureStore | None:
+    """Open the store that `hidden_states:` asks for, and fill it if the recipe says so.
+
+    Every process of a launch has to call this.
+
+    Args:
+        config: the `hidden_states:` section.
+        target: the target.
+        aux_layers: the auxiliary layers that the draft reads.
+        sets: the data sets of packed rows, training rows first.
+        autocast: the dtype in which training multiplies matrices under mixed precision; None
+            without it.
+        batch_size: rows of a pass.
+        force: fill the store even if the disk has less room than the estimate asks for.
+
+    Returns:
+        The store; None if the target makes the features in every training step.
+
+    Raises:
+        UserError: for a store that cannot be used.
+        ResourceError: when the disk or a server fails.
+    """
+    if isinstance(config, OnlineStates):
+        # Online states are computed in each step, without a store.
+        return None
+
+    # The origin says what the features depend on.
+    identity = target.identity
+    computed = " in ".join(filter(None, (target.quantization, target.dtype)))
+    computed += "" if autocast is None else f" under {str(autocast).removeprefix('torch.')}"
+    layers = tuple(aux_layers)
+    origin = Origin(
+        identity.weights, identity.tokenizer, computed, config.dtype, target.hidden_size, layers
+    )
+    if isinstance(config, OfflineStates):
+        return FeatureStore.open(Path(config.path), sets, origin)
+
+    # Features come from servers or from passes in this process, and some may wait from generation.
+    make = (
+        compute_by_servers(target, layers, config.server, config.timeout)
+        if config.server
+        else compute_by_target(target, layers, autocast)
+    )
+    generated = GeneratedFeatures(config.waiting, target, layers, make) if config.waiting else None
+    store = fill(config, sets, origin, generated or make, batch_size, force=force)
+    without = (
+        f", {generated.num_rows:,} as they were generated"
+        if generated and generated.num_rows
+        else ""
+    )
+    logger.info(
+        f"{config.path}: features of {store.num_rows - store.num_missing:,} of {store.num_rows:,}"
+        f" rows{without}"
+    )
+    return store
+
+
+def compute_by_target(
+    target: FrozenTarget, aux_layers: Sequence[int], autocast: torch.dtype | None
+) -> MakeFeatures:
+    """Return a function that makes features by passes of the target, as a training step does."""
+
+    @torch.no_grad()
+    def make(rows: Rows) -> list[Tensor]:
+        batch = collate(rows)
+        documents = Documents(batch["cumulative_lengths"].to(target.device), batch["longest"])
+        ids_BT, positions_BT = (
+            batch[name].to(target.device) for name in ("input_ids", "position_ids")
+        )
+        with torch.autocast(target.device.type, autocast, enabled=autocast is not None):
+            features = target.features(
+                ids_BT, aux_layers, position_ids_BT=positions_BT, documents=documents
+            )
+        lengths = (batch["document_ids"] != PADDING_DOCUMENT).sum(1).tolist()
+        return [
+            row[:, :length]
+            for row, length in zip(torch.stack(features.tensors, dim=1).cpu(), lengths, strict=True)
+        ]
+
+    return make
+
+
+def compute_by_servers(
+    target: FrozenTarget, aux_layers: Sequence[int], addresses: Sequence[str], timeout: float
+) -> MakeFeatures:
+    """Return a function that makes features by passes of the target on vLLM servers.
+
+    Documents alternate between the servers. The answer to a request for one token names a file (see
+    `specdistill.data.rows.store`).
+
+    Args:
+        target: the target, whose final norm is applied here.
+        aux_layers: the auxiliary layers that the draft reads.
+        addresses: addresses of the servers.
+        timeout: seconds that an answer may take.
+
+    Raises:
+        UserError: for servers that write other layers or another dtype.
+        ResourceError: when a server fails.
+    """
+    servers = [
+        Server(address, key=SERVER_KEY, timeout=timeout, timeout_key="hidden_states.timeout")
+        for address in addresses
+    ]
+    models = [server.json("/v1/models", ServedModels).data[0].id for server in servers]
+
+    # Requests go to the servers in turn.
+    def states(number: int, ids: list[int]) -> Tensor:
+        """Return the features [A + 1, L, D] of a document."""
+        server = servers[number % len(servers)]
+        model = models[number % len(servers)]
+        body = {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 0}
+        hidden_LND = take(
+            Path(server.json("/v1/completions", Passed, body).path or ""), ids, server
+        )
+        return _select_features(hidden_LND, len(ids), target, aux_layers, server.address)
+
+    # Ask for all documents at once, and put those of each row together again.
+    def make(rows: Rows) -> list[Tensor]:
+        split = [_split_documents(row) for row in rows]
+        documents = []
+        for row in split:
+            documents.extend(row)
+        with start_request_threads(len(documents), *servers) as pool:
+            states_of_documents = iter(list(pool.map(states, range(len(documents)), documents)))
+        features = []
+        for row in split:
+            features.append(torch.cat(list(islice(states_of_documents, len(row))), dim=1))
+        return features
+
+    return make
+
+
+def _split_documents(row: Mapping[str, ArrayLike]) -> list[list[int]]:
+    """Return the token ids of each document in a packed row."""
+    tokens = Tokens.from_row(row)
+    return [
+        ids.tolist()
+        for ids in torch.from_numpy(tokens.input_ids).split(tokens.document_lengths.tolist())
+    ]
+
+
+def _select_features(
+    hidden_LND: Tensor, num_tokens: int, target: FrozenTarget, aux_layers: Sequence[int], of: str
+) -> Tensor:
+    """Select the features that the draft reads from the hidden states that a server wrote.
+
+    vLLM numbers the layers as we do and writes them in ascending order. It takes the last hidden
+    state before the target's final norm, so the norm is applied here.
+
+    Args:
+        hidden_LND: the hidden states that the server wrote.
+        num_tokens: how many tokens they have to be of.
+        target: the target.
+        aux_layers: the auxiliary layers that the draft reads.
+        of: the name of the server in errors.
+
+    Returns:
+        The features [A + 1, L, D] of the auxiliary layers and of the last layer.
+
+    Raises:
+        UserError: if the hidden states are of other layers, another shape or another dtype.
+    """
+    layers = sorted({*aux_layers, target.num_layers})
+    if (
+        hidden_LND.shape != (num_tokens, len(layers), target.hidden_size)
+        or str(hidden_LND.dtype) != f"torch.{target.dtype}"
+    ):
+        raise UserError(
+            SERVER_KEY,
+            got=f"{of}, which writes {list(hidden_LND.shape)} {hidden_LND.dtype} for {num_tokens}"
+            " tokens",
+            expected=f"layers {layers} of {target.hidden_size} in {target.dtype}",
+        )
+    # Take the layers in the draft's order, as [A + 1, L, D], and apply the final norm to the last.
+    layer_indices = [layers.index(layer) for layer in (*aux_layers, target.num_layers)]
+    features_ALD = hidden_LND[:, layer_indices].transpose(0, 1).contiguous()
+    with torch.no_grad():
+        features_ALD[-1] = target.norm(features_ALD[-1].to(target.device)).cpu()
+    return features_ALD
+
+
+@dataclass
+class GeneratedFeatures:
+    """A function that makes features of rows, from hidden states kept at generation if it can.
+
+    Such hidden states wait in a folder (see `specdistill.data.rows.store`). A row whose documents
+    all wait there needs no pass of the target. Other rows are passed to `make`. At a document's
+    last token, from which nothing is predicted, the features are 0.
+
+    The files do not say which layers and which target they come from. Therefore the first row is
+    also made by `make` and compared.
+
+    Attributes:
+        folder: the folder where the hidden states wait.
+        target: the target.
+        aux_layers: the auxiliary layers that the draft reads.
+        make: makes the features of the other rows.
+        num_rows: how many rows needed no pass so far.
+    """
+
+    folder: Path
+    target: FrozenTarget
+    aux_layers: Sequence[int]
+    make: MakeFeatures
+    num_rows: int = 0
+
+    def __call__(self, rows: Rows) -> list[Tensor]:
+        waiting_features = [self._find_waiting(_split_documents(row)) for row in rows]
+        for row, features in zip(rows, waiting_features, strict=True):
+            if features is not None and self.num_rows == 0:
+                self._compare(features, self.make([row])[0])
+            self.num_rows += features is not None
+        missing = [
+            row for row, features in zip(rows, waiting_features, strict=True) if features is None
+        ]
+        computed_features = iter(self.make(missing) if missing else ())
+        return [
+            next(computed_features) if features is None else features
+            for features in waiting_features
+        ]
+
+    def _find_waiting(self, documents: Sequence[list[int]]) -> Tensor | None:
+        """Return the features of a row's documents; None unless all of them wait."""
+        # The target has not read a document's last token, so the file's tokens lack it.
+        paths = [find_waiting_path(self.folder, ids[:-1]) for ids in documents]
+        if not all(path.is_file() for path in paths):
+            return None
+        parts = [
+            _select_features(
+                load_file(path)["hidden_states"],
+                len(ids) - 1,
+                self.target,
+                self.aux_layers,
+                f"the server of {self.folder}",
+            )
+            for path, ids in zip(paths, documents, strict=True)
+        ]
+        return torch.cat([F.pad(features_ALD, (0, 0, 0, 1)) for features_ALD in parts], dim=1)
+
+    def _compare(self, found_ALD: Tensor, made_ALD: Tensor) -> None:
+        """Check that features of a row are those that a pass makes, up to rounding.
+
+        Args:
+            found_ALD: the features that waited.
+            made_ALD: the features of the same row, made by a pass.
+
+        Raises:
+            UserError: if in any layer the median error of the vectors is above
+                MAX_RELATIVE_DIFFERENCE of their norm.
+        """
+        error_AL = (found_ALD - made_ALD).float().norm(dim=-1) / made_ALD.float().norm(dim=-1)
+        if not bool((error_AL.median(dim=1).values <= MAX_RELATIVE_DIFFERENCE).all()):
+            raise UserError(
+                KEY,
+                got=f"{self.folder}, hidden states of other layers or of another target",
+                expected="none: remove the folder",
+            )
+
+
+def fill(
+    config: HybridStates,
+    sets: Sequence[Dataset],
+    origin: Origin,
+    make: MakeFeatures,
+    batch_size: int,
+    *,
+    force: bool,
+) -> FeatureStore:
+    """Fill a store with the rows of some data sets, and open it.
+
+    If `max_bytes` has no room for all rows, the store gets the first of them. Every process of a
+    launch has to call this. It logs which shards are made again, and why. After the first shard it
+    logs what the others will cost.
+
+    Args:
+        config: the `hidden_states:` section.
+        sets: the data sets of packed rows.
+        origin: where the features come from.
+        make: makes the features of some rows.
+        batch_size: rows that `make` gets at a time.
+        force: continue even if the disk has less room than the estimate asks for.
+
+    Returns:
+        The store.
+
+    Raises:
+        UserError: while another launch fills the same folder, and if machines do not share it.
+        ResourceError: for a disk that is full or cannot be written or, unless `force`, has no room
+            for the other shards. The next call resumes there.
+    """
+    folder = Path(config.path)
+    rows = concatenate_datasets(list(sets))
+
+    # Plan which rows go into which shard.
+    check_writable(folder, KEY)
+    rank, count = find_rank_and_world_size()
+    shards = _plan(rows, origin, config.shard_tokens, config.max_bytes)
+    with (
+        ExitStack() as stack,
+        on_disk(
+            folder,
+            "free the disk, or set hidden_states.max_bytes; the same command resumes after the last"
+            " shard",
+        ),
+    ):
+        # The first process prepares the folder before any process writes to it.
+        if rank == 0:
+            check_holds(
+                folder,
+                KEY,
+                "a feature store",
+                lambda name: (
+                    name in (LOCK, STAGING_DIR, WAITING_FOLDER) or SHARD.fullmatch(name) is not None
+                ),
+            )
+            stack.enter_context(
+                exclusive_lock(
+                    folder / LOCK, KEY, folder, saves_memory="train.per_device_train_batch_size"
+                )
+            )
+            _clear(folder, shards)
+        all_gather_object(None)
+        # Each process makes its share of the shards. The first process announces the cost of the
+        # others after its first shard.
+        local_shards = list(shards.items())[rank::count]
+        with show_progress(
+            "Storing features", sum(len(part) for _, part in local_shards), "rows"
+        ) as advance:
+            is_announced = rank > 0
+            for name, part in local_shards:
+                begin = time.monotonic()
+                shard_rows = rows.select(part)
+                is_new = _complete(folder / name, shard_rows, origin, make, batch_size)
+                num_rows_left = sum(
+                    len(shard_rows)
+                    for file, shard_rows in shards.items()
+                    if not (folder / file).exists()
+                )
+
+                # After the first new shard, the cost of the rest is known.
+                if is_new and num_rows_left and not is_announced:
+                    is_announced = True
+                    sample = _compute_shard_cost(
+                        folder / name, shard_rows, (time.monotonic() - begin) / count
+                    )
+                    announce(
+                        "storing features",
+                        sample.times(num_rows_left / len(part)),
+                        f"the first {len(part):,} rows",
+                        folder,
+                        force=force,
+                    )
+                advance(len(part))
+        all_gather_object(None)
+        # All shards are complete, so the temporary files and waiting hidden states are not needed.
+        if rank == 0:
+            for name in (STAGING_DIR, WAITING_FOLDER):
+                shutil.rmtree(folder / name, ignore_errors=True)
+    try:
+        return FeatureStore([Shard.open(folder / name, origin) for name in shards], sets, origin)
+    except UserError as error:
+        raise UserError(KEY, got=error.got, expected="a folder that all machines share") from error
+
+
+def _plan(
+    rows: Dataset, origin: Origin, shard_tokens: int, max_bytes: int | None
+) -> dict[str, range]:
+    """Return the rows of each shard, for as many shards as have room, by the shard's name."""
+    per_shard = max(1, shard_tokens // len(rows[0]["input_ids"]))
+    parts = [
+        range(first, min(first + per_shard, len(rows))) for first in range(0, len(rows), per_shard)
+    ]
+    plan: dict[str, range] = {}
+    room = max_bytes
+    for index, part in enumerate(parts):
+        if room is not None:
+            room -= _estimate_shard_bytes(
+                [Tokens.from_row(row) for row in convert_rows_to_numpy(rows.select(part))], origin
+            )
+            if room < 0:
+                break
+        plan[shard_name(index, len(parts))] = part
+    return plan
+
+
+def _estimate_shard_bytes(rows: Sequence[Tokens], origin: Origin) -> int:
+    """Estimate the bytes of a shard; the estimate is never too low."""
+    tokens = sum(map(len, rows))
+    documents = sum(len(row.document_lengths) for row in rows)
+    return tokens * (origin.token_bytes + 4) + 4 * documents + 12 * len(rows) + HEADER_BYTES
+
+
+def _clear(folder: Path, shards: dict[str, range]) -> None:
+    """Remove what killed processes left, and shards of other rows.
+
+    A shard whose name has another total number of shards is of other rows.
+    """
+    shutil.rmtree(folder / STAGING_DIR, ignore_errors=True)
+    foreign_shards = [
+        path
+        for path in folder.glob("*.safetensors")
+        if path.name.rpartition("-")[2] != next(iter(shards), "").rpartition("-")[2]
+    ]
+    if shards and foreign_shards:
+        logger.info(f"{folder}: {len(foreign_shards)} shards of other rows are removed")
+        for path in foreign_shards:
+            path.unlink()
+
+
+def _complete(
+    path: Path, rows: Dataset, origin: Origin, make: MakeFeatures, batch_size: int
+) -> bool:
+    """Make the shard of these rows, unless it is already there.
+
+    Returns:
+        Whether the shard is new.
+    """
+    tokens = [Tokens.from_row(row) for row in convert_rows_to_numpy(rows)]
+    try:
+        shard = Shard.open(path, origin)
+        if [row.key for row in shard.rows] != [row.key for row in tokens]:
+            raise make_unfit_error(path, "is of other rows")
+        for index in range(len(tokens)):
+            shard.checked(index)
+        return False
+    except UserError as error:
+        if path.exists():
+            logger.info(f"{error.got}: it is made again")
+    features: list[Tensor] = []
+    for batch in rows.iter(batch_size):
+        features += make(
+            [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
+        )
+    write_shard(path, origin, tokens, features)
+    return True
+
+
+def _compute_shard_cost(path: Path, rows: Dataset, seconds: float) -> Cost:
+    """Return the cost of a shard that took this many seconds to make."""
+    return Cost(
+        len(rows),
+        sum(len(Tokens.from_row(row)) for row in convert_rows_to_numpy(rows)),
+        sum(map(sum, rows["loss_mask"])),
+        path.stat().st_size,
+        seconds,
+    )

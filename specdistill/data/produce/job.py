@@ -1,0 +1,161 @@
+"""The work of making a row set: which rows, for which target, and in which folders."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+from specdistill.common.errors import UserError
+from specdistill.common.folders import check_holds, check_writable
+from specdistill.common.processes import find_rank_and_world_size
+from specdistill.data.produce.blocks import plan_blocks
+from specdistill.data.produce.cleaning import SuiteIndex, load_suites, remove_overlaps
+from specdistill.data.produce.sources import Source, load_sources
+from specdistill.data.rows.files import cache_folder
+from specdistill.data.rows.row_set import (
+    PART,
+    RowTarget,
+    check_row_set,
+    compute_fingerprint,
+    is_whole,
+    read_rows,
+)
+from specdistill.recipe.sections import DataConfig, Regeneration, ServerRegeneration
+
+
+class RunSize(NamedTuple):
+    """The amount of data of a training.
+
+    Attributes:
+        num_rows: training rows, all of `data.max_length` tokens; None if they are not counted yet.
+        num_generated: tokens that each process still has to generate.
+        batch_size: sequences that it generates at a time.
+    """
+
+    num_rows: int | None
+    num_generated: int = 0
+    batch_size: int = 1
+
+
+@dataclass(frozen=True)
+class Job:
+    """The work of making the rows of a recipe for a target.
+
+    Attributes:
+        config: the `data:` section.
+        target: the target that the rows are for.
+        measured_on: suites that the draft will be measured on.
+        states: the folder where the hidden states of servers' answers wait for a feature store;
+            None if they are not kept.
+    """
+
+    config: DataConfig
+    target: RowTarget
+    measured_on: Sequence[str] = ()
+    states: Path | None = None
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The hash of everything that the rows depend on."""
+        return compute_fingerprint(self.config, self.target, self.measured_on)
+
+    @cached_property
+    def folder(self) -> Path:
+        """The folder of the row set: `data.rows`, or the recipe's own folder in the cache."""
+        return Path(
+            self.config.rows or cache_folder(self.config.cache_dir) / "rows" / self.fingerprint
+        )
+
+    @cached_property
+    def plan(self) -> str:
+        """The hash of everything that generation depends on.
+
+        It leaves out the keys that only say what becomes of the documents.
+        """
+        return compute_fingerprint(
+            self.config,
+            self.target,
+            self.measured_on,
+            without=(
+                "packing",
+                "validation_fraction",
+                "validation_split",
+                "on_bad_row",
+                "max_bad_rows",
+            ),
+        )
+
+    @property
+    def blocks(self) -> Path:
+        """The folder of the blocks."""
+        return self.folder.parent / f"{self.plan}.blocks"
+
+    @cached_property
+    def sources(self) -> tuple[list[Source], Counter[str]]:
+        """The sources without the rows that are filtered, and the counts of those by the rule."""
+        return remove_overlaps(
+            load_sources(self.config, self.target.tokenizer), self.config, self.measured_on
+        )
+
+    @cached_property
+    def suite_index(self) -> SuiteIndex:
+        """The index of the suites that the target's own prompts are compared with."""
+        return SuiteIndex(load_suites(self.config.decontaminate, self.measured_on))
+
+    def load_target(self, target: RowTarget) -> "Job":
+        """Return the same work for the same target with its weights loaded.
+
+        Sources that were already read are kept.
+        """
+        job = replace(self, target=target)
+        if "sources" in vars(self):
+            vars(job)["sources"] = self.sources
+        return job
+
+    def run_size(self) -> RunSize:
+        """Return how many rows a training has and how much each process still generates for it.
+
+        The number of rows is None if it is not known yet.
+        """
+        if is_whole(self.folder):
+            *_, manifest = read_rows(self.folder)
+            return RunSize(manifest.splits["train"].rows)
+        settings = self.config.regenerate
+        max_length = self.config.max_length
+        if not isinstance(settings, Regeneration):
+            return RunSize(None)
+        num_rows = int((1 - self.config.validation_fraction) * settings.num_tokens / max_length)
+        if isinstance(settings, ServerRegeneration):
+            return RunSize(num_rows)
+        missing = [
+            block
+            for block in plan_blocks(settings.num_tokens)
+            if not (self.blocks / f"{block.name}.arrow").exists()
+        ]
+        if not missing:
+            return RunSize(num_rows)
+        _, num_processes = find_rank_and_world_size()
+        num_tokens = sum(block.num_tokens for block in missing) // min(num_processes, len(missing))
+        # `check` refuses prompts as long as a row.
+        rows_per_block = missing[0].num_tokens // max(1, max_length - settings.prompt_tokens)
+        return RunSize(num_rows, num_tokens, min(settings.batch_size, max(1, rows_per_block)))
+
+    def check(self) -> None:
+        """Check the folders and the settings before any row is made.
+
+        Raises:
+            UserError: if no rows can be made with them, or none that the target can read.
+        """
+        check_row_set(self.config, self.target)
+        check_writable(cache_folder(self.config.cache_dir), "data.cache_dir")
+        check_holds(self.folder, "data.rows", "a row set", PART.fullmatch)
+        settings = self.config.regenerate
+        max_length = self.config.max_length
+        if isinstance(settings, Regeneration) and settings.prompt_tokens >= max_length:
+            raise UserError(
+                "data.regenerate.prompt_tokens",
+                got=settings.prompt_tokens,
+                expected=f"1 to {max_length - 1} tokens, less than data.max_length",
+            )

@@ -1,0 +1,454 @@
+"""Make the row set from complete blocks, or from the sources as they are.
+
+The documents are filtered, divided into training and validation, and packed.
+"""
+
+import math
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, concatenate_datasets
+from numpy.typing import NDArray
+
+from specdistill.common.documents import parse_json
+from specdistill.common.errors import UserError, logger
+from specdistill.common.folders import exclusive_lock
+from specdistill.common.terminal import Console
+from specdistill.data.produce.blocks import plan_blocks
+from specdistill.data.produce.generate import MIN_FILL
+from specdistill.data.produce.job import Job
+from specdistill.data.produce.self_prompts import NearDuplicates
+from specdistill.data.produce.server_backend import SAMPLING
+from specdistill.data.produce.sources import Source
+from specdistill.data.rows.bad_rows import (
+    FAULT_COLUMNS,
+    check_share,
+    describe_fault,
+    format_bad_rows,
+    merge_counts,
+    split_faults,
+)
+from specdistill.data.rows.encoding import ENCODED_COLUMNS, HASH_RANGE, Encoder, Row
+from specdistill.data.rows.files import hash_tokenizer, map_rows, read_array, read_header
+from specdistill.data.rows.packing import Packed, select_usable
+from specdistill.data.rows.row_set import (
+    RowSetSpec,
+    SourceCounts,
+    SplitCounts,
+    is_whole,
+    write_rows,
+)
+from specdistill.recipe.data_sources import SELF_SOURCE, list_source_names
+from specdistill.recipe.sections import DataConfig, ServerRegeneration
+
+MAX_CUT_ANSWERS = 0.2  # share of answers above which a warning is logged
+
+
+def merge(job: Job) -> None:
+    """Make the row set, unless it is already there.
+
+    Raises:
+        UserError: if blocks are missing or belong to another recipe.
+    """
+    # One process merges. Another one that waited for it finds the rows complete.
+    with exclusive_lock(job.folder.parent / f"{job.folder.name}.lock", "data.rows", job.folder):
+        if is_whole(job.folder):
+            return
+        config = job.config
+        tokenizer = job.target.tokenizer
+
+        # The documents come from generated blocks, or from the rows of the sources.
+        if config.regenerate.num_tokens > 0:
+            sources = job.sources[0]
+            train, validation, filtered, generation = _from_blocks(job)
+        else:
+            generation = None
+            train, validation, filtered, sources = _from_sources(job)
+        # Pack the documents of each split. Any token can be padding, because its document id marks
+        # it as such.
+        padding = next(
+            token
+            for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+            if token is not None
+        )
+
+        # Count each split before it is written.
+        halves = {}
+        for split, documents in (("train", train), ("validation", validation)):
+            packed = Packed(documents, config.max_length, config.packing, padding, config.seed)
+            tokens = {**_count_tokens(documents), "tokens": packed.num_tokens}
+            halves[split] = (
+                packed,
+                SplitCounts(rows=len(packed), documents=len(documents), **tokens),
+            )
+        counted_sources = _count_sources(sources, config, train)
+        write_rows(
+            job.folder,
+            halves,
+            {
+                "fingerprint": job.fingerprint,
+                "fit": RowSetSpec.from_config(config, job.target),
+                "sources": counted_sources,
+                "generation": generation,
+                "filtered": dict(sorted(filtered.items())),
+            },
+        )
+        if any(source.bad_rows for source in sources):
+            Console(stderr=True).print(format_bad_rows(counted_sources))
+
+
+def _count_tokens(documents: Dataset) -> dict[str, int]:
+    """Count the tokens and the loss tokens of documents."""
+    masks = (
+        int(np.concatenate(batch["loss_mask"]).sum())
+        for batch in documents.with_format("numpy").iter(batch_size=1024)
+    )
+    return {"tokens": int(read_array(documents, "length").sum()), "loss_tokens": sum(masks)}
+
+
+def _count_sources(
+    sources: Sequence[Source], config: DataConfig, train: Dataset
+) -> list[SourceCounts]:
+    """Return what training has of each source."""
+    place = read_array(train, "source")
+    counts = []
+    for number, (source, name) in enumerate(
+        zip(sources, list_source_names(config.source), strict=True)
+    ):
+        row_indices = np.flatnonzero(place == number)
+        entry = source.entry
+        counts.append(
+            SourceCounts(
+                source=name,
+                key=source.key,
+                revision=entry.revision,
+                license=entry.known_license,
+                weight=entry.weight,
+                rows=len(source.rows),
+                fingerprint=str(source.rows._fingerprint),
+                documents=len(row_indices),
+                rows_read=source.num_read,
+                bad_rows=dict(source.bad_rows),
+                **(_count_tokens(train.select(row_indices)) if len(row_indices) else {}),
+            )
+        )
+    return counts
+
+
+def _describe_generation(job: Job, headers: Sequence[Mapping[str, Any]]) -> dict[str, object]:
+    """Describe how blocks were generated, and how many of their answers the length limit cut.
+
+    Blocks of an earlier version do not say how many answers they have.
+
+    Args:
+        job: the work.
+        headers: the headers of the blocks' files.
+    """
+    settings = job.config.generation
+    facts = settings.model_dump(include={"num_tokens", "prompt_tokens", "temperatures", "template"})
+    facts |= {
+        "seed": job.config.seed,
+        "blocks": len(plan_blocks(settings.num_tokens)),
+        "model": job.target.name,
+    }
+    if all("answers" in header for header in headers):
+        for name in ("answers", "cut_answers"):
+            facts[name] = sum(header[name] for header in headers)
+        warn_of_cut_answers(facts["cut_answers"], facts["answers"], job.config.max_length)
+    if isinstance(settings, ServerRegeneration):
+        return {**facts, "by": "servers", "filter": settings.filter, "sampling": SAMPLING}
+    return {**facts, "by": "transformers", "batch_size": settings.batch_size}
+
+
+def _from_blocks(job: Job) -> tuple[Dataset, Dataset, Counter[str], dict[str, object]]:
+    """Collect the documents of all blocks, filter them and hold some out.
+
+    The documents of all blocks are taken in order. Those that answer a prompt that is nearly the
+    same as one of an earlier block are left out. The documents have the columns input_ids,
+    loss_mask, length and source.
+
+    Returns:
+        The training documents, the validation documents, how many documents and rows were filtered
+        by which rule, and a record of how they were generated.
+
+    Raises:
+        UserError: if a block is missing or belongs to another recipe, or if there is no document.
+    """
+    # Every block of the plan must be there.
+    paths = [
+        job.blocks / f"{block.name}.arrow"
+        for block in plan_blocks(job.config.regenerate.num_tokens)
+    ]
+    missing = [path.stem for path in paths if not path.exists()]
+    if missing:
+        raise UserError(
+            "data.shard",
+            got=f"{job.blocks}, which lacks {len(missing)} of {len(paths)} blocks:"
+            f" {', '.join(missing[:8])}",
+            expected="every block: `specdistill data make` of the same recipe makes those that are"
+            " missing",
+        )
+    # Every block must belong to this plan, and be the one that its name says.
+    headers = [parse_json(read_header(path) or "{}") for path in paths]
+    for number, (path, header) in enumerate(zip(paths, headers, strict=True)):
+        if (header.get("plan"), header.get("block")) != (job.plan, number):
+            raise UserError(
+                "data.shard",
+                got=f"{path}, which holds block {header.get('block')} of rows {header.get('plan')}",
+                expected=f"block {number} of rows {job.plan}, as the other shards of this recipe",
+            )
+
+    # Put the blocks together, with the counts of what was filtered in each.
+    documents = concatenate_datasets([Dataset.from_file(str(path)) for path in paths])
+    filtered = sum((Counter(header["filtered"]) for header in headers), Counter(job.sources[1]))
+    if not len(documents) and any(source.entry.source == SELF_SOURCE for source in job.sources[0]):
+        raise UserError(
+            "data.source",
+            got="self, all of whose generated prompts were dropped",
+            expected="a target that generates a user's turn (instruct models do), or prompts of"
+            " your own: a file or a Hub id",
+        )
+    if not len(documents):
+        raise UserError(
+            "data.max_length",
+            got=f"{job.config.max_length}, which no prompt of data.source fits",
+            expected=f"texts of {job.config.generation.prompt_tokens} tokens"
+            " (data.regenerate.prompt_tokens) or questions of half of it at most",
+        )
+
+    # A source with too few prompts gives fewer tokens than were asked for.
+    total = sum(header["tokens"] for header in headers)
+    num_tokens = job.config.regenerate.num_tokens
+    if total < MIN_FILL * num_tokens:
+        logger.warning(
+            "the prompts of data.source were used up after %d of %d tokens", total, num_tokens
+        )
+    # Blocks are generated independently, so near duplicates across blocks are only found here.
+    is_near_duplicate = _find_near_duplicates(
+        [Dataset.from_file(str(path))["asked"] for path in paths]
+    )
+    if is_near_duplicate.any():
+        filtered["near_duplicate"] += int(is_near_duplicate.sum())
+        logger.warning(
+            "data.source: dropped %d of %d answers to generated prompts that nearly repeat others",
+            is_near_duplicate.sum(),
+            len(documents),
+        )
+
+    # Leave out what cannot be packed, and divide the rest by rows into training and validation.
+    indices = select_usable(
+        documents,
+        False,
+        job.config.max_length,
+        filtered,
+        ", ".join(list_source_names(job.config.source)),
+    )
+    indices = indices[~is_near_duplicate[indices]]
+    hashes, row_of = np.unique(read_array(documents, "row")[indices], return_inverse=True)
+    is_held_out = select_held_out(hashes, job.config)[row_of]
+    return (
+        documents.select(indices[~is_held_out]),
+        documents.select(indices[is_held_out]),
+        filtered,
+        _describe_generation(job, headers),
+    )
+
+
+def warn_of_cut_answers(num_cut: int, num_answers: int, max_length: int) -> None:
+    """Warn if the length limit ended so many answers that the draft seldom sees how one ends."""
+    if num_cut > MAX_CUT_ANSWERS * num_answers:
+        logger.warning(
+            "%s were cut at data.max_length=%d tokens. Raise data.max_length to train on whole"
+            " answers.",
+            f"{num_cut:,} of {num_answers:,} answers ({num_cut / num_answers:.0%})",
+            max_length,
+        )
+
+
+def _find_near_duplicates(prompts: Sequence[Sequence[str | None]]) -> NDArray[np.bool_]:
+    """Find the documents that answer a prompt nearly the same as one of an earlier block.
+
+    Only prompts that the target itself generated are compared.
+
+    Args:
+        prompts: for each block, the generated prompt of each document; None for other prompts.
+
+    Returns:
+        Whether each document is such an answer, for the documents of all blocks in order.
+    """
+    near = NearDuplicates()
+    flags: list[bool] = []
+    for block in prompts:
+        is_alike: dict[str | None, bool] = {None: False}
+        for prompt in block:
+            if prompt is not None and prompt not in is_alike:
+                is_alike[prompt] = not near.add(prompt)
+        flags += [is_alike[prompt] for prompt in block]
+    return np.array(flags, bool)
+
+
+def _from_sources(job: Job) -> tuple[Dataset, Dataset, Counter[str], list[Source]]:
+    """Encode the rows of the sources as they are, filter them and hold some out.
+
+    A source of weight 2 has each of its rows twice in the training documents.
+
+    Returns:
+        The training documents, the validation documents, how many documents and rows were filtered
+        by which rule, and the sources with the counts of rows that cannot be used.
+
+    Raises:
+        UserError: if the weights leave no document to train on, or if too many rows cannot be used.
+    """
+    config = job.config
+    read_sources, counts = job.sources
+
+    # Tokenize each source, and put all documents together.
+    encoded = [_encode(source, number, job) for number, source in enumerate(read_sources)]
+    sources = [source for _, source in encoded]
+    documents = concatenate_datasets([documents for documents, _ in encoded])
+    is_text, number, row, hashes = (
+        read_array(documents, name) for name in ("is_text", "source", "row", "hash")
+    )
+
+    # Leave out the documents that cannot be packed.
+    filtered = Counter(counts)
+    indices = select_usable(
+        documents, is_text, config.max_length, filtered, ", ".join(list_source_names(config.source))
+    )
+    # All documents of a row that was cut are in the same split.
+    first_rows = np.cumsum([0, *(len(source.rows) for source in sources[:-1])])
+    _, first, row_of = np.unique(
+        first_rows[number[indices]] + row[indices], return_index=True, return_inverse=True
+    )
+    is_held_out = select_held_out(hashes[indices[first]], config)[row_of]
+    # A source of weight 2.5 has each document twice, and a random half of them once more.
+    generator = random.Random(config.seed)
+    train: list[int] = []
+    for place, source in enumerate(sources):
+        row_indices = indices[(number[indices] == place) & ~is_held_out].tolist()
+        train += row_indices * int(source.entry.weight) + generator.sample(
+            row_indices, round(source.entry.weight % 1 * len(row_indices))
+        )
+    if not train:
+        raise UserError(
+            "data.source",
+            got="weights so small that no row is left to train on",
+            expected="larger weights",
+        )
+    return documents.select(train), documents.select(indices[is_held_out]), filtered, sources
+
+
+def select_held_out(hashes: NDArray[np.integer], config: DataConfig) -> NDArray[np.bool_]:
+    """Choose the rows that are held out for validation: at least one, and never all.
+
+    They are chosen by their hashes, unless `data.validation_split` is sample. By hash, a row's
+    split depends only on its content and the seed. It stays the same when other rows are added or
+    filtered, wherever the row stands. Equal rows are in the same split.
+
+    Args:
+        hashes: the `row_hash` of each row.
+        config: the `data:` section.
+
+    Returns:
+        Whether each row is held out.
+
+    Raises:
+        UserError: for a single row, or if all rows are equal.
+    """
+    distinct = np.unique(hashes)
+    is_sample = config.validation_split == "sample"
+    if (len(hashes) if is_sample else len(distinct)) < 2:
+        raise UserError(
+            "data.source",
+            got="a single usable row"
+            if len(hashes) < 2
+            else f"{len(hashes)} usable rows, all with the same content",
+            expected="two or more different rows: at least one is held out for validation",
+        )
+    if is_sample:
+        count = min(len(hashes) - 1, max(1, round(config.validation_fraction * len(hashes))))
+        return np.isin(
+            np.arange(len(hashes)), random.Random(config.seed).sample(range(len(hashes)), count)
+        )
+    # Hold out the smallest hashes: those below the fraction of their range.
+    count = int(np.searchsorted(distinct, math.ceil(config.validation_fraction * HASH_RANGE)))
+    is_selected: NDArray[np.bool_] = hashes < distinct[min(max(count, 1), len(distinct) - 1)]
+    return is_selected
+
+
+def _encode_row(
+    encoder: Encoder, on_bad_row: str, row: Row, number: int
+) -> Sequence[Mapping[str, object]]:
+    """Return the documents of a row, or a description of its fault.
+
+    The fault is raised instead if `data.on_bad_row` is stop.
+    """
+    try:
+        return encoder(row, number)
+    except UserError as error:
+        if not error.kind or on_bad_row == "stop":
+            raise
+        return [describe_fault(error, row.get("place") or f"row {number + 1}", number)]
+
+
+def _encode(source: Source, number: int, job: Job) -> tuple[Dataset, Source]:
+    """Encode the rows of a source.
+
+    Returns:
+        The documents of the source, and the source with the counts of the rows that cannot be
+        encoded.
+
+    Raises:
+        UserError: if more rows than `data.max_bad_rows` allows cannot be used.
+    """
+    config = job.config
+    tokenizer = job.target.tokenizer
+    encoder = Encoder(
+        tokenizer, config.loss_mask, config.max_length, source.key, number, config.seed
+    )
+
+    # The result is loaded again if nothing that it depends on has changed.
+    inputs = [
+        "encoded",
+        source.rows._fingerprint,
+        number,
+        config.on_bad_row,
+        hash_tokenizer(tokenizer),
+        tokenizer.chat_template,
+        config.loss_mask,
+        config.max_length,
+        config.seed,
+    ]
+    encoded = map_rows(
+        source.rows,
+        partial(_encode_row, encoder, config.on_bad_row),
+        {**ENCODED_COLUMNS, **FAULT_COLUMNS},
+        inputs,
+        "Tokenizing",
+        config,
+    )
+
+    # Count the rows with faults, and stop if there are too many.
+    encoded, bad_rows, _ = split_faults(encoded)
+    if bad_rows:
+        source = replace(source, bad_rows=merge_counts(source.bad_rows, bad_rows))
+        check_share(source.bad_rows, source.num_read, source.entry.source, source.key, config)
+
+    # A row that became several documents was cut.
+    _, num_documents = np.unique(read_array(encoded, "row"), return_counts=True)
+    num_cut = int((num_documents > 1).sum())
+    if num_cut:
+        logger.warning(
+            "%s: %d of %d rows are conversations longer than data.max_length=%d tokens and are cut"
+            " at their turns",
+            source.key,
+            num_cut,
+            len(source.rows),
+            config.max_length,
+        )
+    return encoded, source

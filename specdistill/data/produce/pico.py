@@ -1,0 +1,142 @@
+"""The data source `pico`: Python's standard library, as raw modules and as conversations.
+
+Every Python installation carries this text. Therefore pico can be trained, distilled for and
+measured with no network. Modules are divided into `train` and `validation` by a hash of their path,
+so that a module's split does not depend on the others. Generated tables (`encodings`, `pydoc_data`)
+and tests are excluded. The licence of the text is PSF-2.0.
+"""
+
+import ast
+import hashlib
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from specdistill.common.errors import UserError, find_nearest
+
+Split = Literal["train", "validation"]
+
+EXCLUDED_FOLDERS = frozenset(
+    {
+        "site-packages",
+        "dist-packages",
+        "test",
+        "tests",
+        "idle_test",
+        "encodings",
+        "pydoc_data",
+        "__pycache__",
+    }
+)
+MAX_MODULE_BYTES = 200_000
+VALIDATION_SHARE = 16  # one module in this many is held out
+MAX_CHAT_CHARACTERS = 1_600
+
+
+@dataclass(frozen=True)
+class Module:
+    """One module of the standard library.
+
+    Attributes:
+        name: its path relative to the library, for example `json/decoder.py`.
+        text: its source text.
+    """
+
+    name: str
+    text: str
+
+
+def load_rows(split: str) -> tuple[str, Callable[[], Iterator[dict[str, object]]]]:
+    """Return a split of the source `pico`, as `specdistill.data.produce.sources` reads it.
+
+    Args:
+        split: `train` or `validation`.
+
+    Returns:
+        A fingerprint of the split's text, and a function that yields its rows.
+
+    Raises:
+        UserError: for another split.
+    """
+    if split not in get_args(Split):
+        raise UserError(
+            "data.split",
+            got=split,
+            expected=" or ".join(get_args(Split)),
+            nearest=find_nearest(split, get_args(Split)),
+        )
+    modules = load_standard_library(split)  # type: ignore[arg-type]
+
+    def texts_and_chats() -> Iterator[dict[str, object]]:
+        for module in modules:
+            yield {"text": module.text, "messages": None}
+        for messages in build_chats(modules):
+            yield {"text": None, "messages": messages}
+
+    return hashlib.sha256(
+        "\0".join(module.text for module in modules).encode()
+    ).hexdigest(), texts_and_chats
+
+
+def split_of(name: str) -> Split:
+    """Return the split of a module, which depends on its name alone."""
+    digest = hashlib.sha256(name.encode()).digest()
+    return "validation" if int.from_bytes(digest[:4], "big") % VALIDATION_SHARE == 0 else "train"
+
+
+def load_standard_library(split: Split) -> list[Module]:
+    """Return the modules of one split of the running interpreter's library, sorted by name."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    modules = []
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        if EXCLUDED_FOLDERS.intersection(relative.parts) or split_of(relative.as_posix()) != split:
+            continue
+        raw = path.read_bytes()
+        if not 0 < len(raw) <= MAX_MODULE_BYTES:
+            continue
+        try:
+            text = raw.decode("utf-8")
+        except UnicodeDecodeError:
+            continue  # A handful of modules declare another encoding; the corpus is UTF-8 only.
+        modules.append(Module(relative.as_posix(), text))
+    return modules
+
+
+def build_chats(modules: list[Module]) -> list[list[dict[str, str]]]:
+    """Return a conversation for each documented function of some modules.
+
+    The user gives a signature and a summary, and the assistant answers with the function.
+    """
+    conversations = []
+    for module in modules:
+        for request, answer in find_documented_functions(module.text):
+            if len(request) + len(answer) <= MAX_CHAT_CHARACTERS:
+                conversations.append(
+                    [{"role": "user", "content": request}, {"role": "assistant", "content": answer}]
+                )
+    return conversations
+
+
+def find_documented_functions(source: str) -> Iterator[tuple[str, str]]:
+    """Yield (request, source) for each function of a module that has a docstring and a body.
+
+    The source is without the docstring.
+    """
+    lines = source.splitlines()
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.FunctionDef) or len(node.body) < 2:
+            continue
+        docstring = ast.get_docstring(node)
+        if not docstring:
+            continue
+        summary = " ".join(docstring.split("\n\n")[0].split())
+        head = lines[node.lineno - 1 : node.body[0].lineno - 1]
+        body = lines[node.body[0].end_lineno or node.body[0].lineno : node.end_lineno]
+        columns = node.col_offset
+        code = "\n".join(
+            line[columns:] if not line[:columns].strip() else line for line in [*head, *body]
+        ).rstrip()
+        yield f"Write `{node.name}({ast.unparse(node.args)})`: {summary}", code

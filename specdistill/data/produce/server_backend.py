@@ -1,0 +1,336 @@
+"""Generate on servers that speak OpenAI's API: turns of the assistant, and continuations of texts.
+
+A server is sent token ids, which are rendered here by the target's own chat template. It returns
+token ids if it can (vLLM, SGLang, llama.cpp). The text of other servers is tokenized, and must
+decode to the same text again. So a draft is trained on exactly what was generated, including
+reasoning. Each turn of the assistant is generated after the context that the template makes of the
+messages before it. These are the recorded messages, or, if a row has questions alone, the generated
+ones.
+
+A thread for each request that may be in flight asks the server that has most room. Therefore
+servers share the work in proportion to their speed, and a request that one server fails to answer
+goes to another. The answers of a task are on the disk before its thread takes another task.
+"""
+
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from specdistill.common.errors import ResourceError, UserError, logger
+from specdistill.data.produce.blocks import Answer, AnswerFile
+from specdistill.data.produce.prompts import GenerationTask
+from specdistill.data.rows.chat import tokenize_prompt
+from specdistill.data.rows.store import OUTPUT_STATES_REQUEST, take
+from specdistill.evaluation.suites.conversations import Message, Tools, is_unanswered
+from specdistill.serving.engines.completions import Choice, CompletionServer, UnavailableError
+from specdistill.serving.engines.vllm import PLAIN_SAMPLING
+
+SAMPLING = {**PLAIN_SAMPLING, "repeat_penalty": 1.0}  # llama.cpp's name of the repetition penalty
+
+
+class ServerTokenizer:
+    """Converts contexts and answers to token ids.
+
+    A lock admits one thread at a time, because fast tokenizers are not safe for several.
+
+    Attributes:
+        end_ids: tokens that end a generation.
+        special: the tokenizer's special tokens.
+        template: additional arguments of the chat template.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        end_ids: Sequence[int],
+        template: dict[str, Any],
+    ) -> None:
+        self.end_ids = frozenset(end_ids)
+        self.special = frozenset(tokenizer.all_special_ids)
+        self.template = template
+        # The text of an answer does not say which of several end tokens ended it. The tokenizer's
+        # own end token ends a turn. A server may know more end tokens.
+        self._end = (
+            tokenizer.eos_token_id
+            if tokenizer.eos_token_id in self.end_ids
+            else next(iter(sorted(self.end_ids)), None)
+        )
+        self._tokenizer = tokenizer
+        self._num_ids = len(tokenizer)
+        self._lock = threading.Lock()
+
+    def context(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
+        """Return the tokens of a conversation with the generation prompt."""
+        with self._lock:
+            return tokenize_prompt(self._tokenizer, messages, tools, **self.template)
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Return the text of an answer, without the token that ended it."""
+        with self._lock:
+            text_ids = token_ids[:-1] if token_ids and token_ids[-1] in self.end_ids else token_ids
+            return str(self._tokenizer.decode(list(text_ids), skip_special_tokens=False))
+
+    def answer(self, choice: Choice) -> list[int] | None:
+        """Return the token ids of a choice, including the one that ended it.
+
+        Returns:
+            The token ids; None if the tokenizer lacks one of them, or if the choice has only a text
+            that the tokenizer turns into another text.
+        """
+        ids = choice.token_ids or choice.tokens
+        if not ids:
+            with self._lock:
+                ids = self._tokenizer(choice.text, add_special_tokens=False, verbose=False)[
+                    "input_ids"
+                ]
+                if self._tokenizer.decode(ids, skip_special_tokens=False) != choice.text:
+                    return None
+        if max(ids, default=0) >= self._num_ids:
+            return None
+        # Some servers leave out the token that ended the answer.
+        lacks_end = choice.finish_reason == "stop" and not (
+            ids and ids[-1] in self.end_ids | self.special
+        )
+        return [*ids, self._end] if lacks_end and self._end is not None else list(ids)
+
+
+class ServerBackend:
+    """Servers with up to `concurrency` requests in flight to each, for several blocks at once.
+
+    Its methods raise ResourceError when no server answers any more.
+
+    Attributes:
+        servers: the servers.
+        tokenizer: converts contexts and answers.
+        concurrency: the most requests in flight to each server.
+    """
+
+    def __init__(
+        self, servers: Sequence[CompletionServer], tokenizer: ServerTokenizer, concurrency: int
+    ) -> None:
+        self.servers = servers
+        self.tokenizer = tokenizer
+        self.concurrency = concurrency
+        self._in_flight = dict.fromkeys(servers, 0)
+        self._given_up: dict[CompletionServer, str] = {}
+        self._changed = threading.Condition()
+        self._is_stopped = False
+
+    def __enter__(self) -> "ServerBackend":
+        self._pool = ThreadPoolExecutor(len(self.servers) * self.concurrency)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Finish and keep what is in flight, unless the user interrupts."""
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify_all()
+        try:
+            self._pool.shutdown(wait=kind is not KeyboardInterrupt, cancel_futures=True)
+        finally:
+            for server in self.servers:
+                server.server.close()
+                logger.info("%s gave %d answers", server.address, server.num_answers)
+
+    def generate_answers(
+        self,
+        tasks: Iterator[GenerationTask],
+        answer_file: AnswerFile,
+        count_wanted: Callable[[], int],
+    ) -> Generator[tuple[GenerationTask, list[Answer]]]:
+        """Yield each task with its turns, as `TransformersBackend.answers` does."""
+        requests: deque[tuple[GenerationTask, Future[list[Answer]]]] = deque()
+        most = len(self.servers) * self.concurrency
+        try:
+            while True:
+                # Keep as many requests in flight as there are places, but no more than are wanted.
+                while len(requests) < max(1, min(most, count_wanted())) and (
+                    task := next(tasks, None)
+                ):
+                    requests.append(
+                        (task, self._pool.submit(self._generate_turns, task, answer_file))
+                    )
+                if not requests:
+                    return
+                task, future = requests[0]
+                yield task, future.result()
+                requests.popleft()
+        finally:
+            running = [future for _, future in requests if not future.cancel()]
+            for future in running:
+                future.exception()
+
+    def _generate_turns(self, task: GenerationTask, answer_file: AnswerFile) -> list[Answer]:
+        """Return the turns of a task, from the file or from a server.
+
+        Turns with a server's error are not kept in the file, because another server may answer the
+        question.
+        """
+        turns = answer_file.turns.get(task.name)
+        if turns is not None:
+            return turns
+        while True:
+            server = self._take()
+            try:
+                turns = generate_conversation(server, task, self.tokenizer)
+                if all(turn.error is None for turn in turns):
+                    answer_file.add({task.name: turns})
+                return turns
+            except UnavailableError as error:
+                if not server.record_failure(error):
+                    with self._changed:
+                        self._given_up[server] = str(error)
+            finally:
+                with self._changed:
+                    self._in_flight[server] -= 1
+                    self._changed.notify_all()
+
+    def _take(self) -> CompletionServer:
+        """Return the server with most room, as soon as one may be asked.
+
+        Raises:
+            ResourceError: when no server answers any more.
+        """
+        with self._changed:
+            while True:
+                usable = [server for server in self.servers if server not in self._given_up]
+                if not usable or self._is_stopped:
+                    why = "; ".join(
+                        f"{server.address}: {error}" for server, error in self._given_up.items()
+                    )[:400]
+                    raise ResourceError(
+                        f"no server answers any more ({why})",
+                        next_step="start them again: what was generated is kept, and the same"
+                        " command resumes",
+                    )
+                free = [server for server in usable if self._in_flight[server] < self.concurrency]
+                pauses = {server: max(0.0, server.until - time.monotonic()) for server in free}
+                server = min(
+                    free,
+                    key=lambda candidate: (pauses[candidate], self._in_flight[candidate]),
+                    default=None,
+                )
+                if server is not None and not pauses[server]:
+                    self._in_flight[server] += 1
+                    return server
+                self._changed.wait(None if server is None else pauses[server])
+
+
+def generate_conversation(
+    server: CompletionServer, task: GenerationTask, tokenizer: ServerTokenizer
+) -> list[Answer]:
+    """Have a server generate the turns of a task, each after the ones before it.
+
+    The conversation ends early with an answer that is no complete turn.
+    """
+    turns: list[Answer] = []
+    messages: list[Message] = []
+    for before in _list_contexts(task.prompt.messages):
+        messages += before
+        try:
+            context = (
+                tokenizer.context(messages, task.prompt.tools)
+                if task.prompt.messages
+                else task.prompt.ids
+            )
+        except UserError as error:
+            if not turns:
+                raise
+            # The template accepts the prompt, but not what was generated after it.
+            turns.append(Answer([], [], "refused", str(error)))
+            break
+        if len(context) >= task.max_length:
+            break
+        answer = ask(server, context, task, tokenizer)
+        turns.append(answer)
+        if answer.error or answer.reason != "stop":
+            break
+        messages.append({"role": "assistant", "content": tokenizer.text(answer.token_ids)})
+    return turns
+
+
+def _list_contexts(messages: Sequence[Message]) -> Iterator[list[Message]]:
+    """Yield the new messages before each turn that is yet to be generated.
+
+    They start after the previous turn that is yet to be generated.
+    """
+    before: list[Message] = []
+    for message in messages:
+        if is_unanswered(message):
+            yield before
+            before = []
+        else:
+            before.append(message)
+    if before or not messages:
+        yield before
+
+
+def ask(
+    server: CompletionServer, context: list[int], task: GenerationTask, tokenizer: ServerTokenizer
+) -> Answer:
+    """Ask a server for one answer.
+
+    Args:
+        server: the server.
+        context: the tokens of the context.
+        task: the task, for its length, temperature and seed.
+        tokenizer: converts the answer.
+
+    Returns:
+        The answer. Its `error` is set if the server refuses the question, or if the answer is in
+        other tokens than the target's.
+
+    Raises:
+        UnavailableError: when the server may give the answer later.
+    """
+    # The parameters of all engines; each of them ignores the ones that it does not know.
+    body = {
+        "model": server.model,
+        "prompt": context,
+        "max_tokens": task.max_length - len(context),
+        "temperature": task.temperature,
+        "seed": task.seed,
+        **SAMPLING,
+        "skip_special_tokens": False,
+        "return_token_ids": True,  # vLLM, SGLang
+        "return_tokens": True,  # llama.cpp
+        **(OUTPUT_STATES_REQUEST if server.states else {}),
+    }
+
+    # A server that refuses the request gives an answer with the reason.
+    choice = server.complete(body)
+    if isinstance(choice, str):
+        return Answer(context, [], "refused", choice)
+
+    # Keep the hidden states that the server wrote with its answer.
+    if server.states and choice.states:
+        take(
+            Path(choice.states),
+            [*context, *(choice.token_ids or ())][:-1],
+            server.server,
+            server.states,
+            context,
+        )
+
+    # An answer whose tokens are not the target's is not used.
+    ids = tokenizer.answer(choice)
+    reason = str(choice.finish_reason)
+    error = (
+        None
+        if ids is not None
+        else f"an answer in other tokens than the target's: {json.dumps(choice.text[:80])}"
+    )
+    return Answer(context, ids or [], reason, error)

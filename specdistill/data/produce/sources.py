@@ -1,0 +1,794 @@
+"""Read sources of training rows, and convert their many forms to three common forms.
+
+The common forms are a text, a conversation, and token ids with their loss mask.
+
+A source is `self` (the target's own prompts, specdistill.data.produce.self_prompts), a built-in
+source, a jsonl, json or parquet file, a folder or Hub id that the datasets library can load, or a
+list of entries, `SourceEntry`. Every row has the keys of `COLUMNS`. The keys of its form are not
+None:
+
+- a text: `text`.
+- a conversation: `messages` and perhaps `tools` (specdistill.evaluation.suites.conversations).
+- token ids: `input_ids`, `loss_mask` and their `text`, by which they are compared with other rows.
+"""
+
+import json
+import lzma
+import os
+import re
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from pathlib import Path
+from pkgutil import resolve_name
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import fsspec
+import numpy as np
+from datasets import (
+    Dataset,
+    DownloadManager,
+    Features,
+    List,
+    ReadInstruction,
+    Value,
+    load_dataset,
+    load_dataset_builder,
+)
+from datasets import Json as AnyJson
+from datasets.exceptions import DatasetsError
+from datasets.fingerprint import Hasher
+from datasets.packaged_modules.json.json import Json
+from fsspec.core import OpenFile
+from numpy.typing import NDArray
+from pyarrow import ArrowException
+from transformers import PreTrainedTokenizerBase
+from yaml import YAMLError
+
+from specdistill.common.documents import MAX_LINE_BYTES, read_json_rows
+from specdistill.common.errors import ResourceError, UserError, join_lines, logger, name_sibling_key
+from specdistill.data.rows.bad_rows import (
+    EMPTY,
+    FAULT_COLUMNS,
+    check_share,
+    describe_fault,
+    merge_counts,
+    split_faults,
+)
+from specdistill.data.rows.chat import answer_documents, check_prompts
+from specdistill.data.rows.encoding import Row
+from specdistill.data.rows.files import (
+    cache_folder,
+    hash_content,
+    hash_of,
+    hash_tokenizer,
+    map_rows,
+    on_disk,
+    silence_datasets,
+)
+from specdistill.data.rows.row_set import BadRows
+from specdistill.evaluation.suites.conversations import (
+    Message,
+    check_mappings,
+    check_string,
+    convert_conversation,
+)
+from specdistill.recipe.data_sources import (
+    ANSWERS,
+    BUILT_IN_SOURCES,
+    CONVERSATIONS,
+    EXCHANGES,
+    EXPECTED,
+    LOADERS,
+    PROMPTS,
+    SCHEMAS,
+    SELF_SOURCE,
+    TOKENS,
+    SourceEntry,
+    check_columns,
+    check_path,
+    list_entries,
+)
+from specdistill.recipe.sections import DataConfig
+
+COLUMNS = {
+    "text": Value("string"),
+    "messages": List(AnyJson()),
+    "tools": List(AnyJson()),
+    "input_ids": List(Value("int32")),
+    "loss_mask": List(Value("int8")),
+}
+BAD_TOKENS = "token ids or loss mask out of range"
+
+
+@dataclass(frozen=True)
+class Source:
+    """The rows of one source.
+
+    Attributes:
+        rows: the rows in the common forms.
+        entry: the source's entry in the recipe.
+        key: the name of the source in error messages.
+        num_read: rows that the source has.
+        bad_rows: by kind, the rows that cannot be used; they are not among `rows`.
+    """
+
+    rows: Dataset
+    entry: SourceEntry
+    key: str
+    num_read: int = 0
+    bad_rows: Mapping[str, BadRows] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RowPlaces:
+    """The places of the rows of a source in its files.
+
+    Attributes:
+        files: names of the source's files in the order of its rows; only the source's name if its
+            rows have no lines.
+        lines: for each file the numbers of its rows, from 1.
+        unit: what is numbered, "line" or "row".
+        offset: rows of the files that come before the first row, if `data.split` takes a part.
+    """
+
+    files: Sequence[str]
+    lines: Sequence[NDArray[np.int64]] = ()
+    unit: str = "row"
+    offset: int = 0
+
+    def position(self, number: int) -> tuple[int, int]:
+        """Return (number of the file, line) of a row, whose number counts from 0."""
+        number += self.offset
+        for file, lines in enumerate(self.lines):
+            if number < len(lines):
+                return file, int(lines[number])
+            number -= len(lines)
+        return 0, number + 1
+
+    def name(self, position: tuple[int, int]) -> str:
+        """Return the name of a position in errors, for example rows.jsonl line 7."""
+        return f"{self.files[position[0]]} {self.unit} {position[1]}"
+
+
+class BadLine(NamedTuple):
+    """A line of a file that is no JSON object.
+
+    Attributes:
+        position: (number of the file, line).
+        reason: what is wrong with it.
+    """
+
+    position: tuple[int, int]
+    reason: str
+
+
+def load_sources(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list[Source]:
+    """Load the sources of `data.source`.
+
+    The source `self` has no rows here, because they are generated block by block.
+
+    Args:
+        config: the `data:` section.
+        tokenizer: the target's.
+
+    Returns:
+        The sources, in the order of the recipe.
+
+    Raises:
+        UserError: for a wrong name or setting.
+        ResourceError: when the Hub fails.
+    """
+    sources = list(list_entries(config.source))
+    of_self = [key for key, entry in sources if entry.source == SELF_SOURCE]
+    if of_self and config.regenerate.num_tokens == 0:
+        raise UserError(
+            of_self[0],
+            got="self with data.regenerate.num_tokens=0",
+            expected="data.regenerate.num_tokens above 0, for answers to its prompts, or another"
+            " source",
+        )
+    if len(of_self) == len(sources):
+        for key, value, default in (
+            ("data.columns", config.columns, {}),
+            ("data.split", config.split, "train"),
+        ):
+            if value != default:
+                raise UserError(
+                    key,
+                    got=f"{value} with the source self alone",
+                    expected=f"{default}: it applies to the rows of a source, and self has none",
+                )
+    return [_read_source(entry, key, config, tokenizer) for key, entry in sources]
+
+
+def _read_source(
+    entry: SourceEntry, key: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase
+) -> Source:
+    """Read the rows of one source in the common forms, and count those that cannot be used."""
+    # The source `self` has no rows. Its prompts are generated later.
+    source = entry.source
+    split = entry.split or config.split
+    columns = entry.columns or config.columns
+    if source == SELF_SOURCE:
+        return Source(
+            Dataset.from_dict({name: [] for name in COLUMNS}, features=Features(COLUMNS)),
+            entry,
+            key,
+        )
+
+    # A built-in source yields its rows in the common form.
+    if source in BUILT_IN_SOURCES:
+        if entry.where or entry.min_turns or columns:
+            raise UserError(
+                key,
+                got=f"columns, where or min_turns for {source}",
+                expected="none of them for this source, or another source",
+            )
+        content, rows_of_split = resolve_name(BUILT_IN_SOURCES[source])(split)
+        with silence_datasets(), on_disk(cache_folder(config.cache_dir)):
+            rows = Dataset.from_generator(
+                rows_of_split,
+                Features(COLUMNS),
+                config.cache_dir,
+                fingerprint=Hasher.hash([source, content, *COLUMNS]),
+            )
+        return Source(rows, entry, key, num_read=len(rows))
+    # Load the rows as they are; lines that are no JSON objects are already left out.
+    raw, places, bad_lines = _load(entry, split, key, config)
+    num_read = len(raw) + len(bad_lines)
+    bad_rows: dict[str, BadRows] = {}
+    if bad_lines:
+        bad_rows["line that is no JSON object"] = BadRows(
+            count=len(bad_lines),
+            first=f"{places.name(bad_lines[0].position)}: {bad_lines[0].reason}",
+        )
+
+    # Without rows there is nothing to convert.
+    if len(raw) == 0:
+        if bad_lines and config.on_bad_row == "stop":
+            raise _make_line_error(bad_lines[0], places, key)
+        check_share(bad_rows, max(1, num_read), source, key, config)
+        raise UserError(key, got=f"{source}, which holds no rows", expected="a dataset with rows")
+    settings = entry
+    entry = entry.model_copy(update={"columns": columns})
+    check_columns(raw.column_names, entry, key)
+
+    # The library's own fingerprint of a file depends on its name and date, which differ between
+    # machines.
+    content = [hash_content(source), split] if Path(source).exists() else raw._fingerprint
+
+    # The prepared rows depend on all of these, so they are part of the cache's name.
+    conditions = [entry.where, entry.min_turns] if entry.where or entry.min_turns else []
+    generates = config.regenerate.num_tokens > 0
+    inputs = [
+        "rows",
+        content,
+        columns,
+        *conditions,
+        config.roles,
+        # A row is checked against the chat template when it is read.
+        [tokenizer.chat_template, config.generation.template if generates else config.loss_mask],
+        places.files,
+        hash_tokenizer(tokenizer),
+    ]
+    if generates and TOKENS in (columns or raw.column_names):
+        raise UserError(
+            key,
+            got=f"{source}, rows of token ids, with data.regenerate",
+            expected="data.regenerate.num_tokens=0: they are trained on as they are",
+        )
+    # Convert the rows to the common forms. A row with a fault becomes a description of it.
+    reader = RowReader(key, entry, tokenizer, raw.features, places, config)
+    try:
+        rows = map_rows(
+            raw,
+            reader,
+            {**COLUMNS, "place": Value("string"), **FAULT_COLUMNS},
+            inputs,
+            "Reading",
+            config,
+        )
+    except UnicodeDecodeError as error:  # datasets does not decode a file when it loads it.
+        raise UserError(
+            key, got=f"{source}, which is not UTF-8", expected="text in UTF-8"
+        ) from error
+
+    # Say how many rows `where` and `min_turns` left out.
+    num_filtered = len(raw) - len(rows)
+    if num_filtered:
+        logger.warning(
+            "%s: left out %d of %d rows of %s, which do not match %s",
+            key,
+            num_filtered,
+            len(raw),
+            source,
+            f"{name_sibling_key(key, 'where')} and min_turns",
+        )
+    # Separate the rows with faults, and stop if there are too many.
+    rows, faults, first_row = split_faults(rows)
+    if config.on_bad_row == "stop":
+        _stop_at_first(bad_lines, first_row, raw, reader)
+    bad_rows = merge_counts(bad_rows, faults)
+    check_share(bad_rows, num_read, source, key, config)
+    if len(rows) == 0:
+        raise UserError(
+            key,
+            got=f"{source}, where no row matches `where` and `min_turns`"
+            if conditions
+            else f"{source}, whose rows are all empty",
+            expected=EXPECTED,
+        )
+    return Source(rows, settings, key, num_read, bad_rows)
+
+
+def _make_line_error(line: BadLine, places: RowPlaces, key: str) -> UserError:
+    """Return the error for a line that is no JSON object."""
+    return UserError(
+        f"{key} {places.name(line.position)}", got=line.reason, expected="a JSON object"
+    )
+
+
+def _stop_at_first(
+    bad_lines: Sequence[BadLine], first_row: int | None, raw: Dataset, reader: "RowReader"
+) -> None:
+    """Raise the UserError of the first row that cannot be used, in the order of the files.
+
+    Args:
+        bad_lines: lines that are no JSON objects, in order.
+        first_row: the first row with a fault, as its number in `raw`; None if there is none.
+        raw: the rows as they are in the files.
+        reader: reads a row.
+    """
+    places = reader.places
+    line = bad_lines[0] if bad_lines else None
+    if line and (first_row is None or line.position < places.position(first_row)):
+        raise _make_line_error(line, places, reader.key)
+    if first_row is not None:
+        reader.read(raw[first_row], f"{reader.key} {places.name(places.position(first_row))}")
+
+
+@dataclass(frozen=True)
+class RowReader:
+    """Converts the rows of a source to the common forms.
+
+    Attributes:
+        key: the name of the source in error messages.
+        entry: the source's entry in the recipe.
+        tokenizer: the target's.
+        features: the types of the source's columns.
+        places: where the rows are in the source's files.
+        config: the `data:` section.
+    """
+
+    key: str
+    entry: SourceEntry
+    tokenizer: PreTrainedTokenizerBase
+    features: Features
+    places: RowPlaces
+    config: DataConfig
+
+    def __call__(self, raw: dict[str, object], number: int) -> list[dict[str, object]]:
+        """Return a row in the common forms, or the description of its fault.
+
+        Nothing is returned for a row that is not asked for by `where` and `min_turns`.
+
+        Args:
+            raw: the row as it is in the source.
+            number: its number, from 0.
+
+        Raises:
+            UserError: for a setting that no row would suit.
+        """
+        place = self.places.name(self.places.position(number))
+        try:
+            return [{**row, "place": place} for row in self.read(raw, f"{self.key} {place}")]
+        except UserError as error:
+            if not error.kind:
+                raise
+            return [describe_fault(error, place, number)]
+
+    def read(self, raw: dict[str, object], where: str) -> list[Row]:
+        """Return a row in the common forms, or raise UserError if it cannot be used."""
+        entry = self.entry
+
+        # Leave out rows that do not match `where`.
+        raw = _remove_missing_keys(raw, dict(self.features))
+        for column, accepted_values in entry.where.items():
+            if raw.get(column) not in (
+                accepted_values if isinstance(accepted_values, list) else [accepted_values]
+            ):
+                return []
+
+        # Give the columns our names, and convert the row to the common form.
+        renamed = (
+            {ours: raw.get(theirs) for ours, theirs in entry.columns.items()}
+            if entry.columns
+            else raw
+        )
+        rows = list(normalize_row(renamed, where, self.tokenizer, self.config.roles))
+        if not rows:
+            raise UserError(where, got="a row without content", expected=EXPECTED, kind=EMPTY)
+
+        # Check each conversation: whether it can be asked, or learned.
+        accepted_rows = []
+        for row in rows:
+            messages = row.get("messages") or ()
+            if sum(turn["role"] == "user" for turn in messages) < entry.min_turns:
+                continue
+            if messages and self.config.regenerate.num_tokens > 0:
+                check_prompts(
+                    self.tokenizer,
+                    messages,
+                    row.get("tools"),
+                    where,
+                    **self.config.generation.template,
+                )
+            elif messages:
+                answer_documents(
+                    self.tokenizer,
+                    messages,
+                    row.get("tools"),
+                    where,
+                    loss_mask=self.config.loss_mask,
+                )
+            accepted_rows.append(row)
+        return accepted_rows
+
+
+def normalize_row(
+    row: Mapping[str, Any],
+    where: str,
+    tokenizer: PreTrainedTokenizerBase,
+    roles: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[Row]:
+    """Yield a row of any known form in the common form; nothing for a row without content.
+
+    Args:
+        row: the row, with our names of columns.
+        where: what errors call the row.
+        tokenizer: the target's, which checks and decodes token ids.
+        roles: more names of roles, as `conversation` takes them.
+
+    Raises:
+        UserError: for a row that cannot be used.
+    """
+    present = {column: value for column, value in row.items() if value}
+    # Self-Instruct has the input and the output of an instruction in `instances`.
+    if "instances" in present:
+        instances = check_mappings(present["instances"], where, "instances")
+        if len(instances) > 1:
+            raise UserError(
+                where,
+                got=f"{len(instances)} instances",
+                expected="one: a row of its own for each",
+                kind="several instances in a row",
+            )
+        present |= instances[0]
+    turns = next((present[column] for column in CONVERSATIONS if column in present), None)
+    # BFCL has a conversation in `question`.
+    if isinstance(present.get("question"), list):
+        turns = present["question"]
+    exchange = next((pair for pair in EXCHANGES if pair[0] in present and pair[1] in present), None)
+    context = present.get("input") or present.get("context")
+    if TOKENS in present:
+        yield _read_token_row(present, where, tokenizer)
+    elif turns is not None:
+        schemas = next((present[column] for column in SCHEMAS if column in present), None)
+        messages, tools = convert_conversation(turns, schemas, where, roles)
+        if messages and messages[0]["role"] != "system" and isinstance(present.get("system"), str):
+            messages = [{"role": "system", "content": present["system"]}, *messages]
+        if messages:
+            yield {"text": None, "messages": messages, "tools": tools}
+    elif "text" in present:
+        yield {"text": check_string(present["text"], where, "text"), "messages": None}
+    elif exchange is not None:
+        messages = _build_exchange(present[exchange[0]], context, present[exchange[1]], where)
+        yield {"text": None, "messages": messages}
+    elif question := next(
+        (name for name in PROMPTS if name in present and not ANSWERS[name] & row.keys()), None
+    ):
+        question_messages, _ = _build_exchange(present[question], context, None, where)
+        yield {"text": None, "messages": [question_messages]}  # The target will answer it.
+
+
+def _load(
+    entry: SourceEntry, split: str, key: str, config: DataConfig
+) -> tuple[Dataset, RowPlaces, list[BadLine]]:
+    """Load the rows of a source as they are.
+
+    Returns:
+        The rows, where they are in the source's files, and the lines of the files that are no rows.
+
+    Raises:
+        UserError: for a source that cannot be read.
+        ResourceError: when the Hub fails.
+    """
+    # Choose the loader: that of the file's type, or the one of a Hub dataset.
+    source = entry.source
+    path = Path(entry.source)
+    check_path(entry, split, key)
+    kind = LOADERS.get(path.suffix)
+    loader = kind or source
+    cache_dir = config.cache_dir
+    options: dict[str, object] = (
+        {"data_files": source} if kind else {"name": entry.name, "revision": entry.revision}
+    )
+    places = RowPlaces([path.name if path.exists() else source])
+    bad_lines: list[BadLine] = []
+    try:
+        # Prepare the files. Lines of JSON are checked first, because one bad line would end the
+        # loading.
+        with silence_datasets() if path.exists() else nullcontext():
+            builder = load_dataset_builder(loader, **options, cache_dir=cache_dir)
+            if isinstance(builder, Json):
+                # datasets prepares all splits, so the files of all splits are checked.
+                checked = {}
+                for name, files in builder.config.data_files.items():
+                    checked[name] = [
+                        _check_json(str(file), number, key, config)
+                        for number, file in enumerate(files)
+                    ]
+                own_files = checked.get(split.partition("[")[0], [])
+                bad_lines = []
+                for file in own_files:
+                    bad_lines.extend(file.bad_lines)
+                if own_files:
+                    places = RowPlaces(
+                        [file.name for file in own_files],
+                        [file.lines for file in own_files],
+                        "row" if all(file.is_list for file in own_files) else "line",
+                    )
+                    if not any(len(file.lines) for file in own_files):
+                        return Dataset.from_dict({}), places, bad_lines
+                # If a file has bad lines, load copies of the files without them.
+                if any(file.bad_lines for file in chain.from_iterable(checked.values())):
+                    readable = {}
+                    for name, files in checked.items():
+                        readable[name] = [file.readable for file in files if len(file.lines)]
+                    loader = "json"
+                    options = {
+                        "data_files": {name: files for name, files in readable.items() if files}
+                    }
+                    builder = load_dataset_builder(loader, **options, cache_dir=cache_dir)
+            builder.download_and_prepare()
+            rows = builder.as_dataset(split=split)
+            # `data.split` may take a part of the rows, and then also a part of the bad lines.
+            if "[" in split and rows.info.splits is not None:
+                sizes = {name: info.num_examples for name, info in rows.info.splits.items()}
+                part = ReadInstruction.from_spec(split).to_absolute(sizes)[0]
+                places = replace(places, offset=part.from_ or 0)
+                bad_lines = _select_bad_lines(
+                    bad_lines, places, part.to - (part.from_ or 0), sizes[part.splitname]
+                )
+            # Load columns of mixed types again as JSON objects (see `_has_json_within`).
+            columns = {
+                name: List(AnyJson())
+                for name, feature in rows.features.items()
+                if _has_json_within(feature)
+            }
+            if columns and isinstance(builder, Json):
+                options["features"] = Features({**rows.features, **columns})
+                rows = load_dataset(loader, **options, cache_dir=cache_dir, split=split)
+            return rows, places, bad_lines
+
+    # Errors of the Hub and errors of the content need different advice.
+    except (DatasetsError, OSError, ValueError, TypeError, ArrowException, YAMLError) as error:
+        reason = join_lines(str(error.__cause__ or error))[:300]
+        if not path.exists() and not isinstance(error, ValueError):
+            raise ResourceError(
+                f"{key}: {source} could not be loaded from the Hub ({reason})",
+                next_step="check the id, HF_TOKEN if it is private, and the network, or give a"
+                " local file",
+            ) from error
+        raise UserError(
+            key,
+            got=f"{source}, split {split}, which does not read as {kind or 'a data set'}: {reason}",
+            expected="rows that are alike, of data.split, or of split and name of an entry",
+        ) from error
+
+
+def _select_bad_lines(
+    bad_lines: Sequence[BadLine], places: RowPlaces, num_rows: int, num_all: int
+) -> list[BadLine]:
+    """Return the bad lines that are among the rows that `data.split` takes.
+
+    Args:
+        bad_lines: the bad lines of all files.
+        places: where the rows of the split are.
+        num_rows: rows of the split.
+        num_all: rows of all files.
+    """
+    first = (0, 0)
+    after = (len(places.files), 0)
+    if places.offset > 0:
+        first = places.position(0)
+    if places.offset + num_rows < num_all:
+        after = places.position(num_rows)
+    return [line for line in bad_lines if first <= line.position < after]
+
+
+class CheckedFile(NamedTuple):
+    """A file of JSON objects.
+
+    Attributes:
+        name: its name, without folders.
+        readable: the file, or a copy of it without the lines that are no JSON objects.
+        lines: numbers of its rows, from 1.
+        bad_lines: the other lines.
+        is_list: whether the file is one list, whose items are numbered.
+    """
+
+    name: str
+    readable: str
+    lines: NDArray[np.int64]
+    bad_lines: list[BadLine]
+    is_list: bool
+
+
+def _check_json(name: str, number_of_file: int, key: str, config: DataConfig) -> CheckedFile:
+    """Find the JSON objects of a file before Arrow reads it.
+
+    Arrow's reader ends the process on a `null`. It also holds a line of any length in memory, even
+    one that a small compressed file expands to.
+
+    Raises:
+        UserError: for a list that is broken, and for a file that cannot be read.
+    """
+    # Remote and compressed files are read like local ones.
+    path = DownloadManager().download(name)
+    file = fsspec.open(str(path), compression="infer")
+    largest_list = MAX_LINE_BYTES if file.compression else Path(path).stat().st_size
+    bad_lines: list[BadLine] = []
+
+    def report(number: int, error: ValueError) -> None:
+        bad_lines.append(
+            BadLine((number_of_file, number), re.sub(r"^(line|row) \d+(: |, )", "", str(error)))
+        )
+
+    # Read all lines once. If some are bad, a copy without them is loaded later.
+    try:
+        with file as stream:
+            is_list = stream.read(1) == b"["
+        with file as stream:
+            rows = read_json_rows(stream, allow_nan=True, largest_list=largest_list, report=report)
+            lines = [number for number, _ in rows]
+        if not lines and not bad_lines:
+            raise ValueError("which holds no rows")
+        readable = name
+        if bad_lines:
+            readable = str(_copy_readable(file, Path(path), largest_list, config))
+    except (ValueError, OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        raise UserError(
+            key, got=f"{path}, {error}", expected="rows that are alike, a JSON object each"
+        ) from error
+    return CheckedFile(Path(name).name, readable, np.array(lines, np.int64), bad_lines, is_list)
+
+
+def _copy_readable(file: OpenFile, path: Path, largest_list: int, config: DataConfig) -> Path:
+    """Write the JSON objects of a file to the cache, one per line, and return the copy."""
+    copy = cache_folder(config.cache_dir) / "prepared" / f"{hash_of(path)}-readable.jsonl"
+    aside = copy.with_suffix(f".{os.getpid()}.part")
+    with on_disk(copy.parent):
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        with file as stream, aside.open("w", encoding="utf-8") as output:
+            for _, row in read_json_rows(
+                stream, allow_nan=True, largest_list=largest_list, report=lambda number, error: None
+            ):
+                output.write(json.dumps(row) + "\n")
+        os.replace(aside, copy)
+    return copy
+
+
+def _read_token_row(row: Mapping[str, Any], where: str, tokenizer: PreTrainedTokenizerBase) -> Row:
+    """Return a row of token ids with its loss mask, or with loss on all tokens if it has none.
+
+    The ids are used as they were read and generated. Arrow reads a whole column as floats if one of
+    its rows holds a float. Such numbers are integers all the same.
+
+    Raises:
+        UserError: for ids or a mask that are out of range or of another length, and for a mask of
+            another name, which is not read.
+    """
+    # JSON may hold whole numbers as floats.
+    row = {
+        **row,
+        **{name: _convert_to_integers(row[name]) for name in (TOKENS, "loss_mask") if name in row},
+    }
+
+    # Without a mask, every token has a loss.
+    ids = row[TOKENS]
+    every = [1] * (len(ids) if isinstance(ids, list) else 0)
+    # Labels, or a mask of another name than `loss_mask`, are not read. They are an error unless the
+    # mask selects every token.
+    masks = (
+        name
+        for name, values in row.items()
+        if (name == "labels" or name.endswith(("_mask", "_masks"))) and values != every
+    )
+    if "loss_mask" not in row and (mask_name := next(masks, None)):
+        columns = "data.columns={input_ids: input_ids"
+        raise UserError(
+            where,
+            got=f"{TOKENS} with {mask_name}, which is not read",
+            expected=f"a loss_mask of 0 and 1 ({columns}, loss_mask: …}}), or {columns}}} for loss"
+            " on all tokens",
+        )
+
+    # Check both lists, and each of their numbers.
+    mask = row.get("loss_mask", every)
+    for name, values, limit in ((TOKENS, ids, len(tokenizer)), ("loss_mask", mask, 2)):
+        if not isinstance(values, list) or len(values) != len(ids):
+            length = f" of length {len(values)}" if isinstance(values, list) else ""
+            raise UserError(
+                where,
+                got=f"{name} of type {type(values).__name__}{length}",
+                expected=f"a list of integers{', one for each of input_ids' * (name != TOKENS)}",
+                kind=BAD_TOKENS,
+            )
+        for wrong in (
+            value for value in values if type(value) is not int or not 0 <= value < limit
+        ):
+            raise UserError(
+                where,
+                got=f"{wrong!r} in {name}",
+                expected=f"integers from 0 to {limit - 1}"
+                + ", the target’s tokens" * (name == TOKENS),
+                kind=BAD_TOKENS,
+            )
+    return {"text": str(tokenizer.decode(ids)), "input_ids": ids, "loss_mask": mask}
+
+
+def _convert_to_integers(values: object) -> object:
+    """Convert the floats of a list that are whole numbers to integers."""
+    if not isinstance(values, list):
+        return values
+    return [
+        int(value) if isinstance(value, float) and value.is_integer() else value for value in values
+    ]
+
+
+def _has_json_within(feature: object) -> bool:
+    """Return whether a column holds lists of objects with a key whose values have several types.
+
+    datasets reads such values as JSON if they are texts: an answer `2` becomes a number. If the
+    objects are read as a whole, texts stay texts.
+    """
+    return (
+        isinstance(feature, List)
+        and isinstance(feature.feature, dict)
+        and repr(AnyJson()) in repr(feature)
+    )
+
+
+def _remove_missing_keys(value: Any, feature: object) -> Any:
+    """Remove the None values of keys that a row lacks and other rows have.
+
+    Arrow gives all objects of a column the same keys.
+    """
+    if value is not None and isinstance(feature, dict):
+        return {
+            name: _remove_missing_keys(item, feature[name])
+            for name, item in value.items()
+            if item is not None
+        }
+    return (
+        [_remove_missing_keys(item, feature.feature) for item in value]
+        if value and isinstance(feature, List)
+        else value
+    )
+
+
+def _build_exchange(question: object, context: object, answer: object, where: str) -> list[Message]:
+    """Return the messages of an instruction and its answer.
+
+    The input of the instruction, if there is one, comes below it in the user's message.
+    """
+    parts = [check_string(part, where, "instruction") for part in (question, context) if part]
+    return [
+        {"role": "user", "content": "\n\n".join(parts)},
+        {"role": "assistant", "content": check_string(answer or "", where, "output")},
+    ]

@@ -1,0 +1,136 @@
+"""Skip rows that cannot be used, and count them by what is wrong with them.
+
+People's files hold rows of kinds that no draft can learn from: an unknown role, an image, a line
+that was cut short, turns that the target's chat template rejects. By default such rows are skipped.
+If they are more than `data.max_bad_rows` allows, that is an error, because the remaining rows may
+not be what the user meant. `data.on_bad_row=stop` ends the command at the first bad row.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from datasets import Dataset, Value
+from rich.table import Table
+
+from specdistill.common.errors import UserError, logger
+from specdistill.data.rows.row_set import BadRows, SourceCounts
+from specdistill.recipe.sections import DataConfig
+
+# Columns of a prepared row that stands for a row that cannot be used; None in all other rows.
+FAULT_COLUMNS = {
+    "fault": Value("string"),
+    "fault_example": Value("string"),
+    "fault_row": Value("int64"),
+}
+EMPTY = "empty row"  # It is counted but is no fault: data sets of texts have many.
+MAX_KINDS_SHOWN = 3
+
+
+def describe_fault(error: UserError, place: str, number: int) -> dict[str, object]:
+    """Return the prepared row that stands for a source row that raised an error.
+
+    Args:
+        error: the error that the row raised; its `kind` is what rows are counted by.
+        place: where the row stands, for the reader.
+        number: the row's number in the source, from 0.
+    """
+    return {"fault": error.kind, "fault_example": f"{place}: {error.got}", "fault_row": number}
+
+
+def split_faults(rows: Dataset) -> tuple[Dataset, dict[str, BadRows], int | None]:
+    """Separate the rows that can be used from the rows that stand for bad ones.
+
+    Args:
+        rows: prepared rows with FAULT_COLUMNS.
+
+    Returns:
+        The usable rows without FAULT_COLUMNS, the counts of the other rows by kind, and the
+        source's number of the first row with a fault. The number is None if no row has a fault; an
+        empty row is counted but is no fault.
+    """
+    bad_rows: dict[str, BadRows] = {}
+    usable = []
+    first_row = None
+    for number, fault in enumerate(rows.with_format(None)["fault"]):
+        if fault is None:
+            usable.append(number)
+            continue
+        example = "" if fault in bad_rows else rows[number]["fault_example"]
+        bad_rows = merge_counts(bad_rows, {fault: BadRows(count=1, first=example)})
+        if first_row is None and fault != EMPTY:
+            first_row = rows[number]["fault_row"]
+    if bad_rows:
+        rows = rows.select(usable)
+    return rows.remove_columns(list(FAULT_COLUMNS)), bad_rows, first_row
+
+
+def merge_counts(*parts: Mapping[str, BadRows]) -> dict[str, BadRows]:
+    """Add up counts by kind; the example of a kind is the one of the earliest part."""
+    total: dict[str, BadRows] = {}
+    for part in parts:
+        for kind, rows in part.items():
+            kind_rows = total.get(kind, BadRows(count=0, first=rows.first))
+            total[kind] = BadRows(count=kind_rows.count + rows.count, first=kind_rows.first)
+    return total
+
+
+def check_share(
+    bad_rows: Mapping[str, BadRows], num_rows: int, source: str, key: str, config: DataConfig
+) -> None:
+    """Warn of the skipped rows of a source, and raise UserError if there are too many.
+
+    Args:
+        bad_rows: counts of the rows that are skipped, by kind.
+        num_rows: rows that the source has, bad ones included.
+        source: the name of the source.
+        key: the recipe key that messages name.
+        config: the `data:` section.
+
+    Raises:
+        UserError: if the rows with a fault are more than the share `data.max_bad_rows` of all rows.
+            Empty rows do not count.
+    """
+    if not bad_rows:
+        return
+    most_frequent = sorted(bad_rows.items(), key=lambda item: -item[1].count)
+    faulty = [(kind, rows) for kind, rows in most_frequent if kind != EMPTY]
+    count = sum(rows.count for _, rows in faulty)
+    if count > config.max_bad_rows * num_rows:
+        problem = (
+            f"{count:,} of {num_rows:,} rows of {source} ({count / num_rows:.1%}) cannot be used"
+        )
+        raise UserError(
+            key,
+            got=problem,
+            text=f"{key}: {problem}, more than data.max_bad_rows={config.max_bad_rows:g} allows."
+            " Correct them, or raise data.max_bad_rows to skip them; data.on_bad_row=stop shows the"
+            f" first one in full. Most frequent: {_list_kinds(faulty)}",
+        )
+    logger.warning(
+        "%s: skipped %d of %d rows of %s: %s",
+        key,
+        sum(rows.count for rows in bad_rows.values()),
+        num_rows,
+        source,
+        _list_kinds(most_frequent),
+    )
+
+
+def _list_kinds(bad_rows: Sequence[tuple[str, BadRows]]) -> str:
+    return "; ".join(
+        f"{rows.count:,} × {kind} ({rows.first})" for kind, rows in bad_rows[:MAX_KINDS_SHOWN]
+    )
+
+
+def format_bad_rows(sources: Sequence[SourceCounts]) -> Table:
+    """Return a table of the rows that were skipped, by kind.
+
+    Args:
+        sources: the sources of a row set's manifest.
+    """
+    table = Table("skipped rows", "number", "share")
+    table.add_column("the first of them", overflow="fold")
+    num_rows = sum(source.rows_read for source in sources)
+    total = merge_counts(*(source.bad_rows for source in sources))
+    for kind, rows in sorted(total.items(), key=lambda item: -item[1].count):
+        table.add_row(kind, f"{rows.count:,}", f"{rows.count / max(1, num_rows):.1%}", rows.first)
+    return table

@@ -1,0 +1,338 @@
+"""Turn rows into documents: token ids with a loss mask, on the assistant's tokens or on all.
+
+An `Encoder` depends on one row alone: a text, a conversation or token ids. `datasets` can therefore
+map rows through it in any number of processes. The assistant's turns are found in the text that the
+chat template renders (specdistill.data.rows.chat), which may give a conversation several documents.
+
+A conversation longer than a row is cut at its turns. An exchange is a user's turn and what follows
+it. As many whole exchanges as fit into a row make a document, and the rest is cut in the same way.
+Each document begins with the system message and a user's turn, and the template renders it as a
+conversation of its own. Of an exchange that no row can hold, the turns up to the last assistant's
+turn that fits are kept.
+"""
+
+import hashlib
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from operator import itemgetter
+from typing import TypedDict
+
+import numpy as np
+from datasets import List, Value
+from numpy.typing import NDArray
+from transformers import BatchEncoding, PreTrainedTokenizerBase
+
+from specdistill.common.errors import UserError
+from specdistill.data.rows.chat import Spans, answer_documents
+from specdistill.evaluation.suites.conversations import (
+    ALTERED,
+    UNLEARNED,
+    Message,
+    Tools,
+    is_learned,
+    render_chat,
+    shorten_text,
+)
+
+# Columns of a document. An exchange that is filtered in part, because no row can hold it, is a
+# document without tokens, of the length that it would have.
+DOCUMENT_COLUMNS = {
+    "input_ids": List(Value("int32")),
+    "loss_mask": List(Value("int8")),
+    "length": Value("int32"),
+    "source": Value("int32"),
+}
+# `row` and `hash` are the number and the `hash_row` of the source's row that a document comes from.
+ENCODED_COLUMNS = {
+    **DOCUMENT_COLUMNS,
+    "is_text": Value("bool"),
+    "row": Value("int64"),
+    "hash": Value("int64"),
+}
+HASH_RANGE = 2**63  # Hashes of rows are below this, so that a column of int64 holds them.
+Mask = NDArray[np.int8]
+
+
+class Row(TypedDict, total=False):
+    """A row of a source in one of the common forms; keys of the other forms are None or absent.
+
+    Attributes:
+        place: where the row stands in its source.
+    """
+
+    text: str | None
+    messages: list[Message] | None
+    tools: Tools
+    input_ids: list[int] | None
+    loss_mask: list[int]
+    place: str
+
+
+class Document(TypedDict, total=False):
+    """The tokens of a row, and where they are from (see ENCODED_COLUMNS).
+
+    Attributes:
+        input_ids: [L] int32.
+        loss_mask: [L] int8, 1 where a token carries loss.
+        length: L, or the number of tokens that were filtered.
+        source: number of the source.
+        is_text: whether the row is no conversation.
+        row: number of the row in its source.
+        hash: `hash_row` of the row.
+    """
+
+    input_ids: NDArray[np.int32]
+    loss_mask: Mask
+    length: int
+    source: int
+    is_text: bool
+    row: int
+    hash: int
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """A function from a row, with the columns of `specdistill.data.produce.sources`, to documents.
+
+    Attributes:
+        tokenizer: the target's.
+        loss_mask: `assistant` or `all`, the tokens that carry loss.
+        max_length: tokens of a packed row.
+        key: name of the source in error messages.
+        source: number of the source, which becomes a column.
+        seed: seed of the rows' hashes.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    loss_mask: str
+    max_length: int
+    key: str = "data.source"
+    source: int = 0
+    seed: int = 0
+
+    def __call__(self, row: Row, number: int) -> list[Document]:
+        """Encode a row as documents with ENCODED_COLUMNS.
+
+        Args:
+            row: the row, in one of the common forms.
+            number: its number in the source, from 0.
+
+        Returns:
+            The documents of the row.
+
+        Raises:
+            UserError: naming the row, if the chat template rejects it or marks none or all of its
+                tokens.
+        """
+        # A conversation goes through the chat template. Token ids are used as they are.
+        messages = row["messages"]
+        ids = row["input_ids"]
+        if messages is not None:
+            documents = self.conversation(
+                messages, row["tools"], f"{self.key} {row.get('place') or f'row {number + 1}'}"
+            )
+        elif ids is not None:
+            documents = [
+                _build_encoding_with_loss(ids)
+                if self.loss_mask == "all"
+                else _build_encoding(ids, row["loss_mask"])
+            ]
+        else:  # The target reads a text with its end-of-text token.
+            end = self.tokenizer.eos_token_id
+            ids = self.tokenizer(row["text"], verbose=False)["input_ids"]
+            documents = [
+                _build_encoding_with_loss(ids if end is None or ids[-1:] == [end] else [*ids, end])
+            ]
+
+        # The hash decides later in which split the row's documents are.
+        hash_of_row = hash_row(row, self.seed)
+        return [
+            {
+                **document,
+                "source": self.source,
+                "is_text": messages is None,
+                "row": number,
+                "hash": hash_of_row,
+            }
+            for document in documents
+        ]
+
+    def conversation(self, messages: Sequence[Message], tools: Tools, where: str) -> list[Document]:
+        """Encode a conversation, and cut it at its turns if it is longer than a row.
+
+        Args:
+            messages: the conversation.
+            tools: the tools that it may call.
+            where: what errors call the row.
+
+        Returns:
+            The documents. Each exchange that is filtered in part is a document without tokens,
+            whose length is what the exchange would have.
+        """
+        encoded_turns = self.chat(messages, tools, where)
+        if max(document["length"] for document in encoded_turns) <= self.max_length:
+            return encoded_turns
+
+        def length(turns: Sequence[Message]) -> int:
+            return len(
+                self._tokenize([render_chat(self.tokenizer, turns, False, where, tools)])[
+                    "input_ids"
+                ][0]
+            )
+
+        parts, filtered = cut_at_turns(messages, length, self.max_length)
+        if self.loss_mask == "assistant":
+            parts = [part for part in parts if any(map(is_learned, part))]
+        documents = []
+        for part in parts:
+            documents.extend(self.chat(part, tools, where))
+        return documents + [{**_build_encoding([], []), "length": tokens} for tokens in filtered]
+
+    def chat(self, messages: Sequence[Message], tools: Tools, where: str) -> list[Document]:
+        """Encode a conversation with the chat template, however long it is."""
+        documents = answer_documents(
+            self.tokenizer, messages, tools, where, loss_mask=self.loss_mask
+        )
+        by_turns = self.loss_mask == "assistant"
+        encodings = self._tokenize(
+            [rendered for rendered, _ in documents], return_offsets_mapping=by_turns
+        )
+        if not by_turns:
+            return [_build_encoding_with_loss(ids) for ids in encodings["input_ids"]]
+        return [
+            _check_loss(_build_encoding(ids, build_loss_mask(spans, offsets)), text, where)
+            for (text, spans), ids, offsets in zip(
+                documents, encodings["input_ids"], encodings["offset_mapping"], strict=True
+            )
+        ]
+
+    def _tokenize(self, rendered: Sequence[str], **options: bool) -> BatchEncoding:
+        options = {**options, "return_attention_mask": False, "return_token_type_ids": False}
+        encoding: BatchEncoding = self.tokenizer(
+            list(rendered), add_special_tokens=False, verbose=False, **options
+        )
+        return encoding
+
+
+def hash_row(row: Row, seed: int) -> int:
+    """Hash a text, or a conversation without the assistant's turns.
+
+    All answers to the same questions have equal hashes.
+
+    Returns:
+        An integer from 0 to HASH_RANGE - 1.
+    """
+    if row["text"] is not None:
+        content = ["text", row["text"]]
+    else:
+        content = []
+        for turn in row["messages"] or ():
+            if turn["role"] != "assistant":
+                content.extend((turn["role"], turn["content"]))
+    digest = hashlib.blake2b("\0".join([str(seed), *content]).encode(), digest_size=8)
+    return int.from_bytes(digest.digest()) % HASH_RANGE
+
+
+def build_loss_mask(spans: Spans, offsets: Sequence[tuple[int, int]]) -> Mask:
+    """Mark the tokens that have at least one character inside a span.
+
+    Args:
+        spans: character spans [start, end).
+        offsets: the characters [left, right) of each token, in order.
+
+    Returns:
+        The mask [tokens], 1 for the tokens that are marked and 0 for the others.
+    """
+    mask = np.zeros(len(offsets), np.int8)
+    for start, end in spans:
+        # From the first token that ends after the span's start to the last that starts before its
+        # end. Offsets are in order, so both are found by bisection.
+        mask[
+            bisect_right(offsets, start, key=itemgetter(1)) : bisect_left(
+                offsets, end, key=itemgetter(0)
+            )
+        ] = 1
+    return mask
+
+
+def cut_at_turns(
+    messages: Sequence[Message], length: Callable[[Sequence[Message]], int], max_length: int
+) -> tuple[list[list[Message]], list[int]]:
+    """Cut a conversation at its turns into conversations that fit a row.
+
+    What follows the last turn of the assistant is dropped without being counted, because nothing is
+    learned there.
+
+    Args:
+        messages: the conversation.
+        length: returns how many tokens a conversation has.
+        max_length: tokens of a row.
+
+    Returns:
+        The conversations of at most `max_length` tokens, and the lengths of the exchanges of which
+        something is filtered.
+    """
+    # Each part begins with the system messages. Nothing after the assistant's last turn is learned.
+    # The system messages stay in every part. What follows the last answer is of no use.
+    system = list(takewhile(lambda message: message["role"] == "system", messages))
+    last = max(
+        (index for index, message in enumerate(messages) if message["role"] == "assistant"),
+        default=len(messages),
+    )
+    rest = list(messages[len(system) : last + 1])
+
+    def fitting(ends: Sequence[int]) -> int:
+        """Return the largest of these numbers of messages that fits a row; 0 if none does."""
+        count = bisect_right(ends, max_length, key=lambda end: length([*system, *rest[:end]]))
+        return ends[count - 1] if count else 0
+
+    parts = []
+    filtered = []
+    while rest:
+        # An exchange ends where a user's turn follows a message of another role.
+        roles = [message["role"] for message in rest]
+        exchanges = [
+            place for place in range(1, len(rest)) if roles[place] == "user" != roles[place - 1]
+        ] + [len(rest)]
+        num_kept = after = fitting(exchanges)
+        if not num_kept:
+            # Not even the first exchange fits: keep its beginning up to a turn of the assistant.
+            after = exchanges[0]
+            filtered.append(length([*system, *rest[:after]]))
+            num_kept = fitting([place + 1 for place in range(after) if roles[place] == "assistant"])
+        if num_kept:
+            parts.append([*system, *rest[:num_kept]])
+        rest = rest[after:]
+    return parts, filtered
+
+
+def _check_loss(encoded: Document, text: str, where: str) -> Document:
+    """Return the document; raise UserError if none or all of its tokens carry loss."""
+    num_marked = int(encoded["loss_mask"].sum())
+    num_tokens = encoded["length"]
+    if num_marked in (0, num_tokens):
+        raise UserError(
+            where,
+            got=(
+                f"{num_marked} of {num_tokens} tokens from the assistant in {shorten_text(text)!r}"
+            ),
+            expected="a conversation with tokens of the assistant to learn, and tokens of others"
+            " (or"
+            " data.loss_mask=all)",
+            kind=UNLEARNED if num_marked == 0 else ALTERED,
+        )
+    return encoded
+
+
+def _build_encoding(ids: Sequence[int], mask: Sequence[int] | Mask) -> Document:
+    return {
+        "input_ids": np.array(ids, np.int32),
+        "loss_mask": np.asarray(mask, np.int8),
+        "length": len(ids),
+    }
+
+
+def _build_encoding_with_loss(ids: Sequence[int]) -> Document:
+    return _build_encoding(ids, np.ones(len(ids), np.int8))

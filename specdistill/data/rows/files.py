@@ -1,0 +1,286 @@
+"""Files of rows: data sets that are prepared once, and Arrow files that are written atomically."""
+
+import hashlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow
+import xxhash
+from datasets import Dataset, Features, disable_progress_bars, enable_progress_bars
+from datasets.config import HF_DATASETS_CACHE
+from datasets.exceptions import DatasetGenerationError
+from datasets.fingerprint import Hasher
+from datasets.utils import are_progress_bars_disabled
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from transformers import PreTrainedTokenizerBase
+
+from specdistill.common.documents import parse_json
+from specdistill.common.errors import ResourceError, logger
+from specdistill.recipe.sections import DataConfig
+
+NUM_SHOWN_HASH_DIGITS = 12  # digits of a hash that messages show
+VERSION = 4  # Raise it when this code prepares other rows from equal inputs.
+BATCH = 100  # rows per call of the function that datasets maps
+MOST_PROCESSES, ROWS_EACH = 16, 2000  # A process prepares at least ROWS_EACH rows.
+FREE_SPACE = (
+    "free disk space, or set data.cache_dir to a folder that can be written; what is there is kept"
+)
+# Names in the errors of torch's writer.
+TORCH_WRITER_NAMES = ("PytorchStreamWriter", "inline_container", "iostream")
+HEADER = b"specdistill"  # a key of an Arrow schema's metadata
+Columns = Mapping[str, Sequence[object]]
+RowFunction = Callable[[Any, int], Iterable[Mapping[str, object]]]
+
+
+def map_rows(
+    rows: Dataset,
+    function: RowFunction,
+    columns: Mapping[str, object],
+    inputs: object,
+    what: str,
+    config: DataConfig,
+) -> Dataset:
+    """Map each row through a function, or load the rows that it gave for equal inputs before.
+
+    The function runs in as many processes as `num_processes` returns. Their number does not change
+    the rows. The file of the rows appears whole or not at all.
+
+    Args:
+        rows: the rows to map.
+        function: called with a row and its number; returns the rows that it becomes.
+        columns: the features of the new rows, by name.
+        inputs: everything else that the new rows depend on. The function runs only if no process
+            has mapped equal inputs before.
+        what: names the work in the progress bar, or in a log line at its end.
+        config: says where the rows are kept, and may say how many processes to use.
+
+    Returns:
+        The new rows.
+
+    Raises:
+        ResourceError: if the disk is full or a process was killed from outside.
+    """
+    # Rows that were prepared from the same inputs are loaded again.
+    fingerprint = Hasher.hash([VERSION, sorted(columns), inputs])
+    path = cache_folder(config.cache_dir) / "prepared" / f"{fingerprint}.arrow"
+    processes = choose_num_processes(config.num_proc, len(rows))
+    # A person at a terminal sees a progress bar, if there is work to do. Otherwise a log line says
+    # at the end how long it took.
+    is_new = not any(path.parent.glob(f"{fingerprint}*"))
+    has_bar = sys.stderr.isatty() and is_first_here()
+    begin = time.monotonic()
+    with (
+        nullcontext() if is_new and has_bar else silence_datasets(),
+        on_disk(path.parent),
+        preserve_environment(),
+    ):
+        # Several processes prepare the rows, in batches.
+        try:
+            mapped = rows.map(
+                partial(_apply_to_rows, function=function, columns=list(columns)),
+                with_indices=True,
+                batched=True,
+                batch_size=BATCH,
+                remove_columns=rows.column_names,
+                features=Features(columns),
+                cache_file_name=str(path),
+                load_from_cache_file=True,
+                new_fingerprint=fingerprint,
+                num_proc=processes if processes > 1 else None,
+                desc=what,
+            )
+        except RuntimeError as error:
+            if "abruptly died" not in str(error):
+                raise
+            raise ResourceError(
+                "a process that prepared rows was ended from outside",
+                next_step="free memory, or take fewer processes (data.num_proc)",
+            ) from error
+    if is_new and not has_bar and is_first_here():
+        logger.info(f"{what}: {len(rows):,} rows in {time.monotonic() - begin:.1f} s")
+    return mapped
+
+
+@contextmanager
+def preserve_environment() -> Iterator[None]:
+    """Keep the contents and the identity of `os.environ`.
+
+    When datasets maps in several processes, it sets a variable and replaces `os.environ` by a copy.
+    Libraries that hold the old object, such as rich, would not see what is set afterwards.
+    """
+    environment = os.environ
+    variables = dict(os.environ)
+    try:
+        yield
+    finally:
+        environment.clear()
+        environment.update(variables)
+        os.environ = environment  # noqa: B003
+
+
+def _apply_to_rows(
+    rows: Columns, numbers: Sequence[int], function: RowFunction, columns: Sequence[str]
+) -> Columns:
+    raw_rows = (dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True))
+    mapped: list[Mapping[str, Any]] = []
+    for number, raw in zip(numbers, raw_rows, strict=True):
+        mapped.extend(function(raw, number))
+    mapped_columns = {}
+    for name in columns:
+        mapped_columns[name] = [row.get(name) for row in mapped]
+    return mapped_columns
+
+
+def choose_num_processes(requested: int | None, num_rows: int) -> int:
+    """Return in how many processes to prepare rows.
+
+    Args:
+        requested: the number that the user set; None for one process per core that this process may
+            use, at most MOST_PROCESSES.
+        num_rows: how many rows there are. Without a set number each process gets at least
+            ROWS_EACH.
+    """
+    if requested is not None:
+        return min(requested, num_rows)
+    return max(1, min(len(os.sched_getaffinity(0)), MOST_PROCESSES, num_rows // ROWS_EACH))
+
+
+def cache_folder(cache_dir: str | None) -> Path:
+    """Return the folder of `data.cache_dir`; None stands for the cache of the datasets library."""
+    return Path(cache_dir or HF_DATASETS_CACHE)
+
+
+def is_first_here() -> bool:
+    """Return whether this is the first process of its launch on this machine.
+
+    That process speaks for the others on the machine.
+    """
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+@contextmanager
+def silence_datasets() -> Iterator[None]:
+    """Silence the progress bars and the log of the datasets library.
+
+    Its bars count rows that mean nothing to the user. Its log is not needed, because failures are
+    raised, too.
+    """
+    were_disabled = are_progress_bars_disabled()
+    verbosity = datasets.logging.get_verbosity()
+    disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(verbosity)
+        if not were_disabled:
+            enable_progress_bars()
+
+
+def read_array(rows: Dataset, column: str) -> NDArray[np.integer]:
+    """Read a column of numbers as an array.
+
+    Reading it item by item would take a hundred times as long.
+    """
+    return np.asarray(rows.with_format("numpy")[column][:])
+
+
+def hash_of(path: Path) -> str:
+    """Return a hash of a file's bytes, or an empty string if there is no such file."""
+    if not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+
+
+def hash_content(name: str) -> str:
+    """Return the hash of the file or folder of this name on this machine.
+
+    If there is none, the name itself is returned. The hash of a folder is that of all files in it.
+    """
+    path = Path(name)
+    files = (
+        [path]
+        if path.is_file()
+        else sorted(file for file in path.rglob("*") if file.is_file())
+        if path.is_dir()
+        else []
+    )
+    return " ".join(map(hash_of, files)) or name
+
+
+def hash_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Hash everything that turns text into token ids.
+
+    The chat template, which turns conversations into text, is not part of the hash. It is compared
+    as it is.
+    """
+    # A call with truncation or padding leaves its settings behind in the tokenizer.
+    rules = {
+        key: value
+        for key, value in parse_json(tokenizer.backend_tokenizer.to_str()).items()
+        if key not in ("truncation", "padding")
+    }
+    return str(Hasher.hash([rules, tokenizer.special_tokens_map]))
+
+
+def write_arrow(
+    path: Path, columns: Mapping[str, object], batches: Iterable[Columns], header: str = ""
+) -> None:
+    """Write rows to a temporary Arrow file, and then move it into place.
+
+    Args:
+        path: the file.
+        columns: the features of the rows, by name.
+        batches: the rows, in batches of columns.
+        header: text that `read_header` returns.
+    """
+    schema = Features(columns).arrow_schema
+    if header:
+        schema = schema.with_metadata({**schema.metadata, HEADER: header.encode()})
+    aside = path.with_name(f"{path.name}.part")
+    with aside.open("wb") as file:
+        with pyarrow.ipc.new_stream(file, schema) as writer:
+            for batch in batches:
+                arrays = [pyarrow.array(batch[name], schema.field(name).type) for name in columns]
+                writer.write_batch(pyarrow.record_batch(arrays, schema=schema))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+
+
+def read_header(path: Path) -> str:
+    """Return the header that `write_arrow` gave to an Arrow file; empty if it has none."""
+    with pyarrow.memory_map(str(path)) as file:
+        return str((pyarrow.ipc.open_stream(file).schema.metadata or {}).get(HEADER, b"").decode())
+
+
+@contextmanager
+def on_disk(what: Path, next_step: str = FREE_SPACE) -> Iterator[None]:
+    """Raise ResourceError for a disk that is full or cannot be written.
+
+    The writer of torch reports both as a RuntimeError.
+
+    Args:
+        what: the file or folder that is written, for the error.
+        next_step: what the error tells the user to do.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError, DatasetGenerationError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not any(
+            name in str(error) for name in TORCH_WRITER_NAMES
+        ):
+            raise
+        raise ResourceError(
+            f"{what} could not be written ({error.__cause__ or error})", next_step=next_step
+        ) from error

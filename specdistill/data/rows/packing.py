@@ -1,0 +1,427 @@
+"""Pack documents into rows of equal length.
+
+A row holds several documents, each with its own id and positions; the rest of the row is padding.
+These are the columns of a row, all `max_length` long:
+
+- `input_ids`: the tokens.
+- `loss_mask`: 1 where the token carries loss.
+- `document_ids`: 0, 1, 2, … in the row, -1 for padding. Tokens attend only to their own document.
+- `position_ids`: restart at 0 with each document.
+
+This module also computes what is read off such rows: batches, the draft vocabulary, and the share
+of the loss tokens that it covers.
+"""
+
+import random
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import chain, pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from datasets import Dataset, List, Value
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from specdistill.common.errors import UserError, logger
+from specdistill.common.processes import is_first
+from specdistill.data.rows.files import read_array
+
+COLUMNS = {
+    "input_ids": List(Value("int32")),
+    "loss_mask": List(Value("int8")),
+    "document_ids": List(Value("int32")),
+    "position_ids": List(Value("int32")),
+}
+MIN_TOKENS = 3  # a draft reads two tokens before it predicts a third
+PADDING_DOCUMENT = -1
+# Share of the loss tokens that a draft's vocabulary should contain. A chain of draft tokens ends at
+# the first token that the draft cannot propose. At this coverage that happens after nine tokens on
+# average, however good the draft is.
+MIN_COVERAGE = 0.9
+# A batch's loss positions have at most LENGTH_MULTIPLE different lengths, and its documents are
+# padded to a multiple of DOCUMENTS, so that a training step is compiled for few shapes.
+LENGTH_MULTIPLE = 8
+DOCUMENTS = 32
+CHUNK = 4096  # pieces packed at a time, so that rows mix lengths and the search stays fast
+
+
+class Piece(NamedTuple):
+    """Tokens [start, stop) of a document."""
+
+    document: int
+    start: int
+    stop: int
+
+
+def select_usable(
+    documents: Dataset,
+    may_cut: ArrayLike,
+    max_length: int,
+    filtered: Counter[str],
+    source: str = "data.source",
+) -> NDArray[np.int64]:
+    """Return the indices of the documents that can be packed, and count the others by the reason.
+
+    A usable document has at least MIN_TOKENS. It is no longer than a row, unless it may be cut. It
+    has a piece with a loss token. Pieces of usable documents that `cut` leaves out are counted too.
+
+    Args:
+        documents: documents with the columns `length` and `loss_mask`.
+        may_cut: whether each document may be cut; a single value stands for all.
+        max_length: tokens of a row.
+        filtered: the counts by reason, which this function adds to.
+        source: names the rows in errors.
+
+    Returns:
+        The indices of the usable documents, in ascending order.
+
+    Raises:
+        UserError: if no document is usable.
+    """
+    # Sort out the documents that cannot be used, each for one reason.
+    lengths = read_array(documents, "length")
+    too_short = lengths < MIN_TOKENS
+    too_long = (lengths > max_length) & ~np.asarray(may_cut, bool)
+    pieces = cut(read_loss_masks(documents), max_length)
+    num_pieces = np.bincount([piece.document for piece in pieces], minlength=len(lengths))
+    without_loss = (num_pieces == 0) & ~too_short & ~too_long
+    indices = np.flatnonzero(~(too_short | too_long | without_loss))
+
+    # If no document is left, name the reason that the user can change.
+    if not len(indices) and without_loss.any():
+        raise UserError(
+            "data.source",
+            got=f"{source}, where no row has a loss token that a draft can learn",
+            expected=(
+                "a 1 in loss_mask after a row's first token, or data.loss_mask=all for loss on"
+                " every token"
+            ),
+        )
+    if not len(indices) and too_long.any():
+        raise UserError(
+            "data.max_length",
+            got=max_length,
+            expected=f"{lengths[too_long].min()} or more: every row of data.source is longer",
+        )
+    if not len(indices):
+        raise UserError(
+            "data.source",
+            got=f"{len(lengths)} rows of fewer than {MIN_TOKENS} tokens",
+            expected="longer rows",
+        )
+    # Count and report what is filtered.
+    for name, is_filtered, what in (
+        ("too_long", too_long, f"longer than data.max_length={max_length} tokens"),
+        ("too_short", too_short, "too short to use"),
+        ("without_loss", without_loss, "without a loss token that a draft can learn"),
+    ):
+        count = int(is_filtered.sum())
+        if count:
+            filtered[name] += count
+            logger.warning("Left out %d of %d documents, which are %s", count, len(lengths), what)
+    # `cut` divides a document into one piece per `max_length` tokens, rounded up. Fewer pieces mean
+    # that it left some out.
+    count = int((-(-lengths // max_length) - num_pieces)[indices].sum())
+    if count:
+        filtered["pieces_without_loss"] += count
+        logger.warning(
+            "Left out %d pieces of %d tokens, cut from longer rows, that have no loss token",
+            count,
+            max_length,
+        )
+    return indices
+
+
+def read_loss_masks(documents: Dataset) -> Iterator[NDArray[np.int8]]:
+    """Yield the loss mask of each document."""
+    for batch in documents.select_columns(["loss_mask"]).with_format("numpy").iter(batch_size=1024):
+        yield from batch["loss_mask"]
+
+
+def cut(masks: Iterable[NDArray[np.int8]], max_length: int) -> list[Piece]:
+    """Cut documents into pieces, and leave out the pieces that teach a draft nothing.
+
+    A document is cut into consecutive pieces of `max_length` tokens and a rest, which is never
+    shorter than MIN_TOKENS. A piece is kept if any token but its first carries loss: nothing in a
+    row predicts the first token.
+
+    Args:
+        masks: the loss mask of each document.
+        max_length: tokens of a row.
+
+    Returns:
+        The pieces that are kept, in the order of the documents.
+    """
+    pieces = []
+    for document, mask in enumerate(masks):
+        length = len(mask)
+        bounds = [*range(0, length, max_length), length]
+        # A rest that is too short takes tokens from the piece before it.
+        if len(bounds) > 2 and bounds[-1] - bounds[-2] < MIN_TOKENS:
+            bounds[-2] = length - MIN_TOKENS
+        pieces += [
+            Piece(document, start, stop)
+            for start, stop in pairwise(bounds)
+            if mask[start + 1 : stop].any()
+        ]
+    return pieces
+
+
+def fill_rows(
+    pieces: Sequence[Piece], max_length: int, packing: bool, seed: int | str
+) -> list[list[Piece]]:
+    """Distribute pieces over rows by best fit.
+
+    The pieces are shuffled and taken in chunks. In each chunk, longest first, every piece goes into
+    the row in which it leaves the least space.
+
+    Args:
+        pieces: the pieces.
+        max_length: tokens of a row.
+        packing: put several pieces into a row; otherwise each piece has a row of its own.
+        seed: seed of the order.
+
+    Returns:
+        The pieces of each row, with the rows in shuffled order.
+    """
+    shuffled = list(pieces)
+    random.Random(seed).shuffle(shuffled)
+    if not packing:
+        return [[piece] for piece in shuffled]
+    rows: list[list[Piece]] = []
+    for first in range(0, len(shuffled), CHUNK):
+        spaces: list[tuple[int, int]] = []  # (tokens free, row), sorted
+        for piece in sorted(
+            shuffled[first : first + CHUNK], key=lambda piece: piece.start - piece.stop
+        ):
+            length = piece.stop - piece.start
+            # The smallest space that is large enough; otherwise a new row.
+            best = bisect_left(spaces, (length, 0))
+            if best == len(spaces):
+                rows.append([])
+                space = max_length
+                row = len(rows) - 1
+            else:
+                space, row = spaces.pop(best)
+            rows[row].append(piece)
+            insort(spaces, (space - length, row))
+    random.Random(seed).shuffle(rows)
+    return rows
+
+
+class Packed:
+    """Documents, packed into rows of `max_length` tokens; `packed[range]` returns some of the rows.
+
+    The documents have the columns `input_ids`, `loss_mask` and `length`. Pieces without loss are
+    left out.
+
+    Attributes:
+        num_tokens: tokens of the pieces that are packed, without padding.
+    """
+
+    def __init__(
+        self, documents: Dataset, max_length: int, packing: bool, pad_token_id: int, seed: int
+    ) -> None:
+        self.max_length = max_length
+        self.pad_token_id = pad_token_id
+        self.documents = documents.select_columns(["input_ids", "loss_mask"]).with_format("numpy")
+        self.rows = fill_rows(
+            cut(read_loss_masks(documents), max_length), max_length, packing, seed
+        )
+        pieces = chain.from_iterable(self.rows)
+        self.num_tokens = sum(piece.stop - piece.start for piece in pieces)
+        logger.info(
+            "%d documents in %d rows of %d tokens, %.1f%% filled",
+            len(documents),
+            len(self.rows),
+            max_length,
+            100 * self.num_tokens / max(1, len(self.rows) * max_length),
+        )
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, part: range) -> dict[str, list[NDArray[np.integer]]]:
+        rows = [self.rows[number] for number in part]
+        needed = sorted({piece.document for piece in chain.from_iterable(rows)})
+        # Read all documents at once, and each only once: a long one has pieces in many rows.
+        documents = self.documents[needed]
+        tokens = dict(
+            zip(
+                needed,
+                zip(documents["input_ids"], documents["loss_mask"], strict=True),
+                strict=True,
+            )
+        )
+        # Start with rows of padding, and write the pieces into them one after the other.
+        fillers = {
+            "input_ids": self.pad_token_id,
+            "loss_mask": 0,
+            "document_ids": PADDING_DOCUMENT,
+            "position_ids": 0,
+        }
+        packed = {
+            column: np.full((len(rows), self.max_length), fillers[column], kind.feature.dtype)
+            for column, kind in COLUMNS.items()
+        }
+        for index, row in enumerate(rows):
+            place = 0
+            for number, piece in enumerate(row):
+                input_ids, loss_mask = tokens[piece.document]
+                length = piece.stop - piece.start
+                slots = index, slice(place, place + length)
+                packed["input_ids"][slots] = input_ids[piece.start : piece.stop]
+                packed["loss_mask"][slots] = loss_mask[piece.start : piece.stop]
+                packed["document_ids"][slots] = number
+                packed["position_ids"][slots] = range(length)
+                place += length
+        return {column: list(values) for column, values in packed.items()}
+
+
+def collate(rows: Sequence[Mapping[str, ArrayLike]]) -> dict[str, Any]:
+    """Build a batch from packed rows.
+
+    Returns:
+        An int64 tensor [B, T] for each column, and the entries that `indexed` adds.
+    """
+    batch = {}
+    for column in COLUMNS:
+        batch[column] = torch.tensor([row[column] for row in rows], dtype=torch.long)
+    return index_batch(batch)
+
+
+def index_batch(batch: dict[str, Tensor]) -> dict[str, Any]:
+    """Add to a batch the places of its loss tokens and documents.
+
+    A training step would otherwise have to search for them, with operations whose output shapes
+    depend on data. Both lists are padded to few different lengths, because a step is compiled once
+    for each length that it meets.
+
+    Args:
+        batch: the columns of packed rows, int64 tensors [B, T].
+
+    Returns:
+        The batch with three more entries. `loss_positions`, [R] int64, are the positions in the
+        flattened batch of the tokens that carry loss and are not the first of their document. They
+        are padded with 0, where a document begins. `cumulative_lengths`, [N + 1] int32, are the
+        positions where each document of the flattened batch begins, and the end of the last one;
+        the padding of a row counts as a document of its own. They are padded with that end.
+        `longest` is the number of tokens of the longest of these documents.
+    """
+    ids_BT = batch["document_ids"]
+    position_ids_BT = batch["position_ids"]
+    num_tokens = ids_BT.numel()
+    loss_positions = (
+        ((batch["loss_mask"] > 0) & (position_ids_BT > 0)).flatten().nonzero().flatten()
+    )
+    # A document begins at the first token of a row and wherever the id changes. A row's padding has
+    # an id of its own, so it is bounded, too.
+    begins_BT = torch.cat((torch.ones_like(ids_BT[:, :1]), ids_BT.diff(dim=1)), dim=1) != 0
+    bounds = F.pad(begins_BT.flatten().nonzero().flatten(), (0, 1), value=num_tokens)
+    return {
+        **batch,
+        "loss_positions": _pad_numbers(loss_positions, -(-num_tokens // LENGTH_MULTIPLE), 0),
+        "cumulative_lengths": _pad_numbers(bounds, DOCUMENTS, num_tokens).int(),
+        "longest": int(bounds.diff().max()),
+    }
+
+
+def _pad_numbers(numbers: Tensor, multiple: int, value: int) -> Tensor:
+    """Pad numbers to the next multiple, and to at least one multiple."""
+    return F.pad(
+        numbers, (0, -len(numbers) % multiple or (0 if len(numbers) else multiple)), value=value
+    )
+
+
+@lru_cache(maxsize=2)
+def count_tokens(rows: Dataset, vocab_size: int, *, with_loss: bool) -> Tensor:
+    """Count how often each token of the target occurs in packed rows.
+
+    Args:
+        rows: packed rows.
+        vocab_size: V, tokens of the target.
+        with_loss: count only the tokens that carry loss.
+
+    Returns:
+        The counts [V], int64 on the CPU.
+    """
+    column = "loss_mask" if with_loss else "document_ids"
+    counts = torch.zeros(vocab_size, dtype=torch.long, device="cpu")
+    for batch in (
+        rows.select_columns(["input_ids", column]).with_format("torch").iter(batch_size=1024)
+    ):
+        counted = batch[column] > (0 if with_loss else PADDING_DOCUMENT)
+        counts += torch.bincount(batch["input_ids"][counted], minlength=vocab_size)
+    return counts
+
+
+def draft_vocabulary(rows: Dataset, vocab_size: int, draft_vocab_size: int | None) -> Tensor | None:
+    """Choose the draft vocabulary: the most frequent loss tokens of some rows.
+
+    Ties go to the lower id.
+
+    Args:
+        rows: packed rows.
+        vocab_size: V, tokens of the target.
+        draft_vocab_size: W, tokens of the draft; None for the target's whole vocabulary.
+
+    Returns:
+        The target's token ids [W] in ascending order; None for the whole vocabulary.
+
+    Raises:
+        UserError: if the draft vocabulary is empty or larger than the target's.
+    """
+    if draft_vocab_size is None or draft_vocab_size == vocab_size:
+        return None
+    if not 0 < draft_vocab_size < vocab_size:
+        raise UserError(
+            "draft.vocab_size",
+            got=draft_vocab_size,
+            expected=f"null or 1..{vocab_size}, the target's vocabulary",
+        )
+    most_frequent = count_tokens(rows, vocab_size, with_loss=True).argsort(
+        descending=True, stable=True
+    )
+    return most_frequent[:draft_vocab_size].sort().values
+
+
+def check_coverage(rows: Dataset, vocab_size: int, draft: object, init: str | None) -> float | None:
+    """Return the share of the loss tokens of some rows that a draft can propose, and log it.
+
+    A share below MIN_COVERAGE is logged as a warning.
+
+    Args:
+        rows: packed rows.
+        vocab_size: V, tokens of the target.
+        draft: the draft; its `target_ids_W`, if it has any, are the tokens that it can propose.
+        init: `draft.init`, if the draft's vocabulary comes from there.
+
+    Returns:
+        The share; None if the draft can propose every token.
+    """
+    draft_ids_W = getattr(draft, "target_ids_W", None)
+    if draft_ids_W is None or len(draft_ids_W) >= vocab_size:
+        return None
+    counts_V = count_tokens(rows, vocab_size, with_loss=True)
+    coverage = int(counts_V[draft_ids_W.cpu()].sum()) / max(1, int(counts_V.sum()))
+    message = (
+        f"the draft vocabulary of {len(draft_ids_W):,} of {vocab_size:,} tokens covers"
+        f" {coverage:.1%} of the tokens with loss in the training data"
+    )
+    if is_first() and coverage >= MIN_COVERAGE:
+        logger.info(message)
+    elif is_first():
+        # How many of the most frequent tokens would cover enough.
+        shares_V = counts_V.sort(descending=True).values.cumsum(0) / counts_V.sum()
+        enough = (
+            f"draft.vocab_size={int((shares_V < MIN_COVERAGE).sum()) + 1} would cover"
+            f" {MIN_COVERAGE:.0%}"
+        )
+        key, before = ("draft.init", "draft.init=null ") if init else ("draft.vocab_size", "")
+        logger.warning(f"{key}: {message}. The draft cannot propose the others. {before}{enough}.")
+    return coverage

@@ -1,0 +1,449 @@
+"""A row set: a folder of packed rows that training opens, with a record of how they were made.
+
+The folder has these files:
+
+- `train-00000-of-00002.arrow` …, `validation-00000-of-00001.arrow`: rows with the columns of
+  `specdistill.data.rows.packing`, memory-mapped.
+- `manifest.json`: the `Manifest`. It is written last, so a folder without it is incomplete.
+
+A recipe either names a row set (`data.rows`) or describes its sources. In the second case its own
+row set is found by a fingerprint of everything that the rows depend on.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+from datasets import Dataset, concatenate_datasets
+from pydantic import BaseModel, ConfigDict, Field
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from specdistill.common.documents import read_json
+from specdistill.common.errors import UserError, convert_errors
+from specdistill.data.rows.chat import count_common_prefix
+from specdistill.data.rows.files import (
+    NUM_SHOWN_HASH_DIGITS,
+    hash_content,
+    hash_of,
+    hash_tokenizer,
+    on_disk,
+    silence_datasets,
+    write_arrow,
+)
+from specdistill.data.rows.packing import COLUMNS, Packed
+from specdistill.recipe.data_sources import BUILT_IN_SOURCES, list_entries
+from specdistill.recipe.sections import DataConfig, Regeneration, ServerRegeneration
+from specdistill.targets.frozen import FrozenTarget
+from specdistill.targets.packed_rows import choose_packing
+
+VERSION = 2  # Raise it when this code makes other rows from equal recipes.
+MANIFEST = "manifest.json"
+SPLITS = ("train", "validation")
+# A file of a row set, also of one that is being written.
+PART = re.compile(
+    rf"(({'|'.join(SPLITS)})-\d{{5}}-of-\d{{5}}\.arrow|{re.escape(MANIFEST)})(\.part)?"
+)
+SHARD_TOKENS = 2**25  # tokens per shard, padding included
+# Keys of `data:` that do not change the rows, or that are hashed in another form.
+KEYS_WITHOUT_EFFECT_ON_ROWS = (
+    "source",
+    "chat_template",
+    "rows",
+    "shard",
+    "cache_dir",
+    "num_proc",
+    "force",
+    "regenerate",
+)
+BAD_ROW_KEYS = ("roles", "on_bad_row", "max_bad_rows")
+PACKED_ROWS = 256  # rows that are packed at a time
+MAKE_HINT = "`specdistill data make` makes it"
+
+
+@dataclass(frozen=True)
+class RowTarget:
+    """The target that rows are made for.
+
+    Attributes:
+        name: name of the target.
+        weights: hash of the files of its weights.
+        tokenizer: the target's.
+        end_ids: tokens that end a generation.
+        model: the model; None if its weights are not loaded, because servers generate or nothing is
+            generated.
+        quantization: the quantization of the model; None if it has none.
+    """
+
+    name: str
+    weights: str
+    tokenizer: PreTrainedTokenizerBase
+    end_ids: tuple[int, ...] = ()
+    model: PreTrainedModel | None = None
+    quantization: str | None = None
+
+    @classmethod
+    def from_target(cls, target: FrozenTarget) -> "RowTarget":
+        """Return the RowTarget of a FrozenTarget."""
+        return cls(
+            target.name,
+            target.identity.weights,
+            target.tokenizer,
+            tuple(target.eos_token_ids),
+            target.model,
+            target.quantization,
+        )
+
+
+class Record(BaseModel):
+    """A part of a manifest: a frozen pydantic model that accepts no unknown key."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RowSetSpec(Record):
+    """The target that rows fit, and the shape of rows that a recipe asks for.
+
+    Attributes:
+        target: hash of the target's weights.
+        tokenizer: hash of its tokenizer.
+        chat_template: its chat template; None if it has none.
+        max_length: tokens of a row.
+        packing: whether a row may hold several documents.
+        loss_mask: `assistant` or `all`, the tokens that carry loss.
+    """
+
+    target: str
+    tokenizer: str
+    chat_template: str | None
+    max_length: int
+    packing: bool
+    loss_mask: str
+
+    @classmethod
+    def from_config(cls, config: DataConfig, target: RowTarget) -> "RowSetSpec":
+        """Return what the rows of a recipe for a target have to fit."""
+        tokenizer = target.tokenizer
+        return cls(
+            target=target.weights,
+            tokenizer=hash_tokenizer(tokenizer),
+            chat_template=tokenizer.chat_template,
+            **config.model_dump(include={"max_length", "packing", "loss_mask"}),
+        )
+
+    def check(self, other_spec: "RowSetSpec", folder: Path) -> None:
+        """Check that rows that fit `other_spec` also fit this.
+
+        Args:
+            other_spec: what the rows of a row set fit.
+            folder: the folder of the row set, for the error.
+
+        Raises:
+            UserError: naming the first difference.
+        """
+        for name, own_value in self:
+            other_value = getattr(other_spec, name)
+            if other_value == own_value:
+                continue
+            if name == "chat_template":
+                # Show both templates from where they differ, with a few characters before it.
+                start = max(0, count_common_prefix(str(other_value), str(own_value)) - 20)
+                other_value, own_value = (
+                    repr(str(text)[start : start + 60]) for text in (other_value, own_value)
+                )
+            elif name in ("target", "tokenizer"):
+                other_value = other_value[:NUM_SHOWN_HASH_DIGITS]
+                own_value = own_value[:NUM_SHOWN_HASH_DIGITS]
+            raise UserError(
+                "data.rows",
+                got=f"{folder}, made with another {name.replace('_', ' ')}, {other_value}",
+                expected=f"{own_value}, the value of this recipe",
+            )
+
+
+class BadRows(Record):
+    """Rows of one kind that cannot be used.
+
+    Attributes:
+        count: how many they are.
+        first: where the first of them stands, and what is wrong with it.
+    """
+
+    count: int
+    first: str
+
+
+class SourceCounts(Record):
+    """A source, and how much training has of it.
+
+    Attributes:
+        source: the source as a reader names it.
+        key: the recipe key that names it.
+        revision: its revision on the Hub, if the recipe gives one.
+        license: its licence, as far as it is known.
+        weight: its weight in the recipe.
+        rows: rows that were left of `rows_read`, texts and conversations.
+        fingerprint: fingerprint of these rows.
+        documents: documents of the source in the training rows.
+        tokens: tokens of these documents.
+        loss_tokens: tokens of these documents that carry loss.
+        rows_read: rows that the source has.
+        bad_rows: by kind, the rows of `rows_read` that were skipped.
+    """
+
+    source: str
+    key: str
+    revision: str | None
+    license: str | None
+    weight: float
+    rows: int
+    fingerprint: str
+    documents: int = 0
+    tokens: int = 0
+    loss_tokens: int = 0
+    rows_read: int = 0
+    bad_rows: dict[str, BadRows] = {}
+
+
+class SplitCounts(Record):
+    """The counts of a split: rows, documents and tokens."""
+
+    rows: int
+    documents: int
+    tokens: int
+    loss_tokens: int
+
+
+class ShardRecord(Record):
+    """A file of a row set, with its number of rows and its hash."""
+
+    name: str = Field(pattern=r"^[\w-]+\.arrow$")
+    rows: int
+    hash: str
+
+
+class Manifest(Record):
+    """The record of a row set, `manifest.json`.
+
+    Attributes:
+        version: the version of the code that made the rows.
+        fingerprint: hash of everything that the rows depend on.
+        fit: the target and the shape of rows that they fit.
+        sources: the sources, with their counts.
+        generation: how the rows were generated; null if they are the source's own.
+        filtered: how many rows and documents were filtered, by the reason.
+        splits: the counts of each split.
+        shards: the files of rows.
+    """
+
+    version: int
+    fingerprint: str
+    fit: RowSetSpec
+    sources: list[SourceCounts]
+    generation: dict[str, Any] | None
+    filtered: dict[str, int]
+    splits: dict[str, SplitCounts]
+    shards: list[ShardRecord]
+
+
+def read_rows(folder: Path, fit: RowSetSpec | None = None) -> tuple[Dataset, Dataset, Manifest]:
+    """Open a complete row set.
+
+    Args:
+        folder: the folder of the row set.
+        fit: what the rows have to fit; None if anything will do.
+
+    Returns:
+        The training rows, the validation rows and the manifest.
+
+    Raises:
+        UserError: naming what the row set lacks if it is incomplete, and for one that does not fit.
+    """
+    if not is_whole(folder):
+        raise UserError(
+            "data.rows", got=f"{folder}, which lacks {MANIFEST}", expected=f"a row set: {MAKE_HINT}"
+        )
+
+    # The manifest must be of this version.
+    with convert_errors((OSError, ValueError), "data.rows", folder / MANIFEST, "a manifest"):
+        manifest = Manifest.model_validate(read_json(folder / MANIFEST))
+    if manifest.version != VERSION:
+        raise UserError(
+            "data.rows",
+            got=f"{folder}, of version {manifest.version}",
+            expected=f"{VERSION}: {MAKE_HINT}",
+        )
+    # Every file must be there as it was written, and every split must have a file.
+    unfit = [shard.name for shard in manifest.shards if hash_of(folder / shard.name) != shard.hash]
+    unfit = unfit or [
+        split
+        for split in SPLITS
+        if not any(shard.name.startswith(split) for shard in manifest.shards)
+    ]
+    if unfit:
+        raise UserError(
+            "data.rows",
+            got=f"{folder}, where {', '.join(unfit)} is missing or was changed",
+            expected=f"a whole row set: {MAKE_HINT}",
+        )
+
+    # The rows must fit the recipe and the target.
+    if fit is not None:
+        fit.check(manifest.fit, folder)
+
+    # Open each split, with a fingerprint that does not depend on the files' names.
+    halves = []
+    with silence_datasets():
+        for split in SPLITS:
+            names = [shard.name for shard in manifest.shards if shard.name.startswith(split)]
+            rows = concatenate_datasets([Dataset.from_file(str(folder / name)) for name in names])
+            rows._fingerprint = f"{manifest.fingerprint}-{split}"
+            halves.append(rows)
+    return halves[0], halves[1], manifest
+
+
+def is_whole(folder: Path) -> bool:
+    """Return whether a row set was finished.
+
+    What happened to its files since then is checked when it is read.
+    """
+    return (folder / MANIFEST).is_file()
+
+
+def check_row_set(config: DataConfig, target: RowTarget) -> None:
+    """Raise UserError for a shape of rows that a target cannot read."""
+    if not target.tokenizer.is_fast:
+        raise UserError(
+            "target.model",
+            got=f"the tokenizer {type(target.tokenizer).__name__}",
+            expected="one with a tokenizer.json",
+        )
+    if target.model is None:
+        return
+    positions = getattr(target.model.config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and config.max_length > positions:
+        raise UserError(
+            "data.max_length",
+            got=config.max_length,
+            expected=f"at most {positions}, the target's context length",
+        )
+    if config.packing and choose_packing(target.model) is None:
+        raise UserError(
+            "data.packing",
+            got="true with a target whose layers carry state from one document to the next",
+            expected="false",
+        )
+
+
+def compute_fingerprint(
+    config: DataConfig, target: RowTarget, measured_on: Sequence[str], without: Iterable[str] = ()
+) -> str:
+    """Hash everything that a recipe's rows depend on, including the contents of files.
+
+    Args:
+        config: the `data:` section.
+        target: the target that the rows are for.
+        measured_on: suites that the draft will be measured on.
+        without: keys of `data:` that do not count.
+
+    Returns:
+        The first 16 hexadecimal digits of a SHA-256.
+    """
+    generates = isinstance(config.regenerate, Regeneration)
+    by_servers = isinstance(config.regenerate, ServerRegeneration)
+    # The address of a server does not change the rows. Requests to servers have seeds of their own,
+    # so with servers the batch size does not change the rows either.
+    not_read = {"server", "timeout"} | ({"batch_size"} if by_servers else set())
+    rounded = [target.quantization] if target.quantization and not by_servers else []
+    suites = [*config.decontaminate, *(measured_on if "all" in config.decontaminate else ())]
+    excluded = {*KEYS_WITHOUT_EFFECT_ON_ROWS, *_list_default_keys(config), *without}
+    sources: list[object] = []
+    for _, entry in list_entries(config.source):
+        rows = _load_source_rows(entry.source, entry.split or config.split)
+        sources.append([entry.model_dump(exclude={"source", "license"}), rows])
+    generation: list[object] | None = None
+    if generates:
+        generation = [by_servers, config.regenerate.model_dump(exclude=not_read), *rounded]
+
+    inputs = [
+        VERSION,
+        RowSetSpec.from_config(config, target).model_dump(exclude=set(without)),
+        config.model_dump(exclude=excluded),
+        sources,
+        [hash_content(suite) for suite in suites],
+        generation,
+    ]
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _list_default_keys(config: DataConfig) -> list[str]:
+    """Return the keys of BAD_ROW_KEYS that have their defaults.
+
+    They are left out of the fingerprint, so that rows made before these keys existed keep theirs.
+    """
+    return [
+        name
+        for name in BAD_ROW_KEYS
+        if getattr(config, name) == DataConfig.model_fields[name].get_default()
+    ]
+
+
+def _load_source_rows(source: str, split: str) -> str:
+    return (
+        str(resolve_name(BUILT_IN_SOURCES[source])(split)[0])
+        if source in BUILT_IN_SOURCES
+        else hash_content(source)
+    )
+
+
+def write_rows(
+    folder: Path, halves: Mapping[str, tuple[Packed, SplitCounts]], facts: Mapping[str, Any]
+) -> None:
+    """Write a row set.
+
+    Each shard is written to a temporary file and then moved into place. The manifest comes last.
+
+    Args:
+        folder: the folder of the row set.
+        halves: the packed rows of each split, with their counts.
+        facts: the other fields of the manifest.
+
+    Raises:
+        ResourceError: for a disk that is full or cannot be written.
+    """
+    shards = []
+    with on_disk(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+
+        # Write each split in files of about SHARD_TOKENS tokens.
+        for split, (packed, _) in halves.items():
+            per_shard = max(1, SHARD_TOKENS // packed.max_length)
+            count = -(-len(packed) // per_shard)
+            for index in range(count):
+                path = folder / f"{split}-{index:05d}-of-{count:05d}.arrow"
+                part = range(index * per_shard, min((index + 1) * per_shard, len(packed)))
+                write_arrow(
+                    path,
+                    COLUMNS,
+                    (
+                        packed[part[at : at + PACKED_ROWS]]
+                        for at in range(0, len(part), PACKED_ROWS)
+                    ),
+                )
+                shards.append(ShardRecord(name=path.name, rows=len(part), hash=hash_of(path)))
+
+        # The manifest comes last, so a folder with one is complete.
+        manifest = Manifest(
+            version=VERSION,
+            splits={split: counts for split, (_, counts) in halves.items()},
+            shards=shards,
+            **facts,
+        )
+        aside = folder / f"{MANIFEST}.part"
+        aside.write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        os.replace(aside, folder / MANIFEST)

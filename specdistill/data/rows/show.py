@@ -1,0 +1,173 @@
+"""Print a row set for a reader: documents with their loss tokens marked, and counts.
+
+The counts say what each split and each source holds.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+from datasets import Dataset
+from rich.table import Table
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+
+from specdistill.common.terminal import Console
+from specdistill.data.rows.bad_rows import format_bad_rows
+from specdistill.data.rows.packing import PADDING_DOCUMENT
+from specdistill.data.rows.row_set import Manifest, SourceCounts
+
+
+@dataclass(frozen=True)
+class DocumentText:
+    """A document as text, in pieces that carry loss and pieces that do not.
+
+    Attributes:
+        name: what the reader sees as its name.
+        tokens: how many tokens it has.
+        loss_tokens: how many of them carry loss.
+        pieces: (text, whether it carries loss) in order.
+    """
+
+    name: str
+    tokens: int
+    loss_tokens: int
+    pieces: list[tuple[str, bool]]
+
+    def format_colored(self) -> Text:
+        """Return the text with loss tokens in green and the others dim."""
+        return Text.assemble(
+            *((text, "bold green" if has_loss else "dim") for text, has_loss in self.pieces)
+        )
+
+
+def measure_lengths(rows: Dataset) -> np.ndarray:
+    """Measure the documents in packed rows.
+
+    Each piece of a long text that is in another row counts as a document of its own.
+
+    Returns:
+        An array [D, 2]: how many tokens each document has, and the number of its row.
+    """
+    lengths = []
+    for number, row in enumerate(rows.select_columns(["document_ids"]).with_format("numpy")):
+        tokens = np.bincount(row["document_ids"][row["document_ids"] != PADDING_DOCUMENT])
+        lengths.append(np.column_stack([tokens, np.full(len(tokens), number)]))
+    return np.concatenate(lengths)
+
+
+def decode_documents(
+    rows: Dataset, of: np.ndarray, count: int, tokenizer: PreTrainedTokenizerBase
+) -> list[DocumentText]:
+    """Decode `count` of the documents, spread evenly over all of them.
+
+    Args:
+        rows: packed rows.
+        of: the `lengths` of their documents, [D, 2].
+        count: how many documents to return; fewer if there are not so many.
+        tokenizer: the target's.
+    """
+    documents = []
+    for place in np.unique(np.linspace(0, len(of) - 1, min(count, len(of))).astype(int)).tolist():
+        row = rows[int(of[place, 1])]
+        # Its number in its row, whose documents follow one another.
+        number = place - np.searchsorted(of[:, 1], of[place, 1])
+        tokens = [
+            (token, bool(has_loss))
+            for token, has_loss, document in zip(
+                row["input_ids"], row["loss_mask"], row["document_ids"], strict=True
+            )
+            if document == number
+        ]
+        pieces = []
+        for has_loss, group in groupby(tokens, key=lambda pair: pair[1]):
+            pieces.append((str(tokenizer.decode([token for token, _ in group])), has_loss))
+        documents.append(
+            DocumentText(
+                f"document {place:,}", len(tokens), sum(has_loss for _, has_loss in tokens), pieces
+            )
+        )
+    return documents
+
+
+def format_splits(manifest: Manifest) -> Table:
+    """Return a table of what each split holds."""
+    table = Table("", "rows", "documents", "tokens", "loss tokens", "filled")
+    for name, counts in manifest.splits.items():
+        table.add_row(
+            name,
+            f"{counts.rows:,}",
+            f"{counts.documents:,}",
+            f"{counts.tokens:,}",
+            f"{counts.loss_tokens:,}",
+            f"{counts.tokens / (counts.rows * manifest.fit.max_length):.1%}",
+        )
+    return table
+
+
+def format_sources(parts: Sequence[SourceCounts]) -> Table:
+    """Return a table of what the training split holds of each source."""
+    table = Table("of training", "documents", "tokens", "share", "loss tokens", "share")
+    tokens = max(1, sum(part.tokens for part in parts))
+    loss_tokens = max(1, sum(part.loss_tokens for part in parts))
+    for part in parts:
+        table.add_row(
+            part.source,
+            f"{part.documents:,}",
+            f"{part.tokens:,}",
+            f"{part.tokens / tokens:.1%}",
+            f"{part.loss_tokens:,}",
+            f"{part.loss_tokens / loss_tokens:.1%}",
+        )
+    return table
+
+
+def print_data(manifest: Manifest, of: np.ndarray, documents: Sequence[DocumentText]) -> None:
+    """Print the counts of a row set and some of its documents.
+
+    Args:
+        manifest: the manifest of the row set.
+        of: the `lengths` of its documents, [D, 2].
+        documents: the documents to print.
+    """
+    console = Console()
+    half, most, longest = np.quantile(of[:, 0], (0.5, 0.9, 1))
+
+    # The counts of the splits and of the sources.
+    console.print(format_splits(manifest))
+    if len(manifest.sources) > 1:
+        console.print(format_sources(manifest.sources))
+
+    # How many generated answers were cut, and which rows were left out.
+    generation = manifest.generation or {}
+    if generation.get("answers"):
+        num_cut = generation["cut_answers"]
+        num_answers = generation["answers"]
+        console.print(
+            f"answers: {num_answers:,}, of these {num_cut:,} ({num_cut / num_answers:.1%}) cut at"
+            " data.max_length"
+        )
+    if any(source.bad_rows for source in manifest.sources):
+        console.print(format_bad_rows(manifest.sources))
+    if manifest.filtered:
+        console.print(
+            "filtered:"
+            f" {', '.join(f'{count:,} {rule}' for rule, count in manifest.filtered.items())}"
+        )
+
+    # The lengths, and some documents in full.
+    console.print(
+        f"tokens of a document: median {half:,.0f}, nine in ten at most {most:,.0f}, longest"
+        f" {longest:,.0f}"
+    )
+    console.print("\nDocuments to train on; tokens that carry loss are green:")
+    for document in documents:
+        console.print(
+            Text(
+                f"\n{document.name} ({document.tokens:,} tokens, {document.loss_tokens:,} with"
+                f" loss)",
+                style="italic",
+            )
+        )
+        console.print(document.format_colored())

@@ -1,0 +1,523 @@
+"""A feature store: packed rows with the target's features, in files that training reads.
+
+The store is a folder of shards. A shard is a safetensors file:
+
+    input_ids         int32 [N]          tokens of one row after the other, without padding
+    document_lengths  int32 [M]          tokens of each document, in their order
+    num_documents     int32 [R]          documents of each row
+    features          [(A + 1) N, D]     row after row, [A + 1, L, D] each: the auxiliary layers,
+                                         then the last hidden state
+    checksums         int64 [R]          xxh3 of the bytes of each row's features
+
+The header of a shard says which target, layers and dtype its features come from. A row is found by
+its tokens, whatever the order of the data set. A row with another token or another border between
+documents is not found. The content of a shard follows from its rows alone, not from who wrote it or
+when.
+
+Hidden states may also come from a vLLM server (0.32, started as docs/data.md says), both of prompts
+and of what the server generates. The server's answer names a safetensors file with `hidden_states`
+[L, layers, D] and `token_ids` [L] of the prompt. After a request with OUTPUT_STATES_REQUEST they
+are of the prompt and the completion without its last token, which the target has not read. The
+server holds a lock on a file next to it until it is complete. The files of completions wait in a
+folder of the store for the rows that their documents will be in. Their names are hashes of their
+tokens.
+
+Shapes: A auxiliary layers, D target hidden size, R rows, M documents, L tokens of a row, N tokens
+of all rows.
+"""
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from datasets import Dataset
+from numpy.typing import ArrayLike, NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from specdistill.common.documents import parse_json
+from specdistill.common.errors import ResourceError, UserError, join_lines
+from specdistill.data.rows.files import NUM_SHOWN_HASH_DIGITS, on_disk
+from specdistill.data.rows.packing import PADDING_DOCUMENT, collate
+from specdistill.recipe.fields import format_value
+from specdistill.serving.engines.server import POLL_SECONDS, Server
+
+KEY = "hidden_states.path"
+SHARD = re.compile(r"\d{6}-of-(\d{6})\.safetensors")
+STAGING_DIR = ".part"  # folder of shards that are being written
+COMPLETE_STORE_HINT = "a whole store: `specdistill data features` makes what is missing"
+VERSION = 1  # of the layout above
+# The only key of the header's metadata: several keys would be written in arbitrary order.
+HEADER = "specdistill"
+OUTPUT_STATES_REQUEST = {"kv_transfer_params": {"include_output_tokens": True}}
+HEADER_BYTES = 2048  # upper bound of the header: names, shapes and the origin
+
+
+def make_unfit_error(path: Path, why: str) -> UserError:
+    """Return the error for a file that is not the shard that is needed.
+
+    Args:
+        path: the file.
+        why: a clause that follows its name.
+    """
+    return UserError(KEY, got=f"{path}, which {why}", expected=COMPLETE_STORE_HINT)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The origin of features; if one field differs, they are features for another draft.
+
+    Attributes:
+        weights: hash of the target's weights.
+        tokenizer: hash of its tokenizer.
+        computed: dtype of the target, and of mixed precision.
+        stored: dtype in the file.
+        hidden_size: D, the target's hidden size.
+        aux_layers: the auxiliary layers, A of them.
+    """
+
+    weights: str
+    tokenizer: str
+    computed: str
+    stored: str
+    hidden_size: int
+    aux_layers: tuple[int, ...]
+
+    @property
+    def num_features(self) -> int:
+        """A + 1, the vectors of each token."""
+        return len(self.aux_layers) + 1
+
+    @property
+    def row_dtype(self) -> torch.dtype:
+        """The dtype in the file."""
+        dtype: torch.dtype = getattr(torch, self.stored)
+        return dtype
+
+    @property
+    def token_bytes(self) -> int:
+        """The bytes of a token's features."""
+        return self.num_features * self.hidden_size * self.row_dtype.itemsize
+
+    def build_header(self) -> dict[str, str]:
+        """Return the metadata of a shard with these features."""
+        return {HEADER: json.dumps({"version": VERSION, **asdict(self)}, sort_keys=True)}
+
+    def check(self, path: Path, metadata: Mapping[str, str] | None) -> None:
+        """Raise UserError for a file whose header names another origin or version.
+
+        Args:
+            path: the file.
+            metadata: its metadata; None if it has none.
+        """
+        if metadata is None or HEADER not in metadata:
+            raise make_unfit_error(path, "is no shard of features")
+        header = dict(parse_json(metadata[HEADER]))
+        wanted_fields = parse_json(self.build_header()[HEADER])
+        for name, expected in wanted_fields.items():
+            found_value = header.get(name)
+            if found_value != expected:
+                is_hash = name in ("weights", "tokenizer")
+                got, wanted_value = (
+                    str(value)[:NUM_SHOWN_HASH_DIGITS] if is_hash else format_value(value)
+                    for value in (found_value, expected)
+                )
+                raise make_unfit_error(
+                    path, f"is of other features: {name} {got} for {wanted_value}"
+                )
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """A packed row without its padding.
+
+    Attributes:
+        input_ids: int32 [L].
+        document_lengths: int32, the tokens of each document; their sum is L.
+    """
+
+    input_ids: NDArray[np.int32]
+    document_lengths: NDArray[np.int32]
+
+    @classmethod
+    def from_row(cls, row: Mapping[str, ArrayLike]) -> "Tokens":
+        """Build the tokens of a row with the columns of `specdistill.data.rows.packing`."""
+        document_ids = np.asarray(row["document_ids"])
+        is_token = document_ids != PADDING_DOCUMENT
+        return cls(
+            np.asarray(row["input_ids"], np.int32)[is_token],
+            np.bincount(document_ids[is_token]).astype(np.int32),
+        )
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def key(self) -> bytes:
+        """A hash of the tokens and of the borders between documents, by which rows are found."""
+        return xxhash.xxh3_128_digest(self.input_ids.tobytes() + self.document_lengths.tobytes())
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A shard file that was opened.
+
+    Attributes:
+        path: the file.
+        origin: where its features come from.
+        rows: the tokens of its rows.
+        starts: int64 [R + 1], how many tokens come before each row, and how many there are.
+        checksums: int64 [R], the checksum of each row's features.
+        begin: the bytes of the file before its features.
+    """
+
+    path: Path
+    origin: Origin
+    rows: list[Tokens]
+    starts: NDArray[np.int64]
+    checksums: NDArray[np.int64]
+    begin: int
+
+    @classmethod
+    def open(cls, path: Path, origin: Origin) -> "Shard":
+        """Open a shard, and read all of it but the features.
+
+        Raises:
+            UserError: for a file that is missing, damaged or of another origin.
+        """
+        try:
+            with safe_open(path, framework="np") as file:
+                origin.check(path, file.metadata())
+                ids, lengths, counts, checksums = map(
+                    file.get_tensor, ("input_ids", "document_lengths", "num_documents", "checksums")
+                )
+                shape = file.get_slice("features").get_shape()
+            with path.open("rb") as file:  # safetensors does not say where tensors are.
+                size = int.from_bytes(file.read(8), "little")
+                begin = 8 + size + parse_json(file.read(size))["features"]["data_offsets"][0]
+        except FileNotFoundError as error:
+            raise make_unfit_error(path, "is missing") from error
+        except (SafetensorError, OSError, ValueError, TypeError, KeyError) as error:
+            raise make_unfit_error(path, f"is damaged ({join_lines(str(error))[:120]})") from error
+        adds_up = (
+            counts.sum() == len(lengths)
+            and lengths.sum() == len(ids)
+            and len(counts) == len(checksums)
+        )
+        if not adds_up or shape != [origin.num_features * len(ids), origin.hidden_size]:
+            raise make_unfit_error(path, "is damaged (its rows do not add up)")
+        # Divide the document lengths among the rows, and then the tokens.
+        by_row = np.split(lengths, counts.cumsum()[:-1])
+        starts = np.cumsum([0, *(part.sum() for part in by_row)])
+        rows = [Tokens(*row) for row in zip(np.split(ids, starts[1:-1]), by_row, strict=True)]
+        return cls(path, origin, rows, starts, checksums, begin)
+
+    def expect(self, index: int) -> None:
+        """Ask the operating system to fetch a row that will soon be read, along with others."""
+        size = self.origin.token_bytes
+        start = int(self.starts[index])
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(
+                descriptor,
+                self.begin + size * start,
+                size * len(self.rows[index]),
+                os.POSIX_FADV_WILLNEED,
+            )
+        finally:
+            os.close(descriptor)
+
+    def read(self, index: int, into_ATD: Tensor) -> None:
+        """Copy the features of a row into a batch.
+
+        Args:
+            index: the row's number in the shard.
+            into_ATD: a tensor [A + 1, T, D] of `origin.row_dtype`. Its first L positions get the
+                features, the others get 0.
+
+        Raises:
+            UserError: if the features are not what was written.
+        """
+        length = len(self.rows[index])
+        into_ATD[:, length:] = 0
+        into_ATD[:, :length] = self.checked(index).view(-1, length, self.origin.hidden_size)
+
+    def checked(self, index: int) -> Tensor:
+        """Return a row's features [(A + 1) L, D] without copying them.
+
+        Args:
+            index: the row's number in the shard.
+
+        Raises:
+            UserError: if the features are not what was written.
+        """
+        first, last = (
+            self.origin.num_features * int(self.starts[place]) for place in (index, index + 1)
+        )
+        features: Tensor = _open_shard(self.path).get_slice("features")[first:last]
+        if compute_checksum(features) != self.checksums[index]:
+            raise make_unfit_error(self.path, f"is damaged (row {index})")
+        return features
+
+
+def write_shard(
+    path: Path, origin: Origin, rows: Sequence[Tokens], features: Sequence[Tensor]
+) -> None:
+    """Write rows and their features to a shard.
+
+    The shard is first written to a temporary file and flushed to the disk. Then it is moved into
+    place.
+
+    Args:
+        path: the file.
+        origin: where the features come from.
+        rows: the tokens of the rows.
+        features: the features [A + 1, L, D] of each row.
+
+    Raises:
+        OSError: if the disk cannot be written.
+        SafetensorError: if safetensors cannot write the file.
+    """
+    # [(A + 1) L, D] each
+    vectors = [
+        row.reshape(-1, origin.hidden_size).to(origin.row_dtype).contiguous() for row in features
+    ]
+    tensors = {
+        "input_ids": torch.from_numpy(np.concatenate([row.input_ids for row in rows])),
+        "document_lengths": torch.from_numpy(
+            np.concatenate([row.document_lengths for row in rows])
+        ),
+        "num_documents": torch.tensor(
+            [len(row.document_lengths) for row in rows], dtype=torch.int32
+        ),
+        "checksums": torch.from_numpy(
+            np.array([compute_checksum(row) for row in vectors], np.int64)
+        ),
+        "features": torch.cat(vectors),
+    }
+    # The temporary file is in a folder of its own, because safetensors writes other files there.
+    aside = path.parent / STAGING_DIR / path.name
+    aside.parent.mkdir(exist_ok=True)
+    try:
+        save_file(tensors, aside, origin.build_header())
+        _sync(aside)
+        os.replace(aside, path)
+        _sync(path.parent)
+        _open_shard.cache_clear()  # It may hold the file that was there before.
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def compute_checksum(row: Tensor) -> int:
+    """Return the xxh3 of the bytes of a row's features, as a signed integer of 64 bits."""
+    return int(
+        np.uint64(xxhash.xxh3_64_intdigest(row.view(torch.uint8).numpy().data)).astype(np.int64)
+    )
+
+
+def _sync(path: Path) -> None:
+    """Flush a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@lru_cache(maxsize=4096)
+def _open_shard(path: Path) -> Any:
+    """Map a shard into memory, so that a row is read from the disk when it is accessed."""
+    return safe_open(path, framework="pt")
+
+
+class FeatureStore:
+    """Shards of one origin, whose rows can be read in any order.
+
+    All processes of a launch and their data loaders can open the same store.
+
+    Attributes:
+        origin: where the features come from.
+        places: the shard of each row and the row's index in it, by the row's key.
+        num_rows: how many rows the store was opened for.
+        num_missing: how many of these rows it does not have.
+    """
+
+    def __init__(self, shards: Iterable[Shard], sets: Sequence[Dataset], origin: Origin) -> None:
+        self.origin = origin
+        self.places = {}
+        for shard in shards:
+            for index, row in enumerate(shard.rows):
+                self.places[row.key] = (shard, index)
+        keys = []
+        for rows in sets:
+            for row in convert_rows_to_numpy(rows):
+                keys.append(Tokens.from_row(row).key)
+        self.num_rows, self.num_missing = len(keys), sum(key not in self.places for key in keys)
+
+    @classmethod
+    def open(cls, folder: Path, sets: Sequence[Dataset], origin: Origin) -> "FeatureStore":
+        """Open a store that has to hold all rows of some data sets.
+
+        Args:
+            folder: the folder of the store.
+            sets: the data sets.
+            origin: where the features have to come from.
+
+        Raises:
+            UserError: for a store that lacks rows, and for a shard, which it names, that is
+                missing, damaged or of another origin.
+        """
+        matches = [match for path in folder.glob("*") if (match := SHARD.fullmatch(path.name))]
+        if not matches:
+            raise UserError(
+                KEY, got=f"{folder}, which holds no features", expected=COMPLETE_STORE_HINT
+            )
+        possible_names = set[str]()
+        for match in matches:
+            num_shards = int(match[1])
+            possible_names.update(shard_name(index, num_shards) for index in range(num_shards))
+        names = sorted(possible_names)
+        store = cls([Shard.open(folder / name, origin) for name in names], sets, origin)
+        if store.num_missing:
+            raise UserError(
+                KEY,
+                got=f"{folder}, which lacks {store.num_missing:,} of the {store.num_rows:,} rows of"
+                " this recipe's data",
+                expected=COMPLETE_STORE_HINT,
+            )
+        return store
+
+    def collate(self, rows: Sequence[Mapping[str, ArrayLike]]) -> dict[str, Any]:
+        """Build a batch as `specdistill.data.rows.packing.collate` does, and add stored features.
+
+        Returns:
+            The batch. If the store has all rows of the batch, it also has an entry `features` [B, A
+            + 1, T, D], which is 0 at padding.
+
+        Raises:
+            UserError: for a damaged shard.
+        """
+        batch = collate(rows)
+        tokens = [Tokens.from_row(row) for row in rows]
+        places = [self.places.get(row.key) if len(row) else None for row in tokens]
+        if any(place is None and len(row) for place, row in zip(places, tokens, strict=True)):
+            return batch
+        features = torch.empty(
+            len(rows),
+            self.origin.num_features,
+            batch["input_ids"].shape[1],
+            self.origin.hidden_size,
+            dtype=self.origin.row_dtype,
+        )
+        # Rows without tokens are not in the store.
+        features[[place is None for place in places]] = 0
+        row_features = [
+            (*place, into_ATD) for place, into_ATD in zip(places, features, strict=True) if place
+        ]
+        for shard, index, _ in row_features:
+            shard.expect(index)
+        # Threads help, because waiting for the disk, hashing and copying do not run in Python.
+        with ThreadPoolExecutor(len(rows)) as pool:
+            list(pool.map(lambda row: row[0].read(*row[1:]), row_features))
+        return {**batch, "features": features}
+
+
+def find_waiting_path(folder: Path, ids: Sequence[int]) -> Path:
+    """Return the path at which the hidden states of these tokens wait."""
+    return folder / f"{xxhash.xxh3_128_hexdigest(np.asarray(ids, np.int32).tobytes())}.safetensors"
+
+
+def take(
+    path: Path,
+    ids: list[int],
+    server: Server,
+    folder: Path | None = None,
+    prompt: Sequence[int] = (),
+) -> Tensor:
+    """Read the hidden states that a server has written for some tokens, and remove their files.
+
+    The server's file and its lock are removed, and no others.
+
+    Args:
+        path: the file that the server named.
+        ids: the tokens, L of them.
+        server: the server.
+        folder: if given, the hidden states of `ids` are moved to this folder instead, where they
+            wait. A file of the prompt alone is removed all the same: the server does not support
+            OUTPUT_STATES_REQUEST.
+        prompt: the tokens of the prompt alone, which the file may hold instead of `ids`.
+
+    Returns:
+        The hidden states [L, layers, D].
+
+    Raises:
+        ResourceError: if the file is missing, unreadable or of other tokens, or if the server does
+            not finish it in time.
+    """
+    # Wait until the server releases its lock, then read the file.
+    try:
+        lock = path.with_name(f"{path.name}.lock")
+        if lock.exists() and not lock.is_file():  # Opening a pipe would wait for its writer.
+            raise ValueError(f"{lock}, which is no file")
+        with lock.open() as lock_file:
+            deadline = time.monotonic() + server.timeout
+            while True:
+                with suppress(BlockingIOError):
+                    fcntl.flock(lock_file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                    break  # The file is complete.
+                if server.is_closed or time.monotonic() > deadline:
+                    raise ResourceError(
+                        f"{server.address} did not write {path} in {server.timeout:g} s",
+                        next_step=f"look at its log, or raise {server.timeout_key}",
+                    )
+                time.sleep(POLL_SECONDS)
+            tensors = load_file(path)
+    except (OSError, SafetensorError, ValueError) as error:
+        raise ResourceError(
+            f"{server.address} wrote no hidden states that this machine can read ({error})",
+            next_step="start it with ExampleHiddenStatesConnector and a folder that both see"
+            " (docs/data.md)",
+        ) from error
+    file_token_ids = (
+        tensors["token_ids"].tolist() if set(tensors) == {"hidden_states", "token_ids"} else []
+    )
+    if not file_token_ids or file_token_ids not in (ids, prompt):
+        raise ResourceError(
+            f"{server.address} named {path}, which holds the hidden states of another prompt",
+            next_step="look at its log",
+        )
+    if folder and file_token_ids == ids:
+        # This name is unique: several requests may give the same tokens.
+        moved = folder / f"{path.name}.part"
+        with on_disk(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            shutil.move(path, moved)  # This copies the file if it is on another disk.
+            moved.replace(find_waiting_path(folder, ids))
+    else:
+        path.unlink()
+    lock.unlink()
+    return tensors["hidden_states"]
+
+
+def shard_name(index: int, total: int) -> str:
+    """Return the file name of a shard."""
+    return f"{index:06d}-of-{total:06d}.safetensors"
+
+
+def convert_rows_to_numpy(rows: Dataset) -> Dataset:
+    """Return the columns of packed rows that `Tokens.of` reads, as numpy arrays."""
+    return rows.select_columns(["input_ids", "document_ids"]).with_format("numpy")

@@ -1,0 +1,140 @@
+"""A sequence while it is decoded, and what decoding returns about it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from specdistill.common.errors import UserError
+from specdistill.decoding.proposer import Proposal
+from specdistill.decoding.sampling import Random
+from specdistill.targets.frozen import FrozenTarget
+
+
+@dataclass(frozen=True)
+class Round:
+    """One draft-verify round.
+
+    Attributes:
+        drafted: draft token ids; empty in plain decoding. For a tree, the accepted path and its
+            continuation by first children.
+        num_accepted: accepted and emitted tokens. Those past a stop token or the length limit do
+            not count.
+        emitted: the accepted tokens, then the target's own next token, cut at a stop token or the
+            limit.
+        num_off_path: draft tokens that are not in `drafted`: the other nodes of a tree.
+    """
+
+    drafted: tuple[int, ...]
+    num_accepted: int
+    emitted: tuple[int, ...]
+    draft_seconds: float
+    verify_seconds: float
+    num_off_path: int = 0
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A continuation of a prompt. Its first token comes from the prefill, not from a round.
+
+    Attributes:
+        stopped: whether a stop token ended it, and not the limit.
+    """
+
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    rounds: tuple[Round, ...]
+    prefill_seconds: float
+    seconds: float
+    stopped: bool
+
+
+class SequenceState:
+    """A sequence that is being decoded, up to a limit or a stop token, which is emitted.
+
+    The limit counts the prompt, too.
+
+    Raises:
+        UserError: if the prompt is empty, or exceeds the target's context together with the
+            continuation.
+    """
+
+    def __init__(
+        self,
+        target: FrozenTarget,
+        prompt_ids: Sequence[int],
+        max_new_tokens: int,
+        generator: Random,
+    ) -> None:
+        self.prompt_ids = tuple(prompt_ids)
+        self.token_ids = [*prompt_ids]
+        self.limit = len(prompt_ids) + max_new_tokens
+        if not prompt_ids or self.limit > target.max_length:
+            raise UserError(
+                "eval.max_new_tokens",
+                got=f"a prompt of {len(prompt_ids)} tokens and {max_new_tokens} new ones",
+                expected=f"at least 1 and {target.max_length} together",
+            )
+        self.generator = generator
+        self.stop_ids = target.eos_token_ids
+        self.rounds: list[Round] = []
+        self.prefill_seconds = 0.0
+        self.seconds = 0.0
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the last token is a stop token."""
+        return self.token_ids[-1] in self.stop_ids
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether a stop token or the limit has ended it."""
+        return self.stopped or len(self.token_ids) == self.limit
+
+    def commit(
+        self,
+        proposal: Proposal,
+        path: Sequence[int],
+        next_token: int,
+        draft_seconds: float,
+        verify_seconds: float,
+    ) -> None:
+        """Emit the tokens of a round, up to the limit or the first stop token.
+
+        Args:
+            proposal: the draft tokens.
+            path: indices of the accepted draft tokens.
+            next_token: the target's token after them.
+            draft_seconds: this sequence's share of the time to propose.
+            verify_seconds: its share of the time to verify.
+        """
+        tokens = proposal.tokens
+        emitted = []
+        for token in [*(tokens[node] for node in path), next_token]:
+            emitted.append(token)
+            if token in self.stop_ids or len(self.token_ids) + len(emitted) == self.limit:
+                break
+        self.token_ids += emitted
+
+        drafted = tuple(tokens)
+        if proposal.tree:
+            drafted = tuple(tokens[node] for node in proposal.tree.extend_to_leaf(path))
+        self.rounds.append(
+            Round(
+                drafted=drafted,
+                num_accepted=min(len(path), len(emitted)),
+                emitted=tuple(emitted),
+                draft_seconds=draft_seconds,
+                verify_seconds=verify_seconds,
+                num_off_path=len(tokens) - len(drafted),
+            )
+        )
+
+    def to_generation(self) -> Generation:
+        """Return the continuation so far."""
+        return Generation(
+            self.prompt_ids,
+            tuple(self.token_ids[len(self.prompt_ids) :]),
+            tuple(self.rounds),
+            self.prefill_seconds,
+            self.seconds,
+            self.stopped,
+        )

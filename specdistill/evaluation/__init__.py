@@ -1,0 +1,1 @@
+"""Measure drafts: suites, measurement, statistics, reports, gates and comparisons."""

@@ -1,0 +1,261 @@
+"""Locate, name and check the drafts of a comparison, and measure them together."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from specdistill.common.errors import UserError
+from specdistill.evaluation.comparison.compare import Measured
+from specdistill.evaluation.comparison.options import (
+    CommonOptions,
+    list_draft_settings,
+    list_lookups,
+)
+from specdistill.evaluation.measurement.cache import MeasurementCache, identify_draft
+from specdistill.evaluation.measurement.configurations import MeasurementPlan, Settings
+from specdistill.evaluation.measurement.hardware import fit_threads
+from specdistill.evaluation.measurement.loading import check_measurement
+from specdistill.evaluation.measurement.results import build_draft_report
+from specdistill.evaluation.measurement.runner import measure
+from specdistill.evaluation.report.files import compute_digest
+from specdistill.evaluation.suites.suite import count_measured, load_suite, tokenize
+from specdistill.methods import METHODS
+from specdistill.methods.load import describe_draft, find_method, load_proposer, locate
+from specdistill.methods.recipe import list_method_options
+from specdistill.methods.target_record import use_recorded_template
+from specdistill.recipe.sections import LookupFirstConfig
+from specdistill.targets.files import TargetFiles
+from specdistill.targets.frozen import FrozenTarget
+from specdistill.targets.sharding import count_processes
+from specdistill.training.history import read_history
+
+KEY = "drafts"
+# Methods without weights, which a user names in place of a folder.
+UNTRAINED_METHODS = [name for name, method in METHODS.items() if not method.is_trained]
+EXPECTED = f"a draft folder, a Hub id or {' or '.join(UNTRAINED_METHODS)}"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One draft of a comparison.
+
+    Attributes:
+        name: its unique name, which is also the name of the folder of its report.
+        method: its method.
+        draft: its folder or Hub id, as the command names it; None for a method without weights.
+        folder: the folder of its files; None for a method without weights.
+        lookup_first: the lookup in front of the draft; None for no lookup.
+    """
+
+    name: str
+    method: str
+    draft: str | None = None
+    folder: Path | None = None
+    lookup_first: LookupFirstConfig | None = None
+
+
+def find_candidates(
+    entries: Sequence[str],
+    lookups: Sequence[LookupFirstConfig | None] = (),
+    settings: Sequence[Settings] = (),
+) -> list[Candidate]:
+    """Find the candidates and give them unique names.
+
+    Args:
+        entries: folders, Hub ids (org/name or org/name@revision) and methods without weights
+            (`ngram`, `suffix`).
+        lookups: the lookup in front of each draft; () for none. The name of a candidate behind a
+            lookup begins with the lookup's method and `+`.
+        settings: the settings of each draft; () if all have the same. If a draft occurs again with
+            other settings, its name ends with a number.
+
+    Raises:
+        UserError: for fewer than two drafts, for a folder without a draft, for two drafts that are
+            the same or have the same name, and for a lookup in front of a lookup.
+        ResourceError: when the Hub fails.
+    """
+    num_drafts = len(entries)
+    if num_drafts < 2:
+        raise UserError(KEY, got=f"{num_drafts} drafts", expected="two or more: drafts=[a,b]")
+
+    # Each draft may have a lookup and settings of its own.
+    lookup_each = lookups or [None] * num_drafts
+    settings_each: Sequence[Settings | None] = settings or [None] * num_drafts
+    for entry, lookup in zip(entries, lookup_each, strict=True):
+        if lookup and entry in UNTRAINED_METHODS:
+            raise UserError(
+                "lookup_first_each",
+                got=f"a lookup in front of {entry}, which is a lookup itself",
+                expected="null for it, and a section for each draft behind a lookup",
+            )
+
+    # Locate the drafts.
+    folders: list[Path | None] = []
+    for entry in entries:
+        folder = None
+        if entry not in UNTRAINED_METHODS:
+            folder = locate(entry, key=KEY, expected=EXPECTED, names=UNTRAINED_METHODS)
+        folders.append(folder)
+
+    # Refuse a draft that occurs twice with the same settings.
+    identities = [
+        (folder.resolve() if folder else entry, lookup, draft_settings)
+        for folder, entry, lookup, draft_settings in zip(
+            folders, entries, lookup_each, settings_each, strict=True
+        )
+    ]
+    for first, second in itertools.combinations(range(num_drafts), 2):
+        if identities[first] == identities[second]:
+            raise UserError(
+                KEY,
+                got=f"{entries[first]} and {entries[second]}, which are the same draft",
+                expected="different candidates, or different settings for them (…_each)",
+            )
+
+    # Name the drafts, and read the method of each.
+    prefixes = [f"{lookup.method}+" if lookup else "" for lookup in lookup_each]
+    names = _name_candidates(prefixes, entries)
+    candidates = []
+    for name, entry, folder, lookup in zip(names, entries, folders, lookup_each, strict=True):
+        if folder is None:
+            candidates.append(Candidate(name, entry))
+        else:
+            candidates.append(Candidate(name, find_method(folder, key=KEY), entry, folder, lookup))
+    return candidates
+
+
+def _name_candidates(prefixes: Sequence[str], drafts: Sequence[str]) -> list[str]:
+    """Name each draft by its prefix and the end of its path.
+
+    A name has as many parts of the path as it needs to be unique: runs/a/draft -> a-draft. If the
+    same draft occurs a second time, that name ends with -2. Names become folders, so they are
+    compared without case.
+
+    Raises:
+        UserError: if two drafts have the same name.
+    """
+    # List the possible names of each draft, from the shortest to the longest.
+    # The possible names of each draft, from the shortest to the longest.
+    options_each = []
+    for prefix, draft in zip(prefixes, drafts, strict=True):
+        if Path(draft).is_dir():
+            parts = list(Path(draft).resolve().parts[1:])
+        else:
+            # A revision may hold slashes, e.g. refs/pr/1.
+            parts = [part.replace("/", "-") for part in draft.split("/", 1)]
+        depths = range(1, len(parts) + 1)
+        options_each.append([f"{prefix}{'-'.join(parts[-depth:])}" for depth in depths])
+
+    # Choose the shortest name that no other draft can have.
+    names = []
+    for index, options in enumerate(options_each):
+        names_of_others = set()
+        for other_options in options_each:
+            if other_options != options:
+                names_of_others |= {name.casefold() for name in other_options}
+        unique = [name for name in options if name.casefold() not in names_of_others]
+        name = unique[0] if unique else options[-1]
+        number = options_each[: index + 1].count(options)
+        names.append(f"{name}-{number}" if number > 1 else name)
+
+    folded = [name.casefold() for name in names]
+    for name in names:
+        if folded.count(name.casefold()) > 1:
+            raise UserError(
+                KEY,
+                got=f"two drafts named {name}",
+                expected="folders with different names, after which their reports are named",
+            )
+    return names
+
+
+def measure_candidates(options: CommonOptions, cache_folder: Path) -> list[Measured]:
+    """Measure the candidates together.
+
+    Every prompt is decoded with each of the drafts and once without, so the times of all drafts are
+    paired with one baseline.
+
+    Args:
+        options: the keys of the command.
+        cache_folder: the folder that caches what is decoded, so that an interrupted comparison
+            resumes.
+
+    Raises:
+        UserError: if anything is wrong with a candidate, before anything is measured; and in a
+            launch of several processes, because each would measure and write everything.
+    """
+    if count_processes() > 1:
+        raise UserError(
+            "num_processes",
+            got=count_processes(),
+            text=f"compare runs in one process, and was started in {count_processes()}.",
+        )
+    settings = list_draft_settings(options, len(options.drafts))
+    candidates = find_candidates(options.drafts, list_lookups(options, settings), settings)
+    options_each = list_method_options(options, [candidate.method for candidate in candidates])
+    suite = load_suite(options.suite, options.target.model)
+
+    # Check the drafts and the suite before weights are loaded.
+    folders = [candidate.folder for candidate in candidates if candidate.folder]
+    drafts = []
+    for candidate, own_options in zip(candidates, options_each, strict=True):
+        if candidate.folder:
+            drafts.append((candidate.method, candidate.folder, own_options))
+    check_measurement(TargetFiles.from_config(options.target), drafts, suite, options, key=KEY)
+
+    # Load the target and the drafts.
+    target = FrozenTarget.load(**vars(options.target))
+    fit_threads(target)
+    proposers = []
+    for candidate, own_options in zip(candidates, options_each, strict=True):
+        proposer = load_proposer(
+            candidate.method,
+            candidate.folder,
+            target,
+            lookup_first=candidate.lookup_first,
+            key=KEY,
+            compile=options.compile,
+            **own_options,
+        )
+        proposers.append(proposer)
+    use_recorded_template(folders, target.tokenizer, KEY)
+    histories = []
+    for candidate in candidates:
+        histories.append(read_history(candidate.folder, key=KEY) if candidate.folder else None)
+
+    # Measure all drafts together.
+    prompts = tokenize(
+        suite,
+        target.tokenizer,
+        num_prompts=count_measured(suite, options.num_prompts),
+        max_new_tokens=options.max_new_tokens,
+        max_length=target.max_length,
+        vocab_size=target.vocab_size,
+    )
+    plan = MeasurementPlan(settings[0], prompts, settings)
+    identities = []
+    for candidate, proposer in zip(candidates, proposers, strict=True):
+        identities.append(
+            identify_draft(target, proposer, suite, method=candidate.method, draft=candidate.draft)
+        )
+    measurements = measure(
+        target,
+        proposers,
+        suite,
+        [plan],
+        MeasurementCache(cache_folder, identities),
+        num_draws=options.sampling_draws,
+    )
+
+    # Build the report of each draft.
+    measured = []
+    for candidate, proposer, history, measurement in zip(
+        candidates, proposers, histories, measurements, strict=True
+    ):
+        draft = describe_draft(candidate.draft, candidate.method)
+        report = build_draft_report(target, proposer, suite, measurement, draft)
+        report["digest"] = compute_digest(report, measurement.records)
+        training = history.summary() if history else None
+        measured.append(Measured(candidate.name, training, report, measurement.records))
+    return measured

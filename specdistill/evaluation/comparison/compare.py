@@ -1,0 +1,395 @@
+"""Rank several drafts for one target, and explain where the differences in speed come from.
+
+The drafts were measured together on the same prompts. A round yields tokens and costs time:
+S = AL / (v + c·K) (see specdistill.evaluation.statistics.theory). So every difference to the
+fastest candidate is split into tokens per round and cost per round. These are split into acceptance
+rates and step costs. Each part has a paired confidence interval over prompts.
+
+Fixed rules turn these numbers into sentences that say why candidates differ. Only differences whose
+interval excludes 0 are given as reasons.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from specdistill import __version__
+from specdistill.evaluation.report.phrases import (
+    Report,
+    format_gain,
+    format_number,
+    format_percent,
+    format_signed,
+    is_lossless,
+)
+from specdistill.evaluation.statistics.intervals import compute_relative_change
+from specdistill.evaluation.statistics.metrics import (
+    METRICS,
+    Metric,
+    PromptSums,
+    collect_prompt_sums,
+    compute_value,
+)
+from specdistill.evaluation.statistics.records import PromptRecord
+
+# A gap comes mainly from one part if that part has at least this share of the gap's logarithm.
+MAIN_CAUSE_SHARE = 2 / 3
+MIN_REASON = 0.005  # a smaller relative difference is never given as a reason, even if significant
+
+Entry = Mapping[str, Any]  # a candidate, its place in the ranking, or a difference
+Comparison = dict[str, Any]
+Difference = dict[str, Any]  # the relative change of each part of the speed
+
+
+def _define_cost_metric(*seconds: str, per: str) -> Metric:
+    """Return the metric of a cost in units of one step of plain decoding.
+
+    Args:
+        seconds: the names of the sums of seconds that are added up.
+        per: the name of the sum that counts what the cost is divided by: rounds or draft tokens.
+    """
+    return Metric(
+        (*seconds, per, "baseline_verify_seconds", "baseline_num_rounds"),
+        lambda *totals: sum(totals[:-3]) / totals[-3] / (totals[-2] / totals[-1]),
+        "lower",
+    )
+
+
+# The parts of a difference in speed. Costs are in units of one step of plain decoding. Rounds
+# without a draft count.
+PARTS: dict[str, Metric] = {
+    "mean_acceptance_length": METRICS["mean_acceptance_length"],
+    "round_cost": _define_cost_metric("draft_seconds", "verify_seconds", per="num_rounds"),
+    "acceptance_rate": METRICS["acceptance_rate"],
+    "drafted_per_round": Metric(
+        ("num_draft_tokens", "num_rounds"), lambda drafted, rounds: drafted / rounds
+    ),
+    "first_position_rate": Metric(
+        ("num_accepted_first", "num_drafts"), lambda accepted, drafts: accepted / drafts
+    ),
+    "later_position_rate": Metric(
+        ("num_accepted_later", "num_reached_later"), lambda accepted, reached: accepted / reached
+    ),
+    "draft_step": _define_cost_metric("draft_seconds", per="num_draft_tokens"),
+    "verification": _define_cost_metric("verify_seconds", per="num_rounds"),
+    "draft_share": Metric(
+        ("draft_seconds", "verify_seconds"), lambda draft, verify: draft / (draft + verify), "lower"
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One candidate with its measurement.
+
+    Attributes:
+        name: the name of the candidate.
+        training: its `History.summary()`; None where it is unknown.
+        report: its report.
+        records: the record of each prompt.
+    """
+
+    name: str
+    training: Mapping[str, object] | None
+    report: Report
+    records: Sequence[PromptRecord]
+
+
+def compare(candidates: Sequence[Measured], *, seed: int = 0) -> Comparison:
+    """Rank the candidates and explain why they differ, as comparison.json holds it.
+
+    Candidates are ranked by speedup, those that are not lossless last. Every difference is relative
+    to the first candidate of the ranking. A candidate is separable from the first if the interval
+    of the difference excludes 0.
+
+    Args:
+        candidates: the candidates; the records of all are of the same prompts in the same order.
+        seed: the seed of the bootstrap.
+
+    Returns:
+        The document comparison.json: the candidates with their reports, the ranking, and the
+        reasons.
+    """
+    prompts = []
+    for candidate in candidates:
+        prompts.append([record.id for record in candidate.records])
+    assert all(ids == prompts[0] for ids in prompts), (
+        "candidates were measured on different prompts"
+    )
+    # Rank the candidates.
+    ordered = sorted(
+        candidates,
+        key=lambda entry: (not is_lossless(entry.report), -entry.report["results"][0]["speedup"]),
+    )
+    # Compare each of them with the first.
+    sums = [collect_prompt_sums(candidate.records) for candidate in ordered]
+    differences = [
+        None,
+        *(_compute_differences(candidate_sums, sums[0], seed) for candidate_sums in sums[1:]),
+    ]
+    ranking = []
+    for rank, (candidate, candidate_sums, difference) in enumerate(
+        zip(ordered, sums, differences, strict=True), start=1
+    ):
+        ranking.append(
+            {
+                "rank": rank,
+                "name": candidate.name,
+                "speedup": candidate.report["results"][0]["speedup"],
+                "lossless": is_lossless(candidate.report),
+                "separable_from_best": is_separable(difference["speedup"]) if difference else None,
+                "parts": {
+                    name: compute_value(metric, candidate_sums) for name, metric in PARTS.items()
+                },
+                "difference_to_best": difference,
+            }
+        )
+
+    # The comparison holds everything of a candidate but its records.
+    listed = []
+    for candidate in candidates:
+        listed.append({name: part for name, part in vars(candidate).items() if name != "records"})
+    return {
+        "schema_version": 4,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "specdistill_version": __version__,
+        "candidates": listed,
+        "ranking": ranking,
+        "why": [
+            {"name": name, "message": message}
+            for name, message in explain_differences(listed, ranking)
+        ],
+    }
+
+
+def _compute_differences(sums: PromptSums, best: PromptSums, seed: int) -> Difference:
+    """Return the relative change of each part from the best candidate, with its paired interval.
+
+    A part is None where one of the two candidates has no value.
+    """
+    differences: dict[str, Any] = dict.fromkeys(("speedup", *PARTS))
+    for name in differences:
+        metric = PARTS.get(name, METRICS["speedup"])
+        if compute_value(metric, sums) is not None and compute_value(
+            metric, best
+        ):  # a change from 0 has no size
+            change, bounds = compute_relative_change(metric, sums, best, seed=seed)
+            differences[name] = {"change": change, "ci95": bounds and list(bounds)}
+    return differences
+
+
+def explain_differences(
+    candidates: Sequence[Entry], ranking: Sequence[Entry]
+) -> Iterator[tuple[str, str]]:
+    """Yield the reasons why candidates differ, in reading order.
+
+    Args:
+        candidates: the `candidates` of a comparison.
+        ranking: the `ranking` of a comparison.
+
+    Yields:
+        The topic of a reason, and its sentences.
+    """
+    by_name = {candidate["name"]: candidate for candidate in candidates}
+    best, *remaining = ranking
+    yield "fastest", _describe_fastest(best, remaining, by_name[best["name"]]["report"])
+    for candidate in remaining:
+        yield "gap", " ".join(_describe_gap(candidate, best))
+        detail = " ".join(
+            [*_describe_acceptance(candidate, best), *_describe_cost(candidate, best, by_name)]
+        )
+        if detail:
+            yield "cause", detail
+    for entry in ranking:
+        if not entry["lossless"]:
+            lossless = by_name[entry["name"]]["report"]["lossless"]
+            yield (
+                "lossless",
+                f"{entry['name']} is ranked below the lossless drafts whatever its speed:"
+                f" {lossless['unexplained_divergences']} of {lossless['prompts_checked']} greedy"
+                " completions are not the target's.",
+            )
+
+
+def select_shown_difference(difference: Entry | None) -> float:
+    """Return the relative difference, or 0 if it is no reason.
+
+    It is no reason if its interval includes 0, or if it is smaller than MIN_REASON.
+    """
+    change = float(difference["change"]) if difference and is_separable(difference) else 0.0
+    return change if abs(change) >= MIN_REASON else 0.0
+
+
+def is_separable(difference: Entry | None) -> bool:
+    """Return whether a difference's interval excludes 0; False without an interval."""
+    low, high = (difference and difference["ci95"]) or (0.0, 0.0)
+    return bool(low > 0 or high < 0)
+
+
+def _describe_fastest(best: Entry, remaining: Sequence[Entry], report: Report) -> str:
+    """Say which candidate is the fastest, and from which it is not separable."""
+    row = report["results"][0]
+    unsure = [candidate["name"] for candidate in remaining if not candidate["separable_from_best"]]
+    low, high = row.get("speedup_ci95", (0.0, math.inf))
+    if high < 1:
+        return (
+            f"Plain decoding is faster than every draft: {best['name']}, the fastest of them,"
+            f" reaches {format_gain(row)}."
+        )
+    speed = (
+        f"{format_gain(row)}, which is not separable from plain decoding"
+        if low <= 1
+        else format_gain(row)
+    )
+    if not unsure:
+        return f"{best['name']} is the fastest: {speed}."
+    return (
+        f"{best['name']} measured fastest, {speed}, but is not separable from"
+        f" {' and '.join(unsure)}."
+    )
+
+
+def _describe_gap(candidate: Entry, best: Entry) -> Iterator[str]:
+    """Say how far a candidate is behind, and whether tokens or the cost per round explain it."""
+    differences = candidate["difference_to_best"]
+    name = candidate["name"]
+    first = best["name"]
+
+    # The parts of the gap: tokens per round, and the cost of a round.
+    speed = differences["speedup"]
+    tokens = select_shown_difference(differences["mean_acceptance_length"])
+    cost = select_shown_difference(differences["round_cost"])
+    yields = (
+        f"{name} yields {_choose_word(tokens, 'fewer')} tokens per round"
+        f" ({_format_against(candidate, best, 'mean_acceptance_length')})"
+    )
+    costs = (
+        f"a round costs {_choose_word(cost, 'less')}"
+        f" ({_format_against(candidate, best, 'round_cost', ' plain steps')})"
+    )
+
+    # A speed that is not separable is said first; its parts may still differ.
+    if not candidate["separable_from_best"]:
+        direction = _name_direction(speed["change"])
+        yield f"{name} is not separable from {first}: {direction}{_format_range(speed)}."
+        if tokens and cost and (tokens > 0) == (cost > 0):
+            yield f"The two offset each other: {yields}, and {costs}."
+        elif tokens or cost:
+            yield (
+                f"It differs in that {yields if tokens else costs}, but that does not show in the"
+                " speed."
+            )
+        return
+    yield f"{name} is {_name_direction(speed['change'])} than {first}{_format_range(speed)}."
+    # Attribute the gap to tokens and to cost, by the logarithms of their changes. A part that works
+    # against the gap explains nothing of it.
+    sign = -1 if speed["change"] < 0 else 1
+    from_tokens = max(sign * math.log1p(tokens), 0.0)
+    from_cost = max(-sign * math.log1p(cost), 0.0)
+    if not (from_tokens or from_cost):
+        yield "Neither the tokens per round nor the cost per round explain that."
+        return
+
+    # Name the part that explains most of the gap.
+    share = from_tokens / (from_tokens + from_cost)
+    source = (
+        "acceptance"
+        if share >= MAIN_CAUSE_SHARE
+        else "cost"
+        if share <= 1 - MAIN_CAUSE_SHARE
+        else "both acceptance and cost"
+    )
+    yield (
+        f"That comes mainly from {source}:"
+        f" {', and '.join([yields] * bool(tokens) + [costs] * bool(cost))}."
+    )
+
+
+def _describe_acceptance(candidate: Entry, best: Entry) -> Iterator[str]:
+    """Say at which positions tokens are lost or gained, if the tokens per round differ."""
+    differences = candidate["difference_to_best"]
+    if not select_shown_difference(differences["mean_acceptance_length"]):
+        return
+    if select_shown_difference(differences["drafted_per_round"]):
+        mine, theirs = (
+            format_number(entry["parts"]["drafted_per_round"], 1) for entry in (candidate, best)
+        )
+        yield f"{candidate['name']} drafts {mine} tokens per round, {best['name']} {theirs}."
+    places = {
+        "first_position_rate": "at the first position",
+        "later_position_rate": "at later positions once they are reached",
+    }
+    accepts = [
+        f"{'more' if change > 0 else 'less'} {place}"
+        f" ({_format_against(candidate, best, rate, style=format_percent)})"
+        for rate, place in places.items()
+        if (change := select_shown_difference(differences[rate]))
+    ]
+    if accepts:
+        yield f"It accepts {' and '.join(accepts)}."
+
+
+def _describe_cost(candidate: Entry, best: Entry, by_name: Mapping[str, Entry]) -> Iterator[str]:
+    """Say which step makes rounds costlier or cheaper, if the costs per round differ.
+
+    If the size of the drafts does not explain it, a sentence says so.
+    """
+    differences = candidate["difference_to_best"]
+    if not select_shown_difference(differences["round_cost"]):
+        return
+
+    # Which step differs: drafting a token, or verifying.
+    step = select_shown_difference(differences["draft_step"])
+    verification = select_shown_difference(differences["verification"])
+    if step:
+        mine, theirs = (entry["parts"] for entry in (candidate, best))
+        yield (
+            f"A draft token of {candidate['name']} costs {format_number(mine['draft_step'], 3)}"
+            f" plain"
+            f" steps against {format_number(theirs['draft_step'], 3)}, and drafting takes"
+            f" {format_percent(mine['draft_share'])} of a round against"
+            f" {format_percent(theirs['draft_share'])}."
+        )
+        sizes = [
+            by_name[entry["name"]]["report"]["draft"]["parameters"] for entry in (candidate, best)
+        ]
+        # Size cannot be the reason if the smaller draft has the costlier step.
+        if (sizes[0] - sizes[1]) * step < 0:
+            yield f"Size is not the reason: {sizes[0]:,} parameters against {sizes[1]:,}."
+    if verification:
+        yield (
+            f"Verifying costs {_choose_word(verification, 'less')}"
+            f" ({_format_against(candidate, best, 'verification', ' plain steps')})."
+        )
+
+
+def _name_direction(change: float) -> str:
+    return f"{abs(change):.1%} {'slower' if change < 0 else 'faster'}"
+
+
+def _format_range(difference: Entry) -> str:
+    """Return the interval of a difference as text that continues a sentence."""
+    ends = difference["ci95"]
+    return (
+        f" ({format_signed(ends[0])} to {format_signed(ends[1])})"
+        if ends
+        else ", with too few prompts for an interval"
+    )
+
+
+def _choose_word(change: float, less: str) -> str:
+    return f"{abs(change):.1%} {'more' if change > 0 else less}"
+
+
+def _format_against(
+    candidate: Entry,
+    best: Entry,
+    part: str,
+    unit: str = "",
+    *,
+    style: Callable[[float | None], str] = format_number,
+) -> str:
+    """Return the values of a part for a candidate and for the best one, as text."""
+    return f"{style(candidate['parts'][part])}{unit} against {style(best['parts'][part])}"

@@ -1,0 +1,113 @@
+"""Define the keys of `specdistill compare`, and derive the settings of each draft from them."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from pydantic import create_model
+
+from specdistill.common.errors import UserError
+from specdistill.decoding.tree import build_tree_shape
+from specdistill.evaluation.measurement.configurations import Settings
+from specdistill.methods.recipe import list_method_eval_keys
+from specdistill.recipe.fields import AtLeastOne, Condition, option, section
+from specdistill.recipe.sections import (
+    DRAFT_IS_CHAIN,
+    LookupFirstConfig,
+    MeasurementConfig,
+    TargetConfig,
+    TreeConfig,
+)
+
+K_IS_SHARED = Condition(
+    "without num_speculative_tokens_each, and without a tree or as the depth of that",
+    lambda options: not options.num_speculative_tokens_each and DRAFT_IS_CHAIN.holds(options),
+)
+SETTINGS_ARE_PER_DRAFT = Condition(
+    "without lookup_first, which is that of all", lambda options: options.lookup_first is None
+)
+CHAINS = Condition("without a tree", lambda options: options.tree is None)
+
+
+class CommonOptions(MeasurementConfig):
+    """The keys of `specdistill compare`, without those that methods add (see `CompareOptions`)."""
+
+    target: TargetConfig = section(TargetConfig)
+    drafts: list[str] = option(
+        ..., "two or more of: draft folders, Hub ids (org/name, org/name@revision), ngram, suffix"
+    )
+    num_speculative_tokens: int = option(
+        4, "K, draft tokens per round", ge=1, condition=K_IS_SHARED
+    )
+    num_speculative_tokens_each: list[AtLeastOne] = option(
+        [],
+        "K of each draft, in the order of drafts; []: num_speculative_tokens for all",
+        condition=CHAINS,
+    )
+    trees_each: list[TreeConfig | None] = option(
+        [],
+        "tree of each draft, in the order of drafts, null for a chain; []: chains",
+        condition=CHAINS,
+    )
+    lookup_first_each: list[LookupFirstConfig | None] = option(
+        [],
+        "lookup_first of each draft, in the order of drafts, null for none; []: lookup_first"
+        " for all",
+        condition=SETTINGS_ARE_PER_DRAFT,
+    )
+    output_dir: str = option(..., "folder of the comparison and its reports")
+
+
+KEYS_OF_METHODS: dict[str, Any] = dict(list_method_eval_keys())
+CompareOptions: type[CommonOptions] = create_model(
+    "CompareOptions", __base__=CommonOptions, **KEYS_OF_METHODS
+)
+
+
+def list_lookups(
+    options: CommonOptions, settings: Sequence[Settings]
+) -> list[LookupFirstConfig | None]:
+    """Return the lookup in front of each draft; None for no lookup.
+
+    Args:
+        options: the keys of the command.
+        settings: the settings of each draft (see `list_draft_settings`).
+
+    Raises:
+        UserError: for a lookup that does not fit its draft's settings.
+    """
+    lookups = options.lookup_first_each or [options.lookup_first] * len(settings)
+    for lookup, draft_settings in zip(lookups, settings, strict=True):
+        if lookup and draft_settings.tree:
+            raise UserError(
+                "lookup_first_each",
+                got="a lookup in front of a draft that has a tree in trees_each",
+                expected="the tree as draft_tree of the lookup",
+            )
+        if lookup:
+            lookup.check(options, draft_settings.num_speculative_tokens)
+    return lookups
+
+
+def list_draft_settings(options: CommonOptions, count: int) -> list[Settings]:
+    """Return the settings of each of `count` drafts, which differ only in K or tree.
+
+    Raises:
+        UserError: for a key whose number of values differs from the number of drafts.
+    """
+    for_all = Settings.from_section(options)
+    for key in ("num_speculative_tokens_each", "trees_each", "lookup_first_each"):
+        if len(getattr(options, key)) not in (0, count):
+            raise UserError(
+                key,
+                got=f"{len(getattr(options, key))} of them",
+                expected=f"{count}, one for each draft",
+            )
+    trees = [build_tree_shape(tree) if tree else None for tree in options.trees_each] or [
+        for_all.tree
+    ] * count
+    depths = [tree.depth if tree else for_all.num_speculative_tokens for tree in trees]
+    return [
+        replace(for_all, num_speculative_tokens=k, tree=tree)
+        for k, tree in zip(options.num_speculative_tokens_each or depths, trees, strict=True)
+    ]

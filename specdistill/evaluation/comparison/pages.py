@@ -1,0 +1,289 @@
+"""Write the folder of a comparison: comparison.json, its pages, and the report of each candidate.
+
+Each report is in a folder with the candidate's name.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from specdistill.common.terminal import Console
+from specdistill.evaluation.comparison.compare import Comparison, Entry
+from specdistill.evaluation.report import phrases, tables
+from specdistill.evaluation.report.files import load_template, stage_files, write_report
+from specdistill.evaluation.report.phrases import (
+    ResultRow,
+    format_bracketed_interval,
+    format_duration,
+    format_interval,
+    format_number,
+    format_percent,
+    format_signed,
+    format_size,
+    format_times,
+)
+from specdistill.evaluation.report.tables import Cell, join_cell
+from specdistill.evaluation.report.text import escape_markdown, format_cells
+from specdistill.evaluation.statistics.records import PromptRecord
+
+FILES = ("comparison.json", "comparison.md", "comparison.html")
+
+STDOUT_COLUMNS = ("candidate", "speedup", "to the best", "acceptance length", "lossless")
+MAX_CANDIDATES_BY_CATEGORY = 6  # candidates in the table by category
+# The columns of the two tables, at most eight in each. REASON_COLUMNS explains the differences.
+MAIN = ("", "candidate", "K", "speedup", "to the best", "acceptance length", "weights", "lossless")
+REASON_COLUMNS = ("candidate", "rate", "first", "c", "v", "predicted", "best K", "training")
+FOOTNOTE = (
+    "Every prompt was decoded with each candidate and once without, interleaved; intervals are 95"
+    " %, from a bootstrap over prompts, and differences are paired. Per round: tokens per round"
+    " where some rounds drafted nothing, which the acceptance length leaves out. First: share of"
+    " drafts whose first token was accepted. c: a draft step, v: a verification, in plain decoding"
+    " steps. Predicted = acceptance length / (v + c·K). Weights: the draft's parameters."
+)
+
+
+def write_comparison(
+    folder: Path, comparison: Comparison, records: Mapping[str, Sequence[PromptRecord]]
+) -> None:
+    """Write each candidate's report to `<folder>/<name>`, then comparison.json, .md and .html.
+
+    The three files are written together or not at all.
+
+    Args:
+        folder: the folder of the comparison.
+        comparison: the document comparison.json.
+        records: candidate name -> the records of its prompts.
+    """
+    for candidate in comparison["candidates"]:
+        write_report(folder / candidate["name"], candidate["report"], records[candidate["name"]])
+    texts = (
+        json.dumps(comparison, indent=2, ensure_ascii=False, allow_nan=False) + "\n",
+        render_comparison_markdown(comparison),
+        render_comparison_html(comparison),
+    )
+    with stage_files(folder) as staging:
+        for name, text in zip(FILES, texts, strict=True):
+            (staging / name).write_text(text, encoding="utf-8")
+
+
+def render_comparison_markdown(comparison: Comparison) -> str:
+    """Return comparison.md: the tables and the paragraph, short enough for a CI job's summary."""
+    categories = format_by_category(comparison)
+    ranked = list_rows(comparison)
+    sections = [
+        f"# {escape_markdown(format_comparison_title(comparison))}",
+        escape_markdown(format_headline(comparison)),
+        escape_markdown(format_shared_settings(comparison)),
+        format_cells(_format_table(ranked, MAIN)),
+        *(["## By category", format_cells(categories)] if categories else []),
+        "## Why they differ",
+        escape_markdown(format_paragraph(comparison)),
+        format_cells(_format_table(ranked, REASON_COLUMNS)),
+        escape_markdown(FOOTNOTE),
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def render_comparison_html(comparison: Comparison) -> str:
+    """Return comparison.html, one self-contained file.
+
+    Every value is escaped, because names come from outside.
+    """
+    ranked = _rank_candidates(comparison)
+    lines = list_rows(comparison)
+    by_k: dict[int, list[tuple[str, ResultRow]]] = {}
+    for candidate in ranked:
+        report = candidate["report"]
+        by_k.setdefault(report["settings"]["num_speculative_tokens"], []).append(
+            (candidate["name"], report["results"][0])
+        )
+    return load_template("evaluation/comparison/comparison.html.j2").render(
+        title=format_comparison_title(comparison),
+        verdict=format_headline(comparison),
+        settings=format_shared_settings(comparison),
+        created=comparison["created"],
+        report=ranked[0]["report"],
+        best=comparison["ranking"][0],
+        table=_format_table(lines, MAIN[2:]),
+        details=_format_table(lines, REASON_COLUMNS),
+        by_category=format_by_category(comparison),
+        candidates=ranked,
+        shape=phrases.describe_shape,
+        why=comparison["why"],
+        footnote=FOOTNOTE,
+        by_k=by_k,
+    )
+
+
+def format_headline(comparison: Comparison) -> str:
+    """Return which candidate is the fastest, or why no candidate can be called the fastest.
+
+    A candidate is named only if it is lossless, its lead over the other lossless ones is
+    significant, and it is clearly faster than plain decoding.
+    """
+    best, *remaining = comparison["ranking"]
+    if not best["lossless"]:
+        return "No lossless draft"
+    row = _rank_candidates(comparison)[0]["report"]["results"][0]
+    low, high = row.get("speedup_ci95", (row["speedup"], row["speedup"]))
+    if high < 1:
+        return "Plain decoding is the fastest"
+    if low <= 1:
+        return "No draft is clearly faster than plain decoding"
+    is_unsure = any(
+        candidate["lossless"] and not candidate["separable_from_best"] for candidate in remaining
+    )
+    return "No clear winner" if is_unsure else f"{best['name']} is the fastest"
+
+
+def _format_table(ranked: Sequence[Mapping[str, Cell]], names: Sequence[str]) -> tables.Table:
+    table_rows = []
+    for row in ranked:
+        table_rows.append(tuple(row[name] for name in names))
+    return tables.Table(tuple(names), table_rows)
+
+
+def print_comparison(comparison: Comparison, folder: Path) -> None:
+    """Print the ranking, the paragraph and the path of the HTML page to stdout."""
+    console = Console()
+    grid = Table(
+        box=box.SIMPLE,
+        pad_edge=False,
+        title=Text(format_comparison_title(comparison)),
+        title_justify="left",
+    )
+    for name in STDOUT_COLUMNS:
+        grid.add_column(name, overflow="fold")
+    for row in list_rows(comparison):
+        cells_shown = (row[name] for name in STDOUT_COLUMNS)
+        texts = []
+        for value, *notes in cells_shown:
+            lines = [value, *(f"({note})" for note in notes)]
+            texts.append(Text("\n".join(lines)))
+        grid.add_row(*texts)
+    console.print(grid)
+    console.print(Text(format_paragraph(comparison)), soft_wrap=True)
+    console.print(Text(f"comparison: {folder / 'comparison.html'}", style="bold"), soft_wrap=True)
+
+
+def format_comparison_title(comparison: Comparison) -> str:
+    """Return the title of the pages: how many drafts, and for which target."""
+    target = comparison["candidates"][0]["report"]["target"]["model"]
+    return f"{len(comparison['candidates'])} drafts for {target}"
+
+
+def format_shared_settings(comparison: Comparison) -> str:
+    """Return the settings that all candidates share, as text."""
+    return phrases.format_shared_settings(
+        *(candidate["report"] for candidate in comparison["candidates"])
+    )
+
+
+def format_paragraph(comparison: Comparison) -> str:
+    """Return the reasons why candidates differ, as one paragraph."""
+    return " ".join(reason["message"] for reason in comparison["why"])
+
+
+def _rank_candidates(comparison: Comparison) -> list[Entry]:
+    """Return the candidates in the order of the ranking, best first."""
+    by_name = {candidate["name"]: candidate for candidate in comparison["candidates"]}
+    return [by_name[entry["name"]] for entry in comparison["ranking"]]
+
+
+def list_rows(comparison: Comparison) -> list[dict[str, Cell]]:
+    """Return the rows of the table, best first: column -> cell."""
+    return [
+        _format_cells(*pair)
+        for pair in zip(comparison["ranking"], _rank_candidates(comparison), strict=True)
+    ]
+
+
+def format_by_category(comparison: Comparison) -> tables.Table | None:
+    """Return the table with a row for the whole suite and one for each category.
+
+    It shows speedup and acceptance length of the first six candidates. None for a suite of one
+    category.
+    """
+    of_each = [
+        tables.select_main_rows(candidate["report"])
+        for candidate in _rank_candidates(comparison)[:MAX_CANDIDATES_BY_CATEGORY]
+    ]
+    if min(map(len, of_each)) < 3:
+        return None
+    head = (
+        "category",
+        "prompts",
+        *(entry["name"] for entry in comparison["ranking"][:MAX_CANDIDATES_BY_CATEGORY]),
+    )
+    lines = [
+        (
+            (phrases.name_row(cells_of_category[0]),),
+            (str(cells_of_category[0]["num_prompts"]),),
+            *map(_format_speedup_and_length, cells_of_category),
+        )
+        for cells_of_category in zip(*of_each, strict=True)
+    ]
+    return tables.Table(head, lines)
+
+
+def _format_speedup_and_length(row: ResultRow) -> Cell:
+    """Return the cell of the table by category: speedup and acceptance length with intervals."""
+    length = (
+        "length"
+        f" {format_number(row.get('mean_acceptance_length'))}"
+        f"{format_bracketed_interval(row, 'mean_acceptance_length')}"
+    )
+    return join_cell(format_times(row.get("speedup")), format_interval(row, "speedup"), length)
+
+
+def _format_cells(entry: Entry, candidate: Entry) -> dict[str, Cell]:
+    """Return the row of a candidate, column -> cell, from its entry in the ranking."""
+    report = candidate["report"]
+    training = candidate["training"]
+    row = report["results"][0]
+    theory = report.get("theory", {})
+    draft = report["draft"]
+    return {
+        "": (str(entry["rank"]),),
+        "candidate": join_cell(entry["name"], phrases.describe_shape(report["settings"])),
+        "K": (str(report["settings"]["num_speculative_tokens"]),),
+        "speedup": join_cell(format_times(row["speedup"]), format_interval(row, "speedup")),
+        "to the best": _to_best(entry),
+        "acceptance length": join_cell(
+            format_number(row.get("mean_acceptance_length")),
+            format_interval(row, "mean_acceptance_length"),
+        ),
+        "rate": (format_percent(row.get("acceptance_rate")),),
+        "first": (format_percent(entry["parts"]["first_position_rate"]),),
+        "c": (format_number(theory.get("c"), 3),),
+        "v": (format_number(theory.get("v")),),
+        "predicted": (format_times(row.get("predicted_speedup")),),
+        "best K": (str(theory.get("best_k", "–")),),
+        "weights": (f"{draft['parameters']:,}", format_size(draft["bytes"])),
+        "training": (
+            (format_duration(training["seconds"]), f"{training['steps']:,} steps")
+            if training
+            else ("–",)
+        ),
+        "lossless": ("yes" if entry["lossless"] else "NO",),
+    }
+
+
+def _to_best(entry: Entry) -> Cell:
+    """Return the cell with the difference in speed to the best candidate."""
+    if entry["rank"] == 1:
+        return ("best",)
+    difference = entry["difference_to_best"]["speedup"]
+    note = (
+        " to ".join(map(format_signed, difference["ci95"]))
+        if difference["ci95"]
+        else "too few prompts"
+    )
+    return (
+        format_signed(difference["change"]) if entry["separable_from_best"] else "not separable",
+        note,
+    )

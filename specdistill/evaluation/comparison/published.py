@@ -1,0 +1,315 @@
+"""Compare a draft with figures that others have published: `specdistill compare published=NAME`.
+
+The draft is measured now (`draft=…`), or was measured before (`report=…`). A file in
+`eval/published` holds the figures and the protocol with which they were measured. Acceptance
+lengths are compared only if the report was measured with the same protocol, as far as the source
+states it. Otherwise they say nothing about the draft.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from specdistill.common.documents import read_keys
+from specdistill.common.errors import ExitCode, UserError
+from specdistill.common.project import PUBLISHED_FOLDER, find_yaml
+from specdistill.common.terminal import print_result
+from specdistill.evaluation.report.files import read_document
+from specdistill.evaluation.report.phrases import (
+    Report,
+    ResultRow,
+    describe_tree,
+    format_bracketed_interval,
+    format_number,
+    format_per_position,
+    lookup_first,
+)
+from specdistill.evaluation.report.text import format_table
+from specdistill.recipe.fields import Section, option
+from specdistill.recipe.load import load_own_keys, validate_recipe
+from specdistill.recipe.short_keys import SHORTHANDS, rename_keys_as_typed, select_recipe_keys
+
+# What the protocol consists of -> the key of `specdistill eval` that sets it. All of it must be the
+# same, where the source states it.
+PROTOCOL = {
+    "target": "target.model",
+    "engine": "eval.engine",
+    "suite": "eval.suite",
+    "num_prompts": "eval.num_prompts",
+    "temperature": "eval.temperature",
+    "top_p": "eval.top_p",
+    "top_k": "eval.top_k",
+    "max_new_tokens": "eval.max_new_tokens",
+    "batch_size": "eval.concurrency",
+}
+CHAIN_TEXT = "a chain of K tokens"
+OWN_ENGINE = "specdistill"
+
+
+class PublishedFigure(Section):
+    """The published figures at one K."""
+
+    num_speculative_tokens: int = option(..., "K", ge=1)
+    mean_acceptance_length: float = option(..., "1 + accepted / drafts, as vLLM counts", ge=1)
+    acceptance_rate_per_position: list[float] = option(
+        [], "K unconditional acceptance rates by position; []: not stated"
+    )
+    num_drafts: int | None = option(None, "rounds in which something was drafted", ge=1)
+    num_accepted_tokens: int | None = option(None, "draft tokens that were accepted", ge=0)
+
+
+class PublishedFigures(Section):
+    """A file of published figures, of drafts that are chains of K tokens.
+
+    A value that is null is not stated by the source.
+    """
+
+    source: str = option(..., "URL of the source that states the figures")
+    target: str = option(..., "Hub id")
+    draft: str | None = option(None, "Hub id of the draft that was measured")
+    engine: str = option(..., "what decoded: the name of an engine, or specdistill")
+    suite: str = option(..., "name under eval/suites")
+    category: str = option("all", "category of the suite")
+    num_prompts: int | None = option(None, "prompts that were measured, of the category", ge=1)
+    temperature: float | None = option(None, "0 is greedy", ge=0)
+    top_p: float | None = option(None, "nucleus sampling", gt=0, le=1)
+    top_k: int | None = option(None, "0: off", ge=0)
+    max_new_tokens: int | None = option(None, "tokens generated per prompt, at most", ge=1)
+    batch_size: int | None = option(None, "requests in flight", ge=1)
+    template: dict[str, Any] = option({}, "arguments of the target's chat template")
+    figures: list[PublishedFigure] = option(..., "figures, one for each K", min_length=1)
+
+    def keys(self) -> list[str]:
+        """Return the keys with which `specdistill eval` measures a draft with this protocol.
+
+        If the figures are of one category, the keys measure the whole suite.
+        """
+        first, *remaining = (figure.num_speculative_tokens for figure in self.figures)
+        optional_keys = {
+            key: getattr(self, name)
+            for name, key in PROTOCOL.items()
+            if getattr(self, name) is not None
+        }
+        keys = {**optional_keys, "eval.num_speculative_tokens": first}
+        keys |= (
+            {"eval.sweep.num_speculative_tokens": ",".join(map(str, remaining))}
+            if remaining
+            else {}
+        )
+        if self.category != "all":
+            keys.pop("eval.num_prompts", None)
+        if self.engine == OWN_ENGINE:
+            del keys["eval.engine"]
+        return [f"{key}={value}" for key, value in keys.items()]
+
+
+class PublishedOptions(Section):
+    """The keys of `specdistill compare published=…`."""
+
+    published: str = option(
+        ..., "published figures to compare with: a name under eval/published, or a YAML file"
+    )
+    report: str | None = option(None, "report.json or its folder, with published=")
+    draft: str | None = option(
+        None, "with published=: a draft to measure now, with any keys of eval"
+    )
+
+
+def load_published(name: str) -> PublishedFigures:
+    """Load published figures by the name of a file in `eval/published`, or by the path of one.
+
+    Raises:
+        UserError: for an unknown name, and for a file that is not one of published figures.
+    """
+    path = find_yaml(name, PUBLISHED_FOLDER, "published")
+    return validate_recipe(
+        PublishedFigures, read_keys(path, "published", "published figures"), f"{path.name}: "
+    )
+
+
+def compare_published(
+    arguments: Sequence[str], measure: Callable[[list[str]], tuple[Report, Path]]
+) -> int:
+    """Compare a report with published figures, and print the result.
+
+    Args:
+        arguments: the arguments of the command. They name a report, or a draft to measure now.
+        measure: measures a draft: keys of `specdistill eval` -> the report and its folder.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        UserError: for arguments that name both a report and a draft, or neither, and for a report
+            that was measured with another protocol.
+    """
+    options, eval_arguments = load_own_keys(PublishedOptions, arguments)
+    published = load_published(options.published)
+
+    # A report is compared as it is. Otherwise the remaining keys say what to measure.
+    keys = select_recipe_keys(
+        [*eval_arguments, *([f"draft={options.draft}"] if options.draft else [])], SHORTHANDS
+    )
+    if options.report is not None and keys:
+        raise UserError(
+            "report",
+            got=f"{options.report}, and {keys[0]}",
+            expected="a report, or what is measured now",
+        )
+    if options.report is None and not keys:
+        raise UserError(
+            "report",
+            got="nothing",
+            expected=(
+                "a report.json, or a draft, e.g. method=eagle3 draft=path/to/draft, measured with"
+                f" {' '.join(published.keys())}"
+            ),
+        )
+    # Measure a report, or read the one that is given.
+    if options.report is None:
+        with rename_keys_as_typed(arguments, SHORTHANDS):
+            report, folder = measure([*published.keys(), *keys])
+    else:
+        report = read_document(Path(options.report))
+        folder = Path(options.report)
+    # Compare it with the figures, and print the result as a table.
+    compared = match_figures(published, report, f"{folder}")
+    rows = [
+        (
+            str(figure.num_speculative_tokens),
+            format_number(figure.mean_acceptance_length),
+            format_per_position(vars(figure)),
+            (
+                f"{format_number(row['acceptance_length_vllm'])}"
+                f"{format_bracketed_interval(row, 'acceptance_length_vllm')}"
+            ),
+            format_per_position(row),
+            compare_with_figure(row, figure),
+        )
+        for figure, row in compared
+    ]
+    print(
+        format_table(
+            (
+                "K",
+                "published",
+                "by position",
+                "measured (95% interval)",
+                "by position",
+                "the report is",
+            ),
+            rows,
+        )
+    )
+    print(
+        f"\nAcceptance lengths are 1 + accepted / drafts, as vLLM counts them. {published.source}"
+    )
+
+    # Say which parts of the protocol could not be compared.
+    unstated = ", ".join(name for name in PROTOCOL if getattr(published, name) is None)
+    if unstated:
+        print(f"Not compared, because the source does not state it: {unstated}.")
+    if published.template:
+        print(
+            "Not compared, because a report does not state it: arguments of the chat template,"
+            f" {published.template}."
+        )
+    print_result(
+        [
+            {"published": figure, "measured": row, "verdict": compare_with_figure(row, figure)}
+            for figure, row in compared
+        ]
+    )
+    return ExitCode.DONE
+
+
+def match_figures(
+    published: PublishedFigures, report: Report, name: str
+) -> list[tuple[PublishedFigure, ResultRow]]:
+    """Pair each figure with the row of a report that was measured with the same protocol.
+
+    Args:
+        published: the published figures.
+        report: the report.
+        name: the name of the report in errors.
+
+    Raises:
+        UserError: for a report without such a row; the error says what differs.
+    """
+    # The rows of the published category, whatever their prompts' lengths.
+    figures = {figure.num_speculative_tokens: figure for figure in published.figures}
+    rows = [
+        row
+        for row in report["results"]
+        if (row["category"], row["context_bucket"]) == (published.category, "all")
+    ]
+    if not rows:
+        categories = ", ".join(sorted({row["category"] for row in report["results"]}))
+        raise UserError(
+            "report",
+            got=f"{name} with categories {categories}",
+            expected=f"category {published.category}",
+        )
+    differing = [list_differences(published, report, row) for row in rows]
+    # If no row fits, the error shows the row with the fewest differences.
+    if all(differing):
+        wrong = min(differing, key=len).items()
+        got = ", ".join(f"{what} {measured}" for what, (measured, _) in wrong)
+        expected = ", ".join(f"{what} {published_value}" for what, (_, published_value) in wrong)
+        raise UserError("report", got=f"{name} with {got}", expected=f"{expected}, as published")
+    return [
+        (figures[row["num_speculative_tokens"]], row)
+        for row, protocol_differences in zip(rows, differing, strict=True)
+        if not protocol_differences
+    ]
+
+
+def compare_with_figure(
+    row: ResultRow, figure: PublishedFigure
+) -> Literal["above", "below", "not separable"]:
+    """Return whether the interval of the report lies above or below the published figure.
+
+    The figure is taken as exact. A report without an interval is not separable from it.
+    """
+    published_length = figure.mean_acceptance_length
+    low, high = row.get("acceptance_length_vllm_ci95") or (published_length, published_length)
+    return (
+        "above"
+        if low > published_length
+        else "below"
+        if high < published_length
+        else "not separable"
+    )
+
+
+def list_differences(
+    published: PublishedFigures, report: Report, row: ResultRow
+) -> dict[str, tuple[object, object]]:
+    """Return where the protocol of a row of a report differs from the published one.
+
+    Returns:
+        Name -> the value of the row, and the published value.
+    """
+    settings = report["settings"]
+    measured = {
+        "target": report["target"]["model"],
+        "engine": report.get("engine", {"name": OWN_ENGINE})["name"],
+        **{name: settings[name] for name in ("top_p", "top_k", "max_new_tokens")},
+        **{name: row[name] for name in ("suite", "num_prompts", "temperature", "batch_size")},
+    }
+    report_value = {
+        name: (measured[name], getattr(published, name))
+        for name in PROTOCOL
+        if getattr(published, name) is not None
+    }
+    report_value["drafting"] = (
+        lookup_first(settings) or describe_tree(row["tree"]) or CHAIN_TEXT,
+        CHAIN_TEXT,
+    )
+    ks = [figure.num_speculative_tokens for figure in published.figures]
+    k = row["num_speculative_tokens"]
+    if k not in ks:
+        report_value["K"] = (k, " or ".join(map(str, ks)))
+    if "acceptance_length_vllm" not in row:
+        report_value["acceptance length"] = ("not measured", "a number")
+    return {name: pair for name, pair in report_value.items() if pair[0] != pair[1]}

@@ -1,0 +1,653 @@
+"""Decide a gate from a report and its records alone, and compare a report with a baseline.
+
+A number with an interval passes if all of the interval meets the requirement. It fails if none of
+the interval does. In between it is inconclusive: more prompts would decide.
+
+A regression passes if the interval excludes a loss as large as the margin. It fails if a loss is
+certain and a loss beyond the margin possible. So with enough prompts a true loss of the margin
+fails, and no change passes. If the interval excludes neither, the evidence cannot tell.
+
+Missing evidence fails, and so does a run that was cut short. Inconclusive is not passed.
+
+Changes since a baseline are measured prompt by prompt. The gate's `max_regression` rules decide on
+them; the report's `baseline` section shows them to a reader.
+"""
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from specdistill.common.errors import ExitCode, UserError
+from specdistill.common.repositories import fetch, split_revision
+from specdistill.evaluation.gate.rules import SCOPES, Rule, load_gate
+from specdistill.evaluation.report.files import (
+    REPORT,
+    SAMPLES,
+    check_replaceable,
+    compute_digest,
+    list_row_metrics,
+    read_report,
+    write_report,
+)
+from specdistill.evaluation.report.phrases import (
+    DEFAULT_CONFIDENCE,
+    Report,
+    ResultRow,
+    format_about,
+    format_scalar,
+)
+from specdistill.evaluation.report.schema import (
+    GateDocument,
+    RuleDocument,
+)
+from specdistill.evaluation.report.tables import CHANGED_METRICS, select_main_rows
+from specdistill.evaluation.statistics.intervals import (
+    Interval,
+    compute_interval,
+    compute_relative_change,
+)
+from specdistill.evaluation.statistics.metrics import METRICS, collect_prompt_sums
+from specdistill.evaluation.statistics.records import ALL_PROMPTS, PromptRecord, select_records
+from specdistill.recipe.fields import Section, like, option
+from specdistill.recipe.sections import EvalConfig
+
+# Settings that change what is accepted or timed. Two measurements are only compared if they agree
+# in these and in the configuration of the row.
+SHARED_SETTINGS = ("top_p", "top_k", "max_new_tokens", "compile")
+NUM_IDS_SHOWN = 3
+BASELINE = "a report.json, its folder, or a Hub id with its revision, as org/name@v1.2"
+FIRST_RELEASE = "none"  # the value of `baseline` if there is no earlier report to compare with
+
+Verdict = Literal["passed", "failed", "inconclusive"]
+EXIT_CODES = {
+    "passed": ExitCode.DONE,
+    "failed": ExitCode.CHECK_FAILED,
+    "inconclusive": ExitCode.INCONCLUSIVE,
+}
+
+
+class GateOptions(Section):
+    """The options of `specdistill gate`."""
+
+    report: str = option(..., "report.json or its folder")
+    gates: str = option("default", "gate: a name or a YAML file")
+    baseline: str | None = like(EvalConfig, "baseline")
+    output_dir: str | None = option(
+        None, "folder of the judged report; null: named after the gate, inside the report's folder"
+    )
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A report and the records that it was made from."""
+
+    report: Report
+    records: Sequence[PromptRecord]
+
+    @property
+    def is_edited(self) -> bool:
+        """Whether the report differs from what its digest was taken of.
+
+        A report that is being made has no digest yet.
+        """
+        digest = self.report.get("digest")
+        return digest is not None and digest != compute_digest(self.report, self.records)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The value of a rule's metric in the evidence, or the reason why there is none.
+
+    Attributes:
+        value: the value; None if there is none.
+        interval: the interval of the value, if it has one.
+        reason: why the evidence is missing; None if it is not.
+        num_prompts: the number of prompts that the interval comes from.
+    """
+
+    value: Any = None
+    interval: Interval | None = None
+    reason: str | None = None
+    num_prompts: int | None = None
+
+
+def read_baseline(
+    name: str | None, rules: Sequence[Rule], key: str = "baseline"
+) -> Evidence | None:
+    """Read the report that a draft is compared with, and its records.
+
+    In a Hub repository they are in the folder `report`, from which they are fetched.
+
+    Args:
+        name: a report.json, its folder or a Hub id. None or FIRST_RELEASE for no baseline.
+        rules: the rules of the gate.
+        key: the key that errors name.
+
+    Returns:
+        The evidence of the baseline; None for no baseline.
+
+    Raises:
+        UserError: if no rule would use the baseline, if there is no report, and if the report was
+            edited.
+        ResourceError: when the Hub fails.
+    """
+    if name is None:
+        return None
+    if not any(rule.requirement == "max_regression" for rule in rules):
+        raise UserError(
+            key,
+            got=name,
+            text=(
+                f"{key}: the gate has no max_regression rules, so {key}={name} has no effect:"
+                " remove it, or use the gate `release`"
+            ),
+        )
+    if name == FIRST_RELEASE:
+        return None
+    evidence = Evidence(*read_report(_fetch_baseline(name, key), key))
+    if evidence.is_edited:
+        raise UserError(
+            key,
+            got=f"{name}, which was changed after it was measured",
+            expected="a report as it was written",
+        )
+    return evidence
+
+
+def _fetch_baseline(name: str, key: str) -> Path:
+    """Return the folder or file of a baseline; fetch it if it is in a Hub repository."""
+    if Path(name).exists():
+        return Path(name)
+    repository, revision = split_revision(name)
+    if (
+        repository.startswith((".", "/", "~"))
+        or repository.count("/") != 1
+        or repository.endswith(".json")
+    ):
+        raise UserError(key, got=f"{name}, which does not exist", expected=BASELINE)
+    files = [f"report/{file}" for file in (REPORT, SAMPLES)]
+    snapshot = fetch(repository, key=key, expected=BASELINE, revision=revision, patterns=files)
+    if not (snapshot / files[0]).is_file():
+        raise UserError(key, got=f"{name}, a repository without {files[0]}", expected=BASELINE)
+    return snapshot / "report"
+
+
+def judge(
+    rules: Sequence[Rule],
+    evidence: Evidence,
+    baseline: Evidence | None = None,
+    *,
+    first_release: bool = False,
+) -> Report:
+    """Return the report with its gate decided and, with a baseline, what changed since.
+
+    Args:
+        rules: the rules of the gate.
+        evidence: the report and its records.
+        baseline: the report to compare with, if there is one.
+        first_release: whether rules about regressions are left out.
+
+    Raises:
+        UserError: as `decide` does.
+    """
+    report: Report = {**evidence.report}
+    report.pop("baseline", None)
+    if baseline is not None:
+        report["baseline"] = build_changes(evidence, baseline)
+    report["gate"] = decide(rules, evidence, baseline, first_release=first_release)
+    return report
+
+
+def judge_again(options: GateOptions) -> Report:
+    """Judge a report by a gate, and write the judged report.
+
+    It is written to `output_dir`, or to a folder that is named after the gate, inside the folder of
+    the report.
+
+    Returns:
+        The report with the verdict.
+    """
+    rules = load_gate(options.gates, "gates")
+    report = Path(options.report)
+    baseline = options.baseline
+    judged = report if report.is_dir() else report.parent
+    folder = Path(options.output_dir or judged / Path(options.gates).stem)
+    if folder.resolve() == judged.resolve():
+        raise UserError(
+            "output_dir", got=f"{folder}, the report that is judged", expected="another folder"
+        )
+    check_replaceable(folder, "output_dir")
+    evidence = Evidence(*read_report(report))
+    if "digest" not in evidence.report:
+        raise UserError(
+            "report",
+            got=f"{report}, without a digest",
+            expected="a report as `specdistill eval` writes it",
+        )
+    verdict = judge(
+        rules, evidence, read_baseline(baseline, rules), first_release=baseline == FIRST_RELEASE
+    )
+    write_report(folder, verdict, evidence.records)
+    return verdict
+
+
+def decide(
+    rules: Sequence[Rule],
+    evidence: Evidence,
+    baseline: Evidence | None = None,
+    *,
+    first_release: bool = False,
+) -> GateDocument:
+    """Decide the report's `gate` section.
+
+    The report of a run that was cut short gets an additional failed rule, `incomplete`. A report
+    that was edited gets `digest`. For a first release the rules about regressions are left out.
+
+    Raises:
+        UserError: if a `max_regression` rule meets a baseline that measured something else.
+    """
+    # A first release has no baseline, so rules about a regression do not apply.
+    applicable_rules = [
+        rule for rule in rules if not (first_release and rule.requirement == "max_regression")
+    ]
+    results = [_decide_rule(rule, estimate(rule, evidence, baseline)) for rule in applicable_rules]
+
+    # A report of an interrupted run, or one that was edited, cannot pass.
+    if evidence.report.get("incomplete"):
+        reason = evidence.report["not_measured"].get(
+            "incomplete", "what it did not measure could change the verdict"
+        )
+        results.insert(
+            0,
+            _decide_rule(
+                Rule("incomplete", "equals", False),
+                Estimate(reason=f"the run was cut short: {reason}"),
+            ),
+        )
+    if evidence.is_edited:
+        results.insert(
+            0,
+            _decide_rule(
+                Rule("digest", "equals", True),
+                Estimate(reason="the report or its records were changed after they were measured"),
+            ),
+        )
+
+    # Rules that only warn do not decide.
+    verdicts = {result["verdict"] for result in results if result["severity"] != "warn"}
+    verdict: Verdict = "passed"
+    if "failed" in verdicts:
+        verdict = "failed"
+    elif "inconclusive" in verdicts:
+        verdict = "inconclusive"
+    return {
+        "verdict": verdict,
+        "passed": verdict == "passed",
+        "first_release": first_release,
+        "rules": results,
+    }
+
+
+def _decide_rule(rule: Rule, estimate: Estimate) -> RuleDocument:
+    """Decide a rule by the estimate of its metric. Missing evidence fails."""
+    verdict, reason, needed = (
+        ("failed", f"no evidence: {estimate.reason}", None)
+        if estimate.reason
+        else compare_with_threshold(rule, estimate)
+    )
+    return {
+        "metric": rule.metric,
+        "scope": dict(rule.scope),
+        "requirement": {rule.requirement: rule.threshold},
+        "confidence": rule.confidence,
+        "severity": rule.severity,
+        "value": estimate.value,
+        "ci95": (
+            list(estimate.interval)
+            if estimate.interval and rule.confidence == DEFAULT_CONFIDENCE
+            else None
+        ),
+        "verdict": verdict,
+        "passed": verdict == "passed",
+        "reason": reason,
+        "prompts_needed": needed,
+    }
+
+
+def estimate(rule: Rule, evidence: Evidence, baseline: Evidence | None) -> Estimate:
+    """Estimate a rule's metric.
+
+    It is in a row of the report, elsewhere in the report, or a change since the baseline.
+    """
+    if rule.requirement == "max_regression":
+        return estimate_regression(rule, evidence, baseline)
+    return (
+        _estimate_row_metric(rule, evidence)
+        if rule.metric in list_row_metrics()
+        else _estimate_document_metric(rule, evidence.report)
+    )
+
+
+def find_row(report: Report, scope: Mapping[str, object]) -> ResultRow | None:
+    """Return the first row in a scope, or None.
+
+    Without a category or context bucket in the scope, it is the row of the whole suite (`all`).
+    """
+    filters = {"category": "all", "context_bucket": "all", **scope}
+    rows: list[ResultRow] = report["results"]
+    for row in rows:
+        if all(row.get(name) == value for name, value in filters.items()):
+            return row
+    return None
+
+
+def _estimate_row_metric(rule: Rule, evidence: Evidence) -> Estimate:
+    """Estimate a metric of a result row.
+
+    The report has intervals at the default confidence. For another confidence the interval is
+    computed from the records.
+    """
+    # Without a row, or without the number in it, the rule cannot be decided.
+    row = find_row(evidence.report, rule.scope)
+    if row is None:
+        return Estimate(reason=f"the report has no row for {_format_scope(rule)}")
+    if row.get(rule.metric) is None:
+        return Estimate(reason=row["not_measured"].get(rule.metric, "it was not measured"))
+    value = row[rule.metric]
+
+    # Without a confidence, the number itself is tested.
+    if rule.confidence == 0:
+        return Estimate(value)
+
+    # The report has the interval at the default confidence. Others are computed from the records.
+    if rule.metric not in METRICS or rule.confidence == DEFAULT_CONFIDENCE:
+        ci95 = row.get(f"{rule.metric}_ci95")
+        why = row["not_measured"].get(f"{rule.metric}_ci95")
+        return Estimate(
+            value,
+            tuple(ci95) if ci95 else None,
+            f"no interval ({why})" if why else None,
+            row["num_prompts"],
+        )
+    records = select_records(row, evidence.records)
+    seed = evidence.report["settings"]["seed"]
+    if not records:
+        return Estimate(value, reason="no record is of this row")
+    bounds = compute_interval(
+        METRICS[rule.metric], collect_prompt_sums(records), confidence=rule.confidence, seed=seed
+    )
+    return Estimate(
+        value, bounds, None if bounds else "too few prompts for an interval", row["num_prompts"]
+    )
+
+
+def _estimate_document_metric(rule: Rule, report: Report) -> Estimate:
+    """Estimate a metric outside the result rows, given by its dotted path."""
+    *path, name = rule.metric.split(".")
+    section = functools.reduce(lambda part, key: part.get(key) or {}, path, report)
+    value = section.get(name)
+    ci95 = section.get(f"{name}_ci95")
+    if value is None:
+        reasons = (
+            reason
+            for name, reason in report["not_measured"].items()
+            if rule.metric.startswith(name)
+        )
+        return Estimate(reason=next(reasons, "it was not measured"))
+    if ci95 is None or rule.confidence == 0:
+        return Estimate(value)
+    if rule.confidence != DEFAULT_CONFIDENCE:
+        return Estimate(value, reason=f"its interval is known at {DEFAULT_CONFIDENCE:.0%} only")
+    return Estimate(value, tuple(ci95))
+
+
+def estimate_regression(rule: Rule, evidence: Evidence, baseline: Evidence | None) -> Estimate:
+    """Estimate the paired relative change, metric / baseline's metric - 1.
+
+    Raises:
+        UserError: if the two reports did not measure the same.
+    """
+    if baseline is None:
+        return Estimate(
+            reason=f"no baseline report was given (baseline={FIRST_RELEASE} for a first release)"
+        )
+
+    # Both reports must have the row, complete and with the metric.
+    rows = []
+    for name, run, side in (
+        ("the report", "the run", evidence),
+        ("the baseline", "the baseline's run", baseline),
+    ):
+        row = find_row(side.report, rule.scope)
+        if side.report.get("incomplete"):
+            return Estimate(reason=f"{run} was cut short")
+        if row is None:
+            return Estimate(reason=f"{name} has no row for {_format_scope(rule)}")
+        # A change from 0 has no size.
+        if not row.get(rule.metric):
+            why = row["not_measured"].get(rule.metric, f"it is {row.get(rule.metric, 'absent')}")
+            return Estimate(reason=f"not measured in {name}: {why}")
+        rows.append(row)
+
+    # Times of different machines or engines say nothing about the draft.
+    metric = METRICS[rule.metric]
+    place, old_place = (
+        f"{side.report['hardware']['name']} by"
+        f" {side.report.get('engine', {}).get('name', 'specdistill')}"
+        for side in (evidence, baseline)
+    )
+    if metric.is_timed and place != old_place:
+        return Estimate(
+            reason=f"timed elsewhere: the report on {place}, the baseline on {old_place}"
+        )
+
+    # Compare the same prompts in both reports, pair by pair.
+    records, old_records = _pair_records(rows[0], rows[1], evidence, baseline)
+    change, bounds = compute_relative_change(
+        metric,
+        collect_prompt_sums(records),
+        collect_prompt_sums(old_records),
+        confidence=rule.confidence,
+        seed=evidence.report["settings"]["seed"],
+    )
+    return Estimate(
+        change,
+        bounds,
+        None if bounds else "too few prompts measured in both reports for an interval",
+        len(records),
+    )
+
+
+def _pair_records(
+    row: ResultRow, old_row: ResultRow, evidence: Evidence, baseline: Evidence
+) -> tuple[list[PromptRecord], list[PromptRecord]]:
+    """Return the records of both rows, in the same order of prompts.
+
+    Raises:
+        UserError: naming the first difference, if the two rows did not measure the same.
+    """
+    # Both targets must have the same weights, if both reports state them.
+    report = evidence.report
+    old = baseline.report
+    weights, old_weights = (side["target"].get("weights") for side in (report, old))
+    if weights and old_weights and weights != old_weights:
+        target, baseline_target = (
+            f"{document['target']['model']} (weights {document['target']['weights'][:8]})"
+            for document in (report, old)
+        )
+        raise UserError(
+            "baseline",
+            got=f"a report on {baseline_target}",
+            expected=f"one on {target}, as the report is",
+        )
+    # Both must have measured the same target, suite and configuration.
+    compared = {
+        **{name: (row.get(name), old_row.get(name)) for name in ("suite_version", *SCOPES)},
+        **{
+            name: tuple(document["settings"].get(name, False) for document in (report, old))
+            for name in SHARED_SETTINGS
+        },
+        "suite.sha256": (report["suite"]["sha256"], old["suite"]["sha256"]),
+        **{
+            f"target.{name}": (report["target"].get(name), old["target"].get(name))
+            for name in ("parameters", "dtype", "quantization")
+        },
+    }
+    for name, (value, old_value) in compared.items():
+        if value != old_value:
+            raise UserError(
+                "baseline", got=f"{name} {old_value}", expected=f"{value}, as in the report"
+            )
+    # Both must have measured the same prompts.
+    new = {record.id: record for record in select_records(row, evidence.records)}
+    earlier = {record.id: record for record in select_records(old_row, baseline.records)}
+    only = [
+        ("the report", sorted(new.keys() - earlier)),
+        ("the baseline", sorted(earlier.keys() - new)),
+    ]
+    differences = [
+        f"{len(ids)} only in {side}"
+        f" ({', '.join([*ids[:NUM_IDS_SHOWN], *['…'] * (len(ids) > NUM_IDS_SHOWN)])})"
+        for side, ids in only
+        if ids
+    ]
+    if differences:
+        raise UserError(
+            "baseline",
+            got=f"other prompts: {'; '.join(differences)}",
+            expected="a report of the same prompts",
+        )
+    return list(new.values()), [earlier[id] for id in new]
+
+
+def build_changes(evidence: Evidence, baseline: Evidence) -> dict[str, Any]:
+    """Build the report's `baseline` section.
+
+    If the baseline measured something else, the section has no changes, and a `reason`.
+    """
+    old = baseline.report
+    section: dict[str, Any] = {
+        **{name: old[name] for name in ("created", "git_revision") if name in old},
+        "draft": {name: old["draft"].get(name) for name in ("model", "revision", "method")},
+        "changes": [],
+    }
+    categories = [
+        row["category"]
+        for row in select_main_rows(evidence.report)
+        if row["category"] != ALL_PROMPTS
+    ]
+    metrics = [(metric, ALL_PROMPTS) for metric in CHANGED_METRICS] + [
+        ("mean_acceptance_length", category) for category in categories
+    ]
+    try:
+        return {
+            **section,
+            "changes": [
+                _change(metric, category, evidence, baseline) for metric, category in metrics
+            ],
+        }
+    except UserError as error:  # the report is shown anyway, with the reason
+        return {**section, "reason": str(error)}
+
+
+def _change(metric: str, category: str, evidence: Evidence, baseline: Evidence) -> dict[str, Any]:
+    """Compare a metric with the baseline's.
+
+    Returns:
+        The old and the new value, the relative change (new / old - 1) and its interval. If one of
+        them is absent, the `reason` why.
+    """
+    scope = {"category": category}
+    rows = {"old": find_row(baseline.report, scope), "new": find_row(evidence.report, scope)}
+    values = {name: row[metric] for name, row in rows.items() if row is not None and metric in row}
+    change = {"metric": metric, "category": category, "better": METRICS[metric].better, **values}
+    estimate = estimate_regression(Rule(metric, "max_regression", 0.0, scope), evidence, baseline)
+    change_document = {
+        "change": estimate.value,
+        "ci95": estimate.interval and list(estimate.interval),
+        "reason": estimate.reason,
+    }
+    return change | {name: part for name, part in change_document.items() if part is not None}
+
+
+def compare_with_threshold(rule: Rule, estimate: Estimate) -> tuple[Verdict, str, int | None]:
+    """Compare an estimate that has a value with the threshold of a rule.
+
+    Returns:
+        The verdict, the reason and, if it is inconclusive, how many prompts could decide.
+    """
+    # A rule `equals` needs no interval.
+    if rule.requirement == "equals":
+        reason = f"{format_scalar(estimate.value)}, required {format_scalar(rule.threshold)}"
+        return "passed" if estimate.value == rule.threshold else "failed", reason, None
+
+    # Without an interval, both of its ends are the number itself.
+    low, high = estimate.interval or (estimate.value, estimate.value)
+    threshold = float(rule.threshold)
+    point = estimate.value
+    if rule.requirement == "max_regression":
+        # The interval of the loss: how much worse the metric became, as a share.
+        worse = -1 if METRICS[rule.metric].better == "higher" else 1
+        least, most = sorted((worse * low, worse * high))
+        passed = most <= threshold
+        failed = least > 0 and most > threshold
+        side = "lower" if worse < 0 else "upper"
+        decisive = f"{worse * most:+.1%}"
+        requirement = f"allowed {worse * threshold:+.1%}"
+        open_end, edge = (
+            (worse * most, worse * threshold) if worse * point < threshold else (worse * least, 0.0)
+        )
+    else:
+        # A max is compared the other way round.
+        sign = 1 if rule.requirement == "min" else -1
+        least, most = sorted((sign * low, sign * high))
+        passed = least >= sign * threshold
+        failed = most < sign * threshold
+        side = "lower" if (sign > 0) != failed else "upper"
+        decisive = format_scalar(low if side == "lower" else high)
+        requirement = (
+            f"required at {'least' if sign > 0 else 'most'} {format_scalar(rule.threshold)}"
+        )
+        open_end = sign * (least if sign * point >= sign * threshold else most)
+        edge = threshold
+
+    # Say which end decided, and otherwise how many prompts might.
+    reason = (
+        f"{f'{side} {rule.confidence:.0%} bound ' if estimate.interval else ''}{decisive},"
+        f" {requirement}"
+    )
+    if passed or failed:
+        return "passed" if passed else "failed", reason, None
+    needed = _estimate_prompts_needed(estimate, open_end, edge)
+    return "inconclusive", f"{reason}; {needed[0]}", needed[1]
+
+
+def _estimate_prompts_needed(
+    estimate: Estimate, open_end: float, edge: float
+) -> tuple[str, int | None]:
+    """Estimate how many prompts could decide.
+
+    That many bring the interval's open end to the edge that it now lies beyond. An interval narrows
+    with the square root of the number of prompts.
+
+    Args:
+        estimate: the estimate that does not decide.
+        open_end: the end of its interval that lies beyond the edge.
+        edge: the value that the open end must reach.
+
+    Returns:
+        A phrase for the reason, and the number of prompts; None if it is not known.
+    """
+    if not estimate.num_prompts or math.isclose(edge, estimate.value):
+        return "the interval includes both", None
+    needed = math.ceil(
+        estimate.num_prompts * ((open_end - estimate.value) / (edge - estimate.value)) ** 2
+    )
+    return f"{estimate.num_prompts} prompts cannot tell, {format_about(needed)} could", needed
+
+
+def _format_scope(rule: Rule) -> str:
+    return ", ".join(f"{name}={value}" for name, value in rule.scope.items()) or "the whole suite"

@@ -1,0 +1,257 @@
+"""Plan what is measured: a main configuration, and other values of one setting at a time around it.
+
+One axis is varied at a time, not the whole grid. A reader asks what K, the temperature, the batch
+size or the context length change about the configuration that they serve, and the cost of a grid is
+the product of the numbers of values.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from specdistill.common.errors import UserError
+from specdistill.decoding.sampling import GREEDY, Sampling
+from specdistill.decoding.tree import TreeShape, build_tree_shape
+from specdistill.evaluation.statistics.records import ALL_PROMPTS, Configuration
+from specdistill.evaluation.suites.suite import Prompt, Suite, count_measured, cut_prompts, tokenize
+from specdistill.recipe.sections import EvalConfig, SweepConfig
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of a measurement.
+
+    Attributes:
+        num_speculative_tokens: K; for a tree, its depth.
+        max_new_tokens: the most tokens of a completion.
+        sampling: how tokens are chosen.
+        repeats: how often every prompt is decoded.
+        warmup: batches that are decoded before anything is timed.
+        seed: the seed of the first prompt; each further prompt has the next number. The test of
+            sampling and the bootstrap derive their seeds from it, too.
+        batch_size: prompts that are decoded together.
+        tree: drafted in place of a chain.
+        context_bucket: how the prompts were cut (see `Configuration`).
+        compile: compile the target's passes (see `Decoder`).
+    """
+
+    num_speculative_tokens: int
+    max_new_tokens: int
+    sampling: Sampling = GREEDY
+    repeats: int = 3
+    warmup: int = 2
+    seed: int = 0
+    batch_size: int = 1
+    tree: TreeShape | None = None
+    context_bucket: str = ALL_PROMPTS
+    compile: bool = False
+
+    def __post_init__(self) -> None:
+        if self.tree and self.tree.depth != self.num_speculative_tokens:
+            raise UserError(
+                "eval.num_speculative_tokens",
+                got=self.num_speculative_tokens,
+                expected=f"{self.tree.depth}, the depth of the tree, or eval.tree=null",
+            )
+        if self.compile and (self.tree or self.batch_size > 1):
+            raise UserError(
+                "eval.compile",
+                got=(
+                    "true with a tree"
+                    if self.tree
+                    else f"true with {self.batch_size} prompts at a time"
+                ),
+                expected="false: one shape is compiled, that of a chain",
+            )
+
+    @property
+    def configuration(self) -> Configuration:
+        """The settings that tell the configurations of a report apart."""
+        return Configuration(
+            self.num_speculative_tokens,
+            self.sampling.temperature,
+            self.batch_size,
+            self.tree.settings if self.tree else None,
+            self.context_bucket,
+        )
+
+    @property
+    def decoding(self) -> dict[str, Any]:
+        """The options of `Decoder.generate_all`."""
+        return {
+            "max_new_tokens": self.max_new_tokens,
+            "num_speculative_tokens": self.num_speculative_tokens,
+            "tree": self.tree,
+            "sampling": self.sampling,
+        }
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """The settings as a report's `settings` state them."""
+        return {
+            "num_speculative_tokens": self.num_speculative_tokens,
+            **vars(self.sampling),
+            "tree": self.configuration.tree,
+            "max_new_tokens": self.max_new_tokens,
+            "batch_size": self.batch_size,
+            "seed": self.seed,
+            "warmup": self.warmup,
+            "repeats": self.repeats,
+        }
+
+    @classmethod
+    def from_section(cls, section: Any) -> "Settings":
+        """Make the settings of a recipe's `eval:`, or of options of the same names."""
+        tree = build_tree_shape(section.tree) if section.tree else None
+        return cls(
+            num_speculative_tokens=tree.depth if tree else section.num_speculative_tokens,
+            max_new_tokens=section.max_new_tokens,
+            sampling=Sampling(section.temperature, section.top_p, section.top_k),
+            repeats=section.repeats,
+            warmup=section.warmup,
+            seed=section.seed,
+            batch_size=section.batch_size,
+            tree=tree,
+            compile=section.compile,
+        )
+
+
+@dataclass(frozen=True)
+class MeasurementPlan:
+    """A configuration to measure: its settings and its prompts.
+
+    Attributes:
+        settings: the settings of plain decoding and, without `settings_each`, of every draft.
+        prompts: the prompts, in the order in which they are measured.
+        settings_each: the settings of each draft, where drafts differ in K or tree.
+
+    Raises:
+        UserError: when there are fewer prompts than a batch holds.
+    """
+
+    settings: Settings
+    prompts: Sequence[Prompt]
+    settings_each: Sequence[Settings] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.prompts) < self.settings.batch_size:
+            raise UserError(
+                "eval.batch_size",
+                got=f"{self.settings.batch_size} for {len(self.prompts)} prompts",
+                expected="at most as many as there are prompts",
+            )
+
+    def draft_settings(self, number: int) -> Settings:
+        """Return the settings of the draft with this index."""
+        return self.settings_each[number] if self.settings_each else self.settings
+
+    def process_share(self, rank: int, num_processes: int) -> "MeasurementPlan":
+        """Return the part of this plan that one of several processes measures.
+
+        Every process gets as many prompts of each category as the others, and its own seeds.
+
+        Raises:
+            UserError: when a process would have fewer prompts than a batch holds.
+        """
+        if num_processes == 1:
+            return self
+        num_prompts = len(self.prompts)
+        batch_size = self.settings.batch_size
+        if num_prompts // num_processes < batch_size:
+            raise UserError(
+                "num_processes",
+                got=f"{num_processes} for {num_prompts} prompts, {batch_size} at a time",
+                expected="fewer: each has at least a batch",
+            )
+        by_category = sorted(self.prompts, key=lambda prompt: prompt.category)
+        seed = self.settings.seed + rank * num_prompts
+        return MeasurementPlan(
+            replace(self.settings, seed=seed),
+            by_category[rank::num_processes],
+            [replace(settings, seed=seed) for settings in self.settings_each],
+        )
+
+
+def plan_configurations(
+    main: MeasurementPlan, axes: SweepConfig, contexts: Mapping[int, Sequence[Prompt]]
+) -> list[MeasurementPlan]:
+    """Plan the main configuration, then those of each axis, without duplicates.
+
+    Configurations with another K draft chains, also where the main configuration drafts trees.
+
+    Args:
+        main: the main configuration.
+        axes: the values of each axis, except the context.
+        contexts: length in tokens -> the prompts cut to that length.
+    """
+    settings = main.settings
+
+    # Vary one axis at a time, with all other settings as in the main configuration.
+    variants: list[tuple[Settings, Sequence[Prompt]]] = []
+    for k in axes.num_speculative_tokens:
+        variants.append((replace(settings, num_speculative_tokens=k, tree=None), main.prompts))
+    for temperature in axes.temperature:
+        variants.append(
+            (
+                replace(settings, sampling=replace(settings.sampling, temperature=temperature)),
+                main.prompts,
+            )
+        )
+    for batch_size in axes.batch_size:
+        variants.append((replace(settings, batch_size=batch_size), main.prompts))
+    for tree_config in axes.tree:
+        tree = build_tree_shape(tree_config)
+        variant = replace(settings, num_speculative_tokens=tree.depth, tree=tree)
+        variants.append((variant, main.prompts))
+    for bucket, cut in contexts.items():
+        variants.append((replace(settings, context_bucket=str(bucket)), cut))
+
+    # A variant that equals an earlier configuration is not measured twice.
+    plans = [main]
+    configurations = [settings.configuration]
+    for variant, prompts in variants:
+        if variant.configuration not in configurations:
+            plans.append(MeasurementPlan(variant, prompts))
+            configurations.append(variant.configuration)
+    return plans
+
+
+def plan_measurement(
+    config: EvalConfig,
+    suite: Suite,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_length: int,
+    vocab_size: int | None = None,
+    logs: bool = True,
+) -> list[MeasurementPlan]:
+    """Plan the configurations of a recipe's `eval:`, the main one first.
+
+    Args:
+        config: the recipe's `eval:`.
+        suite: the suite that is measured.
+        tokenizer: the target's tokenizer.
+        max_length: the target's context, in tokens.
+        vocab_size: the target's number of tokens. None: token ids are not checked.
+        logs: whether to log how many prompts are measured, and to warn of prompts that a chat model
+            is given as plain text.
+
+    Raises:
+        UserError: for prompts that cannot be measured with these settings.
+    """
+    # The suite's own axes apply where the recipe names none.
+    recipe_axes = {name: values for name, values in vars(config.sweep).items() if values}
+    axes = suite.sweep.model_copy(update=recipe_axes)
+    limits: dict[str, Any] = {
+        "num_prompts": count_measured(suite, config.num_prompts, logs=logs),
+        "max_new_tokens": config.max_new_tokens,
+        "max_length": max_length,
+    }
+    prompts = tokenize(suite, tokenizer, vocab_size=vocab_size, logs=logs, **limits)
+    return plan_configurations(
+        MeasurementPlan(Settings.from_section(config), prompts),
+        axes,
+        cut_prompts(suite, tokenizer, axes.context, **limits),
+    )

@@ -1,0 +1,122 @@
+"""Describe the machine of a measurement, and the seconds and memory that a measurement uses."""
+
+import gc
+import importlib.metadata
+import os
+import platform
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import torch
+
+from specdistill.common.processes import measure_peak_memory_bytes
+from specdistill.evaluation.report.schema import HardwareDocument, MeasurementDocument
+from specdistill.targets.frozen import FrozenTarget
+
+# Bytes of weights for each thread. A step over fewer is done before two threads have divided the
+# work.
+WEIGHTS_PER_THREAD = 32 * 2**20
+LIBRARIES = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "evaluate",
+    "tokenizers",
+    "numpy",
+    "scipy",
+)
+
+
+def fit_threads(target: FrozenTarget) -> None:
+    """Set the number of threads to as many as the target's weights keep busy.
+
+    It is at most torch's own number. Where OMP_NUM_THREADS is set, nothing is changed.
+
+    Two threads are no faster than one on a model of a few megabytes, but many times slower when
+    another process takes a core.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(
+            max(
+                1,
+                min(
+                    torch.get_num_threads(),
+                    target.model.get_memory_footprint() // WEIGHTS_PER_THREAD,
+                ),
+            )
+        )
+
+
+def describe_hardware(device: torch.device) -> HardwareDocument:
+    """Describe the hardware, as a report's `hardware` states it.
+
+    `device`, `name`, `count` and `memory_bytes` are those of the accelerator, or of the processor
+    and its memory when there is no accelerator. The keys `cpu`, `cpu_cores` and `cpu_threads`
+    always describe the processor. Its name is the trade name where Linux tells it, and otherwise
+    the name that Python knows.
+    """
+    lines: list[str] = []
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    name = names[0] if names else platform.processor() or platform.machine()
+    document: HardwareDocument = {
+        "device": device.type,
+        "name": name,
+        "count": 1,
+        "memory_bytes": psutil.virtual_memory().total,
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        document |= {"name": properties.name, "memory_bytes": properties.total_memory}
+    return {
+        **document,
+        "cpu": name,
+        "cpu_cores": psutil.cpu_count(logical=False),
+        "cpu_threads": torch.get_num_threads(),
+    }
+
+
+@contextmanager
+def measure_resources(device: torch.device) -> Iterator[MeasurementDocument]:
+    """Measure the time and the peak of memory of a block.
+
+    Yields:
+        A dict that has `seconds` and `peak_memory_bytes` after the block. Without an accelerator
+        the peak is that of this process so far.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    used: MeasurementDocument = {"seconds": 0.0}
+    start = time.perf_counter()
+    yield used
+    used["seconds"] = time.perf_counter() - start
+    used["peak_memory_bytes"] = measure_peak_memory_bytes(device)
+
+
+@contextmanager
+def freeze_garbage_collector() -> Iterator[None]:
+    """Exclude all objects that exist already from garbage collection during a block.
+
+    A collection that goes over the objects of torch and transformers takes tens of milliseconds.
+    They would be added to the time of whichever arm is running.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def list_software() -> dict[str, str]:
+    """Return the versions of Python and of the libraries that affect a measurement."""
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        **{library: importlib.metadata.version(library) for library in LIBRARIES},
+    }

@@ -1,0 +1,480 @@
+"""Measure a recipe's draft in an inference engine, whose servers run with and without the draft.
+
+For numbers that a server does not show, the report states the reason. If a server fails after the
+first answers, these are kept in the report.
+"""
+
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
+
+import gguf
+import torch
+from transformers import PreTrainedTokenizerBase
+from transformers.integrations.gguf.reader import read_gguf_metadata
+
+from specdistill.common.errors import UserError, convert_errors, make_unused_key_error
+from specdistill.common.folders import empty_output_folder
+from specdistill.common.gguf_files import check_gguf
+from specdistill.common.project import read_git_revision
+from specdistill.common.repositories import resolve, split_gguf
+from specdistill.evaluation.measurement.configurations import Settings
+from specdistill.evaluation.measurement.hardware import describe_hardware
+from specdistill.evaluation.measurement.losslessness import find_first_difference, summarize_greedy
+from specdistill.evaluation.measurement.quality import add_quality
+from specdistill.evaluation.measurement.servers import (
+    ServerAnswers,
+    ServerMeasurement,
+    ServerTask,
+    connect_pair,
+    find_startable_serving,
+    measure_running,
+    measure_started,
+)
+from specdistill.evaluation.report.build import build_report, build_result_rows, select_headline
+from specdistill.evaluation.report.phrases import Report
+from specdistill.evaluation.report.schema import (
+    FirstDivergenceDocument,
+    LosslessDocument,
+)
+from specdistill.evaluation.report.text import print_power_analysis
+from specdistill.evaluation.statistics.records import PromptRecord, Timing
+from specdistill.evaluation.suites.conversations import use_template
+from specdistill.evaluation.suites.suite import Prompt, Suite
+from specdistill.methods import METHODS
+from specdistill.methods.compatibility import check_draft
+from specdistill.methods.load import describe_draft, find_method, locate
+from specdistill.methods.recipe import Recipe
+from specdistill.methods.target_record import TEMPLATE, check_target, use_recorded_template
+from specdistill.recipe.sections import LlamaCppConfig
+from specdistill.serving.engines import ENGINES
+from specdistill.serving.engines.client import EngineCompletion
+from specdistill.serving.engines.engine import Served
+from specdistill.serving.engines.llama_cpp import convert
+from specdistill.serving.export import export, load_safetensors_target, merge_target_adapter
+from specdistill.targets.files import TargetFiles, combine_hashes, hash_files
+from specdistill.targets.loading import read_tokenizer
+
+# Reasons why numbers are missing from the report of a server.
+HIDDEN = "a server does not time its steps one by one"
+SUMS = "a server counts over whole outputs, not round by round"
+NOT_STATED_REASON = "a server does not say"
+NO_BASELINE = "no eval.baseline_server was given"
+NO_HF = "transformers' generate() is not timed next to a server"
+ROW_REASONS = {
+    **dict.fromkeys(
+        ("draft_ms", "verify_ms", "baseline_step_ms", "predicted_speedup", "prediction_gap"), HIDDEN
+    ),
+    **dict.fromkeys(
+        ("num_rounds", "mean_acceptance_length", "overhead_factor"),
+        "a server does not count the rounds in which this method drafts nothing",
+    ),
+    **dict.fromkeys(("emitted_per_position", "context_ratio"), SUMS),
+    **dict.fromkeys(("hf_generate_tokens_per_second", "hf_generate_num_prompts"), NO_HF),
+    **dict.fromkeys(("baseline_over_hf_generate", "speedup_over_hf_generate"), NO_HF),
+    "decode_speedup": "a server answers with the whole output: its prefill is not timed apart",
+    "num_looping": "the server does not return its tokens",
+    "vocabulary_coverage": "a server does not tell its draft's vocabulary",
+}
+NO_BASELINE_ROW = dict.fromkeys(
+    ("baseline_tokens_per_second", "speedup", "overhead_factor"), NO_BASELINE
+)
+DOCUMENT_REASONS = {
+    "theory": HIDDEN,
+    "context": SUMS,
+    "lossless.sampling_test": "a server cannot be given the rule that the test must reject",
+    **dict.fromkeys(("target.parameters", "draft.parameters", "draft.bytes"), NOT_STATED_REASON),
+    **dict.fromkeys(
+        ("measurement.peak_memory_bytes", "settings.draft_sampling"), NOT_STATED_REASON
+    ),
+}
+# Recipe keys of the files that llama.cpp's server is started with.
+MODEL = "eval.llama_cpp.model"
+DRAFT = "eval.llama_cpp.model_draft"
+TOKENS = "tokenizer.ggml.tokens"  # key in the metadata of a GGUF file
+MAX_RESPELLED_SHARE = (
+    0.01  # the largest share of the tokens that a converter may have spelled differently
+)
+RUNNING_SERVER_REASONS = {
+    "hardware": "a server does not say what it runs on",
+    "target.dtype": NOT_STATED_REASON,
+}
+
+
+def measure_in_engine(
+    recipe: Recipe, suite: Suite, folder: Path
+) -> tuple[Report, list[PromptRecord]]:
+    """Measure a recipe's draft with servers of an engine.
+
+    The servers run already, or they are started here with the draft, which is exported for them.
+
+    Args:
+        recipe: the recipe.
+        suite: the suite that is sent.
+        folder: for the exported draft and the logs of servers that are started here.
+
+    Returns:
+        The report, before a gate has judged it, and its records.
+    """
+    config = recipe.eval
+    target = recipe.target
+    draft = recipe.eval.draft
+    if target.adapter and (config.server or config.engine == "llama.cpp"):
+        raise make_unused_key_error(
+            "target.adapter",
+            target.adapter,
+            f"{'eval.server' if config.server else 'a GGUF file'} serves a merged model",
+            alternative="name the merged model in target.model",
+        )
+    files = TargetFiles.from_config(target)
+    tokenizer, _, max_length = read_tokenizer(files)
+
+    # Check everything that can be checked before the measurement. A running server does not say
+    # which draft it uses, so the draft that the recipe names is checked against the target. A draft
+    # in the target's checkpoint needs no such check.
+    if config.server:
+        if draft is not None and not METHODS[recipe.method].in_target:
+            folder_of_draft = locate(draft, patterns=("config.json", TEMPLATE))
+            check_target(folder_of_draft, files, "eval.draft")
+            use_recorded_template([folder_of_draft], tokenizer, "eval.draft")
+        speculative, baseline = connect_pair(config, (target.model, files.name))
+        max_length = min(max_length, speculative.identity.max_length or max_length)
+    else:
+        find_startable_serving(config.engine, recipe.method)
+        in_gguf = (
+            find_target_file(config.llama_cpp, files, tokenizer)
+            if config.engine == "llama.cpp"
+            else None
+        )
+        if METHODS[recipe.method].is_trained:
+            draft = draft or str(Path(recipe.train["output_dir"]) / "draft")
+            check_draft(find_method(locate(draft)), locate(draft), files, "eval.draft")
+            use_recorded_template([locate(draft)], tokenizer, "eval.draft")
+    use_template(tokenizer, recipe)
+    task = ServerTask.from_config(config, suite, tokenizer, max_length)
+    print_power_analysis([prompt.cluster or prompt.id for prompt in task.prompts])
+
+    # Measure, and describe the target, the draft and the machine for the report.
+    target_name = f"{target.model} + {target.adapter}" if target.adapter else target.model
+    of_target: dict[str, object] = {"model": target_name, "revision": target.revision}
+    if config.server:
+        measurement = measure_running(task, speculative, baseline)
+        of_draft: dict[str, object] = {"model": draft, "revision": None, "method": recipe.method}
+        machine: Mapping[str, object] = {"device": "server", "name": config.server}
+    else:
+        empty_output_folder(folder, "eval.output_dir")
+        served = _describe_served(recipe, draft, folder / "draft", files)
+        of_target |= {"dtype": target.dtype, "weights": files.identity.weights}
+        if in_gguf:
+            file, in_file = in_gguf
+            served = replace_with_gguf(served, config.llama_cpp, file)
+            of_target = of_target | in_file
+        of_draft = describe_draft(draft, served.method or recipe.method)
+        measurement = measure_started(task, config, target, served, folder)
+        hardware = describe_hardware(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        # Keys about threads are left out, because the engine has its own threads.
+        machine = {name: hardware[name] for name in ("device", "name", "count", "memory_bytes")}
+
+    report, records = build_engine_report(
+        task,
+        measurement,
+        always_drafts=METHODS[recipe.method].is_trained,
+        target=of_target,
+        draft=of_draft,
+        hardware=machine,
+    )
+    if config.lookup_first:
+        report["settings"]["drafting"] = {"lookup_first": config.lookup_first.described}
+    add_quality(report, records, suite, special_tokens=tokenizer.all_special_tokens)
+    return report, records
+
+
+def find_target_file(
+    config: LlamaCppConfig, target: TargetFiles, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Path, dict[str, str]]:
+    """Find the target as a GGUF file.
+
+    Args:
+        config: the recipe's `eval.llama_cpp`.
+        target: the target.
+        tokenizer: the target's tokenizer.
+
+    Returns:
+        The path of the file, and its entries in a report's `target`: the file type as `dtype`, and
+        as `weights` the sha256 of its sha256.
+
+    Raises:
+        UserError: if there is no such file, or if it has another vocabulary.
+    """
+    name = resolve(config.model, MODEL) if config.model else target.name
+    file = split_gguf(name)[1]
+    if file is None or (config.model and not Path(name).is_file()):
+        convert = f"python convert_hf_to_gguf.py {target.name} --outtype f16 --outfile target.gguf"
+        raise UserError(
+            MODEL,
+            got=config.model or "nothing",
+            expected=f"the target as a GGUF file, as llama.cpp writes it: {convert}",
+        )
+    # Read the vocabulary and the file type from the metadata of the file.
+    path = Path(name) if Path(name).is_file() else target.fetch(file) / file
+    check_gguf(path, MODEL)
+    with convert_errors((ValueError, KeyError), MODEL, path, "the GGUF file of a model"):
+        metadata, _ = read_gguf_metadata(str(path), (TOKENS,))
+        tokens = metadata[TOKENS]
+        dtype = gguf.LlamaFileType(metadata["general.file_type"]).name
+    ours = tokenizer.get_vocab()
+    if config.model and sum(
+        tokens[index : index + 1] != [token] for token, index in ours.items()
+    ) > MAX_RESPELLED_SHARE * len(ours):
+        raise UserError(
+            MODEL, got=f"{path}, with another vocabulary", expected=f"{target.name}, as a GGUF file"
+        )
+    return path, {"dtype": dtype, "weights": combine_hashes(hash_files([path]))}
+
+
+def replace_with_gguf(served: Served, config: LlamaCppConfig, target: Path) -> Served:
+    """Replace the target and the draft that are served by GGUF files.
+
+    Raises:
+        UserError: if there is no GGUF file of the draft.
+    """
+    if served.in_target:
+        return replace(served, target=str(target))
+    draft = resolve(config.model_draft, DRAFT) if config.model_draft else None
+    if draft is None or not Path(draft).is_file():
+        command = convert(served, "EXPORTED", served.target_name)
+        raise UserError(
+            DRAFT,
+            got=draft or "nothing",
+            expected=(
+                "the draft as a GGUF file, as llama.cpp writes it of its export (specdistill export"
+                f" engine=gguf): {command}"
+            ),
+        )
+    return replace(served, target=str(target), output=Path(draft))
+
+
+def _describe_served(recipe: Recipe, draft: str | None, folder: Path, files: TargetFiles) -> Served:
+    """Describe what the engine is started with, and export the draft into a folder.
+
+    A method without a draft folder is served by its settings. An earlier report of the draft is not
+    read, so draft tokens are greedy, which is also the default of engines.
+    """
+    engine = recipe.eval.engine
+    k = recipe.eval.num_speculative_tokens
+
+    # A draft is exported as the engine loads it.
+    if draft is not None:
+        served = export(
+            locate(draft),
+            ENGINES[engine].layouts or engine,
+            folder,
+            files,
+            num_speculative_tokens=k,
+            finds_report=False,
+            logs=False,
+        )
+        return replace(served, lookup_first=recipe.eval.lookup_first)
+
+    # Without a draft, only the target is served, in a form that the engine reads.
+    if files.adapter:
+        files = merge_target_adapter(files, folder.with_name("target"), recipe.target.dtype)
+    elif engine != "llama.cpp" and files.gguf:
+        files = load_safetensors_target(files, recipe.target.dtype)
+    return Served(
+        recipe.method,
+        Path(files.name),
+        files.name,
+        k,
+        samples=False,
+        config=vars(getattr(recipe.eval, recipe.method)),
+        serving=find_startable_serving(engine, recipe.method),
+        in_target=True,
+        revision=files.commit,
+    )
+
+
+def build_engine_report(
+    task: ServerTask,
+    measurement: ServerMeasurement,
+    *,
+    always_drafts: bool,
+    **described: Mapping[str, object],
+) -> tuple[Report, list[PromptRecord]]:
+    """Return the report, before a gate has judged it, and its records.
+
+    Args:
+        task: the requests that were sent.
+        measurement: the answers.
+        always_drafts: whether every round has a draft, so that the server's number of drafts is the
+            number of rounds.
+        described: the report's sections `target`, `draft` and `hardware`.
+
+    Raises:
+        ResourceError: when a server failed before it answered a prompt in the main configuration.
+    """
+    settings = task.settings
+    failure = measurement.failure
+    has_baseline = measurement.has_baseline
+    # Collect the answers of each configuration. Without any in the main one there is no report.
+    answered = {
+        at: _pair_answers(task, measurement.answers, at, has_baseline) for at in task.configurations
+    }
+    if failure and not answered[settings]:
+        raise failure
+    # Build the records and the rows of each configuration that was answered.
+    reasons = {**ROW_REASONS, **({} if has_baseline else NO_BASELINE_ROW)}
+    records = {}
+    for at, entries in answered.items():
+        if entries:
+            records[at] = [_record(task, at, entry, always_drafts) for entry in entries]
+    rows = {
+        at: build_result_rows(
+            configuration_records, task.suite, at.configuration, seed=settings.seed, reasons=reasons
+        )
+        for at, configuration_records in records.items()
+    }
+    # Compare the outputs in the main configuration, and build the report.
+    lossless, not_compared = _compare(answered[settings], has_baseline, settings)
+    measured = f"{len(records[settings])} of {len(task.prompts)} prompts were measured"
+    report = build_report(
+        **described,
+        software={
+            "python": platform.python_version(),
+            "transformers": version("transformers"),
+            measurement.engine["name"]: measurement.engine["version"],
+        },
+        settings=settings.described,
+        suite=task.suite,
+        results=list(chain.from_iterable(rows.values())),
+        context=[],
+        headline=select_headline(rows[settings], records[settings]),
+        theory=None,
+        lossless=lossless,
+        not_measured={
+            **DOCUMENT_REASONS,
+            **({} if "command" in measurement.engine else RUNNING_SERVER_REASONS),
+            **not_compared,
+        },
+        measurement={"seconds": measurement.seconds},
+        git_revision=read_git_revision(),
+        engine=measurement.engine,
+        incomplete=f"{failure} ({measured})" if failure else None,
+    )
+    return report, list(chain.from_iterable(records.values()))
+
+
+class AnsweredPrompt(NamedTuple):
+    """The repetitions of a prompt; `baseline` is empty if no server without a draft was asked."""
+
+    prompt: Prompt
+    speculative: list[EngineCompletion]
+    baseline: list[EngineCompletion]
+
+
+def _pair_answers(
+    task: ServerTask, answers: ServerAnswers, settings: Settings, has_baseline: bool
+) -> list[AnsweredPrompt]:
+    """Return the prompts that both servers answered in a configuration."""
+    no_completions: list[list[EngineCompletion]] = [[] for _ in task.prompts]
+    sides = (
+        answers.get((k, settings.batch_size), no_completions)
+        for k in (settings.num_speculative_tokens, 0)
+    )
+    entries = [AnsweredPrompt(*entry) for entry in zip(task.prompts, *sides, strict=True)]
+    return [
+        entry for entry in entries if entry.speculative and (entry.baseline or not has_baseline)
+    ]
+
+
+def _record(
+    task: ServerTask, settings: Settings, entry: AnsweredPrompt, always_drafts: bool
+) -> PromptRecord:
+    """Build the record of a prompt from the repetition of median speed of each side.
+
+    Tokens, counts and seconds come from the same repetition, so they belong together.
+    """
+    prompt = entry.prompt
+    drafted = _select_median(entry.speculative)
+    plain = _select_median(entry.baseline) if entry.baseline else None
+    return PromptRecord(
+        suite=task.suite.name,
+        configuration=settings.configuration,
+        id=prompt.id,
+        category=prompt.category,
+        num_prompt_tokens=len(prompt.token_ids),
+        prompt=prompt.text,
+        text=_decode_text(task.tokenizer, drafted),
+        first_token=None,
+        first_token_text="",
+        rounds=(),
+        # Each prompt gets a share of the server's time: the seconds of its request, divided by the
+        # number of requests in flight. The shares add up to the time that passed (Little's law).
+        speculative=Timing(
+            drafted.num_tokens,
+            drafted.counts.num_drafts if always_drafts else None,
+            drafted.seconds / settings.batch_size,
+        ),
+        baseline=(
+            Timing(plain.num_tokens, None, plain.seconds / settings.batch_size) if plain else None
+        ),
+        baseline_text=_decode_text(task.tokenizer, plain) if plain else None,
+        counts=drafted.counts,
+        cluster=prompt.cluster,
+    )
+
+
+def _select_median(completions: Sequence[EngineCompletion]) -> EngineCompletion:
+    """Return the completion of median speed; of an even number, the faster of the middle two."""
+    ordered = sorted(completions, key=lambda completion: completion.seconds / completion.num_tokens)
+    return ordered[(len(ordered) - 1) // 2]
+
+
+def _decode_text(tokenizer: PreTrainedTokenizerBase, completion: EngineCompletion) -> str:
+    """Return the text of a completion, with its stop token where the server returns tokens.
+
+    The server's own text lacks the stop token.
+    """
+    ids = completion.counts.token_ids
+    return str(tokenizer.decode(list(ids), skip_special_tokens=False)) if ids else completion.text
+
+
+def _compare(
+    answers: Sequence[AnsweredPrompt], has_baseline: bool, settings: Settings
+) -> tuple[LosslessDocument, dict[str, str]]:
+    """Compare the greedy outputs of both servers, by tokens if both return them, or else by text.
+
+    Returns:
+        The report's `lossless`, and the reasons for the keys that it lacks.
+    """
+    if not has_baseline or not settings.sampling.is_greedy:
+        reason = "sampled outputs differ by chance" if has_baseline else NO_BASELINE
+        return {"prompts_checked": 0}, dict.fromkeys(
+            ("lossless.greedy_identical", "lossless.unexplained_divergences"), reason
+        )
+    lossless = summarize_greedy([_find_divergence(entry) for entry in answers])
+    unknown = [name for name in ("near_ties", "unexplained_divergences") if name not in lossless]
+    return lossless, {
+        f"lossless.{name}": "a server returns no logits that would tell a near-tie from a bug"
+        for name in unknown
+    }
+
+
+def _find_divergence(entry: AnsweredPrompt) -> FirstDivergenceDocument | None:
+    """Compare the outputs of both servers for a prompt.
+
+    Returns:
+        None for equal outputs. Otherwise the prompt and, if both servers return tokens, the first
+        position where they differ.
+    """
+    with_draft = entry.speculative[0]
+    plain = entry.baseline[0]
+    ours = with_draft.counts.token_ids
+    theirs = plain.counts.token_ids
+    if not ours or not theirs:
+        return {"prompt_id": entry.prompt.id} if with_draft.text != plain.text else None
+    return find_first_difference(entry.prompt.id, ours, theirs)

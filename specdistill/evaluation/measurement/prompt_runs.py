@@ -1,0 +1,422 @@
+"""Decode prompts in batches, and compute their records and the costs of rounds from the runs."""
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from specdistill.common.errors import logger
+from specdistill.common.processes import is_first
+from specdistill.common.progress import format_clock, show_progress
+from specdistill.decoding.decoder import Decoder
+from specdistill.decoding.lookup_first import LookupFirstProposer
+from specdistill.decoding.proposer import Proposer, UsesPastOutputs
+from specdistill.decoding.sequence import Generation, Round
+from specdistill.evaluation.measurement.configurations import Settings
+from specdistill.evaluation.measurement.hardware import freeze_garbage_collector
+from specdistill.evaluation.measurement.reference import time_generate
+from specdistill.evaluation.statistics.records import (
+    Configuration,
+    HFGenerate,
+    PromptRecord,
+    RoundRecord,
+    Timing,
+)
+from specdistill.evaluation.statistics.theory import RoundCost
+from specdistill.evaluation.suites.conversations import Tokenizer
+from specdistill.evaluation.suites.suite import Prompt, select_evenly
+from specdistill.targets.frozen import FrozenTarget
+
+# A batch that was decoded in every arm of a measurement: the generations of its prompts, by arm.
+BatchGenerations = list[list[Generation]]
+# How many tokens before a token decide its text: spaces, and characters that tokens share.
+SPELLING_CONTEXT = 8
+# A round is disturbed when it took this many times its lower median, and this many seconds longer.
+DISTURBED_RATIO = 3.0
+DISTURBED_SECONDS = 0.005
+MAX_COST_PROMPTS = 4  # prompts on which rounds with fewer draft tokens are timed
+# Tokens generated for each of them. Costs of a round are medians, so they need no more.
+COST_TOKENS = 32
+# At most this share of the prompts, rounded up, is used for the costs of rounds. So a short
+# measurement is not followed by a longer one of costs.
+COST_SHARE = 1 / 4
+
+
+@dataclass(frozen=True)
+class PromptBatch:
+    """Prompts that are decoded together.
+
+    Attributes:
+        start: the index of the first of them among all prompts.
+    """
+
+    start: int
+    prompts: tuple[Prompt, ...]
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.prompts)
+
+
+def split_into_batches(prompts: Sequence[Prompt], size: int) -> list[PromptBatch]:
+    """Split prompts into consecutive batches; the last one may be smaller."""
+    return [
+        PromptBatch(start, tuple(prompts[start : start + size]))
+        for start in range(0, len(prompts), size)
+    ]
+
+
+def sample_batches(batches: Sequence[PromptBatch], count: int) -> list[PromptBatch]:
+    """Return `count` of the batches, spread over the categories of their first prompts."""
+    return select_evenly(batches, [batch.prompts[0].category for batch in batches], count)
+
+
+def decode_batch(decoder: Decoder, batch: PromptBatch, settings: Settings) -> list[Generation]:
+    """Decode a batch.
+
+    The seed of a prompt depends on its index among all prompts, not on the batch that it is in.
+    """
+    generators = [
+        torch.Generator().manual_seed(settings.seed + index)
+        for index in range(batch.start, batch.end)
+    ]
+    options = settings.decoding
+    if decoder.proposer is None:
+        options |= {"num_speculative_tokens": 0, "tree": None}
+    return decoder.generate_all(
+        [prompt.token_ids for prompt in batch.prompts], generators=generators, **options
+    )
+
+
+def generate_with_transformers(
+    target: FrozenTarget, batch: PromptBatch, plain: Sequence[Generation], settings: Settings
+) -> list[Generation]:
+    """Decode a batch with transformers' `generate()`, and time it.
+
+    When sampling, it generates as many tokens as the `plain` generations have.
+    """
+    if settings.sampling.is_greedy:
+        counts = [settings.max_new_tokens for _ in plain]
+    else:
+        counts = [len(generation.token_ids) for generation in plain]
+    return time_generate(
+        target, [prompt.token_ids for prompt in batch.prompts], counts, sampling=settings.sampling
+    )
+
+
+def sum_seconds(batches: Iterable[BatchGenerations]) -> float:
+    """Return how long the decoding of batches took, in all arms."""
+    seconds = 0.0
+    for arms in batches:
+        for generations in arms:
+            seconds += sum(generation.seconds for generation in generations)
+    return seconds
+
+
+def log_estimate(generations: BatchGenerations, num_runs: int, num_check_passes: int) -> None:
+    """Log about how long a measurement takes, from a batch that was decoded in all arms."""
+    if not is_first():
+        return
+    plain = generations[0]
+    decoding_s = num_runs * sum_seconds([generations]) / len(plain)
+    # Checks decode one sequence at a time: a pass is a step of plain decoding for one prompt.
+    plain_s = sum(generation.seconds for generation in plain)
+    num_plain_tokens = sum(len(generation.token_ids) for generation in plain)
+    checks_s = num_check_passes * plain_s / num_plain_tokens
+    logger.info(
+        f"This takes about {format_clock(decoding_s + checks_s)}: {format_clock(decoding_s)} to"
+        " decode with and"
+        f" without the draft, {format_clock(checks_s)} for checks"
+    )
+
+
+@dataclass
+class PromptRuns:
+    """The repetitions of one prompt with one draft.
+
+    Drafts that are measured together share the lists `baseline` and `hf_generate`.
+
+    Attributes:
+        batch: the seed of the first prompt of its batch, the same for all prompts that were decoded
+            together; None for a prompt that was decoded alone.
+        speculative: the repetitions with the draft.
+        baseline: the repetitions of plain decoding.
+        hf_generate: the repetitions of transformers' `generate()`; empty for a prompt on which it
+            was not timed.
+    """
+
+    prompt: Prompt
+    batch: int | None
+    speculative: list[Generation]
+    baseline: list[Generation]
+    hf_generate: list[Generation]
+
+
+def create_prompt_runs(
+    batches: Sequence[PromptBatch], settings: Settings, num_drafts: int
+) -> list[list[PromptRuns]]:
+    """Create the runs of each draft, by prompt, with no repetitions yet."""
+    runs: list[list[PromptRuns]] = [[] for _ in range(num_drafts)]
+    for batch in batches:
+        seed = settings.seed + batch.start if settings.batch_size > 1 else None
+        for prompt in batch.prompts:
+            baseline: list[Generation] = []
+            hf_generate: list[Generation] = []
+            for runs_of_draft in runs:
+                runs_of_draft.append(PromptRuns(prompt, seed, [], baseline, hf_generate))
+    return runs
+
+
+def add_generations(
+    runs: Sequence[Sequence[PromptRuns]],
+    batch: PromptBatch,
+    generations: Sequence[Sequence[Generation]],
+) -> None:
+    """Add a repetition to the prompts of a batch.
+
+    Args:
+        runs: the runs of each draft, by prompt.
+        batch: the batch.
+        generations: the generations of the batch in each arm: plain decoding, then each draft, then
+            transformers' `generate()` where it was timed.
+    """
+    plain, *drafted = generations
+    hf_generate = drafted.pop() if len(drafted) > len(runs) else None
+    for offset in range(len(batch.prompts)):
+        index = batch.start + offset
+        # The drafts share these two lists.
+        runs[0][index].baseline.append(plain[offset])
+        if hf_generate is not None:
+            runs[0][index].hf_generate.append(hf_generate[offset])
+        for runs_of_draft, generations_of_draft in zip(runs, drafted, strict=True):
+            runs_of_draft[index].speculative.append(generations_of_draft[offset])
+
+
+def is_disturbed(
+    runs: Sequence[Sequence[PromptRuns]], batch: PromptBatch, num_repetitions: int
+) -> bool:
+    """Return whether a prompt of the batch has fewer undisturbed repetitions than it should."""
+    for runs_of_draft in runs:
+        for run in runs_of_draft[batch.start : batch.end]:
+            for repetitions in (run.baseline, run.speculative, run.hf_generate):
+                # transformers' `generate()` is not timed on every prompt.
+                if not repetitions:
+                    continue
+                num_undisturbed = count_disturbed_rounds(repetitions).count(0)
+                if num_undisturbed < num_repetitions:
+                    return True
+    return False
+
+
+def remember_outputs(proposers: Sequence[Proposer], earlier_runs: Sequence[PromptRuns]) -> None:
+    """Let proposers that look up earlier outputs know the plain outputs of earlier prompts."""
+    outputs = [run.baseline[0].token_ids for run in earlier_runs]
+    for proposer in proposers:
+        if isinstance(proposer, UsesPastOutputs):
+            proposer.set_past_outputs(outputs)
+
+
+def build_prompt_records(
+    suite: str,
+    configuration: Configuration,
+    target: FrozenTarget,
+    proposer: Proposer,
+    runs: Sequence[PromptRuns],
+) -> list[PromptRecord]:
+    """Build the records of a suite's prompts.
+
+    Tokens are those of the first repetition; times are robust over all (see `compute_timing`).
+    """
+    tokenizer = target.tokenizer
+    vocabulary = proposer.vocabulary
+    records = []
+    for run in runs:
+        prompt = run.prompt
+        generation = run.speculative[0]
+        plain_tokens = run.baseline[0].token_ids
+
+        # The first token comes from the prefill, each of the others from a round.
+        context = list(prompt.token_ids)
+        (first_text,) = spell_tokens(tokenizer, context, generation.token_ids[:1])
+        context.append(generation.token_ids[0])
+        rounds = []
+        for entry in generation.rounds:
+            rounds.append(
+                RoundRecord(
+                    drafted=entry.drafted,
+                    drafted_text=spell_tokens(tokenizer, context, entry.drafted),
+                    accepted=entry.drafted[: entry.num_accepted],
+                    emitted=entry.emitted,
+                    emitted_text=spell_tokens(tokenizer, context, entry.emitted),
+                    num_off_path=entry.num_off_path,
+                )
+            )
+            context += entry.emitted
+
+        # What plain decoding says of the prompt, where it was measured.
+        hf_generate = None
+        if run.hf_generate:
+            hf_generate = HFGenerate(
+                len(run.hf_generate[0].token_ids), compute_timing(run.hf_generate).seconds
+            )
+        num_in_vocabulary = None
+        if vocabulary is not None:
+            num_in_vocabulary = sum(token in vocabulary for token in plain_tokens)
+        records.append(
+            PromptRecord(
+                suite=suite,
+                configuration=configuration,
+                id=prompt.id,
+                category=prompt.category,
+                num_prompt_tokens=len(prompt.token_ids),
+                prompt=prompt.text,
+                text=tokenizer.decode(generation.token_ids, skip_special_tokens=False),
+                first_token=generation.token_ids[0],
+                first_token_text=first_text,
+                rounds=tuple(rounds),
+                speculative=compute_timing(run.speculative),
+                baseline=compute_timing(run.baseline),
+                hf_generate=hf_generate,
+                num_in_draft_vocabulary=num_in_vocabulary,
+                batch=run.batch,
+                cluster=prompt.cluster,
+                baseline_text=tokenizer.decode(plain_tokens, skip_special_tokens=False),
+            )
+        )
+    return records
+
+
+def spell_tokens(
+    tokenizer: Tokenizer, context: Sequence[int], token_ids: Sequence[int]
+) -> tuple[str, ...]:
+    """Return each token's text as it continues the tokens before it.
+
+    Together the texts are the whole text, except for characters that tokens share.
+    """
+    tokens = list(context[-SPELLING_CONTEXT:])
+    text_before = tokenizer.decode(tokens)
+    texts = []
+    for token in token_ids:
+        tokens.append(token)
+        text_after = tokenizer.decode(tokens)
+        if text_after.startswith(text_before):
+            texts.append(text_after[len(text_before) :])
+        else:
+            texts.append(tokenizer.decode([token]))
+        text_before = text_after
+    return tuple(texts)
+
+
+def compute_timing(repetitions: Sequence[Generation]) -> Timing:
+    """Compute the times of a prompt, from repetitions that generate the same tokens.
+
+    Round r does the same work in every repetition. Its time is the lower median over the
+    repetitions, and a prompt's time is the sum over its rounds: a stall of seconds falls into one
+    round of one repetition and is dropped with it. The lower median of two is the faster.
+    Repetitions with another number of rounds than the first, e.g. of a device that rounds
+    differently each time, are dropped.
+    """
+    num_rounds = len(repetitions[0].rounds)
+    comparable = [generation for generation in repetitions if len(generation.rounds) == num_rounds]
+    prefill = statistics.median_low(generation.prefill_seconds for generation in comparable)
+
+    # Each entry holds the same round of every repetition.
+    rounds = list(zip(*(generation.rounds for generation in comparable), strict=True))
+    draft = 0.0
+    verify = 0.0
+    for same in rounds:
+        draft += statistics.median_low(entry.draft_seconds for entry in same)
+        verify += statistics.median_low(entry.verify_seconds for entry in same)
+    return Timing(
+        num_tokens=len(repetitions[0].token_ids),
+        num_rounds=num_rounds,
+        seconds=prefill + draft + verify,
+        prefill_seconds=prefill,
+        draft_seconds=draft,
+        verify_seconds=verify,
+        num_disturbed_rounds=sum(count_disturbed_rounds(repetitions)),
+    )
+
+
+def count_disturbed_rounds(repetitions: Sequence[Generation]) -> list[int]:
+    """Count the rounds of each repetition that took far longer than in the other repetitions.
+
+    The prefill counts as a round.
+    """
+    seconds_each = []
+    for generation in repetitions:
+        rounds = [entry.draft_seconds + entry.verify_seconds for entry in generation.rounds]
+        seconds_each.append([generation.prefill_seconds, *rounds])
+
+    # A repetition may have fewer rounds than another; what both have is compared.
+    usual = [statistics.median_low(same) for same in zip(*seconds_each, strict=False)]
+    limits = [max(DISTURBED_RATIO * seconds, seconds + DISTURBED_SECONDS) for seconds in usual]
+    counts = []
+    for seconds in seconds_each:
+        counts.append(
+            sum(duration > limit for duration, limit in zip(seconds, limits, strict=False))
+        )
+    return counts
+
+
+def count_cost_prompts(prompts: Sequence[Prompt]) -> int:
+    """Return on how many of the prompts `measure_round_costs` times rounds."""
+    return min(MAX_COST_PROMPTS, math.ceil(COST_SHARE * len(prompts)))
+
+
+def count_cost_passes(prompts: Sequence[Prompt], settings: Settings) -> int:
+    """Return about how many passes of the target `measure_round_costs` takes.
+
+    Half of the draft tokens are assumed to be accepted.
+    """
+    num_tokens = count_cost_prompts(prompts) * min(settings.max_new_tokens, COST_TOKENS)
+    return sum(
+        math.ceil(num_tokens / (1 + k / 2)) for k in range(1, settings.num_speculative_tokens + 1)
+    )
+
+
+def measure_round_costs(
+    target: FrozenTarget, proposer: Proposer, prompts: Sequence[Prompt], settings: Settings
+) -> list[RoundCost]:
+    """Measure what a round costs at every K' up to K, on a few prompts.
+
+    All K' are timed one right after the other on each batch. For trees and for drafts behind a
+    lookup nothing is measured: the number of tokens that their rounds draft depends on what was
+    found, so a round with K' tokens is not the beginning of one with K.
+    """
+    # Trees and lookups do not draft the same number of tokens in every round.
+    if settings.tree or isinstance(proposer, LookupFirstProposer):
+        return []
+    settings = replace(settings, max_new_tokens=min(settings.max_new_tokens, COST_TOKENS))
+    decoder = Decoder(target, proposer, compiled=settings.compile)
+    batches = sample_batches(
+        split_into_batches(prompts, settings.batch_size),
+        math.ceil(count_cost_prompts(prompts) / settings.batch_size),
+    )
+
+    # Time every K' on each batch; a round that drafted fewer tokens says nothing about that K'.
+    rounds_by_k: dict[int, list[Round]] = {
+        k: [] for k in range(1, settings.num_speculative_tokens + 1)
+    }
+    with (
+        show_progress("Timing shorter drafts", len(batches) * len(rounds_by_k), "runs") as advance,
+        freeze_garbage_collector(),
+    ):
+        for batch in batches:
+            for k, rounds in rounds_by_k.items():
+                for generation in decode_batch(
+                    decoder, batch, replace(settings, num_speculative_tokens=k)
+                ):
+                    rounds += [entry for entry in generation.rounds if len(entry.drafted) == k]
+                advance()
+
+    # The median of a step is robust to stalls.
+    costs = []
+    for k, rounds in rounds_by_k.items():
+        if rounds:
+            verify_ms = 1000 * statistics.median(entry.verify_seconds for entry in rounds)
+            draft_ms = 1000 * statistics.median(entry.draft_seconds for entry in rounds)
+            costs.append(RoundCost(k, verify_ms, draft_ms))
+    return costs

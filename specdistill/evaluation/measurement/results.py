@@ -1,0 +1,237 @@
+"""Hold the results of a measurement, merge those of processes and adapters, and build reports."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any
+
+from specdistill.common.project import read_git_revision
+from specdistill.decoding.proposer import Proposer
+from specdistill.evaluation.measurement.configurations import MeasurementPlan, Settings
+from specdistill.evaluation.measurement.hardware import describe_hardware, list_software
+from specdistill.evaluation.measurement.losslessness import Divergences, summarize_greedy
+from specdistill.evaluation.report.build import (
+    build_context_rows,
+    build_report,
+    build_result_rows,
+    build_theory,
+    select_headline,
+)
+from specdistill.evaluation.report.phrases import Report
+from specdistill.evaluation.report.schema import (
+    MeasurementDocument,
+    SamplingTestDocument,
+)
+from specdistill.evaluation.statistics.records import PromptRecord
+from specdistill.evaluation.statistics.theory import RoundCost
+from specdistill.evaluation.suites.suite import Suite
+from specdistill.targets.frozen import FrozenTarget
+
+
+@dataclass(frozen=True)
+class DraftResult:
+    """The result of one draft in one configuration.
+
+    Attributes:
+        records: the record of each prompt.
+        divergences: the divergence of each prompt (see `greedy_check`); empty where greedy decoding
+            was not checked.
+    """
+
+    records: list[PromptRecord]
+    divergences: Divergences
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens that one repetition generates with the draft."""
+        return sum(record.speculative.num_tokens for record in self.records)
+
+
+@dataclass(frozen=True)
+class ConfigurationResult:
+    """The result of one configuration.
+
+    Attributes:
+        drafts: the result of each draft, in the order of the drafts that were measured together.
+        resources: the seconds and memory of the measurement (see `resources_used`).
+    """
+
+    drafts: list[DraftResult]
+    resources: MeasurementDocument
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The result of measuring one draft: the main configuration first, then the swept ones.
+
+    Attributes:
+        settings: the settings of the main configuration.
+        configurations: the result of each configuration.
+        sampling_test: the test of sampling in the main configuration, or the reason why there is
+            none.
+        costs: the costs of a round at every K' up to K, in the main configuration.
+        resources: the seconds and memory of the whole measurement (see `resources_used`). Processes
+            of a launch other than the first have no resources, test or costs.
+        weights: the sha256 of the weights of several targets; None for one target.
+    """
+
+    settings: Settings
+    configurations: Sequence[DraftResult]
+    sampling_test: SamplingTestDocument | str = ""
+    costs: Sequence[RoundCost] = ()
+    resources: Mapping[str, Any] = field(default_factory=dict)
+    weights: str | None = None
+
+    @property
+    def records(self) -> list[PromptRecord]:
+        """The records of all configurations."""
+        return list(chain.from_iterable(result.records for result in self.configurations))
+
+
+def sum_resources(parts: Sequence[Mapping[str, Any]]) -> MeasurementDocument:
+    """Add up the seconds of the parts of a measurement; the peak of memory is the highest."""
+    return {
+        "seconds": sum(part["seconds"] for part in parts),
+        "peak_memory_bytes": max(part["peak_memory_bytes"] for part in parts),
+    }
+
+
+def merge_processes(
+    plans: Sequence[MeasurementPlan], results_by_process: Sequence[Sequence[ConfigurationResult]]
+) -> list[ConfigurationResult]:
+    """Merge the results of processes that each measured a share of the prompts on their own device.
+
+    Acceptance and losslessness are those of all prompts. Speedups are those of the first device
+    alone: the records of the other devices lose their baseline.
+    """
+    if len(results_by_process) == 1:
+        return list(results_by_process[0])
+    merged = []
+    for plan, *results in zip(plans, *results_by_process, strict=True):
+        first = results[0]
+        drafts = []
+        for number in range(len(first.drafts)):
+            drafts.append(_merge_shares(plan, [result.drafts[number] for result in results]))
+        merged.append(ConfigurationResult(drafts, first.resources))
+    return merged
+
+
+def _merge_shares(plan: MeasurementPlan, shares: Sequence[DraftResult]) -> DraftResult:
+    """Merge the results of one draft over processes, with records in the order of the prompts."""
+    index_of_prompt = {prompt.id: index for index, prompt in enumerate(plan.prompts)}
+    records = list(shares[0].records)
+    divergences = list(shares[0].divergences)
+    for share in shares[1:]:
+        for record in share.records:
+            records.append(replace(record, baseline=None, hf_generate=None))
+        divergences += share.divergences
+    records.sort(key=lambda record: index_of_prompt[record.id])
+    return DraftResult(records, divergences)
+
+
+def merge_adapters(measurements: Sequence[Measurement], weights: str) -> Measurement:
+    """Merge the measurements of one draft with several adapters of a target.
+
+    The greedy completions were compared with those of each adapted target. The sampling test with
+    the lowest p-value is kept, and the costs of rounds of the last adapter.
+
+    Args:
+        measurements: the measurement with each adapter.
+        weights: the sha256 of the weights of all adapted targets.
+    """
+    configurations = []
+    for results in zip(*(entry.configurations for entry in measurements), strict=True):
+        records = []
+        for result in results:
+            records.extend(result.records)
+        divergences = []
+        for result in results:
+            divergences.extend(result.divergences)
+        configurations.append(DraftResult(records, divergences))
+    return Measurement(
+        measurements[0].settings,
+        configurations,
+        min((entry.sampling_test for entry in measurements), key=_rank_sampling_test),
+        measurements[-1].costs,
+        sum_resources([entry.resources for entry in measurements]),
+        weights,
+    )
+
+
+def _rank_sampling_test(test: SamplingTestDocument | str) -> float:
+    """Return the p-value; a test that is missing ranks before all others."""
+    return float("-inf") if isinstance(test, str) else float(test["p_value"])
+
+
+def build_draft_report(
+    target: FrozenTarget,
+    proposer: Proposer,
+    suite: Suite,
+    measurement: Measurement,
+    draft: Mapping[str, object],
+) -> Report:
+    """Build the report of the main configuration, with rows for the other configurations.
+
+    `draft` describes the draft as `describe_draft` does.
+    """
+    settings = measurement.settings
+
+    # Build the rows of each configuration from its records.
+    rows_by_configuration = []
+    for result in measurement.configurations:
+        rows_by_configuration.append(
+            build_result_rows(
+                result.records, suite, result.records[0].configuration, seed=settings.seed
+            )
+        )
+    main_rows = rows_by_configuration[0]
+    main_records = measurement.configurations[0].records
+
+    # Describe the target, and its weights as far as they are known.
+    described_target = {"model": target.name, "revision": target.revision, "dtype": target.dtype}
+    weights = measurement.weights
+    if weights is None and target.files:
+        weights = target.identity.weights
+    if weights:
+        described_target["weights"] = weights
+    if target.quantization:
+        described_target["quantization"] = target.quantization
+
+    # Summarize losslessness over all configurations, with the sampling test or why there is none.
+    lossless = summarize_greedy(
+        list(chain.from_iterable(result.divergences for result in measurement.configurations))
+    )
+    not_measured = {}
+    if isinstance(measurement.sampling_test, str):
+        not_measured["lossless.sampling_test"] = measurement.sampling_test
+    else:
+        lossless["sampling_test"] = measurement.sampling_test
+
+    return build_report(
+        target={**described_target, "parameters": target.num_parameters},
+        draft={**draft, "parameters": proposer.num_parameters, "bytes": proposer.num_bytes},
+        hardware=describe_hardware(target.device),
+        software=list_software(),
+        settings={
+            **settings.described,
+            "compile": settings.compile,
+            "draft_sampling": "probabilistic"
+            if proposer.has_drawn_candidates(settings.sampling, settings.tree)
+            else "greedy",
+            "drafting": dict(proposer.settings),
+        },
+        suite=suite,
+        results=list(chain.from_iterable(rows_by_configuration)),
+        context=build_context_rows(main_records),
+        headline=select_headline(main_rows, main_records),
+        theory=build_theory(
+            main_rows[0],
+            measurement.costs,
+            proposer.count_passes,
+            depends_on_width=proposer.depends_on_width,
+        ),
+        lossless=lossless,
+        not_measured=not_measured,
+        measurement=dict(measurement.resources),
+        git_revision=read_git_revision(),
+    )

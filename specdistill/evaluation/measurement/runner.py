@@ -1,0 +1,459 @@
+"""Measure drafts: decode every prompt with and without each draft, interleaved.
+
+`measure` is the only runner. An evaluation measures one draft in several configurations. A
+comparison measures several drafts in one configuration. The device should be otherwise idle.
+
+Timing is paired. The arms of a measurement are plain decoding, and decoding with each draft. For
+each prompt they run one right after the other, and the arm that comes first rotates. Every
+repetition goes through all prompts again, so a drift of the machine affects all arms alike. A
+prompt's times are sums over its rounds, which are robust to stalls (see `compute_timing`). Prompts
+with disturbed rounds are decoded again.
+
+With a batch size above 1, prompts are decoded in batches, in the suite's order, and all arms get
+the same batches. A prompt's time is then its share of the batch: an equal part of each round that
+it took part in (see `Decoder.generate_all`). The shares add up to the time of the batch, so totals
+and speedups are right. The share of a single prompt depends on its neighbours, so confidence
+intervals of times resample batches.
+
+A proposer that looks up earlier outputs (`UsesPastOutputs`) knows the plain outputs of the prompts
+that come before a prompt or its batch, in the same order in every repetition. It never knows the
+prompt's own output, nor those of another configuration. In the warm-up and the tests it knows none.
+"""
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from specdistill.common.errors import logger
+from specdistill.common.processes import (
+    all_gather_object,
+    find_rank_and_world_size,
+    init_process_group,
+    is_first,
+)
+from specdistill.common.progress import show_progress
+from specdistill.decoding.decoder import Decoder
+from specdistill.decoding.proposer import Proposer
+from specdistill.evaluation.measurement.cache import (
+    CACHE_FOLDER,
+    MeasurementCache,
+    identify_draft,
+)
+from specdistill.evaluation.measurement.configurations import (
+    MeasurementPlan,
+    Settings,
+    plan_measurement,
+)
+from specdistill.evaluation.measurement.hardware import freeze_garbage_collector, measure_resources
+from specdistill.evaluation.measurement.in_engine import measure_in_engine
+from specdistill.evaluation.measurement.loading import (
+    LoadedDraft,
+    check_processes,
+    load_recipe_draft,
+    split_adapters,
+)
+from specdistill.evaluation.measurement.losslessness import (
+    Divergences,
+    check_greedy,
+    count_check_passes,
+    generate_greedily,
+    run_sampling_test,
+)
+from specdistill.evaluation.measurement.prompt_runs import (
+    BatchGenerations,
+    PromptRuns,
+    add_generations,
+    build_prompt_records,
+    create_prompt_runs,
+    decode_batch,
+    generate_with_transformers,
+    is_disturbed,
+    log_estimate,
+    measure_round_costs,
+    remember_outputs,
+    sample_batches,
+    split_into_batches,
+    sum_seconds,
+)
+from specdistill.evaluation.measurement.quality import add_quality
+from specdistill.evaluation.measurement.results import (
+    ConfigurationResult,
+    DraftResult,
+    Measurement,
+    build_draft_report,
+    merge_adapters,
+    merge_processes,
+    sum_resources,
+)
+from specdistill.evaluation.report.phrases import Report
+from specdistill.evaluation.report.text import print_power_analysis
+from specdistill.evaluation.statistics.records import PromptRecord
+from specdistill.evaluation.suites.suite import Suite, SuiteRow, load_suite
+from specdistill.methods.load import describe_draft
+from specdistill.methods.recipe import Recipe
+from specdistill.targets.files import combine_hashes
+from specdistill.targets.frozen import FrozenTarget
+
+ENGINE_FOLDER = "engine"  # next to the report's files: what the servers of an engine load and print
+# Prompts on which transformers' `generate()` is timed as well. With fewer, its confidence interval
+# is wider than 5 %.
+MAX_HF_PROMPTS = 32
+# How often a prompt is decoded again because rounds of it were disturbed.
+MAX_EXTRA_REPETITIONS = 3
+
+
+def measure_recipe(recipe: Recipe, folder: Path) -> tuple[Report, list[PromptRecord]]:
+    """Measure a recipe's draft, here or in the engine that `eval.engine` names.
+
+    Args:
+        recipe: the recipe.
+        folder: the folder of the report. A measurement in this process caches its progress in
+            CACHE_FOLDER, so that an interrupted run resumes. A measurement in an engine leaves in
+            ENGINE_FOLDER what its servers load and print.
+
+    Returns:
+        The report, before a gate has judged it, and its records.
+    """
+    suite = load_suite(recipe.eval.suite, recipe.target.model)
+    _, num_processes = init_process_group()
+    if num_processes > 1:
+        check_processes(recipe)
+
+    # Measure in an inference engine.
+    if recipe.eval.engine != "specdistill":
+        return measure_in_engine(recipe, suite, folder / ENGINE_FOLDER)
+
+    # Or measure in this process, with each adapter in turn if the target has several.
+    cache_folder = folder / CACHE_FOLDER
+    if isinstance(recipe.target.adapter, list):
+        loaded, suite, measurement = _measure_adapters(
+            recipe, recipe.target.adapter, suite, cache_folder
+        )
+    else:
+        loaded = load_recipe_draft(recipe, suite)
+        measurement = _measure_loaded(recipe, loaded, suite, cache_folder)
+
+    # The first process builds the report, and all processes return it.
+    result = None
+    if is_first():
+        report = build_draft_report(
+            loaded.target,
+            loaded.proposer,
+            suite,
+            measurement,
+            describe_draft(loaded.draft, recipe.method),
+        )
+        add_quality(
+            report,
+            measurement.records,
+            suite,
+            special_tokens=loaded.target.tokenizer.all_special_tokens,
+        )
+        if loaded.target.device.type == "cuda":
+            report["hardware"]["count"] = num_processes
+        result = report, measurement.records
+    result_of_first: tuple[Report, list[PromptRecord]] = all_gather_object(result)[0]
+    return result_of_first
+
+
+def _measure_adapters(
+    recipe: Recipe, adapters: Sequence[str], suite: Suite, cache_folder: Path
+) -> tuple[LoadedDraft, Suite, Measurement]:
+    """Measure one draft with each of a target's adapters in turn.
+
+    Returns:
+        The last target with the draft, the suite with its rows for each adapter, and the merged
+        measurement.
+    """
+    weights: list[str] = []
+    rows: list[SuiteRow] = []
+    measurements: list[Measurement] = []
+    loaded = None
+    for adapted in split_adapters(recipe, adapters, suite):
+        number = len(measurements) + 1
+        logger.info(f"Adapter {number} of {len(adapters)}: {adapters[number - 1]}")
+        # Only one target is in memory at a time: free the last one before loading the next one.
+        loaded = None
+        loaded = load_recipe_draft(adapted.recipe, adapted.suite, adapted.made_for)
+        measurements.append(_measure_loaded(adapted.recipe, loaded, adapted.suite, cache_folder))
+        weights.append(loaded.target.identity.weights)
+        rows += adapted.suite.rows
+    assert loaded is not None
+    loaded.target.name = f"{recipe.target.model} + {', '.join(adapters)}"
+    return (
+        loaded,
+        replace(suite, rows=tuple(rows)),
+        merge_adapters(measurements, combine_hashes(weights)),
+    )
+
+
+def _measure_loaded(
+    recipe: Recipe, loaded: LoadedDraft, suite: Suite, cache_folder: Path
+) -> Measurement:
+    """Measure every configuration of a recipe with a draft that is loaded."""
+    target = loaded.target
+    proposer = loaded.proposer
+    plans = plan_measurement(
+        recipe.eval,
+        suite,
+        target.tokenizer,
+        max_length=target.max_length,
+        vocab_size=target.vocab_size,
+    )
+    if is_first():
+        print_power_analysis([prompt.cluster or prompt.id for prompt in plans[0].prompts])
+    if any(plan.settings.batch_size > 1 for plan in plans):
+        Decoder(target, proposer).check_batches()  # fail before anything is measured
+    identity = identify_draft(target, proposer, suite, method=recipe.method, draft=loaded.draft)
+    (measurement,) = measure(
+        target,
+        [proposer],
+        suite,
+        plans,
+        MeasurementCache(cache_folder, [identity]),
+        num_draws=recipe.eval.sampling_draws,
+    )
+    return measurement
+
+
+def measure(
+    target: FrozenTarget,
+    proposers: Sequence[Proposer],
+    suite: Suite,
+    plans: Sequence[MeasurementPlan],
+    cache: MeasurementCache,
+    *,
+    num_draws: int | None,
+) -> list[Measurement]:
+    """Measure drafts together in every configuration, against one baseline.
+
+    Every process of a launch calls this function, and measures its share of the prompts.
+
+    Args:
+        target: the target that verifies.
+        proposers: the drafts.
+        suite: the suite that is measured.
+        plans: the main configuration, then the others.
+        cache: the cache of results, which may hold those of an interrupted measurement.
+        num_draws: draws of the test of sampling. None: as many as the measurement is worth (see
+            `run_sampling_test`).
+
+    Returns:
+        The measurement of each draft.
+    """
+    # Each process measures its share of the prompts.
+    rank, num_processes = find_rank_and_world_size()
+    main_plan = plans[0]
+    own_plans = [plan.process_share(rank, num_processes) for plan in plans]
+
+    # Measure every configuration, unless an interrupted measurement has finished it.
+    own_results = []
+    for number, plan in enumerate(own_plans, start=1):
+        fingerprint = cache.compute_fingerprint(plan)
+        result = cache.load_result(fingerprint)
+        if result is None:
+            if len(plans) > 1:
+                logger.info(f"Configuration {number} of {len(plans)}")
+            result = measure_configuration(
+                target, proposers, suite, plan, cache, is_main=number == 1, num_draws=num_draws
+            )
+            cache.save_result(fingerprint, result)
+        own_results.append(result)
+
+    # Merge the results of the processes. Only the first process does the rest.
+    results = merge_processes(plans, all_gather_object(own_results))
+    measurements = []
+    for number in range(len(proposers)):
+        draft_results = [result.drafts[number] for result in results]
+        measurements.append(Measurement(main_plan.draft_settings(number), draft_results))
+    if not is_first():
+        return measurements
+
+    # In the main configuration, test sampling, and time rounds with fewer draft tokens.
+    tests = []
+    costs = []
+    with measure_resources(target.device) as resources:
+        for proposer, measurement in zip(proposers, measurements, strict=True):
+            settings = measurement.settings
+            tests.append(
+                run_sampling_test(
+                    target,
+                    proposer,
+                    main_plan.prompts,
+                    settings,
+                    num_draws=num_draws,
+                    num_tokens=settings.repeats * measurement.configurations[0].num_tokens,
+                )
+            )
+            costs.append(measure_round_costs(target, proposer, main_plan.prompts, settings))
+    all_resources = sum_resources([*(result.resources for result in results), resources])
+    return [
+        replace(measurement, sampling_test=test, costs=round_costs, resources=all_resources)
+        for measurement, test, round_costs in zip(measurements, tests, costs, strict=True)
+    ]
+
+
+def measure_configuration(
+    target: FrozenTarget,
+    proposers: Sequence[Proposer],
+    suite: Suite,
+    plan: MeasurementPlan,
+    cache: MeasurementCache,
+    *,
+    is_main: bool,
+    num_draws: int | None,
+) -> ConfigurationResult:
+    """Measure drafts together in one configuration.
+
+    Args:
+        target: the target that verifies.
+        proposers: the drafts.
+        suite: the suite that is measured.
+        plan: the configuration and its prompts.
+        cache: the cache of batches.
+        is_main: whether this is the main configuration. It is checked to be lossless even if it
+            samples; its prompts are then decoded greedily as well.
+        num_draws: draws of the test of sampling that follows the main configuration.
+    """
+    with measure_resources(target.device) as resources:
+        # Estimate the number of passes of the checks that follow.
+        num_check_passes = 0
+        if is_main:
+            for number in range(len(proposers)):
+                settings = plan.draft_settings(number)
+                num_check_passes += count_check_passes(plan.prompts, settings, num_draws)
+
+        # Decode all prompts.
+        runs, cached_seconds = decode_prompts(
+            target, proposers, plan, cache, num_check_passes=num_check_passes
+        )
+
+        # Check greedy decoding, and build the records of each draft.
+        generate = generate_greedily(target, plan.settings)
+        drafts = []
+        for number, proposer in enumerate(proposers):
+            settings = plan.draft_settings(number)
+            divergences: Divergences = []
+            if is_main or settings.sampling.is_greedy:
+                divergences = check_greedy(target, proposer, runs[number], settings, generate)
+            records = build_prompt_records(
+                suite.name, settings.configuration, target, proposer, runs[number]
+            )
+            drafts.append(DraftResult(records, divergences))
+    resources["seconds"] += cached_seconds
+    return ConfigurationResult(drafts, resources)
+
+
+class Arm(NamedTuple):
+    """One arm of the paired measurement: plain decoding, or decoding with one of the drafts."""
+
+    decoder: Decoder
+    settings: Settings
+
+
+def build_arms(
+    target: FrozenTarget, proposers: Sequence[Proposer], plan: MeasurementPlan
+) -> list[Arm]:
+    """Build the arms of a measurement: plain decoding first, then each draft."""
+    arms = [Arm(Decoder(target, compiled=plan.settings.compile), plan.settings)]
+    for number, proposer in enumerate(proposers):
+        settings = plan.draft_settings(number)
+        arms.append(Arm(Decoder(target, proposer, compiled=settings.compile), settings))
+    return arms
+
+
+def decode_prompts(
+    target: FrozenTarget,
+    proposers: Sequence[Proposer],
+    plan: MeasurementPlan,
+    cache: MeasurementCache,
+    *,
+    num_check_passes: int = 0,
+) -> tuple[list[list[PromptRuns]], float]:
+    """Decode every prompt `repeats` times without a draft and with each of the drafts.
+
+    The drafts share one baseline, and their times are paired with each other. Sampled tokens are
+    the same in each repetition, because every prompt has its own seed.
+
+    Args:
+        target: the target that verifies.
+        proposers: the drafts.
+        plan: the configuration and its prompts.
+        cache: the cache of batches.
+        num_check_passes: about how many passes of the target the checks take that follow. The
+            estimate of the remaining time includes them.
+
+    Returns:
+        The runs of each draft, by prompt, and the seconds of the decoding that was read from the
+        cache.
+    """
+    settings = plan.settings
+    arms = build_arms(target, proposers, plan)
+    batches = split_into_batches(plan.prompts, settings.batch_size)
+    hf_batches = sample_batches(batches, math.ceil(MAX_HF_PROMPTS / settings.batch_size))
+    runs = create_prompt_runs(batches, settings, len(proposers))
+
+    # Read the batches that were decoded before an interruption.
+    fingerprint = cache.compute_fingerprint(plan)
+    cached_batches = deque(cache.load_batches(fingerprint))
+    cached_seconds = sum_seconds(cached_batches)
+    num_runs = settings.repeats * len(plan.prompts)
+    for cached_arms in list(cached_batches)[: settings.repeats * len(batches)]:
+        num_runs -= len(cached_arms[0])
+
+    # Warm up. The last batch gives an estimate of how long the measurement takes, because the first
+    # one may include compilation.
+    warmup_batches = sample_batches(batches, settings.warmup)
+    generations: BatchGenerations = []
+    with freeze_garbage_collector():
+        for batch in warmup_batches:
+            generations = [decode_batch(arm.decoder, batch, arm.settings) for arm in arms]
+            generate_with_transformers(target, batch, generations[0], settings)
+    is_estimated = bool(warmup_batches)
+    if is_estimated:
+        log_estimate(generations, num_runs, num_check_passes)
+
+    # Disturbed rounds are found by comparing repetitions, so a single repetition shows none.
+    max_extra_repetitions = MAX_EXTRA_REPETITIONS if settings.repeats > 1 else 0
+    title = f"Measuring {len(plan.prompts)} prompts, {settings.repeats} times each"
+    with show_progress(title, num_runs, "runs") as advance, freeze_garbage_collector():
+        for repetition in range(settings.repeats + max_extra_repetitions):
+            # After the requested repetitions, decode only the disturbed batches again.
+            is_extra = repetition >= settings.repeats
+            due_batches = batches
+            if is_extra:
+                due_batches = [
+                    batch for batch in batches if is_disturbed(runs, batch, settings.repeats)
+                ]
+                advance(0, more=sum(len(batch.prompts) for batch in due_batches))
+
+            for number, batch in enumerate(due_batches):
+                # Take the batch from the cache if it was decoded before an interruption.
+                if cached_batches:
+                    add_generations(runs, batch, cached_batches.popleft())
+                    continue
+
+                # Decode it in every arm. The arm that comes first rotates.
+                remember_outputs(proposers, runs[0][: batch.start])
+                first_arm = (repetition + number) % len(arms)
+                generations = [[] for _ in arms]
+                for index in [*range(first_arm, len(arms)), *range(first_arm)]:
+                    arm = arms[index]
+                    generations[index] = decode_batch(arm.decoder, batch, arm.settings)
+                if not is_estimated and not is_extra:
+                    is_estimated = True
+                    log_estimate(generations, num_runs, num_check_passes)
+
+                # Decode some of the batches with transformers' `generate()`, too.
+                if batch in hf_batches:
+                    generations.append(
+                        generate_with_transformers(target, batch, generations[0], settings)
+                    )
+                cache.append_batch(fingerprint, generations)
+                add_generations(runs, batch, generations)
+                advance(len(batch.prompts))
+    remember_outputs(proposers, [])
+    return runs, cached_seconds

@@ -1,0 +1,545 @@
+"""Build the report as one document, from its measured parts.
+
+The parts are:
+
+- result rows, computed from the records of prompts: one for the whole suite, one for each category;
+- the numbers to quote;
+- findings: what a reader should know before quoting the numbers.
+
+Every number is a formula of specdistill.evaluation.statistics.metrics. A number that was not
+measured is absent, with the reason under `not_measured`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from specdistill import __version__
+from specdistill.common.credentials import remove_places
+from specdistill.evaluation.report.phrases import Report
+from specdistill.evaluation.report.schema import ContextBucketDocument
+from specdistill.evaluation.statistics.intervals import compute_interval, compute_macro_interval
+from specdistill.evaluation.statistics.metrics import (
+    METRICS,
+    PromptSums,
+    collect_prompt_sums,
+    compute_value,
+    count_acceptance,
+    group_rounds_by_context,
+)
+from specdistill.evaluation.statistics.records import ALL_PROMPTS, Configuration, PromptRecord
+from specdistill.evaluation.statistics.theory import (
+    BETTER_K_GAIN,
+    RoundCost,
+    alpha_from_acceptance_length,
+    compute_deviation_from_rising,
+    compute_speedup_curve,
+    select_best_point,
+)
+from specdistill.evaluation.suites.suite import Suite
+from specdistill.serving.engines import ENGINES
+
+Numbers = dict[str, Any]  # numbers by their names in the report's schema
+
+# Parts of a report that name files and servers of the machine.
+NAMING = ("engine", "suite", "target", "draft", "not_measured")
+PREDICTED_METRICS = ("predicted_speedup", "prediction_gap")
+METRICS_WITHOUT_INTERVAL = (
+    "draft_ms",
+    "verify_ms",
+    "baseline_step_ms",
+    "overhead_factor",
+    *PREDICTED_METRICS,
+    "decode_speedup",
+)
+ACCEPTANCE = ("acceptance_length_vllm", "acceptance_rate")
+SPEEDS = ("tokens_per_second", "baseline_tokens_per_second", "speedup")
+METRICS_WITH_INTERVAL = ("mean_acceptance_length", *ACCEPTANCE, *SPEEDS)
+METRICS_OF_DRAFTS = (
+    *ACCEPTANCE,
+    "acceptance_rate_per_position",
+    "conditional_acceptance_rate",
+    "draft_ms",
+    *PREDICTED_METRICS,
+)
+METRICS_OF_ROUNDS = (
+    "mean_acceptance_length",
+    "overhead_factor",
+    "verify_ms",
+    "baseline_step_ms",
+    "decode_speedup",
+)
+# Below this share of the speed of transformers' `generate()`, the baseline flatters the draft.
+SLOW_BASELINE = 0.95
+MAX_PREDICTION_GAP = {"cpu": 0.10, "cuda": 0.03}  # by device: times on a CPU vary more
+WIDE_INTERVAL = 0.05  # half-width, as a share of the speedup
+
+
+def build_report(
+    *,
+    suite: Suite,
+    headline: Numbers,
+    theory: Numbers | None,
+    not_measured: Mapping[str, str],
+    git_revision: str | None,
+    engine: Mapping[str, object] | None = None,
+    incomplete: str | None = None,
+    **sections: Any,
+) -> Report:
+    """Build the report, as report.schema.json describes it.
+
+    It is not yet judged: its gate has no rules and does not pass.
+
+    Args:
+        suite: the suite that was measured.
+        headline: the numbers to quote.
+        theory: what the cost model says; None if nothing was drafted.
+        not_measured: why parts of the report are absent, by their names.
+        git_revision: the revision of the code; None outside of a git checkout.
+        engine: the program that decoded, if it was not this package.
+        incomplete: why the measurement was cut short; None if it was not.
+        sections: target, draft, hardware, software, settings, results, context and lossless, as
+            the report has them.
+    """
+    # Say why each absent part is absent.
+    absent = {
+        **({} if git_revision else {"git_revision": "the code is not in a git checkout"}),
+        **({} if theory else {"theory": "nothing was drafted"}),
+        **not_measured,
+        **({"incomplete": incomplete} if incomplete else {}),
+    }
+    optional = {"git_revision": git_revision, "incomplete": bool(incomplete), "theory": theory}
+
+    # The parts that stand in every report, then the measured sections.
+    report: Numbers = {
+        "schema_version": 3,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "specdistill_version": __version__,
+        **{name: part for name, part in optional.items() if part},
+        "engine": dict(engine or {"name": "specdistill", "version": __version__}),
+        "suite": {
+            **{
+                name: getattr(suite, name)
+                for name in ("name", "version", "licence", "source", "sha256")
+            },
+            "num_prompts": len(suite.rows),
+        },
+        "headline": headline,
+        **sections,
+        "gate": {"verdict": None, "passed": False, "rules": []},
+        "not_measured": absent,
+    }
+
+    # Names of folders on this machine are not for publication.
+    report |= remove_places({name: report[name] for name in NAMING})
+    return {
+        **report,
+        "findings": [
+            {"name": name, "message": message} for name, message in list_findings(report).items()
+        ],
+    }
+
+
+def build_result_rows(
+    records: Sequence[PromptRecord],
+    suite: Suite,
+    configuration: Configuration,
+    *,
+    seed: int,
+    reasons: Mapping[str, str] = MappingProxyType({}),
+) -> list[Numbers]:
+    """Build the rows of a configuration from its records.
+
+    The first is the suite's row (`category: all`). The others are one for each category, in the
+    suite's order.
+
+    Args:
+        records: the records of the configuration.
+        suite: the suite that was measured.
+        configuration: how it was measured.
+        seed: the seed of the bootstrap.
+        reasons: why this way of measuring cannot give some numbers, by their names.
+    """
+    groups = {ALL_PROMPTS: list(records)}
+    for record in records:
+        groups.setdefault(record.category, []).append(record)
+    return [
+        {
+            "suite": suite.name,
+            "suite_version": suite.version,
+            "category": category,
+            **asdict(configuration),
+            **_compute_row_numbers(group, configuration, seed, reasons),
+        }
+        for category, group in groups.items()
+    ]
+
+
+def build_context_rows(records: Sequence[PromptRecord]) -> list[ContextBucketDocument]:
+    """Return the acceptance length by the number of tokens before a round, in powers of two."""
+    rows: list[ContextBucketDocument] = []
+    for bucket, emitted in sorted(group_rounds_by_context(records).items()):
+        rows.append(
+            {
+                "bucket": f"{bucket}-{2 * bucket - 1}",
+                "num_rounds": len(emitted),
+                "mean_acceptance_length": sum(emitted) / len(emitted),
+            }
+        )
+    return rows
+
+
+def build_theory(
+    row: Numbers,
+    costs: Sequence[RoundCost],
+    passes: Callable[[int], int],
+    *,
+    depends_on_width: bool = False,
+) -> Numbers | None:
+    """Return what the suite's row implies: alpha, v and c at K, and the speedup to expect.
+
+    The curve has the speedup to expect at K' up to K. Means are over all rounds, so the curve at K
+    is the row's prediction. For a tree, K is the depth, and c·K the cost of drafting all its nodes.
+
+    Args:
+        row: the row of the whole suite.
+        costs: rounds timed at K' up to K. Only what they cost relative to each other counts.
+        passes: returns the forward passes of the draft in a round with K' draft tokens.
+        depends_on_width: whether acceptance is known at K alone (see `Proposer`), so that the curve
+            has no K' between.
+
+    Returns:
+        The section `theory` of the report; None without drafts.
+    """
+    # The theory needs all of these numbers.
+    needed = (
+        "mean_acceptance_length",
+        "verify_ms",
+        "draft_ms",
+        "baseline_step_ms",
+        "predicted_speedup",
+    )
+    if any(name not in row for name in needed):
+        return None
+    step_ms = row["baseline_step_ms"]
+    k = row["num_speculative_tokens"]
+    # The cost of all nodes of a tree. It is less where a draft stops early.
+    draft_ms = row["draft_ms"] * row["num_draft_tokens"] / row["num_rounds"]
+    cost = RoundCost(k, row["verify_ms"], draft_ms)
+
+    # If the cost of a pass depends on K, the times of shorter drafts say nothing about the longer
+    # one.
+    shorter = () if depends_on_width else costs
+    curve = compute_speedup_curve(
+        row["emitted_per_position"], row["num_drafts"], step_ms, cost, shorter
+    )
+    return {
+        "alpha": alpha_from_acceptance_length(row["mean_acceptance_length"], k),
+        "K": k,
+        "v": cost.verify_ms / step_ms,
+        "c": cost.draft_ms / k / step_ms,
+        "predicted": row["predicted_speedup"],
+        "best_k": select_best_point(curve)["k"],
+        "cost_deviation": compute_deviation_from_rising(shorter),
+        "curve": [{**point, "draft_passes": passes(int(point["k"]))} for point in curve],
+    }
+
+
+def select_headline(rows: Sequence[Numbers], records: Sequence[PromptRecord]) -> Numbers:
+    """Return the numbers to quote of a configuration, from its rows and records.
+
+    These are acceptance length and speedup. They are given as macro-averages over the categories,
+    and as the micro-averages of the whole suite. In the latter a category counts by its drafts or
+    its time.
+    """
+    # Only numbers that every category has can be averaged over the categories.
+    # Quote only metrics that every category has.
+    by_category = [row for row in rows if row["category"] != ALL_PROMPTS]
+    quoted = []
+    for name in ("mean_acceptance_length", "speedup"):
+        if by_category and all(name in row for row in by_category):
+            quoted.append(name)
+    if not quoted:
+        return {}
+    sums = collect_prompt_sums(records)
+    categories = [record.category for record in records]
+    macro: Numbers = {}
+    for name in quoted:
+        macro[name] = sum(row[name] for row in by_category) / len(by_category)
+        bounds = compute_macro_interval(METRICS[name], sums, categories)
+        if bounds:
+            macro[f"{name}_ci95"] = list(bounds)
+    return {
+        **macro,
+        "average": (
+            f"macro over {len(by_category)} categories, each a micro-average over its rounds"
+        ),
+        "micro": {
+            **{
+                key: rows[0][key]
+                for name in quoted
+                for key in (name, f"{name}_ci95")
+                if key in rows[0]
+            },
+            "average": f"micro over {rows[0]['num_new_tokens']} tokens of {len(records)} prompts",
+        },
+    }
+
+
+def _compute_row_numbers(
+    records: Sequence[PromptRecord],
+    configuration: Configuration,
+    seed: int,
+    reasons: Mapping[str, str],
+) -> Numbers:
+    """Return the numbers of a row, computed from its records, and why others are absent."""
+    # Counts and metrics are computed from the sums over prompts.
+    sums = collect_prompt_sums(records)
+    timed = sum(record.hf_generate is not None for record in records)
+    row: Numbers = {
+        "num_prompts": len(records),
+        "num_batches": len(np.unique(sums["batch"])) if "batch" in sums else len(records),
+        "num_new_tokens": int(sums["num_tokens"].sum()),
+        **(
+            {}
+            if np.isnan(sums["num_rounds"]).any()
+            else {"num_rounds": int(sums["num_rounds"].sum())}
+        ),
+        **(
+            {"num_looping": sum(map(is_looping, records))}
+            if all(record.token_ids for record in records)
+            else {}
+        ),
+        **({"hf_generate_num_prompts": timed} if timed else {}),
+        "num_empty": int((sums["num_tokens"] <= 1).sum()),
+        "num_disturbed_rounds": int(
+            sum(np.nansum(sums[f"{side}num_disturbed_rounds"]) for side in ("", "baseline_"))
+        ),
+        **count_acceptance(records, configuration.num_speculative_tokens),
+        **_estimate_metrics(sums, seed),
+    }
+
+    # A number that is present needs no reason for its absence.
+    absent = {**_list_reasons(row), **reasons}
+    return {
+        **row,
+        "not_measured": {name: reason for name, reason in absent.items() if name not in row},
+    }
+
+
+def _estimate_metrics(sums: PromptSums, seed: int) -> Numbers:
+    """Return each metric that was measured, with its interval.
+
+    The speedup over transformers' `generate()` is only included if the baseline is slower than
+    that.
+    """
+    numbers: Numbers = {}
+    is_slow = (compute_value(METRICS["baseline_over_hf_generate"], sums) or 1.0) < SLOW_BASELINE
+    for name, metric in METRICS.items():
+        if (is_slow or name != "speedup_over_hf_generate") and (
+            point := compute_value(metric, sums)
+        ) is not None:
+            numbers[name] = point
+            if name not in METRICS_WITHOUT_INTERVAL and (
+                bounds := compute_interval(metric, sums, seed=seed)
+            ):
+                numbers[f"{name}_ci95"] = list(bounds)
+    return numbers
+
+
+def is_looping(record: PromptRecord) -> bool:
+    """Return whether the completion ends in a loop, which inflates acceptance.
+
+    It does if its last 48 tokens repeat with a period of at most 16.
+    """
+    tail = record.token_ids[-48:]
+    return len(tail) == 48 and any(tail[period:] == tail[:-period] for period in range(1, 17))
+
+
+def _list_reasons(row: Numbers) -> dict[str, str]:
+    """Return the reason for each number that a row may lack."""
+    # The reasons of the numbers that compare with transformers' `generate()`.
+    hf = "none of these prompts was among those timed"
+    fast = (
+        "the baseline is as fast as transformers' generate()"
+        if "baseline_over_hf_generate" in row
+        else hf
+    )
+
+    # The reasons of absent intervals.
+    few = (
+        "fewer than two prompts"
+        if row["num_prompts"] < 2
+        else "its resamples are undefined: too few prompts or conversations"
+    )
+    one_batch = row["num_batches"] == 1 < row["num_prompts"]
+    timed = "its prompts share the times of one batch" if one_batch else few
+    return {
+        **dict.fromkeys(SPEEDS, "no time was measured"),
+        **dict.fromkeys(METRICS_OF_DRAFTS, "nothing was drafted"),
+        **dict.fromkeys(METRICS_OF_ROUNDS, "every completion ended with its first token"),
+        **dict.fromkeys(("hf_generate_tokens_per_second", "baseline_over_hf_generate"), hf),
+        "speedup_over_hf_generate": fast,
+        "context_ratio": (
+            "too few drafts at a long or a short context"
+            if row["num_drafts"]
+            else "nothing was drafted"
+        ),
+        "vocabulary_coverage": "this method can propose any token",
+        **{
+            f"{name}_ci95": timed if METRICS[name].is_timed else few
+            for name in METRICS_WITH_INTERVAL
+            if name in row
+        },
+    }
+
+
+def list_findings(report: Report) -> dict[str, str]:
+    """Return findings, one sentence by name each: what the numbers alone do not show."""
+    return {
+        **dict(_list_timing_findings(report)),
+        **dict(_list_losslessness_findings(report)),
+        **dict(_list_drafting_findings(report)),
+    }
+
+
+def _list_timing_findings(report: Report) -> Iterator[tuple[str, str]]:
+    """Yield findings about how far the times can be trusted."""
+    row = report["results"][0]
+
+    # Findings about an interrupted measurement, and about times that do not add up.
+    if report.get("incomplete"):
+        yield (
+            "incomplete",
+            f"The measurement was cut short: {report['not_measured']['incomplete']}. Its numbers"
+            " are those of a part.",
+        )
+    bound = MAX_PREDICTION_GAP.get(report["hardware"]["device"], MAX_PREDICTION_GAP["cpu"])
+    if "speedup" in row and row.get("prediction_gap", 0) > bound:
+        yield (
+            "prediction_gap",
+            (
+                f"The measured speedup ({row['speedup']:.2f}×) is {row['prediction_gap']:.0%} away"
+                f" from the predicted one ({row['predicted_speedup']:.2f}×), more than {bound:.0%};"
+                f" without prefill it is {row['decode_speedup']:.2f}×."
+            ),
+        )
+    if row.get("baseline_over_hf_generate", 1) < SLOW_BASELINE:
+        yield (
+            "slow_baseline",
+            (
+                f"The baseline has {row['baseline_over_hf_generate']:.0%} of the speed of"
+                " transformers' generate(); over that the speedup is"
+                f" {row['speedup_over_hf_generate']:.2f}×."
+            ),
+        )
+
+    # Findings about noise: stalls, and too few prompts.
+    count = row.get("num_disturbed_rounds")
+    if count:
+        yield (
+            "disturbed",
+            f"Dropped as outliers: {count} rounds took far longer than in other repetitions,"
+            " probably by other work on the machine; their prompts were timed again.",
+        )
+    low, high = row.get("speedup_ci95", (0.0, 0.0))
+    half = (high - low) / 2 / row.get("speedup", 1.0)
+    if half > WIDE_INTERVAL:
+        yield (
+            "wide_interval",
+            f"{row['num_prompts']} prompts: the speedup is only known to ±{half:.0%}.",
+        )
+
+
+def _list_losslessness_findings(report: Report) -> Iterator[tuple[str, str]]:
+    """Yield findings about whether the counted tokens are those that the target generates."""
+    row = report["results"][0]
+    settings = report["settings"]
+    lossless = report["lossless"]
+    engine = ENGINES.get(report.get("engine", {}).get("name", ""))
+
+    # Findings about how tokens were counted.
+    if engine and engine.counts_past_end and row["num_drafts"]:
+        most = row["num_prompts"] * settings["num_speculative_tokens"] / row["num_drafts"]
+        yield (
+            "past_the_end",
+            (
+                f"{engine.title} also counts tokens that it accepts past the end of a completion: "
+                f"acceptance_length_vllm is up to {most:.2f} too high."
+            ),
+        )
+
+    # Findings about differences between the outputs.
+    count = lossless.get("unexplained_divergences")
+    if count:
+        yield (
+            "divergence",
+            f"{count} of {lossless['prompts_checked']} greedy completions are not the target's,"
+            " where rounding does not explain it.",
+        )
+    count = lossless.get("near_ties")
+    if count:
+        yield (
+            "near_ties",
+            (
+                f"{count} greedy completions diverge from the target's at a near-tie of its best"
+                " logits."
+            ),
+        )
+    if lossless.get("sampling_test", {}).get("negative_control_p_value", 0) > 0.05:
+        yield (
+            "insensitive_sampling_test",
+            "The sampling test did not detect a rule that is wrong on purpose: it shows little"
+            " here.",
+        )
+
+
+def _list_drafting_findings(report: Report) -> Iterator[tuple[str, str]]:
+    """Yield findings about what drafting did, and about what would be better."""
+    # Findings about rounds that drafted nothing, and about completions that say little.
+    row = report["results"][0]
+    without = (
+        1 - row["num_drafts"] / row["num_rounds"]
+        if row["num_drafts"] and "num_rounds" in row
+        else 0.0
+    )
+    if without > 0.05:
+        yield (
+            "rounds_without_draft",
+            (
+                f"Nothing was drafted in {without:.0%} of the rounds. The acceptance length "
+                f"({row['mean_acceptance_length']:.2f}) counts these rounds; "
+                f"1 + accepted / drafts is {row['acceptance_length_vllm']:.2f}."
+            ),
+        )
+    if row["num_empty"]:
+        yield (
+            "empty_completions",
+            f"{row['num_empty']} of {row['num_prompts']} completions ended with their first token:"
+            " no draft helps there.",
+        )
+    if row.get("num_looping", 0) > 0.1 * row["num_prompts"]:
+        yield (
+            "loops",
+            f"{row['num_looping']} of {row['num_prompts']} completions degenerate into repetition,"
+            " which inflates acceptance.",
+        )
+
+    # Another K is recommended only if it is clearly faster.
+    theory = report.get("theory")
+    if theory and theory["best_k"] != theory["K"]:
+        best = select_best_point(theory["curve"])["predicted_speedup"]
+        low, high = row.get("speedup_ci95", (0.0, 0.0))
+        uncertainty = (high - low) / 2 / row.get("speedup", 1.0)
+        if best > theory["predicted"] * (
+            1 + max(BETTER_K_GAIN, uncertainty, theory.get("cost_deviation", 0.0))
+        ):
+            yield (
+                "best_k",
+                f"K = {theory['best_k']} is predicted to be faster ({best:.2f}×) than the"
+                f" K = {theory['K']} measured.",
+            )

@@ -1,0 +1,344 @@
+"""Draw the plots of the report and of a comparison, as SVG.
+
+Every plot is 420 units wide. So two fit side by side on a desktop and one on a phone, with readable
+labels on both.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from markupsafe import Markup, escape
+
+from specdistill.evaluation.report.phrases import (
+    ResultRow,
+    format_bracketed_interval,
+    format_number,
+    format_percent,
+    format_times,
+)
+
+WIDTH = 420
+LEFT, RIGHT = 46, 22  # margins of plots with a vertical axis
+TOP = 22
+BOTTOM_MARGIN = 30
+AXIS = 16  # the height of an axis's name
+LETTER = 7.6  # the width that a character of a label takes, generously
+# The height of a name above what it names, and the number of characters that fit there.
+LABEL_OFFSET = 14
+MAX_LABEL_CHARACTERS = int(WIDTH / LETTER)
+
+NamedRows = Sequence[tuple[str, ResultRow]]
+Ticks = Sequence[tuple[float, str]]  # (value, label)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A linear map from [low, high] to [start, end]."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def __call__(self, value: float) -> float:
+        return round(
+            self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start), 1
+        )
+
+
+def draw_acceptance_by_position(row: ResultRow) -> Markup | None:
+    """Draw the acceptance rate of each position.
+
+    A bar shows the unconditional rate, and a dot the rate once the position is reached.
+    """
+    # Without rates there is no chart.
+    rates: Sequence[float | None] = row.get("acceptance_rate_per_position", [])
+    if not rates:
+        return None
+
+    # The scale, and the width of a bar.
+    height = 230
+    y = Scale(0, 1, height - BOTTOM_MARGIN - AXIS, TOP)
+    slot = (WIDTH - LEFT - RIGHT) / len(rates)
+    width = round(min(slot * 0.56, 56), 1)
+    drawn = _draw_y_axis(y, [(share, format_percent(share)) for share in (0, 0.25, 0.5, 0.75, 1)])
+    titles = []
+
+    # Draw a bar for each position, with its conditional rate as a dot.
+    for index, (rate, conditional) in enumerate(
+        zip(rates, row["conditional_acceptance_rate"], strict=True)
+    ):
+        centre = round(LEFT + slot * (index + 0.5), 1)
+        top = y(rate or 0)
+        label = format_percent(rate)
+        titles.append(
+            f"position {index + 1}: {label} of drafts, {format_percent(conditional)} once reached"
+        )
+        drawn.append(
+            _tag(
+                "rect",
+                _tag("title", titles[-1]),
+                x=round(centre - width / 2, 1),
+                y=top,
+                width=width,
+                height=round(y.start - top, 1),
+                fill="var(--bar)",
+            )
+        )
+        if width > 4 * LETTER and y.start - top > 20:
+            drawn.append(_draw_text(centre, y.start - 7, label, anchor="middle", kind="strong"))
+        if conditional is not None:
+            drawn.append(_draw_dot(centre, y(conditional), 4.5, "paper", "mine"))
+        name = index + 1 if slot > 2 * LETTER or index % 4 == 0 else ""
+        drawn.append(_draw_text(centre, y.start + 17, name, anchor="middle"))
+    drawn.append(
+        _draw_text((LEFT + WIDTH - RIGHT) / 2, height - 6, "position in the draft", anchor="middle")
+    )
+    return _draw_figure(height, "Acceptance rate by position in the draft", drawn, titles)
+
+
+def draw_acceptance_by(what: str, named_rows: NamedRows, k: int) -> Markup | None:
+    """Draw a line for each row: its acceptance length and the interval.
+
+    The axis goes from 1 (no gain) to K + 1 (all draft tokens accepted).
+    """
+    x = Scale(1, k + 1, 16, WIDTH - 52)
+    return _draw_lines(
+        named_rows,
+        "mean_acceptance_length",
+        format_number,
+        x,
+        [(value, str(value)) for value in range(1, k + 2, 1 + k // 8)],
+        f"Acceptance length by {what}",
+        "acceptance length, tokens per round",
+    )
+
+
+def draw_speedup_by(what: str, named_rows: NamedRows, axis: str) -> Markup | None:
+    """Draw a line for each row: its speedup and the interval. Plain decoding is dashed."""
+    ends = [1.0]
+    for _, row in named_rows:
+        if "speedup" in row:
+            ends.extend(_read_interval(row, "speedup"))
+    x = Scale(*_round_bounds(ends), 16, WIDTH - 52)
+    ticks = [(value, f"{value:g}×") for value in _choose_ticks(x.low, x.high)]
+    return _draw_lines(named_rows, "speedup", format_times, x, ticks, f"Speedup {what}", axis)
+
+
+def _draw_lines(
+    named_rows: NamedRows,
+    metric: str,
+    formatted: Callable[[float], str],
+    x: Scale,
+    ticks: Ticks,
+    label: str,
+    axis: str,
+) -> Markup | None:
+    """Draw a line for each row that has the metric: its value and interval, below its name."""
+    named_rows = [(name, row) for name, row in named_rows if metric in row]
+    if not named_rows:
+        return None
+    step = 30 + LABEL_OFFSET
+    top = 12
+    bottom = top + step * len(named_rows)
+    # Draw the axis with its ticks.
+    drawn = [_draw_line(x(value), top, x(value), bottom, "line") for value, _ in ticks]
+    drawn += [_draw_text(x(value), bottom + 17, shown, anchor="middle") for value, shown in ticks]
+    if metric == "speedup":
+        drawn.append(_draw_line(x(1.0), top, x(1.0), bottom, "muted", stroke_dasharray="3 4"))
+    # Draw for each row its name, the interval, and the value.
+    for index, (name, row) in enumerate(named_rows):
+        y = top + step * index + LABEL_OFFSET + 15
+        shown = (
+            name if len(name) <= MAX_LABEL_CHARACTERS else f"…{name[1 - MAX_LABEL_CHARACTERS :]}"
+        )
+        low, high = _read_interval(row, metric)
+        drawn += [
+            # The name hides the lines of the ticks behind it.
+            _tag(
+                "rect",
+                x=0,
+                y=y - 22,
+                width=round(len(shown) * LETTER),
+                height=14,
+                fill="var(--paper)",
+            ),
+            _draw_text(0, y - 11, shown),
+            _draw_line(x(low), y, x(high), y, "bar", stroke_width=6, stroke_linecap="round"),
+            _draw_dot(x(row[metric]), y, 4.5, "good"),
+            _draw_text(WIDTH, y + 4, formatted(row[metric]), anchor="end", kind="strong"),
+        ]
+    drawn.append(
+        _draw_text((x(ticks[0][0]) + x(ticks[-1][0])) / 2, bottom + 34, axis, anchor="middle")
+    )
+    values = (
+        f"{name}: {formatted(row[metric])}{format_bracketed_interval(row, metric)}"
+        for name, row in named_rows
+    )
+    return _draw_figure(bottom + 40, label, drawn, values)
+
+
+def draw_speedup_by_k(theory: Mapping[str, Any] | None, rows: Sequence[ResultRow]) -> Markup | None:
+    """Draw the speedup over K': predicted, its ceiling, and measured.
+
+    The ceiling is the speedup of a draft without cost: the acceptance length. The measured speedup
+    of each row has its interval. Returns None with neither a prediction nor a second measured K.
+    """
+    measured = [row for row in rows if "speedup" in row]
+    if theory is None and len(measured) < 2:
+        return None
+
+    # Collect what is shown: the predicted curve, the ceiling by K, and the measured intervals.
+    curve: list[dict[str, float]] = theory["curve"] if theory else []
+    ceiling = {point["k"]: point["mean_acceptance_length"] for point in curve} or {0: 1.0}
+    ceiling |= {
+        row["num_speculative_tokens"]: row["mean_acceptance_length"]
+        for row in rows
+        if "mean_acceptance_length" in row
+    }
+    intervals = [_read_interval(row, "speedup") for row in measured]
+
+    # Draw the axes, with a dashed line for plain decoding.
+    height = 260
+    longest = max(1, int(max(ceiling)), *(row["num_speculative_tokens"] for row in measured))
+    x = Scale(0, longest, LEFT + 8, WIDTH - RIGHT - 14)
+    ends = [
+        1.0,
+        *ceiling.values(),
+        *(point["predicted_speedup"] for point in curve),
+        *itertools.chain(*intervals),
+    ]
+    y = Scale(*_round_bounds(ends), height - BOTTOM_MARGIN - AXIS, TOP)
+    drawn = _draw_y_axis(y, [(value, f"{value:g}×") for value in _choose_ticks(y.low, y.high)])
+    drawn += [
+        _draw_text(x(k), y.start + 17, k, anchor="middle")
+        for k in range(0, longest + 1, 1 + longest // 13)
+    ]
+    drawn.append(_draw_line(LEFT, y(1.0), WIDTH - RIGHT, y(1.0), "muted", stroke_dasharray="3 4"))
+
+    # Draw the ceiling, the prediction with its best K, and the measured speedups.
+    highest = [(x(k), y(length)) for k, length in sorted(ceiling.items())]
+    predicted = [(x(point["k"]), y(point["predicted_speedup"])) for point in curve]
+    drawn.append(_draw_path(highest, "muted", stroke_width=1.5, stroke_dasharray="6 3"))
+    drawn.append(_draw_path(predicted, "bar", stroke_width=2.5))
+    for point, place in zip(curve, predicted, strict=True):
+        best = theory is not None and point["k"] == theory["best_k"]
+        drawn.append(_draw_dot(*place, 5 if best else 3.5, "good" if best else "bar"))
+    for row, (low, high) in zip(measured, intervals, strict=True):
+        along = x(row["num_speculative_tokens"])
+        drawn.append(_draw_line(along, y(low), along, y(high), "mine", stroke_width=2))
+        drawn.append(
+            _draw_dot(along, y(row["speedup"]), 4.5, "paper", "mine", format_speedup_at_k(row))
+        )
+    drawn.append(
+        _draw_text(
+            (LEFT + WIDTH - RIGHT) / 2, height - 6, "K, tokens drafted per round", anchor="middle"
+        )
+    )
+
+    # The values are listed as text, too.
+    values = [f"measured at {format_speedup_at_k(row)}" for row in measured] + [
+        f"predicted at K = {point['k']}: {format_times(point['predicted_speedup'])}"
+        for point in curve
+    ]
+    return _draw_figure(
+        height, "Speedup against K: predicted, its ceiling, and measured", drawn, values
+    )
+
+
+def format_speedup_at_k(row: ResultRow) -> str:
+    """Return the measured speedup of a row in words, with its K and interval."""
+    speedup = f"{format_times(row['speedup'])}{format_bracketed_interval(row, 'speedup')}"
+    return f"K = {row['num_speculative_tokens']}: {speedup}"
+
+
+def _tag(name: str, content: object = "", **attributes: object) -> Markup:
+    """Return an SVG element whose values are all escaped.
+
+    The argument `stroke_width` sets the attribute stroke-width. An attribute with the value None is
+    left out.
+    """
+    given_attributes = {
+        key.replace("_", "-"): escape(value)
+        for key, value in attributes.items()
+        if value is not None
+    }
+    written = "".join(f' {key}="{value}"' for key, value in given_attributes.items())
+    return Markup(f"<{name}{written}>{escape(content)}</{name}>")
+
+
+def _draw_figure(
+    height: float, label: str, drawn: Iterable[Markup], values: Iterable[str]
+) -> Markup:
+    """Return a figure.
+
+    Args:
+        height: its height, in the units of WIDTH.
+        label: its name.
+        drawn: its elements.
+        values: what it shows, in words, for readers who do not see it.
+    """
+    inside = Markup("\n").join([_tag("desc", "; ".join(values)), *drawn])
+    return _tag("svg", inside, viewBox=f"0 0 {WIDTH} {height}", role="img", aria_label=label)
+
+
+def _draw_text(
+    x: float, y: float, content: object, *, anchor: str | None = None, kind: str | None = None
+) -> Markup:
+    return _tag("text", content, **{"class": kind}, x=x, y=y, text_anchor=anchor)
+
+
+def _draw_line(x1: float, y1: float, x2: float, y2: float, colour: str, **style: object) -> Markup:
+    return _tag("line", x1=x1, y1=y1, x2=x2, y2=y2, stroke=f"var(--{colour})", **style)
+
+
+def _draw_path(points: Iterable[tuple[float, float]], colour: str, **style: object) -> Markup:
+    written = " ".join(f"{along},{up}" for along, up in points)
+    return _tag("polyline", points=written, fill="none", stroke=f"var(--{colour})", **style)
+
+
+def _draw_dot(
+    x: float, y: float, radius: float, fill: str, stroke: str = "", title: str = ""
+) -> Markup:
+    edge = {"stroke": f"var(--{stroke})", "stroke_width": 2} if stroke else {}
+    return _tag(
+        "circle",
+        _tag("title", title) if title else "",
+        cx=x,
+        cy=y,
+        r=radius,
+        fill=f"var(--{fill})",
+        **edge,
+    )
+
+
+def _draw_y_axis(y: Scale, ticks: Ticks) -> list[Markup]:
+    lines = [_draw_line(LEFT, y(value), WIDTH - RIGHT, y(value), "line") for value, _ in ticks]
+    return lines + [
+        _draw_text(LEFT - 6, y(value) + 4, label, anchor="end") for value, label in ticks
+    ]
+
+
+def _read_interval(row: ResultRow, metric: str) -> tuple[float, float]:
+    """Return the metric's interval; its value twice if there is none."""
+    low, high = row.get(f"{metric}_ci95", (row[metric], row[metric]))
+    return low, high
+
+
+def _round_bounds(values: Sequence[float]) -> tuple[float, float]:
+    """Return bounds of an axis: the next tenths outside of the values, with some room."""
+    return max(0.0, int(min(values) * 10 - 1) / 10), int(max(values) * 10 + 1.999) / 10
+
+
+def _choose_ticks(low: float, high: float) -> list[float]:
+    """Return round values for the ticks of an axis: seven at most."""
+    steps = [0.005]
+    for power in range(-2, 9):
+        steps += [digits * 10**power for digits in (1, 2, 2.5, 5)]
+    step = next(step for step in steps if (high - low) / step <= 6)
+    first = int(low / step + 0.999999) * step
+    return [
+        round(first + index * step, 3) for index in range(int((high - first) / step + 1e-9) + 1)
+    ]

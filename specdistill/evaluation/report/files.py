@@ -1,0 +1,444 @@
+"""The folder of a report: written completely or not at all, read, and rendered from its JSON files.
+
+report.html is one self-contained file, which shows the verdict first. Every value is escaped: names
+and model output come from outside.
+
+The page's token view has the completion of each prompt, round by round, as compact JSON that the
+page renders one prompt at a time. If all prompts would make the page too large, it has as many as
+fit, chosen evenly over the categories. samples.jsonl holds all of them.
+
+Several reports can be summarized in a Markdown table with a row for each.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+from pydantic import TypeAdapter, ValidationError
+
+from specdistill.common.documents import read_json
+from specdistill.common.errors import ResourceError, UserError, convert_errors
+from specdistill.common.folders import check_writable
+from specdistill.common.terminal import make_printable
+from specdistill.evaluation.report import charts, phrases, tables
+from specdistill.evaluation.report.phrases import (
+    Report,
+    format_bracketed_interval,
+    format_number,
+    format_times,
+    is_lossless,
+)
+from specdistill.evaluation.report.schema import ReportDocument, build_schema
+from specdistill.evaluation.report.tables import find_fastest_lengths, tabulate_by_load
+from specdistill.evaluation.report.text import escape_markdown, format_table, to_markdown
+from specdistill.evaluation.statistics.metrics import MIN_BUCKET_ROUNDS
+from specdistill.evaluation.statistics.records import (
+    ALL_PROMPTS,
+    PromptRecord,
+    read_records,
+    select_records,
+    write_records,
+)
+from specdistill.evaluation.suites.suite import select_evenly
+
+REPORT = "report.json"
+SAMPLES = "samples.jsonl"
+FILES = (REPORT, SAMPLES, "report.md", "report.html", "junit.xml")
+# Parts of a report that change when it is judged again, and the hash of all other parts.
+JUDGED_PARTS = ("gate", "baseline", "digest")
+SCALARS = ("number", "integer", "boolean")
+# Numbers of a row that belong to its configuration.
+ROW_IDENTITY = ("num_speculative_tokens", "temperature", "batch_size")
+Sample = dict[str, object]  # a prompt of the token view, as its script reads it
+SummaryNumbers = dict[str, Any]  # the numbers of one report, by column
+MAX_BYTES = 4_000_000  # of the embedded JSON, so that a page stays below 5 MB and opens at once
+PROMPT_CHARACTERS = 400  # how much of a long prompt's end is shown
+# The columns of the table of several reports.
+SUMMARY_HEAD = (
+    "method",
+    "draft",
+    "target",
+    "suite",
+    "K",
+    "acceptance length",
+    "speedup",
+    "lossless",
+    "verdict",
+)
+
+
+def write_report(folder: Path, report: Report, records: Sequence[PromptRecord]) -> None:
+    """Write report.json, samples.jsonl and the files that are rendered from them.
+
+    Nothing appears in `folder` before everything is ready.
+    """
+    validate_report(report)
+    with stage_files(folder) as staging:
+        text = json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        (staging / REPORT).write_text(text, encoding="utf-8")
+        write_records(records, staging / SAMPLES)
+        render(staging)
+
+
+def check_replaceable(folder: Path, key: str, names: Sequence[str] = FILES) -> None:
+    """Check that files can be written to a folder without overwriting files of somebody else.
+
+    Args:
+        folder: the folder, which need not exist.
+        key: the key that errors name.
+        names: the files to be written. The first one, a report or a comparison, tells whether
+            earlier files are from specdistill.
+
+    Raises:
+        UserError: for a folder that cannot be written, and for files of somebody else.
+    """
+    check_writable(folder, key)
+    existing_name = next((name for name in names if (folder / name).exists()), None)
+    is_own = False
+    with suppress(OSError, ValueError, TypeError):
+        is_own = "specdistill_version" in read_json(folder / names[0])
+    if existing_name is not None and not is_own:
+        raise UserError(
+            key,
+            got=f"{folder}, which holds {existing_name} and no {names[0]} of specdistill",
+            expected="a new folder",
+        )
+
+
+@contextmanager
+def stage_files(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder, whose files move to `folder` at the end, JSON first.
+
+    Raises:
+        ResourceError: when the disk fails.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".report-") as name:
+            yield Path(name)
+            for path in sorted(Path(name).iterdir(), key=lambda path: path.suffix != ".json"):
+                os.replace(path, folder / path.name)
+    except OSError as error:
+        raise ResourceError(
+            f"could not write to {folder} ({error.strerror})", next_step="free the disk"
+        ) from error
+
+
+def compute_digest(report: Report, records: Sequence[PromptRecord]) -> str:
+    """Return the sha256 of what was measured: a report without its verdict, and its records.
+
+    It is to be taken right after the measurement. The parts in JUDGED_PARTS are left out.
+    """
+    measured = {name: part for name, part in report.items() if name not in JUDGED_PARTS}
+    content = json.dumps(
+        [measured, [asdict(record) for record in records]], sort_keys=True, allow_nan=False
+    )
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def read_report(path: Path, key: str = "report") -> tuple[Report, list[PromptRecord]]:
+    """Read report.json and the records next to it.
+
+    Args:
+        path: report.json or its folder.
+        key: the key that errors name.
+
+    Raises:
+        UserError: if one of the two is missing or invalid.
+    """
+    path = path / REPORT if path.is_dir() else path
+    return read_document(path, key), read_records(path.parent / SAMPLES, key)
+
+
+def read_document(path: Path, key: str = "report") -> Report:
+    """Read report.json, given by its path or its folder, without the records.
+
+    Raises:
+        UserError: if it is missing or invalid.
+    """
+    path = path / REPORT if path.is_dir() else path
+    with convert_errors((OSError, ValueError), key, path, "a report.json"):
+        report: Report = read_json(path)
+    validate_report(report, str(path), key)
+    return report
+
+
+def render(folder: Path) -> None:
+    """Render report.md, report.html and junit.xml, from report.json and samples.jsonl alone."""
+    report, records = read_report(folder)
+    (folder / "report.md").write_text(to_markdown(report), encoding="utf-8")
+    (folder / "report.html").write_text(to_html(report, records), encoding="utf-8")
+    junit = load_template("evaluation/report/junit.xml.j2").render(report=report)
+    # XML cannot hold the characters that `printable` replaces.
+    (folder / "junit.xml").write_text(f"{make_printable(junit)}\n", encoding="utf-8")
+
+
+@cache
+def _build_adapter() -> TypeAdapter[ReportDocument]:
+    return TypeAdapter(ReportDocument)
+
+
+def validate_report(report: object, name: str = "report.json", key: str = "report") -> None:
+    """Raise UserError, naming the first field, if a report does not fit the schema."""
+    try:
+        _build_adapter().validate_python(report)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        place = ".".join(map(str, wrong["loc"])) or "the whole document"
+        raise UserError(
+            key,
+            got=f"{name} with {place}: {wrong['msg'][:200]}",
+            expected="a report of schema version 3: measure again with this specdistill",
+        ) from error
+
+
+@cache
+def list_row_metrics() -> tuple[str, ...]:
+    """Return the names of the numbers of a result row that a rule can test."""
+    fields = build_schema()["$defs"]["ResultDocument"]["properties"]
+    return tuple(
+        name
+        for name, field in fields.items()
+        if field.get("type") in SCALARS and name not in ROW_IDENTITY
+    )
+
+
+@cache
+def list_document_metrics() -> tuple[str, ...]:
+    """Return the dotted paths of the numbers and booleans outside the result rows.
+
+    An example is `lossless.greedy_identical`.
+    """
+    return tuple(_list_scalars(build_schema()))
+
+
+def _list_scalars(node: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, field in node.get("properties", {}).items():
+        field = (
+            build_schema()["$defs"][field["$ref"].rpartition("/")[2]] if "$ref" in field else field
+        )
+        if field.get("type") in SCALARS and prefix:
+            yield f"{prefix}{name}"
+        elif name != "gate":
+            yield from _list_scalars(field, f"{prefix}{name}.")
+
+
+@cache
+def load_template(name: str) -> Template:
+    """Load a template by its path in the package.
+
+    All values are escaped. A missing value is an error.
+    """
+    templates = Environment(
+        loader=PackageLoader("specdistill", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    templates.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":")}
+    templates.filters |= {
+        "number": phrases.format_number,
+        "times": phrases.format_times,
+        "percent": phrases.format_percent,
+        "interval": phrases.format_interval,
+    }
+    templates.filters["at_k"] = charts.format_speedup_at_k
+    templates.globals |= {"phrases": phrases, "tables": tables, "charts": charts}
+    return templates.get_template(name)
+
+
+def to_html(report: Report, records: Sequence[PromptRecord]) -> str:
+    """Return the content of report.html."""
+    row = report["results"][0]
+    main_records = select_records(row, records)
+
+    # Contexts with few rounds are not drawn.
+    contexts = [
+        context for context in report["context"] if context["num_rounds"] >= MIN_BUCKET_ROUNDS
+    ]
+
+    def swept(setting: str, shown: str) -> list[tuple[str, phrases.ResultRow]]:
+        return [
+            (shown.format(line[setting]), line)
+            for line in tables.sweep(report, setting)
+            if line[setting] != ALL_PROMPTS
+        ]
+
+    return load_template("evaluation/report/report.html.j2").render(
+        title=phrases.format_title(report),
+        verdict=phrases.format_verdict(report),
+        settings=phrases.format_settings(report),
+        created=report["created"],
+        report=report,
+        row=row,
+        named=[(phrases.name_row(line), line) for line in tables.select_main_rows(report)],
+        swept=swept,
+        contexts=[(context["bucket"].replace("-", " to "), context) for context in contexts],
+        min_rounds=MIN_BUCKET_ROUNDS,
+        by_k=tables.sweep(report, "num_speculative_tokens") or [row],
+        by_load=tabulate_by_load(find_fastest_lengths(report)),
+        latency=tables.tabulate_latency(main_records),
+        samples=select_samples(main_records),
+        num_records=len(main_records),
+    )
+
+
+def to_picture(report: Report, records: Sequence[PromptRecord]) -> str:
+    """Return the report as one SVG, for pages that are kept elsewhere.
+
+    It shows the verdict, the numbers, a marked completion, and acceptance by position.
+    """
+    row = report["results"][0]
+    # The completion with the most different tokens comes first, because a loop shows little.
+    varied = sorted(select_records(row, records), key=lambda record: -len(set(record.token_ids)))
+    return make_printable(
+        load_template("evaluation/report/picture.svg.j2").render(
+            report=report, row=row, sample=next(iter(select_samples(varied)), None)
+        )
+    )
+
+
+def select_samples(records: Sequence[PromptRecord], max_bytes: int = MAX_BYTES) -> list[Sample]:
+    """Return a sample for each prompt whose rounds are known, in the order of the records.
+
+    If the samples would take more than `max_bytes` of JSON, only as many as fit are returned,
+    chosen evenly over the categories.
+    """
+    records = [record for record in records if record.counts is None]
+    every = [_sample(record) for record in records]
+    sizes = [
+        len(json.dumps(sample, ensure_ascii=False, separators=(",", ":")).encode()) + 1
+        for sample in every
+    ]
+    # Choose fewer samples, evenly over the categories, until they fit.
+    chosen = list(range(len(every)))
+    while (size := sum(sizes[index] for index in chosen)) > max_bytes:
+        count = min(len(chosen) - 1, len(chosen) * max_bytes // size)
+        chosen = select_evenly(range(len(every)), [record.category for record in records], count)
+    return [every[index] for index in chosen]
+
+
+def _sample(record: PromptRecord) -> Sample:
+    """Return the sample of a prompt for the token view.
+
+    A round is [emitted tokens, how many of them were drafted, rejected draft tokens], with tokens
+    as text. For a tree these follow one path, and the number of other nodes is appended. The
+    speedup is None without a baseline. It is also None in a batch, whose prompts share its times.
+    """
+    # Times of a batch are shared, so they are shown for single prompts only.
+    rounds = record.rounds
+    ours = record.speculative
+    plain = record.baseline if record.configuration.batch_size == 1 else None
+    return {
+        "id": record.id,
+        "category": record.category.replace("_", " "),
+        "prompt": record.prompt
+        if len(record.prompt) <= PROMPT_CHARACTERS
+        else f"…{record.prompt[-PROMPT_CHARACTERS:]}",
+        "first": record.first_token_text,
+        "rounds": [
+            [
+                round_record.emitted_text,
+                len(round_record.accepted),
+                round_record.drafted_text[len(round_record.accepted) :],
+                *filter(None, [round_record.num_off_path]),
+            ]
+            for round_record in record.rounds
+        ],
+        "length": round(sum(len(round_record.emitted) for round_record in rounds) / len(rounds), 2)
+        if rounds
+        else None,
+        "speedup": round((ours.num_tokens / ours.seconds) / (plain.num_tokens / plain.seconds), 2)
+        if plain
+        else None,
+    }
+
+
+def summarize_reports(places: Sequence[str]) -> tuple[str, list[SummaryNumbers]]:
+    """Return the table of reports in Markdown, and its numbers.
+
+    Args:
+        places: report.json files, their folders, or folders of these.
+
+    Raises:
+        UserError: for a place without a report.
+    """
+    reports = []
+    for place in places:
+        for path in _find_reports(Path(place)):
+            reports.append(read_document(path, "reports"))
+    rows = []
+    for report in reports:
+        rows.append([escape_markdown(cell) for cell in _format_summary_cells(report)])
+    return format_table(SUMMARY_HEAD, rows), [_select_summary_numbers(report) for report in reports]
+
+
+def _find_reports(place: Path) -> Sequence[Path]:
+    """Find the reports of a place: a report.json, that of a folder, or those of its subfolders.
+
+    The subfolders may be those of a run or of a comparison.
+
+    Raises:
+        UserError: if there is no report.
+    """
+    reports = (
+        [place]
+        if place.is_file() or (place / REPORT).is_file()
+        else sorted(place.glob(f"*/{REPORT}"))
+    )
+    if not reports:
+        raise UserError(
+            "reports", got=str(place), expected="a report.json, its folder, or a folder of reports"
+        )
+    return reports
+
+
+def _select_summary_numbers(report: Report) -> SummaryNumbers:
+    """Return the numbers of the whole suite in the main configuration; None if not measured."""
+    row = report["results"][0]
+    draft = report["draft"]
+    numbers = {"acceptance_length": "mean_acceptance_length", "speedup": "speedup"}
+    values = {
+        name: (row.get(metric), *row.get(f"{metric}_ci95", (None, None)))
+        for name, metric in numbers.items()
+    }
+    return {
+        "method": draft["method"],
+        "draft": "@".join(filter(None, (draft["model"], draft["revision"]))) or draft["method"],
+        "target": report["target"]["model"],
+        "suite": row["suite"],
+        "K": row["num_speculative_tokens"],
+        **{
+            f"{name}{end}": value
+            for name, of in values.items()
+            for end, value in zip(("", "_low", "_high"), of, strict=True)
+        },
+        "lossless": is_lossless(report),
+        "verdict": report["gate"]["verdict"],
+    }
+
+
+def _format_summary_cells(report: Report) -> list[str]:
+    numbers = _select_summary_numbers(report)
+    row = report["results"][0]
+    length = (
+        f"{format_number(row.get('mean_acceptance_length'))}"
+        f"{format_bracketed_interval(row, 'mean_acceptance_length')}"
+    )
+    speedup = f"{format_times(row.get('speedup'))}{format_bracketed_interval(row, 'speedup')}"
+    return [
+        *(str(numbers[name]) for name in SUMMARY_HEAD[:5]),
+        length,
+        speedup,
+        {True: "yes", False: "NO", None: "–"}[numbers["lossless"]],
+        numbers["verdict"] or "–",
+    ]

@@ -1,0 +1,623 @@
+"""The words and numbers of a report, the same in every format.
+
+These are the verdict, sentences, names of rows and rules, and `–` for None.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from specdistill.common.progress import format_speed
+from specdistill.evaluation.report.schema import ChangeDocument, RuleDocument
+from specdistill.evaluation.statistics.records import ALL_PROMPTS
+
+Report = dict[str, Any]  # as `ReportDocument` describes it
+ResultRow = Mapping[str, Any]  # a row of a report's results: numbers by the names of metrics
+Settings = Mapping[str, Any]  # the settings of a report
+DEFAULT_CONFIDENCE = 0.95  # of a rule
+# The highest estimate of how many prompts a rule needs: nobody measures more.
+MAX_ESTIMATED_PROMPTS = 10_000
+
+
+def format_times(value: float | None) -> str:
+    """Format a factor, e.g. 1.54×."""
+    return "–" if value is None else f"{value:.2f}×"
+
+
+def format_number(value: float | None, digits: int = 2) -> str:
+    """Format a number with this many digits after the point."""
+    return "–" if value is None else f"{value:,.{digits}f}"
+
+
+def format_percent(value: float | None) -> str:
+    """Format a share as a whole percentage."""
+    return "–" if value is None else f"{value:.0%}"
+
+
+def format_signed(change: float) -> str:
+    """Format a relative change, with a minus as wide as the plus."""
+    return f"{change:+.1%}".replace("-", "−")
+
+
+def format_interval(row: ResultRow, name: str) -> str:
+    """Format a metric's interval, e.g. 1.43 to 1.65; empty if there is none."""
+    return " to ".join(f"{end:.2f}" for end in row.get(f"{name}_ci95") or ())
+
+
+def format_bracketed_interval(row: ResultRow, name: str) -> str:
+    """Format `interval` in brackets, to follow the number."""
+    shown = format_interval(row, name)
+    return f" ({shown})" if shown else ""
+
+
+def format_count(count: int, noun: str) -> str:
+    """Format a count with its noun, in the plural unless the count is 1."""
+    return f"{count} {noun}{'' if count == 1 else 'es' if noun.endswith('ch') else 's'}"
+
+
+def format_duration(seconds: float | None) -> str:
+    """Format a duration in its two largest units that are not zero, e.g. 2 min 21 s."""
+    if seconds is None or seconds < 9.95:
+        return "–" if seconds is None else f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def format_size(num_bytes: int) -> str:
+    """Format bytes in KiB, MiB or GiB."""
+    unit, power = (
+        ("GiB", 30) if num_bytes >= 2**30 else ("MiB", 20) if num_bytes >= 2**20 else ("KiB", 10)
+    )
+    return f"{num_bytes / 2**power:,.1f} {unit}" if num_bytes else "none"
+
+
+def format_scalar(value: object) -> str:
+    """Format a number, a truth value or a name that a rule is about."""
+    return (
+        f"{value:.4g}"
+        if isinstance(value, float)
+        else str(value).lower()
+        if isinstance(value, bool)
+        else str(value)
+    )
+
+
+# For metrics that rules name: the title, the format of the value, the unit, and the factor that
+# converts the value to that unit. Other metrics go by their names.
+METRICS = {
+    "mean_acceptance_length": ("acceptance length", ".2f", " tokens", 1),
+    "acceptance_length_vllm": ("acceptance length by vLLM's counters", ".2f", " tokens", 1),
+    "acceptance_rate": ("acceptance rate", ".3g", "%", 100),
+    "speedup": ("speedup", ".2f", "×", 1),
+    "tokens_per_second": ("tokens per second", ",.0f", "", 1),
+    "draft_ms": ("time to draft a token", ".3f", " ms", 1),
+    "verify_ms": ("time to verify a draft", ".3f", " ms", 1),
+    "baseline_over_hf_generate": (
+        "speed of plain decoding over transformers' generate()",
+        ".2f",
+        "×",
+        1,
+    ),
+    "prediction_gap": ("gap between measured and predicted speedup", ".3g", "%", 100),
+    "context_ratio": (
+        "acceptance length at long contexts over that at shorter ones",
+        ".3g",
+        "%",
+        100,
+    ),
+    "vocabulary_coverage": ("share of tokens that the draft can propose", ".3g", "%", 100),
+    "lossless.greedy_identical": ("greedy completions are the target's", "", "", 1),
+    "lossless.unexplained_divergences": (
+        "greedy completions that are not the target's",
+        ",d",
+        "",
+        1,
+    ),
+    "lossless.sampling_test.p_value": ("p-value of the sampling test", ".2g", "", 1),
+    "lossless.sampling_test.negative_control_p_value": (
+        "p-value of the sampling test on a wrong rule",
+        ".2g",
+        "",
+        1,
+    ),
+    "draft.bytes": ("size of the draft", ",.3g", " MB", 1e-6),
+    "measurement.peak_memory_bytes": ("peak memory", ",.3g", " GB", 1e-9),
+    "measurement.seconds": ("time of the measurement", ",.0f", " s", 1),
+}
+
+
+def format_in_unit(metric: str, value: Any, style: str = "") -> tuple[str, str]:
+    """Return a metric's value as it is written, and its unit."""
+    if isinstance(value, bool | str) or metric not in METRICS:
+        return format_scalar(value), ""
+    if metric == "tokens_per_second" and not style:
+        return format_speed(value), ""
+    _, style_of_metric, unit, scale = METRICS[metric]
+    return format(value * scale, style or style_of_metric), unit
+
+
+def format_title(report: Report) -> str:
+    """Return the title of a report: the method of the draft and its target."""
+    return f"{report['draft']['method']} draft for {report['target']['model']}"
+
+
+def format_verdict(report: Report) -> str:
+    """Return the verdict of the gate as a title, or "Not judged"."""
+    return (report["gate"]["verdict"] or "not judged").capitalize()
+
+
+def format_summary(report: Report) -> str:
+    """Say in one sentence the speedup, how sure it is, and whether the output is the target's."""
+    row = report["results"][0]
+    lossless = report["lossless"]
+    checked = f"{lossless['prompts_checked']} greedy completions"
+    judge = name_reference(report)
+    if not lossless["prompts_checked"]:
+        same = f"no completion compared with {judge}"
+    elif lossless["greedy_identical"]:
+        same = f"all {checked} identical to {judge}"
+    elif lossless.get("unexplained_divergences") == 0:
+        same = f"{checked} equal to {judge} up to {lossless['near_ties']} near-ties"
+    else:
+        same = f"{lossless['divergences']} of {checked} DIFFERENT from {judge}"
+    why = describe_absence(row, "speedup")
+    return f"Speed not measured ({why}), {same}." if why else f"{format_gain(row)}, {same}."
+
+
+def is_lossless(report: Report) -> bool | None:
+    """Return whether greedy completions equal the target's, except at near-ties.
+
+    Rounding explains near-ties. Returns None if the completions were not compared.
+    """
+    unexplained = report["lossless"].get("unexplained_divergences")
+    return report["lossless"].get("greedy_identical") if unexplained is None else not unexplained
+
+
+def name_reference(report: Report) -> str:
+    """Name what generated the completions that those with the draft must equal."""
+    return "transformers' generate()" if _is_specdistill(report) else "the server without a draft"
+
+
+def format_gain(row: ResultRow) -> str:
+    """Format the speedup of a row with its interval, as a phrase."""
+    interval = format_bracketed_interval(row, "speedup")
+    return f"{format_times(row['speedup'])} the speed of plain decoding{interval}"
+
+
+def describe_losslessness(report: Report) -> tuple[str, str]:
+    """Say what the greedy comparison and the sampling test found, or why there was none."""
+    lossless = report["lossless"]
+    absent = report["not_measured"]
+    greedy = f"not compared ({absent.get('lossless.greedy_identical')})"
+    same = "all identical"
+    first = lossless.get("first_divergence")
+    if first:
+        ties = (
+            f"{lossless['near_ties']} of them"
+            if "near_ties" in lossless
+            else f"number unknown ({absent.get('lossless.near_ties')})"
+        )
+        gap = f" (gap {first['top2_gap']:.4f})" if "top2_gap" in first else ""
+        where = f"the first is {first['prompt_id']} at token {first.get('position', '–')}{gap}"
+        same = (
+            f"{lossless['divergences']} differ (at near-ties of the target's best logits: {ties});"
+            f" {where}"
+        )
+
+    # The greedy comparison, if there was one.
+    checked = lossless["prompts_checked"]
+    if checked:
+        greedy = (
+            f"{checked} completions compared token for token with {name_reference(report)}, {same}"
+        )
+
+    # The sampling test, if there was one.
+    sampled = f"not measured ({absent.get('lossless.sampling_test')})"
+    test = lossless.get("sampling_test")
+    if test:
+        sampled = (
+            f"chi-square test that {test['num_draws']} continuations of two tokens follow"
+            f" {name_reference(report)}, p = {test['p_value']:.3g}; for a rule that is wrong on"
+            f" purpose, p = {test['negative_control_p_value']:.1g}"
+        )
+    return f"Greedy: {greedy}.", f"Sampled: {sampled}."
+
+
+def format_about(count: int) -> str:
+    """Format an estimated number of prompts, rounded up to two digits, e.g. about 800."""
+    step = 10 ** max(0, len(str(count)) - 2)
+    return (
+        f"more than {MAX_ESTIMATED_PROMPTS:,}"
+        if count > MAX_ESTIMATED_PROMPTS
+        else f"about {-(-count // step) * step:,}"
+    )
+
+
+def describe_undecided(report: Report) -> str:
+    """Say what an inconclusive verdict lacks and the key that gets it; empty for other verdicts."""
+    rules = [rule for rule in report["gate"]["rules"] if find_outcome(rule) == "inconclusive"]
+    if report["gate"]["verdict"] != "inconclusive":
+        return ""
+    names = ", ".join(dict.fromkeys(map(name_metric, rules)))
+    needed = [rule["prompts_needed"] for rule in rules]
+    if None in needed or (enough := max(needed)) <= report["results"][0]["num_prompts"]:
+        return f"The evidence cannot decide {names}."
+    name = report["suite"]["name"]
+    has = report["suite"]["num_prompts"]
+    how = (
+        f"eval.num_prompts={enough}"
+        if enough <= has
+        else f"a suite with more than the {has} of {name}"
+    )
+    how = "it is too close to the requirement" if enough > MAX_ESTIMATED_PROMPTS else how
+    return f"The evidence cannot decide {names}: {format_about(enough)} prompts could ({how})."
+
+
+def describe_failed_rules(report: Report) -> str:
+    """Say which rules failed the gate, or which it cannot decide; empty if it passed."""
+    rules = report["gate"]["rules"]
+    failed = [name_metric(rule) for rule in rules if find_outcome(rule) == "failed"]
+    return (
+        f"{len(failed)} of {len(rules)} rules failed: {', '.join(dict.fromkeys(failed))}."
+        if failed
+        else describe_undecided(report)
+    )
+
+
+def describe_absence(row: ResultRow, name: str) -> str:
+    """Say why a number is absent; empty if it is present."""
+    return "" if name in row else row["not_measured"].get(name, "not measured")
+
+
+def describe_absences(row: ResultRow, names: Sequence[str]) -> str:
+    """Say which of `names` were not measured, grouped by reason; empty if there are none."""
+    absent: dict[str, list[str]] = {}
+    for name in names:
+        why = describe_absence(row, name)
+        if why:
+            absent.setdefault(why, []).append(name.replace("_ms", "").replace("_", " "))
+    groups = "; ".join(f"{', '.join(group)} ({why})" for why, group in absent.items())
+    return f"Not measured: {groups}." if groups else ""
+
+
+def format_other_speeds(row: ResultRow) -> str:
+    """Format the tokens per second of plain decoding and of transformers' `generate()`."""
+    names = {"baseline_tokens_per_second": "plain", "hf_generate_tokens_per_second": "transformers"}
+    return ", ".join(
+        f"{name} {format_speed(row[metric])}" for metric, name in names.items() if metric in row
+    )
+
+
+def format_averages(report: Report) -> list[str]:
+    """Format the macro- and the micro-average of acceptance length and speedup.
+
+    Each says how it was averaged.
+    """
+    headline = report["headline"]
+    return [
+        f"{row['average']}: acceptance length"
+        f" {format_number(row.get('mean_acceptance_length'))}"
+        f"{format_bracketed_interval(row, 'mean_acceptance_length')},"
+        f" speedup {format_times(row.get('speedup'))}{format_bracketed_interval(row, 'speedup')}"
+        for row in (headline, headline.get("micro"))
+        if row
+    ]
+
+
+def name_row(row: ResultRow) -> str:
+    """Return the name of a row: its category, or its suite for the whole suite."""
+    return (
+        f"all of {row['suite']}"
+        if row["category"] == ALL_PROMPTS
+        else row["category"].replace("_", " ")
+    )
+
+
+def name_configuration(row: ResultRow) -> str:
+    """Say how a row was measured, e.g. simulated, K = 4, greedy, batch 1."""
+    shape = describe_tree(row.get("tree"))
+    cut = (
+        ""
+        if row["context_bucket"] == ALL_PROMPTS
+        else f"prompts cut to {row['context_bucket']} tokens"
+    )
+    parts = (
+        row["suite"],
+        f"K = {row['num_speculative_tokens']}",
+        shape,
+        _format_sampling(row),
+        f"batch {row['batch_size']}",
+        cut,
+    )
+    return ", ".join(filter(None, parts))
+
+
+def describe_tree(settings: Settings | None) -> str:
+    """Describe the shape of drafted trees; empty for chains.
+
+    Examples are "tree of 24 tokens, 6 deep, top 4" and "tree with branching 4, 2, 1".
+    """
+    if not settings:
+        return ""
+    if "branching" in settings:
+        return f"tree with branching {', '.join(map(str, settings['branching']))}"
+    return f"tree of {settings['budget']} tokens, {settings['depth']} deep, top {settings['top_k']}"
+
+
+def format_acceptance_length(row: ResultRow) -> str:
+    """Format the acceptance length with its interval.
+
+    If rounds are unknown, it is that of vLLM's counters, and the text says so.
+    """
+    if "mean_acceptance_length" in row or "acceptance_length_vllm" not in row:
+        return format_number(row.get("mean_acceptance_length")) + format_bracketed_interval(
+            row, "mean_acceptance_length"
+        )
+    return (
+        f"{format_number(row['acceptance_length_vllm'])}"
+        f"{format_bracketed_interval(row, 'acceptance_length_vllm')} by vLLM's counters"
+    )
+
+
+def format_per_position(row: ResultRow) -> str:
+    """Format the acceptance rate at each position in the draft."""
+    return "  ".join(map(format_percent, row.get("acceptance_rate_per_position", []))) or "–"
+
+
+def name_metric(rule: RuleDocument) -> str:
+    """Return the name of a rule's metric, in words."""
+    metric = rule["metric"]
+    return METRICS[metric][0] if metric in METRICS else metric.replace("_", " ").replace(".", " ")
+
+
+def format_requirement(rule: RuleDocument) -> str:
+    """Format what a rule requires, e.g. ≥ 1.2×."""
+    ((kind, threshold),) = rule["requirement"].items()
+    sign = {"min": "≥", "max": "≤", "equals": "=", "max_regression": "loss ≤"}[kind]
+    if kind == "max_regression":
+        return f"{sign} {100 * threshold:.3g}%"
+    return f"{sign} {''.join(format_in_unit(rule['metric'], threshold, ',.10g'))}"
+
+
+def format_scope(rule: RuleDocument) -> str:
+    """Format the scope of a rule; "all" for the whole suite."""
+    return ", ".join(map(str, rule["scope"].values())) or "all"
+
+
+def identify_rule(rule: RuleDocument) -> str:
+    """Return an id that does not depend on the threshold, e.g. speedup.min[category=chat]."""
+    (kind,) = rule["requirement"]
+    scope = ",".join(f"{name}={value}" for name, value in rule["scope"].items())
+    confidence = "" if rule["confidence"] == DEFAULT_CONFIDENCE else f"@{rule['confidence']:g}"
+    return f"{rule['metric']}.{kind}{f'[{scope}]' if scope else ''}{confidence}"
+
+
+def name_rule(rule: RuleDocument) -> str:
+    """Format the metric of a rule, what it requires, and its scope."""
+    return f"{name_metric(rule)} {format_requirement(rule)}" + (
+        f" [{format_scope(rule)}]" if rule["scope"] else ""
+    )
+
+
+def format_measured(rule: RuleDocument) -> str:
+    """Format the value of a rule with its unit and interval."""
+    if rule["value"] is None:
+        return "no evidence"
+    is_change = "max_regression" in rule["requirement"]
+    values = (rule["value"], *(rule["ci95"] or ()))
+    (value, unit), *ends = (
+        (format_signed(value), "") if is_change else format_in_unit(rule["metric"], value)
+        for value in values
+    )
+    return f"{value}{unit}" + (f" ({ends[0][0]} to {ends[1][0]})" if ends else "")
+
+
+def note(rule: RuleDocument) -> str:
+    """Say what value and requirement do not show of a rule that is not passed.
+
+    This is why there is no evidence, or how many prompts could decide.
+    """
+    if rule["passed"] or rule["reason"].startswith("no evidence: "):
+        return "" if rule["passed"] else str(rule["reason"]).removeprefix("no evidence: ")
+    at = (
+        ""
+        if rule["confidence"] in (0, DEFAULT_CONFIDENCE)
+        else f"at {rule['confidence']:.0%} confidence"
+    )
+    could = (
+        f"{format_about(rule['prompts_needed'])} prompts could decide"
+        if rule["prompts_needed"]
+        else ""
+    )
+    return ", ".join(filter(None, (at, could)))
+
+
+def format_evidence(rule: RuleDocument) -> str:
+    """Format the measured value of a rule, followed by its note."""
+    return format_measured(rule) + (f"; {note(rule)}" if note(rule) else "")
+
+
+def list_warnings(report: Report) -> list[str]:
+    """Return a sentence for each rule that warns."""
+    return [
+        f"Warning: {name_rule(rule)} is not shown: {format_evidence(rule)}."
+        for rule in report["gate"]["rules"]
+        if find_outcome(rule) == "warning"
+    ]
+
+
+def find_outcome(rule: RuleDocument) -> str:
+    """Return the verdict of a rule, or `warning` if a rule that only warns is not passed."""
+    return "warning" if rule["severity"] == "warn" and not rule["passed"] else str(rule["verdict"])
+
+
+def find_direction(change: ChangeDocument) -> str:
+    """Return better or worse if the interval of a change excludes 0, and open otherwise."""
+    low, high = change.get("ci95", (0.0, 0.0))
+    if low <= 0 <= high:
+        return "open"
+    return "better" if (low > 0) == (change["better"] == "higher") else "worse"
+
+
+def describe_baseline(report: Report) -> str:
+    """Say what the report was compared with, and how many numbers changed."""
+    baseline = report["baseline"]
+    draft = report["baseline"]["draft"]
+    name = "@".join(filter(None, (draft["model"] or draft["method"], draft["revision"])))
+    intro = f"Compared with {name}, measured {baseline['created'][:10]}"
+    if "reason" in baseline:
+        return f"{intro}: not comparable ({baseline['reason']})."
+    directions = [find_direction(change) for change in baseline["changes"] if "ci95" in change]
+    better, worse, still = (directions.count(name) for name in ("better", "worse", "open"))
+    return (
+        f"{intro}, {len(directions)} numbers prompt by prompt: {better} better, {worse} worse,"
+        f" {still} open (the 95 % interval includes 0)."
+    )
+
+
+def lookup_first(settings: Settings) -> str:
+    """Describe the lookup that stood in front of the draft; empty if there was none.
+
+    With a lookup the numbers are not the draft's own.
+    """
+    lookup = settings.get("drafting", {}).get("lookup_first")
+    if not lookup:
+        return ""
+    behind = (
+        f"a {describe_tree(lookup['draft_tree'])}"
+        if "draft_tree" in lookup
+        else f"a chain of {lookup['draft_tokens']}"
+    )
+    return (
+        f"{lookup['method']} lookup of {lookup['min']} to {lookup['max']} tokens first, behind it"
+        f" {behind}"
+    )
+
+
+def describe_shape(settings: Settings) -> str:
+    """Describe what a round drafts in place of a chain of K tokens; empty for a chain."""
+    return lookup_first(settings) or describe_tree(settings["tree"])
+
+
+def format_settings(report: Report) -> str:
+    """Return the settings in short.
+
+    They are those that a comparison shares, the engine, and how drafts are proposed.
+    """
+    # What decoded: this package, or an engine with requests in flight.
+    settings = report["settings"]
+    engine = (
+        ""
+        if _is_specdistill(report)
+        else f"{report['engine']['name']} {report['engine']['version']}"
+    )
+    size = settings["batch_size"]
+    batch_text = "batches of {}" if _is_specdistill(report) else "{} requests in flight"
+    batches = batch_text.format(size) if size > 1 else ""
+
+    # What drafted, beyond K.
+    parts = {
+        name: value
+        for name, value in settings.get("drafting", {}).items()
+        if name != "lookup_first"
+    }
+    drafting = "; ".join(
+        filter(
+            None, (f"drafting: {_format_listed(parts)}" if parts else "", lookup_first(settings))
+        )
+    )
+    return " · ".join(
+        filter(
+            None,
+            (
+                format_shared_settings(report),
+                engine,
+                describe_tree(settings["tree"]),
+                batches,
+                "compiled" if settings.get("compile") else "",
+                drafting,
+            ),
+        )
+    )
+
+
+def format_shared_settings(*reports: Report) -> str:
+    """Return the settings that all drafts of a comparison share, after the K of each."""
+    first, *_ = reports
+    settings = first["settings"]
+    suite = f"suite {first['suite']['name']}"
+    values_of_k = sorted({report["settings"]["num_speculative_tokens"] for report in reports})
+    k = (
+        f"K = {values_of_k[0]}"
+        if len(values_of_k) == 1
+        else f"K = {values_of_k[0]} to {values_of_k[-1]}"
+    )
+    return " · ".join((k, _format_sampling(settings), suite, first["hardware"]["name"]))
+
+
+def list_settings(settings: Settings) -> str:
+    """Return all settings that are a single value; `format_settings` has the others."""
+    return _format_listed(
+        {name: value for name, value in settings.items() if not isinstance(value, Mapping)}
+    )
+
+
+def describe_procedure(report: Report) -> str:
+    """Say in sentences how the numbers were measured."""
+    settings = report["settings"]
+    engine = report.get("engine", {})
+    size = settings["batch_size"]
+    repeats = format_count(settings["repeats"], "time")
+
+    # This package's decoder interleaves the arms; a server is measured as it stands.
+    is_own_decoder = _is_specdistill(report)
+    warmup = format_count(
+        settings["warmup"], "warm-up batch" if is_own_decoder and size > 1 else "warm-up prompt"
+    )
+    if is_own_decoder:
+        batches = (
+            f" They were decoded {size} at a time; a prompt's times are its shares of its batch's."
+            if size > 1
+            else ""
+        )
+        return (
+            f"Every prompt was decoded with and without the draft, interleaved, {repeats} after"
+            f" {warmup}; of each round the lower median counts.{batches} The baseline is the same"
+            " decoder without a draft."
+        )
+
+    # How a server with the draft and one without it were compared.
+    order = "There is no baseline."
+    if "command" in engine:
+        order = (
+            "The engine was started without the draft, measured and ended, then with it, on this"
+            " machine."
+        )
+    elif engine.get("baseline_server"):
+        order = "Running servers with and without the draft were measured in alternation."
+    load = (
+        f" With {size} requests in flight a prompt's time is its share of the server's."
+        if size > 1
+        else ""
+    )
+    return (
+        f"{order} Every prompt was sent {repeats} after {warmup}; the median of each prompt"
+        f" counts.{load}"
+    )
+
+
+def _is_specdistill(report: Report) -> bool:
+    """Return whether this package decoded, not an inference engine."""
+    return "engine" not in report or report["engine"]["name"] == "specdistill"
+
+
+def _format_sampling(settings: Settings) -> str:
+    return f"T = {settings['temperature']:g}" if settings["temperature"] else "greedy"
+
+
+def _format_listed(settings: Settings) -> str:
+    return ", ".join(
+        f"{name.replace('_', ' ')} {value}" for name, value in settings.items() if value is not None
+    )

@@ -1,0 +1,403 @@
+"""The tables of a report, for Markdown and HTML alike, and the best draft lengths of its sweep.
+
+A cell is a value and, below it, what qualifies the value (an interval, a note). Times are divided
+by what they are spent on: the prefill and, in each round, the draft, the step of the target and the
+rest. They are shown with and without the draft.
+
+The best draft length is found for each load that a sweep measured. It is a measured K, or one that
+only the cost model knows. The model's speedup (`theory.speedup_curve`) is goodput(K) divided by
+that of plain decoding. goodput(K) is the number of tokens that a round emits in its first K + 1
+positions, over T_verify(K + 1) + T_draft(K). The model leaves out the prefill and the loop. So at
+each load its speedup is scaled by the measured K's ratio of measured to predicted speedup.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from specdistill.common.progress import format_speed
+from specdistill.evaluation.report import phrases
+from specdistill.evaluation.report.phrases import (
+    Report,
+    ResultRow,
+    format_interval,
+    format_number,
+    format_percent,
+    format_signed,
+    format_times,
+)
+from specdistill.evaluation.statistics.metrics import collect_prompt_sums
+from specdistill.evaluation.statistics.records import ALL_PROMPTS, CONFIGURATION_KEYS, PromptRecord
+from specdistill.evaluation.statistics.theory import BETTER_K_GAIN, RoundCost, compute_speedup_curve
+
+COSTS = ("emitted_per_position", "verify_ms", "draft_ms", "baseline_step_ms", "predicted_speedup")
+Cell = tuple[str, ...]
+
+
+class Table(NamedTuple):
+    """A table: the names of its columns, and its rows of cells."""
+
+    head: tuple[str, ...]
+    rows: Sequence[tuple[Cell, ...]]
+
+
+def select_main_rows(report: Report) -> list[ResultRow]:
+    """Return the rows of the main configuration: the whole suite and its categories."""
+    return _select_rows_like_first(report, "category")
+
+
+def select_whole_rows(report: Report) -> list[ResultRow]:
+    """Return the whole suite's row of every configuration."""
+    return [row for row in report["results"] if row["category"] == ALL_PROMPTS]
+
+
+def sweep(report: Report, setting: str) -> list[ResultRow]:
+    """Return the first row and those that differ from it in `setting` alone, by its value.
+
+    The list is empty if the setting was not swept.
+    """
+    rows = _select_rows_like_first(report, setting)
+    # A context bucket is a number of tokens as text, or `all`, which comes last.
+    return (
+        sorted(
+            rows, key=lambda row: math.inf if row[setting] == ALL_PROMPTS else float(row[setting])
+        )
+        if len(rows) > 1
+        else []
+    )
+
+
+def select_chain_rows(report: Report) -> list[ResultRow]:
+    """Return the first row and those that differ from it in K or the batch size alone."""
+    return _select_rows_like_first(report, "num_speculative_tokens", "batch_size")
+
+
+def _select_rows_like_first(report: Report, *varied: str) -> list[ResultRow]:
+    """Return the first row and those that differ from it in `varied` alone."""
+    first, *remaining = report["results"]
+    same = {"suite", "category", *CONFIGURATION_KEYS} - {*varied}
+    rows = [first]
+    for row in remaining:
+        if all(row[name] == first[name] for name in same):
+            rows.append(row)
+    return rows
+
+
+def tabulate_by_category(report: Report) -> Table:
+    """Return the numbers of the main configuration, for the whole suite and each category."""
+    return _tabulate_numbers("category", phrases.name_row, select_main_rows(report))
+
+
+def tabulate_whole_suite(report: Report) -> Table:
+    """Return the table `tabulate_by_category` without the categories."""
+    return _tabulate_numbers("suite", phrases.name_row, select_main_rows(report)[:1])
+
+
+def tabulate_by_configuration(report: Report) -> Table:
+    """Return the numbers of the whole suite, for each configuration."""
+    return _tabulate_numbers("configuration", phrases.name_configuration, select_whole_rows(report))
+
+
+def _tabulate_numbers(
+    what: str, name: Callable[[ResultRow], str], rows: Sequence[ResultRow]
+) -> Table:
+    """Return the table of the main numbers of rows; `what` is the title of the first column."""
+    head = (
+        what,
+        "prompts",
+        "acceptance length",
+        "rate",
+        "tokens/s",
+        "plain",
+        "speedup",
+        "predicted",
+    )
+    lines = [
+        (
+            (name(row),),
+            (str(row["num_prompts"]),),
+            join_cell(
+                format_number(row.get("mean_acceptance_length")),
+                format_interval(row, "mean_acceptance_length"),
+            ),
+            (format_percent(row.get("acceptance_rate")),),
+            (format_speed(row.get("tokens_per_second")),),
+            (format_speed(row.get("baseline_tokens_per_second")),),
+            join_cell(format_times(row.get("speedup")), format_interval(row, "speedup")),
+            (format_times(row.get("predicted_speedup")),),
+        )
+        for row in rows
+    ]
+    return Table(head, lines)
+
+
+def join_cell(value: str, *notes: str) -> Cell:
+    """Return a cell without its empty notes."""
+    return (value, *filter(None, notes))
+
+
+CHANGED_METRICS = (
+    "mean_acceptance_length",
+    "acceptance_rate",
+    "speedup",
+    "tokens_per_second",
+    "draft_ms",
+    "verify_ms",
+)
+
+
+def tabulate_changes(report: Report) -> Table:
+    """Return the table of changes: each number before and now, and its change.
+
+    The last column says whether the change is better, worse or open.
+    """
+    rows: list[tuple[Cell, ...]] = []
+
+    # One row for each number that both reports have.
+    for change in report["baseline"]["changes"]:
+        metric = change["metric"]
+        reading = phrases.find_direction(change)
+        category = (
+            "" if change["category"] == ALL_PROMPTS else f", {change['category'].replace('_', ' ')}"
+        )
+        note = (
+            " to ".join(map(format_signed, change["ci95"]))
+            if "ci95" in change
+            else change.get("reason", "")
+        )
+        relative = format_signed(change["change"]) if "change" in change else "–"
+        old, new = (
+            "".join(phrases.format_in_unit(metric, change[side])) if side in change else "–"
+            for side in ("old", "new")
+        )
+        rows.append(
+            (
+                (f"{phrases.METRICS[metric][0]}{category}",),
+                (old,),
+                (new,),
+                join_cell(relative, note),
+                (reading,),
+            )
+        )
+    return Table(("number", "before", "now", "change", "reading"), rows)
+
+
+def tabulate_training(report: Report) -> Table:
+    """Return the table of acceptance lengths before and after training.
+
+    The first is measured before the first step of training, the second on the draft that training
+    left. The table is empty if there was no measurement before.
+    """
+    gained = report["draft"].get("training", {})
+    head = (
+        "acceptance length",
+        "before training",
+        f"after {phrases.format_count(gained.get('steps', 0), 'step')}",
+    )
+    names = {
+        "simulated": "simulated, on held-out rows",
+        "decoded": "decoded, on the prompts of selection",
+    }
+    pairs = ((names[name], gained[name]) for name in names if name in gained)
+    return Table(
+        head,
+        [
+            ((name,), (format_number(pair["before"]),), (format_number(pair["after"]),))
+            for name, pair in pairs
+        ],
+    )
+
+
+def tabulate_quality(report: Report) -> Table:
+    """Return the share of completions that succeed with the draft and without, for each metric."""
+    rows: list[tuple[Cell, ...]] = []
+
+    # One row for each metric of quality.
+    for name, scores in report.get("quality", {}).items():
+        ends = scores.get("difference_ci95", ())
+        points, *bounds = (format_signed(share)[:-1] for share in (scores["difference"], *ends))
+        reading = (
+            "open"
+            if not ends
+            else "equal within the interval"
+            if ends[0] <= 0 <= ends[1]
+            else "different"
+        )
+        rows.append(
+            (
+                (name.replace("_", " "),),
+                (str(scores["num_prompts"]),),
+                (f"{scores['without_draft']:.1%}",),
+                (f"{scores['with_draft']:.1%}",),
+                (points, " to ".join(bounds) or "too few completions"),
+                (
+                    reading,
+                    (
+                        f"{scores['only_with_draft']} only with it,"
+                        f" {scores['only_without_draft']} only without it"
+                    ),
+                ),
+            )
+        )
+    return Table(
+        (
+            "succeed by",
+            "completions",
+            "without draft",
+            "with draft",
+            "difference, points",
+            "reading",
+        ),
+        rows,
+    )
+
+
+def tabulate_latency(records: Sequence[PromptRecord]) -> Table:
+    """Return the table of milliseconds, plain and with the draft.
+
+    It shows the prefill of a prompt, the parts of a round, and a token. Records of a server are
+    left out, because a server does not show what its time is spent on.
+    """
+    # Only records of this package's decoder have the times of steps.
+    sums = collect_prompt_sums(
+        [record for record in records if record.counts is None and record.baseline]
+    )
+    rows: dict[str, list[float]] = {}
+    for side in ("baseline_", "") if sums else ():
+        total = {
+            name.removeprefix(side): float(column.sum())
+            for name, column in sums.items()
+            if name.startswith(side)
+        }
+        # Plain decoding drafts nothing. What the clock shows there belongs to the loop.
+        draft = 0.0 if side else total["draft_seconds"]
+        prefill = total["prefill_seconds"]
+        target = total["verify_seconds"]
+        for name, seconds, count in (
+            ("prefill of a prompt", prefill, sums["num_prompts"].sum()),
+            ("drafting, per round", draft, total["num_rounds"]),
+            ("target's step, per round", target, total["num_rounds"]),
+            (
+                "rest, per round",
+                max(total["seconds"] - prefill - draft - target, 0.0),
+                total["num_rounds"],
+            ),
+            ("per token, in all", total["seconds"], total["num_tokens"]),
+        ):
+            rows.setdefault(name, []).append(1000 * seconds / (count or math.inf))
+
+    # Leave out what took no time.
+    shown = []
+    for name, times in rows.items():
+        if any(times):
+            shown.append(((name,), *((format_number(time or None),) for time in times)))
+    return Table(("milliseconds", "plain", "with draft"), shown)
+
+
+class DraftLength(NamedTuple):
+    """The draft length with which a load decodes fastest.
+
+    Attributes:
+        batch_size: the load: the number of sequences decoded at once.
+        k: draft tokens per round; 0 if plain decoding is faster.
+        speedup: the speedup with the best draft length; at most 1 if plain decoding is faster.
+        is_measured: whether its own configuration was measured; otherwise the cost model gives it.
+    """
+
+    batch_size: int
+    k: int
+    speedup: float
+    is_measured: bool
+
+
+def draft_lengths(report: Report | None) -> tuple[DraftLength, ...]:
+    """Return `find_fastest_lengths`, for an engine.
+
+    The result is also empty if a round does not draft a chain of K tokens.
+    """
+    if (
+        report is None
+        or report["settings"].get("tree")
+        or "lookup_first" in report["settings"].get("drafting", {})
+    ):
+        return ()
+    return find_fastest_lengths(report)
+
+
+def find_fastest_lengths(report: Report) -> tuple[DraftLength, ...]:
+    """Return the best draft length of each load, by its size.
+
+    The result is empty without a sweep of K or of the load.
+    """
+    rows = [row for row in select_chain_rows(report) if "speedup" in row]
+    loads = sorted({row["batch_size"] for row in rows}) if len(rows) > 1 else []
+    lengths = []
+    for size in loads:
+        rows_of_load = [row for row in rows if row["batch_size"] == size]
+        lengths.append(_select_best_length(rows_of_load, report))
+    return tuple(lengths)
+
+
+def _select_best_length(rows: Sequence[ResultRow], report: Report) -> DraftLength:
+    """Return the draft length with the highest speedup, measured or modelled, for one load.
+
+    A modelled speedup counts for less, by the margin within which the model may be wrong.
+    """
+    modelled = {}
+    for row in rows:
+        for length, predicted_speedup in _model_shorter_lengths(row, report):
+            modelled[length] = (predicted_speedup, False)
+    speedups = {
+        **modelled,
+        **{row["num_speculative_tokens"]: (row["speedup"], True) for row in rows},
+    }
+    margin = max(BETTER_K_GAIN, report.get("theory", {}).get("cost_deviation", 0.0))
+    k = max(speedups, key=lambda k: speedups[k][0] * (1 if speedups[k][1] else 1 - margin))
+    speedup, is_measured = speedups[k]
+    return DraftLength(rows[0]["batch_size"], k if speedup > 1 else 0, speedup, is_measured)
+
+
+def _model_shorter_lengths(row: ResultRow, report: Report) -> Iterator[tuple[int, float]]:
+    """Yield (K', speedup) for the shorter drafts that the report timed, from the row of its own K.
+
+    The cost of a pass over K' + 1 tokens is interpolated in proportion to K', between the passes
+    over 1 and over K + 1 tokens that were timed at this load. The cost of drafting is in proportion
+    to the passes of the draft.
+    """
+    theory = report.get("theory", {})
+    if row["num_speculative_tokens"] != theory.get("K") or any(name not in row for name in COSTS):
+        return
+    # Estimate the costs of rounds with fewer draft tokens, at this load.
+    k = theory["K"]
+    step = row["baseline_step_ms"]
+    verify = row["verify_ms"]
+    passes = {point["k"]: max(point["draft_passes"], 1) for point in theory["curve"] if point["k"]}
+    draft = row["draft_ms"] * row["num_draft_tokens"] / row["num_rounds"]
+    timed = [
+        RoundCost(n, step + (verify - step) * n / k, draft * passes[n] / passes[k]) for n in passes
+    ]
+    curve = compute_speedup_curve(
+        row["emitted_per_position"], row["num_drafts"], step, RoundCost(k, verify, draft), timed
+    )
+    # The first row's curve is that of the report. Every curve is scaled by how much of its
+    # predicted speedup the row reached.
+    for point in theory["curve"] if row is report["results"][0] else curve:
+        if 0 < point["k"] < k:
+            yield (
+                int(point["k"]),
+                point["predicted_speedup"] * row["speedup"] / row["predicted_speedup"],
+            )
+
+
+def tabulate_by_load(lengths: Sequence[DraftLength]) -> Table:
+    """Return the table of the best draft length for each load."""
+    rows = [
+        (
+            (str(size),),
+            (str(k),) if k else ("0", "plain decoding is faster"),
+            (format_times(speedup),),
+            ("measured" if is_measured else "cost model",),
+        )
+        for size, k, speedup, is_measured in lengths
+    ]
+    return Table(("requests at once", "draft tokens", "speedup", "known from"), rows)

@@ -1,0 +1,237 @@
+"""The report without a browser: report.md, and a few lines on stdout.
+
+report.md fits the summary of a CI job, which may hold 1 MiB on GitHub. It has the verdict, what
+changed, and a line for each rule, category, configuration and change.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import rich.table
+from rich import box
+from rich.text import Text
+
+from specdistill.common.progress import format_speed
+from specdistill.common.terminal import Console, make_printable
+from specdistill.evaluation.report import phrases, tables
+from specdistill.evaluation.report.phrases import Report, format_bracketed_interval, format_times
+from specdistill.evaluation.report.schema import RuleDocument
+from specdistill.evaluation.report.tables import find_fastest_lengths, tabulate_by_load
+from specdistill.evaluation.statistics.intervals import (
+    ASSUMED_SPREAD,
+    POWER,
+    SIGNIFICANCE,
+    estimate_detectable_change,
+)
+
+COLOURS = {
+    "passed": "green",
+    "failed": "red",
+    "inconclusive": "yellow",
+    "not judged": "yellow",
+    "warning": "yellow",
+}
+MARKUP = re.compile(r"[\\`*\[\]<>|#~&$]|(?<![^\W_])_|_(?![^\W_])")
+# What GitHub takes for mentions, links and issues. It finds them in rendered text, where escapes
+# and entities are gone, so a zero-width space after these stops them. `org/name@v1` is not a
+# mention, and can be copied.
+REFERENCE_PATTERN = re.compile(
+    r"(?<![A-Za-z0-9_])@|@(?!v?\d)|#(?=\w)|\bGH-|:(?=//)|\bwww(?=\.)", re.IGNORECASE
+)
+
+
+def to_markdown(report: Report) -> str:
+    """Return the content of report.md."""
+    head = (
+        f"{phrases.format_verdict(report)}: {phrases.format_title(report)}",
+        phrases.format_summary(report),
+        phrases.describe_failed_rules(report),
+    )
+    return (
+        "# "
+        + "\n\n".join([*map(escape_markdown, filter(None, head)), format_measurement(report)])
+        + "\n"
+    )
+
+
+def format_measurement(report: Report) -> str:
+    """Return what follows the verdict in `to_markdown`, for a page with its own beginning."""
+    return "\n\n".join(section for section in _list_sections(report) if section)
+
+
+def _list_sections(report: Report) -> Iterator[str]:
+    """Yield the sections of report.md after the verdict, in Markdown; some may be empty."""
+    # The settings, the findings and the warnings come first.
+    rules = report["gate"]["rules"]
+    yield escape_markdown(phrases.format_settings(report))
+    yield _list(
+        f"**{escape_markdown(finding['name'])}**: {escape_markdown(finding['message'])}"
+        for finding in report["findings"]
+    )
+    yield _list(map(escape_markdown, phrases.list_warnings(report)))
+
+    # What changed since the release before, and how the gate judged it.
+    if "baseline" in report:
+        yield "## Since the last release"
+        yield escape_markdown(phrases.describe_baseline(report))
+        yield format_cells(tables.tabulate_changes(report))
+    if rules:
+        yield "## Gate"
+        columns = (
+            phrases.find_outcome,
+            phrases.name_metric,
+            phrases.format_scope,
+            phrases.format_requirement,
+            phrases.format_measured,
+            phrases.note,
+        )
+        rule_rows = []
+        for rule in rules:
+            rule_rows.append([escape_markdown(column(rule)) for column in columns])
+        yield format_table(("", "rule", "scope", "required", "measured", "note"), rule_rows)
+
+    # The numbers of the main configuration.
+    yield "## Results"
+    yield format_cells(tables.tabulate_by_category(report))
+    yield _list(
+        map(
+            escape_markdown,
+            [
+                *phrases.format_averages(report),
+                f"Accepted per position: {phrases.format_per_position(report['results'][0])}",
+            ],
+        )
+    )
+    yield escape_markdown(
+        phrases.describe_absences(
+            report["results"][0], ("mean_acceptance_length", "speedup", "predicted_speedup")
+        )
+    )
+
+    # The other configurations, and what training changed.
+    if len(tables.select_whole_rows(report)) > 1:
+        yield "## Configurations"
+        yield format_cells(tables.tabulate_by_configuration(report))
+        yield format_cells(tabulate_by_load(find_fastest_lengths(report)))
+    if "training" in report["draft"]:
+        yield "## Before and after training"
+        yield format_cells(tables.tabulate_training(report))
+
+    # Whether the output is the target's, and how good it is.
+    yield "## Losslessness"
+    yield _list(map(escape_markdown, phrases.describe_losslessness(report)))
+    if report.get("quality"):
+        yield "## Task quality"
+        yield format_cells(tables.tabulate_quality(report))
+
+
+def _list(items: Iterable[str]) -> str:
+    return "\n".join(f"- {item}" for item in items)
+
+
+def format_cells(content: tables.Table) -> str:
+    """Return a table in Markdown; each cell has its notes in brackets."""
+    rows = []
+    for row in content.rows:
+        cells = []
+        for value, *notes in row:
+            text = f"{value} ({', '.join(notes)})" if notes else value
+            cells.append(escape_markdown(text))
+        rows.append(cells)
+    return format_table([*map(escape_markdown, content.head)], rows)
+
+
+def format_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown, from a head and rows that are Markdown; empty without rows."""
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return (
+        "\n".join([f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}", *lines]) if lines else ""
+    )
+
+
+def escape_markdown(text: str) -> str:
+    """Escape a text so that nothing in it is markup, a mention or a link.
+
+    Names come from outside. GitHub would make mentions and links of some of them.
+    """
+    return REFERENCE_PATTERN.sub(
+        "\\g<0>\N{ZERO WIDTH SPACE}", MARKUP.sub(r"\\\g<0>", make_printable(" ".join(text.split())))
+    )
+
+
+def print_report(report: Report, folder: Path) -> None:
+    """Print the main numbers, the findings, the rules not passed, and where the report is."""
+    row = report["results"][0]
+    console = Console()
+    grid = rich.table.Table(
+        box=box.SIMPLE,
+        show_header=False,
+        title=Text(phrases.format_title(report)),
+        title_justify="left",
+    )
+
+    # The numbers to quote, and the verdict.
+    lines = {
+        "acceptance length": phrases.format_acceptance_length(row),
+        "accepted per position": phrases.format_per_position(row),
+        "speedup": format_times(row.get("speedup")) + format_bracketed_interval(row, "speedup"),
+        "predicted speedup": format_times(row.get("predicted_speedup")),
+        "tokens per second": (
+            f"{format_speed(row.get('tokens_per_second'))}, plain"
+            f" {format_speed(row.get('baseline_tokens_per_second'))}"
+        ),
+        "gate": phrases.format_verdict(report),
+    }
+    for name, text in lines.items():
+        grid.add_row(Text(name, style="dim"), Text(text, style=COLOURS.get(text.lower(), "")))
+    console.print(grid)
+    console.print(Text(phrases.format_summary(report)), soft_wrap=True)
+
+    # What a reader should know before quoting them.
+    for finding in report["findings"]:
+        console.print(Text(f"note: {finding['message']}", style="yellow"), soft_wrap=True)
+    _print_rules(console, report, [rule for rule in report["gate"]["rules"] if not rule["passed"]])
+    console.print(Text(f"report: {folder / 'report.html'}", style="bold"), soft_wrap=True)
+
+
+def print_power_analysis(clusters: Sequence[str]) -> None:
+    """Print the change that a run can detect, before it runs.
+
+    Args:
+        clusters: the cluster of each prompt; prompts of one cluster are not independent.
+    """
+    num_prompts = len(set(clusters))
+    of = (
+        f"{len(clusters)} prompts, of them {num_prompts} drawn alone,"
+        if num_prompts < len(clusters)
+        else f"{num_prompts} prompts"
+    )
+    sentence = (
+        f"{of} can detect a change of {estimate_detectable_change(num_prompts):.1%} of the"
+        f" acceptance length ({POWER:.0%} power, two-sided α = {SIGNIFICANCE:g}, assumed standard"
+        f" deviation between prompts {ASSUMED_SPREAD:.0%})."
+    )
+    Console(stderr=True).print(Text(sentence, style="dim"), soft_wrap=True)
+
+
+def print_gate(report: Report) -> None:
+    """Print every rule with its evidence, then the verdict."""
+    console = Console()
+    verdict = phrases.format_verdict(report)
+    _print_rules(console, report, report["gate"]["rules"])
+    console.print(Text(verdict, style=f"bold {COLOURS[verdict.lower()]}"))
+
+
+def _print_rules(console: Console, report: Report, rules: Iterable[RuleDocument]) -> None:
+    """Print the rules with their evidence, and what an inconclusive verdict lacks."""
+    for rule in rules:
+        outcome = phrases.find_outcome(rule)
+        console.print(
+            Text(f"{outcome:7}", style=COLOURS[outcome]),
+            Text(f"{phrases.name_rule(rule)}: {phrases.format_evidence(rule)}"),
+            soft_wrap=True,
+        )
+    missing = phrases.describe_undecided(report)
+    if missing:
+        console.print(Text(missing), soft_wrap=True)

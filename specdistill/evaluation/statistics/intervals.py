@@ -1,0 +1,250 @@
+"""Confidence intervals by bootstrap over prompts, and the test of sampled tokens, both by scipy.
+
+The rounds of a prompt succeed and fail together. So prompts are resampled, and all sums of a prompt
+stay together (paired). The turns of a conversation are resampled together, too, and so are the
+times of prompts that were decoded in one batch (see `metrics.units_of`).
+"""
+
+import math
+import warnings
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+
+from specdistill.evaluation.statistics.metrics import (
+    Metric,
+    PromptSums,
+    compute_value,
+    list_units,
+    select_measured,
+)
+
+NUM_RESAMPLES = 4_000
+MIN_EXPECTED = 5.0  # the usual bound; below it the chi-square approximation is poor
+POWER = 0.8
+SIGNIFICANCE = 0.05
+# The assumed standard deviation of the acceptance length between prompts. With it, 80 prompts
+# detect a change of 5 %: these are the prompts and the tolerance of vLLM's own acceptance test.
+ASSUMED_SPREAD = 0.16
+
+Interval = tuple[float, float]
+Outcome = TypeVar("Outcome", bound=Hashable)
+
+
+def compute_interval(
+    metric: Metric, sums: PromptSums, *, confidence: float = 0.95, seed: int = 0
+) -> Interval | None:
+    """Return the metric's bias-corrected (BCa) bootstrap interval.
+
+    Returns None for fewer than two prompts, or units that are drawn together, and if resamples are
+    undefined.
+    """
+    data = select_measured(metric, sums)
+    if data[0].size < 2:
+        return None
+
+    def statistic(*resampled: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
+        result: NDArray[np.float64] = metric.formula(
+            *(column.sum(axis=axis) for column in resampled)
+        )
+        return result
+
+    with warnings.catch_warnings(), np.errstate(divide="ignore", invalid="ignore"):
+        warnings.simplefilter("ignore", stats.DegenerateDataWarning)  # handled below
+        result = stats.bootstrap(
+            data,
+            statistic,
+            paired=True,
+            vectorized=True,
+            n_resamples=NUM_RESAMPLES,
+            batch=1_000,
+            confidence_level=confidence,
+            method="BCa",
+            rng=np.random.default_rng(seed),
+        )
+        point = float(statistic(*data, axis=-1))
+    low, high = (float(end) for end in result.confidence_interval)
+    if np.isfinite([low, high]).all():
+        return low, high
+    # If the resamples have no spread at all, there is no bias to correct, and the interval is the
+    # value. In any other case the interval is not known.
+    return (point, point) if np.allclose(result.bootstrap_distribution, point, rtol=1e-12) else None
+
+
+def compute_standard_error(metric: Metric, sums: PromptSums) -> float | None:
+    """Return the metric's jackknife standard error; None below two prompts.
+
+    It is √((n - 1) / n · Σ_p (metric without prompt p - their mean)²).
+    """
+    data = select_measured(metric, sums)
+    if data[0].size < 2:
+        return None
+    with np.errstate(divide="ignore", invalid="ignore"):
+        without_one = metric.formula(*(column.sum() - column for column in data))
+        error = float(np.sqrt(data[0].size - 1) * without_one.std())
+    return error if np.isfinite(error) else None
+
+
+def compute_macro_interval(
+    metric: Metric, sums: PromptSums, categories: Sequence[str], *, confidence: float = 0.95
+) -> Interval | None:
+    """Return the interval of the mean over categories of the metric in each.
+
+    Categories are fixed and prompts are drawn within them. So their jackknife variances add up. The
+    interval uses Student's t with Welch's and Satterthwaite's degrees of freedom. If clusters or
+    batches hold prompts of several categories, the jackknife leaves out one of these at a time.
+
+    Args:
+        metric: the metric.
+        sums: the sums of the prompts.
+        categories: [P], the category of each prompt.
+        confidence: the confidence level.
+
+    Returns:
+        The interval. None if a category has fewer than two prompts, or conversations, or no number.
+    """
+    is_measured = ~np.isnan([sums[name] for name in metric.sums]).any(axis=0)
+    sums = {name: column[is_measured] for name, column in sums.items()}
+    category_P = np.array(categories)[is_measured]
+    if len(set(category_P)) < len(set(categories)):
+        return None
+    units = list_units(metric, sums)
+    if units is not None and len(set(zip(units, category_P, strict=True))) > len(set(units)):
+        return _compute_crossed_interval(metric, sums, category_P, units, confidence)
+    groups = _split_by_category(sums, category_P)
+    values = [point for group in groups if (point := compute_value(metric, group)) is not None]
+    variances = [
+        error**2 for group in groups if (error := compute_standard_error(metric, group)) is not None
+    ]
+    if not len(values) == len(variances) == len(groups) > 0:
+        return None
+    # Welch and Satterthwaite: the degrees of freedom are variance² / parts.
+    variance = sum(variances)
+    sizes = [select_measured(metric, group)[0].size for group in groups]
+    parts = sum(part**2 / (size - 1) for part, size in zip(variances, sizes, strict=True))
+    quantile = float(stats.t.ppf((1 + confidence) / 2, variance**2 / parts)) if parts else 0.0
+    mean = sum(values) / len(groups)
+    half = quantile * float(np.sqrt(variance)) / len(groups)
+    return mean - half, mean + half
+
+
+def _compute_crossed_interval(
+    metric: Metric,
+    sums: PromptSums,
+    category_P: NDArray[np.str_],
+    units: NDArray[np.float64],
+    confidence: float,
+) -> Interval | None:
+    """Return the interval of `compute_macro_interval` if units hold prompts of several categories.
+
+    The jackknife leaves out one unit after the other, with all its prompts in any category.
+    """
+    num_categories = len(set(category_P))
+
+    def average(is_kept: NDArray[np.bool_]) -> float:
+        groups = _split_by_category(
+            {name: column[is_kept] for name, column in sums.items()}, category_P[is_kept]
+        )
+        values = [
+            np.nan if (point := compute_value(metric, group)) is None else point for group in groups
+        ]
+        return float(np.mean(values)) if len(groups) == num_categories else np.nan
+
+    mean = average(units >= 0)
+    without_one = [average(units != unit) for unit in np.unique(units)]
+    error = float(np.sqrt(len(without_one) - 1) * np.std(without_one))
+    if len(without_one) < 2 or not np.isfinite(error):
+        return None
+    half = float(stats.t.ppf((1 + confidence) / 2, len(without_one) - 1)) * error
+    return mean - half, mean + half
+
+
+def _split_by_category(sums: PromptSums, category_P: NDArray[np.str_]) -> list[PromptSums]:
+    sums_by_category = []
+    for group in dict.fromkeys(category_P.tolist()):
+        is_in_group_P = category_P == group
+        sums_by_category.append({name: column[is_in_group_P] for name, column in sums.items()})
+    return sums_by_category
+
+
+def compute_relative_change(
+    metric: Metric,
+    sums: PromptSums,
+    baseline: PromptSums,
+    *,
+    confidence: float = 0.95,
+    seed: int = 0,
+) -> tuple[float, Interval | None]:
+    """Return metric / baseline's metric - 1, and its interval.
+
+    The two are paired: entry p of both belongs to the same prompt.
+    """
+    width = len(metric.sums)
+    new_names = [f"{name}_new" for name in metric.sums]
+    old_names = [f"{name}_old" for name in metric.sums]
+    ratio = Metric(
+        (*new_names, *old_names),
+        lambda *all_sums: metric.formula(*all_sums[:width]) / metric.formula(*all_sums[width:]) - 1,
+    )
+    paired = {}
+    for side, part in (("new", sums), ("old", baseline)):
+        for name in metric.sums:
+            paired[f"{name}_{side}"] = part[name]
+    paired |= {name: sums[name] for name in ("batch", "cluster") if name in sums}
+    change = float(ratio.formula(*(column.sum() for column in select_measured(ratio, paired))))
+    return change, compute_interval(ratio, paired, confidence=confidence, seed=seed)
+
+
+def estimate_detectable_change(num_prompts: int) -> float:
+    """Return the smallest relative change of the acceptance length that a comparison detects.
+
+    To detect it means that its interval excludes 0 with probability POWER. The normal approximation
+    gives
+
+        (z(1 - significance / 2) + z(power)) · spread / √n
+
+    The spread is ASSUMED_SPREAD, the standard deviation over prompts of their influence on the
+    change, and n is the number of prompts.
+    """
+    z: float = stats.norm.ppf(1 - SIGNIFICANCE / 2) + stats.norm.ppf(POWER)
+    return z * ASSUMED_SPREAD / math.sqrt(num_prompts)
+
+
+def can_compare(probabilities: Mapping[Outcome, float], size: int) -> bool:
+    """Return whether `run_chi_square_test` finds two cells in any sample of this size."""
+    frequent = [p for p in probabilities.values() if size * p >= MIN_EXPECTED]
+    return len(frequent) > 1 or (len(frequent) == 1 and size * (1 - frequent[0]) >= MIN_EXPECTED)
+
+
+def run_chi_square_test(
+    outcomes: Sequence[Outcome], probabilities: Mapping[Outcome, float]
+) -> tuple[float, float, int] | None:
+    """Test whether a sample follows a distribution, by Pearson's chi-square test.
+
+    Outcomes without a probability share what is left to 1. Outcomes expected fewer than five times
+    are pooled with them.
+
+    Returns:
+        The statistic, its p-value and the number of cells. None if fewer than two cells remain:
+        then the sample cannot tell.
+    """
+    # Frequent outcomes have a cell each; all others share the rest.
+    counts = Counter(outcomes)
+    size = len(outcomes)
+    expected = {
+        outcome: size * p for outcome, p in probabilities.items() if size * p >= MIN_EXPECTED
+    }
+    cells = sorted((count, counts[outcome]) for outcome, count in expected.items())
+    rest = size - sum(expected.values()), size - sum(counts[outcome] for outcome in expected)
+    # If the pool is too rare as well, it joins the smallest cell.
+    if rest[0] < MIN_EXPECTED and cells:
+        rest = rest[0] + cells[0][0], rest[1] + cells.pop(0)[1]
+    cells.append(rest)
+    if len(cells) < 2:
+        return None
+    result = stats.chisquare([observed for _, observed in cells], [count for count, _ in cells])
+    return float(result.statistic), float(result.pvalue), len(cells)

@@ -1,0 +1,403 @@
+"""The metrics of a report, each one formula over the totals of per-prompt sums.
+
+The acceptance length is the number of tokens that a draft-verify round emits. These are the
+accepted draft tokens and the target's own token, which is absent if a round ends at a stop token or
+at `max_new_tokens`. Rounds in which nothing was drafted count.
+
+`acceptance_length_vllm` is what vLLM's counters give, 1 + accepted / drafts. It adds a token for
+every draft, even if none was emitted, and leaves out rounds without a draft. Compare it with the
+numbers of a server.
+
+Every ratio is a micro-average, a ratio of sums over a row. The same formula gives the value and, on
+resampled prompts, its interval. The bootstrap resamples prompts, or what was drawn together, so
+nothing else is summed before.
+
+Context buckets are powers of two: bucket b holds the rounds that began with b to 2b - 1 tokens
+before them.
+"""
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from fractions import Fraction
+from typing import Literal, NotRequired, TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdistill.evaluation.statistics.records import PromptRecord, Timing
+from specdistill.evaluation.statistics.theory import predicted_speedup
+
+PromptSums = dict[str, NDArray[np.float64]]
+# A sum over prompts, or [R] for R resamples at once.
+Total = NDArray[np.float64]
+
+MIN_BUCKET_ROUNDS = 30  # below this a bucket's acceptance length is mostly noise
+
+
+def collect_prompt_sums(records: Sequence[PromptRecord]) -> PromptSums:
+    """Return by name each sum's values [P], one for each prompt; NaN if it was not measured.
+
+    Two entries are not sums. If prompts were decoded together, `batch` has the number of each
+    prompt's batch. If prompts were drawn together, `cluster` has the number of each one's cluster.
+    """
+    long_from = find_long_context_start(records)
+    rows = [
+        {**_collect_sums(record), **_count_long_and_short(record, long_from)} for record in records
+    ]
+    # What was not measured is None, which becomes NaN.
+    sums = {}
+    for name in rows[0] if rows else ():
+        sums[name] = np.array([row[name] for row in rows], dtype=np.float64)
+    if any(record.batch is not None for record in records):
+        sums["batch"] = np.array([record.batch for record in records], dtype=np.float64)
+    if any(record.cluster is not None for record in records):
+        drawn = [record.cluster or record.id for record in records]
+        sums["cluster"] = np.unique(drawn, return_inverse=True)[1].astype(np.float64)
+    return sums
+
+
+def group_rounds_by_context(records: Sequence[PromptRecord]) -> dict[int, list[int]]:
+    """Return, by context bucket, how many tokens each round emitted that began in it."""
+    emitted = defaultdict(list)
+    for record in records:
+        context = record.num_prompt_tokens + 1
+        for round in record.rounds:
+            emitted[1 << (context.bit_length() - 1)].append(len(round.emitted))
+            context += len(round.emitted)
+    return emitted
+
+
+def find_long_context_start(records: Sequence[PromptRecord]) -> int | None:
+    """Return where long contexts begin.
+
+    This is the highest bucket that has enough rounds in it and below it; None if there is none.
+    """
+    counts = {bucket: len(emitted) for bucket, emitted in group_rounds_by_context(records).items()}
+    for bucket in sorted(counts, reverse=True):
+        num_below = sum(count for lower_bucket, count in counts.items() if lower_bucket < bucket)
+        if counts[bucket] >= MIN_BUCKET_ROUNDS and num_below >= MIN_BUCKET_ROUNDS:
+            return bucket
+    return None
+
+
+def _collect_sums(record: PromptRecord) -> dict[str, float | None]:
+    """Return the sums of a prompt, by name; None for what was not measured."""
+    drafts = record.list_drafts()
+    hf = record.hf_generate
+    rounds = [round for round in record.rounds if round.drafted]
+    baseline = (
+        asdict(record.baseline)
+        if record.baseline
+        else {field.name: None for field in fields(Timing)}
+    )
+    return {
+        "num_prompts": 1,
+        "num_drafts": len(drafts),
+        "num_draft_tokens": sum(drafted for drafted, _ in drafts),
+        "num_accepted_tokens": sum(accepted for _, accepted in drafts),
+        "num_accepted_first": sum(len(round.accepted) > 0 for round in rounds),
+        "num_accepted_later": sum(max(len(round.accepted) - 1, 0) for round in rounds),
+        # A position is reached when a token was emitted there: a rejection, a stop token or the
+        # length limit ends a round.
+        "num_reached_later": sum(
+            min(len(round.emitted), len(round.drafted)) - 1 for round in rounds
+        ),
+        **asdict(record.speculative),
+        **{f"baseline_{name}": number for name, number in baseline.items()},
+        "hf_num_tokens": hf.num_tokens if hf else None,
+        "hf_seconds": hf.seconds if hf else None,
+        "num_in_draft_vocabulary": record.num_in_draft_vocabulary,
+    }
+
+
+def _count_long_and_short(record: PromptRecord, long_from: int | None) -> dict[str, float]:
+    """Count rounds and their tokens at long and at shorter contexts.
+
+    The counts are NaN if the suite has no long contexts.
+    """
+    sums = {
+        f"num_{what}_{length}": np.nan
+        for what in ("rounds", "emitted")
+        for length in ("long", "short")
+    }
+    if long_from is not None:
+        sums = dict.fromkeys(sums, 0.0)
+        for bucket, emitted in group_rounds_by_context([record]).items():
+            length = "long" if bucket >= long_from else "short"
+            sums[f"num_rounds_{length}"] += len(emitted)
+            sums[f"num_emitted_{length}"] += sum(emitted)
+    return sums
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A number of the report, computed from totals over prompts.
+
+    Attributes:
+        sums: the names of the sums that the formula reads.
+        formula: computes the value from the totals of `sums`, in that order. It works elementwise,
+            so that totals of many resamples pass through at once.
+        better: whether a higher or a lower value is better.
+    """
+
+    sums: tuple[str, ...]
+    formula: Callable[..., Total]
+    better: Literal["higher", "lower"] = "higher"
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether the metric depends on the machine, not only on draft and completions."""
+        return any("seconds" in name for name in self.sums)
+
+
+def _define_metric(
+    formula: Callable[..., Total], better: Literal["higher", "lower"] = "higher"
+) -> Metric:
+    """Return the metric of a formula whose parameters have the names of its sums."""
+    return Metric(tuple(inspect.signature(formula).parameters), formula, better)
+
+
+def _compute_speedup(
+    num_tokens: Total, seconds: Total, baseline_num_tokens: Total, baseline_seconds: Total
+) -> Total:
+    """Return tokens per second with the draft divided by tokens per second without.
+
+    Over the same tokens this is the ratio of times.
+    """
+    return (num_tokens / seconds) / (baseline_num_tokens / baseline_seconds)
+
+
+def _compute_acceptance_length(num_tokens: Total, num_prompts: Total, num_rounds: Total) -> Total:
+    """Return the tokens emitted in rounds divided by the number of rounds.
+
+    The first token of each prompt comes from the prefill, not from a round.
+    """
+    return (num_tokens - num_prompts) / num_rounds
+
+
+def _compute_predicted_speedup(
+    num_tokens: Total,
+    num_prompts: Total,
+    num_rounds: Total,
+    num_draft_tokens: Total,
+    draft_seconds: Total,
+    verify_seconds: Total,
+    baseline_num_rounds: Total,
+    baseline_verify_seconds: Total,
+) -> Total:
+    """Return `theory.predicted_speedup` of the means over all rounds.
+
+    AL, v and d also count the rounds in which nothing was drafted.
+    """
+    step = baseline_verify_seconds / baseline_num_rounds
+    # If nothing was drafted, this is undefined, and with it the prediction.
+    draft_token = draft_seconds / num_draft_tokens / step
+    return predicted_speedup(
+        _compute_acceptance_length(num_tokens, num_prompts, num_rounds),
+        verify_seconds / num_rounds / step,
+        draft_token * (num_draft_tokens / num_rounds),
+    )
+
+
+_ACCEPTANCE_LENGTH = _define_metric(_compute_acceptance_length)
+_PREDICTED = _define_metric(_compute_predicted_speedup)
+_SPEEDUP = _define_metric(_compute_speedup)
+
+METRICS: dict[str, Metric] = {
+    "mean_acceptance_length": _ACCEPTANCE_LENGTH,
+    "acceptance_length_vllm": _define_metric(
+        lambda num_accepted_tokens, num_drafts: 1 + num_accepted_tokens / num_drafts
+    ),
+    "acceptance_rate": _define_metric(
+        lambda num_accepted_tokens, num_draft_tokens: num_accepted_tokens / num_draft_tokens
+    ),
+    "tokens_per_second": _define_metric(lambda num_tokens, seconds: num_tokens / seconds),
+    "baseline_tokens_per_second": _define_metric(
+        lambda baseline_num_tokens, baseline_seconds: baseline_num_tokens / baseline_seconds
+    ),
+    "speedup": _SPEEDUP,
+    # Without the prefill, which yields the first token of each prompt.
+    "decode_speedup": Metric(
+        (*_SPEEDUP.sums, "num_prompts", "prefill_seconds", "baseline_prefill_seconds"),
+        lambda tokens, seconds, plain_tokens, plain_seconds, prompts, prefill, plain_prefill: (
+            _compute_speedup(
+                tokens - prompts,
+                seconds - prefill,
+                plain_tokens - prompts,
+                plain_seconds - plain_prefill,
+            )
+        ),
+    ),
+    "draft_ms": _define_metric(
+        lambda draft_seconds, num_draft_tokens: 1000 * draft_seconds / num_draft_tokens, "lower"
+    ),
+    "verify_ms": _define_metric(
+        lambda verify_seconds, num_rounds: 1000 * verify_seconds / num_rounds, "lower"
+    ),
+    "baseline_step_ms": _define_metric(
+        lambda baseline_verify_seconds, baseline_num_rounds: (
+            1000 * baseline_verify_seconds / baseline_num_rounds
+        ),
+        "lower",
+    ),
+    "overhead_factor": Metric(
+        (*_ACCEPTANCE_LENGTH.sums, *_SPEEDUP.sums),
+        lambda *sums: _compute_acceptance_length(*sums[:3]) / _compute_speedup(*sums[3:]),
+        "lower",
+    ),
+    "predicted_speedup": _PREDICTED,
+    "prediction_gap": Metric(
+        (*_SPEEDUP.sums, *_PREDICTED.sums),
+        lambda *sums: np.abs(
+            _compute_speedup(*sums[:4]) / _compute_predicted_speedup(*sums[4:]) - 1
+        ),
+        "lower",
+    ),
+    "hf_generate_tokens_per_second": _define_metric(
+        lambda hf_num_tokens, hf_seconds: hf_num_tokens / hf_seconds
+    ),
+    "baseline_over_hf_generate": Metric(
+        ("baseline_num_tokens", "baseline_seconds", "hf_num_tokens", "hf_seconds"), _compute_speedup
+    ),
+    "speedup_over_hf_generate": Metric(
+        ("num_tokens", "seconds", "hf_num_tokens", "hf_seconds"), _compute_speedup
+    ),
+    "context_ratio": Metric(
+        ("num_emitted_long", "num_rounds_long", "num_emitted_short", "num_rounds_short"),
+        lambda long, long_rounds, short, short_rounds: (
+            (long / long_rounds) / (short / short_rounds)
+        ),
+    ),
+    "vocabulary_coverage": Metric(
+        ("num_in_draft_vocabulary", "baseline_num_tokens"), lambda covered, tokens: covered / tokens
+    ),
+}
+
+
+def select_measured(metric: Metric, sums: PromptSums) -> list[NDArray[np.float64]]:
+    """Return the metric's sums [P] of the prompts for which all of them were measured.
+
+    The prompts of a cluster are not independent, and neither are the times of a batch. They are
+    added up, so that the sums are [number of clusters] or [number of batches].
+    """
+    chosen = np.stack([sums[name] for name in metric.sums])
+    complete = ~np.isnan(chosen).any(axis=0)
+    chosen = chosen[:, complete]
+    units = list_units(metric, sums)
+    if units is not None:
+        different, unit_of = np.unique(units[complete], return_inverse=True)
+        chosen = np.stack([np.bincount(unit_of, column, len(different)) for column in chosen])
+    return list(chosen)
+
+
+def list_units(metric: Metric, sums: PromptSums) -> NDArray[np.float64] | None:
+    """Return the unit [P], a batch or a cluster, that resamples draw each prompt with.
+
+    Times may have both. Then the units are whichever are fewer: joining the batches that share a
+    cluster would join nearly all of them.
+
+    Returns:
+        The number of each prompt's unit; None if each prompt is drawn alone.
+    """
+    names = ("batch", "cluster") if metric.is_timed else ("cluster",)
+    return min(
+        (sums[name] for name in names if name in sums),
+        key=lambda units: len(np.unique(units)),
+        default=None,
+    )
+
+
+def compute_value(metric: Metric, sums: PromptSums) -> float | None:
+    """Return the metric over all prompts; None if nothing that it needs was measured."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        result = float(metric.formula(*(column.sum() for column in select_measured(metric, sums))))
+    return result if np.isfinite(result) else None
+
+
+class AcceptanceCounts(TypedDict):
+    """The counts and rates of a result row (see `count_acceptance`)."""
+
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    accepted_per_position: list[int]
+    emitted_per_position: NotRequired[list[int]]
+    acceptance_rate_per_position: NotRequired[list[float | None]]
+    conditional_acceptance_rate: NotRequired[list[float | None]]
+
+
+def count_acceptance(records: Sequence[PromptRecord], num_positions: int) -> AcceptanceCounts:
+    """Count drafts, their tokens and what each position accepted, with the rates by position.
+
+    `accepted_per_position` [K] counts the drafts whose position k was accepted.
+    `emitted_per_position` [K + 1] counts the rounds that emitted at least k tokens. It is absent
+    for a server, which shows no rounds.
+
+    The conditional rate k is the share of accepted tokens among those emitted at position k. So
+    positions that a stop token or the length limit cut off do not count. The unconditional rate k
+    is the product of the conditional rates up to k: the Kaplan-Meier estimate. Without such cuts it
+    is accepted_per_position / num_drafts. A rate is None if nothing was emitted at its position.
+    """
+    # Count the drafts that accepted at least k tokens, for each position k.
+    drafts = []
+    for record in records:
+        drafts.extend(record.list_drafts())
+    accepted_per_position = []
+    for k in range(1, num_positions + 1):
+        accepted_per_position.append(sum(accepted >= k for _, accepted in drafts))
+    counts: AcceptanceCounts = {
+        "num_drafts": len(drafts),
+        "num_draft_tokens": sum(drafted for drafted, _ in drafts),
+        "num_accepted_tokens": sum(accepted for _, accepted in drafts),
+        "accepted_per_position": accepted_per_position,
+    }
+
+    # A position is reached if all earlier ones were accepted.
+    reached_per_position = [len(drafts), *accepted_per_position[:-1]]
+
+    # Records of this package know every round. Counts of a server do not.
+    if all(record.counts is None for record in records):
+        emitted = []
+        for record in records:
+            for round in record.rounds:
+                emitted.append(len(round.emitted))
+        emitted_per_position = []
+        for k in range(1, num_positions + 2):
+            emitted_per_position.append(sum(count >= k for count in emitted))
+        counts["emitted_per_position"] = emitted_per_position
+        # Every draft reaches its first position. A round without a draft emits one token, so it
+        # reaches no later position.
+        reached_per_position[1:] = counts["emitted_per_position"][1:num_positions]
+    if not drafts:
+        return counts
+
+    # The rate given that the position was reached, and its product with the earlier ones.
+    conditional_rates = [
+        Fraction(accepted, reached) if reached else None
+        for accepted, reached in zip(accepted_per_position, reached_per_position, strict=True)
+    ]
+    return {
+        **counts,
+        "acceptance_rate_per_position": [
+            rate if rate is None else float(rate) for rate in _multiply_rates(conditional_rates)
+        ],
+        "conditional_acceptance_rate": [
+            rate if rate is None else float(rate) for rate in conditional_rates
+        ],
+    }
+
+
+def _multiply_rates(conditional_rates: Sequence[Fraction | None]) -> list[Fraction | None]:
+    """Return the products of the rates up to each position.
+
+    From the first unknown rate on the products are None, unless they are already 0.
+    """
+    product: Fraction | None = Fraction(1)
+    products = []
+    for rate in conditional_rates:
+        if product:
+            product = None if rate is None else product * rate
+        products.append(product)
+    return products

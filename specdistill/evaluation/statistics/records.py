@@ -1,0 +1,223 @@
+"""The record of each prompt of a measurement: a row of `samples.jsonl`.
+
+Every number of a report can be computed again from these records. A report's first row is that of
+the main configuration. A sweep adds configurations that differ from it in one setting.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import chain
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, TypeAdapter
+
+from specdistill.common.documents import read_json_rows
+from specdistill.common.errors import UserError
+from specdistill.serving.engines.client import ServerCounts
+
+ALL_PROMPTS = "all"
+AtLeastOne = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]  # for a speed to be computed from
+# A record with an unknown key was not written by this package.
+STRICT_CONFIG = ConfigDict(extra="forbid")
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A configuration: how completions were generated and how prompts were cut.
+
+    Attributes:
+        num_speculative_tokens: K; for a tree, its depth.
+        temperature: the sampling temperature; 0 is greedy.
+        batch_size: the number of prompts decoded together.
+        tree: the shape of the tree: its budget, depth and top_k, or its branching. None for a
+            chain, or for what the proposer's own settings say.
+        context_bucket: the number of tokens that prompts were cut to; `all` for uncut prompts.
+    """
+
+    __pydantic_config__ = STRICT_CONFIG
+    num_speculative_tokens: int
+    temperature: float = 0.0
+    batch_size: int = 1
+    tree: Mapping[str, int | list[int]] | None = None
+    context_bucket: str = ALL_PROMPTS
+
+
+CONFIGURATION_KEYS = tuple(field.name for field in fields(Configuration))
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """A draft-verify round, as token ids and as text.
+
+    Each token's text is written as it continues the tokens before it.
+
+    Attributes:
+        drafted: the draft tokens. For a tree, the accepted path continued by first children.
+        accepted: the prefix of `drafted` that was accepted and emitted.
+        emitted: `accepted` and then the target's next token, unless a stop token cut it off.
+        num_off_path: the number of nodes of a tree that are not in `drafted`.
+    """
+
+    __pydantic_config__ = STRICT_CONFIG
+    drafted: tuple[int, ...]
+    drafted_text: tuple[str, ...]
+    accepted: tuple[int, ...]
+    emitted: tuple[int, ...]
+    emitted_text: tuple[str, ...]
+    num_off_path: int = 0
+
+    @property
+    def num_drafted(self) -> int:
+        """The number of draft tokens; of a tree, all its nodes."""
+        return len(self.drafted) + self.num_off_path
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The times of decoding a prompt with or without a draft, over the repetitions.
+
+    All times are in seconds. A value that a server does not show is None.
+
+    Attributes:
+        draft_seconds: the time of drafting, summed over rounds.
+        verify_seconds: the time of verification, summed over rounds.
+        num_disturbed_rounds: the number of rounds that took far longer than in other repetitions.
+    """
+
+    __pydantic_config__ = STRICT_CONFIG
+    num_tokens: AtLeastOne
+    num_rounds: int | None
+    seconds: Seconds
+    prefill_seconds: float | None = None
+    draft_seconds: float | None = None
+    verify_seconds: float | None = None
+    num_disturbed_rounds: int = 0
+
+
+@dataclass(frozen=True)
+class HFGenerate:
+    """The time of decoding the same prompt by transformers' `generate()`, sampled as the rest.
+
+    It is greedy if the measurement is.
+    """
+
+    __pydantic_config__ = STRICT_CONFIG
+    num_tokens: AtLeastOne
+    seconds: Seconds
+
+
+@dataclass(frozen=True)
+class PromptRecord:
+    """A prompt and its completion with the draft, round by round, with the times.
+
+    Attributes:
+        speculative: the times with the draft.
+        baseline: the times without the draft; None if that was not measured.
+        num_in_draft_vocabulary: tokens of the baseline completion that the draft could have
+            proposed; None if it can propose any.
+        baseline_text: the completion without the draft; None if there is none.
+        counts: the counts of a server, for a completion by one. They take the place of rounds and
+            first token.
+        batch: the number of the batch that the prompt was decoded in. The prompts of a batch share
+            its time. None for a prompt decoded alone.
+        cluster: what was drawn for the suite, if several prompts come from it: the conversation of
+            a turn, or the prompt that several adapters get. None if it is the prompt itself.
+    """
+
+    __pydantic_config__ = STRICT_CONFIG
+    suite: str
+    configuration: Configuration
+    id: str
+    category: str
+    num_prompt_tokens: AtLeastOne
+    prompt: str
+    text: str
+    first_token: int | None
+    first_token_text: str
+    rounds: tuple[RoundRecord, ...]
+    speculative: Timing
+    baseline: Timing | None
+    hf_generate: HFGenerate | None = None
+    num_in_draft_vocabulary: int | None = None
+    baseline_text: str | None = None
+    counts: ServerCounts | None = None
+    batch: int | None = None
+    cluster: str | None = None
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The tokens of the completion with the draft; empty if a server does not return them."""
+        if self.counts:
+            return self.counts.token_ids
+        first = () if self.first_token is None else (self.first_token,)
+        return (*first, *chain.from_iterable(round.emitted for round in self.rounds))
+
+    def list_drafts(self) -> list[tuple[int, int]]:
+        """Return (drafted, accepted), the number of tokens of each draft.
+
+        A server returns totals only. Its draft tokens are divided evenly among the drafts.
+        """
+        if self.counts is None:
+            return [
+                (round.num_drafted, len(round.accepted)) for round in self.rounds if round.drafted
+            ]
+        number = self.counts.num_drafts
+        total = self.counts.num_draft_tokens
+        reached = self.counts.accepted_per_position
+        # Positions are accepted in order. So the drafts can be ordered such that the first
+        # reached[k] drafts have position k accepted.
+        accepted = []
+        for draft in range(number):
+            accepted.append(sum(draft < count for count in reached))
+        return [
+            (total // number + (draft < total % number), accepted[draft]) for draft in range(number)
+        ]
+
+
+def select_records(row: Mapping[str, Any], records: Sequence[PromptRecord]) -> list[PromptRecord]:
+    """Return the records that a report's row is computed from."""
+    suite = row["suite"]
+    category = row["category"]
+    configuration = Configuration(**{name: row[name] for name in CONFIGURATION_KEYS})
+    return [
+        record
+        for record in records
+        if record.suite == suite
+        and record.configuration == configuration
+        and category in (ALL_PROMPTS, record.category)
+    ]
+
+
+def write_records(records: Iterable[PromptRecord], path: Path) -> None:
+    """Write records to a file, one JSON object per line."""
+    lines = [
+        json.dumps(asdict(record), ensure_ascii=False, allow_nan=False) + "\n" for record in records
+    ]
+    path.write_text("".join(lines), encoding="utf-8")
+
+
+def read_records(path: Path, key: str) -> list[PromptRecord]:
+    """Read the records of a samples.jsonl.
+
+    Raises:
+        UserError: naming `key`, if the file is missing or was not written by `write_records`.
+    """
+    records: list[PromptRecord] = []
+    try:
+        with path.open("rb") as stream:
+            for _, record in read_json_rows(stream):
+                records.append(read_record(record))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            key,
+            got=f"{path}, after {len(records)} records: {error}",
+            expected="the samples.jsonl next to a report",
+        ) from error
+    return records
+
+
+# Makes a record from its JSON object; raises a ValueError for any other object.
+read_record = TypeAdapter(PromptRecord).validate_python

@@ -1,0 +1,157 @@
+"""Compute what speculative decoding should gain, from acceptance and the cost of a round.
+
+The model is that of arXiv 2211.17192, section 3. Symbols:
+
+- K is the number of draft tokens per round.
+- AL is the mean acceptance length: tokens emitted per round.
+- alpha is the acceptance rate that would give AL if it were the same at every position.
+- v is the cost to verify K draft tokens, in steps of plain decoding.
+- d is the cost to draft all K tokens, in steps of plain decoding. It is a measured function of K.
+
+A draft that takes a pass for each token has d = c·K, where c is the cost of a pass. A draft that
+produces a block in one pass has a d that hardly depends on K.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import brentq, isotonic_regression
+
+Number = TypeVar("Number", float, NDArray[np.float64])
+
+# A K that was not measured counts as better only if it is predicted to gain more than this share.
+BETTER_K_GAIN = 0.02
+
+
+def predicted_speedup(acceptance_length: Number, v: Number, d: Number) -> Number:
+    """Return S = AL / (v + d), elementwise over arrays.
+
+    Plain decoding (AL = 1, v = 1, d = 0) gives 1.
+    """
+    return acceptance_length / (v + d)
+
+
+def expected_acceptance_length(alpha: float, k: int) -> float:
+    """Return AL = 1 + alpha + … + alpha^K = (1 - alpha^(K+1)) / (1 - alpha)."""
+    return float(sum(alpha**i for i in range(k + 1)))
+
+
+def alpha_from_acceptance_length(acceptance_length: float, k: int) -> float:
+    """Return the alpha in [0, 1] that gives this acceptance length, which is in [1, K + 1].
+
+    This inverts `expected_acceptance_length`.
+    """
+    if acceptance_length <= 1:
+        return 0.0
+    if acceptance_length >= k + 1:
+        return 1.0
+    return float(
+        brentq(lambda alpha: expected_acceptance_length(alpha, k) - acceptance_length, 0.0, 1.0)
+    )
+
+
+@dataclass(frozen=True)
+class RoundCost:
+    """The milliseconds of a round.
+
+    Attributes:
+        k: the number of draft tokens.
+        verify_ms: the time to verify them.
+        draft_ms: the time to draft all of them.
+    """
+
+    k: int
+    verify_ms: float
+    draft_ms: float
+
+
+def compute_deviation_from_rising(timed: Sequence[RoundCost]) -> float:
+    """Return the largest relative deviation of verification times from a curve that rises with K.
+
+    The curve is fitted by isotonic regression, because a pass over more tokens has more to do. A
+    large deviation comes from noise, or from kernels that suit some numbers of rows. It means that
+    the times of neighbouring K say little about one another.
+    """
+    if not timed:
+        return 0.0
+    verify_ms = [cost.verify_ms for cost in sorted(timed, key=lambda cost: cost.k)]
+    rising_ms = isotonic_regression(verify_ms).x
+    return float(
+        max(
+            abs(measured / rising - 1)
+            for measured, rising in zip(verify_ms, rising_ms, strict=True)
+        )
+    )
+
+
+def compute_speedup_curve(
+    emitted_per_position: Sequence[int],
+    num_drafts: int,
+    step_ms: float,
+    cost: RoundCost,
+    timed: Sequence[RoundCost],
+) -> list[dict[str, float]]:
+    """Return AL, cost and predicted speedup of rounds with K' = 0, K, and every timed K' between.
+
+    A chain's position k is reached and accepted no matter how many positions follow it. So rounds
+    with K' draft tokens emit what those with K emit in their first K' + 1 positions, and the same
+    text needs more of them. Where a lookup finds nothing, it finds nothing at any K'. So the number
+    of rounds that take a plain step is the same.
+
+    Args:
+        emitted_per_position: [K + 1] rounds that emitted at least 1, 2, … tokens; the first counts
+            all rounds.
+        num_drafts: rounds in which something was drafted.
+        step_ms: milliseconds of a step of plain decoding.
+        cost: milliseconds of a round at K, on average over all rounds.
+        timed: rounds that drafted K' <= K tokens. Only their ratios to the round at K count.
+    """
+    # Rounds without a draft emit one token each, as plain decoding does.
+    num_rounds = emitted_per_position[0]
+    num_tokens = sum(emitted_per_position)
+    num_plain_steps = num_rounds - num_drafts
+    tokens_of_drafts = num_tokens - num_plain_steps
+    # These are means over the rounds with a draft alone.
+    verify_ms = (cost.verify_ms * num_rounds - step_ms * num_plain_steps) / num_drafts
+    draft_ms = cost.draft_ms * num_rounds / num_drafts
+
+    def point(num_rounds: float, cost: RoundCost) -> dict[str, float]:
+        length = num_tokens / num_rounds
+        speedup = predicted_speedup(length, cost.verify_ms / step_ms, cost.draft_ms / step_ms)
+        return {"mean_acceptance_length": length, **vars(cost), "predicted_speedup": speedup}
+
+    # K' = 0 is plain decoding.
+    curve = [point(num_tokens, RoundCost(0, step_ms, 0.0))]
+    cost_of_k = {entry.k: entry for entry in timed}
+    longest = cost_of_k.get(cost.k)
+    for k in range(1, cost.k):
+        if longest is None or k not in cost_of_k:
+            continue
+
+        # With K' draft tokens, a round emits what the first K' positions emitted.
+        tokens_per_draft = (num_drafts + sum(emitted_per_position[1 : k + 1])) / num_drafts
+        num_drafts_at_k = tokens_of_drafts / tokens_per_draft
+        num_rounds_at_k = num_plain_steps + num_drafts_at_k
+
+        # The costs at K' are scaled from those at K by their measured ratio.
+        verify_ms_at_k = verify_ms * cost_of_k[k].verify_ms / longest.verify_ms
+        draft_ms_at_k = draft_ms * cost_of_k[k].draft_ms / longest.draft_ms
+        mean_cost = RoundCost(
+            k,
+            (step_ms * num_plain_steps + verify_ms_at_k * num_drafts_at_k) / num_rounds_at_k,
+            draft_ms_at_k * num_drafts_at_k / num_rounds_at_k,
+        )
+        curve.append(point(num_rounds_at_k, mean_cost))
+    curve.append(point(num_rounds, cost))
+    return curve
+
+
+def select_best_point(curve: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return the point with the highest predicted speedup.
+
+    If its K' is 0, plain decoding is faster than any draft.
+    """
+    return max(curve, key=lambda point: point["predicted_speedup"])

@@ -1,0 +1,826 @@
+"""Load suites: the prompts that a draft is measured on, from their file to the target's tokens.
+
+A suite has a name and a version, and its prompts are checked by hash. It is a YAML file (see
+`SuiteHeader`), given by its path or by its name under `eval/suites`, or just a jsonl file. The file
+of its prompts is a jsonl file (also .jsonl.gz) or a parquet file, on disk, under an https URL, or
+on the Hub as `hf://datasets/org/name@revision/path`. A row holds one of these keys:
+
+    prompt      The text of the prompt.
+    messages    A conversation, optionally with the `tools` that it may call. The target's chat
+                template renders it with the generation prompt.
+    user        What a user says, or a list of a user's turns, of which the first is used. A turn is
+                a text or a list of messages.
+    text        A text whose first tokens are the prompt.
+
+The keys `id`, `category` and `reference` are optional. The reference is the right answer, which
+answers are scored by. A suite's `columns` map these keys to the file's own columns. Two other forms
+of rows are known: a row with a `test_list` is a question to program, as in MBPP; a row with lists
+of messages in `question`, and the schemas of its tools in `function`, is one of BFCL.
+
+With `turns: all`, each turn of the assistant is a prompt of its own, which consists of the turns
+before it as they were recorded.
+"""
+
+import gzip
+import hashlib
+import io
+import zlib
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from pathlib import Path, PurePosixPath
+from typing import IO, Annotated, Any, Literal, TypeVar, cast
+
+import pyarrow
+import pyarrow.parquet
+from pydantic import BeforeValidator, Field
+
+from specdistill.common.documents import convert_csv, parse_json, parse_yaml, read_json_rows
+from specdistill.common.errors import (
+    ResourceError,
+    UserError,
+    convert_errors,
+    find_nearest,
+    join_lines,
+    logger,
+)
+from specdistill.common.project import SUITES
+from specdistill.evaluation.suites.conversations import (
+    REASONING,
+    Message,
+    Tokenizer,
+    Tools,
+    check_expressed,
+    convert_conversation,
+    render_chat,
+)
+from specdistill.recipe.data_sources import CONVERSATIONS, PROMPTS
+from specdistill.recipe.fields import Condition, Section, option, section
+from specdistill.recipe.load import validate_recipe
+from specdistill.recipe.sections import SweepConfig
+
+KINDS = ("prompt", "messages", "user", "text")
+COLUMNS = (*KINDS, "tools", "id", "category", "reference")
+REMOTE = ("https://", "http://", "hf://")
+# How many prompts of a file that is no suite are measured by default. They are enough to know an
+# acceptance length to a few percent.
+FILE_PROMPTS = 200
+TEXT_PROMPT_TOKENS = 32  # tokens of a `text` row that are the prompt
+
+T = TypeVar("T")
+FileRow = dict[str, Any]  # a row of a prompts' file, which may hold anything
+AsText = Annotated[
+    str, BeforeValidator(lambda value: value if value is None else str(value)), Field(min_length=1)
+]
+
+
+class SuiteHeader(Section):
+    """A suite's YAML file."""
+
+    name: AsText = option(..., "the suite's name")
+    version: AsText = option(..., "version of the suite; it changes with the prompts")
+    licence: AsText = option(..., "licence of the prompts")
+    source: AsText = option(..., "source of the prompts, in words")
+    prompts: AsText = option(..., "file of the prompts, next to this one, or its URL")
+    sha256: str | None = option(
+        ..., "sha256 of the prompts' file; null: not checked, and the report states the hash"
+    )
+    columns: dict[str, str] = option({}, "column names, ours to the file's")
+    placeholder: str | None = option(
+        None, "beginning of texts that are placeholders, which are left out"
+    )
+    sweep: SweepConfig = section(SweepConfig)
+    turns: Literal["last", "all"] = option(
+        "last", "of `messages`: what follows them, or each turn of the assistant in them"
+    )
+    categories: Literal["turn", "kind"] | None = option(
+        None,
+        "of `turns: all`: by the turn's number, or by what it is (tool_call, reasoning,"
+        " structured_output, prose); null: the row's",
+        condition=Condition("with turns: all", lambda suite: suite.turns == "all"),
+    )
+    quality: Literal["python_syntax"] | None = option(None, "metric that scores the answers")
+
+
+@dataclass(frozen=True)
+class SuiteRow:
+    """One prompt before tokenization.
+
+    Attributes:
+        id: its id, unique in the suite.
+        category: its category.
+        kind: `prompt`, `text` or `messages`. A `user` row has become one of `messages`.
+        content: the text of a `prompt` or `text` row, or the list of messages.
+        reference: the right answer; None where there is none.
+        tools: the schemas of the tools that a conversation may call.
+        cluster: the id of the conversation or row that several prompts come from (see
+            `PromptRecord`); None for a prompt on its own.
+    """
+
+    id: str
+    category: str
+    kind: str
+    content: Any
+    reference: str | None = None
+    tools: Tools = None
+    cluster: str | None = None
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A suite with its prompts.
+
+    Attributes:
+        sha256: the hash of the prompts' file.
+        rows: the prompts before tokenization.
+        sweep: the axes that an evaluation of the suite measures by default.
+        quality: the metric that scores all answers; None for none.
+        is_file: whether it is just a file of prompts, which no suite YAML describes.
+    """
+
+    name: str
+    version: str
+    licence: str
+    source: str
+    sha256: str
+    rows: tuple[SuiteRow, ...]
+    sweep: SweepConfig = field(default_factory=SweepConfig)
+    quality: str | None = None
+    is_file: bool = False
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt as the target reads it.
+
+    Attributes:
+        text: the prompt as text.
+        token_ids: the prompt as tokens.
+        cluster: as in `SuiteRow`.
+    """
+
+    id: str
+    category: str
+    text: str
+    token_ids: tuple[int, ...]
+    cluster: str | None = None
+
+
+def load_suite(name: str | None, target: str = "pico", *, key: str = "eval.suite") -> Suite:
+    """Load a suite by its name or path.
+
+    Args:
+        name: the name or path. None stands for pico's own prompts, which say nothing about another
+            target.
+        target: the target's name.
+        key: the recipe key that errors name.
+
+    Raises:
+        UserError: for an unknown name, for None with another target than pico, for a wrong hash,
+            and for a row without a prompt.
+        ResourceError: for a URL that cannot be read.
+    """
+    path = _find("pico" if name is None and target == "pico" else name, target, key)
+
+    # A file of prompts is a suite of its own, without a licence.
+    if path.suffix == ".jsonl":
+        content = read_prompts(str(path))
+        digest = hashlib.sha256(content).hexdigest()
+        return Suite(
+            path.stem,
+            digest[:12],
+            "not stated",
+            path.name,
+            digest,
+            parse_suite_file(path.name, content, {}),
+            is_file=True,
+        )
+
+    # A suite's YAML file names the file of its prompts, and its hash.
+    header = _read_header(path)
+    prompts = (
+        header.prompts if header.prompts.startswith(REMOTE) else str(path.parent / header.prompts)
+    )
+    content = read_prompts(prompts, is_pinned=header.sha256 is not None)
+    digest = hashlib.sha256(content).hexdigest()
+    if header.sha256 not in (None, digest):
+        raise UserError(
+            "eval.suite",
+            got=f"{prompts} with sha256 {digest}",
+            expected=f"the content that {path.name} names by its sha256 {header.sha256}",
+        )
+    rows = parse_suite_file(prompts, content, header.columns, header.placeholder)
+    if header.turns == "all":
+        rows = tuple(chain.from_iterable(_split_turns(row, header.categories) for row in rows))
+    return Suite(
+        header.name,
+        header.version,
+        header.licence,
+        header.source,
+        digest,
+        rows,
+        header.sweep,
+        header.quality,
+    )
+
+
+def check_suite(name: str | None, *, key: str = "eval.suite") -> Suite | None:
+    """Check a suite without fetching anything, and return it if its prompts are on this machine.
+
+    Prompts elsewhere are not fetched, so that a check needs no network.
+
+    Returns:
+        The suite; None if `name` is None, or if the prompts are not on this machine.
+
+    Raises:
+        UserError: where `load_suite` would raise one; it names `key`.
+    """
+    if name is None:
+        return None
+    path = _find(name, key=key)
+    is_here = path.suffix == ".jsonl" or not _read_header(path).prompts.startswith(REMOTE)
+    return load_suite(name) if is_here else None
+
+
+def count_measured(suite: Suite, num_prompts: int | None, *, logs: bool = True) -> int | None:
+    """Return how many prompts of a suite are measured; None stands for all.
+
+    This is `num_prompts`, if that is given. Of a file without a suite YAML, FILE_PROMPTS are
+    measured by default, and a log line says so if `logs`.
+    """
+    if not suite.is_file or num_prompts is not None or len(suite.rows) <= FILE_PROMPTS:
+        return num_prompts
+    total = len(suite.rows)
+    if logs:
+        logger.info(
+            f"Measuring {FILE_PROMPTS} of the {total:,} prompts of {suite.source}, evenly spread;"
+            f" num_prompts={total} measures all"
+        )
+    return FILE_PROMPTS
+
+
+def tokenize(
+    suite: Suite,
+    tokenizer: Tokenizer,
+    *,
+    max_new_tokens: int,
+    max_length: int,
+    vocab_size: int | None = None,
+    num_prompts: int | None = None,
+    logs: bool = True,
+) -> list[Prompt]:
+    """Tokenize the prompts of a suite for a target.
+
+    Args:
+        suite: the suite.
+        tokenizer: the target's tokenizer.
+        max_new_tokens: the most tokens that are generated after a prompt.
+        max_length: the target's context, in tokens.
+        vocab_size: the size of the target's embedding; None where a server holds the target.
+        num_prompts: how many prompts are chosen, evenly spread over the categories; None for all.
+        logs: whether to warn of prompts that a chat target gets as plain text.
+
+    Raises:
+        UserError: for a prompt that has no tokens, that leaves no room for `max_new_tokens`, or
+            that has a token which the target does not know.
+    """
+    # Choose the prompts, evenly over the categories.
+    rows = select_evenly(suite.rows, [row.category for row in suite.rows], num_prompts)
+    if (
+        logs
+        and suite.is_file
+        and tokenizer.chat_template
+        and (plain := sum(row.kind in ("prompt", "text") for row in rows))
+    ):
+        cut = f" and cut to {TEXT_PROMPT_TOKENS} tokens" * any(row.kind == "text" for row in rows)
+        logger.warning(
+            (
+                "%d prompts of %s are plain text%s, although the target has a chat template:"
+                " `user` or"
+                " `messages` rows are rendered with it"
+            ),
+            plain,
+            suite.source,
+            cut,
+        )
+
+    # Tokenize them, and refuse a prompt that the target cannot take.
+    prompts = [_tokenize(row, tokenizer) for row in rows]
+    for prompt in prompts:
+        if vocab_size is not None and (
+            unknown := next((token for token in prompt.token_ids if token >= vocab_size), None)
+        ):
+            raise UserError(
+                "target.model",
+                got=(
+                    f"{tokenizer.convert_ids_to_tokens(unknown)!r} in prompt {prompt.id}, token"
+                    f" {unknown} of its tokenizer"
+                ),
+                expected=f"a tokenizer of the model, which has {vocab_size} tokens",
+            )
+        if not prompt.token_ids:
+            raise UserError(
+                "eval.suite",
+                got=f"prompt {prompt.id} of {suite.name}, which has no tokens",
+                expected="some text",
+            )
+        length = len(prompt.token_ids)
+        if length + max_new_tokens > max_length:
+            raise UserError(
+                "eval.suite",
+                got=(
+                    f"prompt {prompt.id} of {suite.name} with {length} tokens, and"
+                    f" {max_new_tokens} to generate"
+                ),
+                expected=f"at most {max_length} tokens together, the target's context",
+            )
+    return prompts
+
+
+def cut_prompts(
+    suite: Suite,
+    tokenizer: Tokenizer,
+    lengths: Sequence[int],
+    *,
+    max_new_tokens: int,
+    max_length: int,
+    num_prompts: int | None = None,
+) -> dict[int, list[Prompt]]:
+    """Cut the suite's long prompts to several lengths.
+
+    The prompts are those that have at least the longest length. They are the same at every length,
+    so that nothing else differs. A `prompt` loses its beginning and a `text` row its end. A
+    conversation loses the beginning of its longest message, which may leave a token or two less.
+
+    Args:
+        suite: the suite.
+        tokenizer: the target's tokenizer.
+        lengths: the lengths, in tokens.
+        max_new_tokens: the most tokens that are generated after a prompt.
+        max_length: the target's context, in tokens.
+        num_prompts: how many prompts are chosen, evenly spread over the categories; None for all.
+
+    Returns:
+        Length -> the prompts cut to that length.
+
+    Raises:
+        UserError: for a length that no prompt has, or that exceeds the target's context.
+    """
+    if not lengths:
+        return {}
+    longest = max(lengths)
+    if longest + max_new_tokens > max_length:
+        raise UserError(
+            "eval.sweep.context",
+            got=f"{longest} tokens, and {max_new_tokens} to generate",
+            expected=f"at most {max_length} tokens together, the target's context",
+        )
+
+    # Only prompts that are long enough can be cut to every length.
+    num_tokens = {
+        row.id: len(_tokenize(row, tokenizer, is_whole=True).token_ids) for row in suite.rows
+    }
+    rows = [row for row in suite.rows if num_tokens[row.id] >= longest]
+    if not rows:
+        raise UserError(
+            "eval.sweep.context",
+            got=(
+                f"{longest}, where the longest prompt of {suite.name} has"
+                f" {max(num_tokens.values())}"
+                " tokens"
+            ),
+            expected="lengths that at least one prompt reaches",
+        )
+    chosen = select_evenly(rows, [row.category for row in rows], num_prompts)
+    prompts_by_length = {}
+    for length in lengths:
+        prompts_by_length[length] = [_cut(row, tokenizer, length) for row in chosen]
+    return prompts_by_length
+
+
+def select_evenly(items: Sequence[T], groups: Sequence[Hashable], count: int | None) -> list[T]:
+    """Choose `count` of the items, evenly spread over groups, and over the items of each group.
+
+    Args:
+        items: the items.
+        groups: the group of each item.
+        count: how many items are chosen; None for all.
+
+    Returns:
+        The chosen items, in their order.
+    """
+    members: dict[Hashable, list[int]] = {}
+    for index, group in enumerate(groups):
+        members.setdefault(group, []).append(index)
+    # Take the first item of each group, then the second of each, and so on, to find how many items
+    # each group gives. These are then spread evenly over the items of the group.
+    turns = []
+    for order, indices in enumerate(members.values()):
+        turns += [(turn, order) for turn in range(len(indices))]
+    turns.sort()
+    quota = Counter(order for _, order in turns[:count])
+    chosen: list[int] = []
+    for order, indices in enumerate(members.values()):
+        chosen += [
+            indices[position * len(indices) // quota[order]] for position in range(quota[order])
+        ]
+    return [items[index] for index in sorted(chosen)]
+
+
+def _find(name: str | None, target: str = "pico", key: str = "eval.suite") -> Path:
+    """Return the file of a suite, a YAML or jsonl file, by its path or name."""
+    for candidate in (Path(name), SUITES / f"{name}.yaml") if name else ():
+        if candidate.suffix in (".yaml", ".yml", ".jsonl") and candidate.is_file():
+            return candidate
+    known_suites = sorted(path.stem for path in SUITES.glob("*.yaml"))
+    expected = f"one of {', '.join(known_suites)}, a suite YAML or a jsonl file"
+    if not name:
+        raise UserError(key, got=f"nothing with target {target}", expected=expected)
+    if Path(name).suffix == ".csv" and Path(name).is_file():
+        expected = f"a suite YAML or a jsonl file; to convert it: {convert_csv(Path(name))}"
+    raise UserError(key, got=name, expected=expected, nearest=find_nearest(name, known_suites))
+
+
+def _read_header(path: Path) -> SuiteHeader:
+    """Read a suite's YAML file, and check its keys."""
+    with convert_errors(ValueError, "eval.suite", path, "a readable YAML file"):
+        header = validate_recipe(SuiteHeader, parse_yaml(read_prompts(str(path))), f"{path.name}: ")
+    unknown = next((name for name in header.columns if name not in COLUMNS), None)
+    if unknown:
+        raise UserError(
+            f"{path.name}: columns.{unknown}",
+            got="an unknown key",
+            expected=f"one of {', '.join(COLUMNS)}",
+            nearest=find_nearest(unknown, COLUMNS),
+        )
+    return header
+
+
+def _cut(row: SuiteRow, tokenizer: Tokenizer, length: int) -> Prompt:
+    """Return a row's prompt, cut to at most `length` tokens."""
+    prompt = _tokenize(row, tokenizer, is_whole=True)
+    if row.kind == "messages":
+        return _cut_messages(row, tokenizer, length, prompt)
+    if row.kind == "text":
+        ids = prompt.token_ids[:length]
+    else:
+        # A BOS token stays at the beginning.
+        starts = prompt.token_ids[:1] == (tokenizer.bos_token_id,)
+        ids = prompt.token_ids[:starts] + prompt.token_ids[-length + starts :]
+    return Prompt(
+        row.id, row.category, tokenizer.decode(ids, skip_special_tokens=True), ids, row.cluster
+    )
+
+
+def _cut_messages(row: SuiteRow, tokenizer: Tokenizer, length: int, prompt: Prompt) -> Prompt:
+    """Cut the beginning of a conversation's longest message until it has at most `length` tokens.
+
+    Text that is cut may have another number of tokens than expected, so this is repeated.
+    """
+    longest = max(
+        range(len(row.content)), key=lambda index: len(row.content[index]["content"] or "")
+    )
+    kept_ids = tokenizer(row.content[longest]["content"], add_special_tokens=False)["input_ids"]
+    while (excess := len(prompt.token_ids) - length) > 0:
+        kept_ids = kept_ids[excess:]
+        if not kept_ids:
+            raise UserError(
+                "eval.sweep.context",
+                got=(f"{length}, but prompt {row.id} is longer even without its longest message"),
+                expected="more tokens",
+            )
+        messages = [*row.content]
+        messages[longest] = {**messages[longest], "content": tokenizer.decode(kept_ids)}
+        prompt = _tokenize(replace(row, content=messages), tokenizer)
+    return prompt
+
+
+def _split_turns(row: SuiteRow, categories: str | None) -> Iterator[SuiteRow]:
+    """Yield a prompt for each turn of the assistant in a conversation: the turns before it.
+
+    Its id ends with the turn's number.
+
+    Args:
+        row: the conversation.
+        categories: as in `SuiteHeader`.
+    """
+    if row.kind != "messages" or all(message["role"] != "assistant" for message in row.content):
+        raise UserError(
+            "turns",
+            got=f"all for prompt {row.id}, without turns of the assistant",
+            expected="messages with turns of the assistant, or turns: last",
+        )
+    turns = [number for number, message in enumerate(row.content) if message["role"] == "assistant"]
+    for number, place in enumerate(turns, 1):
+        first = 2 ** (number.bit_length() - 1)  # 1, 2 to 3, 4 to 7, …
+        names = {
+            "turn": f"turn_{first}" + f"_to_{2 * first - 1}" * (first > 1),
+            "kind": _find_kind(row.content[place]),
+        }
+        category = names[categories] if categories else row.category
+        yield SuiteRow(
+            f"{row.id}/{number}",
+            category,
+            row.kind,
+            row.content[:place],
+            tools=row.tools,
+            cluster=row.id,
+        )
+
+
+def _find_kind(message: Message) -> str:
+    """Return what a turn of the assistant is, as a category of `categories: kind`."""
+    if "tool_calls" in message or REASONING[0] in message:
+        return "tool_call" if "tool_calls" in message else "reasoning"
+    try:
+        return (
+            "structured_output"
+            if isinstance(parse_json(message["content"]), dict | list)
+            else "prose"
+        )
+    except ValueError:
+        return "prose"
+
+
+def _read_turn_text(turn: Message) -> object:
+    """Return what a turn says: its content, "calls" if it only calls tools, or None."""
+    return turn.get("content", turn.get("value")) or ("calls" if turn.get("tool_calls") else None)
+
+
+def _convert_programming_row(entry: FileRow, place: str) -> FileRow:
+    """Convert a row of MBPP into one with `user`.
+
+    Such a row has a question and a list of assertions that a program must pass. The user's message
+    shows both.
+    """
+    question = entry.get("prompt", entry.get("text"))
+    tests = entry["test_list"]
+    if (
+        not question
+        or not isinstance(tests, list)
+        or not all(isinstance(test, str) for test in tests)
+    ):
+        raise UserError(
+            "eval.suite",
+            got=f"{place} with test_list",
+            expected="a question as prompt or text, and a list of assertions",
+        )
+    shown = "\n".join(tests)
+    converted: FileRow = {key: entry[key] for key in ("id", "task_id", "category") if key in entry}
+    return {
+        **converted,
+        "user": f"{question}\n\nThe Python code has to pass these tests:\n\n{shown}",
+    }
+
+
+def _tokenize(row: SuiteRow, tokenizer: Tokenizer, is_whole: bool = False) -> Prompt:
+    """Return a row's prompt.
+
+    The prompt of a `text` row is its first TEXT_PROMPT_TOKENS tokens, or all of them if `is_whole`.
+    """
+    # Messages go through the chat template, which must keep everything in them.
+    if row.kind == "messages":
+        if not tokenizer.chat_template:
+            raise UserError(
+                "eval.suite",
+                got=f"messages (prompt {row.id})",
+                expected="plain prompts: the target has no chat template",
+            )
+        where = f"eval.suite prompt {row.id}"
+        check_expressed(tokenizer, row.content, row.tools, where)
+        text = render_chat(tokenizer, row.content, True, where, row.tools)
+        return Prompt(
+            row.id,
+            row.category,
+            text,
+            tuple(tokenizer(text, add_special_tokens=False)["input_ids"]),
+            row.cluster,
+        )
+
+    # A text is cut to its beginning. A prompt is taken as it is.
+    ids = tokenizer(row.content, verbose=False)["input_ids"]
+    if row.kind == "text":
+        ids = ids if is_whole else ids[:TEXT_PROMPT_TOKENS]
+        return Prompt(
+            row.id,
+            row.category,
+            tokenizer.decode(ids, skip_special_tokens=True),
+            tuple(ids),
+            row.cluster,
+        )
+    return Prompt(row.id, row.category, row.content, tuple(ids), row.cluster)
+
+
+def read_prompts(place: str, *, is_pinned: bool = False) -> bytes:
+    """Read a file, or a URL, whose content is kept in the cache of the datasets library.
+
+    Args:
+        place: the path or URL.
+        is_pinned: whether the content is known by its hash. A URL is then fetched only once, and
+            needs no network later.
+
+    Raises:
+        UserError: for a file that cannot be read.
+        ResourceError: for a URL that cannot be read.
+    """
+    if not place.startswith(REMOTE):
+        with convert_errors(OSError, "eval.suite", place, "a readable file"):
+            return Path(place).read_bytes()
+    # The library is imported here because that is slow, and reports do not need it.
+    from datasets import DownloadConfig, DownloadManager
+
+    from specdistill.common.repositories import HTTP_ERROR
+
+    try:
+        config = DownloadConfig(disable_tqdm=True, use_etag=not is_pinned)
+        return Path(DownloadManager(download_config=config).download(place)).read_bytes()
+    except (OSError, HTTP_ERROR) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ResourceError(
+            f"eval.suite: {place} could not be fetched ({reason})",
+            next_step="check the network and HF_TOKEN, or name a copy of the file under `prompts`",
+        ) from error
+
+
+def parse_suite_file(
+    name: str, content: bytes, columns: Mapping[str, str], placeholder: str | None = None
+) -> tuple[SuiteRow, ...]:
+    """Parse the prompts' file of a suite.
+
+    Args:
+        name: the name of the file; its ending says the format.
+        content: the content of the file.
+        columns: the suite's `columns`: our name -> the file's name.
+        placeholder: rows whose text begins with it are left out; None for none.
+
+    Raises:
+        UserError: for a file without prompts, for a row without a prompt or without one of the
+            columns, and for an id that two rows have.
+    """
+    rows = []
+
+    # Convert each row, with the columns that the suite's YAML file names.
+    for number, entry in _read_objects(name, content):
+        place = f"{PurePosixPath(name).name}:{number}"  # for error messages
+        lacking = next((column for column in columns.values() if column not in entry), None)
+        if lacking:
+            raise UserError(
+                "eval.suite",
+                got=f"{place} without {lacking}",
+                expected=f"one of {', '.join(entry)}",
+                nearest=find_nearest(lacking, list(entry)),
+            )
+        renamed = {ours: entry[column] for ours, column in columns.items()}
+        row = _convert_row(number, place, renamed or entry, placeholder)
+        if row:
+            rows.append(row)
+
+    # A suite needs prompts, and their ids must differ.
+    if not rows:
+        raise UserError("eval.suite", got=f"{name}, which is empty", expected="at least one prompt")
+    counts = Counter(row.id for row in rows)
+    repeated = next((id for id, count in counts.items() if count > 1), None)
+    if repeated is not None:
+        raise UserError(
+            "eval.suite",
+            got=f"{name} with the id {repeated} twice",
+            expected="a different id for each prompt",
+        )
+    return tuple(rows)
+
+
+def _read_objects(name: str, content: bytes) -> Iterator[tuple[int, FileRow]]:
+    """Yield each row of a file: its number, from 1, and its content."""
+    stream: IO[bytes] = io.BytesIO(content)
+    unreadable = pyarrow.ArrowException, OSError, EOFError, ValueError, zlib.error
+    with convert_errors(
+        unreadable,
+        "eval.suite",
+        PurePosixPath(name).name,
+        "rows of Parquet, or a JSON object a line, as its name says",
+    ):
+        if name.endswith(".parquet"):
+            batches = pyarrow.parquet.ParquetFile(stream).iter_batches(batch_size=1000)
+            rows = chain.from_iterable(batch.to_pylist() for batch in batches)
+            yield from enumerate(rows, start=1)
+        else:
+            yield from read_json_rows(
+                cast(IO[bytes], gzip.GzipFile(fileobj=stream)) if name.endswith(".gz") else stream
+            )
+
+
+def _from_training_columns(entry: FileRow) -> FileRow:
+    """Add `messages` or `user` to a row that has the columns of training data instead.
+
+    A last turn of the assistant is left out, because the target writes it.
+    """
+    conversation_column = next((name for name in CONVERSATIONS if name in entry), None)
+    if conversation_column is not None:
+        messages = entry[conversation_column]
+        if isinstance(messages, list) and all(isinstance(turn, str) for turn in messages):
+            # The column holds the turns of a user, with a reference for each, as in MT-bench. The
+            # first turn is the prompt.
+            reference = entry.get("reference")
+            # A list holds the references of each turn, or several for one turn.
+            while isinstance(reference, list):
+                reference = next(iter(reference), None)
+            return {**entry, "user": messages, "reference": reference or None}
+        if isinstance(messages, list) and messages and _is_answer(messages[-1]):
+            messages = messages[:-1]
+        return {**entry, "messages": messages}
+    question_column = next((name for name in PROMPTS if name in entry), None)
+    if question_column is None:
+        return entry
+    parts = [entry[question_column], entry.get("input") or entry.get("context")]
+    return {**entry, "user": "\n\n".join(str(part) for part in parts if part)}
+
+
+def _is_answer(turn: object) -> bool:
+    """Return whether a recorded turn is the assistant's, which the target should write."""
+    return isinstance(turn, dict) and (turn.get("role") or turn.get("from")) in ("assistant", "gpt")
+
+
+def _convert_row(
+    number: int, place: str, entry: FileRow, placeholder: str | None
+) -> SuiteRow | None:
+    """Convert one row of a file into a prompt.
+
+    Args:
+        number: the number of the row, from 1.
+        place: the file and the number, for errors.
+        entry: the row, with the suite's names of columns.
+        placeholder: how the text begins of rows that are left out; None for none.
+
+    Returns:
+        The prompt; None for a row that is left out.
+    """
+    # Some published files have columns of their own.
+    if "test_list" in entry:
+        entry = _convert_programming_row(entry, place)
+    if isinstance(entry.get("question"), list):
+        entry = {**entry, "user": entry["question"], "tools": entry.get("function")}
+    # Find the column with the prompt, or else the columns of training data.
+    kind = next((kind for kind in KINDS if kind in entry), None)
+    if kind is None:
+        entry = _from_training_columns(entry)
+        kind = next((kind for kind in KINDS if kind in entry), None)
+    if kind is None:
+        raise UserError(
+            "eval.suite",
+            got=f"{place} with {', '.join(entry) or 'no keys'}",
+            expected=(
+                f"one of {', '.join(KINDS)}; a suite's YAML names other columns, e.g. columns:"
+                " {user: turns}"
+            ),
+            nearest=next((close for key in entry if (close := find_nearest(key, KINDS))), None),
+        )
+    # Bring the content to a text or a list of messages, and check that it says something.
+    content = entry[kind]
+    texts: list[Any] = []
+    if kind == "user":
+        first = content[0] if isinstance(content, list) and content else content
+        kind = "messages"
+        content = first if isinstance(first, list) else [{"role": "user", "content": first}]
+    if kind == "messages":
+        valid = isinstance(content, list) and all(
+            isinstance(turn, dict) and {"role", "from"} & turn.keys() for turn in content
+        )
+        texts = [_read_turn_text(turn) for turn in content] if valid else []
+    else:
+        texts = [content]
+    if not texts or not all(isinstance(text, str) and text for text in texts):
+        raise UserError(
+            "eval.suite",
+            got=f"{place} with {kind}={join_lines(repr(content))[:60]}",
+            expected="a list of {role, content}" if kind == "messages" else "some text",
+        )
+    reference = entry.get("reference")
+    if reference is not None and not (isinstance(reference, str) and reference.strip()):
+        raise UserError(
+            "eval.suite",
+            got=f"{place} with reference={join_lines(repr(reference))[:60]}",
+            expected="some text",
+        )
+
+    # Messages take the form of OpenAI's API, with the schemas of their tools.
+    tools = None
+    if kind == "messages":
+        content, tools = convert_conversation(content, entry.get("tools"), f"eval.suite {place}")
+    row = SuiteRow(
+        str(entry.get("id", entry.get("task_id", number))),
+        str(entry.get("category", "default")),
+        kind,
+        content,
+        reference,
+        tools,
+    )
+
+    # `all` is the name of the row for the whole suite.
+    if row.category == "all":
+        raise UserError(
+            "eval.suite",
+            got=f"{place} with category=all",
+            expected="another, as `all` stands for the whole suite",
+        )
+    return None if placeholder is not None and texts[0].startswith(placeholder) else row

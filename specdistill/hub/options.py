@@ -1,0 +1,74 @@
+"""The options of `specdistill acquire` and `specdistill publish`."""
+
+from typing import Annotated
+
+from specdistill.methods import METHODS
+from specdistill.recipe.fields import Condition, Section, allow_names, like, option, section
+from specdistill.recipe.sections import PublishConfig, TargetConfig
+
+
+class ExportedTarget(Section):
+    """The target of a draft that is exported."""
+
+    model: str | None = option(
+        None,
+        "the draft's target: pico, a folder or a Hub id; needed for method mtp and some layouts of"
+        " heads",
+    )
+    revision: str | None = like(TargetConfig, "revision")
+    adapter: str | None = like(TargetConfig, "adapter")
+
+
+class AcquiredTarget(ExportedTarget):
+    """The target of a draft that is fetched."""
+
+    model: str = option(..., "the draft's target: pico, a folder, a GGUF file or a Hub id")
+
+
+class AcquireOptions(Section):
+    """The options of `specdistill acquire`."""
+
+    method: Annotated[str, allow_names(lambda: list(METHODS))] = option(
+        ..., "method of the draft (docs/methods.md)"
+    )
+    target: AcquiredTarget = section(AcquiredTarget)
+    draft: str | None = option(
+        None,
+        "draft: org/name, org/name@revision or a folder; null: of method mtp, the target's own"
+        " layer",
+    )
+    heterogeneous_vocab: bool = option(
+        False,
+        "accept a draft model with a different tokenizer",
+        condition=Condition(
+            "by methods pard and draft_model", lambda options: METHODS[options.method].standalone
+        ),
+    )
+    dry_run: bool = option(
+        False, "list what would be fetched; only configs and headers are fetched"
+    )
+
+
+class PublishOptions(PublishConfig):
+    """The options of `specdistill publish`.
+
+    They are the keys of a recipe's section `publish`, whose values are the defaults here, and keys
+    that only one release has.
+    """
+
+    run: str = option(..., "folder of a finished run: draft/, run/ and report/")
+    tag: str | None = option(None, "tag of the release; null: the next of v1, v2, …")
+    baseline: str | None = option(
+        None,
+        "none for a first release; or a new report of the last release; null: the last release as"
+        " published",
+    )
+    force: str | None = option(
+        None, "publish a refused draft, for this reason, which the card states", min_length=1
+    )
+    dry_run: bool = option(
+        False, "write the folder and list its differences from the Hub; publish nothing"
+    )
+    output_dir: str | None = option(
+        None, "new folder for the release; null: <run>/release, which is replaced"
+    )

@@ -1,0 +1,120 @@
+"""The answers of block drafters to `specdistill plan` and `specdistill doctor`."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from specdistill.methods import sizes
+from specdistill.methods.base import Advice, DraftSettings
+from specdistill.methods.blocks.config import BlockDraftConfig
+from specdistill.methods.blocks.module import BlockDraft, Kind, block_config, build_block_draft
+from specdistill.methods.blocks.objective import BlockObjective
+from specdistill.methods.chains.advice import (
+    Repair,
+    configure,
+    find_shape_causes,
+    find_weight_causes,
+    repair_copies,
+)
+from specdistill.methods.chains.head import count_parameters
+from specdistill.targets.frozen import FrozenTarget
+from specdistill.training.losses.divergence import forward_kl
+
+ALL_ANCHORS = 1 << 20
+
+
+class BlockAdvice(Advice[BlockDraft]):
+    """The answers of block drafters to `specdistill plan` and `specdistill doctor`."""
+
+    def __init__(
+        self,
+        kind: Kind,
+        published: sizes.MethodFigures,
+        draft_config: type[BlockDraftConfig],
+    ) -> None:
+        """Describe a method of block drafting.
+
+        Args:
+            kind: the method of block drafting.
+            published: acceptance and training data that others published.
+            draft_config: the schema of a recipe's `draft:`.
+        """
+        self.kind = kind
+        self.published = published
+        self.defaults = draft_config().shape()
+
+    def plan_draft(
+        self,
+        target: sizes.ModelConfigInfo,
+        draft_info: sizes.ModelConfigInfo | None,
+        settings: DraftSettings,
+    ) -> sizes.PlannedDraft:
+        """Describe the draft that is given, or the one that a recipe would train."""
+        # The options of the draft: those of the recipe, and the method's defaults.
+        options = {name: settings.get(name, value) for name, value in self.defaults.items()}
+        # Which token is the mask changes no count.
+        options["mask_token_id"] = 0
+        aux_layers = options.pop("aux_layers")
+        target.build_on_tiny_target(lambda tiny: build_block_draft(self.kind, tiny, **options))
+        shape = sizes.plan_shape(target, draft_info, options)
+        width = draft_info.raw.get("draft_vocab_size") if draft_info else settings.get("vocab_size")
+        width = width or target.text.vocab_size
+
+        def build(full: FrozenTarget) -> BlockDraft:
+            fields = {**options, **vars(shape), "aux_layers": aux_layers}
+            return self.kind.draft(self.kind.config(**block_config(full, width, **fields)))
+
+        # Build the draft without weights, and count its parameters.
+        with torch.device("meta"):
+            draft = build(target.weightless)
+        keys = [name for name in ("num_layers", "block_size", "markov_rank") if name in options]
+        return sizes.PlannedDraft(
+            count_parameters(draft, once_per_round={"fc.weight"}),
+            shape,
+            width,
+            f"blocks of {draft.config.block_size}, reads {len(draft.aux_layers)} of the target's"
+            " layers, borrows its head",
+            self.published,
+            cache=sizes.plan_cache(shape, draft_info),
+            recipe_keys=tuple(f"draft.{name}={options[name]}" for name in keys),
+            build=build,
+        )
+
+    def is_described(self, draft: sizes.ModelConfigInfo, target: sizes.ModelConfigInfo) -> bool:
+        """Return whether the config.json of a draft is one of this kind."""
+        return self.kind.name in draft.calls_itself
+
+    def build_simulation(self, draft: BlockDraft, num_tokens: int) -> BlockObjective:
+        """Build the objective by forward KL, with a block at every token."""
+        return BlockObjective(draft, forward_kl, ALL_ANCHORS)
+
+    def find_repairs(
+        self, draft: BlockDraft, target: FrozenTarget
+    ) -> Iterator[tuple[str, BlockDraft]]:
+        """Yield each likely cause, and a copy of the draft that is repaired."""
+        return repair_copies(find_causes(draft, target), draft, target)
+
+
+def find_causes(draft: BlockDraft, target: FrozenTarget) -> Iterator[Repair]:
+    """Yield likely causes of low acceptance in a block drafter whose files are right."""
+    config = draft.config
+    for offset in (1, -1):
+        layers = tuple(layer + offset for layer in config.aux_layers)
+        if all(0 < layer <= target.num_layers for layer in layers):
+            yield Repair(
+                f"it reads the target after layers {list(config.aux_layers)}: it was trained on"
+                f" {list(layers)}",
+                partial(configure, fields={"aux_layers": layers}),
+            )
+    yield Repair(
+        f"sample_from_anchor is {config.sample_from_anchor}: it was trained with the other",
+        partial(configure, fields={"sample_from_anchor": not config.sample_from_anchor}),
+    )
+    visible_slots = "those before them" if config.is_causal else "all of their block"
+    yield Repair(
+        f"its slots see {visible_slots}: it was trained with the other",
+        partial(configure, fields={"is_causal": not config.is_causal}),
+    )
+    yield from find_shape_causes(draft, target)
+    yield from find_weight_causes(draft)

@@ -1,0 +1,78 @@
+"""The recipe of a block drafter: its sizes, its blocks and its loss.
+
+Like other drafts that read features, it also says where the target's features come from.
+"""
+
+from pydantic import model_validator
+
+from specdistill.common.errors import UserError
+from specdistill.methods.recipe import FeatureRecipe, LayerSizes, SoftLossConfig
+from specdistill.recipe.fields import option, section
+
+
+class BlockDraftConfig(LayerSizes):
+    """The sizes of a fresh block drafter, and the blocks that it is trained on."""
+
+    NOT_OF_SHAPE = frozenset({"init", "vocab_size", "num_anchors", "mask_token_id"})
+
+    num_layers: int = option(5, "decoder layers", ge=1)
+    block_size: int = option(8, "slots of a block: the anchor and the masks after it", ge=2, le=64)
+    num_anchors: int = option(
+        256,
+        "blocks in each row of data.max_length tokens, at most one for each token with loss",
+        ge=1,
+    )
+    aux_layers: list[int] | None = option(
+        None,
+        "layers of the target that are read: hidden states after L layers; null: five, from 2"
+        " to n-2",
+    )
+    vocab_size: int | None = option(
+        None, "size of the draft vocabulary, the most frequent tokens; null: the target's", ge=1
+    )
+    mask_token_id: int | None = option(
+        None,
+        "token in the place of what is not drafted yet; null: that of draft.init, the tokenizer's"
+        " mask, or a token that texts do not hold",
+        ge=0,
+    )
+    is_causal: bool = option(
+        False, "a slot sees the slots up to itself; false: all slots of its block"
+    )
+
+
+class BlockLossConfig(SoftLossConfig):
+    """The loss of a block drafter."""
+
+    d_pace: float | None = option(
+        None,
+        "smoothing of D-PACE, which weighs a position by how likely the draft reaches it; null:"
+        " loss.step_decay",
+        ge=0,
+        le=1,
+    )
+
+
+class BlockRecipe(FeatureRecipe):
+    """The recipe of a block drafter."""
+
+    draft: BlockDraftConfig = section(BlockDraftConfig)
+    loss: BlockLossConfig = section(BlockLossConfig)
+
+    @property
+    def num_positions(self) -> int:
+        return self.draft.block_size - 1
+
+    @model_validator(mode="after")
+    def _check_position_weights(self) -> "BlockRecipe":
+        """Raise UserError if both `loss.step_decay` and `loss.d_pace` weigh the positions."""
+        if self.loss.d_pace is not None and "step_decay" in self.loss.model_fields_set:
+            raise UserError(
+                "loss.step_decay",
+                got=f"{self.loss.step_decay} with loss.d_pace={self.loss.d_pace}",
+                expected="one of the two",
+            )
+        return self
+
+
+RECIPE = BlockRecipe

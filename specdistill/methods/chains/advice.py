@@ -1,0 +1,148 @@
+"""Find likely causes of low acceptance in a head whose tensors all have the right shape.
+
+A head accepts little if it is run differently from how it was trained, and nothing in its files
+says so. Each likely cause is repaired in a copy of the head that shares its weights. A copy that is
+closer to the target than the head itself names the cause.
+"""
+
+import copy
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from specdistill.methods.base import Advice
+from specdistill.methods.chains.head import Head
+from specdistill.methods.chains.objective import TrainingTimeTest
+from specdistill.methods.layers import Attention, DraftModule, ModuleT, Rotary
+from specdistill.methods.rope import choose_entry
+from specdistill.methods.sizes import read_size
+from specdistill.targets.frozen import FrozenTarget
+from specdistill.training.losses.divergence import forward_kl
+
+HeadT = TypeVar("HeadT", bound=Head)
+
+
+class Repair(NamedTuple):
+    """A likely cause of low acceptance, and a function that repairs it in a draft."""
+
+    cause: str
+    revert: Callable[[Any], None]
+
+
+class ChainAdvice(Advice[HeadT]):
+    """The answers of heads that draft chains to `specdistill plan` and `specdistill doctor`."""
+
+    @abstractmethod
+    def find_causes(self, head: HeadT, target: FrozenTarget) -> Iterator[Repair]:
+        """Yield likely causes of low acceptance in a head whose files are right."""
+
+    def build_simulation(self, draft: HeadT, num_tokens: int) -> TrainingTimeTest:
+        """Build the training-time test by forward KL, unrolled over K draft tokens."""
+        return TrainingTimeTest(draft, forward_kl, num_tokens)
+
+    def find_repairs(self, draft: HeadT, target: FrozenTarget) -> Iterator[tuple[str, HeadT]]:
+        """Yield each likely cause, and a copy of the head that is repaired."""
+        return repair_copies(self.find_causes(draft, target), draft, target)
+
+
+def repair_copies(
+    repairs: Iterable[Repair], draft: ModuleT, target: FrozenTarget
+) -> Iterator[tuple[str, ModuleT]]:
+    """Yield each likely cause, and a copy of the draft that is repaired and shares the weights."""
+    shared: dict[int, Tensor] = {}
+    for module in (draft, target.model):
+        for tensor in (*module.parameters(), *module.buffers()):
+            shared[id(tensor)] = tensor
+    for repair in repairs:
+        repaired = copy.deepcopy(draft, dict(shared))
+        repair.revert(repaired)
+        yield repair.cause, repaired
+
+
+def find_weight_causes(draft: DraftModule) -> Iterator[Repair]:
+    """Yield repairs of matrices that may have been swapped or transposed."""
+    for index, layer in enumerate(draft.layers):
+        if hasattr(getattr(layer, "mlp", None), "gate_proj"):
+            mlp = f"layers.{index}.mlp"
+            yield Repair(
+                f"{mlp}.gate_proj and up_proj are swapped",
+                partial(swap_weights, first=f"{mlp}.gate_proj", second=f"{mlp}.up_proj"),
+            )
+    for name, parameter in draft.named_parameters():
+        is_square = parameter.dim() == 2 and parameter.shape[0] == parameter.shape[1]
+        if is_square and name not in draft.shared:
+            yield Repair(
+                f"{name} is transposed", partial(set_weight, name=name, weight=parameter.T)
+            )
+
+
+def find_shape_causes(draft: DraftModule, target: FrozenTarget) -> Iterator[Repair]:
+    """Yield repairs of rotary frequencies and attention heads that differ from the target's."""
+    config = draft.config
+
+    # Rotary frequencies
+    rope = choose_entry(getattr(target.config, "rope_parameters", None))
+    theta = rope.pop("rope_theta", None)
+    scaling = None if rope.get("rope_type", "default") == "default" else rope
+    if theta is not None and (float(theta), scaling) != (config.rope_theta, config.rope_scaling):
+        yield Repair(
+            f"its rotary base (rope_theta) is {config.rope_theta:g}: it was trained with the"
+            f" target's, {theta:g}",
+            partial(configure, fields={"rope_theta": float(theta), "rope_scaling": scaling}),
+        )
+
+    # The size of attention heads
+    size = (
+        read_size(target.config, "head_dim")
+        or target.hidden_size // target.config.num_attention_heads
+    )
+    query_size = config.num_attention_heads * config.head_dim
+    key_size = config.num_key_value_heads * config.head_dim
+    if size != config.head_dim and query_size % size == 0 and key_size % size == 0:
+        cause = (
+            f"its heads are of {config.head_dim} (num_attention_heads"
+            f" {config.num_attention_heads}): it was trained with {size}"
+        )
+        fields = {
+            "head_dim": size,
+            "num_attention_heads": query_size // size,
+            "num_key_value_heads": key_size // size,
+        }
+        yield Repair(cause, partial(configure, fields=fields))
+
+
+def configure(draft: DraftModule, fields: dict[str, object]) -> None:
+    """Change fields of a draft's config, and update the modules that depend on them."""
+    draft.config = replace(draft.config, **fields)
+    if fields.keys() & {"rope_theta", "head_dim"}:
+        draft.rotary = Rotary(draft.config)
+        for module in draft.modules():
+            if isinstance(module, Attention):
+                module.head_dim = draft.config.head_dim
+
+
+def set_weight(draft: DraftModule, name: str, weight: Tensor) -> None:
+    """Replace a parameter without copying the data of a contiguous weight."""
+    module, _, last = name.rpartition(".")
+    parameter = nn.Parameter(weight.detach().contiguous(), requires_grad=False)
+    setattr(draft.get_submodule(module), last, parameter)
+
+
+def swap_weights(draft: DraftModule, first: str, second: str) -> None:
+    """Swap the weights of two modules."""
+    first_module = draft.get_submodule(first)
+    second_module = draft.get_submodule(second)
+    first_module.weight, second_module.weight = second_module.weight, first_module.weight
+
+
+def swap_halves(draft: DraftModule, names: Sequence[str]) -> None:
+    """Swap the two halves of the input of each of these modules."""
+    for name in names:
+        weight = draft.get_parameter(f"{name}.weight")
+        first, second = weight.chunk(2, dim=1)
+        set_weight(draft, f"{name}.weight", torch.cat((second, first), dim=1))

@@ -1,0 +1,303 @@
+"""The training-time test: train a head on its own hidden states, K steps deep.
+
+It is from EAGLE-3 (arXiv 2503.01840, section 3.2) and HASS (arXiv 2408.15766).
+
+Shapes: B rows, T positions, H draft hidden, R loss tokens (padded), N query heads, G key/value
+heads, S = B T chains.
+
+Every position t of a packed row is the root of a chain. With g_t the target's features, y_t the
+target's distribution after x_t, and h_t the draft's own output at step k - 1:
+
+    step 0   pair (x_{t+1}, g_t)      predicts x_{t+2}      target y_{t+1}
+    step k   pair (x_{t+1+k}, h_t)    predicts x_{t+2+k}    target y_{t+1+k}
+
+This is what happens in decoding when the first k draft tokens are accepted. So step k stands at
+position t + k and sees what it will see there: the pairs of step 0 at positions <= t of its
+document, and the steps 1..k of its own chain. A prediction of x_s has a loss if the loss mask is 1
+at x_s and x_s is in the document of the root.
+
+EAGLE trains its head to return the target's own next feature (arXiv 2401.15077). For such a head
+SmoothL1 is added between h_{t+1+k} of step k and the target's last hidden state at t + 1 + k.
+
+The attention of the unroll takes memory linear in the length of a row. A kernel computes the block
+of step 0, and each chain's own entries are merged into it. Its shapes: n = N / G, d key head size,
+e value head size.
+
+Step k of the root t sees the keys of step 0 at the positions <= t of its document. For these the
+kernel returns an output o_0 and a log-sum-exp L_0. It also sees the keys 1..k of its own chain,
+whose scores are s_1..s_k. The softmax over all of them has
+
+    L = log(exp L_0 + sum_j exp s_j)      o = exp(L_0 - L) o_0 + sum_j exp(s_j - L) v_j
+
+The gradients of step 0's block are the kernel's own, which is given this o and L instead of o_0 and
+L_0. The gradients of the scores are ds_j = exp(s_j - L) (do v_j - do o).
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specdistill.methods.chains.head import Head
+from specdistill.targets.frozen import Features
+from specdistill.targets.packed_attention import (
+    attend_packed,
+    attend_packed_backward,
+    choose_wide_dtype,
+)
+from specdistill.training.losses.divergence import Divergence
+from specdistill.training.losses.head_loss import compute_head_loss
+from specdistill.training.objective import (
+    Objective,
+    SoftTargets,
+    StepSums,
+    compute_geometric_weights,
+    gather_before,
+    select_loss_rows,
+    shift_left,
+)
+
+
+class UnrollKVCache:
+    """A `KVCache` for the unroll.
+
+    Step 0 is causal within documents. Each later step adds one entry to each chain, which only this
+    chain sees.
+
+    With a window of M positions, step k of the root t stands at t + k and sees the positions after
+    t + k - M. Its own chain has at most K - 1 entries and is always within the window.
+    """
+
+    def __init__(
+        self, cumulative_lengths: Tensor, longest: int, num_layers: int, window: int | None = None
+    ) -> None:
+        """Create an empty cache.
+
+        Args:
+            cumulative_lengths: int32, the start of each document in the flattened rows, then S.
+                Padding also belongs to a document.
+            longest: tokens of the longest document.
+            num_layers: layers of the draft.
+            window: M; None for no window.
+        """
+        self.cumulative_lengths = cumulative_lengths
+        self.longest = longest
+        self.window = window
+        # For each layer: key and value of step 0, of step 1, ...
+        self.steps: list[list[Tensor]] = [[] for _ in range(num_layers)]
+
+    def append(self, layer: int, key_BGTd: Tensor, value_BGTe: Tensor) -> None:
+        # Float32 rotary tables widen queries and keys under autocast; values are in the dtype that
+        # projections compute in.
+        self.steps[layer] += (
+            x.transpose(1, 2).flatten(0, 1).to(value_BGTe.dtype) for x in (key_BGTd, value_BGTe)
+        )
+
+    def attend(
+        self, layer: int, query_BNTd: Tensor, key_BGTd: Tensor, value_BGTe: Tensor
+    ) -> Tensor:
+        steps = self.steps[layer]
+        # Each step is one position further on, so it sees one position less of step 0.
+        window = None if self.window is None else self.window - len(steps) // 2
+        assert window is None or window > 0
+        self.append(layer, key_BGTd, value_BGTe)
+        query = query_BNTd.transpose(1, 2).flatten(0, 1).to(value_BGTe.dtype)
+        attend: Callable[..., Tensor] = ChainAttention.apply
+        output_SNe = attend(query, self.cumulative_lengths, self.longest, window, *steps)
+        output: Tensor = output_SNe.unflatten(0, (query_BNTd.shape[0], -1)).transpose(1, 2)
+        return output
+
+
+class ChainAttention(torch.autograd.Function):
+    """The attention of step k: to step 0 by a kernel, merged with the entries of the chain.
+
+    (query [S, N, d], cumulative_lengths, longest, window, key_0 [S, G, d], value_0 [S, G, e],
+    key_1, value_1, ...) -> [S, N, e].
+
+    `window` is that of step 0. For the backward pass it keeps, in addition to keys and values:
+    query, output, log-sum-exp and the weights of the chain.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        cumulative_lengths: Tensor,
+        longest: int,
+        window: int | None,
+        *steps: Tensor,
+    ) -> Tensor:
+        # Attend to step 0 with the kernel, and merge the chain's entries by the joint softmax.
+        key, value, *chain = steps
+        root_output, root_lse_NS = attend_packed(
+            query, key, value, cumulative_lengths, longest, window
+        )
+        q = _group_heads(query, key)
+        o_0 = _group_heads(root_output, key)
+        scores = [(q * k.unsqueeze(2)).sum(-1) * query.shape[-1] ** -0.5 for k in chain[::2]]
+        scores_SGn = torch.stack([root_lse_NS.T.unflatten(1, q.shape[1:3]), *scores])
+        lse_SGn = scores_SGn.logsumexp(0)
+        weights = (scores_SGn - lse_SGn).exp().unsqueeze(-1)
+        o = weights[0] * o_0
+        for p, v in zip(weights[1:], chain[1::2], strict=True):
+            o = o + p * v.unsqueeze(2)
+        output = o.flatten(1, 2).to(query.dtype)
+        ctx.save_for_backward(
+            query, cumulative_lengths, output, lse_SGn.flatten(1).T.contiguous(), weights, *steps
+        )
+        ctx.longest = longest
+        ctx.window = window
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, cumulative_lengths, output, lse_NS, weights, key, value, *chain = ctx.saved_tensors
+        dq_SNd, dk_SGd, dv_SGe = attend_packed_backward(
+            grad, query, key, value, output, lse_NS, cumulative_lengths, ctx.longest, ctx.window
+        )
+        # Add the gradients of the chain's entries (see the equations above).
+        of_steps = [dk_SGd, dv_SGe]
+        q, g, dq = (_group_heads(x, key) for x in (query, grad, dq_SNd))
+        row_sums = (g * _group_heads(output, key)).sum(-1, keepdim=True)
+        for p, k, v in zip(weights[1:], chain[::2], chain[1::2], strict=True):
+            ds = (
+                p
+                * ((g * v.unsqueeze(2)).sum(-1, keepdim=True) - row_sums)
+                * query.shape[-1] ** -0.5
+            )
+            dq = dq + ds * k.unsqueeze(2)
+            of_steps += [(ds * q).sum(2).to(k.dtype), (p * g).sum(2).to(v.dtype)]
+        return dq.flatten(1, 2).to(query.dtype), None, None, None, *of_steps
+
+
+def _group_heads(x_SNd: Tensor, key_SGd: Tensor) -> Tensor:
+    """Group the heads by key/value head, [S, G, n, d], in the dtype in which sums are computed."""
+    view: Tensor = x_SNd.unflatten(1, (key_SGd.shape[1], -1))
+    return view.to(choose_wide_dtype(view.dtype))
+
+
+class TrainingTimeTest(Objective):
+    """The training of a head: target features in, loss sums of each step out."""
+
+    ahead = 2
+
+    def __init__(
+        self,
+        draft: Head,
+        divergence: Divergence,
+        num_steps: int,
+        step_decay: float = 1.0,
+        temperature: float = 1.0,
+        feature_weight: float = 0.0,
+        noise: float = 0.0,
+    ) -> None:
+        """Create the objective.
+
+        Args:
+            draft: the head.
+            divergence: the loss of one token.
+            num_steps: K.
+            step_decay: the loss weight of step k is step_decay ** k.
+            temperature: divides both sets of logits.
+            feature_weight: the weight of SmoothL1 to the target's next feature, a mean over its
+                elements, in addition to the divergence.
+            noise: in training, a uniform number between -noise and noise is added to each element
+                of the first hidden state.
+        """
+        super().__init__(
+            draft, divergence, temperature, compute_geometric_weights(step_decay, num_steps)
+        )
+        self.num_steps = num_steps
+        self.feature_weight = feature_weight
+        self.noise = noise
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        loss_positions: Tensor,
+        cumulative_lengths: Tensor,
+        longest: int,
+        features: Features,
+        soft_targets: SoftTargets,
+        measure: bool = False,
+        **unread: object,  # the batch's other columns
+    ) -> tuple[Tensor, StepSums]:
+        """Unroll `num_steps` steps over packed rows [B, T] (see specdistill.data.rows.packing).
+
+        No operation depends on data.
+
+        Args:
+            input_ids: [B, T].
+            position_ids: [B, T], positions within the documents.
+            loss_positions: [R], positions of the loss tokens in the flattened rows.
+            cumulative_lengths: see `UnrollKVCache`.
+            longest: see `UnrollKVCache`.
+            features: the target's features at all positions.
+            soft_targets: the target's distributions before the loss tokens.
+            measure: whether to also fill the metrics that cost time (correct tokens, acceptance and
+                chains).
+            **unread: the other columns of the batch.
+
+        Returns:
+            The weighted sum of the losses of all steps over all loss tokens, not divided yet, and
+            the sums of each step.
+        """
+        shape = self.draft.config
+        kv_cache = UnrollKVCache(
+            cumulative_lengths, longest, shape.num_layers, shape.sliding_window
+        )
+
+        # The head starts from the target's hidden states, with noise if the recipe says so.
+        hidden = self.draft.fuse(features)
+        if self.training and self.noise:
+            hidden = hidden + (2 * torch.rand_like(hidden) - 1) * self.noise
+        rows = []
+        has_loss = []
+        errors = hidden.new_zeros((), dtype=torch.float32)
+        for k in range(self.num_steps):
+            # Step k reads the token that step k - 1 predicted, here the true one, and its own
+            # state.
+            rotary = self.draft.rotary(hidden, position_ids + k)
+            normed, hidden = self.draft(shift_left(input_ids, 1 + k, 0), hidden, rotary, kv_cache)
+            rows.append(gather_before(normed, loss_positions, 2 + k))
+            has_loss.append(select_loss_rows(position_ids, loss_positions, ahead=2 + k))
+            if self.feature_weight:
+                # Compare the hidden state that the head returned with the target's feature 1 + k
+                # positions on: a mean over H, summed over the loss tokens.
+                pair_RH = (
+                    gather_before(hidden, loss_positions, 2 + k).float(),
+                    soft_targets.hidden_RD.float(),
+                )
+                error_R = F.smooth_l1_loss(*pair_RH, reduction="none").mean(-1)
+                errors = errors + self.step_weights[k] * (error_R * has_loss[k]).sum()
+
+        # Compute the loss of all steps together.
+        rows_KRH = torch.stack(rows)
+        has_loss_KR = torch.stack(has_loss).float()
+        total, metrics_MKR = compute_head_loss(
+            rows_KRH,
+            has_loss_KR * self.step_weights.unsqueeze(1),
+            self.draft.logits,
+            partial(soft_targets.at, measure=measure),
+            self.compute_row_losses,
+        )
+
+        def by_chain(values_KR: Tensor) -> Tensor:
+            """Move each loss token's value to the root of its chain; all other values are 0.
+
+            The root is 2 + k positions before the token that step k predicts.
+            """
+            roots_KR = torch.stack(
+                [loss_positions - 2 - k for k in range(self.num_steps)]
+            ).clamp_min(0)
+            return values_KR.new_zeros(self.num_steps, position_ids.numel()).scatter_add(
+                1, roots_KR, values_KR
+            )
+
+        return total + self.feature_weight * errors, StepSums.from_losses(
+            has_loss_KR, *(metrics_MKR * has_loss_KR), by_chain=by_chain
+        )

@@ -1,0 +1,266 @@
+"""Check a draft against its target: one check for all commands that use a draft.
+
+`eval`, `compare`, `doctor`, `export`, `publish`, `acquire` and training from `draft.init` decode
+with a draft, write it or train from it. With this check they refuse the same drafts and give the
+same warnings. A method's own `check` refuses drafts by their tensors, sizes, layers or tokenizer.
+`find_mismatches` adds what all methods have in common: vocabulary maps, context, rotary embedding
+and dtype. The checks read config.json, tokenizers and the headers of weights. Of the weights
+themselves they read only the vocabulary maps.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from specdistill.common.errors import UserError, logger
+from specdistill.common.processes import is_first
+from specdistill.methods import METHODS
+from specdistill.methods.checkpoint import read_config, read_outline
+from specdistill.methods.layers import FeatureShape, HeadShape
+from specdistill.methods.rope import (
+    READERS,
+    THETA,
+    choose_entry,
+    find_contradiction,
+    find_differing_names,
+    normalize,
+    read_entries,
+)
+from specdistill.methods.sizes import RawConfig
+from specdistill.methods.target_record import check_target
+from specdistill.targets.files import NESTED_SECTIONS, TargetFiles
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One result of a check.
+
+    Attributes:
+        severity: `problem` if the draft cannot be used as it is, `warning` if it may draft worse,
+            `note` for information.
+        what: the fact.
+        do: what the user can do about it; empty if unknown.
+    """
+
+    severity: Literal["problem", "warning", "note"]
+    what: str
+    do: str = ""
+
+
+problem = partial(Finding, "problem")
+warning = partial(Finding, "warning")
+note = partial(Finding, "note")
+
+
+def check_draft(
+    method: str,
+    folder: Path,
+    target: TargetFiles | None,
+    key: str,
+    *,
+    name: Path | str | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
+    reads_record: bool = True,
+    logs: bool = True,
+    **options: Any,
+) -> list[Finding]:
+    """Check a draft against its target, log warnings, and return all findings.
+
+    Args:
+        method: the name of the draft's method.
+        folder: the folder of the draft.
+        target: the target's files; None checks what the draft's files say by themselves.
+        key: the recipe key that errors name.
+        name: what messages call the draft; None: its folder.
+        tensors: the draft's tensors by name, which need no content; None: those in the folder.
+        reads_record: whether the target must be the one that the draft records.
+        logs: whether to log the warnings.
+        **options: options of decoding. Without `heterogeneous_vocab` the caller cannot translate
+            between tokenizers.
+
+    Raises:
+        UserError: naming `key`, for a draft that is broken or not one for the target.
+    """
+    name = name or folder
+    if target is not None and reads_record:
+        check_target(folder, target, key, **options)
+    if tensors is None:
+        tensors = read_outline(folder, key)
+    shape = METHODS[method].load().check(folder, tensors, target, key=key, name=name, **options)
+    findings = list(
+        find_mismatches(method, read_config(folder, key), tensors, shape, target, **options)
+    )
+    for finding in findings:
+        if finding.severity == "problem":
+            raise UserError(
+                key,
+                got=f"{name}: {finding.what}",
+                expected=finding.do,
+                text=f"{key}: {name}: {finding.what}; {finding.do}",
+            )
+    if logs and is_first():
+        for finding in findings:
+            logger.warning(f"warning: {name}: {finding.what}; {finding.do}")
+    return findings
+
+
+def find_mismatches(
+    method: str,
+    config: RawConfig,
+    tensors: Mapping[str, Tensor],
+    shape: HeadShape | None,
+    target: TargetFiles | None,
+    **options: object,
+) -> Iterator[Finding]:
+    """Find what is wrong or doubtful in a draft that has passed its method's own check.
+
+    Args:
+        method: the name of the draft's method.
+        config: the content of the draft's config.json.
+        tensors: as in `check_draft`.
+        shape: the shape of a head; None for other drafts.
+        target: as in `check_draft`.
+        **options: as in `check_draft`.
+    """
+    # What the file says of itself.
+    inner: RawConfig = next((config[part] for part in NESTED_SECTIONS if config.get(part)), config)
+    yield from _check_dtype(config, inner, tensors)
+    contradiction = find_contradiction(inner)
+    if contradiction:
+        yield problem(f"config.json says {contradiction}", READERS)
+
+    # How the draft fits its target.
+    if isinstance(shape, FeatureShape):
+        yield from _check_maps(tensors, shape)
+    if target is None:
+        return
+    if not METHODS[method].standalone:
+        yield from _compare_rope(inner, shape, target)
+    elif inner.get("vocab_size") != target.vocab_size and not options.get("heterogeneous_vocab"):
+        yield warning(
+            f"the draft's vocabulary is {inner.get('vocab_size')} wide, the target's"
+            f" {target.vocab_size}: the same tokens, padded",
+            "engines need the same width; training from the draft (draft.init) gives it that",
+        )
+
+    # How far the draft can follow the target.
+    own_length = (
+        shape.max_position_embeddings
+        if isinstance(shape, HeadShape)
+        else inner.get("max_position_embeddings")
+    )
+    length = target.text_config.get("max_position_embeddings")
+    if own_length is not None and length is not None and own_length < length:
+        yield warning(
+            f"the draft's context (max_position_embeddings) is {own_length:,} tokens, the target's"
+            f" {length:,}",
+            "beyond that, engines stop drafting or use positions that were never trained; train"
+            " from this draft (draft.init) with a larger data.max_length",
+        )
+
+
+def _check_dtype(
+    config: RawConfig, inner: RawConfig, tensors: Mapping[str, Tensor]
+) -> Iterator[Finding]:
+    """Compare the dtype in config.json with the dtypes of the weights.
+
+    Quantized drafts are not compared.
+    """
+    in_weights = {
+        str(tensor.dtype).removeprefix("torch.")
+        for tensor in tensors.values()
+        if tensor.is_floating_point()
+    }
+    # The inner part of a draft that is a layer of its target describes the target, which may have
+    # another dtype.
+    part = config if config.get("dtype") or config.get("torch_dtype") else inner
+    in_config = {part[name] for name in ("dtype", "torch_dtype") if part.get(name)}
+    is_quantized = config.get("quantization_config") or inner.get("quantization_config")
+    if in_weights and in_config - in_weights and not is_quantized:
+        yield warning(
+            f"config.json says {' and '.join(sorted(in_config))}, the weights are"
+            f" {' and '.join(sorted(in_weights))}",
+            "engines load the weights in config.json's dtype; if that is not intended, correct"
+            " dtype there",
+        )
+
+
+def _check_maps(tensors: Mapping[str, Tensor], shape: FeatureShape) -> Iterator[Finding]:
+    """Check the vocabulary maps.
+
+    `d2t` must hold offsets to ascending tokens of the target, and `t2d` must mark the same tokens.
+    """
+    # Check d2t by itself: its tokens must ascend within the target's vocabulary.
+    num_tokens = shape.draft_vocab_size
+    d2t = tensors.get("d2t", torch.zeros(num_tokens, dtype=torch.long))
+    t2d = tensors.get("t2d")
+    if d2t.is_meta or d2t.shape != (num_tokens,) or d2t.is_floating_point():
+        return
+    target_ids = torch.arange(num_tokens) + d2t
+    if (
+        target_ids[0] < 0
+        or target_ids[-1] >= shape.vocab_size
+        or bool((target_ids.diff() <= 0).any())
+    ):
+        yield problem(
+            "d2t does not lead to ascending tokens of the target",
+            f"make it offsets to ids from 0 to {shape.vocab_size - 1}",
+        )
+        return
+
+    # Offsets that grow with every token are probably ids.
+    if shape.prunes_vocabulary and num_tokens > 1 and bool((d2t.diff() > 0).all()):
+        yield warning(
+            f"d2t grows with every token, so no two of the {num_tokens} draft tokens stand side by"
+            " side in the target's vocabulary",
+            "d2t holds offsets, target id - draft id: it seems to hold the ids themselves",
+        )
+    if t2d is None or t2d.is_meta:
+        return
+
+    # Check t2d against d2t.
+    marked = t2d.nonzero().flatten()
+    if t2d.shape != (shape.vocab_size,) or not torch.equal(marked, target_ids.to(marked)):
+        yield problem(
+            "d2t and t2d name different tokens",
+            "make d2t again: the ids that t2d marks, less 0, 1, 2, …",
+        )
+
+
+def _compare_rope(
+    inner: RawConfig, shape: HeadShape | None, target: TargetFiles
+) -> Iterator[Finding]:
+    """Compare the rotary embedding of a head or a layer with the target's.
+
+    Heads and layers are usually trained with the target's rotary embedding. A draft model has its
+    own, which is just as good, so it is not compared.
+    """
+    if isinstance(shape, HeadShape):
+        entries = [normalize({**(shape.rope_scaling or {}), THETA: shape.rope_theta}, vars(shape))]
+    else:
+        entries = read_entries(inner) if inner.get("rope_parameters") or inner.get(THETA) else []
+    parameters = target.text_config.get("rope_parameters")
+    expected = read_entries(target.text_config)
+    if isinstance(shape, HeadShape) and parameters:
+        expected.append(normalize(choose_entry(parameters), target.text_config))
+    for entry in entries:
+        # A target may have one rotary embedding for each kind of layer, and a head may use any of
+        # them.
+        closest = min(expected, key=lambda candidate: len(find_differing_names(entry, candidate)))
+        for name in find_differing_names(entry, closest):
+            what = (
+                f"the draft's rotary embedding ({name}) is {entry.get(name)}, the target's"
+                f" {closest.get(name)}"
+            )
+            # A target that states no base uses the default of its class.
+            if name != THETA or closest[THETA] is not None:
+                yield warning(
+                    what,
+                    "if it was trained with the target's, correct it in the draft's config.json;"
+                    " otherwise ignore this warning",
+                )

@@ -1,5 +1,0 @@
-"""The recipe of draft models."""
-
-from specdistill.methods.models.recipe import DraftModelRecipe
-
-RECIPE = DraftModelRecipe

@@ -1,0 +1,213 @@
+"""Answers to `specdistill plan` and `specdistill doctor` about EAGLE-3 heads."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from specdistill.evaluation.statistics.theory import alpha_from_acceptance_length
+from specdistill.methods import sizes
+from specdistill.methods.base import DraftSettings
+from specdistill.methods.chains.advice import (
+    ChainAdvice,
+    Repair,
+    configure,
+    find_shape_causes,
+    find_weight_causes,
+    set_weight,
+    swap_halves,
+    swap_weights,
+)
+from specdistill.methods.chains.head import count_parameters
+from specdistill.methods.eagle3.module import (
+    Eagle3Draft,
+    FirstLayer,
+    build_eagle3,
+    build_eagle3_config,
+)
+from specdistill.serving.engines.loader import choose_aux_layers
+from specdistill.targets.frozen import FrozenTarget
+
+PUBLISHED_FIGURES = sizes.MethodFigures(
+    (alpha_from_acceptance_length(2.26, 3), alpha_from_acceptance_length(3.08, 4)),
+    "AL 2.26 at K = 3 (Qwen3-8B, vLLM's acceptance test) to 3.08 at K = 4 (Llama-3.1-8B, vLLM issue"
+    " 20780), MT-bench; up to 5.3 on mathematics and code, K = 7 (arXiv 2607.05147)",
+    532_000 * sizes.TOKENS_PER_SAMPLE,
+    "532k ShareGPT and UltraChat conversations (arXiv 2503.01840)",
+)
+FIRST_LAYER_NORMS = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+
+
+class Eagle3Advice(ChainAdvice[Eagle3Draft]):
+    """The advice on EAGLE-3 heads."""
+
+    def plan_draft(
+        self,
+        target: sizes.ModelConfigInfo,
+        draft_info: sizes.ModelConfigInfo | None,
+        settings: DraftSettings,
+    ) -> sizes.PlannedDraft:
+        """Describe the head that is given, or the one that a recipe would train."""
+        # A tiny target shows whether a head can be built for this class.
+        target.build_on_tiny_target(build_eagle3)
+        vocabulary = target.text.vocab_size
+        shape = sizes.plan_shape(target, draft_info, settings)
+
+        # The draft vocabulary and the layers that are read
+        aux_layers: Sequence[int] | None = None
+        if draft_info:
+            width = draft_info.raw.get("draft_vocab_size") or vocabulary
+            aux_layers = range(draft_info.raw.get("num_aux_hidden_states") or 3)
+        elif settings:
+            width = settings.get("vocab_size") or vocabulary
+        else:
+            width = min(vocabulary, sizes.DRAFT_VOCABULARY)
+
+        def build(full: FrozenTarget) -> Eagle3Draft:
+            return Eagle3Draft(
+                build_eagle3_config(full, width, aux_layers=aux_layers, **vars(shape))
+            )
+
+        # Build the head without weights, and count its parameters.
+        with torch.device("meta"):
+            draft = build(target.weightless)
+        parts = count_parameters(draft, once_per_round={"fc.weight"})
+
+        # ModelOpt writes heads for the whole vocabulary without the target's head.
+        is_as_wide = shape.hidden_size == target.text.hidden_size
+        borrows_head = (
+            draft_info is not None and not draft_info.raw.get("draft_vocab_size") and is_as_wide
+        )
+        if borrows_head:
+            parts = replace(parts, parameters=parts.parameters - width * target.text.hidden_size)
+        head = "the target's head" if borrows_head else "its own head"
+
+        keys: tuple[str, ...] = ()
+        if vocabulary > sizes.DRAFT_VOCABULARY:
+            keys = (f"draft.vocab_size={sizes.DRAFT_VOCABULARY}",)
+        return sizes.PlannedDraft(
+            parts,
+            shape,
+            width,
+            f"reads {len(draft.aux_layers)} of the target's layers, {head} of {width:,} tokens",
+            PUBLISHED_FIGURES,
+            cache=sizes.plan_cache(shape, draft_info),
+            recipe_keys=keys,
+            build=build,
+        )
+
+    def is_described(self, draft: sizes.ModelConfigInfo, target: sizes.ModelConfigInfo) -> bool:
+        """Return whether a config.json is that of an EAGLE-3 head."""
+        has_keys = bool({"draft_vocab_size", "eagle_config"} & draft.raw.keys())
+        return "eagle3" in draft.calls_itself or has_keys
+
+    def find_causes(self, head: Eagle3Draft, target: FrozenTarget) -> Iterator[Repair]:
+        """Yield what may be wrong with an EAGLE-3 head whose files are right."""
+        # Settings that are two-fold: each could be the other one.
+        config = head.config
+        yield Repair(
+            f"norm_before_residual is {config.norm_before_residual}: it was trained with the other",
+            switch_residual_source,
+        )
+        yield Repair(
+            f"norm_output is {config.norm_output}: it was trained with the other",
+            partial(configure, fields={"norm_output": not config.norm_output}),
+        )
+
+        # What the head reads: layers, their order, and the norms of its first layer.
+        yield from _find_other_layers(head, target)
+        yield from _find_other_orders(head)
+        for first, second in itertools.combinations(FIRST_LAYER_NORMS, 2):
+            yield Repair(
+                f"the first layer's {first} and {second} are swapped",
+                partial(swap_weights, first=f"layers.0.{first}", second=f"layers.0.{second}"),
+            )
+        yield Repair(
+            "the halves that the first layer's q, k and v read, embedding and hidden state, are"
+            " swapped",
+            partial(swap_halves, names=[f"layers.0.self_attn.{part}_proj" for part in "qkv"]),
+        )
+
+        # Vocabulary and embedding.
+        if config.prunes_vocabulary:
+            yield from _find_other_vocabularies(head)
+        if config.own_embedding:
+            name = "embed_tokens.weight"
+            yield Repair(
+                "its embedding is not the target's: it was trained with that",
+                partial(set_weight, name=name, weight=target.tensor(name)),
+            )
+
+        # Shape and weights, as for every head.
+        yield from find_shape_causes(head, target)
+        yield from find_weight_causes(head)
+
+
+def switch_residual_source(head: Eagle3Draft) -> None:
+    """Take the residual of the first layer from the other side of its hidden norm."""
+    flipped = not head.config.norm_before_residual
+    first = head.layers[0]
+    assert isinstance(first, FirstLayer)
+    first.norm_before_residual = flipped
+    head.config = replace(head.config, norm_before_residual=flipped)
+
+
+def set_vocabulary(head: Eagle3Draft, d2t: Tensor) -> None:
+    """Replace the map from draft ids to target ids."""
+    head.d2t = d2t
+
+
+def _find_other_layers(head: Eagle3Draft, target: FrozenTarget) -> Iterator[Repair]:
+    """Yield the layers that the head may have been trained on: one more, one less, the default."""
+    aux_layers = head.config.aux_layers
+    candidates = [
+        tuple(layer + 1 for layer in aux_layers),
+        tuple(layer - 1 for layer in aux_layers),
+    ]
+    if len(aux_layers) == 3:
+        candidates.append(tuple(choose_aux_layers(target.num_layers)))
+    for layers in dict.fromkeys(candidates):
+        is_possible = all(0 <= layer <= target.num_layers for layer in layers)
+        if layers != aux_layers and is_possible:
+            yield Repair(
+                f"it reads the target after layers {list(aux_layers)}: it was trained on"
+                f" {list(layers)}",
+                partial(configure, fields={"aux_layers": layers}),
+            )
+
+
+def _find_other_orders(head: Eagle3Draft) -> Iterator[Repair]:
+    """Yield other orders in which fc may have read the auxiliary states in training.
+
+    For more than three states, this is the reverse order alone.
+    """
+    blocks = head.fc.weight.chunk(len(head.config.aux_layers), dim=1)
+    in_order = tuple(range(len(blocks)))
+    orders = [in_order[::-1]]
+    if len(blocks) <= 3:
+        orders = list(itertools.permutations(in_order))
+    for order in orders:
+        if order != in_order:
+            cause = (
+                "fc reads the auxiliary states in another order than it was trained on:"
+                f" {[index + 1 for index in order]}"
+            )
+            weight = torch.cat([blocks[index] for index in order], dim=1)
+            yield Repair(cause, partial(set_weight, name="fc.weight", weight=weight))
+
+
+def _find_other_vocabularies(head: Eagle3Draft) -> Iterator[Repair]:
+    """Yield other maps to target ids that `d2t` may stand for."""
+    draft_ids = torch.arange(len(head.d2t), device=head.d2t.device)
+    for cause, d2t in (
+        ("d2t is too large by one", head.d2t - 1),
+        ("d2t is too small by one", head.d2t + 1),
+        ("d2t holds target ids, not offsets", head.d2t - draft_ids),
+    ):
+        ids = d2t + draft_ids
+        is_inside = bool((ids >= 0).all()) and bool((ids < head.config.vocab_size).all())
+        if is_inside and bool((ids.diff() > 0).all()):
+            yield Repair(cause, partial(set_vocabulary, d2t=d2t))

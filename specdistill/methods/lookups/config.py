@@ -1,0 +1,59 @@
+"""The recipe of a method without weights, which looks up what may follow."""
+
+from pydantic import model_validator
+
+from specdistill.common.errors import UserError, make_unused_key_error
+from specdistill.methods.recipe import Recipe
+from specdistill.recipe.fields import format_value
+from specdistill.recipe.sections import EvalConfig
+
+
+class UntrainedRecipe(Recipe):
+    """The recipe of a lookup: it has no training, no draft and no trees."""
+
+    @model_validator(mode="after")
+    def _check_lookup_keys(self) -> "UntrainedRecipe":
+        """Raise UserError for a key that a lookup does not read."""
+        unread_key = next((name for name in self.train if name != "output_dir"), None)
+        if unread_key:
+            raise make_unused_key_error(
+                f"train.{unread_key}",
+                format_value(self.train[unread_key]),
+                f"method {self.method} is not trained",
+            )
+        if self.eval.draft is not None:
+            raise make_unused_key_error(
+                "eval.draft", self.eval.draft, f"method {self.method} has no draft"
+            )
+        tree = self.eval.tree or self.eval.sweep.tree
+        if tree:
+            key = "eval.tree" if self.eval.tree else "eval.sweep.tree"
+            raise make_unused_key_error(
+                key, format_value(tree), f"method {self.method} drafts chains only"
+            )
+        if self.eval.lookup_first:
+            raise make_unused_key_error(
+                "eval.lookup_first",
+                format_value(self.eval.lookup_first),
+                f"method {self.method} is a lookup itself",
+            )
+        return self
+
+
+def check_of_engine(config: EvalConfig, section: str, **own_keys: tuple[object, ...]) -> None:
+    """Raise UserError for a value of `eval.<section>` that the engine does not have.
+
+    Args:
+        config: the section `eval:`.
+        section: the part of it with the method's keys.
+        **own_keys: for each key, the values that are allowed with the engine. The error names the
+            last of them.
+    """
+    for name, values in own_keys.items():
+        value = getattr(getattr(config, section), name)
+        if value not in values:
+            raise UserError(
+                f"eval.{section}.{name}",
+                got=f"{value} with eval.engine={config.engine}",
+                expected=str(values[-1]),
+            )

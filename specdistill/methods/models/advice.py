@@ -1,0 +1,71 @@
+"""Answers to `specdistill plan` and `specdistill doctor` about draft models."""
+
+from dataclasses import replace
+
+import torch
+from transformers import PreTrainedModel
+
+from specdistill.methods import sizes
+from specdistill.methods.base import Advice, DraftSettings
+from specdistill.methods.models.create import (
+    MIN_LAYERS,
+    check_decoder,
+    resize_config,
+)
+from specdistill.targets.cache_size import cache_size
+
+
+class ModelAdvice(Advice[PreTrainedModel]):
+    """The advice on draft models.
+
+    Args:
+        published: the acceptance and training data that others published for such drafts.
+        note: what such a draft is, in words.
+    """
+
+    likely_cause = "its tokenizer gives tokens other numbers"
+
+    def __init__(self, published: sizes.MethodFigures, note: str) -> None:
+        self.published = published
+        self.note = note
+
+    def plan_draft(
+        self,
+        target: sizes.ModelConfigInfo,
+        draft_info: sizes.ModelConfigInfo | None,
+        settings: DraftSettings,
+    ) -> sizes.PlannedDraft:
+        """Describe the model that is given, or a model like the target in the sizes of a recipe.
+
+        Without sizes it has the fewest layers that are worth it, `SHALLOWEST`.
+        """
+        # The model: a given draft, or the target's class in another shape.
+        if draft_info:
+            model = draft_info.model
+        else:
+            if settings.get("init") != "scratch":
+                check_decoder(target.model)
+            names = [name for name in sizes.ModelShape.__annotations__ if name in settings]
+            changed = {name: settings[name] for name in names}
+            if not changed:
+                changed = {"num_layers": min(MIN_LAYERS, target.text.num_hidden_layers)}
+            with torch.device("meta"):
+                target_shape = replace(sizes.read_model_shape(target.text), **changed)
+                model = type(target.model)(resize_config(target.model.config, target_shape))
+        shape = sizes.read_model_shape(model.config.get_text_config())
+        num_parameters = int(model.num_parameters())
+        return sizes.PlannedDraft(
+            sizes.ParameterCounts(
+                num_parameters, sizes.count_weights_read(model), shape.num_layers
+            ),
+            shape,
+            target.text.vocab_size,
+            self.note,
+            self.published,
+            cache=cache_size(model),
+            recipe_keys=(f"draft.num_layers={shape.num_layers}",),
+        )
+
+    def is_described(self, draft: sizes.ModelConfigInfo, target: sizes.ModelConfigInfo) -> bool:
+        """Return whether a config.json is that of a whole language model."""
+        return draft.is_causal_lm

@@ -1,0 +1,128 @@
+"""Answers to `specdistill plan` and `specdistill doctor` about multi-token-prediction layers."""
+
+from collections.abc import Iterator, Set
+from functools import partial
+
+from transformers import PreTrainedConfig
+
+from specdistill.evaluation.statistics.theory import alpha_from_acceptance_length
+from specdistill.methods import sizes
+from specdistill.methods.base import DraftSettings
+from specdistill.methods.chains.advice import (
+    ChainAdvice,
+    Repair,
+    find_weight_causes,
+    swap_halves,
+    swap_weights,
+)
+from specdistill.methods.mtp.module import MtpDraft
+from specdistill.methods.mtp.tensor_names import NATIVE_KEYS, SERVED_TYPES, find_naming
+from specdistill.targets.cache_size import CacheSize
+from specdistill.targets.frozen import FrozenTarget
+
+PUBLISHED_FIGURES = sizes.MethodFigures(
+    (alpha_from_acceptance_length(2.95, 3), alpha_from_acceptance_length(3.23, 3)),
+    "AL 2.95 (Qwen3.5-4B, the floor that vllm-project/speculators tests) to 3.23 (Qwen3.5-9B tuned"
+    " on GSM8K, same source) at K = 3; DeepSeek-V3's first draft token is accepted at 0.85 to 0.90"
+    " (arXiv 2412.19437)",
+    5_000 * sizes.TOKENS_PER_SAMPLE,
+    "5k conversations tune it to a domain (vllm-project/speculators); it comes trained with the"
+    " target",
+)
+FRESH_LAYER_FIGURES = sizes.MethodFigures(
+    None, "none is published for a fresh layer on a frozen target", None, "none is published"
+)
+
+
+class MtpAdvice(ChainAdvice[MtpDraft]):
+    """The advice on multi-token-prediction layers."""
+
+    def plan_draft(
+        self,
+        target: sizes.ModelConfigInfo,
+        draft_info: sizes.ModelConfigInfo | None,
+        settings: DraftSettings,
+    ) -> sizes.PlannedDraft:
+        """Describe the layers that come with the target, or a fresh one of their kind."""
+        target.build_on_tiny_target(MtpDraft)
+        text = target.text
+        key, num_layers = target.native_mtp or (None, 1)
+
+        # Each layer is fc [H, 2H], three norms and a decoder layer; a step runs one of them, and
+        # embedding and head are the target's.
+        last = target.weightless.layers[-1]
+        decoder_size = sum(parameter.numel() for parameter in last.parameters())
+        fuse_size = 2 * text.hidden_size**2 + 3 * text.hidden_size
+        table_size = text.vocab_size * text.hidden_size
+        parts = sizes.ParameterCounts(
+            num_layers * (fuse_size + decoder_size),
+            fuse_size + sizes.count_parameters_read(last, text) + table_size,
+            num_layers=1,
+            copied=2 * table_size,
+        )
+
+        # A layer that comes with a target is served where its maker says.
+        is_served = key is not None or text.model_type in SERVED_TYPES
+        note = f"a fresh layer: the config has no {', no '.join(NATIVE_KEYS)}"
+        if key:
+            note = f"the target's own ({key}: {num_layers})"
+        if not is_served:
+            note += f"; no engine serves such a layer for {text.model_type}"
+        warnings: tuple[str, ...] = ()
+        native_layers = self.find_native_layers(target.raw, frozenset(), text)
+        if key is None and native_layers is not None:
+            warnings = (
+                f"its config.json says {native_layers[0]}: {native_layers[1]}, and its files"
+                f" have no such layer",
+            )
+
+        # The cost of training is counted by these widths alone, because a class may have no other
+        # widths that all its layers share.
+        width = getattr(text, "intermediate_size", None) or text.moe_intermediate_size
+        # The KV cache is that of one layer, the target's last that sees all tokens.
+        cached_layers = target.cache.layers if target.cache else ()
+        full = [layer for layer in cached_layers if layer.size and layer.window is None]
+        return sizes.PlannedDraft(
+            parts,
+            sizes.ModelShape(1, text.hidden_size, width, 0, 0, 0),
+            text.vocab_size,
+            note,
+            PUBLISHED_FIGURES if key else FRESH_LAYER_FIGURES,
+            cache=CacheSize((full[-1],)) if full else None,
+            recipe_keys=("draft.init=null",) if key else (),
+            warnings=warnings,
+            is_served=is_served,
+        )
+
+    def is_described(self, draft: sizes.ModelConfigInfo, target: sizes.ModelConfigInfo) -> bool:
+        """Return whether a config.json is that of a multi-token-prediction draft."""
+        return "mtp" in draft.calls_itself
+
+    def find_native_layers(
+        self, raw: sizes.RawConfig, names: Set[str], text: PreTrainedConfig
+    ) -> tuple[str, int] | None:
+        """Find the layers that config.json states, unless the names of tensors contradict it.
+
+        Only the file's own keys count, not the config that transformers makes of it.
+        """
+        if names:
+            num_layers = getattr(text, "num_hidden_layers", 0)
+            if find_naming(text.model_type).find_prefix(names, num_layers) is None:
+                return None
+        for part in (raw, raw.get("text_config") or {}):
+            for key in NATIVE_KEYS:
+                if part.get(key):
+                    return key, part[key]
+        return None
+
+    def find_causes(self, head: MtpDraft, target: FrozenTarget) -> Iterator[Repair]:
+        """Yield what may be wrong with a multi-token-prediction layer whose files are right."""
+        yield Repair(
+            "the two halves that fc reads, embedding and hidden state, are swapped",
+            partial(swap_halves, names=["fc"]),
+        )
+        yield Repair(
+            "the norms of embedding and hidden state are swapped",
+            partial(swap_weights, first="token_norm", second="hidden_norm"),
+        )
+        yield from find_weight_causes(head)

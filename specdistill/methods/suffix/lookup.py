@@ -1,0 +1,214 @@
+"""Suffix decoding (arXiv 2411.04975).
+
+The draft is what most often followed the last tokens, in the request or in outputs of earlier ones.
+
+Let x be the sequence and the draft tokens so far. The lookup searches for the longest suffix of x,
+of `min` to `max` tokens, that was followed by a token in the request (prompt and output) or in a
+past output. If both have it, the request decides, because it is most like itself. The next draft
+token is the one that followed this suffix most often, and of several the latest. Its share of all
+tokens that followed estimates its probability. The product of the shares estimates the probability
+of the draft. The draft ends before this product falls below `min_token_prob`, or after
+`max_spec_factor` tokens for each token that agreed.
+
+Two tries hold the counts, one for the request and one for all past outputs. A round takes at most
+`max`^2 steps of a dictionary for each token that it drafts or commits, however long the texts are.
+Memory grows by about 450 bytes per token of source code.
+
+Past outputs are those that `set_past_outputs` is given. The proposer adds none by itself.
+
+A trie counts how often each token followed each string of up to `depth` tokens in some texts. Its
+leaves are lazy. A node stands for a string that occurred at least twice, and counts what followed
+it. A string that occurred once has no node: its place in the trie is the position after it, and
+what follows is read in the text itself. So memory is only used for what repeats.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from specdistill.methods.suffix.config import SuffixConfig
+
+END_MARK = -1  # the mark after each text, which nothing follows
+
+
+@dataclass(slots=True)
+class Node:
+    """A string of tokens that occurred at least twice.
+
+    Attributes:
+        count: how often it occurred.
+        followed: how many of its occurrences a token follows.
+        best: the token that follows most often; of several, the latest.
+        children: the place of each longer string, by the token that follows.
+    """
+
+    count: int
+    followed: int = 0
+    best: int = END_MARK
+    children: "dict[int, Place]" = field(default_factory=dict)
+
+
+Place: TypeAlias = Node | int  # int: the position after a string's only occurrence
+
+
+class SuffixTrie:
+    """A trie of the strings in some texts.
+
+    Adding a token takes at most depth + 1 steps: as many as there are tokens in the longest string
+    that ends with it and occurred before.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        self.tokens: list[int] = []  # the tokens of all texts, with END after each that has ended
+        self._root = Node(0)
+        # The nodes of the last text's suffixes that occurred before, the longest first.
+        self._open: list[Node] = []
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Add tokens to the last text."""
+        for token in tokens:
+            self.tokens.append(token)
+            longer = [self._count(node, token) for node in [*self._open[-self.depth :], self._root]]
+            self._open = [node for node in longer if node]
+
+    def end(self) -> None:
+        """End the last text, so that the next token begins another one."""
+        self.tokens.append(END_MARK)
+        self._open = []
+
+    def find_next_token(self, tokens: Sequence[int]) -> tuple[int, float] | None:
+        """Return the token that most often followed a string of up to `depth` tokens.
+
+        Of several tokens that are equally frequent it is the latest.
+
+        Returns:
+            The token and its share of all that followed; None if nothing did.
+        """
+        place: Place = self._root
+        for token in tokens:
+            longer = self._extend_place(place, token)
+            if longer is None:
+                return None
+            place = longer
+        if not isinstance(place, Node):
+            return (self._read_token(place), 1.0) if self._read_token(place) != END_MARK else None
+        return (
+            (place.best, count_occurrences(place.children[place.best]) / place.followed)
+            if place.followed
+            else None
+        )
+
+    def _extend_place(self, place: Place, token: int) -> Place | None:
+        """Return the place of the string with one more token; None if it did not occur."""
+        if isinstance(place, Node):
+            return place.children.get(token)
+        return place + 1 if self._read_token(place) == token else None
+
+    def _read_token(self, position: int) -> int:
+        """Return the token at a position; END past the last token."""
+        return self.tokens[position] if position < len(self.tokens) else END_MARK
+
+    def _count(self, node: Node, token: int) -> Node | None:
+        """Count the last token after a node's string.
+
+        Returns:
+            The node of the longer string, if that has occurred before, else None.
+        """
+        node.followed += 1
+        child = node.children.get(token)
+        if child is None:
+            child = len(self.tokens)
+        elif isinstance(child, Node):
+            child.count += 1
+        # This is the second occurrence. `after` followed the first one.
+        elif (after := self._read_token(child)) == END_MARK:
+            child = Node(2)
+        else:
+            child = Node(2, 1, after, {after: child + 1})
+        node.children[token] = child
+        if count_occurrences(child) >= count_occurrences(node.children.get(node.best, 0)):
+            node.best = token
+        return child if isinstance(child, Node) else None
+
+
+def count_occurrences(place: Place) -> int:
+    """Return how often the string of a place occurred."""
+    return place.count if isinstance(place, Node) else 1
+
+
+class SuffixLookup:
+    """A lookup in the trie of the request and in that of past outputs, which copies share."""
+
+    def __init__(self, **keys: object) -> None:
+        """Create an empty lookup.
+
+        Args:
+            **keys: the keys of `eval.suffix`.
+        """
+        self.config = SuffixConfig.model_validate(keys)
+        self.settings = self.config.model_dump()
+        self._request, self._past = SuffixTrie(self.config.max), SuffixTrie(self.config.max)
+        self._outputs: list[Sequence[int]] = []  # the outputs of earlier requests in `_past`
+
+    def restart(self) -> None:
+        """Forget the request."""
+        self._request = SuffixTrie(self.config.max)
+
+    def set_past_outputs(self, outputs: Sequence[Sequence[int]]) -> None:
+        """Replace the known outputs of earlier requests (see `UsesPastOutputs`).
+
+        All outputs are counted again, unless some were only added.
+        """
+        kept_outputs = (
+            list(outputs[-self.config.max_cached_requests :])
+            if self.config.max_cached_requests
+            else []
+        )
+        if kept_outputs[: len(self._outputs)] != self._outputs:
+            self._outputs, self._past = [], SuffixTrie(self.config.max)
+        for output in kept_outputs[len(self._outputs) :]:
+            self._past.extend(output)
+            self._past.end()
+        self._outputs = kept_outputs
+
+    def find(self, text: list[int], k: int) -> list[int]:
+        """Return up to k draft tokens for a request.
+
+        Args:
+            text: the request. It begins with the text of the call before.
+            k: the most draft tokens.
+        """
+        self._request.extend(text[len(self._request.tokens) :])
+        tokens = list[int]()
+        text = text[-self.config.max :]
+        probability = 1.0
+        token, share, length = self._find_next(text, self.config.max)
+        most = min(k, int(self.config.max_spec_factor * length))
+        while (
+            len(tokens) < most
+            and length
+            and (probability := probability * share) >= self.config.min_token_prob
+        ):
+            tokens.append(token)
+            text = [*text, token][-self.config.max :]
+            token, share, length = self._find_next(text, length + 1)
+        return tokens
+
+    def _find_next(self, text: list[int], longest: int) -> tuple[int, float, int]:
+        """Find the most likely token after the longest suffix that something followed.
+
+        Args:
+            text: the request and the draft tokens so far.
+            longest: the most tokens of the suffix.
+
+        Returns:
+            The token, its share of all that followed, and the length of the suffix, which is 0 if
+            there is none.
+        """
+        for length in range(min(longest, len(text)), self.config.min - 1, -1):
+            for trie in (self._request, self._past):
+                next_token = trie.find_next_token(text[-length:])
+                if next_token:
+                    return *next_token, length
+        return 0, 0.0, 0

@@ -1,0 +1,290 @@
+"""Turn errors of pydantic into one line that names the key as typed, and the nearest valid one."""
+
+import re
+import types
+from collections.abc import Collection, Mapping, Sequence
+from functools import cache
+from typing import get_args
+
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails, PydanticUndefined
+
+from specdistill.common.errors import UserError, find_nearest, make_unused_key_error
+from specdistill.recipe.fields import (
+    Section,
+    describe_condition,
+    describe_kind,
+    find_default,
+    format_value,
+    list_fields,
+    list_leaves,
+    list_variants,
+)
+
+Place = Sequence[int | str]  # the place of a key: names of keys, and indices in lists
+# Names that other tools use for our keys and values.
+ALIASES = {
+    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs"), "train.num_train_epochs"),
+    **dict.fromkeys(
+        ("batch_size", "train_batch_size"),
+        "train.per_device_train_batch_size (to measure: eval.batch_size)",
+    ),
+    **dict.fromkeys(("max_seq_length", "max_seq_len", "model_max_length"), "data.max_length"),
+    **dict.fromkeys(("dataset", "dataset_name", "train_file"), "data.source"),
+    **dict.fromkeys(("lr", "learning_rate"), "train.learning_rate"),
+    **dict.fromkeys(("llama.cpp", "llama_cpp"), "gguf"),
+    **{name: f"train.{name}" for name in ("max_steps", "output_dir", "report_to")},
+    "dataset_text_field": "data.columns={text: NAME}",
+    "launch": (
+        "accelerate launch --config_file accelerate_configs/NAME.yaml SCRIPT, or specdistill train"
+        " launch=NAME"
+    ),
+    "warmup_ratio": "train.warmup_steps, where a number below 1 is a share of the steps",
+    "model_name_or_path": "target.model",
+}
+
+
+@cache
+def list_required_keys(schema: type[Section]) -> frozenset[str]:
+    """Return the keys that a recipe of any variant must have."""
+    return frozenset(
+        key
+        for key, _, default, _ in list_leaves([schema])
+        if default == format_value(PydanticUndefined)
+    )
+
+
+def explain_errors(
+    schema: type[Section], chosen: type[Section], errors: Sequence[ErrorDetails], prefix: str
+) -> UserError:
+    """Return the error to show first, of those that pydantic found.
+
+    Unknown keys come before wrong values, and those before missing keys: a misspelt key explains a
+    missing one, or why another key does not apply.
+
+    Args:
+        schema: the schema of all methods.
+        chosen: the schema of the recipe's method, which the values were checked against.
+        errors: pydantic's errors.
+        prefix: goes before the keys, for a section that is in another file.
+    """
+    first = min(errors, key=lambda detail: _rank(chosen, detail))
+    place = _remove_tags(chosen, first["loc"])
+    if first["type"] == "extra_forbidden":
+        if _is_of_other_variant(chosen, place):
+            return _make_not_chosen_error(chosen, place, first["input"], prefix)
+        return _make_unknown_key_error(schema, chosen, place, first["input"], prefix)
+    key = prefix + format_place(place)
+    if first["type"] == "min_above_max":
+        limits = first["ctx"]
+        return UserError(
+            prefix + format_place([*place, "min"]),
+            got=limits["min"],
+            expected=f"at most {prefix}{format_place([*place, 'max'])}, which is {limits['max']}",
+        )
+    field = _find_field(chosen, place)
+    if first["type"] == "missing":
+        return _make_missing_key_error(
+            key, field, list_required_keys(chosen) if "train" in schema.model_fields else ()
+        )
+    if first["type"] in ("model_type", "model_attributes_type", "union_tag_not_found"):
+        return _make_no_section_error(
+            key, field, first["input"], is_item=not isinstance(place[-1], str)
+        )
+    return _make_wrong_value_error(key, field, first)
+
+
+def _rank(schema: type[Section], detail: ErrorDetails) -> int:
+    """Return the rank of an error; the lowest rank is shown first."""
+    if detail["type"] == "extra_forbidden":
+        return 3 if _is_of_other_variant(schema, _remove_tags(schema, detail["loc"])) else 0
+    return 2 if detail["type"] == "missing" else 1
+
+
+def _is_of_other_variant(schema: type[Section], place: Place) -> bool:
+    """Return whether a key that its section does not have is one of another variant of it."""
+    return place[-1] in list_fields(_find_variants(schema, place[:-1]))
+
+
+def _make_missing_key_error(
+    key: str, field: FieldInfo, keys_of_recipes: Collection[str]
+) -> UserError:
+    """Return the error for a key that must be given.
+
+    For a section it names the first key in it that must be given.
+    """
+    # If a whole section must be given, name the first key in it that must be given.
+    while variants := list_variants(field.annotation):
+        fields = variants[0].model_fields
+        name = next(name for name, inner in fields.items() if inner.is_required())
+        field = fields[name]
+        key = f"{key}.{name}"
+    start = ", or a recipe that names it (recipe=pico/eagle3)" if key in keys_of_recipes else ""
+    return UserError(key, got="nothing", expected=f"{field.description}{start}")
+
+
+def _make_no_section_error(
+    key: str, field: FieldInfo, value: object, *, is_item: bool
+) -> UserError:
+    """Return the error for a value where a section is expected."""
+    null = "null or " if types.NoneType in get_args(field.annotation) and not is_item else ""
+    first = next(iter(list_fields(_list_field_variants(field))))
+    return UserError(
+        key,
+        got="null" if value is None else repr(value),
+        expected=f"{null}a section with keys of its own",
+        nearest=f"{key}.{first}",
+    )
+
+
+def _make_wrong_value_error(key: str, field: FieldInfo, detail: ErrorDetails) -> UserError:
+    """Return the error for a value that its key does not accept."""
+    value = detail["input"]
+    kind = describe_kind(field)
+    if detail["type"] == "union_tag_invalid":
+        # The value that chooses between the variants of a section is none of the allowed values.
+        name = str(field.discriminator)
+        variants = list_variants(field.annotation)
+        return _make_no_choice_error(
+            f"{key}.{name}",
+            value[name],
+            [str(find_default(variant.model_fields[name])) for variant in variants],
+        )
+    if detail["type"] == "literal_error":
+        names = kind.split(", ")[0].replace(" or null", "").removeprefix("list of ")
+        return _make_no_choice_error(key, value, names.split("|"))
+    if isinstance(value, dict) and value:
+        return UserError(key, got=f"keys below it ({', '.join(map(str, value))})", expected=kind)
+    if {"ge", "gt", "le", "lt", "multiple_of"} & detail.get("ctx", {}).keys():
+        got = str(value)
+    else:
+        got = "null" if value is None else f"{value!r} ({type(value).__name__})"
+    is_in_mapping = kind == "mapping" and detail["type"] != "dict_type"
+    message = detail["msg"].removeprefix("Input should be ")
+    return UserError(key, got=got, expected=message if is_in_mapping else kind)
+
+
+def _make_no_choice_error(key: str, value: object, choices: Collection[str]) -> UserError:
+    """Return the error for a value that is none of those that a key may have."""
+    return UserError(
+        key,
+        got=repr(value),
+        expected=f"one of {', '.join(choices)}",
+        nearest=find_nearest(ALIASES.get(str(value), str(value)), choices),
+    )
+
+
+def _make_not_chosen_error(
+    schema: type[Section], place: Place, value: object, prefix: str
+) -> UserError:
+    """Return the error for a key that only variants have which the recipe does not choose."""
+    *section_place, name = place
+    variants = _find_variants(schema, section_place)
+    having = next(variant for variant in variants if name in variant.model_fields)
+    discriminator = _find_field(schema, section_place).discriminator
+    alternative = ""
+    if isinstance(discriminator, str):
+        choosing_key = prefix + format_place([*section_place, discriminator])
+        alternative = f"set {choosing_key}={find_default(having.model_fields[discriminator])}"
+    return make_unused_key_error(
+        prefix + format_place(place),
+        format_value(value),
+        f"only used {describe_condition(variants, str(name))}",
+        alternative=alternative,
+    )
+
+
+def _make_unknown_key_error(
+    schema: type[Section], chosen: type[Section], place: Place, value: object, prefix: str
+) -> UserError:
+    """Return the error for a key that the recipe's method does not have.
+
+    It names the methods that have the key or, for a key that none has, the nearest one.
+    """
+    key = prefix + format_place(place)
+    name = str(place[-1])
+    plain = ".".join(part for part in place if isinstance(part, str))
+    methods = schema.list_schemas()
+    readers = [method for method, recipe in methods.items() if _has_key(recipe, plain)]
+    if readers:
+        mine = next((method for method, recipe in methods.items() if recipe is chosen), "")
+        while isinstance(value, Mapping) and value:  # Find the first key that was typed.
+            inner, value = next(iter(value.items()))
+            key = f"{key}.{inner}"
+        return make_unused_key_error(
+            key, format_value(value), f"not used with method={mine}, only with {', '.join(readers)}"
+        )
+
+    known_keys = sorted(list_fields(_find_variants(chosen, place[:-1])))
+    close = find_nearest(name, known_keys)
+    # Several keys may have this name. The dict keeps the last one, so the key in the fewest
+    # sections comes last here, and among these the first.
+    keys_by_depth = sorted(
+        (row[0] for row in reversed([*list_leaves([chosen])])),
+        key=lambda known_keys: known_keys.count("."),
+        reverse=True,
+    )
+    elsewhere = {known_key.rpartition(".")[2]: known_key for known_key in keys_by_depth}
+    near = f"{key.removesuffix(name)}{close}" if close else elsewhere.get(name)
+    if "train" in chosen.model_fields:
+        near = ALIASES.get(name, near)
+    return UserError(
+        key,
+        got="an unknown key",
+        expected=f"one of {', '.join(known_keys)}" if known_keys else "no keys",
+        nearest=near,
+    )
+
+
+def _has_key(schema: type[Section], key: str) -> bool:
+    """Return whether a schema has a key, or a section of that name."""
+    return any(f"{row[0]}.".startswith(f"{key}.") for row in list_leaves([schema]))
+
+
+def _find_field(schema: type[Section], place: Place) -> FieldInfo:
+    """Return the field at a place, in sections and in lists of sections.
+
+    For a key in a mapping, that is the field of the mapping.
+    """
+    names = iter(part for part in place if isinstance(part, str))
+    field = schema.model_fields[next(names)]
+    while (inner := list_fields(_list_field_variants(field))) and (name := next(names, None)):
+        field = inner[name]
+    return field
+
+
+def _find_variants(schema: type[Section], place: Place) -> list[type[Section]]:
+    """Return the variants of the section at a place, which is the whole recipe for no place."""
+    return _list_field_variants(_find_field(schema, place)) if place else [schema]
+
+
+def _list_field_variants(field: FieldInfo) -> list[type[Section]]:
+    """Return the variants of the section that a field is, or has a list of."""
+    variants = list_variants(field.annotation)
+    for item in get_args(field.annotation):
+        variants = variants or list_variants(item)
+    return variants
+
+
+def _remove_tags(schema: type[Section], location: Place) -> Place:
+    """Return pydantic's location of an error without the names of variants that it adds."""
+    fields = schema.model_fields
+    place: list[int | str] = []
+    parts = iter(location)
+    for part in parts:
+        place.append(part)
+        if isinstance(part, str) and part in fields:
+            field = fields[part]
+            fields = list_fields(_list_field_variants(field))
+            if field.discriminator:
+                next(parts, None)
+    return place
+
+
+def format_place(place: Place) -> str:
+    """Return a place as a key: ('eval', 'tree', 0, 'budget') is eval.tree[0].budget."""
+    return re.sub(
+        r"\.\[",
+        "[",
+        ".".join(f"[{part}]" if isinstance(part, int) else str(part) for part in place),
+    )

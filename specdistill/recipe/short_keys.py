@@ -1,0 +1,74 @@
+"""The short keys of the command line, and how arguments become the keys of a recipe."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from specdistill.common.errors import ReportedError
+from specdistill.common.terminal import JSON, QUIET_FLAG
+
+HELP = {"-h", "--help"}
+NEXT_KEY = re.compile(r"[\w.]+=|-")
+NO_SHORTHANDS: Mapping[str, str] = {}
+TARGET = {"target": "target.model"}
+# Short keys of `specdistill eval`.
+SHORTHANDS = {
+    **TARGET,
+    "draft": "eval.draft",
+    "suite": "eval.suite",
+    "output_dir": "eval.output_dir",
+}
+TRAIN = {**TARGET, "suite": "eval.suite", "output_dir": "train.output_dir"}  # also of data
+COMPARE = {**TARGET, "eval.*": "*"}
+
+
+def select_recipe_keys(
+    arguments: Sequence[str], shorthands: Mapping[str, str] = NO_SHORTHANDS
+) -> list[str]:
+    """Return the key=value arguments that belong to the recipe, with short keys written out.
+
+    A list or mapping that a shell has split at its spaces is joined again.
+    """
+    keys: list[str] = []
+    for argument in arguments:
+        is_in_value = bool(keys) and any(
+            f"={opening}" in keys[-1] and keys[-1].count(opening) > keys[-1].count(closing)
+            for opening, closing in ("[]", "{}")
+        )
+        if is_in_value and NEXT_KEY.match(argument) is None:
+            keys[-1] += f" {argument}"
+            continue
+        key, separator, value = argument.partition("=")
+        if argument in {*HELP, JSON, QUIET_FLAG} or key == "debug":
+            continue
+        keys.append(f"{_write_out(key, shorthands)}{separator}{value}")
+    return keys
+
+
+def add_defaults(keys: Sequence[str], defaults: Sequence[str]) -> list[str]:
+    """Put defaults before the keys, unless a recipe is given, which may set them itself."""
+    has_recipe = any(key.startswith("recipe=") for key in keys)
+    return list(keys) if has_recipe else [*defaults, *keys]
+
+
+def _write_out(key: str, shorthands: Mapping[str, str]) -> str:
+    """Return the key that a short key stands for, or any other key unchanged."""
+    for short, full_key in shorthands.items():
+        if key == short or (short.endswith("*") and key.startswith(short[:-1])):
+            return full_key.removesuffix("*") + key.removeprefix(short.removesuffix("*"))
+    return key
+
+
+@contextmanager
+def rename_keys_as_typed(arguments: Sequence[str], shorthands: Mapping[str, str]) -> Iterator[None]:
+    """Rename keys in errors to the names that the user typed, such as `eval.suite` to `suite`."""
+    try:
+        yield
+    except ReportedError as error:
+        typed_keys = [argument.partition("=")[0] for argument in arguments]
+        # If a key was typed under several names, the last one set its value.
+        names = {_write_out(typed, shorthands): typed for typed in typed_keys}
+        for key, typed in names.items():
+            if key != typed:
+                error.rename_key(key, typed)
+        raise

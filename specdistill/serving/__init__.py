@@ -1,0 +1,1 @@
+"""Drafts in inference engines: exports, engines, the vLLM plugin and monitoring."""

@@ -1,0 +1,35 @@
+"""The inference engines by name. A new engine is a file and a row of `ENGINES`.
+
+The command line asks for the names, so nothing here imports torch, and other modules that are slow
+to import are imported where they are used.
+"""
+
+from specdistill.serving.engines.engine import Engine
+from specdistill.serving.engines.llama_cpp import GGUF, LLAMA_CPP
+from specdistill.serving.engines.sglang import SGLANG
+from specdistill.serving.engines.vllm import SPECULATORS, VLLM
+
+# TensorRT-LLM's PyTorch backend, read in modeling_speculative.py and speculative/eagle3.py. Drafts
+# are checked for it, not exported. It reads what ModelOpt writes (`layers.0.*`, without t2d and
+# embedding) and SpecForge's names. The layers that a head reads are a separate argument. A missing
+# tensor is an error, an unknown one is not.
+TENSORRT_LLM = Engine(
+    name="trtllm",
+    title="TensorRT-LLM",
+    versions="PyTorch backend at 00679c6 (2026)",
+    loader_version="PyTorch backend at 00679c6",
+)
+ENGINES: dict[str, Engine] = {
+    engine.name: engine for engine in (VLLM, SGLANG, SPECULATORS, GGUF, LLAMA_CPP, TENSORRT_LLM)
+}
+
+
+def list_engines_with(part: str) -> list[str]:
+    """Return the names of the engines that have a part.
+
+    Args:
+        part: a field of `Engine`: `serve_command` (drafts are exported for the engine),
+            `loader_version` (the doctor checks drafts against its loaders), `client` (its servers
+            are measured) or `program` (its server is started here).
+    """
+    return [name for name, engine in ENGINES.items() if getattr(engine, part)]

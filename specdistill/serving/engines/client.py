@@ -1,0 +1,339 @@
+"""Completions from an engine's server, with the server's counts of them.
+
+Each answer counts its own drafts, whatever else is served meanwhile. Other requests would disturb
+the times. There are none if the server's Prometheus page counts as many generated tokens as the
+answers have. The page follows an answer with a short delay.
+"""
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from specdistill.common.errors import ResourceError, join_lines
+from specdistill.serving.engines.server import (
+    POLL_SECONDS,
+    SEE_LOG_HINT,
+    Count,
+    JsonAnswer,
+    Positive,
+    Response,
+    Server,
+)
+
+MAX_DELAY_SECONDS = 10.0
+# Counters that vLLM and llama.cpp share: drafts, draft tokens and accepted tokens, and the accepted
+# tokens of each position.
+SPEC_DECODE_COUNTERS = tuple(
+    f"spec_decode_num_{what}_total" for what in ("drafts", "draft_tokens", "accepted_tokens")
+)
+PER_POSITION = "spec_decode_num_accepted_tokens_per_pos_total"
+# The values of a page by name. Counters are sums over the server's ranks, and gauges the largest
+# value. Where a line has a position, the position is a part of the name.
+Counters = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class ServerIdentity:
+    """A server's description of itself.
+
+    Attributes:
+        version: of the engine.
+        models: the names and the folder of what it serves. The first one is the name to ask for.
+        max_length: the most tokens of a sequence; None where it does not say.
+        num_speculative_tokens: K; None for a server that does not draft, or does not say K.
+        hides_k: whether it drafts and does not say K.
+    """
+
+    version: str
+    models: tuple[str, ...]
+    max_length: int | None
+    num_speculative_tokens: int | None
+    hides_k: bool = False
+
+
+@dataclass(frozen=True)
+class CompletionRequest:
+    """A prompt to complete.
+
+    Attributes:
+        model: the name of the model.
+        prompt_ids: token ids of the prompt.
+        max_new_tokens: of the completion.
+        temperature: 0 is greedy.
+        top_p: 1 keeps every token.
+        top_k: 0 keeps every token.
+        seed: of the random numbers, for engines that take one.
+    """
+
+    model: str
+    prompt_ids: Sequence[int]
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class ServerCounts:
+    """A server's counts for one completion; it does not show its rounds.
+
+    Attributes:
+        token_ids: of the completion; empty where the server does not say.
+        num_drafts: proposals.
+        num_draft_tokens: tokens in them.
+        num_accepted_tokens: accepted tokens among these.
+        accepted_per_position: [K], drafts whose position k was accepted.
+    """
+
+    token_ids: tuple[int, ...]
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    accepted_per_position: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class EngineCompletion:
+    """A completion from a server.
+
+    Attributes:
+        text: as the server spells it.
+        num_tokens: of the completion.
+        seconds: from the request to the whole answer.
+        counts: what the server counted.
+    """
+
+    text: str
+    num_tokens: int
+    seconds: float
+    counts: ServerCounts
+
+
+class CompletionAnswer(JsonAnswer):
+    """An answer to a completion request. A subclass for each engine says where each field is.
+
+    Attributes:
+        text: of the completion.
+        num_tokens: of the completion.
+        token_ids: of the completion.
+        num_drafts: proposals.
+        num_draft_tokens: tokens in them.
+        num_accepted_tokens: accepted tokens among these.
+        histogram: drafts of which 0, 1, … K tokens were accepted.
+    """
+
+    text: str
+    num_tokens: Positive
+    token_ids: list[Count] | None
+    num_drafts: Count | None
+    num_draft_tokens: Count | None
+    num_accepted_tokens: Count | None
+    histogram: list[Count] | None
+
+    def counts(self, k: int) -> ServerCounts | None:
+        """Return the counts of a server that drafts `k` tokens per round.
+
+        Returns:
+            None where the server does not say what it drafted, or says what cannot be.
+        """
+        ids = tuple(self.token_ids or ())
+        histogram = self.histogram or []
+        drafts = self.num_drafts
+        drafted = self.num_draft_tokens
+        accepted = self.num_accepted_tokens
+        if not k or drafts == 0:
+            return ServerCounts(ids, 0, 0, 0, ())
+        if drafts is None or drafted is None or accepted is None or not 0 < len(histogram) <= k + 1:
+            return None
+        # A draft whose first n tokens were accepted reached each position up to n.
+        reached = tuple(sum(histogram[position:]) for position in range(1, len(histogram)))
+        is_possible = max(reached, default=0) <= drafts <= self.num_tokens and accepted <= drafted
+        return ServerCounts(ids, drafts, drafted, accepted, reached) if is_possible else None
+
+
+@dataclass(frozen=True)
+class Client:
+    """The client of an engine's server: how to ask it, and where it counts what it drafts.
+
+    Methods raise ResourceError if the server does not answer as it should.
+
+    Attributes:
+        prefix: of the names on its page of counters, `/metrics`.
+        hint: how to start a server that has this page.
+        describe: (server, counters) -> what the server says of itself.
+        path: where a request is posted.
+        body: the JSON of a request.
+        parse: (response, K) -> the answer.
+        counts_hint: how to start a server that counts in its answers.
+        name_option: the server's option that gives its model another name.
+        generated: the counter of generated tokens.
+        rounding: how far off `generated` may be, as a share of itself.
+        drafting: names on the page from which drafts are counted.
+        latency: the histogram of a request's seconds, for engines that count drafts while a request
+            runs. Empty: they count them when it has ended.
+        drafted_by: (how far each of `drafting` grew, or where a gauge stands) -> drafts, draft
+            tokens, accepted tokens.
+    """
+
+    prefix: str
+    hint: str
+    describe: Callable[[Server, Counters], ServerIdentity]
+    path: str
+    body: Callable[[CompletionRequest], dict[str, object]]
+    parse: Callable[[Response, int], CompletionAnswer]
+    counts_hint: str
+    name_option: str = "--served-model-name"
+    generated: str = "generation_tokens_total"
+    rounding: float = 0.0
+    drafting: tuple[str, ...] = SPEC_DECODE_COUNTERS
+    latency: str = ""
+    drafted_by: Callable[..., tuple[float, float, float]] = lambda drafts, drafted, accepted: (
+        drafts,
+        drafted,
+        accepted,
+    )
+
+    def identify(self, server: Server) -> ServerIdentity:
+        """Return what a server says of itself."""
+        return self.describe(server, self.read(server))
+
+    def complete(self, server: Server, request: CompletionRequest, k: int) -> EngineCompletion:
+        """Complete a prompt. Several threads may ask at once.
+
+        Args:
+            server: to ask.
+            request: what to complete.
+            k: K, draft tokens per round; 0 without a draft.
+
+        Raises:
+            ResourceError: also if the server does not count what it accepted, or if its counts are
+                impossible.
+        """
+        response = server.ask(self.path, self.body(request), hint=SEE_LOG_HINT)
+        answer = self.parse(response, k)
+        counts = answer.counts(k)
+        if counts is None:
+            raise ResourceError(
+                (
+                    f"{response.url} does not say what it accepted, or what cannot be"
+                    f" ({join_lines(repr(answer))[-400:]})"
+                ),
+                next_step=self.counts_hint,
+            )
+        return EngineCompletion(answer.text, answer.num_tokens, response.seconds, counts)
+
+    def read_counters(self, server: Server) -> Counters:
+        """Return the page of counters as it stands, without the prefix of their names."""
+        counters: dict[str, float] = defaultdict(float)
+        for name, labels, value in server.read_samples(self.hint):
+            if name.startswith(f"{self.prefix}:"):
+                # Several lines may have one name: one for each rank of the server.
+                key = name.removeprefix(f"{self.prefix}:") + labels.get("position", "")
+                is_sum = name.endswith(("_total", "_sum", "_count"))
+                counters[key] = counters[key] + value if is_sum else max(counters[key], value)
+        return dict(counters)
+
+    def read(self, server: Server) -> Counters:
+        """Return the counters of a server, which must count the tokens that it generates."""
+        counters = self.read_counters(server)
+        if not 0 <= counters.get(self.generated, math.nan) < math.inf:
+            raise ResourceError(
+                f"{server.address}/metrics has no {self.prefix}:{self.generated}",
+                next_step=f"{self.hint}, or name the engine that serves",
+            )
+        return counters
+
+    def compute_drafted(self, before: Counters, after: Counters) -> dict[str, Any]:
+        """Return what a server drafted between two pages of counters.
+
+        Args:
+            before: the first page. If it is empty, everything since the server started counts.
+            after: the second page.
+
+        Returns:
+            num_drafts, num_draft_tokens, num_accepted_tokens and accepted_per_position [K]. The
+            last one is empty for an engine that does not count positions.
+
+        Raises:
+            ResourceError: for a page that lacks a counter, and for counters that went back.
+        """
+        # Sorted by length first, so that position 10 comes after position 9.
+        # Servers that count by position have a counter for each.
+        positions = sorted(
+            {name for name in (*before, *after) if PER_POSITION in name},
+            key=lambda name: (len(name), name),
+        )
+        missing = [name for name in self.drafting if name not in after]
+        if missing:
+            raise ResourceError(
+                f"the server's /metrics has no {self.prefix}:{missing[0]}",
+                next_step=(
+                    "start it with a draft; SGLang counts from the end of the first request on"
+                ),
+            )
+        # Counters count from page to page. Of gauges the larger value is taken.
+        pairs = {
+            name: (before.get(name, 0.0), after.get(name, 0.0))
+            for name in (*self.drafting, *positions)
+        }
+        grown = {
+            name: now - then if "_total" in name else max(then, now)
+            for name, (then, now) in pairs.items()
+        }
+
+        # A counter that falls, or is no number, has nothing to say.
+        for name, growth in grown.items():
+            if not 0 <= growth < math.inf:
+                raise ResourceError(
+                    "{}:{} went from {:g} to {:g}".format(self.prefix, name, *pairs[name]),
+                    next_step=(
+                        "check whether the server restarted, or several share its address;"
+                        " then start again"
+                    ),
+                )
+        drafts, drafted, accepted = self.drafted_by(*(grown[name] for name in self.drafting))
+        reached = [int(grown[name]) for name in positions]
+        return {
+            "num_drafts": int(drafts),
+            "num_draft_tokens": int(drafted),
+            "num_accepted_tokens": sum(reached) if reached else int(accepted),
+            "accepted_per_position": reached,
+        }
+
+    def check_alone(self, server: Server, before: Counters, num_tokens: int) -> None:
+        """Raise ResourceError if the server generated other tokens than those of this process.
+
+        Args:
+            server: to ask.
+            before: its counters before the requests.
+            num_tokens: that were generated for this process since then.
+        """
+        deadline = time.monotonic() + MAX_DELAY_SECONDS
+        while True:
+            after = self.read(server)[self.generated]
+            counted = int(after - before[self.generated])
+            unknown = int(self.rounding * after)
+            # A page with rounded counters may be off by this many tokens.
+            if abs(counted - num_tokens) <= unknown:
+                return
+            if counted > num_tokens:
+                raise ResourceError(
+                    (
+                        f"{server.address} also served other requests: it generated {counted}"
+                        f" tokens,"
+                        f" {num_tokens} of them for this measurement"
+                    ),
+                    next_step="measure a server that nobody else uses",
+                )
+            if time.monotonic() > deadline:
+                raise ResourceError(
+                    f"{server.address} counted {counted} tokens, but its answers have {num_tokens}",
+                    next_step=(
+                        "if a proxy divides requests among several servers, measure one of them"
+                    ),
+                )
+            time.sleep(POLL_SECONDS)

@@ -1,0 +1,308 @@
+"""The description of an engine, as data and functions.
+
+An engine consists of the layouts of its drafts, its loaders, the command that serves, and a client
+for its server.
+"""
+
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specdistill.common.errors import UserError
+from specdistill.serving.engines.client import Client
+from specdistill.serving.engines.loader import Limit, Loader
+
+
+@dataclass(frozen=True)
+class HeadExport:
+    """The data that the config.json of an exported head is built from.
+
+    Attributes:
+        llama: the keys of a Llama.
+        head: the head's own config.
+        target: its `TargetFiles`, or None where the layout needs none.
+        num_speculative_tokens: K, draft tokens per round.
+    """
+
+    llama: dict[str, Any]
+    head: Any
+    target: Any
+    num_speculative_tokens: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The folder of a draft as an engine reads it.
+
+    Without arguments this is the folder of a draft model.
+
+    Attributes:
+        config: builds the config.json of a head.
+        limits: settings that a head cannot have; the first one that applies is reported.
+        first_layer: how names of tensors in the first layer of an EAGLE-3 head begin.
+        needs_target: why a head's folder repeats the target's embedding; empty where it does not.
+        fc_bias: whether an EAGLE-1 head always has a bias in `fc`. A head without one gets zeros.
+    """
+
+    config: Callable[[HeadExport], dict[str, object]] = lambda export: export.llama
+    limits: tuple[Limit, ...] = ()
+    first_layer: str = "midlayer."
+    needs_target: str = ""
+    fc_bias: bool = False
+
+    def check(self, engine: str, head: object, folder: Path | str) -> None:
+        """Raise UserError for a head that the engine cannot express.
+
+        Args:
+            engine: its name.
+            head: the head's config.
+            folder: what the error calls the draft.
+        """
+        for limit in self.limits:
+            if limit.has(head):
+                raise UserError(
+                    "engine",
+                    got=f"{engine} for {folder}, a head with {limit.setting}",
+                    expected=limit.instead,
+                )
+
+
+@dataclass(frozen=True)
+class Serving:
+    """The way an engine is given the drafts of one method.
+
+    A method's `serving.py` has one `Serving` for each engine that takes its drafts.
+
+    Attributes:
+        name: what the engine calls the method.
+        layout: of an exported draft. None: nothing is exported for the engine.
+        loaders: how the engine loads a folder. The first one whose `inner` key is None or in
+            config.json is taken.
+        options: (config.json of a draft, or a method's settings) -> further options that the
+            engine's server is started with.
+    """
+
+    name: str = ""
+    layout: Layout | None = None
+    loaders: tuple[Loader, ...] = ()
+    options: Callable[[Mapping[str, Any]], dict[str, object]] = lambda config: {}
+
+
+@dataclass(frozen=True)
+class Served:
+    """The facts that a command to serve a draft, or the target alone, is built from.
+
+    Attributes:
+        method: None serves the target without a draft.
+        output: the folder of the draft, or what the engine loads if `in_target`.
+        target: the name that an engine is given; None where it is not known.
+        num_tokens: K, draft tokens per round.
+        samples: whether the draft was measured with drafts that are drawn, not greedy.
+        config: the config.json that was written. For a method without a draft: its settings.
+        serving: how the engine is given the method's drafts.
+        in_target: whether the draft has no folder of its own. It is then in the target's
+            checkpoint, which is `output`, or needs no file.
+        lookup_first: the `LookupFirstConfig` of the lookup in front of the draft; None for none.
+        chat_template: the file of the template that the draft was trained with; None for the
+            target's own.
+        gguf: the GGUF file that the target is. `target` is then its copy in safetensors.
+        revision: of the target on the Hub, a commit or a tag.
+        draft_revision: of the draft on the Hub, a commit or a tag.
+        lengths: (sequences at once, K) where K changes with the load. Each K holds from its number
+            of sequences on.
+        max_length: the most tokens of a sequence that the target has room for.
+        dtype: of the target's weights.
+        num_gpus: how many GPUs share the target.
+    """
+
+    method: str | None
+    output: Path
+    target: str | None
+    num_tokens: int
+    samples: bool
+    config: Mapping[str, Any]
+    serving: Serving = Serving()
+    in_target: bool = False
+    lookup_first: Any = None
+    chat_template: str | None = None
+    gguf: str | None = None
+    revision: str | None = None
+    draft_revision: str | None = None
+    lengths: tuple[tuple[int, int], ...] = ()
+    max_length: int = 8192
+    dtype: str = "bfloat16"
+    num_gpus: int = 1
+
+    @property
+    def model(self) -> str:
+        """The model that an engine loads as the target."""
+        return str(self.output) if self.method is not None and self.in_target else self.target_name
+
+    @property
+    def pinned(self) -> str | None:
+        """The revision of `model`."""
+        return self.draft_revision if self.model != self.target_name else self.revision
+
+    @property
+    def most_tokens(self) -> int:
+        """The most draft tokens per round, for an engine that takes `lengths`."""
+        return max((k for _, k in self.lengths), default=self.num_tokens)
+
+    @property
+    def target_name(self) -> str:
+        """The target's name, or a placeholder where it is not known."""
+        return self.target or "TARGET"
+
+
+def build_server_options(target: Any, config: Any, longest: int) -> list[str]:
+    """Return the options of an engine's server that a recipe's `target` and `eval` ask for.
+
+    They are in the words that vLLM and SGLang share.
+
+    Args:
+        target: the recipe's section `target`.
+        config: the recipe's section `eval`.
+        longest: tokens of the longest sequence. It is not used here.
+    """
+    words = ["--dtype", target.dtype]
+    words += (
+        ["--tensor-parallel-size", str(config.tensor_parallel)] if config.tensor_parallel else []
+    )
+    return [*words, "--trust-remote-code"] if target.trust_remote_code else words
+
+
+@dataclass(frozen=True)
+class Program:
+    """The program that starts an engine's server.
+
+    Attributes:
+        command: the command as users type it.
+        arguments: (served) -> what users add for a target and its draft.
+        measured: options that measuring needs, also of the target alone.
+        measured_draft: options that measuring a server with a draft needs besides.
+        variables: (served) -> the environment variables that users set for it.
+        settings: (a recipe's `target`, its `eval`, tokens of the longest sequence) -> options.
+    """
+
+    command: str
+    arguments: Callable[[Served], list[str]]
+    measured: tuple[str, ...]
+    measured_draft: tuple[str, ...] = ()
+    variables: Callable[[Served], dict[str, str]] = lambda served: {}
+    settings: Callable[[Any, Any, int], list[str]] = build_server_options
+
+    def format_command(self, served: Served) -> str:
+        """Return the command for a shell, with a line for each variable and each option."""
+        words = [shlex.quote(word) for word in self.arguments(served)]
+        options = (f"\\\n    {word}" if word.startswith("--") else word for word in words)
+        surroundings = (
+            f"{name}={shlex.quote(value)} \\\n" for name, value in self.variables(served).items()
+        )
+        return "".join([*surroundings, " ".join([self.command, *options])])
+
+
+@dataclass(frozen=True)
+class FrontLookup:
+    """The lookup that an engine can put in front of a draft, from which it drafts chains.
+
+    The engine's program reads the lookup's settings from `Served.lookup_first`.
+
+    Attributes:
+        note: what serving with a lookup needs and does, for SERVE.md and cards.
+        mark: a text in the log of a server that looks up; empty where there is none.
+        limit: (a `LookupFirstConfig`, K or None where it is not known) -> the first key of it that
+            the engine cannot express, and what is expected instead. None if there is no such key.
+    """
+
+    note: str
+    mark: str = ""
+    limit: Callable[[Any, int | None], tuple[str, str] | None] = lambda lookup, k: None
+
+    def find_missing_key(self, lookup: Any, k: int | None = None) -> tuple[str, str] | None:
+        """Return the first key of a lookup that the engine cannot express, or None.
+
+        Unlike `limit`, this includes trees, which no engine drafts.
+
+        Args:
+            lookup: a `LookupFirstConfig`.
+            k: K, draft tokens per round; None where it is not known.
+
+        Returns:
+            The key and what is expected instead.
+        """
+        return (
+            ("draft_tree", "draft_tokens: engines draft chains")
+            if lookup.draft_tree
+            else self.limit(lookup, k)
+        )
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One inference engine.
+
+    Attributes:
+        name: in commands and recipes.
+        title: in prose.
+        versions: those in whose sources the facts about the engine were read.
+        serve_command: lines for a shell. None: drafts are checked for the engine, not exported.
+        counters: a sentence about where a running engine says what it accepts.
+        flags: what else can be set when the engine is started, and how. The texts may hold
+            {length}, {total} (of four sequences) and {dtype}, which are filled in for a target.
+        snippet: code that serves in Python.
+        program: of its server; None where the server is not started here.
+        loader_version: the version whose loaders the doctor checks drafts against; empty where none
+            were read.
+        client: of its server; None where the server is not measured.
+        counts_past_end: whether it counts draft tokens that it accepts past a completion's end.
+        lookup: in front of a draft; None where the engine has none.
+        layouts: the engine by whose name its drafts' layouts go, where that is not its own.
+    """
+
+    name: str
+    title: str
+    versions: str
+    serve_command: Callable[[Served], str] | None = None
+    counters: str = ""
+    flags: Mapping[str, str] = field(default_factory=dict)
+    snippet: Callable[[Served], str] | None = None
+    program: Program | None = None
+    loader_version: str = ""
+    client: Client | None = None
+    counts_past_end: bool = False
+    lookup: FrontLookup | None = None
+    layouts: str = ""
+
+    def describe_front(self, lookup: Any, k: int | None = None) -> FrontLookup | None:
+        """Return how the engine puts a lookup in front of a draft.
+
+        Args:
+            lookup: a `LookupFirstConfig`; None for no lookup.
+            k: K, the most draft tokens per round; None where it is not known.
+
+        Returns:
+            The lookup of the engine; None if it cannot express this one, and for no lookup.
+        """
+        return (
+            self.lookup
+            if self.lookup and lookup and not self.lookup.find_missing_key(lookup, k)
+            else None
+        )
+
+    def drafting(self, k: int, lookup: Any) -> tuple[int, Any]:
+        """Return the K and the lookup that the engine is started with, in place of those measured.
+
+        Where the engine cannot express the lookup, it starts the draft alone, with the draft's own
+        number of tokens.
+
+        Args:
+            k: K with which the draft was measured.
+            lookup: the `LookupFirstConfig` with which it was measured; None for none.
+        """
+        return (
+            (k, lookup)
+            if lookup is None or self.describe_front(lookup, k)
+            else (lookup.levels, None)
+        )

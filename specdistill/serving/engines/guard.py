@@ -1,0 +1,82 @@
+"""A process between an engine's server and the process that started it.
+
+When one of the two ends, it ends everything that the engine started.
+
+    python guard.py GRACE_SECONDS COMMAND …
+
+It leads the session in which the engine runs. Its standard input is a pipe that only the starting
+process holds open. The kernel closes the pipe however that process ends, also by SIGKILL.
+"""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+
+def main(grace_seconds: str, *command: str) -> None:
+    """Run a command until it ends or standard input closes, then end what it started."""
+    engine = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=build_environment(command[0]))
+    while engine.poll() is None and not select.select([sys.stdin], [], [], 0.1)[0]:
+        pass
+    print(
+        f"ended with status {engine.poll()}" if engine.poll() is not None else "ended from outside",
+        flush=True,
+    )
+    end_session(os.getpid(), float(grace_seconds))
+
+
+def build_environment(program: str) -> dict[str, str]:
+    """Return the environment of a program that runs in another Python than this one.
+
+    The program sees none of this Python's variables, and finds the tools next to it.
+    """
+    kept_variables = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+    }
+    return kept_variables | {
+        "PATH": f"{Path(program).parent}{os.pathsep}{kept_variables.get('PATH', os.defpath)}"
+    }
+
+
+def end_session(session: int, grace_seconds: float) -> None:
+    """End the processes of a session except its leader.
+
+    They get SIGTERM first, so that they give back what they share, and after the grace period
+    SIGKILL.
+    """
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        deadline = time.monotonic() + grace_seconds
+        for process in list_members(session):
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+        while list_members(session) and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+
+def list_members(session: int) -> list[psutil.Process]:
+    """Return the processes of a session except its leader.
+
+    Dead processes that nobody has waited for do not count.
+    """
+    members = []
+    for process in psutil.process_iter():
+        with suppress(ProcessLookupError, PermissionError, psutil.NoSuchProcess):
+            if (
+                os.getsid(process.pid) == session != process.pid
+                and process.status() != psutil.STATUS_ZOMBIE
+            ):
+                members.append(process)
+    return members
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

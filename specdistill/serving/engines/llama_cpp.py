@@ -1,0 +1,359 @@
+"""llama.cpp, as in llama-cpp-python 0.3.36.
+
+- Its converter makes a GGUF file of a draft's folder. For EAGLE-3 it reads vLLM's layout, and does
+  not know the norms of EAGLE-3.1.
+- `--spec-type` is a list. Lookups draft first, whatever its order. Where they find nothing, the
+  draft drafts.
+- `ngram-simple` compares exactly size-n tokens, and drafts only where at least as many follow.
+- An answer holds the sums over its rounds. If it is streamed with `timings_per_token`, each token
+  comes with the sums so far. These grow at the first token of a round, so the rounds can be counted
+  one by one. Tokens that end inside a character are sent with those that complete it.
+- The page of counters prints six digits.
+- With several requests in flight, an EAGLE-3 head whose draft tokens are sampled in the backend,
+  which is the default, is almost never accepted: for pico 1.04 tokens per round at four requests
+  instead of 1.21. Sampled outside of the backend, its tokens are accepted as often as with one
+  request.
+"""
+
+import shlex
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+from specdistill.common.errors import ResourceError, UserError
+from specdistill.serving.engines.client import (
+    PER_POSITION,
+    Client,
+    CompletionAnswer,
+    CompletionRequest,
+    Counters,
+    ServerIdentity,
+)
+from specdistill.serving.engines.engine import Engine, FrontLookup, Program, Served
+from specdistill.serving.engines.server import (
+    Count,
+    JsonAnswer,
+    Positive,
+    Response,
+    Server,
+    locate_field,
+)
+
+NGRAM_SIMPLE = "ngram-simple"
+EAGLE3 = "draft-eagle3"
+MODEL = "draft-simple"
+CONTEXT_STEP = 256  # llama.cpp rounds the context of a slot up to a multiple of so many tokens.
+FILES = ("model", "model_draft")  # keys of eval.llama_cpp whose values `Served` has
+EVENT = b"data: "
+
+
+def build_speculation_options(served: Served, draft: str) -> list[str]:
+    """Return the options that say how the server drafts, K tokens per round.
+
+    Args:
+        served: the facts for the command.
+        draft: the draft's file, or what stands for it in a shell.
+    """
+    types = []
+    options = []
+    k = served.num_tokens
+    has_draft = served.serving.name != NGRAM_SIMPLE
+    lookup = served.lookup_first
+    if not has_draft or lookup:
+        compared = lookup.max if lookup else served.config["max"]
+        types += [NGRAM_SIMPLE]
+        options += [
+            "--spec-ngram-simple-size-n",
+            str(compared),
+            "--spec-ngram-simple-size-m",
+            str(k),
+        ]
+    if has_draft:
+        types += [served.serving.name]
+        options += ["--spec-draft-n-max", str(min(lookup.levels, k) if lookup else k)]
+        options += ["--no-spec-draft-backend-sampling"] if served.serving.name == EAGLE3 else []
+    return [*(["-md", draft] if has_draft else []), "--spec-type", ",".join(types), *options]
+
+
+def serve_arguments(served: Served) -> list[str]:
+    """Return the arguments of llama-server; `served` has GGUF files as target and output."""
+    return [
+        "-m",
+        served.target_name,
+        *(build_speculation_options(served, str(served.output)) if served.method else []),
+    ]
+
+
+def build_server_settings(target: object, config: Any, longest: int) -> list[str]:
+    """Return the options that a recipe's `eval` asks for.
+
+    Each request in flight gets a slot with room for a sequence. `eval.llama_cpp` may say otherwise.
+
+    Args:
+        target: the recipe's target. It is not used: a GGUF file has a dtype of its own.
+        config: the recipe's section `eval`.
+        longest: tokens of the longest sequence.
+
+    Raises:
+        UserError: for a context that is too small for the slots.
+    """
+    given_options = {
+        name: value
+        for name, value in vars(config.llama_cpp).items()
+        if value is not None and name not in FILES
+    }
+    parallel = given_options.get("parallel", max([config.concurrency, *config.sweep.concurrency]))
+    # llama.cpp leaves two tokens of a context free.
+    room = -(-(longest + 2) // CONTEXT_STEP) * CONTEXT_STEP
+    if given_options.get("ctx_size", parallel * room) < parallel * room:
+        raise UserError(
+            "eval.llama_cpp.ctx_size",
+            got=given_options["ctx_size"],
+            expected=(
+                f"at least {parallel * room}: {parallel} slots of {room}, or completions end early"
+            ),
+        )
+    options = {"parallel": parallel, "ctx_size": parallel * room, **given_options}
+    words = []
+    for name, value in options.items():
+        words += [f"--{name.replace('_', '-')}", str(value)]
+    return words
+
+
+def serve_command(served: Served) -> str:
+    """Return the lines that convert target and draft to GGUF files and start the server."""
+    target = shlex.quote(served.target_name)
+    output = shlex.quote(str(served.output))
+    if served.revision and served.gguf is None:  # The converter takes a folder, not a Hub id.
+        target = f'"$(hf download {target} --revision {served.revision})"'
+    commands = [convert(served, output, target)]
+    if served.gguf is None:
+        commands.insert(
+            0, f"python convert_hf_to_gguf.py {target} --outtype f16 --outfile target.gguf"
+        )
+    file = shlex.quote(served.gguf or "target.gguf")
+    template = (
+        ["--jinja", "--chat-template-file", served.chat_template] if served.chat_template else []
+    )
+    return "\n".join(
+        [
+            *commands,
+            f"llama-server -m {file}"
+            f" {shlex.join([*build_speculation_options(served, 'draft.gguf'), *template])}",
+        ]
+    )
+
+
+def convert(served: Served, draft: str, target: str) -> str:
+    """Return the shell command that makes a GGUF file of an exported draft.
+
+    A head takes its vocabulary from the target.
+
+    Args:
+        served: the facts for the command.
+        draft: the draft's folder, quoted for a shell.
+        target: the target's folder, quoted for a shell.
+    """
+    of_target = "" if served.serving.name == MODEL else f" --target-model-dir {target}"
+    return f"python convert_hf_to_gguf.py {draft}{of_target} --outtype f16 --outfile draft.gguf"
+
+
+class Props(JsonAnswer):
+    """The answer of /props."""
+
+    version: str = locate_field("build_info")
+    path: str = locate_field("model_path")
+    alias: str = locate_field("model_alias")
+    max_length: Positive = locate_field("default_generation_settings", "n_ctx")
+
+
+class Slots(JsonAnswer):
+    """The answer of /slots, as the list `slots` of an object."""
+
+    drafts: bool = locate_field("slots", 0, "speculative")
+
+
+class Event(JsonAnswer):
+    """A part of a streamed answer, with the sums so far."""
+
+    content: str
+    tokens: list[Count]
+    stop: bool
+    num_tokens: Count = locate_field("timings", "predicted_n")
+    num_draft_tokens: Count = locate_field("timings", "draft_n", default=0)
+    num_accepted_tokens: Count = locate_field("timings", "draft_n_accepted", default=0)
+
+
+FIRST_EVENT = Event.model_construct(num_tokens=0, num_draft_tokens=0, num_accepted_tokens=0)
+
+
+def describe_server(server: Server, counters: Counters) -> ServerIdentity:
+    """Return what a llama.cpp server says of itself.
+
+    It says its K only once it has drafted.
+    """
+    # llama.cpp may close a connection that is kept alive just when the next request is sent.
+    server.session.headers["Connection"] = "close"
+    props = server.json("/props", Props)
+    response = server.ask("/slots", hint="start llama-server without --no-slots")
+    slots = response._replace(content=b'{"slots": %b}' % response.content).json(Slots)
+    positions = sum(PER_POSITION in name for name in counters)
+    return ServerIdentity(
+        version=props.version,
+        models=(props.alias, props.path),
+        max_length=props.max_length,
+        num_speculative_tokens=positions or None,
+        hides_k=slots.drafts and not positions,
+    )
+
+
+def request_body(request: CompletionRequest) -> dict[str, object]:
+    """Return the JSON of a completion request.
+
+    The samplers are in vLLM's order. Other samplers of llama.cpp are left out.
+    """
+    return {
+        "prompt": list(request.prompt_ids),
+        "n_predict": request.max_new_tokens,
+        "samplers": ["temperature", "top_k", "top_p"],
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": request.top_k,
+        "seed": request.seed,
+        "cache_prompt": False,
+        **dict.fromkeys(("stream", "timings_per_token", "return_tokens"), True),
+    }
+
+
+def parse_events(response: Response, k: int) -> CompletionAnswer:
+    """Parse a streamed answer, and count its rounds.
+
+    If no token was sent between some rounds, they are taken to draft K tokens each, and to accept
+    theirs as late as possible. Of the last round, what the completion does not hold is not counted.
+
+    Args:
+        response: the answer.
+        k: K, draft tokens per round.
+
+    Returns:
+        The completion. Its token_ids are None where some were not sent, and its histogram is None
+        for counts that cannot be.
+
+    Raises:
+        ResourceError: for an answer that breaks off.
+    """
+    parts = [
+        line.removeprefix(EVENT) for line in response.content.splitlines() if line.startswith(EVENT)
+    ]
+    events = [response._replace(content=part).json(Event) for part in parts]
+    if not events or not events[-1].stop:
+        raise ResourceError(
+            f"{response.url} broke off its answer", next_step="look at the server's log"
+        )
+
+    # A round begins where the number of draft tokens grows. `accepted` has the accepted tokens of
+    # each round, and `begun` is the number of tokens before the last round.
+    accepted = []
+    begun = 0
+    is_possible = True
+    last = events[-1]
+    for before, now in pairwise([FIRST_EVENT, *events]):
+        drafted = now.num_draft_tokens - before.num_draft_tokens
+        if drafted:
+            num_accepted = now.num_accepted_tokens - before.num_accepted_tokens
+            rounds = -(-drafted // max(k, 1))
+            accepted += [
+                min(k, max(0, num_accepted - k * later)) for later in reversed(range(rounds))
+            ]
+            # The last of these rounds began within the tokens that this event sends.
+            begun = before.num_tokens + max(0, num_accepted - k) + rounds - 1
+            is_possible &= 0 <= num_accepted <= drafted and begun < now.num_tokens
+    # Accepted tokens of the last round that are past the completion's end do not count.
+    accepted[-1:] = [min(count, max(0, last.num_tokens - begun)) for count in accepted[-1:]]
+    ids = []
+    for event in events:
+        ids.extend(event.tokens)
+    return CompletionAnswer(
+        text="".join(event.content for event in events),
+        num_tokens=last.num_tokens,
+        token_ids=ids if len(ids) == last.num_tokens else None,
+        num_drafts=len(accepted),
+        num_draft_tokens=last.num_draft_tokens,
+        num_accepted_tokens=sum(accepted),
+        histogram=[accepted.count(count) for count in range(k + 1)] if is_possible else None,
+    )
+
+
+def limit(lookup: Any, k: int | None) -> tuple[str, str] | None:
+    """Return the first key of a lookup that llama.cpp cannot express, and what is expected instead.
+
+    llama.cpp compares exactly as many tokens as it is told, not fewer, and drafts only where as
+    many follow.
+
+    Args:
+        lookup: a `LookupFirstConfig`.
+        k: K, draft tokens per round; None where it is not known.
+
+    Returns:
+        None if llama.cpp can express the lookup.
+    """
+    if lookup.method != "ngram":
+        return "method", "ngram"
+    if lookup.min != lookup.max:
+        return (
+            "min",
+            f"{lookup.max}, as eval.lookup_first.max: llama.cpp compares exactly that many",
+        )
+    return (
+        ("max", f"at most K, {k}, or it drafts nothing")
+        if k is not None and lookup.max > k
+        else None
+    )
+
+
+LLAMA_CPP = Engine(
+    name="llama.cpp",
+    title="llama.cpp",
+    versions="as in llama-cpp-python 0.3.36",
+    counters=(
+        "`llama-server` logs drafted and accepted tokens; with `--metrics`, `/metrics` has them by"
+        " position."
+    ),
+    flags={
+        "several GPUs": "`--split-mode layer --tensor-split 1,1`",
+        "layers on the GPU": "`--gpu-layers 99`; of the draft: `--spec-draft-ngl 99`",
+        "device of the draft": "`--spec-draft-device CUDA1`",
+        "threads": "`--threads 8`; of the draft: `--spec-draft-threads 8`",
+        "requests at once, tokens of all together": "`--parallel 4`, `--ctx-size {total}`",
+        "type of keys and values": (
+            "`--cache-type-k q8_0 --cache-type-v q8_0`; of the draft: `--spec-draft-type-k q8_0"
+            " --spec-draft-type-v q8_0`"
+        ),
+    },
+    program=Program(
+        "llama-server", serve_arguments, measured=("--metrics",), settings=build_server_settings
+    ),
+    client=Client(
+        prefix="llamacpp",
+        hint="start llama-server with --metrics",
+        describe=describe_server,
+        path="/completion",
+        body=request_body,
+        parse=parse_events,
+        counts_hint="use the K that the server drafts with",
+        name_option="--alias",
+        generated="tokens_predicted_total",
+        rounding=1e-5,
+    ),
+    lookup=FrontLookup(
+        note=(
+            f"llama.cpp looks up by `{NGRAM_SIMPLE}`, a rule of its own: it drafts only where as"
+            " many tokens follow as agree."
+        ),
+        limit=limit,
+    ),
+    layouts="gguf",
+)
+GGUF = replace(
+    LLAMA_CPP, name="gguf", serve_command=serve_command, program=None, client=None, layouts=""
+)

@@ -1,0 +1,312 @@
+"""A running server whose answers are limited in time and size and checked for their form.
+
+Requests run in one event loop. There a deadline holds at every byte of an answer, and a request can
+be given up from another thread.
+"""
+
+import asyncio
+import os
+import re
+import ssl
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+from pydantic import AliasPath, BaseModel, ConfigDict, Field, ValidationError
+
+from specdistill.common.documents import parse_json
+from specdistill.common.errors import ResourceError, UserError, join_lines
+
+CONNECT_SECONDS = 10.0
+MAX_ANSWER_MIB = 64  # the largest answer, decoded
+SHOWN_CHARACTERS = 200  # how much of an answer an error shows
+SEE_LOG_HINT = "look at the server's log"
+WRONG_SERVER_HINT = "is it this engine's server?"
+POLL_SECONDS = 0.01
+MAX_IN_FLIGHT = 512  # requests to one server
+# A line of a Prometheus page: name{label="…",…} value, and the time of the reading.
+SAMPLE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?")
+LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+Positive = Annotated[int, Field(gt=0, lt=2**31)]
+# Name, labels and value of a line of a Prometheus page.
+Sample = tuple[str, dict[str, str], float]
+
+
+class JsonAnswer(BaseModel):
+    """The parts of a JSON answer that are read; other keys are ignored."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+
+def locate_field(first: str, *remaining_path: str | int, **options: Any) -> Any:
+    """Describe a field that lies deeper in an answer.
+
+    Args:
+        first: the outermost key.
+        remaining_path: the keys and list indices below it.
+        options: of pydantic's `Field`.
+    """
+    return Field(validation_alias=AliasPath(first, *remaining_path), **options)
+
+
+class ServedModel(JsonAnswer):
+    """A model that a server lists at /v1/models."""
+
+    id: str
+    root: str | None = None
+    max_model_len: Positive | None = None
+
+
+class ServedModels(JsonAnswer):
+    """The answer of /v1/models."""
+
+    data: list[ServedModel] = Field(min_length=1)
+
+
+A = TypeVar("A", bound=JsonAnswer)
+
+
+class Response(NamedTuple):
+    """An answer with its address and how long it took.
+
+    Attributes:
+        url: the address that was asked.
+        status: the HTTP status.
+        headers: of the answer.
+        content: the body, decoded.
+        seconds: from the request to the whole answer.
+    """
+
+    url: str
+    status: int
+    headers: Mapping[str, str]
+    content: bytes
+    seconds: float
+
+    def __str__(self) -> str:
+        shown = join_lines(self.content[: 4 * SHOWN_CHARACTERS].decode(errors="replace"))[
+            :SHOWN_CHARACTERS
+        ]
+        return f"{self.status} ({shown})"
+
+    def json(self, answer: type[A]) -> A:
+        """Parse the content as a JSON answer.
+
+        Raises:
+            ResourceError: for content that is no such answer. It names the field.
+        """
+        try:
+            return answer.model_validate(parse_json(self.content))
+        except ValidationError as error:
+            first = error.errors()[0]
+            why = (
+                f"{'.'.join(map(str, first['loc']))}: {first['msg']}, not"
+                f" {str(first['input'])[:SHOWN_CHARACTERS]}"
+            )
+        except ValueError as error:
+            why = f"no JSON: {error}"
+        raise ResourceError(
+            f"{self.url} sent an unexpected answer ({why})", next_step=WRONG_SERVER_HINT
+        )
+
+
+class Server:
+    """A server at an address.
+
+    Args:
+        address: `http://host:port` or `https://…`.
+        key: the key that gave the address; errors name it.
+        timeout: seconds that one answer may take.
+        timeout_key: the key that sets the timeout.
+    """
+
+    def __init__(
+        self, address: str, *, key: str, timeout: float, timeout_key: str = "eval.server_timeout"
+    ) -> None:
+        if not address.startswith(("http://", "https://")):
+            raise UserError(
+                key,
+                got=address,
+                expected="the address of a running server, e.g. http://127.0.0.1:8000",
+            )
+        import httpx2  # It is imported here because it is slow to import.
+
+        self.address = address.rstrip("/")
+        self.timeout = timeout
+        self.timeout_key = timeout_key
+        self.session = session = httpx2.AsyncClient(
+            verify=_load_certificates(),
+            timeout=httpx2.Timeout(None, connect=CONNECT_SECONDS),
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=MAX_IN_FLIGHT),
+        )
+        self._loop = loop = _start_event_loop()
+        self._in_flight: set[Future[Response]] = set()
+        self.is_closed = False
+        # Connections that are kept alive end with this object, or with the process.
+        weakref.finalize(
+            self, lambda: asyncio.run_coroutine_threadsafe(session.aclose(), loop)
+        ).atexit = False
+
+    def json(self, path: str, answer: type[A], body: Mapping[str, object] | None = None) -> A:
+        """Return the JSON answer at a path.
+
+        Args:
+            path: of the address.
+            answer: the class that describes the answer.
+            body: a JSON body to send. None sends a GET request.
+        """
+        return self.ask(path, body, hint=SEE_LOG_HINT).json(answer)
+
+    def read_samples(self, hint: str) -> list[Sample]:
+        """Return the lines of the server's page of counters, /metrics.
+
+        Args:
+            hint: what to do when there is no such page.
+
+        Raises:
+            ResourceError: as `ask` does, and for a page that is not in Prometheus format.
+        """
+        page = self.ask("/metrics", hint=hint).content.decode(errors="replace")
+        samples: list[Sample] = []
+        try:
+            for line in map(str.strip, page.splitlines()):
+                if line and not line.startswith("#"):
+                    sample = SAMPLE.fullmatch(line)
+                    if not sample:
+                        raise ValueError(f"{line[:60]!r} is no sample")
+                    name, labels, value = sample.groups()
+                    samples.append((name, dict(LABEL.findall(labels or "")), float(value)))
+        except ValueError as error:
+            raise ResourceError(
+                f"{self.address}/metrics is no Prometheus page ({error})", next_step=hint
+            ) from error
+        return samples
+
+    def ask(
+        self, path: str, body: Mapping[str, object] | None = None, *, hint: str = ""
+    ) -> Response:
+        """Ask the server and return its answer.
+
+        Args:
+            path: of the address.
+            body: a JSON body to send. None sends a GET request.
+            hint: what to do about an answer that is an error. Empty: such an answer is returned.
+
+        Raises:
+            ResourceError: without a whole answer in time, or, with a hint, for an answer that is an
+                error.
+            CancelledError: once the server object is closed.
+        """
+        request = asyncio.run_coroutine_threadsafe(
+            self._ask(f"{self.address}{path}", body), self._loop
+        )
+        self._in_flight.add(request)
+        try:
+            if self.is_closed:
+                request.cancel()
+            response = request.result()
+        finally:
+            request.cancel()  # This matters if the thread was interrupted.
+            self._in_flight.discard(request)
+        if hint and response.status != 200:
+            raise ResourceError(f"{response.url} answered {response}", next_step=hint)
+        return response
+
+    async def _ask(self, url: str, body: Mapping[str, object] | None) -> Response:
+        """Send one request, and return its answer.
+
+        Raises:
+            ResourceError: without an answer within the timeout, and for one of more than
+                MAX_ANSWER_MIB.
+        """
+        import httpx2
+
+        method = "GET" if body is None else "POST"
+        content = bytearray()
+        start = time.perf_counter()
+
+        # Read the answer piece by piece, because it may be too large to hold.
+        try:
+            async with (
+                asyncio.timeout(self.timeout),
+                self.session.stream(method, url, json=body) as response,
+            ):
+                async for part in response.aiter_bytes():
+                    content += part
+                    if len(content) > MAX_ANSWER_MIB * 2**20:
+                        raise ResourceError(
+                            f"{url} answered more than {MAX_ANSWER_MIB} MiB",
+                            next_step=WRONG_SERVER_HINT,
+                        )
+        except TimeoutError as error:
+            raise ResourceError(
+                f"{url} did not answer in {self.timeout:g} s",
+                next_step=f"{SEE_LOG_HINT}, or raise {self.timeout_key}",
+            ) from error
+        except (httpx2.HTTPError, httpx2.InvalidURL, ExceptionGroup) as error:
+            # An ExceptionGroup is raised for a port that does not exist.
+            why = join_lines(f"{type(error).__name__}: {error}")[:SHOWN_CHARACTERS]
+            raise ResourceError(
+                f"{url} does not answer ({why})", next_step="start the server, or look at its log"
+            ) from error
+        return Response(
+            url, response.status_code, response.headers, bytes(content), time.perf_counter() - start
+        )
+
+    def close(self) -> None:
+        """Give up the requests in flight, and send no more."""
+        self.is_closed = True
+        for request in list(self._in_flight):
+            request.cancel()
+
+
+@cache
+def _load_certificates() -> ssl.SSLContext:
+    """Load the certificates of this machine, once.
+
+    Loading takes as long as a server takes to answer.
+    """
+    import httpx2
+
+    return httpx2.create_ssl_context()
+
+
+@cache
+def _start_event_loop() -> asyncio.AbstractEventLoop:
+    """Start the event loop of all requests, in a thread of its own."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="requests", daemon=True).start()
+    return loop
+
+
+# A forked process needs a loop of its own: the thread of this one runs in the parent only.
+os.register_at_fork(after_in_child=_start_event_loop.cache_clear)
+
+
+@contextmanager
+def start_request_threads(number: int, *servers: Server) -> Iterator[ThreadPoolExecutor]:
+    """Yield threads that ask servers.
+
+    If the block is left by an exception, they end at once: waiting requests are dropped, and those
+    in flight are given up.
+
+    Args:
+        number: of threads.
+        servers: the servers that they ask.
+    """
+    pool = ThreadPoolExecutor(number)
+    try:
+        yield pool
+    except BaseException:
+        for server in servers:
+            server.close()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)

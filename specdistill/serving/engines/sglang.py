@@ -1,0 +1,243 @@
+"""SGLang.
+
+It was read in the sources of 0.5.23: llama_eagle3.py, llama_eagle.py, llama.py,
+spec_aux_hidden_state.py, eagle_worker_v2.py.
+
+- Auxiliary layers count one less than in this project. They are in `eagle_config`.
+- `fc` of EAGLE-1 always has a bias. A true `bias` in config.json is taken for a bias of the
+  attention, too, so no file has it.
+- Unknown and missing tensors are no error.
+- `speculative_adaptive`, read in adaptive_spec_params.py, chooses K by the number of sequences at
+  once. Among the values of K that the slot for this number has, it chooses by the average of what
+  was accepted. `speculative_num_steps` must be one of the values.
+- Drafts are counted in each answer's `meta_info`, under names that changed between versions.
+- The page of counters counts verifications, tokens and requests that have ended, and no accepted
+  tokens. Each verification of a request adds the tokens that it accepts and one more, and the
+  prompt adds another one.
+"""
+
+import json
+import shlex
+from typing import Any
+
+from pydantic import AliasChoices, AliasPath, Field
+
+from specdistill.serving.engines.client import (
+    Client,
+    CompletionAnswer,
+    CompletionRequest,
+    Counters,
+    ServerIdentity,
+)
+from specdistill.serving.engines.engine import Engine, Program, Served
+from specdistill.serving.engines.server import (
+    Count,
+    JsonAnswer,
+    Positive,
+    ServedModels,
+    Server,
+    locate_field,
+)
+from specdistill.serving.engines.vllm import build_sampling_parameters
+
+ADAPTIVE = ("EAGLE", "EAGLE3")  # algorithms with which SGLang can change K
+# Algorithms that draft whole blocks. The draft's config says how long a block is.
+BLOCKS = ("DFLASH", "DSPARK")
+LENGTHS_FILE = "draft_lengths.json"
+
+
+def build_sglang_options(served: Served) -> dict[str, object]:
+    """Return the server's options, by their names in `Engine`.
+
+    On the command line the names have dashes.
+    """
+    # A draft whose K adapts to the load starts with the largest one.
+    drafts = served.method is not None
+    changes = served.serving.name in ADAPTIVE and bool(served.lengths)
+    k = served.most_tokens if changes else served.num_tokens
+    folder = drafts and not served.in_target
+
+    # The options of the target, then those of the draft.
+    options = {
+        "model_path": served.model,
+        "revision": served.pinned,
+        "tp_size": served.num_gpus if served.num_gpus > 1 else None,
+        "chat_template": served.chat_template,
+    }
+    chain = {
+        "speculative_num_steps": k,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": k + 1,
+    }
+    drafting = {
+        "speculative_algorithm": served.serving.name,
+        **({} if served.serving.name in BLOCKS else chain),
+        "speculative_draft_model_path": str(served.output) if folder else None,
+        "speculative_draft_model_revision": served.draft_revision if folder else None,
+        "speculative_adaptive": changes or None,
+        "speculative_adaptive_config": LENGTHS_FILE if changes else None,
+        **served.serving.options(served.config),
+    }
+    return {
+        name: value
+        for name, value in {**options, **(drafting if drafts else {})}.items()
+        if value is not None
+    }
+
+
+def serve_arguments(served: Served) -> list[str]:
+    """Return the arguments of the server's command line."""
+    named_arguments = {
+        f"--{name.replace('_', '-')}": value for name, value in build_sglang_options(served).items()
+    }
+    words = []
+    for name, value in named_arguments.items():
+        words += [name] if value is True else [name, str(value)]
+    return words
+
+
+def serve_command(served: Served) -> str:
+    """Return the lines that start the server; where K changes, the first line writes its file."""
+    command = PROGRAM.format_command(served)
+    slots = format_slots(served)
+    return f"echo {shlex.quote(slots)} > {LENGTHS_FILE}\n{command}" if slots else command
+
+
+def format_slots(served: Served) -> str:
+    """Return the JSON file of K, or an empty text where K does not change.
+
+    The file has a slot for each number of sequences at once, which holds from that number on, with
+    one K.
+    """
+    slots = {str(size): {"candidate_steps": [k]} for size, k in served.lengths}
+    return json.dumps(slots) if "speculative_adaptive" in build_sglang_options(served) else ""
+
+
+def format_snippet(served: Served) -> str:
+    """Return Python code that serves with SGLang."""
+    options = ", ".join(f"{name}={value!r}" for name, value in build_sglang_options(served).items())
+    slots = format_slots(served)
+    written = (
+        f"from pathlib import Path\n\nPath({LENGTHS_FILE!r}).write_text({slots!r})\n\n"
+        if slots
+        else ""
+    )
+    return f"""{written}import sglang
+
+if __name__ == "__main__":
+    llm = sglang.Engine({options})
+    output = llm.generate("def main():", {{"temperature": 0, "max_new_tokens": 64}})
+    print(output["text"], output["meta_info"])"""
+
+
+PROGRAM = Program(
+    "python -m sglang.launch_server",
+    serve_arguments,
+    measured=("--enable-metrics", "--disable-radix-cache"),
+)
+FLAGS = {
+    "several GPUs": "`--tp-size 2`",
+    "share of the GPU's memory": "`--mem-fraction-static 0.8`",
+    "requests at once, tokens of a sequence": (
+        "`--max-running-requests 256`, `--context-length {length}`"
+    ),
+    "chunked prefill": "`--chunked-prefill-size 8192` tokens a step; -1: off",
+    "eager, without CUDA graphs": "`--disable-cuda-graph`",
+    "weights' dtype": "`--dtype {dtype}`",
+}
+
+
+class ServerInfo(JsonAnswer):
+    """The answer of /server_info."""
+
+    version: str
+    model_path: str | None = None
+    speculative_algorithm: str | None = None
+    speculative_num_steps: Count | None = None
+
+
+def describe_counter(*names: str) -> Any:
+    """Describe a field of `meta_info` that has different names in different versions of SGLang."""
+    return Field(
+        None, validation_alias=AliasChoices(*(AliasPath("meta_info", name) for name in names))
+    )
+
+
+class Generated(CompletionAnswer):
+    """A completion of SGLang."""
+
+    text: str
+    num_tokens: Positive = locate_field("meta_info", "completion_tokens")
+    token_ids: list[Count] | None = locate_field("output_ids", default=None)
+    num_drafts: Count | None = locate_field("meta_info", "spec_verify_ct", default=0)
+    num_draft_tokens: Count | None = describe_counter(
+        "spec_num_proposed_drafts", "spec_draft_token_num"
+    )
+    num_accepted_tokens: Count | None = describe_counter(
+        "spec_num_correct_drafts", "spec_accept_token_num"
+    )
+    histogram: list[Count] | None = describe_counter(
+        "spec_correct_drafts_histogram", "spec_accept_histogram"
+    )
+
+
+def describe_server(server: Server, counters: Counters) -> ServerIdentity:
+    """Return what an SGLang server says of itself."""
+    info = server.json("/server_info", ServerInfo)
+    served = server.json("/v1/models", ServedModels).data[0]
+    return ServerIdentity(
+        version=info.version,
+        models=tuple(filter(None, (served.id, info.model_path))),
+        max_length=served.max_model_len,
+        num_speculative_tokens=(
+            info.speculative_num_steps if info.speculative_algorithm is not None else None
+        ),
+    )
+
+
+def request_body(request: CompletionRequest) -> dict[str, object]:
+    """Return the JSON of a completion request.
+
+    Model and seed play no part: a server has one model, and SGLang seeds its sampling when it
+    starts.
+    """
+    return {
+        "input_ids": list(request.prompt_ids),
+        "sampling_params": {
+            "max_new_tokens": request.max_new_tokens,
+            **build_sampling_parameters(request),
+        },
+    }
+
+
+SGLANG = Engine(
+    name="sglang",
+    title="SGLang",
+    versions="0.5.23",
+    serve_command=serve_command,
+    counters="Its log says `accept len`, `/server_info` says `avg_spec_accept_length`.",
+    flags=FLAGS,
+    snippet=format_snippet,
+    program=PROGRAM,
+    loader_version="0.5.23",
+    client=Client(
+        prefix="sglang",
+        hint="start SGLang with --enable-metrics",
+        describe=describe_server,
+        path="/generate",
+        body=request_body,
+        parse=lambda response, k: response.json(Generated),
+        counts_hint="use a version of SGLang that counts what it accepts",
+        drafting=(
+            "spec_verify_calls_total",
+            "generation_tokens_total",
+            "num_requests_total",
+            "spec_num_draft_tokens",
+        ),
+        drafted_by=lambda drafts, tokens, requests, verified: (
+            drafts,
+            drafts * (verified - 1),
+            tokens - requests - drafts,
+        ),
+    ),
+)

@@ -1,0 +1,300 @@
+"""vLLM, and speculators, whose folders vLLM serves.
+
+vLLM was read in the sources of 0.32 and 0.33: llama_eagle3.py, llama_eagle.py, models/utils.py,
+configs/speculators, gpu_model_runner.py.
+
+- Auxiliary layers count as in this project. They are in a top-level list. The older runner also
+  looks for that list in `eagle_config`, where SGLang counts one less. So no file has both lists,
+  and a file has neither where the layers are the default ones.
+- A true `bias` is taken for a bias of the attention, too. `fc` of EAGLE-1 has none.
+- A layer has a sliding window only by `layer_types`.
+- A tensor with an unknown name is an error; a missing tensor is not.
+- Drafts are counted in each answer, if the request asks for it. They are counted before the
+  completion is cut at its limit or at a stop token.
+
+speculators, read in the sources of 0.9, writes folders for vLLM that hold embedding and head and
+name the target.
+"""
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+
+from specdistill.serving.engines.client import (
+    PER_POSITION,
+    Client,
+    CompletionAnswer,
+    CompletionRequest,
+    Counters,
+    ServerIdentity,
+)
+from specdistill.serving.engines.engine import Engine, FrontLookup, HeadExport, Program, Served
+from specdistill.serving.engines.server import (
+    Count,
+    JsonAnswer,
+    Positive,
+    ServedModels,
+    Server,
+    locate_field,
+)
+
+DRAFTING = ("metrics", "speculative_decoding")  # the keys under which an answer has its counts
+# The environment variable that holds the lookup. All of vLLM's processes inherit it.
+LOOKUP_VARIABLE = "SPECDISTILL_LOOKUP_FIRST"
+LOOKUP_MARK = "specdistill looks up first:"  # in the log of a vLLM that looks up
+# Sampling from the model's own distribution, in the words that vLLM and SGLang share; -1 keeps all
+# tokens. All values are sent, because a server takes what a request leaves out from the model's
+# generation_config.json. That holds for greedy requests, too, which a penalty would change.
+PLAIN_SAMPLING: Mapping[str, float] = {
+    "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
+    "frequency_penalty": 0.0
+}  # fmt: skip
+
+
+def build_served_config(served: Served) -> dict[str, object]:
+    """Return the speculative config."""
+    folder = {} if served.in_target else {"model": str(served.output)}
+    sampled = (
+        {"draft_sample_method": "probabilistic"}
+        if served.samples and not served.lookup_first
+        else {}
+    )
+    pinned = {"revision": served.draft_revision} if folder and served.draft_revision else {}
+    table = (
+        {"num_speculative_tokens_per_batch_size": list_ranges(served.lengths)}
+        if served.lengths
+        else {}
+    )
+    return {
+        "method": served.serving.name,
+        **served.serving.options(served.config),
+        **folder,
+        **pinned,
+        "num_speculative_tokens": served.most_tokens,
+        **table,
+        **sampled,
+    }
+
+
+def list_ranges(lengths: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """Return the ranges [first, last, K] of sequences at once, from the first number of each K.
+
+    The first range begins at 1. Above the last range its K still holds.
+    """
+    firsts = [1, *(size for size, _ in lengths[1:])]
+    lasts = [*(size - 1 for size in firsts[1:]), max(lengths[-1][0], 1)]
+    return [[first, last, k] for first, last, (_, k) in zip(firsts, lasts, lengths, strict=True)]
+
+
+def serve_arguments(served: Served) -> list[str]:
+    """Return the arguments of `vllm serve`."""
+    pinned = ["--revision", served.pinned] if served.pinned else []
+    shared = ["--tensor-parallel-size", str(served.num_gpus)] if served.num_gpus > 1 else []
+    drafting = (
+        ["--speculative-config", json.dumps(build_served_config(served))]
+        if served.method is not None
+        else []
+    )
+    looked_up = ["--no-async-scheduling"] if drafting and served.lookup_first else []
+    template = ["--chat-template", served.chat_template] if served.chat_template else []
+    return [served.model, *pinned, *shared, *drafting, *looked_up, *template]
+
+
+def list_variables(served: Served) -> dict[str, str]:
+    """Return the environment variables that a server with a lookup needs."""
+    if served.method is None or served.lookup_first is None:
+        return {}
+    lookup = {
+        **served.lookup_first.described,
+        "draft_tokens": min(served.lookup_first.levels, served.num_tokens),
+    }
+    return {LOOKUP_VARIABLE: json.dumps(lookup), "VLLM_USE_V2_MODEL_RUNNER": "0"}
+
+
+PROGRAM = Program(
+    "vllm serve",
+    serve_arguments,
+    variables=list_variables,
+    measured=("--no-enable-prefix-caching",),
+    measured_draft=("--per-request-spec-decode-metrics", "summary"),
+)
+FLAGS = {
+    "several GPUs": (
+        '`--tensor-parallel-size 2`; a draft on fewer of them: `"draft_tensor_parallel_size": 1` in'
+        " the speculative config"
+    ),
+    "share of the GPU's memory": "`--gpu-memory-utilization 0.9`",
+    "requests at once, tokens of a sequence": "`--max-num-seqs 256`, `--max-model-len {length}`",
+    "chunked prefill": (
+        "`--max-num-batched-tokens 8192` tokens a step; `--no-enable-chunked-prefill`"
+    ),
+    "eager, without CUDA graphs": "`--enforce-eager`",
+    "weights' dtype": "`--dtype {dtype}`",
+}
+
+
+def format_snippet(served: Served) -> str:
+    """Return Python code that serves with vLLM and prints the acceptance length."""
+    variables = list_variables(served)
+    engine_arguments = {
+        "revision": served.pinned,
+        "tensor_parallel_size": served.num_gpus if served.num_gpus > 1 else None,
+        "async_scheduling": False if variables else None,
+    }
+    options = "".join(
+        f"{name}={value!r}, " for name, value in engine_arguments.items() if value is not None
+    )
+    surroundings = f"import os\n\nos.environ |= {variables!r}\n\n" if variables else ""
+    return f"""{surroundings}from vllm import LLM, SamplingParams
+
+if __name__ == "__main__":
+    llm = LLM({served.model!r}, {options}speculative_config={build_served_config(served)!r}, disable_log_stats=False)
+    (output,) = llm.generate("def main():", SamplingParams(temperature=0, max_tokens=64))
+    print(output.outputs[0].text)
+    counted = {{metric.name: metric for metric in llm.get_metrics() if "spec_decode" in metric.name}}
+    drafts, accepted = (counted[f"vllm:spec_decode_num_{{name}}"].value for name in ("drafts", "accepted_tokens"))
+    print("acceptance length", 1 + accepted / drafts)"""  # noqa: E501
+
+
+class Version(JsonAnswer):
+    """The answer of /version."""
+
+    version: str
+
+
+class Completed(CompletionAnswer):
+    """A completion of vLLM."""
+
+    text: str = locate_field("choices", 0, "text")
+    num_tokens: Positive = locate_field("usage", "completion_tokens")
+    token_ids: list[Count] | None = locate_field("choices", 0, "token_ids", default=None)
+    num_drafts: Count | None = locate_field(*DRAFTING, "num_spec_steps", default=None)
+    num_draft_tokens: Count | None = locate_field(*DRAFTING, "num_draft_tokens", default=None)
+    num_accepted_tokens: Count | None = locate_field(
+        *DRAFTING, "num_accepted_draft_tokens", default=None
+    )
+    histogram: list[Count] | None = locate_field(*DRAFTING, "acceptance_histogram", default=None)
+
+
+def describe_server(server: Server, counters: Counters) -> ServerIdentity:
+    """Return what a vLLM server says of itself."""
+    served = server.json("/v1/models", ServedModels).data[0]
+    return ServerIdentity(
+        version=server.json("/version", Version).version,
+        models=tuple(filter(None, (served.id, served.root))),
+        max_length=served.max_model_len,
+        num_speculative_tokens=sum(PER_POSITION in name for name in counters) or None,
+    )
+
+
+def request_body(request: CompletionRequest) -> dict[str, object]:
+    """Return the JSON of a completion request."""
+    return {
+        "model": request.model,
+        "prompt": list(request.prompt_ids),
+        "max_tokens": request.max_new_tokens,
+        **build_sampling_parameters(request),
+        "seed": request.seed,
+        "return_token_ids": True,
+    }
+
+
+def build_sampling_parameters(request: CompletionRequest) -> dict[str, float]:
+    """Return how to sample, in the words that vLLM and SGLang share."""
+    return {
+        **PLAIN_SAMPLING,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": request.top_k or -1,
+        "skip_special_tokens": False,
+    }
+
+
+VLLM = Engine(
+    name="vllm",
+    title="vLLM",
+    versions="0.32 and 0.33",
+    serve_command=PROGRAM.format_command,
+    counters=(
+        "At `/metrics`, acceptance length is 1 + `vllm:spec_decode_num_accepted_tokens_total` / "
+        "`vllm:spec_decode_num_drafts_total`."
+    ),
+    flags=FLAGS,
+    snippet=format_snippet,
+    program=PROGRAM,
+    loader_version="0.33",
+    # The client uses OpenAI's completions, with a prompt of token ids.
+    client=Client(
+        prefix="vllm",
+        latency="e2e_request_latency_seconds",
+        hint="start vLLM without --disable-log-stats",
+        describe=describe_server,
+        path="/v1/completions",
+        body=request_body,
+        parse=lambda response, k: response.json(Completed),
+        counts_hint=f"start vLLM with {' '.join(PROGRAM.measured_draft)}",
+    ),
+    counts_past_end=True,
+    lookup=FrontLookup(
+        note=(
+            "vLLM does so by a plugin: install specdistill where vLLM is (`pip install"
+            f" 'specdistill[vllm]'`), or it ignores `{LOOKUP_VARIABLE}`. When it looks up, its log"
+            f" says `{LOOKUP_MARK}`. Draft tokens are greedy."
+        ),
+        limit=lambda lookup, k: None if lookup.method == "ngram" else ("method", "ngram"),
+        mark=LOOKUP_MARK,
+    ),
+)
+
+
+def build_speculators_config(
+    export: HeadExport, kind: str, architecture: str, layers: Mapping[str, object]
+) -> dict[str, object]:
+    """Return the config.json of a draft in the layout of speculators.
+
+    vLLM takes the target and the number of draft tokens from it.
+
+    Args:
+        export: what it is built from.
+        kind: `speculators_model_type`.
+        architecture: the draft's architecture.
+        layers: the config of the draft's layers.
+    """
+    target = export.target
+    num = export.num_speculative_tokens
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": num,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    return {
+        "architectures": [architecture],
+        "speculators_model_type": kind,
+        "speculators_version": "0.9.0",
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {
+                "name_or_path": target.name,
+                "architectures": target.config.get("architectures") or [],
+            },
+        },
+        "transformer_layer_config": dict(layers),
+        "draft_vocab_size": export.head.draft_vocab_size,
+        "tie_word_embeddings": False,
+        "dtype": export.llama["torch_dtype"],
+    }
+
+
+SPECULATORS = Engine(
+    name="speculators",
+    title="speculators, served by vLLM",
+    versions=f"speculators 0.9; vLLM {VLLM.versions}",
+    serve_command=lambda served: (
+        f"vllm serve {shlex.quote(str(served.output))}   # names its target, and"
+        f" {served.num_tokens} draft tokens"
+    ),
+    counters=VLLM.counters,
+)

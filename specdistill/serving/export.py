@@ -1,0 +1,512 @@
+"""Export a draft for an engine: a folder in the engine's layout, with SERVE.md next to the files.
+
+SERVE.md says how to serve the draft, and which acceptance to expect.
+"""
+
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from jinja2 import Environment, StrictUndefined
+from torch import nn
+
+import specdistill
+from specdistill.common.errors import UserError, logger
+from specdistill.common.folders import check_new, create_folder
+from specdistill.data.rows.packing import COLUMNS
+from specdistill.evaluation.report import phrases, tables
+from specdistill.evaluation.report.files import read_document
+from specdistill.evaluation.report.tables import (
+    DraftLength,
+    draft_lengths,
+    find_fastest_lengths,
+    tabulate_by_load,
+)
+from specdistill.evaluation.report.text import escape_markdown, format_cells, format_table
+from specdistill.methods import METHODS
+from specdistill.methods.chains.serving import describe_head_engines
+from specdistill.methods.checkpoint import read_config
+from specdistill.methods.compatibility import Finding, check_draft
+from specdistill.methods.load import check_initialization, create_draft, find_method, load_method
+from specdistill.methods.recipe import Recipe, TrainedRecipe, check_trainable
+from specdistill.methods.target_record import TEMPLATE, copy_record, save_draft
+from specdistill.recipe.sections import LookupFirstConfig
+from specdistill.serving.engines import ENGINES
+from specdistill.serving.engines.engine import Engine, Layout, Served, Serving
+from specdistill.targets.files import TargetFiles
+from specdistill.targets.frozen import FrozenTarget
+from specdistill.targets.gguf_cache import find_converted
+from specdistill.targets.loading import convert_gguf
+
+SERVE_MD = Path(__file__).with_name("serve.md.j2")
+# The training data of a draft that is created before any data exist.
+NO_ROWS = Dataset.from_dict({column: [] for column in COLUMNS})
+RECIPE_DRAFT_NAME = "the recipe's draft"
+DEFAULT_NUM_TOKENS = 3  # K, where no report says which K was measured
+
+
+def export(
+    draft: Path,
+    engine: str,
+    output_dir: Path,
+    target: TargetFiles | None = None,
+    *,
+    report: Path | None = None,
+    num_speculative_tokens: int | None = None,
+    finds_report: bool = True,
+    merges: bool = True,
+    logs: bool = True,
+) -> Served:
+    """Write a draft into a new folder in the layout of an engine, with SERVE.md in it.
+
+    The draft may be in any layout that this project reads.
+
+    Args:
+        draft: the folder of the draft.
+        engine: the name of an engine that has a `serve_command`.
+        output_dir: the new folder.
+        target: the draft's target. It is needed where a layout holds a part of it (`mtp`,
+            speculators), and where a draft in another project's layout leaves something to it.
+            Whenever it is given, the draft must belong to it.
+        report: report.json of the draft. None: `../report/report.json` next to the draft, if
+            `finds_report`.
+        num_speculative_tokens: K in the commands, draft tokens per round. None: the report's.
+        finds_report: whether to look for a report that is not named.
+        merges: whether to merge the target's adapter into a copy of the target,
+            `<output_dir>-target`. That copy is then what is served.
+        logs: whether to log the warnings of the check of the draft against its target. SERVE.md
+            has them in any case.
+
+    Returns:
+        The facts that a command to serve the draft is built from.
+
+    Raises:
+        UserError: before anything is written, for a draft that is not complete, and for what the
+            engine cannot express.
+        ResourceError: if the Hub or the disk fails.
+    """
+    check_new(output_dir)
+    method = find_method(draft, key="draft")
+    to = ENGINES[engine]
+    serving, layout = find_serving(engine, method, draft)
+    findings = check_draft(method, draft, target, "draft", logs=logs)
+    if target is None:
+        logger.warning(f"{draft} was not checked against its target. Pass target=… to check it.")
+
+    # Take K, the lookup and the options of the commands from the draft's report.
+    measured = find_report(draft, report, method) if report or finds_report else None
+    settings = measured["settings"] if measured else {}
+    if settings.get("drafting", {}).get("token_replacements"):
+        raise UserError(
+            "engine",
+            got=f"{engine} for {draft}, which was measured with eval.token_replacements",
+            expected="a draft that reads the target's tokens: no engine replaces them",
+        )
+    k = num_speculative_tokens or (
+        measured["settings"]["num_speculative_tokens"] if measured else DEFAULT_NUM_TOKENS
+    )
+    num_tokens, lookup = to.drafting(k, read_measured_lookup(settings))
+    lengths = () if num_speculative_tokens else draft_lengths(measured)
+    drafting = list_measured_fields(measured, target, lengths, num_speculative_tokens or num_tokens)
+
+    # Engines other than llama.cpp load a GGUF target as its copy in safetensors.
+    merges_adapter = target is not None and target.adapter and merges
+    file = target.gguf if target and not merges_adapter else None
+    # llama.cpp loads the GGUF file itself. Its converter needs the target's vocabulary, and so the
+    # copy in safetensors, only for a head.
+    if target is not None and file and not (to.name == "gguf" and METHODS[method].standalone):
+        target = load_safetensors_target(target, drafting.get("dtype", Served.dtype))
+        drafting["revision"] = None
+
+    # Write the folder. If anything fails, the merged target is removed, too.
+    with ExitStack() as undone, create_folder(output_dir) as folder:
+        if target is not None and merges_adapter:
+            target = merge_target_adapter(
+                target,
+                output_dir.with_name(f"{output_dir.name}-target"),
+                drafting.get("dtype", Served.dtype),
+            )
+            undone.callback(shutil.rmtree, target.name)
+            drafting["revision"] = None  # The merged target is a folder, which has no revision.
+        load_method(method).export(draft, engine, layout, folder, target, drafting["num_tokens"])
+        copy_record(draft, folder)
+        served = Served(
+            method=method,
+            output=output_dir,
+            target=target.name if target else None,
+            config=read_config(folder, "output_dir"),
+            serving=serving,
+            in_target=METHODS[method].in_target,
+            lookup_first=lookup,
+            chat_template=str(output_dir / TEMPLATE) if (folder / TEMPLATE).is_file() else None,
+            gguf=str(file) if file else None,
+            **drafting,
+        )
+        engines = (
+            describe_head_engines(method, target.text_config.get("model_type")) if target else ""
+        )
+        (folder / "SERVE.md").write_text(
+            serve_md(to, served, measured, lengths, findings, engines), encoding="utf-8"
+        )
+        undone.pop_all()
+    return served
+
+
+def load_safetensors_target(target: TargetFiles, dtype: str) -> TargetFiles:
+    """Return the copy of a GGUF target in safetensors, which other engines load.
+
+    Return the target itself where no copy can be written.
+
+    Args:
+        target: a target that is a GGUF file.
+        dtype: of the weights in the copy.
+    """
+    assert target.gguf is not None, target.name
+    folder = find_converted(target.gguf) or convert_gguf(target.gguf, dtype)
+    return TargetFiles(str(folder), adapter=target.adapter) if folder else target
+
+
+def merge_target_adapter(target: TargetFiles, output: Path, dtype: str) -> TargetFiles:
+    """Write a copy of a target with its adapter merged into the weights.
+
+    Engines load the copy as they load any model.
+
+    Args:
+        target: a target with an adapter.
+        output: the new folder.
+        dtype: of the weights.
+
+    Raises:
+        UserError: as `FrozenTarget.load` does, and for a folder that exists.
+    """
+    check_new(output)
+    adapted = FrozenTarget.load(
+        target.name,
+        revision=target.revision,
+        adapter=target.adapter,
+        dtype=dtype,
+        trust_remote_code=target.trust_remote_code,
+    )
+    with create_folder(output) as folder:
+        adapted.model.save_pretrained(folder)
+        adapted.tokenizer.save_pretrained(folder)
+    return TargetFiles(str(output))
+
+
+def find_serving(engine: str, method: str, draft: Path | str) -> tuple[Serving, Layout]:
+    """Return how an engine is given drafts of a method, and the layout of such a draft.
+
+    Args:
+        engine: its name.
+        method: the draft's method.
+        draft: what the error calls the draft.
+
+    Raises:
+        UserError: if no draft of this method is exported for the engine.
+    """
+    able = {
+        name: (serving, serving.layout)
+        for name, serving in METHODS[method].serving().items()
+        if serving.layout
+    }
+    name = ENGINES[engine].layouts or engine
+    if name not in able:
+        raise UserError(
+            "engine",
+            got=f"{engine} for {draft}, of method {method}",
+            expected=" or ".join(able) or "a draft that some engine loads",
+        )
+    return able[name]
+
+
+def check_engine_names(recipe: TrainedRecipe) -> dict[str, str]:
+    """Check the engines that a recipe names, and return them by the recipe key that names each.
+
+    Raises:
+        UserError: for an engine that cannot be given a draft of the recipe's method.
+    """
+    names_by_key = {
+        f"publish.exports[{index}]": engine for index, engine in enumerate(recipe.publish.exports)
+    }
+    names_by_key |= {"eval.engine": recipe.eval.engine} if recipe.eval.engine in ENGINES else {}
+    if names_by_key:
+        check_exports(recipe.publish.exports, recipe.method, "publish.exports")
+    for key, engine in names_by_key.items():
+        with _report_engine_key(key):
+            find_serving(engine, recipe.method, RECIPE_DRAFT_NAME)
+    return names_by_key
+
+
+def check_engines(
+    recipe: TrainedRecipe, target: FrozenTarget, draft: nn.Module | None = None
+) -> None:
+    """Check that the engines that a recipe names can be given its draft.
+
+    An untrained draft is checked, so this finds only what does not depend on training.
+
+    Args:
+        recipe: the recipe.
+        target: its target.
+        draft: an untrained draft, if one has been created already.
+
+    Raises:
+        UserError: for an engine that cannot be given the draft.
+    """
+    names_by_key = check_engine_names(recipe)
+    if not names_by_key:
+        return
+    if draft is None:
+        with torch.random.fork_rng():
+            draft = load_method(recipe.method).create(recipe, target, NO_ROWS)
+    for key, engine in names_by_key.items():
+        with _report_engine_key(key):
+            _, layout = find_serving(engine, recipe.method, RECIPE_DRAFT_NAME)
+            layout.check(engine, draft.config, RECIPE_DRAFT_NAME)
+            load_method(recipe.method).check_served(engine, layout, draft, target)
+
+
+@contextmanager
+def _report_engine_key(key: str) -> Iterator[None]:
+    """Name the recipe key that an engine came from in errors."""
+    try:
+        yield
+    except UserError as error:
+        error.rename_key("engine", key)
+        raise
+
+
+def check_exports(engines: Sequence[str], method: str, key: str) -> None:
+    """Raise UserError if exports to be published would hold the whole target.
+
+    That is so for methods whose draft is in the target's checkpoint.
+
+    Args:
+        engines: whose exports are to be published.
+        method: of the draft.
+        key: the recipe key that the error names.
+    """
+    if engines and METHODS[method].in_target:
+        raise UserError(
+            key,
+            got=", ".join(engines),
+            expected=(
+                "none: engines load such a draft inside a copy of its target; export it on the"
+                " machine that serves it"
+            ),
+        )
+
+
+def list_measured_fields(
+    report: phrases.Report | None,
+    target: TargetFiles | None,
+    lengths: Sequence[DraftLength],
+    num_tokens: int,
+) -> dict[str, Any]:
+    """Return the fields of `Served` that say how a draft was measured, as far as they are known.
+
+    Args:
+        report: the draft's report.
+        target: the target's files.
+        lengths: the draft lengths of the report from which K is chosen.
+        num_tokens: K where there are no lengths, or where no draft is faster.
+    """
+    # What is known of the target, of the report and of the engine that measured it.
+    config = target.text_config if target else {}
+    report_keys = report or {}
+    settings = report_keys.get("settings", {})
+    engine = report_keys.get("engine", {})
+    dtype = report_keys.get("target", {}).get("dtype")
+    # The dtype of a llama.cpp measurement is a type of GGUF files, which no other engine knows.
+    dtype = None if engine.get("name") == "llama.cpp" else dtype
+
+    # How many GPUs the engine had, and the best K at the measured load.
+    gpus = re.search(r"--(?:tensor-parallel-size|tp-size) (\d+)", engine.get("command", ""))
+    k_of_batch_size = {length.batch_size: length.k for length in lengths}
+    best = k_of_batch_size[report_keys["results"][0]["batch_size"]] if k_of_batch_size else None
+    fitting = {
+        "revision": target.commit if target else None,
+        "max_length": config.get("max_position_embeddings"),
+        "dtype": dtype or config.get("dtype") or config.get("torch_dtype"),
+        "num_gpus": int(gpus[1]) if gpus else None,
+    }
+    return {
+        "num_tokens": best or num_tokens,
+        "lengths": tuple(k_of_batch_size.items()) if len(set(k_of_batch_size.values())) > 1 else (),
+        "samples": (
+            settings.get("temperature", 0) > 0
+            and settings.get("draft_sampling", "greedy") != "greedy"
+        ),
+        **{name: value for name, value in fitting.items() if value},
+    }
+
+
+def read_measured_lookup(settings: Mapping[str, Any]) -> LookupFirstConfig | None:
+    """Return the lookup that stood in front of the draft in a measurement with these settings.
+
+    Args:
+        settings: of a report.
+
+    Returns:
+        The lookup; None if there was none.
+
+    Raises:
+        ValueError: for settings that describe no lookup.
+    """
+    lookup = settings.get("drafting", {}).get("lookup_first")
+    return LookupFirstConfig.model_validate(lookup) if lookup else None
+
+
+def write_untrained(recipe: Recipe, folder: Path) -> None:
+    """Create the draft as its training script would, without data, and save it.
+
+    What data would choose is arbitrary here: a pruned vocabulary holds the first tokens.
+
+    Raises:
+        UserError: where training would raise it.
+    """
+    recipe = check_trainable(recipe)
+    check_initialization(recipe, TargetFiles.from_config(recipe.target))
+    target = FrozenTarget.load(**vars(recipe.target))
+    save_draft(load_method(recipe.method), target, create_draft(recipe, target, NO_ROWS), folder)
+
+
+def serve_md(
+    engine: Engine,
+    served: Served,
+    report: phrases.Report | None,
+    lengths: Sequence[DraftLength],
+    findings: Sequence[Finding] = (),
+    engines: str = "",
+) -> str:
+    """Return the text of SERVE.md.
+
+    Args:
+        engine: the engine that serves.
+        served: the facts for its commands.
+        report: a report.json of the draft, if there is one.
+        lengths: the draft lengths of the report from which K is chosen.
+        findings: of the check of the draft against its target.
+        engines: which engines serve such a draft for the target, where that is special.
+    """
+    assert engine.serve_command is not None
+    fitting = {"length": served.max_length, "total": 4 * served.max_length, "dtype": served.dtype}
+    in_engine = report is not None and report.get("engine", {}).get("name") in ENGINES
+    templates = Environment(
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined
+    )
+    return templates.from_string(SERVE_MD.read_text(encoding="utf-8")).render(
+        version=specdistill.__version__,
+        engine=engine,
+        served=served,
+        report=report,
+        caveats=[
+            *([f"{engines}."] if engines else []),
+            *list_caveats(report, engine, served.num_tokens),
+        ],
+        findings=findings,
+        flags=format_table(
+            ("what else is set", "how"),
+            ((name, how.format(**fitting)) for name, how in engine.flags.items()),
+        ),
+        by_load=format_cells(tabulate_by_load(find_fastest_lengths(report)))
+        if report and in_engine
+        else "",
+        by_length="" if in_engine or not lengths else format_cells(tabulate_by_load(lengths)),
+        takes_lengths=engine.serve_command(served)
+        != engine.serve_command(replace(served, lengths=())),
+        cells=format_cells,
+        plain=escape_markdown,
+        phrases=phrases,
+        tables=tables,
+    )
+
+
+def list_caveats(report: phrases.Report | None, engine: Engine, k: int) -> list[str]:
+    """Return what speaks against serving the draft, one or more sentences for each reason.
+
+    The reasons are a gate that the draft did not pass, and a speed below that of plain decoding.
+    For a draft that was measured behind a lookup, this also says what the engine does about the
+    lookup.
+
+    Args:
+        report: the draft's report; None gives no caveats.
+        engine: the engine that serves.
+        k: K, draft tokens per round.
+    """
+    if report is None:
+        return []
+    caveats = []
+    row = report["results"][0]
+    if "gate" in report and (judged := phrases.format_verdict(report)) not in (
+        "Passed",
+        "Not judged",
+    ):
+        caveats.append(
+            escape_markdown(f"Its gate: {judged}. {phrases.describe_failed_rules(report)}")
+        )
+    if row.get("speedup", 1) < 1:
+        caveats.append(
+            escape_markdown(
+                "It was slower than plain decoding where it was measured:"
+                f" {phrases.format_times(row['speedup'])} its speed"
+                f"{phrases.format_bracketed_interval(row, 'speedup')}."
+            )
+        )
+    lookup = phrases.lookup_first(report["settings"])
+    if lookup:
+        needed = describe_lookup([engine], read_measured_lookup(report["settings"]), k)
+        caveats.append(f"It was measured behind a lookup ({lookup}). {needed}")
+    return caveats
+
+
+def describe_lookup(engines: Iterable[Engine], lookup: LookupFirstConfig | None, k: int) -> str:
+    """Say what engines need for a lookup in front of a draft, and which ones start without it.
+
+    Args:
+        engines: the engines that serve.
+        lookup: the lookup; None for none.
+        k: K, the most tokens that the lookup drafts per round.
+    """
+    fronts = {engine.title: engine.describe_front(lookup, k) for engine in engines}
+    alone = " and ".join(title for title, front in fronts.items() if not front)
+    notes = [front.note for front in fronts.values() if front]
+    return " ".join(
+        [*notes, f"The commands for {alone} start the draft alone, which accepts less."]
+        if alone
+        else notes
+    )
+
+
+def find_report(draft: Path, report: Path | None, method: str) -> phrases.Report | None:
+    """Find a draft's report.json.
+
+    Args:
+        draft: its folder.
+        report: the file or its folder, if it was named. None: `<run>/report` of `<run>/draft`.
+        method: of the draft.
+
+    Returns:
+        The report; None where none was named and none is there.
+
+    Raises:
+        UserError: if the report was named and is not there, cannot be read, or is of a draft of
+            another method.
+    """
+    path = report or draft.absolute().parent / "report"
+    if report is None and not (path / "report.json").is_file():
+        return None
+    read = read_document(path)
+    measured = read["draft"]["method"]
+    if measured != method:
+        raise UserError(
+            "report",
+            got=f"{path}, of a draft of method {measured}",
+            expected=f"the report.json of a draft of method {method}",
+        )
+    return read

@@ -1,0 +1,185 @@
+"""Measure what a server in service accepts, by its counters, and compare it with the default gate.
+
+The verdict says whether acceptance is below what the default gate warns of.
+
+Counters tell how many drafts there were, not whose. The tokens of a draft are accepted or rejected
+together, and so are the drafts of a request. An interval over draft tokens or drafts would
+therefore be too narrow. Here time is cut into equal parts, with a reading after each (batch means).
+A rate is the ratio of sums over all parts. Its error is the jackknife's over the parts in which
+something was drafted, and its interval is Student's t with one degree of freedom less than there
+are such parts.
+
+This assumes parts that are nearly independent:
+
+- An engine that counts a request when it has ended has each request in one part.
+- An engine that counts while requests run has a request in several parts. Where requests take more
+  than MAX_BLUR_SHARE of a part on average, there is no interval, as it would be too narrow.
+- What was counted since a server started is one part, without an interval.
+
+llama.cpp's page prints six digits, so the counters of a long-running server jump, by 10 from a
+million on. Where such a jump is more than MAX_BLUR of a part's growth, there are no numbers.
+Accepted tokens by position are whole numbers.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise, takewhile
+from typing import Any
+
+import numpy as np
+
+from specdistill.common.errors import ResourceError
+from specdistill.evaluation.gate.decide import Estimate, compare_with_threshold
+from specdistill.evaluation.gate.rules import load_gate
+from specdistill.evaluation.report.phrases import format_duration
+from specdistill.evaluation.statistics.intervals import compute_macro_interval
+from specdistill.evaluation.statistics.metrics import METRICS, MIN_BUCKET_ROUNDS, compute_value
+from specdistill.serving.engines import ENGINES, list_engines_with
+from specdistill.serving.engines.client import Client, Counters
+from specdistill.serving.engines.server import Server
+
+# The longest mean duration of a request, as a share of a part, and the largest jump of a counter,
+# as a share of its growth in a part (see above).
+MAX_BLUR_SHARE = 0.25
+MAX_BLUR = 0.01
+# Metric -> (lowest, highest possible value).
+POSSIBLE_RANGES = {"acceptance_length_vllm": (1.0, np.inf), "acceptance_rate": (0.0, 1.0)}
+
+
+def find_engine(server: Server) -> tuple[str, Client]:
+    """Return the engine whose page of counters a server has, and its client.
+
+    Raises:
+        ResourceError: for a server without such a page.
+    """
+    clients = {
+        name: client for name in list_engines_with("client") if (client := ENGINES[name].client)
+    }
+    hint = "; ".join(client.hint for client in clients.values())
+    page = server.read_samples(hint)
+    for engine, client in clients.items():
+        if any(name.startswith(f"{client.prefix}:") for name, _, _ in page):
+            return engine, client
+    raise ResourceError(
+        f"{server.address}/metrics has no counters of {', '.join(clients)}", next_step=hint
+    )
+
+
+def summarize_acceptance(
+    client: Client, pages: Sequence[Counters], seconds: float
+) -> dict[str, Any]:
+    """Return what was counted from the first page to the last, and the verdict on it.
+
+    Args:
+        client: of the engine.
+        pages: the counters at the ends of equal parts of time, the first one before the first part.
+        seconds: between the first page and the last.
+
+    Returns:
+        The counts and the metrics that follow from them, named as in a report's row, with `verdict`
+        and `reason`.
+
+    Raises:
+        ResourceError: as `Client.drafted` does, and for more accepted than drafted tokens.
+    """
+    row = client.compute_drafted(pages[0], pages[-1])
+    num_drafts = row["num_drafts"]
+    drafted = row["num_draft_tokens"]
+    accepted = row["num_accepted_tokens"]
+    if not 0 <= accepted <= drafted + _estimate_blur(client, pages[-1], client.drafting[1]):
+        raise ResourceError(
+            f"the server says that it accepted {accepted} of {drafted} draft tokens",
+            next_step="look at its /metrics",
+        )
+    # SGLang has no counters of drafts until a request has ended. Of the pages before that, only the
+    # first one is used, as the start.
+    idle = list(takewhile(lambda page: not page.keys() >= set(client.drafting), pages))
+    grown = (client.compute_drafted(*pair) for pair in pairwise([*idle[:1], *pages[len(idle) :]]))
+    parts = [part for part in grown if part["num_drafts"] and part["num_draft_tokens"]]
+    lacking = _explain_missing_numbers(client, pages, seconds)
+    if lacking:
+        return {**row, "verdict": "inconclusive", "reason": lacking}
+    # The metrics, and their intervals from the sums of each part.
+    sums = {}
+    for name in row:
+        if name != "accepted_per_position":
+            sums[name] = np.array([part[name] for part in parts], float)
+    row["acceptance_rate_per_position"] = [
+        count / num_drafts for count in row["accepted_per_position"] if num_drafts
+    ]
+    lacking = _explain_missing_interval(client, pages, seconds, num_drafts, len(parts))
+    for name, (least, most) in POSSIBLE_RANGES.items():
+        point = compute_value(METRICS[name], sums)
+        if point is not None:
+            row[name] = point
+        if not lacking and (
+            bounds := compute_macro_interval(METRICS[name], sums, ["all"] * len(parts))
+        ):
+            row[f"{name}_ci95"] = [min(max(end, least), most) for end in bounds]
+    # The verdict is that of the default gate's rule for the acceptance rate.
+    verdict = "inconclusive"
+    reason = lacking
+    bounds = row.get("acceptance_rate_ci95")
+    if bounds:
+        (rule,) = (rule for rule in load_gate("default") if rule.metric == "acceptance_rate")
+        verdict, reason, _ = compare_with_threshold(
+            rule, Estimate(row["acceptance_rate"], tuple(bounds))
+        )
+    return {**row, "verdict": verdict, "reason": reason}
+
+
+def _estimate_blur(client: Client, page: Counters, name: str) -> float:
+    """Return how far off a counter's growth may be.
+
+    That is a unit of the last digit that is printed, or 0 while the page prints all digits.
+    """
+    unit: float = 10 ** math.floor(math.log10(max(1.0, client.rounding * page[name])))
+    return unit if unit > 1 else 0
+
+
+def _explain_missing_numbers(client: Client, pages: Sequence[Counters], seconds: float) -> str:
+    """Say why the counts give no numbers; return an empty text if they do."""
+    needed = 0.0  # as a multiple of `seconds`
+    for name in client.drafting[:2]:
+        growth = pages[-1][name] - pages[0].get(name, 0.0)
+        most = _estimate_blur(client, pages[-1], name) * (len(pages) - 1) / MAX_BLUR
+        needed = max(needed, most / growth if growth else math.inf if most else 0.0)
+    if needed <= 1:
+        return ""
+    return "too few drafts for counters of six digits; " + _suggest_longer_time(needed * seconds)
+
+
+def _suggest_longer_time(seconds: float) -> str:
+    """Say for how many seconds to watch instead."""
+    return f"use seconds={math.ceil(seconds)} or more" if seconds < math.inf else "raise seconds"
+
+
+def _explain_missing_interval(
+    client: Client, pages: Sequence[Counters], seconds: float, num_drafts: int, num_parts: int
+) -> str:
+    """Say why there is no confidence interval; return an empty text if there is one.
+
+    Args:
+        client: of the engine.
+        pages: as of `acceptance`.
+        seconds: between the first page and the last.
+        num_drafts: drafts in that time.
+        num_parts: parts in which something was drafted.
+    """
+    if num_drafts < MIN_BUCKET_ROUNDS:
+        return f"{num_drafts} drafts are too few, at least {MIN_BUCKET_ROUNDS}"
+    if num_parts < 2:
+        return "drafts in one part have no interval"
+    total, ended = (
+        pages[-1].get(name, 0.0) - pages[0].get(name, 0.0)
+        for name in (f"{client.latency}_sum", f"{client.latency}_count")
+    )
+    most = MAX_BLUR_SHARE * seconds / (len(pages) - 1)  # mean seconds of a request, at most
+    if not client.latency or total < most * ended:
+        return ""
+    if not ended:
+        return f"no interval: no request ended in this time; {_suggest_longer_time(math.inf)}"
+    return (
+        f"no interval: requests take {format_duration(total / ended)} on average;"
+        f" {_suggest_longer_time(total / ended / most * seconds)}"
+    )

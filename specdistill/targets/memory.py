@@ -1,0 +1,110 @@
+"""Estimate how many rows can be generated together, from free memory and memory per row."""
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import torch
+from transformers import PreTrainedModel
+
+from specdistill.targets.anatomy import CLASS_ERRORS, find_auto_class
+from specdistill.targets.cache_size import CacheSize, cache_size
+
+# For each version of control groups: the folder, the files with a container's memory limit and
+# memory use, and the name of its page cache in `memory.stat`.
+CGROUP_FILES = (
+    (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
+    (
+        Path("/sys/fs/cgroup/memory"),
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "total_inactive_file",
+    ),
+)
+# Copies of a row's logits that exist at once: the head's output, and two more while a class scales
+# and caps them.
+LOGITS_COPIES = 3
+# Numbers that one layer holds at once for each token of a prompt, in units of the hidden size and
+# of the intermediate size.
+HIDDEN_COPIES = 8
+INTERMEDIATE_COPIES = 3
+
+LARGE_VOCABULARY = 2**16
+# glibc's mallopt option, the size in bytes from which `map_large_tensors` maps tensors one
+# by one, and the largest size that glibc would choose itself (DEFAULT_MMAP_THRESHOLD_MAX).
+M_MMAP_THRESHOLD = -3
+MAPPED_BYTES = 2**20
+GLIBC_MAPPED_BYTES = 2**25
+
+
+def measure_free_memory(device: torch.device) -> int:
+    """Return the bytes that this process can still allocate.
+
+    On CUDA this is device memory, elsewhere main memory within the limit of the container.
+    """
+    if device.type == "cuda":
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        # torch's own pool holds memory that is free to be used again.
+        return free_bytes + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    available = int(psutil.virtual_memory().available)
+    for folder, limit_name, used_name, cache_name in CGROUP_FILES:
+        try:
+            limit = int((folder / limit_name).read_text())
+            used = int((folder / used_name).read_text())
+            statistics = dict(
+                line.split() for line in (folder / "memory.stat").read_text().splitlines()
+            )
+            # Page cache counts as use, but the kernel drops it when memory is needed.
+            available = min(available, limit - used + int(statistics.get(cache_name, 0)))
+        except (OSError, ValueError):  # no such control group, or one without a limit ("max")
+            continue
+    return max(0, available)
+
+
+def estimate_row_bytes(model: PreTrainedModel, max_length: int) -> int:
+    """Estimate the bytes that one row of `max_length` tokens takes while it is generated.
+
+    Counted are its KV cache, its logits and the hidden states of its prompt.
+    """
+    config = model.config.get_text_config(decoder=True)
+    itemsize = model.dtype.itemsize
+    intermediate = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    widest = max(intermediate) if isinstance(intermediate, list) else intermediate
+    numbers = (
+        max_length * (HIDDEN_COPIES * config.hidden_size + INTERMEDIATE_COPIES * widest)
+        + LOGITS_COPIES * config.vocab_size
+    )
+    return int(itemsize * numbers + _cache_size(model).num_bytes(max_length, 1, itemsize))
+
+
+def _cache_size(model: PreTrainedModel) -> CacheSize:
+    """Return the size of the KV cache; empty if the class cannot be built without weights."""
+    try:
+        with torch.device("meta"):
+            size = cache_size(find_auto_class(model.config).from_config(model.config))
+    except CLASS_ERRORS:  # Some classes, such as remote code, cannot be built on the meta device.
+        size = None
+    return size or CacheSize(())
+
+
+@contextmanager
+def map_large_tensors(vocab_size: int) -> Iterator[None]:
+    """Make glibc return the memory of large tensors when they are freed, for large vocabularies.
+
+    Otherwise the logits of each generation step come from the heap, as soon as glibc has raised its
+    threshold to their size. The KV cache then grows into the hole that they leave. The hole becomes
+    too small for the logits of the next step, so the heap grows: 23 rows with a vocabulary of
+    262,144 took 24 MB more with every token, 10 GB in all. Mapping memory at each step costs about
+    3 % of the time.
+    """
+    libc = ctypes.CDLL(None)
+    if vocab_size < LARGE_VOCABULARY or not hasattr(libc, "gnu_get_libc_version"):
+        yield
+        return
+    libc.mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
+    try:
+        yield
+    finally:
+        libc.mallopt(M_MMAP_THRESHOLD, GLIBC_MAPPED_BYTES)

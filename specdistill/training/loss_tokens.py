@@ -1,0 +1,98 @@
+"""Select the packed rows from which a draft can learn something.
+
+Such a row has a loss token that the draft predicts. This module also tells how far into a draft the
+answers of the rows reach.
+
+Shapes: B rows of a batch, T positions.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from datasets import Dataset
+from numpy.typing import NDArray
+from torch import nn
+
+from specdistill.common.errors import UserError, logger
+from specdistill.data.rows.files import is_first_here
+from specdistill.data.rows.row_set import SPLITS
+from specdistill.recipe.data_sources import list_source_names
+from specdistill.recipe.sections import DataConfig
+from specdistill.training.objective import Objective
+
+
+def find_longest_runs(rows: Dataset, ahead: int) -> NDArray[np.int64]:
+    """Return the longest run of loss tokens in each packed row; 0 for a row that teaches nothing.
+
+    Args:
+        rows: with the columns of `specdistill.data.rows.packing`.
+        ahead: tokens of its document that a predicted token needs before it (`Objective.ahead`).
+    """
+    longest = []
+    columns = rows.select_columns(["loss_mask", "position_ids"]).with_format("numpy")
+    for batch in columns.iter(batch_size=256):
+        has_loss_BT = (np.stack(batch["loss_mask"]) > 0) & (
+            np.stack(batch["position_ids"]) >= ahead
+        )
+        # A token's place in its run: loss tokens up to it, less those up to the last token without
+        # loss. A document's first token has none, so that no run goes on into the next document.
+        counts_BT = has_loss_BT.cumsum(1)
+        before_BT = np.maximum.accumulate(np.where(has_loss_BT, 0, counts_BT), axis=1)
+        longest.append((counts_BT - before_BT).max(axis=1))
+    return np.concatenate(longest)
+
+
+def select_learnable_rows(
+    sets: Sequence[Dataset], objective: nn.Module, config: DataConfig
+) -> list[Dataset]:
+    """Return the training and the validation rows from which a draft learns something.
+
+    Warn of rows that are left out, which row sets of earlier versions hold, and of drafted
+    positions that no answer reaches.
+
+    Args:
+        sets: the training and the validation rows.
+        objective: of the draft. It says which tokens it predicts, and how many positions it drafts.
+        config: the recipe's section `data`, whose keys errors and warnings name.
+
+    Raises:
+        UserError: if no training row or no validation row is left.
+    """
+    # How many tokens before a loss token the method needs.
+    ahead = getattr(objective, "ahead", Objective.ahead)
+    key = "data.rows" if config.rows else "data.source"
+    runs = [find_longest_runs(rows, ahead) for rows in sets]
+    for split, runs_of_split in zip(SPLITS, runs, strict=True):
+        num_useless = np.count_nonzero(runs_of_split == 0)
+        if num_useless == len(runs_of_split):
+            where = config.rows or ", ".join(list_source_names(config.source))
+            raise UserError(
+                key,
+                got=(
+                    f"{where}, where no row of the {split} split has a loss token that a draft of"
+                    " this method can learn"
+                ),
+                expected=(
+                    f"rows with a loss token (1 in loss_mask) after {ahead} or more other tokens"
+                ),
+            )
+        if num_useless and is_first_here():
+            logger.warning(
+                f"{key}: left out {num_useless:,} of {len(runs_of_split):,} rows of the {split}"
+                " split, which have no loss token that a draft of this method can learn"
+            )
+
+    # Drafted positions beyond the longest answer learn nothing.
+    longest = [int(runs_of_split.max()) for runs_of_split in runs]
+    num_positions = getattr(objective, "num_positions", 1)
+    if min(longest) < num_positions and is_first_here():
+        logger.warning(
+            f"The answers are too short for drafted positions {min(longest) + 1} to"
+            f" {num_positions}. Longest run of loss tokens: {longest[0]} in training rows,"
+            f" {longest[1]} in validation rows. Positions beyond the former cannot be taught, those"
+            " beyond the latter are not measured. Add longer answers, or draft fewer tokens."
+        )
+    return [
+        rows.select(np.flatnonzero(runs_of_split)) if (runs_of_split == 0).any() else rows
+        for rows, runs_of_split in zip(sets, runs, strict=True)
+    ]

@@ -1,0 +1,310 @@
+"""The loss of rows through an output head, computed block by block.
+
+The logits [rows, vocabulary] of a large vocabulary would fill the memory, so they never exist all
+at once. A block's logits are needed for the loss and for its gradient, and both are taken while
+they exist. Each row of logits is overwritten by its own gradient, and two matrix products turn that
+into the gradients of the rows and of the head. Forward keeps these gradients, the head's summed in
+float32, and backward only scales them. The tests compare the result with the same loss in one
+piece, differentiated by autograd.
+
+Shapes: K drafted positions, R rows, b rows of a block, r rows of a chunk of it, H hidden size, W
+vocabulary, M metrics, e width of a correction.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdistill.targets.anatomy import LogitsHead
+
+# Rows, over all K positions, whose logits exist at a time. Products of fewer rows would not fill a
+# GPU.
+BLOCK_ROWS = 4096
+# The most bytes of a block's logits, in the dtype of the product. A CPU is busy with a few hundred
+# rows, and 4,096 rows of a vocabulary of 262,144 would take 2 GB of main memory. A GPU holds those
+# of the largest vocabularies.
+BLOCK_BYTES = {"cpu": 256 << 20, "cuda": 4 << 30}
+# The most bytes of float32 logits in a divergence. On a CPU larger ones would not stay in caches,
+# and glibc would map their memory again each time. On a GPU smaller ones would be kernels that last
+# less than their launch.
+CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
+
+# Returns what the logits of some rows are compared with. It takes no gradient.
+TargetsOf = Callable[[slice], Any]
+# From logits [r, W], targets and k: nats [r] and metrics [M, r].
+LossOf = Callable[[Tensor, Any, int], tuple[Tensor, Tensor]]
+
+
+def compute_head_loss(
+    rows_KRH: Tensor,
+    weights_KR: Tensor,
+    head: LogitsHead,
+    targets_of: TargetsOf,
+    loss_of: LossOf,
+    *,
+    correction: tuple[Tensor, Tensor] | None = None,
+    group_size: int = 1,
+    block_rows: int = BLOCK_ROWS,
+    chunk_bytes: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute the weighted sum of the rows' losses, block by block.
+
+    The gradient reaches the rows and the head's weight and bias. All K positions of a row share a
+    target, as the steps of an unroll that predict one token do. Drafted positions that each have
+    their own target are rows with K = 1.
+
+    Args:
+        rows_KRH: [K, R, H], hidden states before the head.
+        weights_KR: [K, R], the weight of each loss.
+        head: the output head.
+        targets_of: see `TargetsOf`.
+        loss_of: see `LossOf`.
+        correction: rows [K, R, e] and a weight [W, e], whose product is added to the head's logits.
+            Both get their gradient.
+        group_size: R is a multiple of it, and so are chunks: each call of `loss_of` gets whole
+            groups of so many consecutive rows.
+        block_rows: the most rows, over all K positions, whose logits exist at a time.
+        chunk_bytes: the most bytes of float32 logits in one call of `loss_of`. None: CHUNK_BYTES.
+
+    Returns:
+        The sum, a scalar, and the metrics [M, K, R], which take no gradient.
+    """
+    linear = head.linear
+    num_positions = len(rows_KRH)
+    vocab_size = len(linear.weight)
+    device = rows_KRH.device.type
+
+    # How many rows fit into a block and into a chunk
+    itemsize = _get_product_dtype(linear.weight).itemsize
+    block_rows = min(block_rows, BLOCK_BYTES[device] // (itemsize * vocab_size))
+    if chunk_bytes is None:
+        chunk_bytes = CHUNK_BYTES[device]
+    chunk_size = min(block_rows // num_positions, chunk_bytes // (4 * vocab_size))
+    chunk_size = max(1, chunk_size // group_size) * group_size
+    block_size = chunk_size * max(1, block_rows // (num_positions * chunk_size))
+
+    products = (rows_KRH, linear.weight, *(correction or ()))
+    trains = False
+    if torch.is_grad_enabled():
+        trains = any(tensor.requires_grad for tensor in products)
+        trains = trains or (linear.bias is not None and linear.bias.requires_grad)
+    output: tuple[Tensor, Tensor] = _BlockwiseHeadLoss.apply(  # type: ignore[no-untyped-call]
+        linear.bias,
+        weights_KR,
+        head.finish,
+        targets_of,
+        loss_of,
+        block_size,
+        chunk_size,
+        trains,
+        *products,
+    )
+    return output
+
+
+def _get_product_dtype(weight: Tensor) -> torch.dtype:
+    """Return the dtype that logits are computed in: that of autocast, else the weight's."""
+    device = weight.device.type
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return weight.dtype
+
+
+@dataclass
+class _Product:
+    """A product of rows and a weight, computed block by block, with its gradients.
+
+    Attributes:
+        weight_WH: in the dtype of the product.
+        rows_grad_KRH: None if the rows take no gradient.
+        weight_grad_WH: float32; None if the weight takes no gradient.
+        buffer: holds the logits of a block.
+    """
+
+    rows_KRH: Tensor
+    weight_WH: Tensor
+    rows_grad_KRH: Tensor | None
+    weight_grad_WH: Tensor | None
+    buffer: Tensor
+
+    def compute_logits(self, start: int, stop: int) -> Tensor:
+        """Return the logits [K, b, W] of rows start to stop, in the buffer."""
+        rows_KbH = self.rows_KRH[:, start:stop].to(self.weight_WH.dtype)
+        self._block_rows = rows_KbH.flatten(0, 1)
+        logits = torch.mm(
+            self._block_rows, self.weight_WH.t(), out=self.buffer[: len(self._block_rows)]
+        )
+        return logits.view(len(rows_KbH), stop - start, -1)
+
+    def add_gradients(self, logits_grad_KbW: Tensor, start: int, stop: int) -> None:
+        """Set the rows' gradient of the block whose logits were computed last; add the weight's."""
+        logits_grad = logits_grad_KbW.flatten(0, 1)
+        if self.rows_grad_KRH is not None:
+            shape = (len(logits_grad_KbW), stop - start, -1)
+            self.rows_grad_KRH[:, start:stop] = (logits_grad @ self.weight_WH).view(shape)
+        if self.weight_grad_WH is not None:
+            self.weight_grad_WH += logits_grad.t() @ self._block_rows
+
+
+def _compute_loss_and_gradient(
+    logits: list[Tensor],
+    weights_r: Tensor,
+    finish: Callable[[Tensor], Tensor],
+    loss_of: LossOf,
+    loss_arguments: tuple[Any, int],
+    trains: bool,
+) -> tuple[Tensor, Tensor]:
+    """Compute the loss of a chunk at one position, and overwrite its logits by their gradient.
+
+    Args:
+        logits: [r, W] of each product.
+        weights_r: the weight of each row's loss.
+        finish: of the head, for the logits of the first product.
+        loss_of: see `LossOf`.
+        loss_arguments: of `loss_of`, the targets and k.
+        trains: whether the gradient is needed.
+
+    Returns:
+        The weighted sum of the losses, and the metrics [M, r]; neither takes a gradient.
+    """
+    inputs = [logits_rW.detach().requires_grad_(trains) for logits_rW in logits]
+    with torch.set_grad_enabled(trains):
+        logits_rW = finish(inputs[0])
+        if len(inputs) > 1:
+            logits_rW = logits_rW + inputs[1]
+        losses_r, metrics_Mr = loss_of(logits_rW, *loss_arguments)
+        loss = (losses_r * weights_r).sum()
+    if trains:
+        for logits_rW, grad_rW in zip(logits, torch.autograd.grad(loss, inputs), strict=True):
+            logits_rW.copy_(grad_rW)
+    return loss.detach(), metrics_Mr.detach()
+
+
+class _BlockwiseHeadLoss(torch.autograd.Function):
+    """The loss of one or two products of rows and a weight.
+
+    The first product is the head's, whose `finish` is applied to its logits. The second is that of
+    a correction, which is added.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        bias_W: Tensor | None,
+        weights_KR: Tensor,
+        finish: Callable[[Tensor], Tensor],
+        targets_of: TargetsOf,
+        loss_of: LossOf,
+        block_size: int,
+        chunk_size: int,
+        trains: bool,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        # Allocate the gradients, and a buffer for the logits of a block
+        # For each product of hidden states and weights: its gradients, and a buffer for its logits.
+        num_positions, num_rows, _ = tensors[0].shape
+        dtype = _get_product_dtype(tensors[1])
+        products = []
+        for rows_KRH, weight_WH in zip(tensors[::2], tensors[1::2], strict=True):
+            rows_grad_KRH = None
+            if trains and rows_KRH.requires_grad:
+                rows_grad_KRH = torch.empty_like(rows_KRH)
+            weight_grad_WH = None
+            if trains and weight_WH.requires_grad:
+                weight_grad_WH = torch.zeros_like(weight_WH, dtype=torch.float32)
+            cast_weight_WH = weight_WH.to(dtype)
+            buffer = cast_weight_WH.new_empty(
+                num_positions * min(block_size, num_rows), len(weight_WH)
+            )
+            products.append(
+                _Product(rows_KRH, cast_weight_WH, rows_grad_KRH, weight_grad_WH, buffer)
+            )
+        bias_grad_W = None
+        if trains and bias_W is not None and bias_W.requires_grad:
+            bias_grad_W = torch.zeros_like(bias_W, dtype=torch.float32)
+
+        # Go through the rows block by block: compute the logits, then the loss and its gradients.
+        total = torch.zeros((), dtype=torch.float32, device=tensors[0].device)
+        metrics = []
+        for start in range(0, num_rows, block_size):
+            stop = min(start + block_size, num_rows)
+            block_logits = [product.compute_logits(start, stop) for product in products]
+            if bias_W is not None:
+                block_logits[0] += bias_W.to(dtype)
+
+            # Compute the loss chunk by chunk. Each row of logits is overwritten by its gradient.
+            for first in range(start, stop, chunk_size):
+                chunk = slice(first, min(first + chunk_size, stop))
+                chunk_in_block = slice(chunk.start - start, chunk.stop - start)
+                with torch.no_grad():
+                    targets = targets_of(chunk)
+                chunk_metrics = []
+                for k in range(num_positions):
+                    loss, metrics_Mr = _compute_loss_and_gradient(
+                        [logits_KbW[k, chunk_in_block] for logits_KbW in block_logits],
+                        weights_KR[k, chunk],
+                        finish,
+                        loss_of,
+                        (targets, k),
+                        trains,
+                    )
+                    total = total + loss
+                    chunk_metrics.append(metrics_Mr)
+                metrics.append(torch.stack(chunk_metrics, dim=1))
+
+            # What was logits is now their gradient.
+            block_logits_grad = block_logits
+            for product, logits_grad_KbW in zip(products, block_logits_grad, strict=True):
+                product.add_gradients(logits_grad_KbW, start, stop)
+            if bias_grad_W is not None:
+                bias_grad_W += block_logits_grad[0].flatten(0, 1).sum(0, dtype=torch.float32)
+
+        # Keep the gradients for the backward pass, which only scales them.
+        grads = []
+        for product in products:
+            grads += [product.rows_grad_KRH, product.weight_grad_WH]
+        metrics_MKR = torch.cat(metrics, dim=-1)
+        ctx.save_for_backward(bias_grad_W, *grads)
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (bias_W, *tensors)]
+        ctx.mark_non_differentiable(metrics_MKR)
+        return total, metrics_MKR
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        scaled_grads: list[Tensor | None] = []
+        for saved_grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True):
+            if saved_grad is None:
+                scaled_grads.append(None)
+            else:
+                # In place, because the head's gradient of a large vocabulary must not exist twice.
+                scaled_grads.append(saved_grad.mul_(grad.to(saved_grad.dtype)).to(dtype))
+        bias_grad, *product_grads = scaled_grads
+        # The seven arguments between the bias and the products take no gradient.
+        return bias_grad, *[None] * 7, *product_grads
+
+
+def compute_head_loss_at_once(
+    rows_KRH: Tensor,
+    weights_KR: Tensor,
+    head: LogitsHead,
+    targets_of: TargetsOf,
+    loss_of: LossOf,
+    correction: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute what `compute_head_loss` computes, with all logits at once; the oracle of tests."""
+    with torch.no_grad():
+        targets = targets_of(slice(None))
+    losses = []
+    metrics = []
+    for k, rows_RH in enumerate(rows_KRH):
+        logits_RW = head.finish(head.linear(rows_RH))
+        if correction is not None:
+            logits_RW = logits_RW + correction[0][k] @ correction[1].T
+        losses_R, metrics_MR = loss_of(logits_RW, targets, k)
+        losses.append(losses_R)
+        metrics.append(metrics_MR)
+    total = (torch.stack(losses) * weights_KR).sum()
+    return total, torch.stack(metrics, dim=1).detach()

@@ -1,0 +1,1 @@
+"""The jobs of the project, one per file. Each reads from top to bottom."""

@@ -1,0 +1,83 @@
+"""Fill the store of hidden states that a recipe names, without training."""
+
+from typing import NamedTuple
+
+from specdistill.common.errors import UserError
+from specdistill.data.produce.features import open_feature_store
+from specdistill.data.rows.packing import check_coverage
+from specdistill.data.rows.row_set import RowTarget
+from specdistill.evaluation.suites.conversations import use_template
+from specdistill.methods.load import create_draft, load_method
+from specdistill.methods.recipe import FeatureRecipe, TrainedRecipe
+from specdistill.recipe.sections import HybridStates
+from specdistill.targets.frozen import FrozenTarget
+from specdistill.training.arguments import (
+    build_training_arguments,
+    check_precision,
+    find_autocast_dtype,
+)
+from specdistill.training.loss_tokens import select_learnable_rows
+from specdistill.workflows.check_training import check_training
+from specdistill.workflows.make_data import open_rows
+
+
+class StoredFeatures(NamedTuple):
+    """The content of a store of hidden states.
+
+    Attributes:
+        folder: the folder of the store.
+        rows: the number of rows that it has.
+        missing: the number of the training's rows that it does not have.
+    """
+
+    folder: str | None
+    rows: int
+    missing: int
+
+
+def store_features(recipe: TrainedRecipe) -> StoredFeatures:
+    """Store the hidden states that training with this recipe reads.
+
+    Every process of a launch calls this function; each computes a share of them.
+
+    Raises:
+        UserError: for a method that reads no hidden states, and for a mode that fills no store.
+    """
+    if not isinstance(recipe, FeatureRecipe):
+        raise UserError(
+            "method", got=recipe.method, expected="one whose drafts read the target's hidden states"
+        )
+    if not isinstance(recipe.hidden_states, HybridStates):
+        expected = "hybrid, with hidden_states.path: a store that is filled"
+        raise UserError("hidden_states.mode", got=recipe.hidden_states.mode, expected=expected)
+    arguments = build_training_arguments(recipe.train)
+    check_precision(arguments, recipe.target.dtype)
+
+    # Check everything that files tell, before weights are loaded.
+    job = check_training(recipe)
+
+    # Load the target and open the rows.
+    target = FrozenTarget.load(
+        **vars(recipe.target), layers_on_disk=not recipe.hidden_states.runs_layers
+    )
+    use_template(target.tokenizer, recipe)
+    train_rows, eval_rows = open_rows(job.load_target(RowTarget.from_target(target)))
+
+    # The draft says which layers it reads, and its objective which rows it can learn from.
+    draft = create_draft(recipe, target, train_rows)
+    check_coverage(train_rows, target.vocab_size, draft, getattr(recipe.draft, "init", None))
+    objective = load_method(recipe.method).build_objective(draft, recipe, target)
+    row_sets = select_learnable_rows([train_rows, eval_rows], objective, recipe.data)
+
+    # Compute the features in passes like those of training.
+    store = open_feature_store(
+        recipe.hidden_states,
+        target,
+        getattr(draft, "aux_layers", ()),
+        row_sets,
+        autocast=find_autocast_dtype(arguments),
+        batch_size=arguments.train_batch_size,
+        force=recipe.data.force,
+    )
+    assert store is not None  # because the mode is hybrid
+    return StoredFeatures(recipe.hidden_states.path, store.num_rows, store.num_missing)

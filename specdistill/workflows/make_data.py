@@ -1,0 +1,194 @@
+"""Make training data: prepare the work, generate its blocks, merge them into a row set, open it."""
+
+import os
+import uuid
+from pathlib import Path
+
+from datasets import Dataset
+
+from specdistill.common.errors import UserError, make_unused_key_error
+from specdistill.common.processes import (
+    all_gather_object,
+    check_ranks_agree,
+    find_rank_and_world_size,
+)
+from specdistill.data.produce.generate import make_blocks
+from specdistill.data.produce.job import Job
+from specdistill.data.produce.merge import merge
+from specdistill.data.rows.files import NUM_SHOWN_HASH_DIGITS, cache_folder
+from specdistill.data.rows.row_set import (
+    Manifest,
+    RowSetSpec,
+    RowTarget,
+    check_row_set,
+    is_whole,
+    read_rows,
+)
+from specdistill.evaluation.suites.conversations import use_template
+from specdistill.methods.recipe import TrainedRecipe
+from specdistill.recipe.sections import LocalRegeneration
+from specdistill.targets.frozen import FrozenTarget
+from specdistill.workflows.check_training import check_training
+
+
+def prepare_job(recipe: TrainedRecipe, *, generates: bool) -> Job:
+    """Check a recipe and return the job that makes its rows.
+
+    Args:
+        recipe: the recipe of a training.
+        generates: whether the job generates in this process, for which the target's weights are
+            loaded.
+
+    Raises:
+        UserError: for a target, settings or sources with which no rows can be made.
+    """
+    # Check everything that files tell, before weights are loaded.
+    job = check_training(recipe)
+    if not generates or not isinstance(recipe.data.regenerate, LocalRegeneration):
+        return job
+
+    # Load the target that generates.
+    target = FrozenTarget.load(**vars(recipe.target))
+    use_template(target.tokenizer, recipe)
+    return job.load_target(RowTarget.from_target(target))
+
+
+def make_shard(recipe: TrainedRecipe) -> tuple[Job, int, int]:
+    """Generate the blocks of `data.shard`, or all of them.
+
+    Returns:
+        The job, the number of the shard, from 0, and how many shards there are.
+    """
+    index, count = shard_of(recipe.data.shard)
+    job = prepare_job(recipe, generates=True)
+    job.check()
+    make_blocks(job, index, count)
+    return job, index, count
+
+
+def merge_shards(job: Job) -> Manifest:
+    """Merge the blocks of a job into its row set, and return the manifest."""
+    job.check()
+    merge(job)
+    *_, manifest = read_rows(job.folder)
+    return manifest
+
+
+def open_or_make_rows(recipe: TrainedRecipe) -> tuple[Job, Dataset, Manifest]:
+    """Open the training rows of a recipe, and make them first if they do not exist yet.
+
+    Returns:
+        The job of the rows, the training rows, and the manifest of their row set.
+    """
+    job = prepare_job(recipe, generates=False)
+    if not is_whole(job.folder):
+        job = prepare_job(recipe, generates=True)
+    train_rows, _ = open_rows(job)
+    *_, manifest = read_rows(job.folder)
+    return job, train_rows, manifest
+
+
+def open_rows(job: Job) -> tuple[Dataset, Dataset]:
+    """Open the rows of a training: those of `data.rows`, or the recipe's own.
+
+    The recipe's own rows are made first if they do not exist yet. Every process of a launch has to
+    call this function. Each process generates its share of the blocks. Processes wait for each
+    other before and after they generate, not meanwhile. The first process reads the sources and
+    merges; if machines share no folder, the first process of every machine does.
+
+    Returns:
+        The training rows and the validation rows, with the columns of `packing`.
+
+    Raises:
+        UserError: for rows of another target, template or shape, for an incomplete row set, and for
+            machines whose rows or weights differ.
+    """
+    # All processes must have the same target.
+    check_ranks_agree({"weights of target.model": job.target.weights[:NUM_SHOWN_HASH_DIGITS]})
+    if job.config.shard is not None:
+        raise make_unused_key_error(
+            "data.shard", job.config.shard, "only `specdistill data make` makes a shard of the rows"
+        )
+    check_row_set(job.config, job.target)
+
+    # Make the rows, unless every process finds them whole.
+    if job.config.rows is None and not all(all_gather_object(is_whole(job.folder))):
+        job.check()
+        index, count = _find_shares(cache_folder(job.config.cache_dir))
+        if index == 0:
+            _ = job.sources  # prepares them, so that the other processes find them
+        all_gather_object(None)
+        make_blocks(job, index, count)
+        all_gather_object(None)
+        if index == 0:
+            merge(job)
+        all_gather_object(None)
+
+    # Open them. All machines must have the same rows.
+    train, validation, manifest = read_rows(
+        job.folder, RowSetSpec.from_config(job.config, job.target)
+    )
+    hashes = {shard.name: shard.hash[:NUM_SHOWN_HASH_DIGITS] for shard in manifest.shards}
+    check_ranks_agree(
+        hashes, otherwise=": make the rows on one machine, and copy the folder (data.rows)"
+    )
+    return train, validation
+
+
+def _find_shares(folder: Path) -> tuple[int, int]:
+    """Return the rank of this process among those that share a folder, and their number.
+
+    If all processes of a launch see the same folder, all of them share it. Otherwise the processes
+    of each machine share one. A marker file in the folder shows which case it is.
+    """
+    rank, count = find_rank_and_world_size()
+    if count == 1:
+        return 0, 1
+    mark = folder / f"launch-{all_gather_object(uuid.uuid4().hex)[0]}"
+    if rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+    all_gather_object(None)
+    is_common = all(all_gather_object(mark.exists()))
+    if rank == 0:
+        mark.unlink()
+    return (
+        (rank, count)
+        if is_common
+        else (int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+    )
+
+
+def shard_of(shard_text: str | None) -> tuple[int, int]:
+    """Return the number of the shard, from 0, and the number of shards.
+
+    Args:
+        shard_text: the value of `data.shard`: `i/n`, `auto` or `auto/n`. With `auto` an array job
+            of Slurm or an indexed job of Kubernetes says which shard it is. None for all of the
+            work.
+
+    Raises:
+        UserError: for a value that is no shard, and for `auto` outside of such a job.
+    """
+    expected = (
+        "i/n with i from 0 to n - 1, or auto in an array job of Slurm or an indexed one of"
+        " Kubernetes (auto/n: of n)"
+    )
+    index, _, count = ("0/1" if shard_text is None else shard_text).partition("/")
+    if index == "auto":
+        env = os.environ
+        if "SLURM_ARRAY_TASK_ID" in env:
+            index = str(int(env["SLURM_ARRAY_TASK_ID"]) - int(env.get("SLURM_ARRAY_TASK_MIN", "0")))
+            count = count or env.get("SLURM_ARRAY_TASK_COUNT", "")
+        else:
+            index = env.get("JOB_COMPLETION_INDEX", "")
+            count = count or env.get("JOB_COMPLETIONS", "")
+        if not index or not count:
+            got = (
+                "auto without SLURM_ARRAY_TASK_ID and SLURM_ARRAY_TASK_COUNT, or"
+                " JOB_COMPLETION_INDEX and JOB_COMPLETIONS"
+            )
+            raise UserError("data.shard", got=got, expected=expected)
+    if not index.isdecimal() or not count.isdecimal() or int(index) >= int(count):
+        raise UserError("data.shard", got=shard_text, expected=expected)
+    return int(index), int(count)

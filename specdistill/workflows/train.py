@@ -1,0 +1,146 @@
+"""Train a draft: check, target, rows, draft, objective, optimizer, steps, save.
+
+One function trains the drafts of every method. The method says which draft is created and what it
+learns.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from transformers import TrainerCallback
+
+from specdistill.advice.plan.run_estimate import print_estimate
+from specdistill.data.produce.features import open_feature_store
+from specdistill.data.rows.packing import check_coverage
+from specdistill.data.rows.row_set import RowTarget
+from specdistill.evaluation.measurement.loading import measure_checkpoints
+from specdistill.evaluation.suites.conversations import use_template
+from specdistill.methods.load import create_draft, load_method
+from specdistill.methods.recipe import TrainedRecipe
+from specdistill.methods.target_record import save_draft
+from specdistill.recipe.load import merge_values
+from specdistill.recipe.sections import OnlineStates, StoredStates
+from specdistill.serving.export import check_engines
+from specdistill.targets.frozen import FrozenTarget, compile_layers
+from specdistill.training.arguments import find_autocast_dtype
+from specdistill.training.history import read_history
+from specdistill.training.loss_tokens import select_learnable_rows
+from specdistill.training.optimizer import build_optimizer
+from specdistill.training.run import TrainingRun
+from specdistill.training.trainer import DistillationTrainer
+from specdistill.workflows.check_training import check_training
+from specdistill.workflows.make_data import open_rows
+from specdistill.workflows.next_step import describe_after
+
+
+def train_draft(recipe: TrainedRecipe, callbacks: Sequence[TrainerCallback] = ()) -> Path:
+    """Train the draft of a recipe. Every process of a launch calls this function.
+
+    Args:
+        recipe: a recipe of a method that is trained.
+        callbacks: callbacks of transformers' Trainer.
+
+    Returns:
+        The folder of the run, which holds the draft in `draft`. An interrupted run resumes.
+
+    Raises:
+        UserError: for what cannot be trained, naming the key.
+        ResourceError: when memory, disk or the Hub fails.
+    """
+    # Open the run folder, or resume the run in it. Methods whose draft reads no hidden states have
+    # no such section.
+    hidden_states = getattr(recipe, "hidden_states", OnlineStates())
+    # If features are read from a store, two processes read them while a GPU trains.
+    reads_store = isinstance(hidden_states, StoredStates)
+    num_workers = 2 if reads_store and torch.cuda.is_available() else 0
+    run = TrainingRun.open(
+        recipe,
+        target_dtype=recipe.target.dtype,
+        eval_on_start=recipe.evaluates_first,
+        dataloader_num_workers=num_workers,
+    )
+    is_first_process = run.arguments.process_index == 0
+
+    # Check everything that files tell, before weights are loaded, and estimate the cost.
+    job = check_training(recipe)
+    if run.checkpoint is None and is_first_process:
+        print_estimate(recipe, run.arguments, job.run_size(), job.folder)
+
+    # Load the target. Its layers stay on disk if all features are read from a store.
+    runs_layers = hidden_states.runs_layers or recipe.selection is not None
+    target = FrozenTarget.load(**vars(recipe.target), layers_on_disk=not runs_layers)
+    check_engines(recipe, target)
+    use_template(target.tokenizer, recipe)
+
+    # Open the rows, which are generated first if they do not exist.
+    train_rows, eval_rows = open_rows(job.load_target(RowTarget.from_target(target)))
+
+    # Create the draft and its objective: the draft together with its loss.
+    method = load_method(recipe.method)
+    draft = create_draft(recipe, target, train_rows)
+    initialization = getattr(recipe.draft, "init", None)
+    coverage = check_coverage(train_rows, target.vocab_size, draft, initialization)
+    objective = method.build_objective(draft, recipe, target)
+    train_rows, eval_rows = select_learnable_rows([train_rows, eval_rows], objective, recipe.data)
+    compile_layers(recipe.train, target, objective)
+
+    # Record what the run depends on, before its first step.
+    run.record(
+        target=target.name,
+        target_revision=target.revision,
+        target_weights=target.identity.weights,
+        data_fingerprint=train_rows._fingerprint,
+        rows=len(train_rows),
+        vocabulary_coverage=coverage,
+    )
+
+    # Open the store of hidden states, if the target does not compute them in each step.
+    store = open_feature_store(
+        hidden_states,
+        target,
+        getattr(draft, "aux_layers", ()),
+        [train_rows, eval_rows],
+        autocast=find_autocast_dtype(run.arguments),
+        batch_size=run.arguments.train_batch_size,
+        force=recipe.data.force,
+    )
+
+    # Train, and save the best draft.
+    trainer = DistillationTrainer(
+        objective,
+        target,
+        run.arguments,
+        train_rows,
+        eval_rows,
+        save=partial(save_draft, method, target, chat_template=recipe.data.chat_template),
+        decode=measure_checkpoints(recipe, target),
+        optimizer=build_optimizer(recipe.optimizer, draft, run.arguments),
+        store=store,
+    )
+    for callback in callbacks:
+        trainer.add_callback(callback)
+    run.train(trainer)
+
+    # Say where the draft is, and what to type next.
+    if is_first_process:
+        _print_trained(run.path)
+    return run.path
+
+
+def _print_trained(run: Path) -> None:
+    """Print where the draft is, what it reached, and what to type next."""
+    history = read_history(run / "draft", key="train.output_dir")
+    assert history is not None
+    acceptance_lengths = dict(history.summary()["curve"])
+    step = history.saved_step
+    sentence = f"The draft of step {step} of {history.steps} is in {run / 'draft'}"
+    if acceptance_lengths.get(step):
+        length = acceptance_lengths[step]
+        sentence += f", acceptance length {length:.2f} (simulated on held-out data)"
+    print(f"{sentence}.")
+    message, commands = describe_after(run, merge_values([f"recipe={run / 'run' / 'recipe.yaml'}"]))
+    print(message)
+    for command in commands:
+        print(f"  {command}")

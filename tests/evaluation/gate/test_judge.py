@@ -1,0 +1,86 @@
+import pytest
+
+from specdistill.evaluation.gate.decide import Evidence, build_changes
+from specdistill.evaluation.report import tables
+from specdistill.evaluation.report.files import validate_report
+from specdistill.evaluation.report.phrases import describe_baseline, find_direction
+from tests.simulated import DRAFT_STEP, edited, simulate, simulated_report
+
+
+@pytest.fixture(scope="module")
+def evidence():
+    records = simulate(24)
+    return Evidence(simulated_report(records), records)
+
+
+@pytest.fixture(scope="module")
+def slower():
+    """The same acceptance, at drafts that cost twice as much."""
+    records = simulate(24, draft_step=2 * DRAFT_STEP, timing_seed=2)
+    return Evidence(simulated_report(records), records)
+
+
+def by_metric(section):
+    return {entry["metric"]: entry for entry in section["changes"] if entry["category"] == "all"}
+
+
+def test_old_and_new_with_the_paired_change(evidence, slower):
+    section = build_changes(slower, evidence)
+    validate_report({**slower.report, "baseline": section})
+    found = by_metric(section)
+    draft = found["draft_ms"]
+    assert (draft["old"], draft["new"]) == tuple(
+        side.report["results"][0]["draft_ms"] for side in (evidence, slower)
+    )
+    assert draft["change"] == pytest.approx(1.0, abs=0.02)
+    low, high = draft["ci95"]
+    assert low < draft["change"] < high
+    assert find_direction(draft) == "worse"  # more milliseconds
+    assert find_direction(found["speedup"]) == "worse"
+    assert find_direction(by_metric(build_changes(evidence, slower))["speedup"]) == "better"
+
+
+def test_equal_texts_are_no_change_of_acceptance(evidence, slower):
+    section = build_changes(slower, evidence)
+    lengths = [entry for entry in section["changes"] if entry["metric"] == "mean_acceptance_length"]
+    assert [entry["category"] for entry in lengths] == [
+        "all",
+        "function",
+        "docstring",
+        "chat",
+        "long_context",
+    ]
+    assert all(
+        (entry["change"], entry["ci95"], find_direction(entry)) == (0.0, [0.0, 0.0], "open")
+        for entry in lengths
+    )
+
+
+def test_what_cannot_be_compared_says_why(evidence, slower):
+    old = edited(evidence.report, ("hardware", "name"), "another")
+    del old["results"][0]["acceptance_rate"]
+    section = build_changes(slower, Evidence(old, evidence.records))
+    validate_report({**slower.report, "baseline": section})
+    found = by_metric(section)
+    assert "change" not in found["speedup"]
+    assert "another" in found["speedup"]["reason"]
+    assert found["acceptance_rate"]["reason"] == "not measured in the baseline: it is absent"
+    assert "old" not in found["acceptance_rate"]
+    (cells,) = (
+        row
+        for row in tables.tabulate_changes({"baseline": section}).rows
+        if row[0] == ("acceptance rate",)
+    )
+    assert cells[1] == ("–",) and cells[2] != ("–",)
+    assert cells[3] == ("–", "not measured in the baseline: it is absent")
+
+
+def test_a_baseline_of_another_suite_is_named_and_not_compared(evidence, slower):
+    old = {
+        **evidence.report,
+        "results": [{**row, "suite_version": "0"} for row in evidence.report["results"]],
+    }
+    section = build_changes(slower, Evidence(old, evidence.records))
+    validate_report({**slower.report, "baseline": section})
+    assert section["changes"] == []
+    assert "suite_version 0" in describe_baseline({"baseline": section})

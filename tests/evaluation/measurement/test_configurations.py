@@ -1,0 +1,79 @@
+"""Which configurations are measured."""
+
+from dataclasses import replace
+
+from specdistill.decoding.sampling import Sampling
+from specdistill.decoding.tree import DynamicTree, StaticTree
+from specdistill.evaluation.measurement.configurations import (
+    MeasurementPlan,
+    Settings,
+    plan_configurations,
+)
+from specdistill.evaluation.statistics.records import Configuration
+from specdistill.evaluation.suites.suite import Prompt
+from specdistill.recipe.sections import SweepConfig, TreeConfig
+from tests.refusals import refused
+
+PROMPTS = [
+    Prompt(f"p{number}", "ab"[number % 2], "x", (20 + number, 30, 40)) for number in range(2)
+]
+MAIN = MeasurementPlan(
+    Settings(num_speculative_tokens=2, max_new_tokens=6, repeats=1, warmup=0), PROMPTS
+)
+
+
+def configurations(plans):
+    return [plan.settings.configuration for plan in plans]
+
+
+def test_one_axis_at_a_time_around_the_main_configuration():
+    cut = [PROMPTS[0]]
+    axes = SweepConfig(num_speculative_tokens=[1, 2, 3], temperature=[0, 1], batch_size=[1, 2])
+    plans = plan_configurations(MAIN, axes, {64: cut, 32: cut})
+    assert configurations(plans) == [
+        Configuration(2), Configuration(1), Configuration(3), Configuration(2, 1.0),
+        Configuration(2, batch_size=2),
+        Configuration(2, context_bucket="64"), Configuration(2, context_bucket="32"),
+    ]  # fmt: skip
+    assert [len(plan.prompts) for plan in plans] == [2, 2, 2, 2, 2, 1, 1]
+    assert plans[3].settings == replace(MAIN.settings, sampling=Sampling(1.0))
+    assert plan_configurations(MAIN, SweepConfig(), {}) == [MAIN]
+
+
+def test_trees_are_swept_with_their_own_depth_and_other_k_are_chains():
+    tree, other = DynamicTree(8, 3, 2), StaticTree((2, 1))
+    main = MeasurementPlan(replace(MAIN.settings, num_speculative_tokens=3, tree=tree), PROMPTS)
+    trees = [TreeConfig(**tree.settings), TreeConfig(**other.settings)]
+    axes = SweepConfig(num_speculative_tokens=[3], batch_size=[2], tree=trees)
+    assert configurations(plan_configurations(main, axes, {})) == [
+        Configuration(3, tree=tree.settings),
+        Configuration(3),
+        Configuration(3, batch_size=2, tree=tree.settings),
+        Configuration(2, tree=other.settings),
+    ]
+
+
+def test_the_settings_beside_the_axis_stay():
+    main = MeasurementPlan(replace(MAIN.settings, sampling=Sampling(0.7, 0.9, 5)), PROMPTS)
+    assert plan_configurations(main, SweepConfig(temperature=[1.0]), {})[
+        1
+    ].settings.sampling == Sampling(1.0, 0.9, 5)
+
+
+def test_a_tree_s_depth_is_its_number_of_speculative_tokens():
+    tree = StaticTree((2, 2))
+    with refused("eval.num_speculative_tokens", 3):
+        Settings(num_speculative_tokens=3, max_new_tokens=8, tree=tree)
+
+
+def test_a_batch_is_at_most_all_prompts():
+    with refused("eval.batch_size", "3 for 2 prompts"):
+        MeasurementPlan(replace(MAIN.settings, batch_size=3), PROMPTS)
+
+
+def test_one_shape_is_compiled():
+    main = MeasurementPlan(replace(MAIN.settings, compile=True), PROMPTS)
+    with refused("eval.compile", "true with 2 prompts"):
+        plan_configurations(main, SweepConfig(batch_size=[2]), {})
+    with refused("eval.compile", "true with a tree"):
+        plan_configurations(main, SweepConfig(tree=[TreeConfig(branching=[2, 1])]), {})

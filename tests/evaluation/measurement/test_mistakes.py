@@ -1,0 +1,123 @@
+"""Mistakes in this project's own code, each injected with and without a draft alike: the report's
+`lossless` must show every one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from specdistill.decoding import verify
+from specdistill.decoding.sampling import Sampling, draw_tokens
+from specdistill.evaluation.gate.decide import Evidence, decide
+from specdistill.evaluation.gate.rules import load_gate
+from specdistill.evaluation.measurement.configurations import Settings
+from specdistill.evaluation.measurement.losslessness import (
+    check_greedy,
+    run_sampling_test,
+    summarize_greedy,
+)
+from specdistill.evaluation.suites.suite import Prompt
+from specdistill.targets.frozen import FrozenTarget
+from tests.measuring import measure
+from tests.proposers import ModelProposer
+from tests.tiny import tiny_target_model, tiny_tokenizer
+
+PROMPTS = [Prompt(f"p{number}", "c", "text", (1 + number, 2, 3, 4)) for number in range(2)]
+TEMPERATURE = 0.7
+Patch = pytest.MonkeyPatch
+Mistake = Callable[[FrozenTarget, Patch], None]
+
+
+def model(seed: int) -> Any:
+    """Eight tokens with clear top-1 tokens, so that few draws tell distributions apart; none ends a
+    completion."""
+    one = tiny_target_model(num_layers=1, vocab_size=8, seed=seed)
+    one.generation_config.eos_token_id = []
+    one.lm_head.weight.data *= 2
+    return one
+
+
+def failed_rules(make_mistake: Callable[[FrozenTarget], None], num_draws: int = 160) -> list[str]:
+    """The rules on losslessness, of the gate that any draft must pass, that a measurement with the
+    mistake fails."""
+    target, draft = FrozenTarget(model(0), tiny_tokenizer(), name="eight"), ModelProposer(model(3))
+    make_mistake(target)
+    settings = Settings(2, 16, sampling=Sampling(TEMPERATURE), repeats=1, warmup=0)
+    lossless = summarize_greedy(
+        check_greedy(target, draft, measure(target, draft, PROMPTS, settings), settings)
+    )
+    sampled = run_sampling_test(target, draft, PROMPTS, settings, num_draws=num_draws)
+    lossless["sampling_test"] = sampled if isinstance(sampled, dict) else {}
+    rules = [rule for rule in load_gate("default") if rule.metric.startswith("lossless")]
+    found = decide(rules, Evidence({"lossless": lossless, "not_measured": {}}, []), None)["rules"]
+    return [rule["metric"].rpartition(".")[2] for rule in found if not rule["passed"]]
+
+
+def changed_logits(change: Callable[[Tensor], Tensor]) -> Mistake:
+    def make(target: FrozenTarget, patch: Patch) -> None:
+        right = target.logits
+        patch.setattr(target, "logits", lambda hidden: change(right(hidden)))
+
+    return make
+
+
+def ignored_temperature(_target: FrozenTarget, patch: Patch) -> None:
+    patch.setattr(
+        Sampling, "compute_probabilities", lambda sampling, logits: logits.float().softmax(-1)
+    )
+
+
+def residual_not_taken(_target: FrozenTarget, patch: Patch) -> None:
+    """What follows a rejection is drawn from the target's distribution."""
+    right = verify.verify_sampled_chain
+
+    def rejection(
+        tokens: Tensor, target_probs: Tensor, draft_probs: Tensor | None, uniforms: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        num_accepted, _ = right(tokens, target_probs, draft_probs, uniforms)
+        rows = torch.arange(len(tokens))
+        return num_accepted, draw_tokens(target_probs[rows, num_accepted], uniforms[:, -1])
+
+    patch.setattr(verify, "verify_sampled_chain", rejection)
+
+
+def stale_entry(_target: FrozenTarget, patch: Patch) -> None:
+    """One rejected token stays in the KV cache."""
+    crop = DynamicCache.crop
+    patch.setattr(
+        DynamicCache, "crop", lambda cache, length: crop(cache, length + 1) if length < -1 else None
+    )
+
+
+MISTAKES: dict[str, tuple[Mistake, str]] = {
+    "a scale of the logits": (changed_logits(lambda logits: 2 * logits), "p_value"),
+    "a soft cap": (changed_logits(lambda logits: 2 * torch.tanh(logits / 2)), "p_value"),
+    "a bias of the head": (
+        changed_logits(lambda logits: logits + torch.arange(8) / 4),
+        "unexplained_divergences",
+    ),
+    "temperature": (ignored_temperature, "p_value"),
+    "residual": (residual_not_taken, "p_value"),
+    "stale entry": (stale_entry, "unexplained_divergences"),
+}
+
+
+def test_without_a_mistake_every_rule_holds() -> None:
+    assert failed_rules(lambda target: None) == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        # draws a second and a half for what a scale of the logits does too
+        pytest.param(name, marks=[pytest.mark.long] if name == "a soft cap" else [])
+        for name in MISTAKES
+    ],
+)
+def test_a_mistake_is_noticed(name: str, monkeypatch: Patch) -> None:
+    mistake, shows_in = MISTAKES[name]
+    num_draws = 160 if shows_in == "p_value" else 0
+    assert shows_in in failed_rules(lambda target: mistake(target, monkeypatch), num_draws)
