@@ -1,0 +1,1 @@
+"""Errors, files, processes and the terminal, used by every other package; imports none of them."""

@@ -1,0 +1,1 @@
+"""Train a draft: the Trainer, its arguments and optimizer, checkpoints and the run folder."""

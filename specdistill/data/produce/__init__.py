@@ -1,0 +1,1 @@
+"""Turn sources of text into row sets: read, clean, generate answers, encode and merge."""

@@ -1,0 +1,1 @@
+"""Decide by rules on a report whether a draft may be released."""

@@ -1,0 +1,1 @@
+"""Measure drafts by decoding: acceptance, speed, losslessness and answer quality."""

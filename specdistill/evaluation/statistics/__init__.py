@@ -1,0 +1,1 @@
+"""Confidence intervals, acceptance metrics and the predicted speedup. No torch here."""

@@ -1,0 +1,1 @@
+"""Suites: the prompts that measurements decode, and how they become token ids."""

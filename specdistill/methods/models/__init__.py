@@ -1,0 +1,1 @@
+"""The family of drafts that are language models themselves (draft models, PARD)."""
