@@ -15,7 +15,7 @@ feed their states back train as many steps of the unroll as they draft.
 The drafts, n-gram lookup and suffix lookup are measured greedily and at temperature 1, one request
 and several at a time. Each draft is also measured as a tree and behind n-gram lookup. A round never
 verifies more than K draft tokens. There is a comparison for each way of measuring in
-runs/smollm2/methods, and the tables of docs/methods.md and of the README show the results.
+runs/smollm2/methods, and the tables of docs/methods.md and docs/results.md show the results.
 """
 
 import sys
@@ -147,7 +147,7 @@ def main(options: Options) -> ExitCode:
         write_between(PAGE, "smollm2_methods", shown)
         chains_alone = {way: select_chains(by_minutes[way]) for way in SINGLE_REQUEST_WAYS}
         write_between(
-            ROOT / "README.md",
+            ROOT / "docs" / "results.md",
             "smollm2_methods",
             f"{describe_measurement(chains_alone)}\n\n{format_methods_table(chains_alone)}",
         )

@@ -13,7 +13,6 @@ from specdistill.evaluation.report.files import read_report, to_html
 
 ROOT = Path(__file__).resolve().parent.parent
 OUTSIDE = {
-    "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
 }
