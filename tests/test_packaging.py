@@ -204,6 +204,11 @@ def test_newest_entry_of_the_changelog_is_this_version():
     assert re.findall(r"^## (\S+)", changelog, re.MULTILINE)[0] == __version__
 
 
+def test_citation_has_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == __version__
+
+
 def make(*arguments: str) -> list[str]:
     """The lines that make prints when a person starts it: what a surrounding `make test` hands down
     is removed."""
