@@ -28,7 +28,7 @@ GATE = yaml.safe_load((FOLDER / "release-gate.yml").read_text(encoding="utf-8"))
 CALL = GATE[True]["workflow_call"]
 (STEPS,) = (job["steps"] for job in GATE["jobs"].values())
 # Who calls it: this repository, and the example for others.
-PAGE = (ROOT / "docs" / "release.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "github-actions.md").read_text(encoding="utf-8")
 (EXAMPLE,) = re.findall(r"```yaml\n(# \.github.*?)```", PAGE, re.DOTALL)
 CALLERS = {
     "pico": yaml.safe_load((FOLDER / "pico.yml").read_text(encoding="utf-8")),
@@ -203,7 +203,9 @@ def test_a_comment_is_as_long_as_github_takes(tmp_path: Path) -> None:
 
 
 def test_a_tag_is_published_and_a_pull_request_is_not(tmp_path: Path) -> None:
-    given = CALLERS["another repository"]["jobs"]["draft"]["with"]
+    # The page shows a first release. The second names the first as its baseline.
+    shown = CALLERS["another repository"]["jobs"]["draft"]["with"]
+    given = {**shown, "first": False, "baseline": "org/name@v1"}
     for number, (tag, last) in enumerate({"": "gh", "v2": "specdistill"}.items()):
         folder = tmp_path / str(number)
         # An absolute folder of the runner stands here inside the test's.
@@ -222,9 +224,7 @@ def test_a_tag_is_published_and_a_pull_request_is_not(tmp_path: Path) -> None:
         ]
         assert len(ran) == 2 and ran[1][0] == last
     assert ran[1] == ["specdistill", "publish", f"run={folder}/my run", "repo=org/name", "tag=v2"]
-    first = Event(
-        {**given, "run": str(tmp_path / "first"), "first": True}, pull_request=False, tag="v1"
-    )
+    first = Event({**shown, "run": str(tmp_path / "first")}, pull_request=False, tag="v1")
     assert commands(first, tmp_path / "first")[-1][-2:] == ["tag=v1", "baseline=none"]
 
 
