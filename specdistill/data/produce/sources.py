@@ -94,6 +94,7 @@ from specdistill.recipe.data_sources import (
 )
 from specdistill.recipe.sections import DataConfig
 
+# The columns of a row in the common forms. A row leaves the columns of the other forms None.
 COLUMNS = {
     "text": Value("string"),
     "messages": List(AnyJson()),
@@ -101,6 +102,7 @@ COLUMNS = {
     "input_ids": List(Value("int32")),
     "loss_mask": List(Value("int8")),
 }
+# The kind of fault under which rows with such token ids are counted.
 BAD_TOKENS = "token ids or loss mask out of range"
 
 
@@ -141,16 +143,25 @@ class RowPlaces:
     offset: int = 0
 
     def position(self, number: int) -> tuple[int, int]:
-        """Return (number of the file, line) of a row, whose number counts from 0."""
+        """Return where a row stands: the index of its file, and its line in that file.
+
+        Args:
+            number: the number of the row in the source, from 0.
+
+        Returns:
+            (index of the file, from 0; number of the line, from 1).
+        """
+        # Walk through the files in order, and subtract the rows of each file before the row's own.
         number += self.offset
         for file, lines in enumerate(self.lines):
             if number < len(lines):
                 return file, int(lines[number])
             number -= len(lines)
+        # Without line numbers the source counts as one file, and its rows are numbered from 1.
         return 0, number + 1
 
     def name(self, position: tuple[int, int]) -> str:
-        """Return the name of a position in errors, for example rows.jsonl line 7."""
+        """Return a position as messages write it, for example `rows.jsonl line 7`."""
         return f"{self.files[position[0]]} {self.unit} {position[1]}"
 
 
@@ -158,8 +169,8 @@ class BadLine(NamedTuple):
     """A line of a file that is no JSON object.
 
     Attributes:
-        position: (number of the file, line).
-        reason: what is wrong with it.
+        position: (index of the file, number of the line), as `RowPlaces.position` returns it.
+        reason: what is wrong with the line.
     """
 
     position: tuple[int, int]
@@ -182,6 +193,7 @@ def load_sources(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list
         UserError: for a wrong name or setting.
         ResourceError: when the Hub fails.
     """
+    # The source `self` only has prompts, so the target must be asked to generate answers.
     sources = list(list_entries(config.source))
     of_self = [key for key, entry in sources if entry.source == SELF_SOURCE]
     if of_self and config.regenerate.num_tokens == 0:
@@ -191,6 +203,8 @@ def load_sources(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list
             expected="data.regenerate.num_tokens above 0, for answers to its prompts, or another"
             " source",
         )
+
+    # These keys say how the rows of a source are read. With `self` alone they would have no effect.
     if len(of_self) == len(sources):
         for key, value, default in (
             ("data.columns", config.columns, {}),
@@ -202,6 +216,7 @@ def load_sources(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list
                     got=f"{value} with the source self alone",
                     expected=f"{default}: it applies to the rows of a source, and self has none",
                 )
+
     return [_read_source(entry, key, config, tokenizer) for key, entry in sources]
 
 
@@ -237,6 +252,7 @@ def _read_source(
                 fingerprint=Hasher.hash([source, content, *COLUMNS]),
             )
         return Source(rows, entry, key, num_read=len(rows))
+
     # Load the rows as they are; lines that are no JSON objects are already left out.
     raw, places, bad_lines = _load(entry, split, key, config)
     num_read = len(raw) + len(bad_lines)
@@ -257,8 +273,8 @@ def _read_source(
     entry = entry.model_copy(update={"columns": columns})
     check_columns(raw.column_names, entry, key)
 
-    # The library's own fingerprint of a file depends on its name and date, which differ between
-    # machines.
+    # The fingerprint that datasets gives to a file depends on its name and date, which differ
+    # between machines. The hash of its content does not.
     content = [hash_content(source), split] if Path(source).exists() else raw._fingerprint
 
     # The prepared rows depend on all of these, so they are part of the cache's name.
@@ -281,6 +297,7 @@ def _read_source(
             got=f"{source}, rows of token ids, with data.regenerate",
             expected="data.regenerate.num_tokens=0: they are trained on as they are",
         )
+
     # Convert the rows to the common forms. A row with a fault becomes a description of it.
     reader = RowReader(key, entry, tokenizer, raw.features, places, config)
     try:
@@ -308,6 +325,7 @@ def _read_source(
             source,
             f"{name_sibling_key(key, 'where')} and min_turns",
         )
+
     # Separate the rows with faults, and stop if there are too many.
     rows, faults, first_row = split_faults(rows)
     if config.on_bad_row == "stop":
@@ -337,16 +355,21 @@ def _stop_at_first(
 ) -> None:
     """Raise the UserError of the first row that cannot be used, in the order of the files.
 
+    Nothing happens if every row can be used.
+
     Args:
         bad_lines: lines that are no JSON objects, in order.
         first_row: the first row with a fault, as its number in `raw`; None if there is none.
         raw: the rows as they are in the files.
-        reader: reads a row.
+        reader: the reader of the source's rows.
     """
+    # A line that is no JSON object is not in `raw`, so it is reported by itself.
     places = reader.places
     line = bad_lines[0] if bad_lines else None
     if line and (first_row is None or line.position < places.position(first_row)):
         raise _make_line_error(line, places, reader.key)
+
+    # Reading a row with a fault again raises its error in full.
     if first_row is not None:
         reader.read(raw[first_row], f"{reader.key} {places.name(places.position(first_row))}")
 
@@ -374,7 +397,7 @@ class RowReader:
     def __call__(self, raw: dict[str, object], number: int) -> list[dict[str, object]]:
         """Return a row in the common forms, or the description of its fault.
 
-        Nothing is returned for a row that is not asked for by `where` and `min_turns`.
+        The result is empty for a row that does not match `where` and `min_turns`.
 
         Args:
             raw: the row as it is in the source.
@@ -387,12 +410,18 @@ class RowReader:
         try:
             return [{**row, "place": place} for row in self.read(raw, f"{self.key} {place}")]
         except UserError as error:
+            # Errors of a row have a kind, by which they are counted. Others are wrong settings.
             if not error.kind:
                 raise
             return [describe_fault(error, place, number)]
 
     def read(self, raw: dict[str, object], where: str) -> list[Row]:
-        """Return a row in the common forms, or raise UserError if it cannot be used."""
+        """Return a row in the common forms, or raise UserError if it cannot be used.
+
+        Args:
+            raw: the row as it is in the source.
+            where: the name of the row in errors.
+        """
         entry = self.entry
 
         # Leave out rows that do not match `where`.
@@ -413,7 +442,8 @@ class RowReader:
         if not rows:
             raise UserError(where, got="a row without content", expected=EXPECTED, kind=EMPTY)
 
-        # Check each conversation: whether it can be asked, or learned.
+        # Check each conversation against the target's chat template: whether the target can be
+        # asked to answer it, or whether the recorded answers can be learned.
         accepted_rows = []
         for row in rows:
             messages = row.get("messages") or ()
@@ -447,11 +477,14 @@ def normalize_row(
 ) -> Iterator[Row]:
     """Yield a row of any known form in the common form; nothing for a row without content.
 
+    Data sets on the Hub name the columns of a conversation, of an instruction and of its answer in
+    many ways. `specdistill.recipe.data_sources` lists the names that are known.
+
     Args:
         row: the row, with our names of columns.
-        where: what errors call the row.
+        where: the name of the row in errors.
         tokenizer: the target's, which checks and decodes token ids.
-        roles: more names of roles, as `conversation` takes them.
+        roles: more names of roles, as `convert_conversation` takes them.
 
     Raises:
         UserError: for a row that cannot be used.
@@ -468,12 +501,17 @@ def normalize_row(
                 kind="several instances in a row",
             )
         present |= instances[0]
+
+    # Find the columns that hold a conversation, or an instruction and its answer.
     turns = next((present[column] for column in CONVERSATIONS if column in present), None)
     # BFCL has a conversation in `question`.
     if isinstance(present.get("question"), list):
         turns = present["question"]
     exchange = next((pair for pair in EXCHANGES if pair[0] in present and pair[1] in present), None)
     context = present.get("input") or present.get("context")
+
+    # The first form that the row has decides how it is read: token ids, a conversation, a text, an
+    # instruction with its answer, or a question alone.
     if TOKENS in present:
         yield _read_token_row(present, where, tokenizer)
     elif turns is not None:
@@ -498,7 +536,7 @@ def normalize_row(
 def _load(
     entry: SourceEntry, split: str, key: str, config: DataConfig
 ) -> tuple[Dataset, RowPlaces, list[BadLine]]:
-    """Load the rows of a source as they are.
+    """Load the rows of a file, a folder or a Hub data set, without converting them.
 
     Returns:
         The rows, where they are in the source's files, and the lines of the files that are no rows.
@@ -544,6 +582,7 @@ def _load(
                     )
                     if not any(len(file.lines) for file in own_files):
                         return Dataset.from_dict({}), places, bad_lines
+
                 # If a file has bad lines, load copies of the files without them.
                 if any(file.bad_lines for file in chain.from_iterable(checked.values())):
                     readable = {}
@@ -556,6 +595,7 @@ def _load(
                     builder = load_dataset_builder(loader, **options, cache_dir=cache_dir)
             builder.download_and_prepare()
             rows = builder.as_dataset(split=split)
+
             # `data.split` may take a part of the rows, and then also a part of the bad lines.
             if "[" in split and rows.info.splits is not None:
                 sizes = {name: info.num_examples for name, info in rows.info.splits.items()}
@@ -564,6 +604,7 @@ def _load(
                 bad_lines = _select_bad_lines(
                     bad_lines, places, part.to - (part.from_ or 0), sizes[part.splitname]
                 )
+
             # Load columns of mixed types again as JSON objects (see `_has_json_within`).
             columns = {
                 name: List(AnyJson())
@@ -594,7 +635,7 @@ def _load(
 def _select_bad_lines(
     bad_lines: Sequence[BadLine], places: RowPlaces, num_rows: int, num_all: int
 ) -> list[BadLine]:
-    """Return the bad lines that are among the rows that `data.split` takes.
+    """Return the bad lines in the part of the files that `data.split` takes.
 
     Args:
         bad_lines: the bad lines of all files.
@@ -602,6 +643,8 @@ def _select_bad_lines(
         num_rows: rows of the split.
         num_all: rows of all files.
     """
+    # The part begins at the position of its first row, and ends before the first row after it. A
+    # part at the start or the end of the files takes the bad lines there, too.
     first = (0, 0)
     after = (len(places.files), 0)
     if places.offset > 0:
@@ -612,14 +655,14 @@ def _select_bad_lines(
 
 
 class CheckedFile(NamedTuple):
-    """A file of JSON objects.
+    """A file of JSON objects, whose lines were all checked.
 
     Attributes:
         name: its name, without folders.
         readable: the file, or a copy of it without the lines that are no JSON objects.
-        lines: numbers of its rows, from 1.
-        bad_lines: the other lines.
-        is_list: whether the file is one list, whose items are numbered.
+        lines: the line numbers of its JSON objects, from 1.
+        bad_lines: the lines that are no JSON objects.
+        is_list: whether the file is one JSON list. Its items are then numbered instead of lines.
     """
 
     name: str
@@ -635,16 +678,24 @@ def _check_json(name: str, number_of_file: int, key: str, config: DataConfig) ->
     Arrow's reader ends the process on a `null`. It also holds a line of any length in memory, even
     one that a small compressed file expands to.
 
+    Args:
+        name: the path or address of the file.
+        number_of_file: its index among the files of the split, from 0.
+        key: the name of the source in error messages.
+        config: the `data:` section, which says where the cache is.
+
     Raises:
         UserError: for a list that is broken, and for a file that cannot be read.
     """
-    # Remote and compressed files are read like local ones.
+    # Remote and compressed files are read like local ones. A list in a plain file is at most as
+    # large as the file; a compressed one could expand to any size, so it is limited.
     path = DownloadManager().download(name)
     file = fsspec.open(str(path), compression="infer")
     largest_list = MAX_LINE_BYTES if file.compression else Path(path).stat().st_size
     bad_lines: list[BadLine] = []
 
     def report(number: int, error: ValueError) -> None:
+        """Note a line that is no JSON object, without its number, which the position has."""
         bad_lines.append(
             BadLine((number_of_file, number), re.sub(r"^(line|row) \d+(: |, )", "", str(error)))
         )
@@ -670,6 +721,8 @@ def _check_json(name: str, number_of_file: int, key: str, config: DataConfig) ->
 
 def _copy_readable(file: OpenFile, path: Path, largest_list: int, config: DataConfig) -> Path:
     """Write the JSON objects of a file to the cache, one per line, and return the copy."""
+    # The copy is written under a name of this process and then moved, so that other processes see
+    # it whole or not at all.
     copy = cache_folder(config.cache_dir) / "prepared" / f"{hash_of(path)}-readable.jsonl"
     aside = copy.with_suffix(f".{os.getpid()}.part")
     with on_disk(copy.parent):
@@ -686,22 +739,23 @@ def _copy_readable(file: OpenFile, path: Path, largest_list: int, config: DataCo
 def _read_token_row(row: Mapping[str, Any], where: str, tokenizer: PreTrainedTokenizerBase) -> Row:
     """Return a row of token ids with its loss mask, or with loss on all tokens if it has none.
 
-    The ids are used as they were read and generated. Arrow reads a whole column as floats if one of
-    its rows holds a float. Such numbers are integers all the same.
+    The ids are trained on unchanged. Their text is decoded only to compare the row with others.
 
     Raises:
         UserError: for ids or a mask that are out of range or of another length, and for a mask of
             another name, which is not read.
     """
-    # JSON may hold whole numbers as floats.
+    # Arrow reads a whole column as floats if one of its rows holds a float. Turn whole numbers back
+    # into integers.
     row = {
         **row,
         **{name: _convert_to_integers(row[name]) for name in (TOKENS, "loss_mask") if name in row},
     }
 
-    # Without a mask, every token has a loss.
+    # Without a mask, every token carries loss.
     ids = row[TOKENS]
     every = [1] * (len(ids) if isinstance(ids, list) else 0)
+
     # Labels, or a mask of another name than `loss_mask`, are not read. They are an error unless the
     # mask selects every token.
     masks = (
@@ -765,10 +819,15 @@ def _has_json_within(feature: object) -> bool:
 
 
 def _remove_missing_keys(value: Any, feature: object) -> Any:
-    """Remove the None values of keys that a row lacks and other rows have.
+    """Remove the None values that Arrow added to a row for keys that only other rows have.
 
     Arrow gives all objects of a column the same keys.
+
+    Args:
+        value: the row, or a value within it.
+        feature: the type of the value in datasets: a dict for an object, `List` for a list.
     """
+    # Objects lose their None values, at every depth. Other values stay as they are.
     if value is not None and isinstance(feature, dict):
         return {
             name: _remove_missing_keys(item, feature[name])
@@ -783,9 +842,14 @@ def _remove_missing_keys(value: Any, feature: object) -> Any:
 
 
 def _build_exchange(question: object, context: object, answer: object, where: str) -> list[Message]:
-    """Return the messages of an instruction and its answer.
+    """Return an instruction and its answer as a conversation of two messages.
 
-    The input of the instruction, if there is one, comes below it in the user's message.
+    Args:
+        question: the instruction.
+        context: the input of the instruction, which comes below it in the user's message; None if
+            there is none.
+        answer: the answer; None leaves the assistant's message empty.
+        where: the name of the row in errors.
     """
     parts = [check_string(part, where, "instruction") for part in (question, context) if part]
     return [
