@@ -53,7 +53,7 @@ MIN_FILL = 0.995
 # New answers of servers after which the cost of all answers is estimated. More of them make the
 # estimate more precise, and let the user wait longer for it.
 FIRST_ANSWERS = 64
-# After so many tasks in a row without an answer that is kept, generation ends with an error, because
+# Generation ends with an error after so many tasks in a row without an answer that is kept, because
 # so many failures are no chance.
 MAX_EMPTY_TASKS = 1000
 
