@@ -15,11 +15,11 @@ from rich.table import Table
 
 from specdistill.data.produce.blocks import Answer
 
-# When an answer counts as a loop (see `has_loop`). A list or a table repeats a few tokens, too, so a
-# loop must repeat often and over many tokens.
+# These numbers say when an answer is a loop (see `has_loop`). Lists and tables repeat a few tokens,
+# too, so a loop must repeat often and over many tokens.
 LONGEST_PERIOD = 64  # tokens of the longest piece that is repeated
 MIN_REPETITIONS = 4  # how often the piece must come in a row
-LOOP_TOKENS = 48  # tokens over which a shorter piece must be repeated
+LOOP_TOKENS = 48  # tokens that the repetitions must have together
 
 
 @dataclass(frozen=True)
