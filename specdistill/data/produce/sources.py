@@ -17,7 +17,7 @@ import lzma
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -195,17 +195,17 @@ def load_sources(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list
     """
     # The source `self` only has prompts, so the target must be asked to generate answers.
     sources = list(list_entries(config.source))
-    of_self = [key for key, entry in sources if entry.source == SELF_SOURCE]
-    if of_self and config.regenerate.num_tokens == 0:
+    self_keys = [key for key, entry in sources if entry.source == SELF_SOURCE]
+    if self_keys and config.regenerate.num_tokens == 0:
         raise UserError(
-            of_self[0],
+            self_keys[0],
             got="self with data.regenerate.num_tokens=0",
             expected="data.regenerate.num_tokens above 0, for answers to its prompts, or another"
             " source",
         )
 
     # These keys say how the rows of a source are read. With `self` alone they would have no effect.
-    if len(of_self) == len(sources):
+    if len(self_keys) == len(sources):
         for key, value, default in (
             ("data.columns", config.columns, {}),
             ("data.split", config.split, "train"),
@@ -224,18 +224,16 @@ def _read_source(
     entry: SourceEntry, key: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase
 ) -> Source:
     """Read the rows of one source in the common forms, and count those that cannot be used."""
-    # The source `self` has no rows. Its prompts are generated later.
     source = entry.source
     split = entry.split or config.split
     columns = entry.columns or config.columns
-    if source == SELF_SOURCE:
-        return Source(
-            Dataset.from_dict({name: [] for name in COLUMNS}, features=Features(COLUMNS)),
-            entry,
-            key,
-        )
 
-    # A built-in source yields its rows in the common form.
+    # The source `self` has no rows. Its prompts are generated later.
+    if source == SELF_SOURCE:
+        no_rows = Dataset.from_dict({name: [] for name in COLUMNS}, features=Features(COLUMNS))
+        return Source(no_rows, entry, key)
+
+    # A built-in source yields its rows in the common forms.
     if source in BUILT_IN_SOURCES:
         if entry.where or entry.min_turns or columns:
             raise UserError(
@@ -243,14 +241,7 @@ def _read_source(
                 got=f"columns, where or min_turns for {source}",
                 expected="none of them for this source, or another source",
             )
-        content, rows_of_split = resolve_name(BUILT_IN_SOURCES[source])(split)
-        with silence_datasets(), on_disk(cache_folder(config.cache_dir)):
-            rows = Dataset.from_generator(
-                rows_of_split,
-                Features(COLUMNS),
-                config.cache_dir,
-                fingerprint=Hasher.hash([source, content, *COLUMNS]),
-            )
+        rows = _read_built_in_source(source, split, config)
         return Source(rows, entry, key, num_read=len(rows))
 
     # Load the rows as they are; lines that are no JSON objects are already left out.
@@ -269,50 +260,18 @@ def _read_source(
             raise _make_line_error(bad_lines[0], places, key)
         check_share(bad_rows, max(1, num_read), source, key, config)
         raise UserError(key, got=f"{source}, which holds no rows", expected="a dataset with rows")
-    settings = entry
-    entry = entry.model_copy(update={"columns": columns})
-    check_columns(raw.column_names, entry, key)
-
-    # The fingerprint that datasets gives to a file depends on its name and date, which differ
-    # between machines. The hash of its content does not.
-    content = [hash_content(source), split] if Path(source).exists() else raw._fingerprint
-
-    # The prepared rows depend on all of these, so they are part of the cache's name.
-    conditions = [entry.where, entry.min_turns] if entry.where or entry.min_turns else []
-    generates = config.regenerate.num_tokens > 0
-    inputs = [
-        "rows",
-        content,
-        columns,
-        *conditions,
-        config.roles,
-        # A row is checked against the chat template when it is read.
-        [tokenizer.chat_template, config.generation.template if generates else config.loss_mask],
-        places.files,
-        hash_tokenizer(tokenizer),
-    ]
-    if generates and TOKENS in (columns or raw.column_names):
+    entry_with_columns = entry.model_copy(update={"columns": columns})
+    check_columns(raw.column_names, entry_with_columns, key)
+    if config.regenerate.num_tokens > 0 and TOKENS in (columns or raw.column_names):
         raise UserError(
             key,
             got=f"{source}, rows of token ids, with data.regenerate",
             expected="data.regenerate.num_tokens=0: they are trained on as they are",
         )
 
-    # Convert the rows to the common forms. A row with a fault becomes a description of it.
-    reader = RowReader(key, entry, tokenizer, raw.features, places, config)
-    try:
-        rows = map_rows(
-            raw,
-            reader,
-            {**COLUMNS, "place": Value("string"), **FAULT_COLUMNS},
-            inputs,
-            "Reading",
-            config,
-        )
-    except UnicodeDecodeError as error:  # datasets does not decode a file when it loads it.
-        raise UserError(
-            key, got=f"{source}, which is not UTF-8", expected="text in UTF-8"
-        ) from error
+    # Convert the rows to the common forms.
+    reader = RowReader(key, entry_with_columns, tokenizer, raw.features, places, config)
+    rows = _convert_rows(raw, reader, split)
 
     # Say how many rows `where` and `min_turns` left out.
     num_filtered = len(raw) - len(rows)
@@ -336,11 +295,68 @@ def _read_source(
         raise UserError(
             key,
             got=f"{source}, where no row matches `where` and `min_turns`"
-            if conditions
+            if entry.where or entry.min_turns
             else f"{source}, whose rows are all empty",
             expected=EXPECTED,
         )
-    return Source(rows, settings, key, num_read, bad_rows)
+    return Source(rows, entry, key, num_read, bad_rows)
+
+
+def _read_built_in_source(source: str, split: str, config: DataConfig) -> Dataset:
+    """Return the rows of a built-in source, from the cache of datasets if they are there."""
+    content, rows_of_split = resolve_name(BUILT_IN_SOURCES[source])(split)
+    with silence_datasets(), on_disk(cache_folder(config.cache_dir)):
+        return Dataset.from_generator(
+            rows_of_split,
+            Features(COLUMNS),
+            config.cache_dir,
+            fingerprint=Hasher.hash([source, content, *COLUMNS]),
+        )
+
+
+def _convert_rows(raw: Dataset, reader: "RowReader", split: str) -> Dataset:
+    """Convert the rows of a source to the common forms, or load the result from the cache.
+
+    A row with a fault becomes a description of the fault (see `describe_fault`).
+
+    Args:
+        raw: the rows as they are in the source.
+        reader: the reader of the source's rows.
+        split: the split that the rows are of.
+
+    Raises:
+        UserError: for a file that is not UTF-8.
+    """
+    config = reader.config
+    entry = reader.entry
+    tokenizer = reader.tokenizer
+
+    # The fingerprint that datasets gives to a file depends on its name and date, which differ
+    # between machines. The hash of its content does not.
+    is_local = Path(entry.source).exists()
+    content = [hash_content(entry.source), split] if is_local else raw._fingerprint
+
+    # The converted rows depend on all of these, so they are part of the cache's name. A row is
+    # checked against the chat template when it is read.
+    conditions = [entry.where, entry.min_turns] if entry.where or entry.min_turns else []
+    generates = config.regenerate.num_tokens > 0
+    inputs = [
+        "rows",
+        content,
+        entry.columns,
+        *conditions,
+        config.roles,
+        [tokenizer.chat_template, config.generation.template if generates else config.loss_mask],
+        reader.places.files,
+        hash_tokenizer(tokenizer),
+    ]
+    columns = {**COLUMNS, "place": Value("string"), **FAULT_COLUMNS}
+    try:
+        return map_rows(raw, reader, columns, inputs, "Reading", config)
+    except UnicodeDecodeError as error:  # datasets does not decode a file when it loads it.
+        raise UserError(
+            reader.key, got=f"{entry.source}, which is not UTF-8", expected="text in UTF-8"
+        ) from error
 
 
 def _make_line_error(line: BadLine, places: RowPlaces, key: str) -> UserError:
@@ -426,10 +442,9 @@ class RowReader:
 
         # Leave out rows that do not match `where`.
         raw = _remove_missing_keys(raw, dict(self.features))
-        for column, accepted_values in entry.where.items():
-            if raw.get(column) not in (
-                accepted_values if isinstance(accepted_values, list) else [accepted_values]
-            ):
+        for column, accepted in entry.where.items():
+            accepted_values = accepted if isinstance(accepted, list) else [accepted]
+            if raw.get(column) not in accepted_values:
                 return []
 
         # Give the columns our names, and convert the row to the common form.
@@ -447,7 +462,8 @@ class RowReader:
         accepted_rows = []
         for row in rows:
             messages = row.get("messages") or ()
-            if sum(turn["role"] == "user" for turn in messages) < entry.min_turns:
+            num_user_turns = sum(message["role"] == "user" for message in messages)
+            if num_user_turns < entry.min_turns:
                 continue
             if messages and self.config.regenerate.num_tokens > 0:
                 check_prompts(
@@ -502,12 +518,13 @@ def normalize_row(
             )
         present |= instances[0]
 
-    # Find the columns that hold a conversation, or an instruction and its answer.
-    turns = next((present[column] for column in CONVERSATIONS if column in present), None)
-    # BFCL has a conversation in `question`.
+    # Find a conversation, an instruction with its answer, or an instruction alone. BFCL has a
+    # conversation in `question`.
+    turns = _find_value(present, CONVERSATIONS)
     if isinstance(present.get("question"), list):
         turns = present["question"]
-    exchange = next((pair for pair in EXCHANGES if pair[0] in present and pair[1] in present), None)
+    exchange = _find_exchange(present)
+    question = _find_question(present, row)
     context = present.get("input") or present.get("context")
 
     # The first form that the row has decides how it is read: token ids, a conversation, a text, an
@@ -515,8 +532,7 @@ def normalize_row(
     if TOKENS in present:
         yield _read_token_row(present, where, tokenizer)
     elif turns is not None:
-        schemas = next((present[column] for column in SCHEMAS if column in present), None)
-        messages, tools = convert_conversation(turns, schemas, where, roles)
+        messages, tools = convert_conversation(turns, _find_value(present, SCHEMAS), where, roles)
         if messages and messages[0]["role"] != "system" and isinstance(present.get("system"), str):
             messages = [{"role": "system", "content": present["system"]}, *messages]
         if messages:
@@ -524,13 +540,43 @@ def normalize_row(
     elif "text" in present:
         yield {"text": check_string(present["text"], where, "text"), "messages": None}
     elif exchange is not None:
-        messages = _build_exchange(present[exchange[0]], context, present[exchange[1]], where)
+        instruction, answer = exchange
+        messages = _build_exchange(present[instruction], context, present[answer], where)
         yield {"text": None, "messages": messages}
-    elif question := next(
-        (name for name in PROMPTS if name in present and not ANSWERS[name] & row.keys()), None
-    ):
-        question_messages, _ = _build_exchange(present[question], context, None, where)
-        yield {"text": None, "messages": [question_messages]}  # The target will answer it.
+    elif question is not None:
+        # The target will answer the question, so it is the only message.
+        user_message, _ = _build_exchange(present[question], context, None, where)
+        yield {"text": None, "messages": [user_message]}
+
+
+def _find_value(present: Mapping[str, Any], columns: Iterable[str]) -> Any:
+    """Return the value of the first of these columns that a row has; None if it has none."""
+    for column in columns:
+        if column in present:
+            return present[column]
+    return None
+
+
+def _find_exchange(present: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the names of a row's columns with an instruction and its answer, if it has both."""
+    for instruction, answer in EXCHANGES:
+        if instruction in present and answer in present:
+            return instruction, answer
+    return None
+
+
+def _find_question(present: Mapping[str, Any], row: Mapping[str, Any]) -> str | None:
+    """Return the name of a row's column with an instruction that the row does not answer.
+
+    Args:
+        present: the columns that have a value in the row.
+        row: all columns of the row. If it has a column for the answer, even an empty one, the
+            instruction is not a prompt.
+    """
+    for name in PROMPTS:
+        if name in present and not ANSWERS[name] & row.keys():
+            return name
+    return None
 
 
 def _load(
@@ -545,76 +591,14 @@ def _load(
         UserError: for a source that cannot be read.
         ResourceError: when the Hub fails.
     """
-    # Choose the loader: that of the file's type, or the one of a Hub dataset.
     source = entry.source
-    path = Path(entry.source)
+    path = Path(source)
     check_path(entry, split, key)
     kind = LOADERS.get(path.suffix)
-    loader = kind or source
-    cache_dir = config.cache_dir
-    options: dict[str, object] = (
-        {"data_files": source} if kind else {"name": entry.name, "revision": entry.revision}
-    )
     places = RowPlaces([path.name if path.exists() else source])
-    bad_lines: list[BadLine] = []
     try:
-        # Prepare the files. Lines of JSON are checked first, because one bad line would end the
-        # loading.
         with silence_datasets() if path.exists() else nullcontext():
-            builder = load_dataset_builder(loader, **options, cache_dir=cache_dir)
-            if isinstance(builder, Json):
-                # datasets prepares all splits, so the files of all splits are checked.
-                checked = {}
-                for name, files in builder.config.data_files.items():
-                    checked[name] = [
-                        _check_json(str(file), number, key, config)
-                        for number, file in enumerate(files)
-                    ]
-                own_files = checked.get(split.partition("[")[0], [])
-                bad_lines = []
-                for file in own_files:
-                    bad_lines.extend(file.bad_lines)
-                if own_files:
-                    places = RowPlaces(
-                        [file.name for file in own_files],
-                        [file.lines for file in own_files],
-                        "row" if all(file.is_list for file in own_files) else "line",
-                    )
-                    if not any(len(file.lines) for file in own_files):
-                        return Dataset.from_dict({}), places, bad_lines
-
-                # If a file has bad lines, load copies of the files without them.
-                if any(file.bad_lines for file in chain.from_iterable(checked.values())):
-                    readable = {}
-                    for name, files in checked.items():
-                        readable[name] = [file.readable for file in files if len(file.lines)]
-                    loader = "json"
-                    options = {
-                        "data_files": {name: files for name, files in readable.items() if files}
-                    }
-                    builder = load_dataset_builder(loader, **options, cache_dir=cache_dir)
-            builder.download_and_prepare()
-            rows = builder.as_dataset(split=split)
-
-            # `data.split` may take a part of the rows, and then also a part of the bad lines.
-            if "[" in split and rows.info.splits is not None:
-                sizes = {name: info.num_examples for name, info in rows.info.splits.items()}
-                part = ReadInstruction.from_spec(split).to_absolute(sizes)[0]
-                places = replace(places, offset=part.from_ or 0)
-                bad_lines = _select_bad_lines(
-                    bad_lines, places, part.to - (part.from_ or 0), sizes[part.splitname]
-                )
-
-            # Load columns of mixed types again as JSON objects (see `_has_json_within`).
-            columns = {
-                name: List(AnyJson())
-                for name, feature in rows.features.items()
-                if _has_json_within(feature)
-            }
-            if columns and isinstance(builder, Json):
-                options["features"] = Features({**rows.features, **columns})
-                rows = load_dataset(loader, **options, cache_dir=cache_dir, split=split)
-            return rows, places, bad_lines
+            return _load_split(entry, split, places, key, config)
 
     # Errors of the Hub and errors of the content need different advice.
     except (DatasetsError, OSError, ValueError, TypeError, ArrowException, YAMLError) as error:
@@ -630,6 +614,98 @@ def _load(
             got=f"{source}, split {split}, which does not read as {kind or 'a data set'}: {reason}",
             expected="rows that are alike, of data.split, or of split and name of an entry",
         ) from error
+
+
+def _load_split(
+    entry: SourceEntry, split: str, places: RowPlaces, key: str, config: DataConfig
+) -> tuple[Dataset, RowPlaces, list[BadLine]]:
+    """Load the rows of a split with the datasets library.
+
+    Args:
+        entry: the source's entry in the recipe.
+        split: the split, perhaps with the part of it to take, as in `train[:100]`.
+        places: where the rows are if the source has no files of JSON.
+        key: the name of the source in error messages.
+        config: the `data:` section.
+
+    Returns:
+        As `_load`.
+    """
+    # Choose the loader: that of the file's type, or the one of a Hub dataset.
+    source = entry.source
+    kind = LOADERS.get(Path(source).suffix)
+    loader = kind or source
+    cache_dir = config.cache_dir
+    options: dict[str, object] = (
+        {"data_files": source} if kind else {"name": entry.name, "revision": entry.revision}
+    )
+    builder = load_dataset_builder(loader, **options, cache_dir=cache_dir)
+
+    # Lines of JSON are checked first, because one bad line would end the loading. datasets prepares
+    # all splits, so the files of all splits are checked.
+    bad_lines: list[BadLine] = []
+    if isinstance(builder, Json):
+        checked = _check_json_files(builder, key, config)
+        split_files = checked.get(split.partition("[")[0], [])
+        bad_lines = list(chain.from_iterable(file.bad_lines for file in split_files))
+        if split_files:
+            places = RowPlaces(
+                [file.name for file in split_files],
+                [file.lines for file in split_files],
+                "row" if all(file.is_list for file in split_files) else "line",
+            )
+            if not any(len(file.lines) for file in split_files):
+                return Dataset.from_dict({}), places, bad_lines
+
+        # If a file has bad lines, load copies of the files without them.
+        if any(file.bad_lines for file in chain.from_iterable(checked.values())):
+            loader = "json"
+            options = {"data_files": _list_readable_files(checked)}
+            builder = load_dataset_builder(loader, **options, cache_dir=cache_dir)
+    builder.download_and_prepare()
+    rows = builder.as_dataset(split=split)
+
+    # `data.split` may take a part of the rows, and then also a part of the bad lines.
+    if "[" in split and rows.info.splits is not None:
+        sizes = {name: info.num_examples for name, info in rows.info.splits.items()}
+        part = ReadInstruction.from_spec(split).to_absolute(sizes)[0]
+        places = replace(places, offset=part.from_ or 0)
+        bad_lines = _select_bad_lines(
+            bad_lines, places, part.to - (part.from_ or 0), sizes[part.splitname]
+        )
+
+    # Load columns of mixed types again as JSON objects (see `_has_json_within`).
+    columns = {
+        name: List(AnyJson())
+        for name, feature in rows.features.items()
+        if _has_json_within(feature)
+    }
+    if columns and isinstance(builder, Json):
+        options["features"] = Features({**rows.features, **columns})
+        rows = load_dataset(loader, **options, cache_dir=cache_dir, split=split)
+    return rows, places, bad_lines
+
+
+def _check_json_files(
+    builder: Json, key: str, config: DataConfig
+) -> dict[str, list["CheckedFile"]]:
+    """Check the files of JSON that a builder of datasets would load, by the name of their split."""
+    checked = {}
+    for name, files in builder.config.data_files.items():
+        checked[name] = [
+            _check_json(str(file), number, key, config) for number, file in enumerate(files)
+        ]
+    return checked
+
+
+def _list_readable_files(checked: Mapping[str, Sequence["CheckedFile"]]) -> dict[str, list[str]]:
+    """Return the files of each split that have rows, as copies without bad lines where needed."""
+    readable = {}
+    for name, files in checked.items():
+        files_with_rows = [file.readable for file in files if len(file.lines)]
+        if files_with_rows:
+            readable[name] = files_with_rows
+    return readable
 
 
 def _select_bad_lines(
@@ -696,9 +772,8 @@ def _check_json(name: str, number_of_file: int, key: str, config: DataConfig) ->
 
     def report(number: int, error: ValueError) -> None:
         """Note a line that is no JSON object, without its number, which the position has."""
-        bad_lines.append(
-            BadLine((number_of_file, number), re.sub(r"^(line|row) \d+(: |, )", "", str(error)))
-        )
+        reason = re.sub(r"^(line|row) \d+(: |, )", "", str(error))
+        bad_lines.append(BadLine((number_of_file, number), reason))
 
     # Read all lines once. If some are bad, a copy without them is loaded later.
     try:
@@ -747,62 +822,85 @@ def _read_token_row(row: Mapping[str, Any], where: str, tokenizer: PreTrainedTok
     """
     # Arrow reads a whole column as floats if one of its rows holds a float. Turn whole numbers back
     # into integers.
-    row = {
-        **row,
-        **{name: _convert_to_integers(row[name]) for name in (TOKENS, "loss_mask") if name in row},
-    }
+    row = dict(row)
+    for name in (TOKENS, "loss_mask"):
+        if name in row:
+            row[name] = _convert_to_integers(row[name])
 
     # Without a mask, every token carries loss.
     ids = row[TOKENS]
-    every = [1] * (len(ids) if isinstance(ids, list) else 0)
-
-    # Labels, or a mask of another name than `loss_mask`, are not read. They are an error unless the
-    # mask selects every token.
-    masks = (
-        name
-        for name, values in row.items()
-        if (name == "labels" or name.endswith(("_mask", "_masks"))) and values != every
-    )
-    if "loss_mask" not in row and (mask_name := next(masks, None)):
-        columns = "data.columns={input_ids: input_ids"
-        raise UserError(
-            where,
-            got=f"{TOKENS} with {mask_name}, which is not read",
-            expected=f"a loss_mask of 0 and 1 ({columns}, loss_mask: …}}), or {columns}}} for loss"
-            " on all tokens",
-        )
+    full_mask = [1] * (len(ids) if isinstance(ids, list) else 0)
+    if "loss_mask" not in row:
+        _check_no_other_mask(row, full_mask, where)
+    mask = row.get("loss_mask", full_mask)
 
     # Check both lists, and each of their numbers.
-    mask = row.get("loss_mask", every)
-    for name, values, limit in ((TOKENS, ids, len(tokenizer)), ("loss_mask", mask, 2)):
-        if not isinstance(values, list) or len(values) != len(ids):
-            length = f" of length {len(values)}" if isinstance(values, list) else ""
-            raise UserError(
-                where,
-                got=f"{name} of type {type(values).__name__}{length}",
-                expected=f"a list of integers{', one for each of input_ids' * (name != TOKENS)}",
-                kind=BAD_TOKENS,
-            )
-        for wrong in (
-            value for value in values if type(value) is not int or not 0 <= value < limit
-        ):
-            raise UserError(
-                where,
-                got=f"{wrong!r} in {name}",
-                expected=f"integers from 0 to {limit - 1}"
-                + ", the target’s tokens" * (name == TOKENS),
-                kind=BAD_TOKENS,
-            )
+    _check_integers(TOKENS, ids, None, len(tokenizer), where)
+    _check_integers("loss_mask", mask, len(ids), 2, where)
     return {"text": str(tokenizer.decode(ids)), "input_ids": ids, "loss_mask": mask}
+
+
+def _check_no_other_mask(row: Mapping[str, Any], full_mask: Sequence[int], where: str) -> None:
+    """Raise UserError if a row of token ids has labels or a mask that would not be read.
+
+    Only `loss_mask` is read. Another mask does no harm if it selects every token.
+
+    Args:
+        row: the row.
+        full_mask: the mask that selects every token.
+        where: the name of the row in errors.
+    """
+    for name, values in row.items():
+        is_mask = name == "labels" or name.endswith(("_mask", "_masks"))
+        if is_mask and values != full_mask:
+            columns = "data.columns={input_ids: input_ids"
+            raise UserError(
+                where,
+                got=f"{TOKENS} with {name}, which is not read",
+                expected=f"a loss_mask of 0 and 1 ({columns}, loss_mask: …}}), or {columns}}} for"
+                " loss on all tokens",
+            )
+
+
+def _check_integers(name: str, values: Any, length: int | None, limit: int, where: str) -> None:
+    """Raise UserError unless a column of a row is a list of integers in range.
+
+    Args:
+        name: the name of the column.
+        values: its value.
+        length: how many integers there have to be; None for any number.
+        limit: the integers have to be from 0 to `limit` - 1.
+        where: the name of the row in errors.
+    """
+    if not isinstance(values, list) or (length is not None and len(values) != length):
+        length_note = f" of length {len(values)}" if isinstance(values, list) else ""
+        per_token_note = "" if length is None else ", one for each of input_ids"
+        raise UserError(
+            where,
+            got=f"{name} of type {type(values).__name__}{length_note}",
+            expected=f"a list of integers{per_token_note}",
+            kind=BAD_TOKENS,
+        )
+    for value in values:
+        if type(value) is not int or not 0 <= value < limit:
+            range_note = ", the target’s tokens" if name == TOKENS else ""
+            raise UserError(
+                where,
+                got=f"{value!r} in {name}",
+                expected=f"integers from 0 to {limit - 1}{range_note}",
+                kind=BAD_TOKENS,
+            )
 
 
 def _convert_to_integers(values: object) -> object:
     """Convert the floats of a list that are whole numbers to integers."""
     if not isinstance(values, list):
         return values
-    return [
-        int(value) if isinstance(value, float) and value.is_integer() else value for value in values
-    ]
+    integers = []
+    for value in values:
+        is_whole_float = isinstance(value, float) and value.is_integer()
+        integers.append(int(value) if is_whole_float else value)
+    return integers
 
 
 def _has_json_within(feature: object) -> bool:
@@ -827,18 +925,15 @@ def _remove_missing_keys(value: Any, feature: object) -> Any:
         value: the row, or a value within it.
         feature: the type of the value in datasets: a dict for an object, `List` for a list.
     """
-    # Objects lose their None values, at every depth. Other values stay as they are.
     if value is not None and isinstance(feature, dict):
         return {
             name: _remove_missing_keys(item, feature[name])
             for name, item in value.items()
             if item is not None
         }
-    return (
-        [_remove_missing_keys(item, feature.feature) for item in value]
-        if value and isinstance(feature, List)
-        else value
-    )
+    if value and isinstance(feature, List):
+        return [_remove_missing_keys(item, feature.feature) for item in value]
+    return value
 
 
 def _build_exchange(question: object, context: object, answer: object, where: str) -> list[Message]:
