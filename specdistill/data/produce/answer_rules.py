@@ -15,9 +15,11 @@ from rich.table import Table
 
 from specdistill.data.produce.blocks import Answer
 
-LONGEST_PERIOD = 64
-MIN_REPETITIONS = 4
-LOOP_TOKENS = 48
+# These numbers say when an answer is a loop (see `has_loop`). Lists and tables repeat a few tokens,
+# too, so a loop must repeat often and over many tokens.
+LONGEST_PERIOD = 64  # tokens of the longest piece that is repeated
+MIN_REPETITIONS = 4  # how often the piece must come in a row
+LOOP_TOKENS = 48  # tokens that the repetitions must have together
 
 
 @dataclass(frozen=True)
@@ -46,9 +48,10 @@ class CheckedAnswer:
 def has_loop(token_ids: Sequence[int]) -> bool:
     """Return whether the end of an answer repeats itself.
 
-    It does if a piece of at most LONGEST_PERIOD tokens comes at least MIN_REPETITIONS times in a
-    row, over at least LOOP_TOKENS tokens.
+    An answer loops if a piece of at most LONGEST_PERIOD tokens comes at least MIN_REPETITIONS times
+    in a row at its end, over at least LOOP_TOKENS tokens.
     """
+    # The end repeats with a period if it equals itself, shifted by the period.
     for period in range(1, LONGEST_PERIOD + 1):
         length = max(MIN_REPETITIONS * period, LOOP_TOKENS)
         tail = token_ids[-length:]
@@ -57,9 +60,9 @@ def has_loop(token_ids: Sequence[int]) -> bool:
     return False
 
 
-Rules = Mapping[str, Callable[[CheckedAnswer], bool]]
+Rules = Mapping[str, Callable[[CheckedAnswer], bool]]  # the name of a rule -> whether it is broken
 
-# The names that data.regenerate.filter may list.
+# The rules that data.regenerate.filter may list, by name.
 RULES: Rules = {
     "refused": lambda candidate: candidate.answer.error is not None,
     "empty": lambda candidate: not candidate.text.strip(),
@@ -71,11 +74,11 @@ RULES: Rules = {
 
 @dataclass
 class AnswerCounts:
-    """The numbers of answers that were kept, and that each rule filtered.
+    """How many answers were kept, and how many each rule filtered.
 
     Attributes:
         kept: answers that were kept.
-        cut: answers in conversations that were kept although the length limit ended them.
+        cut: answers in conversations that were kept although the length limit cut them.
         filtered: answers that were filtered, by the first rule that they broke.
         examples: the first answer that each rule filtered, by its end or its error, for a person to
             look at.
@@ -101,7 +104,7 @@ class AnswerCounts:
         return broken is None
 
     def add(self, counts: "AnswerCounts") -> None:
-        """Add the counts of other answers. Examples of these counts stay."""
+        """Add the counts of other answers. A rule that has an example already keeps it."""
         self.kept += counts.kept
         self.cut += counts.cut
         self.filtered += counts.filtered

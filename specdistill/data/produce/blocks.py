@@ -31,19 +31,19 @@ from specdistill.data.rows.encoding import DOCUMENT_COLUMNS
 from specdistill.data.rows.files import on_disk
 
 VERSION = 3  # Raise it when equal recipes generate other answers.
-# Tokens of a block, the fewest tokens that are worth a block, and how many blocks a small job and
-# any job have at most.
+# Tokens of a block. Smaller blocks divide more evenly among processes, but each ends with a batch
+# that is only partly full.
 TOKENS = 2**17
-MIN_BLOCK_TOKENS = 2**10
-SMALL_JOB_BLOCKS = 4
-MAX_BLOCKS = 4096
+MIN_BLOCK_TOKENS = 2**10  # A small job is not divided into blocks of fewer tokens.
+SMALL_JOB_BLOCKS = 4  # A small job has at most so many blocks.
+MAX_BLOCKS = 4096  # Any job has at most so many blocks, each with files of its own.
 # `row` is a hash of the source's row that a prompt comes from. Documents are divided into splits by
 # it. `asked` is a user's prompt that the target generated.
 BLOCK_COLUMNS = {**DOCUMENT_COLUMNS, "row": Value("int64"), "asked": Value("string")}
 
 
 class Block(NamedTuple):
-    """One of `num_blocks` blocks.
+    """One of the blocks that a generation is divided into.
 
     Attributes:
         number: its number, from 0.
@@ -76,8 +76,8 @@ class Block(NamedTuple):
             The block's rows, its place among the blocks that have the same rows, and how many
             blocks these are.
         """
-        # Rows are dealt out to the blocks in turn. If they are used up before this block's turn,
-        # the block shares a row with earlier ones.
+        # Rows are dealt out to the blocks like cards: block b gets the rows b, b + num_blocks, ….
+        # With fewer rows than blocks, the row of this block is also dealt to later blocks.
         selected = order[self.number :: self.num_blocks]
         if selected:
             return (
@@ -87,6 +87,8 @@ class Block(NamedTuple):
                 if len(order) < self.num_blocks
                 else 1,
             )
+
+        # The rows were used up before this block's turn, so it shares a row with earlier blocks.
         shared = self.number % len(order)
         return (
             [order[shared]],
@@ -96,7 +98,7 @@ class Block(NamedTuple):
 
 
 def plan_blocks(num_tokens: int) -> list[Block]:
-    """Return the blocks that generate a number of tokens.
+    """Divide a number of tokens to generate into blocks of nearly equal size.
 
     There is a block for every TOKENS tokens, and never more than MAX_BLOCKS blocks. Few tokens are
     still divided into up to SMALL_JOB_BLOCKS blocks of at least MIN_BLOCK_TOKENS, so that a launch
@@ -135,8 +137,8 @@ class AnswerFile:
 
     Args:
         path: the file.
-        plan: the hash of the recipe's plan. What another plan left in the file is dropped. So is a
-            line that a kill cut short.
+        plan: the hash of the recipe's plan. Answers of another plan, and a line that a kill cut
+            short, are removed from the file.
         added: called with new answers, and the bytes that they take in the file.
 
     Attributes:
@@ -157,16 +159,21 @@ class AnswerFile:
         self._file: FileIO
 
     def __enter__(self) -> "AnswerFile":
+        """Open the file, and read the answers that an earlier process left in it."""
         with on_disk(self.path.parent):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("a+b", buffering=0)
             self._file.seek(0)
-            # Keep the complete lines of this plan, and drop everything after them.
+
+            # Read the complete lines, if they are of this plan. The last piece of the split is what
+            # follows the last line break: nothing, or a line that was cut short.
             head, *lines = self._file.read().split(b"\n")
             complete_lines = lines[:-1] if head == self._head else []
             for line in complete_lines:
                 for name, turns in parse_json(line).items():
                     self.turns[name] = [Answer(**turn) for turn in turns]
+
+            # Drop everything else from the file. An empty file gets the first line of this plan.
             self._file.truncate(
                 sum(len(line) + 1 for line in (head, *complete_lines))
                 if head == self._head and lines
@@ -185,9 +192,7 @@ class AnswerFile:
         self._file.close()
 
     def add(self, answers: Mapping[str, list[Answer]]) -> None:
-        """Append the turns of some tasks to the file.
-
-        When this returns, all of them are kept. If it raises, none of them is.
+        """Append the turns of some tasks to the file, either all of them or none.
 
         Args:
             answers: the turns of each task, by the task's name.
@@ -195,6 +200,8 @@ class AnswerFile:
         Raises:
             ResourceError: if the disk is full.
         """
+        # All tasks are one line of JSON, so that a kill leaves either the whole line or a part of
+        # it, which the next process drops.
         content = {}
         for name, turns in answers.items():
             content[name] = [asdict(turn) for turn in turns]

@@ -30,7 +30,9 @@ from specdistill.evaluation.suites.suite import Suite, load_suite
 from specdistill.recipe.sections import DataConfig
 
 VERSION = 1  # Raise it when the rules below filter equal rows differently.
-SUITE_NGRAM = 13
+SUITE_NGRAM = 13  # words that a row and a prompt must have in common, as in GPT-3
+# A prompt of fewer words than this only overlaps a text or turn that says nothing else: so short a
+# phrase occurs in many rows that have nothing to do with the suite.
 MAX_SHORT_WORDS = 5
 # Characters of scripts that are written without spaces, from Thai to Chinese.
 SPACELESS_CHARACTERS = (
@@ -47,21 +49,25 @@ def split_words(text: str) -> list[str]:
 
 
 def list_ngrams(words: Sequence[str], n: int) -> Iterator[WordTuple]:
-    """Yield the n-grams of some words."""
+    """Yield all sequences of n consecutive words."""
+    # Zipping the words with themselves, shifted by 0 to n - 1, gives every n-gram once.
     return zip(*(words[start:] for start in range(n)), strict=False)
 
 
 class SuiteIndex:
-    """An index of the word n-grams of suites' prompts; shorter prompts are in it whole.
+    """An index of the prompts of suites, by which overlapping rows are found.
 
-    A prompt that several suites have counts for the first of them.
+    It holds all n-grams of SUITE_NGRAM words of each prompt. A prompt with fewer words is in it as
+    a whole. A prompt that several suites have counts for the first of them.
     """
 
     def __init__(self, suites: Iterable[Suite]) -> None:
-        # Pieces by their first MAX_SHORT_WORDS words; a shorter piece by all of its words.
+        # The n-grams ("pieces") by their first MAX_SHORT_WORDS words, so that few of them have to
+        # be compared at each word of a row. A piece with fewer words is found by all of its words.
         self.pieces: dict[WordTuple, dict[WordTuple, str]] = {}
         for suite in suites:
             for row in suite.rows:
+                # Of a conversation, only the user's turns are a prompt.
                 texts = [row.content]
                 if row.kind == "messages":
                     texts = [turn["content"] for turn in row.content if turn["role"] == "user"]
@@ -72,7 +78,7 @@ class SuiteIndex:
                         )
 
     def find_overlap(self, row: Row) -> tuple[str, str] | None:
-        """Return the first overlap of a row with a prompt.
+        """Return the first overlap of a row with a prompt of the suites.
 
         Args:
             row: a row in one of the common forms of `specdistill.data.produce.sources`.
@@ -80,13 +86,15 @@ class SuiteIndex:
         Returns:
             (`suite: prompt`, the words in common); None if the row overlaps no prompt.
         """
+        # Each turn of a conversation is compared by itself.
         texts = (
             [row["text"]]
             if row["text"] is not None
             else [turn["content"] or "" for turn in row["messages"] or ()]
         )
         for text_words in map(tuple, map(split_words, texts)):
-            # A piece of fewer than MAX_SHORT_WORDS words is found only if it is all of `own`.
+            # Look up the words at each position of the text. The last position has MAX_SHORT_WORDS
+            # words left, so a shorter piece is only found if it is the whole text.
             for start in range(max(1, len(text_words) - MAX_SHORT_WORDS + 1)):
                 for piece, place in self.pieces.get(
                     text_words[start : start + MAX_SHORT_WORDS], {}
@@ -113,11 +121,14 @@ def load_suites(names: Sequence[str], measured_on: Sequence[str]) -> list[Suite]
         UserError: for a name that is no suite.
         ResourceError: for a suite that is named and cannot be fetched.
     """
+    # `all` implies the suites that ship with the package, and those of the recipe.
     implied = (
         [*sorted(path.stem for path in SUITES.glob("*.yaml")), *measured_on]
         if "all" in names
         else []
     )
+
+    # Load each suite. One that the user named must be there; an implied one may be missing.
     suites: dict[str, Suite] = {}
     missing: dict[str, None] = {}
     for name in [*(name for name in names if name != "all"), *implied]:
@@ -140,9 +151,9 @@ def load_suites(names: Sequence[str], measured_on: Sequence[str]) -> list[Suite]
 def remove_overlaps(
     sources: Sequence[Source], config: DataConfig, measured_on: Sequence[str] = ()
 ) -> tuple[list[Source], Counter[str]]:
-    """Remove the rows that overlap a prompt of the suites.
+    """Remove the rows that overlap a prompt of the suites, so that drafts are not trained on it.
 
-    The fingerprints of the sources change with what is filtered. When rows are filtered for the
+    The fingerprint of a source changes when rows of it are removed. When rows are filtered for the
     first time, a log line says how many they are and where they are listed.
 
     Args:
@@ -151,7 +162,7 @@ def remove_overlaps(
         measured_on: suites that the draft will be measured on.
 
     Returns:
-        The sources without these rows, and how many rows were filtered, by the rule.
+        The sources without these rows, and how many rows were filtered, by the rule's name.
 
     Raises:
         UserError: if all rows are filtered.
@@ -162,7 +173,7 @@ def remove_overlaps(
     if not num_rows or not suites:
         return list(sources), Counter()
 
-    # The result depends on the rows and on the suites. It is kept in the cache.
+    # The list of overlaps depends only on the rows and on the suites. It is kept in the cache.
     inputs = [[source.rows._fingerprint for source in sources], [suite.sha256 for suite in suites]]
     path = cache_folder(config.cache_dir) / "filtered" / f"{Hasher.hash([VERSION, inputs])}.json"
     if not path.exists():
@@ -197,6 +208,7 @@ def remove_overlaps(
                 f"{len(overlaps):,} of {num_rows:,} rows are filtered ({holds}), listed in {path}"
             )
     overlaps = read_json(path)
+
     # Remove the rows that are listed.
     gone = {(row["source"], row["row"]) for row in overlaps}
     kept_sources = []

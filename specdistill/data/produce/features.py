@@ -67,11 +67,13 @@ from specdistill.targets.packed_rows import Documents
 
 SERVER_KEY = "hidden_states.server"
 LOCK = "lock"
-MAX_RELATIVE_DIFFERENCE = 0.1  # share of a vector's norm: rounding changes less, another layer more
+# The largest difference of stored from computed features, as a share of the vector's norm. Rounding
+# changes a vector by less; the features of another layer differ by more.
+MAX_RELATIVE_DIFFERENCE = 0.1
 
 
 class Passed(JsonAnswer):
-    """A server's answer, which names the file of hidden states that the server has written."""
+    """The answer of a server that has read a prompt, with the path of its file of hidden states."""
 
     path: str | None = locate_field("kv_transfer_params", "hidden_states_path", default=None)
 
@@ -111,11 +113,11 @@ def open_feature_store(
         UserError: for a store that cannot be used.
         ResourceError: when the disk or a server fails.
     """
+    # Online features are computed in each training step, without a store.
     if isinstance(config, OnlineStates):
-        # Online states are computed in each step, without a store.
         return None
 
-    # The origin says what the features depend on.
+    # The origin records the target, the dtypes and the layers, on which the features depend.
     identity = target.identity
     computed = " in ".join(filter(None, (target.quantization, target.dtype)))
     computed += "" if autocast is None else f" under {str(autocast).removeprefix('torch.')}"
@@ -123,10 +125,13 @@ def open_feature_store(
     origin = Origin(
         identity.weights, identity.tokenizer, computed, config.dtype, target.hidden_size, layers
     )
+
+    # Offline, the store must be complete.
     if isinstance(config, OfflineStates):
         return FeatureStore.open(Path(config.path), sets, origin)
 
-    # Features come from servers or from passes in this process, and some may wait from generation.
+    # Choose how missing features are made: by servers, or by passes of the target in this process.
+    # Hidden states that servers kept while they generated the rows need no pass at all.
     make = (
         compute_by_servers(target, layers, config.server, config.timeout)
         if config.server
@@ -134,6 +139,8 @@ def open_feature_store(
     )
     generated = GeneratedFeatures(config.waiting, target, layers, make) if config.waiting else None
     store = fill(config, sets, origin, generated or make, batch_size, force=force)
+
+    # Say how many rows the store has.
     without = (
         f", {generated.num_rows:,} as they were generated"
         if generated and generated.num_rows
@@ -149,10 +156,18 @@ def open_feature_store(
 def compute_by_target(
     target: FrozenTarget, aux_layers: Sequence[int], autocast: torch.dtype | None
 ) -> MakeFeatures:
-    """Return a function that makes features by passes of the target, as a training step does."""
+    """Return a function that makes features by passes of the target, as a training step does.
+
+    Args:
+        target: the target.
+        aux_layers: the auxiliary layers that the draft reads.
+        autocast: the dtype in which training multiplies matrices under mixed precision; None
+            without it.
+    """
 
     @torch.no_grad()
     def make(rows: Rows) -> list[Tensor]:
+        """Run the target over a batch of rows, and return the features [A + 1, L, D] of each."""
         batch = collate(rows)
         documents = Documents(batch["cumulative_lengths"].to(target.device), batch["longest"])
         ids_BT, positions_BT = (
@@ -162,6 +177,8 @@ def compute_by_target(
             features = target.features(
                 ids_BT, aux_layers, position_ids_BT=positions_BT, documents=documents
             )
+
+        # Stack the layers to [B, A + 1, T, D], and cut the padding off each row.
         lengths = (batch["document_ids"] != PADDING_DOCUMENT).sum(1).tolist()
         return [
             row[:, :length]
@@ -176,8 +193,9 @@ def compute_by_servers(
 ) -> MakeFeatures:
     """Return a function that makes features by passes of the target on vLLM servers.
 
-    Documents alternate between the servers. The answer to a request for one token names a file (see
-    `specdistill.data.rows.store`).
+    Each document is sent as a prompt, with a request for one token. The server writes the hidden
+    states of the prompt to a file, and its answer names the file (see
+    `specdistill.data.rows.store`). Documents alternate between the servers.
 
     Args:
         target: the target, whose final norm is applied here.
@@ -197,7 +215,7 @@ def compute_by_servers(
 
     # Requests go to the servers in turn.
     def states(number: int, ids: list[int]) -> Tensor:
-        """Return the features [A + 1, L, D] of a document."""
+        """Have a server read a document, and return its features [A + 1, L, D]."""
         server = servers[number % len(servers)]
         model = models[number % len(servers)]
         body = {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 0}
@@ -206,8 +224,9 @@ def compute_by_servers(
         )
         return _select_features(hidden_LND, len(ids), target, aux_layers, server.address)
 
-    # Ask for all documents at once, and put those of each row together again.
+    # Ask for the documents of all rows at once. Then join the documents of each row along L.
     def make(rows: Rows) -> list[Tensor]:
+        """Have the servers read a batch of rows, and return the features [A + 1, L, D] of each."""
         split = [_split_documents(row) for row in rows]
         documents = []
         for row in split:
@@ -236,12 +255,12 @@ def _select_features(
 ) -> Tensor:
     """Select the features that the draft reads from the hidden states that a server wrote.
 
-    vLLM numbers the layers as we do and writes them in ascending order. It takes the last hidden
-    state before the target's final norm, so the norm is applied here.
+    vLLM numbers the layers as we do and writes them in ascending order. It writes the last hidden
+    state from before the target's final norm, so the norm is applied here.
 
     Args:
-        hidden_LND: the hidden states that the server wrote.
-        num_tokens: how many tokens they have to be of.
+        hidden_LND: [L, N, D], the hidden states that the server wrote.
+        num_tokens: L, the number of tokens that were sent to it.
         target: the target.
         aux_layers: the auxiliary layers that the draft reads.
         of: the name of the server in errors.
@@ -252,6 +271,7 @@ def _select_features(
     Raises:
         UserError: if the hidden states are of other layers, another shape or another dtype.
     """
+    # The server must have written these layers, in the dtype of the target.
     layers = sorted({*aux_layers, target.num_layers})
     if (
         hidden_LND.shape != (num_tokens, len(layers), target.hidden_size)
@@ -263,6 +283,7 @@ def _select_features(
             " tokens",
             expected=f"layers {layers} of {target.hidden_size} in {target.dtype}",
         )
+
     # Take the layers in the draft's order, as [A + 1, L, D], and apply the final norm to the last.
     layer_indices = [layers.index(layer) for layer in (*aux_layers, target.num_layers)]
     features_ALD = hidden_LND[:, layer_indices].transpose(0, 1).contiguous()
@@ -273,14 +294,14 @@ def _select_features(
 
 @dataclass
 class GeneratedFeatures:
-    """A function that makes features of rows, from hidden states kept at generation if it can.
+    """Makes the features of rows from hidden states that servers kept while generating the rows.
 
     Such hidden states wait in a folder (see `specdistill.data.rows.store`). A row whose documents
     all wait there needs no pass of the target. Other rows are passed to `make`. At a document's
     last token, from which nothing is predicted, the features are 0.
 
-    The files do not say which layers and which target they come from. Therefore the first row is
-    also made by `make` and compared.
+    The files do not say which layers and which target they come from. Therefore the features of the
+    first row are also computed by `make`, and compared.
 
     Attributes:
         folder: the folder where the hidden states wait.
@@ -297,11 +318,15 @@ class GeneratedFeatures:
     num_rows: int = 0
 
     def __call__(self, rows: Rows) -> list[Tensor]:
+        """Return the features [A + 1, L, D] of each row, from waiting files where there are any."""
+        # Read the rows that wait, and check the first of them against a pass of the target.
         waiting_features = [self._find_waiting(_split_documents(row)) for row in rows]
         for row, features in zip(rows, waiting_features, strict=True):
             if features is not None and self.num_rows == 0:
                 self._compare(features, self.make([row])[0])
             self.num_rows += features is not None
+
+        # Compute the rows that do not wait in one batch, and put them between those that do.
         missing = [
             row for row, features in zip(rows, waiting_features, strict=True) if features is None
         ]
@@ -312,11 +337,13 @@ class GeneratedFeatures:
         ]
 
     def _find_waiting(self, documents: Sequence[list[int]]) -> Tensor | None:
-        """Return the features of a row's documents; None unless all of them wait."""
+        """Return the features [A + 1, L, D] of a row; None unless all its documents wait."""
         # The target has not read a document's last token, so the file's tokens lack it.
         paths = [find_waiting_path(self.folder, ids[:-1]) for ids in documents]
         if not all(path.is_file() for path in paths):
             return None
+
+        # Read the documents, give each a last position of zeros, and join them along L.
         parts = [
             _select_features(
                 load_file(path)["hidden_states"],
@@ -330,16 +357,18 @@ class GeneratedFeatures:
         return torch.cat([F.pad(features_ALD, (0, 0, 0, 1)) for features_ALD in parts], dim=1)
 
     def _compare(self, found_ALD: Tensor, made_ALD: Tensor) -> None:
-        """Check that features of a row are those that a pass makes, up to rounding.
+        """Check that waiting features of a row equal those of a pass, up to rounding.
 
         Args:
-            found_ALD: the features that waited.
-            made_ALD: the features of the same row, made by a pass.
+            found_ALD: [A + 1, L, D], the features that waited.
+            made_ALD: [A + 1, L, D], the features of the same row, made by a pass.
 
         Raises:
             UserError: if in any layer the median error of the vectors is above
                 MAX_RELATIVE_DIFFERENCE of their norm.
         """
+        # The median ignores the last token of each document, whose features are 0 here. A layer of
+        # NaN fails the comparison, too.
         error_AL = (found_ALD - made_ALD).float().norm(dim=-1) / made_ALD.float().norm(dim=-1)
         if not bool((error_AL.median(dim=1).values <= MAX_RELATIVE_DIFFERENCE).all()):
             raise UserError(
@@ -361,14 +390,14 @@ def fill(
     """Fill a store with the rows of some data sets, and open it.
 
     If `max_bytes` has no room for all rows, the store gets the first of them. Every process of a
-    launch has to call this. It logs which shards are made again, and why. After the first shard it
-    logs what the others will cost.
+    launch has to call this. Log lines say which shards are made again and why, and after the first
+    shard what the other shards will cost.
 
     Args:
         config: the `hidden_states:` section.
         sets: the data sets of packed rows.
         origin: where the features come from.
-        make: makes the features of some rows.
+        make: the function that computes the features of rows.
         batch_size: rows that `make` gets at a time.
         force: continue even if the disk has less room than the estimate asks for.
 
@@ -395,7 +424,8 @@ def fill(
             " shard",
         ),
     ):
-        # The first process prepares the folder before any process writes to it.
+        # The first process prepares the folder before any process writes to it, and keeps a lock on
+        # it, so that no second launch fills the same folder.
         if rank == 0:
             check_holds(
                 folder,
@@ -411,9 +441,9 @@ def fill(
                 )
             )
             _clear(folder, shards)
-        all_gather_object(None)
-        # Each process makes its share of the shards. The first process announces the cost of the
-        # others after its first shard.
+        all_gather_object(None)  # a barrier
+
+        # Each process makes its share of the shards.
         local_shards = list(shards.items())[rank::count]
         with show_progress(
             "Storing features", sum(len(part) for _, part in local_shards), "rows"
@@ -429,7 +459,7 @@ def fill(
                     if not (folder / file).exists()
                 )
 
-                # After the first new shard, the cost of the rest is known.
+                # After its first new shard, the first process announces what the others will cost.
                 if is_new and num_rows_left and not is_announced:
                     is_announced = True
                     sample = _compute_shard_cost(
@@ -443,11 +473,14 @@ def fill(
                         force=force,
                     )
                 advance(len(part))
-        all_gather_object(None)
+        all_gather_object(None)  # a barrier
+
         # All shards are complete, so the temporary files and waiting hidden states are not needed.
         if rank == 0:
             for name in (STAGING_DIR, WAITING_FOLDER):
                 shutil.rmtree(folder / name, ignore_errors=True)
+
+    # If a shard is missing here, the processes did not write to the same folder.
     try:
         return FeatureStore([Shard.open(folder / name, origin) for name in shards], sets, origin)
     except UserError as error:
@@ -457,11 +490,24 @@ def fill(
 def _plan(
     rows: Dataset, origin: Origin, shard_tokens: int, max_bytes: int | None
 ) -> dict[str, range]:
-    """Return the rows of each shard, for as many shards as have room, by the shard's name."""
+    """Decide which rows go into which shard, for as many shards as `max_bytes` has room for.
+
+    Args:
+        rows: the packed rows.
+        origin: where the features come from, which says how many bytes a token takes.
+        shard_tokens: tokens of a shard.
+        max_bytes: the most bytes of all shards; None for no limit.
+
+    Returns:
+        The rows of each shard, by the shard's file name.
+    """
+    # Divide the rows into consecutive parts.
     per_shard = max(1, shard_tokens // len(rows[0]["input_ids"]))
     parts = [
         range(first, min(first + per_shard, len(rows))) for first in range(0, len(rows), per_shard)
     ]
+
+    # Take shards in order until one has no room. The names count all shards, made or not.
     plan: dict[str, range] = {}
     room = max_bytes
     for index, part in enumerate(parts):
@@ -476,16 +522,20 @@ def _plan(
 
 
 def _estimate_shard_bytes(rows: Sequence[Tokens], origin: Origin) -> int:
-    """Estimate the bytes of a shard; the estimate is never too low."""
+    """Estimate the bytes of a shard; the estimate is never too low.
+
+    A token takes its features and 4 bytes for its id. A document takes 4 bytes for its length. A
+    row takes 4 bytes for its number of documents and 8 for its checksum.
+    """
     tokens = sum(map(len, rows))
     documents = sum(len(row.document_lengths) for row in rows)
     return tokens * (origin.token_bytes + 4) + 4 * documents + 12 * len(rows) + HEADER_BYTES
 
 
 def _clear(folder: Path, shards: dict[str, range]) -> None:
-    """Remove what killed processes left, and shards of other rows.
+    """Remove temporary files of killed processes, and shards that were made of other rows.
 
-    A shard whose name has another total number of shards is of other rows.
+    A shard's name ends with the total number of shards. Another number means other rows.
     """
     shutil.rmtree(folder / STAGING_DIR, ignore_errors=True)
     foreign_shards = [
@@ -502,11 +552,19 @@ def _clear(folder: Path, shards: dict[str, range]) -> None:
 def _complete(
     path: Path, rows: Dataset, origin: Origin, make: MakeFeatures, batch_size: int
 ) -> bool:
-    """Make the shard of these rows, unless it is already there.
+    """Make the shard of these rows, unless it is already there and undamaged.
+
+    Args:
+        path: the file of the shard.
+        rows: its rows.
+        origin: where the features come from.
+        make: the function that computes the features of rows.
+        batch_size: rows that `make` gets at a time.
 
     Returns:
         Whether the shard is new.
     """
+    # Keep a shard of the same rows and the same origin, if the checksum of each row is right.
     tokens = [Tokens.from_row(row) for row in convert_rows_to_numpy(rows)]
     try:
         shard = Shard.open(path, origin)
@@ -518,6 +576,8 @@ def _complete(
     except UserError as error:
         if path.exists():
             logger.info(f"{error.got}: it is made again")
+
+    # Make the features batch by batch. `make` takes rows, and datasets gives columns.
     features: list[Tensor] = []
     for batch in rows.iter(batch_size):
         features += make(

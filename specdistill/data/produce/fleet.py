@@ -18,8 +18,12 @@ from specdistill.common.progress import show_progress
 from specdistill.recipe.fields import Condition, Section, option
 from specdistill.recipe.sections import DataConfig
 
-MAX_SHARD_RETRIES = 8  # how often Ray repeats a shard
-LOCK_SECONDS = 30.0  # A network file system keeps the locks of a lost node for a minute or two.
+# How often Ray repeats a shard. With LOCK_SECONDS before each new try, a shard that is locked is
+# tried for four minutes.
+MAX_SHARD_RETRIES = 8
+# How long a repeated shard waits for the lock of a lost node. A network file system keeps such
+# locks for a minute or two.
+LOCK_SECONDS = 30.0
 CLUSTER_IS_USED = Condition("with on=ray", lambda options: options.on is not None)
 
 
@@ -42,10 +46,13 @@ class FleetOptions(Section):
         # The import is here, and not above, because it imports transformers.
         from specdistill.data.produce.blocks import plan_blocks
 
+        # All shards are made, so the recipe must not ask for one of them.
         if config.shard is not None:
             raise make_unused_key_error(
                 "data.shard", config.shard, f"on={self.on} makes all shards"
             )
+
+        # A shard has at least one block.
         num_tokens = config.regenerate.num_tokens
         if self.shards > (most := len(plan_blocks(num_tokens)) if num_tokens else 0):
             raise UserError(
@@ -58,7 +65,7 @@ class FleetOptions(Section):
 def make_on_ray(
     make: Callable[[list[str]], int], keys: Sequence[str], options: FleetOptions
 ) -> None:
-    """Make every shard on the Ray cluster of RAY_ADDRESS, or else on one that this machine starts.
+    """Make every shard on the Ray cluster of RAY_ADDRESS, or on one that is started here.
 
     An error that a shard raises is raised here.
 
@@ -89,7 +96,7 @@ def make_on_ray(
             next_step="start it (`ray start --head`), or unset RAY_ADDRESS for one on this machine",
         ) from error
     try:
-        # Refuse at once what no node can run, which Ray would wait for.
+        # If no node has the GPUs and CPUs of a shard, Ray would wait for one without end.
         free = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         if not any(
             resources.get("CPU", 0) >= options.cpus and resources.get("GPU", 0) >= options.gpus
@@ -132,7 +139,7 @@ def make_on_ray(
 
 
 def _make_shard(make: Callable[[list[str]], int], folder: str, arguments: list[str]) -> None:
-    """Make a shard in a worker.
+    """Make a shard in a Ray worker, in the folder of the command.
 
     Args:
         make: called with the arguments.
@@ -147,6 +154,8 @@ def _make_shard(make: Callable[[list[str]], int], folder: str, arguments: list[s
     try:
         make(arguments)
     except UserError as error:
+        # This key means that another process holds the lock of a block. If that process is lost,
+        # its lock disappears after a while, so the shard is worth another try.
         if error.key != "data.shard":
             raise
         time.sleep(LOCK_SECONDS)

@@ -44,18 +44,35 @@ from specdistill.recipe.sections import ServerRegeneration
 from specdistill.serving.engines.completions import CompletionServer
 from specdistill.serving.engines.server import start_request_threads
 
-# Blocks that servers work at together. A block that is nearly complete has few requests left, which
-# would not keep the servers busy.
+# Blocks that servers work at together. A block that is nearly complete has few requests left. The
+# requests of the other blocks keep the servers busy meanwhile.
 NUM_BLOCKS_AT_ONCE = 4
 # A block ends at this share of its tokens, because a batch of a few rows takes as much time as a
 # full one.
 MIN_FILL = 0.995
-FIRST_ANSWERS = 64  # new answers of servers that are enough to estimate what the others will cost
-MAX_EMPTY_TASKS = 1000  # tasks in a row of which nothing is kept, before it is no longer chance
+# New answers of servers after which the cost of all answers is estimated. More of them make the
+# estimate more precise, and let the user wait longer for it.
+FIRST_ANSWERS = 64
+# Generation ends with an error after so many tasks in a row without an answer that is kept, because
+# so many failures are no chance.
+MAX_EMPTY_TASKS = 1000
 
 
 class GenerationEstimate:
-    """An estimate of what generation will cost, from its first answers. It is printed once."""
+    """An estimate of what generation will cost, from its first answers. It is printed once.
+
+    Args:
+        job: the work.
+        num_tokens: tokens that this process will generate.
+
+    Attributes:
+        begin: when generation began, in seconds of `time.monotonic`.
+        answers: how many new answers were counted.
+        tokens: tokens of these answers with their contexts.
+        generated: tokens of these answers alone.
+        num_bytes: bytes that these answers take on the disk.
+        is_announced: whether the estimate was printed.
+    """
 
     def __init__(self, job: Job, num_tokens: int) -> None:
         self.job = job
@@ -78,14 +95,15 @@ class GenerationEstimate:
         Raises:
             ResourceError: if the disk has no room for what is to come.
         """
-        # Count the answer. Several threads do this.
+        # Count the answers. Several threads do this.
         generated = sum(len(answer.token_ids) for answer in answers)
         with self.lock:
             self.answers = self.answers + len(answers)
             self.generated = self.generated + generated
             self.tokens += generated + sum(len(answer.context) for answer in answers)
             self.num_bytes += size
-            # In this process the first batch is enough for an estimate.
+
+            # Wait for enough answers of servers. In this process the first batch is enough.
             is_enough = self.answers >= FIRST_ANSWERS or not isinstance(
                 self.job.config.regenerate, ServerRegeneration
             )
@@ -93,7 +111,7 @@ class GenerationEstimate:
                 return
             self.is_announced, seconds = True, time.monotonic() - self.begin
 
-        # Announce once what all answers are expected to take.
+        # Announce once what all answers will take, in proportion to the tokens generated so far.
         sample = Cost(
             self.answers,
             self.tokens,
@@ -117,7 +135,8 @@ class GenerationEstimate:
 def build_documents(answers: Sequence[Answer], *, all_tokens: bool) -> list[dict[str, object]]:
     """Build documents from the turns of a task.
 
-    Turns whose contexts continue one another share a document.
+    A turn whose context continues the document so far is appended to it. The tokens of answers
+    carry loss.
 
     Args:
         answers: the turns, in order.
@@ -126,6 +145,7 @@ def build_documents(answers: Sequence[Answer], *, all_tokens: bool) -> list[dict
     Returns:
         The documents as {input_ids, loss_mask, length}.
     """
+    # Each document so far, as its token ids and its loss mask.
     rows: list[tuple[list[int], list[int]]] = []
     for answer in answers:
         ids, mask = rows[-1] if rows else ([], [])
@@ -134,6 +154,8 @@ def build_documents(answers: Sequence[Answer], *, all_tokens: bool) -> list[dict
             ids = []
             mask = []
             rows.append((ids, mask))
+
+        # Append what the context adds to the document, and the answer.
         context = answer.context[len(ids) :]
         ids += [*context, *answer.token_ids]
         mask += [int(all_tokens)] * len(context) + [1] * len(answer.token_ids)
@@ -142,16 +164,16 @@ def build_documents(answers: Sequence[Answer], *, all_tokens: bool) -> list[dict
 
 @dataclass
 class BlockOutput:
-    """The rows and counts of the answers of a block so far.
+    """The documents that a block's answers gave so far, with counts.
 
     Attributes:
         rules: the rules that filter answers, by name.
         checked: pairs an answer with its text, for the rules.
         all_tokens: whether all tokens of a conversation carry loss, and not only its answers.
-        advance: called with the number of new tokens.
+        advance: moves the progress bar; called with the number of new tokens.
         rows: documents with BLOCK_COLUMNS.
         counts: how many answers were kept and filtered.
-        wanted: tokens that are wanted so far.
+        wanted: tokens that the streams answered so far have to give.
         tokens: tokens that were generated and kept.
         barren: tasks in a row of which no answer was kept.
     """
@@ -183,11 +205,15 @@ class BlockOutput:
         Raises:
             UserError: after MAX_EMPTY_TASKS tasks in a row of which nothing was kept.
         """
+        # A turn after a filtered one continues a conversation that is dropped, so it is not counted
+        # at all.
         kept_answers = list(
             takewhile(
                 lambda answer: self.counts.is_kept(self.checked(task, answer), self.rules), answers
             )
         )
+
+        # Build the documents. In a text, the tokens of the prompt carry loss, too.
         prompt = task.prompt
         self.rows += [
             {**row, "source": prompt.source, "row": prompt.row, "asked": prompt.asked}
@@ -195,6 +221,8 @@ class BlockOutput:
                 kept_answers, all_tokens=self.all_tokens or not prompt.messages
             )
         ]
+
+        # Count the tokens, and stop if no task gives any.
         tokens = sum(len(answer.token_ids) for answer in kept_answers)
         self.tokens += tokens
         self.advance(tokens)
@@ -218,16 +246,16 @@ def generate_block(
 ) -> None:
     """Have the tasks of a block answered, round by round, until they give the block's tokens.
 
-    Each stream answers its first tasks until they give its share of the tokens, and also what
-    earlier streams were short of. When a stream has no task left, the others give what is still
-    missing. All tasks of a round are answered before any task of the next round.
+    The streams of a round are answered in turn. Each gives its share of the tokens, and also what
+    earlier streams were short of. When a stream has no task left, the other streams give what is
+    still missing. All tasks of a round are answered before any task of the next round.
 
     Args:
         num_tokens: tokens of the block.
         rounds: the streams of each round.
         backend: generates the answers.
         answer_file: the answers that are already there, to which new ones are added.
-        output: collects what the answers give.
+        output: collects the documents that the answers give.
     """
     for streams in rounds:
         while remaining := [stream for stream in streams if stream.tasks]:
@@ -247,14 +275,22 @@ def generate_block(
 def _answer(
     tasks: Sequence[GenerationTask], backend: Backend, answer_file: AnswerFile, output: BlockOutput
 ) -> int:
-    """Have tasks answered until no token is missing, and return how many were answered."""
+    """Have tasks answered until no token is missing, and return how many were answered.
+
+    Args:
+        tasks: the tasks of one stream, in order.
+        backend: generates the answers.
+        answer_file: the answers that are already there, to which new ones are added.
+        output: collects the documents that the answers give.
+    """
     begin = output.tokens
     num_answered = 0
     longest = max(1, tasks[0].max_length - len(tasks[0].prompt.ids))
 
-    # How many more tasks are needed, by the tokens per task so far. Before the first task it is
-    # assumed that each gives the most tokens that it may.
+    # The backend asks this before each batch. Before the first answer, each task is assumed to give
+    # the most tokens that it may.
     def wanted() -> int:
+        """Estimate how many more tasks are needed, by the tokens per task so far."""
         gained = output.tokens - begin
         return math.ceil(output.missing / (gained / num_answered if gained else longest))
 
@@ -268,7 +304,7 @@ def _answer(
 
 
 def make_blocks(job: Job, index: int = 0, count: int = 1) -> None:
-    """Make the blocks of a shard that are not complete yet.
+    """Generate the blocks of a shard that are not complete yet.
 
     Nothing happens if the row set is already there, or if the recipe generates nothing.
 
@@ -277,7 +313,7 @@ def make_blocks(job: Job, index: int = 0, count: int = 1) -> None:
         index: number of the shard, from 0.
         count: how many shards there are.
     """
-    # The blocks of this process that are not there yet.
+    # Shard `index` has every count-th block. Only those that are not there yet are generated.
     local_blocks = (
         plan_blocks(job.config.regenerate.num_tokens)[index::count]
         if job.config.regenerate.num_tokens > 0
@@ -286,6 +322,7 @@ def make_blocks(job: Job, index: int = 0, count: int = 1) -> None:
     missing = [block for block in local_blocks if not (job.blocks / f"{block.name}.arrow").exists()]
     if is_whole(job.folder) or not missing:
         return
+
     num_tokens = sum(block.num_tokens for block in missing)
     counts = AnswerCounts()
     settings = job.config.generation
@@ -349,7 +386,14 @@ def _make_block(
     estimate: GenerationEstimate,
     advance: Callable[[int], object],
 ) -> AnswerCounts:
-    """Make a block from its first answer, or from where a killed process left it.
+    """Generate a block, from its first answer or from where a killed process left it.
+
+    Args:
+        job: the work.
+        block: the block.
+        backend: generates the answers.
+        estimate: counts new answers, to estimate what all of them will cost.
+        advance: moves the progress bar; called with the number of new tokens.
 
     Returns:
         How many answers were kept and filtered.
@@ -360,15 +404,19 @@ def _make_block(
     settings = config.regenerate
     rules: Rules = {}
 
-    # A server's answers are filtered by rules. Those of the model in this process need none.
+    # Answers of servers are filtered by the rules of the recipe. Answers of the model in this
+    # process are all kept.
     if isinstance(settings, ServerRegeneration):
         rules = {name: RULES[name] for name in settings.filter}
+
+    # Several threads make blocks, and fast tokenizers are not safe for several threads. Therefore
+    # each block gets a copy of the tokenizer.
     plan = BlockPlan(block, config, job.sources[0], copy.deepcopy(target.tokenizer), target.end_ids)
     decoder = ServerTokenizer(plan.tokenizer, target.end_ids, {})
     special = decoder.special - find_inner_ids(plan.tokenizer) if rules else decoder.special
 
-    # An answer is decoded only if a rule needs its text.
     def checked(task: GenerationTask, answer: Answer) -> CheckedAnswer:
+        """Pair an answer with its text, which is decoded only if there are rules to read it."""
         text = decoder.text(answer.token_ids) if rules else ""
         return CheckedAnswer(answer, text, not task.prompt.messages, special)
 
@@ -377,6 +425,7 @@ def _make_block(
     with exclusive_lock(path.with_suffix(".lock"), "data.shard", path, saves_memory=batch_key):
         if path.exists():
             return AnswerCounts()
+
         # Generate the target's own prompts first, then the answers to all prompts.
         of_self = {}
         with AnswerFile(path.with_suffix(".jsonl"), job.plan, estimate.add) as answer_file:
@@ -405,7 +454,8 @@ def _make_block(
             "cut_answers": output.counts.cut,
             "filtered": dict(sorted(output.counts.filtered.items())),
         }
-        # The documents replace the answers.
+
+        # Write the documents, which replace the file of answers.
         with on_disk(job.blocks):
             columns = {}
             for name in BLOCK_COLUMNS:

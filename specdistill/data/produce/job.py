@@ -26,12 +26,12 @@ from specdistill.recipe.sections import DataConfig, Regeneration, ServerRegenera
 
 
 class RunSize(NamedTuple):
-    """The amount of data of a training.
+    """How many rows a training has, and how much has to be generated before it.
 
     Attributes:
         num_rows: training rows, all of `data.max_length` tokens; None if they are not counted yet.
         num_generated: tokens that each process still has to generate.
-        batch_size: sequences that it generates at a time.
+        batch_size: sequences that a process generates at a time.
     """
 
     num_rows: int | None
@@ -72,7 +72,8 @@ class Job:
     def plan(self) -> str:
         """The hash of everything that generation depends on.
 
-        It leaves out the keys that only say what becomes of the documents.
+        Keys that only say how documents are filtered, divided and packed are left out, so that
+        blocks are used again when such a key changes.
         """
         return compute_fingerprint(
             self.config,
@@ -89,12 +90,12 @@ class Job:
 
     @property
     def blocks(self) -> Path:
-        """The folder of the blocks."""
+        """The folder of the generated blocks, next to the folder of the row set."""
         return self.folder.parent / f"{self.plan}.blocks"
 
     @cached_property
     def sources(self) -> tuple[list[Source], Counter[str]]:
-        """The sources without the rows that are filtered, and the counts of those by the rule."""
+        """The sources without the rows that overlap suites, and how many rows were filtered."""
         return remove_overlaps(
             load_sources(self.config, self.target.tokenizer), self.config, self.measured_on
         )
@@ -109,6 +110,7 @@ class Job:
 
         Sources that were already read are kept.
         """
+        # `cached_property` keeps a value in the instance's dictionary, where it can be copied.
         job = replace(self, target=target)
         if "sources" in vars(self):
             vars(job)["sources"] = self.sources
@@ -119,14 +121,19 @@ class Job:
 
         The number of rows is None if it is not known yet.
         """
+        # A complete row set says how many rows it has.
         if is_whole(self.folder):
             *_, manifest = read_rows(self.folder)
             return RunSize(manifest.splits["train"].rows)
+
+        # The rows of sources are only counted when they are packed. Generated tokens fill rows.
         settings = self.config.regenerate
         max_length = self.config.max_length
         if not isinstance(settings, Regeneration):
             return RunSize(None)
         num_rows = int((1 - self.config.validation_fraction) * settings.num_tokens / max_length)
+
+        # Servers generate elsewhere. Only the model in this process still has tokens to generate.
         if isinstance(settings, ServerRegeneration):
             return RunSize(num_rows)
         missing = [
@@ -136,6 +143,8 @@ class Job:
         ]
         if not missing:
             return RunSize(num_rows)
+
+        # The processes share the missing blocks. A block may have too few rows for a whole batch.
         _, num_processes = find_rank_and_world_size()
         num_tokens = sum(block.num_tokens for block in missing) // min(num_processes, len(missing))
         # `check` refuses prompts as long as a row.
@@ -146,7 +155,8 @@ class Job:
         """Check the folders and the settings before any row is made.
 
         Raises:
-            UserError: if no rows can be made with them, or none that the target can read.
+            UserError: if rows cannot be made with these settings, or if the target could not read
+                them.
         """
         check_row_set(self.config, self.target)
         check_writable(cache_folder(self.config.cache_dir), "data.cache_dir")

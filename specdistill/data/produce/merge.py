@@ -46,7 +46,9 @@ from specdistill.data.rows.row_set import (
 from specdistill.recipe.data_sources import SELF_SOURCE, list_source_names
 from specdistill.recipe.sections import DataConfig, ServerRegeneration
 
-MAX_CUT_ANSWERS = 0.2  # share of answers above which a warning is logged
+# A warning is logged above this share of answers that the length limit cut. Below it, the draft
+# still sees how most answers end.
+MAX_CUT_ANSWERS = 0.2
 
 
 def merge(job: Job) -> None:
@@ -69,15 +71,15 @@ def merge(job: Job) -> None:
         else:
             generation = None
             train, validation, filtered, sources = _from_sources(job)
-        # Pack the documents of each split. Any token can be padding, because its document id marks
-        # it as such.
+
+        # Any token can be padding, because its document id marks it as such.
         padding = next(
             token
             for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
             if token is not None
         )
 
-        # Count each split before it is written.
+        # Pack the documents of each split, and count its tokens.
         halves = {}
         for split, documents in (("train", train), ("validation", validation)):
             packed = Packed(documents, config.max_length, config.packing, padding, config.seed)
@@ -86,6 +88,8 @@ def merge(job: Job) -> None:
                 packed,
                 SplitCounts(rows=len(packed), documents=len(documents), **tokens),
             )
+
+        # Write the rows, with a record of the sources and of what was filtered.
         counted_sources = _count_sources(sources, config, train)
         write_rows(
             job.folder,
@@ -98,12 +102,15 @@ def merge(job: Job) -> None:
                 "filtered": dict(sorted(filtered.items())),
             },
         )
+
+        # Show which rows could not be used.
         if any(source.bad_rows for source in sources):
             Console(stderr=True).print(format_bad_rows(counted_sources))
 
 
 def _count_tokens(documents: Dataset) -> dict[str, int]:
     """Count the tokens and the loss tokens of documents."""
+    # The masks are read in batches, because all of them may not fit the memory.
     masks = (
         int(np.concatenate(batch["loss_mask"]).sum())
         for batch in documents.with_format("numpy").iter(batch_size=1024)
@@ -114,7 +121,14 @@ def _count_tokens(documents: Dataset) -> dict[str, int]:
 def _count_sources(
     sources: Sequence[Source], config: DataConfig, train: Dataset
 ) -> list[SourceCounts]:
-    """Return what training has of each source."""
+    """Return how many documents and tokens of each source the training split has.
+
+    Args:
+        sources: the sources of the recipe, in their order.
+        config: the `data:` section.
+        train: the documents of the training split.
+    """
+    # Each document says the number of its source. Select the documents of one source at a time.
     place = read_array(train, "source")
     counts = []
     for number, (source, name) in enumerate(
@@ -141,14 +155,15 @@ def _count_sources(
 
 
 def _describe_generation(job: Job, headers: Sequence[Mapping[str, Any]]) -> dict[str, object]:
-    """Describe how blocks were generated, and how many of their answers the length limit cut.
+    """Return a record for the manifest of how the blocks were generated.
 
-    Blocks of an earlier version do not say how many answers they have.
+    The record also says how many answers there are, and how many the length limit cut.
 
     Args:
         job: the work.
         headers: the headers of the blocks' files.
     """
+    # The settings that decide what is generated.
     settings = job.config.generation
     facts = settings.model_dump(include={"num_tokens", "prompt_tokens", "temperatures", "template"})
     facts |= {
@@ -156,10 +171,14 @@ def _describe_generation(job: Job, headers: Sequence[Mapping[str, Any]]) -> dict
         "blocks": len(plan_blocks(settings.num_tokens)),
         "model": job.target.name,
     }
+
+    # Blocks of an earlier version do not say how many answers they have.
     if all("answers" in header for header in headers):
         for name in ("answers", "cut_answers"):
             facts[name] = sum(header[name] for header in headers)
         warn_of_cut_answers(facts["cut_answers"], facts["answers"], job.config.max_length)
+
+    # Servers and the model in this process have settings of their own.
     if isinstance(settings, ServerRegeneration):
         return {**facts, "by": "servers", "filter": settings.filter, "sampling": SAMPLING}
     return {**facts, "by": "transformers", "batch_size": settings.batch_size}
@@ -168,8 +187,8 @@ def _describe_generation(job: Job, headers: Sequence[Mapping[str, Any]]) -> dict
 def _from_blocks(job: Job) -> tuple[Dataset, Dataset, Counter[str], dict[str, object]]:
     """Collect the documents of all blocks, filter them and hold some out.
 
-    The documents of all blocks are taken in order. Those that answer a prompt that is nearly the
-    same as one of an earlier block are left out. The documents have the columns input_ids,
+    The documents of all blocks are taken in order. A document is left out if it answers a generated
+    prompt that nearly repeats one of an earlier block. The documents have the columns input_ids,
     loss_mask, length and source.
 
     Returns:
@@ -193,6 +212,7 @@ def _from_blocks(job: Job) -> tuple[Dataset, Dataset, Counter[str], dict[str, ob
             expected="every block: `specdistill data make` of the same recipe makes those that are"
             " missing",
         )
+
     # Every block must belong to this plan, and be the one that its name says.
     headers = [parse_json(read_header(path) or "{}") for path in paths]
     for number, (path, header) in enumerate(zip(paths, headers, strict=True)):
@@ -228,6 +248,7 @@ def _from_blocks(job: Job) -> tuple[Dataset, Dataset, Counter[str], dict[str, ob
         logger.warning(
             "the prompts of data.source were used up after %d of %d tokens", total, num_tokens
         )
+
     # Blocks are generated independently, so near duplicates across blocks are only found here.
     is_near_duplicate = _find_near_duplicates(
         [Dataset.from_file(str(path))["asked"] for path in paths]
@@ -240,7 +261,7 @@ def _from_blocks(job: Job) -> tuple[Dataset, Dataset, Counter[str], dict[str, ob
             len(documents),
         )
 
-    # Leave out what cannot be packed, and divide the rest by rows into training and validation.
+    # Leave out the documents that cannot be packed, and the near duplicates.
     indices = select_usable(
         documents,
         False,
@@ -249,6 +270,9 @@ def _from_blocks(job: Job) -> tuple[Dataset, Dataset, Counter[str], dict[str, ob
         ", ".join(list_source_names(job.config.source)),
     )
     indices = indices[~is_near_duplicate[indices]]
+
+    # Divide the documents into training and validation. All documents of a source's row, which
+    # have the same hash, come into the same split.
     hashes, row_of = np.unique(read_array(documents, "row")[indices], return_inverse=True)
     is_held_out = select_held_out(hashes, job.config)[row_of]
     return (
@@ -260,7 +284,13 @@ def _from_blocks(job: Job) -> tuple[Dataset, Dataset, Counter[str], dict[str, ob
 
 
 def warn_of_cut_answers(num_cut: int, num_answers: int, max_length: int) -> None:
-    """Warn if the length limit ended so many answers that the draft seldom sees how one ends."""
+    """Warn if the length limit cut so many answers that the draft seldom sees how one ends.
+
+    Args:
+        num_cut: answers that the limit cut.
+        num_answers: all answers.
+        max_length: `data.max_length`, the limit in tokens.
+    """
     if num_cut > MAX_CUT_ANSWERS * num_answers:
         logger.warning(
             "%s were cut at data.max_length=%d tokens. Raise data.max_length to train on whole"
@@ -271,7 +301,7 @@ def warn_of_cut_answers(num_cut: int, num_answers: int, max_length: int) -> None
 
 
 def _find_near_duplicates(prompts: Sequence[Sequence[str | None]]) -> NDArray[np.bool_]:
-    """Find the documents that answer a prompt nearly the same as one of an earlier block.
+    """Find the documents that answer a generated prompt which nearly repeats an earlier one.
 
     Only prompts that the target itself generated are compared.
 
@@ -284,6 +314,7 @@ def _find_near_duplicates(prompts: Sequence[Sequence[str | None]]) -> NDArray[np
     near = NearDuplicates()
     flags: list[bool] = []
     for block in prompts:
+        # Each prompt of a block is compared once, however many documents answer it.
         is_alike: dict[str | None, bool] = {None: False}
         for prompt in block:
             if prompt is not None and prompt not in is_alike:
@@ -320,12 +351,15 @@ def _from_sources(job: Job) -> tuple[Dataset, Dataset, Counter[str], list[Source
     indices = select_usable(
         documents, is_text, config.max_length, filtered, ", ".join(list_source_names(config.source))
     )
-    # All documents of a row that was cut are in the same split.
+
+    # Hold out some rows for validation. All documents of a row that was cut are in the same split,
+    # so the rows of all sources are numbered consecutively, and each row is decided once.
     first_rows = np.cumsum([0, *(len(source.rows) for source in sources[:-1])])
     _, first, row_of = np.unique(
         first_rows[number[indices]] + row[indices], return_index=True, return_inverse=True
     )
     is_held_out = select_held_out(hashes[indices[first]], config)[row_of]
+
     # A source of weight 2.5 has each document twice, and a random half of them once more.
     generator = random.Random(config.seed)
     train: list[int] = []
@@ -346,9 +380,9 @@ def _from_sources(job: Job) -> tuple[Dataset, Dataset, Counter[str], list[Source
 def select_held_out(hashes: NDArray[np.integer], config: DataConfig) -> NDArray[np.bool_]:
     """Choose the rows that are held out for validation: at least one, and never all.
 
-    They are chosen by their hashes, unless `data.validation_split` is sample. By hash, a row's
-    split depends only on its content and the seed. It stays the same when other rows are added or
-    filtered, wherever the row stands. Equal rows are in the same split.
+    With `data.validation_split=sample` the rows are drawn at random. Otherwise they are chosen by
+    their hashes, so a row's split depends only on its content and the seed. It stays the same when
+    other rows are added or filtered, wherever the row stands. Equal rows are in the same split.
 
     Args:
         hashes: the `row_hash` of each row.
@@ -360,6 +394,7 @@ def select_held_out(hashes: NDArray[np.integer], config: DataConfig) -> NDArray[
     Raises:
         UserError: for a single row, or if all rows are equal.
     """
+    # At least two rows are needed, one for each split. By hash, equal rows count as one.
     distinct = np.unique(hashes)
     is_sample = config.validation_split == "sample"
     if (len(hashes) if is_sample else len(distinct)) < 2:
@@ -370,12 +405,15 @@ def select_held_out(hashes: NDArray[np.integer], config: DataConfig) -> NDArray[
             else f"{len(hashes)} usable rows, all with the same content",
             expected="two or more different rows: at least one is held out for validation",
         )
+
+    # Draw exactly the fraction of the rows.
     if is_sample:
         count = min(len(hashes) - 1, max(1, round(config.validation_fraction * len(hashes))))
         return np.isin(
             np.arange(len(hashes)), random.Random(config.seed).sample(range(len(hashes)), count)
         )
-    # Hold out the smallest hashes: those below the fraction of their range.
+
+    # Hold out the rows with the smallest hashes: those below the fraction of the range of hashes.
     count = int(np.searchsorted(distinct, math.ceil(config.validation_fraction * HASH_RANGE)))
     is_selected: NDArray[np.bool_] = hashes < distinct[min(max(count, 1), len(distinct) - 1)]
     return is_selected
@@ -397,7 +435,12 @@ def _encode_row(
 
 
 def _encode(source: Source, number: int, job: Job) -> tuple[Dataset, Source]:
-    """Encode the rows of a source.
+    """Tokenize the rows of a source, and count the rows that cannot be tokenized.
+
+    Args:
+        source: the source.
+        number: the number of the source, which its documents get as a column.
+        job: the work.
 
     Returns:
         The documents of the source, and the source with the counts of the rows that cannot be

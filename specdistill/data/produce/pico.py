@@ -30,8 +30,9 @@ EXCLUDED_FOLDERS = frozenset(
         "__pycache__",
     }
 )
-MAX_MODULE_BYTES = 200_000
+MAX_MODULE_BYTES = 200_000  # Larger modules are left out, so that none of them dominates the text.
 VALIDATION_SHARE = 16  # one module in this many is held out
+# Longer functions give no conversation, so that a conversation fits a row of few hundred tokens.
 MAX_CHAT_CHARACTERS = 1_600
 
 
@@ -67,9 +68,12 @@ def load_rows(split: str) -> tuple[str, Callable[[], Iterator[dict[str, object]]
             expected=" or ".join(get_args(Split)),
             nearest=find_nearest(split, get_args(Split)),
         )
+
+    # Each module is a text. Its documented functions are conversations.
     modules = load_standard_library(split)  # type: ignore[arg-type]
 
     def texts_and_chats() -> Iterator[dict[str, object]]:
+        """Yield all texts, and then all conversations."""
         for module in modules:
             yield {"text": module.text, "messages": None}
         for messages in build_chats(modules):
@@ -91,6 +95,7 @@ def load_standard_library(split: Split) -> list[Module]:
     root = Path(sysconfig.get_paths()["stdlib"])
     modules = []
     for path in sorted(root.rglob("*.py")):
+        # Leave out excluded folders, the other split, and files that are empty or too large.
         relative = path.relative_to(root)
         if EXCLUDED_FOLDERS.intersection(relative.parts) or split_of(relative.as_posix()) != split:
             continue
@@ -123,7 +128,8 @@ def build_chats(modules: list[Module]) -> list[list[dict[str, str]]]:
 def find_documented_functions(source: str) -> Iterator[tuple[str, str]]:
     """Yield (request, source) for each function of a module that has a docstring and a body.
 
-    The source is without the docstring.
+    The request has the signature and the first paragraph of the docstring. The source is the
+    function without its docstring.
     """
     lines = source.splitlines()
     for node in ast.walk(ast.parse(source)):
@@ -132,7 +138,11 @@ def find_documented_functions(source: str) -> Iterator[tuple[str, str]]:
         docstring = ast.get_docstring(node)
         if not docstring:
             continue
+
+        # The first paragraph of the docstring becomes one line of the request.
         summary = " ".join(docstring.split("\n\n")[0].split())
+
+        # Cut the docstring out of the source, and the indentation of a method off each line.
         head = lines[node.lineno - 1 : node.body[0].lineno - 1]
         body = lines[node.body[0].end_lineno or node.body[0].lineno : node.end_lineno]
         columns = node.col_offset

@@ -25,33 +25,35 @@ from specdistill.data.rows.encoding import Row, hash_row
 from specdistill.evaluation.suites.conversations import Message, Tools, is_unanswered
 from specdistill.recipe.sections import DataConfig, ServerRegeneration
 
-# More than a token has on average, so that a snippet surely has enough tokens.
+# Characters of a text that are tokenized for each token of a prompt. Tokens have fewer on average,
+# so a snippet has enough tokens, and a long text need not be tokenized as a whole.
 CHARACTERS_PER_TOKEN = 16
-NUM_TEXTS_AT_ONCE = 64
+NUM_TEXTS_AT_ONCE = 64  # texts whose snippets are tokenized in one call, which is faster
 # Where a prompt may start within a text, the most natural places first: paragraphs, lines, words.
 START_PATTERNS = (
     re.compile(r"(?<=\n\n)(?=[^\n]*\S)"),
     re.compile(r"(?<=\n)(?=[^\n]*\S)"),
     re.compile(r"(?<=\s)(?=\S)"),
 )
-# Share of the tokens that conversations give if the source has both conversations and texts. Most
-# rows are answers all the same, because answers are short.
+# Share of the tokens that conversations give if a block has both conversations and texts. Answers
+# are shorter than texts, so most documents are conversations even at this share.
 CHAT_SHARE = 1 / 3
 SHORT_ROW = 256  # tokens of a text, prompt and continuation, that are always worth generating
 SHORT_ANSWER = 32  # tokens, fewer than an answer has on average, so that there are enough questions
-# So many prompts are sorted by length together, in parts of PART, so that batches have little
-# padding.
+# So many prompts are sorted by length together, so that the prompts of a batch have similar lengths
+# and need little padding. Then parts of PART prompts are shuffled, so that lengths are mixed over
+# the block.
 NUM_SORTED_PROMPTS = 512
 PART = 128
 
 
 @dataclass(frozen=True)
 class GenerationPrompt:
-    """Token ids to continue, and for a conversation its messages.
+    """Token ids that the target is to continue, and for a conversation its messages.
 
     Attributes:
         ids: the token ids.
-        row: a hash of the source's row.
+        row: a hash of the row that the prompt was made from.
         messages: the messages of a conversation; empty for a text.
         tools: the tools that the conversation may call.
         source: the number of the source in data.source.
@@ -131,11 +133,12 @@ PlacedPrompt = tuple[float, GenerationPrompt]  # (its place among those of all s
 def make_chat_prompts(
     plan: BlockPlan, rows: Iterable[Row], filtered: Counter[str]
 ) -> Iterator[GenerationPrompt]:
-    """Yield a prompt for each turn of the assistant that is learned.
+    """Yield a prompt for each turn of the assistant that is to be learned.
 
-    A prompt has at most half the tokens of a row. Longer ones are counted instead. Of several turns
-    that are yet to be generated, only servers generate those after the first. In this process they
-    are counted as `follow_up`.
+    A prompt has at most half the tokens of a row. Longer prompts are counted as `long_prompt`
+    instead. If a conversation has several turns that are yet to be generated, servers generate all
+    of them. In this process only the first is generated, and the turns after it are counted as
+    `follow_up`.
 
     Args:
         plan: what the block is generated from.
@@ -154,6 +157,7 @@ def make_chat_prompts(
                 yield GenerationPrompt(ids, hash_row(row, config.seed), tuple(messages), tools)
             else:
                 filtered["long_prompt"] += 1
+
             # Only the first unanswered turn is generated in this process.
             num_left = sum(map(is_unanswered, messages))
             if num_left and not is_served:
@@ -169,7 +173,8 @@ def make_text_prompts(
 ) -> Iterator[GenerationPrompt]:
     """Yield prompts of `prompt_tokens` tokens from texts.
 
-    Each text gives its beginning and `per_text` - 1 places within it.
+    Each text gives a prompt from its beginning, and from up to `per_text` - 1 places within it.
+    Places with fewer tokens after them give none.
 
     Args:
         plan: what the block is generated from.
@@ -182,10 +187,13 @@ def make_text_prompts(
     num_tokens = plan.config.generation.prompt_tokens
     first, step = part
     while batch := list(itertools.islice(texts, NUM_TEXTS_AT_ONCE)):
+        # Blocks that share the texts choose the same places, and each takes every step-th of them.
         starts = []
         for row in batch:
             for start in _choose_starts(str(row["text"]), per_text * step, generator)[first::step]:
                 starts.append((row, start))
+
+        # Tokenize the text after each place, and keep the first tokens as a prompt.
         snippets = [
             str(row["text"])[start : start + num_tokens * CHARACTERS_PER_TOKEN]
             for row, start in starts
@@ -199,7 +207,8 @@ def make_text_prompts(
 
 
 def _choose_starts(text: str, count: int, generator: random.Random) -> list[int]:
-    """Return where prompts of a text start: its beginning and up to `count` - 1 other places."""
+    """Choose where prompts of a text start: its beginning and up to `count` - 1 other places."""
+    # Take places at random, those before paragraphs first, then lines, then words.
     chosen: list[int] = []
     for pattern in START_PATTERNS:
         missing = count - 1 - len(chosen)
@@ -213,10 +222,10 @@ def _choose_starts(text: str, count: int, generator: random.Random) -> list[int]
 def make_prompts(
     plan: BlockPlan, of_self: Mapping[int, Sequence[GenerationPrompt]], filtered: Counter[str]
 ) -> Iterator[tuple[list[GenerationPrompt], list[GenerationPrompt]]]:
-    """Yield the prompts of a block's own rows in parts, until every prompt was yielded once.
+    """Yield the prompts of a block's rows in parts, until every prompt was yielded once.
 
     Each source gives its weighted share of a part. The first part has more prompts than are
-    expected to be needed. The next part is needed if answers are shorter than expected.
+    expected to be needed. The next part is only needed if answers are shorter than expected.
 
     Args:
         plan: what the block is generated from.
@@ -226,7 +235,8 @@ def make_prompts(
     Yields:
         (prompts of conversations, prompts of texts).
     """
-    # Weights are per row. The rows of a source `self` are the target's own prompts in all blocks.
+    # Weights are per row, so a source counts with its weight times its rows. The rows of a source
+    # `self` are the prompts that the target generates in all blocks.
     own_sizes = {
         number: len(prompts) * plan.block.num_blocks for number, prompts in of_self.items()
     }
@@ -234,16 +244,21 @@ def make_prompts(
         source.entry.weight * own_sizes.get(number, len(source.rows))
         for number, source in enumerate(plan.sources)
     ]
+
+    # The parts of each source. A source `self` has one part, with all its prompts.
     parts: list[Iterator[tuple[list[PlacedPrompt], list[PlacedPrompt]]]] = []
     for number, weight in enumerate(weights):
         if number in of_self:
             parts.append(iter([(_place_prompts(of_self[number], 0, weight), [])]))
         else:
             parts.append(_split_source(plan, number, weights, filtered))
+
+    # Merge the parts of all sources, conversations and texts separately.
     for of_sources in itertools.zip_longest(*parts, fillvalue=([], [])):
         kinds = []
         for several in zip(*of_sources, strict=True):
-            # Sorted by place, so that each source has its weighted share of any beginning.
+            # Sort by place, so that however many prompts are answered, each source has its weighted
+            # share of them.
             placed = sorted(itertools.chain(*several), key=lambda pair: pair[0])
             kinds.append([prompt for _, prompt in placed])
         yield kinds[0], kinds[1]
@@ -261,7 +276,12 @@ def _split_source(
         number: the number of the source.
         weights: the weights of all sources, times their rows.
         filtered: the counts by reason.
+
+    Yields:
+        (prompts of conversations, prompts of texts), each with its place among all sources.
     """
+    # Estimate how many prompts the source's share of the block needs, if every answer has
+    # SHORT_ANSWER tokens and every text is continued to the shorter length.
     block = plan.block
     config = plan.config
     source = plan.sources[number]
@@ -272,10 +292,12 @@ def _split_source(
     num_texts = math.ceil(block.num_tokens / shortest * weight / sum(weights))
     if not len(source.rows):  # decontamination dropped them all
         return
+
     # All blocks shuffle the rows in the same way, and each takes its own part.
     order = list(range(len(source.rows)))
     random.Random(config.seed).shuffle(order)
     selected_rows, first, num_sharing = block.select_rows(order)
+
     # Blocks that share a row need the same generator, because they divide the places within it.
     shared = Dataset.select(source.rows, selected_rows)
     generator = random.Random(
@@ -284,6 +306,8 @@ def _split_source(
     count = sum(row is not None for row in shared.with_format(None)["text"])
     per_text = -(-2 * num_texts // max(1, count))  # twice the need, because some texts are short
 
+    # Take prompts until the rows have no more. Each part has the beginnings of texts first, and
+    # places within texts in random order after them.
     all_chats = make_chat_prompts(plan, shared, filtered)
     all_texts = make_text_prompts(plan, shared, per_text, generator, (first, num_sharing))
     num_before = [0, 0]
@@ -309,7 +333,10 @@ def _split_source(
 def _place_prompts(
     prompts: Sequence[GenerationPrompt], num_before: int, weight: float
 ) -> list[PlacedPrompt]:
-    """Return prompts with their places among the prompts of all sources.
+    """Give the prompts of a source their places among the prompts of all sources.
+
+    The n-th prompt of a source of weight w has the place (n + 0.5) / w, so a source of twice the
+    weight has twice as many prompts before any place.
 
     Args:
         prompts: prompts of one source.
@@ -324,9 +351,9 @@ def plan_rounds(
 ) -> Iterator[list[Stream]]:
     """Yield the streams of a block round by round.
 
-    All tasks of a round are answered before those of the next round. Each of the first rounds has
-    one of the parts of `make_prompts`, so that each prompt comes once. A later round has all
-    prompts again, at another temperature.
+    All tasks of a round are answered before those of the next round. The first rounds have one part
+    of `make_prompts` each, so every prompt comes once before any comes again. Each later round has
+    all prompts again, at another temperature.
 
     Args:
         plan: what the block is generated from.
@@ -335,10 +362,14 @@ def plan_rounds(
     chats: list[GenerationPrompt] = []
     texts: list[GenerationPrompt] = []
     num_tasks: Counter[str] = Counter()
+
+    # Use each prompt once.
     for more_chats, more_texts in parts:
         chats += more_chats
         texts += more_texts
         yield build_streams(plan, more_chats, more_texts, 0, num_tasks)
+
+    # Repeat all prompts, until no temperature is left at which they give anything new.
     for turn in itertools.count(1):
         repeats = build_streams(plan, chats, texts, turn, num_tasks)
         if not any(stream.tasks for stream in repeats):
@@ -362,12 +393,17 @@ def build_streams(
         chats: prompts of conversations.
         texts: prompts of texts.
         turn: how often each of the prompts was used before.
-        num_tasks: how many tasks the block has so far, by the first part of their names.
+        num_tasks: how many tasks the block has so far, by the first part of their names. The new
+            tasks are added.
     """
+    # Divide the tokens between conversations and texts.
     prompt_tokens = plan.config.generation.prompt_tokens
     short, long = choose_row_lengths(plan.config.max_length, prompt_tokens)
     share = 1 - CHAT_SHARE if chats else 1.0
     planned = [("chat", chats, 1 - share if texts else 1.0, long)]
+
+    # Divide the texts by the length to which they are continued. The share of each length is in
+    # proportion to the tokens that its texts give.
     if short == long or len(texts) < 2:
         planned.append((f"text{long}", texts, share, long))
     else:
@@ -380,6 +416,7 @@ def build_streams(
             (f"text{short}", stopped, share * weights[0] / sum(weights), short),
             (f"text{long}", whole_texts, share * weights[1] / sum(weights), long),
         ]
+
     return [
         Stream(_build_tasks(plan, kind, prompts, turn, length, num_tasks), part)
         for kind, prompts, part, length in planned
@@ -395,7 +432,18 @@ def _build_tasks(
     length: int,
     num_tasks: Counter[str],
 ) -> list[GenerationTask]:
-    """Return the tasks of one stream, each with its name, temperature and seed."""
+    """Return the tasks of one stream, each with its name, temperature and seed.
+
+    Args:
+        plan: what the block is generated from.
+        kind: the first part of the tasks' names: `chat`, or `text` and a length.
+        prompts: the prompts of the stream.
+        turn: how often each of the prompts was used before.
+        length: the most tokens of a prompt with its answer.
+        num_tasks: how many tasks the block has so far, by the first part of their names. The new
+            tasks are added.
+    """
+    # Prompts of texts all have the same length, so only conversations are sorted by length.
     pairs = assign_temperatures(prompts, plan.config.generation.temperatures, turn)
     if kind == "chat":
         pairs = _sort_by_length(
@@ -416,9 +464,9 @@ def assign_temperatures(
 ) -> Iterator[tuple[GenerationPrompt, float]]:
     """Yield prompts with the temperature at which they are answered in a turn.
 
-    In the first turns a prompt gets every temperature once. Later it gets those above 0 again and
-    again, because they generate something new. If other blocks have the same row, only the first of
-    them uses all temperatures. The others use only those above 0.
+    In the first turns a prompt gets every temperature once. In later turns it gets the temperatures
+    above 0 again, because sampling generates something new each time, and greedy generation does
+    not. If other blocks have the same row, only the first of them uses temperature 0.
 
     Args:
         prompts: the prompts.
@@ -435,10 +483,10 @@ def assign_temperatures(
 def _sort_by_length(
     pairs: Iterator[tuple[GenerationPrompt, float]], size: int, generator: random.Random
 ) -> Iterator[tuple[GenerationPrompt, float]]:
-    """Yield prompts so that those of similar length follow one another.
+    """Reorder prompts so that prompts of similar length follow one another.
 
-    They are sorted by length among `size` at a time. The sorted prompts are divided into parts of
-    PART, and the parts are shuffled.
+    Of every `size` prompts, the prompts are sorted by length and divided into parts of PART, and
+    the parts are shuffled.
     """
     while several := list(itertools.islice(pairs, size)):
         several.sort(key=lambda pair: len(pair[0].ids))
@@ -448,12 +496,18 @@ def _sort_by_length(
 
 
 def choose_row_lengths(max_length: int, prompt_tokens: int) -> tuple[int, int]:
-    """Return the two lengths to which texts are continued.
+    """Return the two lengths in tokens to which texts are continued.
 
-    Three texts in four are continued to the first length, the fourth to the second. Three stop half
-    way, though not before SHORT_ROW tokens: attention over the first half costs a third of that
-    over both, and greedy text of a small target begins to loop. The fourth is as long as a row, so
-    that every position is trained.
+    Three texts in four are continued to the first length, and the fourth to the second. The first
+    length is half a row, though not below SHORT_ROW tokens, because short texts are cheaper:
+    attention over the first half costs a third of attention over the second. Long greedy texts of a
+    small target also begin to loop. The second length is a whole row, so that every position is
+    trained.
+
+    Args:
+        max_length: tokens of a row.
+        prompt_tokens: tokens of a prompt. If the first length is less than twice this, all texts
+            are continued to a whole row.
     """
     short = min(max_length, max(SHORT_ROW, max_length // 2))
     return (short if short >= 2 * prompt_tokens else max_length), max_length

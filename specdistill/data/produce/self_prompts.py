@@ -29,30 +29,35 @@ from specdistill.data.rows.chat import MARKER, tokenize_prompt
 from specdistill.data.rows.encoding import Row, hash_row
 from specdistill.evaluation.suites.conversations import Message, render_chat, shorten_text
 
-MAX_PROMPT_TOKENS = 256  # tokens of a prompt
-MIN_PROMPT_ROOM_TOKENS = 16  # tokens that a prompt must have room for
-# Tokens that the answer to each of the target's own prompts is assumed to have, unless half a row
-# is less.
+MAX_PROMPT_TOKENS = 256  # A longer prompt is dropped: it would leave less room for its answer.
+MIN_PROMPT_ROOM_TOKENS = 16  # A row must have room for a prompt of so many tokens.
+# Tokens that the answer to a prompt is assumed to have, unless half a row is less. It decides how
+# many prompts are generated. A smaller value gives more prompts than are needed, a larger one may
+# give too few, which are then answered several times.
 LONG_ANSWER = 200
-NGRAM = 5
+NGRAM = 5  # words of an n-gram by which prompts are compared
+# Hash functions of MinHash. More of them find near duplicates more surely, and take longer.
 HASHES = 128
-# Weights of the errors of MinHash: a pair that is missed, and a pair that is compared in vain.
+# Weights of the errors of MinHash: a pair that is missed, and a pair that is compared in vain. A
+# missed pair weighs more, because a pair that is compared in vain only costs time.
 MISSED_PAIR_WEIGHT = 0.9
 EXTRA_PAIR_WEIGHT = 0.1
 # Least similarity of near duplicates. It is low because prompts are short, and a single word
 # changes five of their 5-grams.
 NEAR_DUPLICATE_SIMILARITY = 0.5
-MAX_PROMPTS_PER_WANTED = (
-    10  # prompts generated for each that is wanted, before the target is taken to have no more
-)
+# Prompts that are generated for each one that is wanted. If fewer of them are kept, the target is
+# taken to have no more to ask.
+MAX_PROMPTS_PER_WANTED = 10
 
 
 @dataclass(frozen=True)
 class Opening:
-    """A chat template up to where a user's content begins.
+    """The beginning of a rendered chat template, up to where a user's content begins.
+
+    The target continues it with a prompt as a user would write it (the "content").
 
     Attributes:
-        ids: its tokens.
+        ids: the tokens of the opening.
         closing: the text that follows the content.
         num_tokens: tokens of the template without any content.
         end_ids: tokens that end the content.
@@ -73,7 +78,7 @@ class Opening:
         end_ids: Sequence[int],
         where: str,
     ) -> "Opening":
-        """Return the opening of a tokenizer's chat template.
+        """Find the opening of a tokenizer's chat template, by rendering a marker as the content.
 
         Args:
             tokenizer: the target's.
@@ -95,6 +100,7 @@ class Opening:
                 got="self for a target whose tokenizer has no chat template",
                 expected=expected,
             )
+
         # Render a user's turn with a marker as its content, to see what comes before and after it.
         first = [] if system is None else [{"role": "system", "content": system}]
         rendered = render_chat(
@@ -108,10 +114,13 @@ class Opening:
                 f" {shorten_text(rendered)!r}",
                 expected=expected,
             )
+
+        # Most tokenizers put a space into the token of the word that follows it. The opening must
+        # not end with the space, because the target never saw it as a token of its own.
         before, closing = (
             before.rstrip(" "),
             after[0].strip(),
-        )  # Content brings its own space. At the end of the opening it would be a separate token.
+        )
         ids, last, rest = (
             tokenizer(text, add_special_tokens=False)["input_ids"]
             for text in (before, closing, after[0])
@@ -126,17 +135,20 @@ class Opening:
         return cls(tuple(ids), closing, len(ids) + len(rest), ends, ends | special)
 
     def ends(self, ids: Sequence[int]) -> bool:
-        """Return whether a content ends with these tokens."""
+        """Return whether the last of these tokens ends a content."""
         return bool(ids) and ids[-1] in self.end_ids
 
     def checked(self, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> CheckedAnswer:
-        """Return a content with its text, for the rules.
+        """Pair the tokens of a content with their text, for the rules.
 
-        The turns of some templates end in plain text. That text ends a prompt just as an end token
-        does.
+        The turns of some templates end in plain text. Such a text ends a prompt just as an end
+        token does.
         """
+        # Drop the end token from the text. Without one, the content was cut at its length.
         is_whole = self.ends(ids)
         text = str(tokenizer.decode(ids[:-1] if is_whole else ids, skip_special_tokens=False))
+
+        # Cut the content before a closing in plain text.
         if self.closing and self.closing in text:
             text = text.partition(self.closing)[0]
             is_whole = True
@@ -152,18 +164,18 @@ class Opening:
 def generate_self_prompts(
     plan: BlockPlan, number: int, backend: Backend, answer_file: AnswerFile, more_rules: Rules
 ) -> tuple[list[GenerationPrompt], AnswerCounts]:
-    """Generate a block's share of the prompts of a source `self`.
+    """Have the target generate a block's share of the prompts of a source `self`.
 
     A prompt is filtered if it is empty, does not end within MAX_PROMPT_TOKENS tokens or half a
-    row, loops, has special tokens, or is nearly the same as an earlier prompt of the block. A
-    target that has no more to say gives fewer prompts.
+    row, loops, has special tokens, or is nearly the same as an earlier prompt of the block. There
+    are fewer prompts if the target repeats itself.
 
     Args:
         plan: what the block is generated from.
         number: the number of the source.
         backend: generates the prompts.
         answer_file: the answers that are already there, to which new ones are added.
-        more_rules: rules in addition to these.
+        more_rules: rules that prompts are filtered by, in addition to the rules above.
 
     Returns:
         The prompts, and how many were kept and filtered.
@@ -180,27 +192,32 @@ def generate_self_prompts(
     ]
     longest = compute_max_prompt_length(openings, config.max_length)
 
-    # Without a number of prompts, as many as the answers need.
+    # How many prompts the block needs: its share of `num_prompts`, or else of one prompt per answer
+    # of LONG_ANSWER tokens.
     answers = max(2, -(-config.regenerate.num_tokens // min(LONG_ANSWER, config.max_length // 2)))
     count = block.share(source.entry.num_prompts or answers)
     kept_prompts: list[str] = []
     near = NearDuplicates()
 
-    # A prompt is dropped by these rules, in this order.
+    # A prompt is dropped by the first of these rules that it breaks. The rule on near duplicates
+    # comes last, because it remembers the prompts that it is asked about.
     rules = {
         name: RULES[name] for name in ("empty", "truncated", "looping", "off_template")
     } | dict(more_rules)
     rules["near_duplicate"] = lambda candidate: not near.add(candidate.text)
     counts = AnswerCounts()
     num_generated = 0
+
+    # Generate prompts until enough of them are kept, or until the target seems to have no more.
     while len(kept_prompts) < count and num_generated < MAX_PROMPTS_PER_WANTED * count:
         # Generate as many as are missing, divided by the share that was kept so far.
         num_wanted = math.ceil(
             (count - len(kept_prompts)) * (num_generated / len(kept_prompts) if kept_prompts else 1)
         )
         num_wanted = min(num_wanted, MAX_PROMPTS_PER_WANTED * count - num_generated)
-        # Each block starts with another opening, because a block may want fewer prompts than there
-        # are openings.
+
+        # The prompts take the openings in turn. Each block starts with another opening, because a
+        # block may want fewer prompts than there are openings.
         opened = {
             f"self{number}-{place}": openings[(place + block.number) % len(openings)]
             for place in range(num_generated, num_generated + num_wanted)
@@ -209,6 +226,8 @@ def generate_self_prompts(
             plan, opened, longest, source.entry.temperature, backend, answer_file
         )
         num_generated += num_wanted
+
+        # Keep the prompts that break no rule.
         for name, opening in opened.items():
             candidate = opening.checked(generated[name], tokenizer)
             if len(kept_prompts) < count and counts.is_kept(candidate, rules):
@@ -242,16 +261,20 @@ class NearDuplicates:
         )
 
     def add(self, prompt: str) -> bool:
-        """Add a prompt unless a similar one is there; return whether it was added.
+        """Add a prompt unless a similar one is there, and return False if there is.
 
-        A prompt without words is similar to no other.
+        A prompt without words is similar to no other, so the answer is True.
         """
         from datasketch import MinHash
 
+        # The n-grams of the prompt ("shingles"). A prompt of fewer words than NGRAM has one.
         words = split_words(prompt)
         prompt_shingles = set(list_ngrams(words, min(NGRAM, max(1, len(words)))))
         if not prompt_shingles:
             return True
+
+        # MinHash finds the prompts that are probably similar. Compare each of them exactly, by the
+        # Jaccard index: common n-grams / n-grams of either.
         hashes = MinHash(HASHES)
         hashes.update_batch([" ".join(shingle).encode() for shingle in prompt_shingles])
         neighbors = (self.shingles[number] for number in self.bands.query(hashes))
@@ -261,6 +284,8 @@ class NearDuplicates:
             for shingles in neighbors
         ):
             return False
+
+        # Nothing is similar, so later prompts are compared with this one, too.
         self.bands.insert(len(self.shingles), hashes)
         self.shingles.append(prompt_shingles)
         return True
@@ -274,7 +299,10 @@ def _generate_contents(
     backend: Backend,
     answer_file: AnswerFile,
 ) -> dict[str, list[int]]:
-    """Generate the contents of users' turns.
+    """Generate the contents of users' turns, each in as many pieces as it takes to end.
+
+    A batch of the backend ends for all its rows at once, when few of them are left. The contents
+    that have not ended by then are continued together in another batch.
 
     Args:
         plan: what the block is generated from.

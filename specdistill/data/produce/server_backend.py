@@ -73,18 +73,20 @@ class ServerTokenizer:
             return tokenize_prompt(self._tokenizer, messages, tools, **self.template)
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """Return the text of an answer, without the token that ended it."""
+        """Decode an answer, without the token that ended it."""
         with self._lock:
             text_ids = token_ids[:-1] if token_ids and token_ids[-1] in self.end_ids else token_ids
             return str(self._tokenizer.decode(list(text_ids), skip_special_tokens=False))
 
     def answer(self, choice: Choice) -> list[int] | None:
-        """Return the token ids of a choice, including the one that ended it.
+        """Return the token ids of a server's choice, including the one that ended it.
 
         Returns:
             The token ids; None if the tokenizer lacks one of them, or if the choice has only a text
             that the tokenizer turns into another text.
         """
+        # Take the token ids that the server returned. Otherwise tokenize its text, which must give
+        # the same text back.
         ids = choice.token_ids or choice.tokens
         if not ids:
             with self._lock:
@@ -95,6 +97,7 @@ class ServerTokenizer:
                     return None
         if max(ids, default=0) >= self._num_ids:
             return None
+
         # Some servers leave out the token that ended the answer.
         lacks_end = choice.finish_reason == "stop" and not (
             ids and ids[-1] in self.end_ids | self.special
@@ -103,9 +106,10 @@ class ServerTokenizer:
 
 
 class ServerBackend:
-    """Servers with up to `concurrency` requests in flight to each, for several blocks at once.
+    """Generates on servers, with up to `concurrency` requests in flight to each of them.
 
-    Its methods raise ResourceError when no server answers any more.
+    Several blocks may use the backend at once. Its methods raise ResourceError when no server
+    answers any more.
 
     Attributes:
         servers: the servers.
@@ -134,7 +138,7 @@ class ServerBackend:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Finish and keep what is in flight, unless the user interrupts."""
+        """Wait for the requests in flight and keep their answers, unless the user interrupts."""
         with self._changed:
             self._is_stopped = True
             self._changed.notify_all()
@@ -151,7 +155,8 @@ class ServerBackend:
         answer_file: AnswerFile,
         count_wanted: Callable[[], int],
     ) -> Generator[tuple[GenerationTask, list[Answer]]]:
-        """Yield each task with its turns, as `TransformersBackend.answers` does."""
+        """Yield each task with its turns, as `TransformersBackend.generate_answers` does."""
+        # Tasks are yielded in their order, whichever answer comes first.
         requests: deque[tuple[GenerationTask, Future[list[Answer]]]] = deque()
         most = len(self.servers) * self.concurrency
         try:
@@ -169,6 +174,8 @@ class ServerBackend:
                 yield task, future.result()
                 requests.popleft()
         finally:
+            # The caller needs no more answers: cancel the requests that are not sent yet, and wait
+            # for the others, whose answers are kept.
             running = [future for _, future in requests if not future.cancel()]
             for future in running:
                 future.exception()
@@ -182,6 +189,8 @@ class ServerBackend:
         turns = answer_file.turns.get(task.name)
         if turns is not None:
             return turns
+
+        # Ask servers until one of them answers. A server that fails too often is given up.
         while True:
             server = self._take()
             try:
@@ -199,7 +208,7 @@ class ServerBackend:
                     self._changed.notify_all()
 
     def _take(self) -> CompletionServer:
-        """Return the server with most room, as soon as one may be asked.
+        """Wait for a server that may be asked, and return the one with the fewest requests.
 
         Raises:
             ResourceError: when no server answers any more.
@@ -216,6 +225,9 @@ class ServerBackend:
                         next_step="start them again: what was generated is kept, and the same"
                         " command resumes",
                     )
+
+                # Of the servers that may get another request, prefer those that need no pause after
+                # a failure, and among them the one with the fewest requests in flight.
                 free = [server for server in usable if self._in_flight[server] < self.concurrency]
                 pauses = {server: max(0.0, server.until - time.monotonic()) for server in free}
                 server = min(
@@ -226,6 +238,8 @@ class ServerBackend:
                 if server is not None and not pauses[server]:
                     self._in_flight[server] += 1
                     return server
+
+                # Wait until a request ends, or until the shortest pause is over.
                 self._changed.wait(None if server is None else pauses[server])
 
 
@@ -236,6 +250,7 @@ def generate_conversation(
 
     The conversation ends early with an answer that is no complete turn.
     """
+    # `messages` grows by the recorded messages before each turn, and by the generated turn.
     turns: list[Answer] = []
     messages: list[Message] = []
     for before in _list_contexts(task.prompt.messages):
@@ -252,6 +267,8 @@ def generate_conversation(
             # The template accepts the prompt, but not what was generated after it.
             turns.append(Answer([], [], "refused", str(error)))
             break
+
+        # Stop at a context as long as a row, and after an answer that did not end by itself.
         if len(context) >= task.max_length:
             break
         answer = ask(server, context, task, tokenizer)
@@ -263,9 +280,11 @@ def generate_conversation(
 
 
 def _list_contexts(messages: Sequence[Message]) -> Iterator[list[Message]]:
-    """Yield the new messages before each turn that is yet to be generated.
+    """Divide a conversation at the turns that are yet to be generated.
 
-    They start after the previous turn that is yet to be generated.
+    Yields:
+        The messages before each such turn, from the previous such turn on. A prompt without a
+        conversation yields an empty list.
     """
     before: list[Message] = []
     for message in messages:
@@ -290,8 +309,8 @@ def ask(
         tokenizer: converts the answer.
 
     Returns:
-        The answer. Its `error` is set if the server refuses the question, or if the answer is in
-        other tokens than the target's.
+        The answer. Its `error` is set if the server refuses the question, or if the target's
+        tokenizer cannot express the answer.
 
     Raises:
         UnavailableError: when the server may give the answer later.

@@ -17,7 +17,7 @@ import lzma
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -94,6 +94,7 @@ from specdistill.recipe.data_sources import (
 )
 from specdistill.recipe.sections import DataConfig
 
+# The columns of a row in the common forms. A row leaves the columns of the other forms None.
 COLUMNS = {
     "text": Value("string"),
     "messages": List(AnyJson()),
@@ -101,6 +102,7 @@ COLUMNS = {
     "input_ids": List(Value("int32")),
     "loss_mask": List(Value("int8")),
 }
+# The kind of fault under which rows with such token ids are counted.
 BAD_TOKENS = "token ids or loss mask out of range"
 
 
@@ -141,16 +143,25 @@ class RowPlaces:
     offset: int = 0
 
     def position(self, number: int) -> tuple[int, int]:
-        """Return (number of the file, line) of a row, whose number counts from 0."""
+        """Return where a row stands: the index of its file, and its line in that file.
+
+        Args:
+            number: the number of the row in the source, from 0.
+
+        Returns:
+            (index of the file, from 0; number of the line, from 1).
+        """
+        # Walk through the files in order, and subtract the rows of each file before the row's own.
         number += self.offset
         for file, lines in enumerate(self.lines):
             if number < len(lines):
                 return file, int(lines[number])
             number -= len(lines)
+        # Without line numbers the source counts as one file, and its rows are numbered from 1.
         return 0, number + 1
 
     def name(self, position: tuple[int, int]) -> str:
-        """Return the name of a position in errors, for example rows.jsonl line 7."""
+        """Return a position as messages write it, for example `rows.jsonl line 7`."""
         return f"{self.files[position[0]]} {self.unit} {position[1]}"
 
 
@@ -158,8 +169,8 @@ class BadLine(NamedTuple):
     """A line of a file that is no JSON object.
 
     Attributes:
-        position: (number of the file, line).
-        reason: what is wrong with it.
+        position: (index of the file, number of the line), as `RowPlaces.position` returns it.
+        reason: what is wrong with the line.
     """
 
     position: tuple[int, int]
@@ -182,16 +193,19 @@ def load_sources(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list
         UserError: for a wrong name or setting.
         ResourceError: when the Hub fails.
     """
+    # The source `self` only has prompts, so the target must be asked to generate answers.
     sources = list(list_entries(config.source))
-    of_self = [key for key, entry in sources if entry.source == SELF_SOURCE]
-    if of_self and config.regenerate.num_tokens == 0:
+    self_keys = [key for key, entry in sources if entry.source == SELF_SOURCE]
+    if self_keys and config.regenerate.num_tokens == 0:
         raise UserError(
-            of_self[0],
+            self_keys[0],
             got="self with data.regenerate.num_tokens=0",
             expected="data.regenerate.num_tokens above 0, for answers to its prompts, or another"
             " source",
         )
-    if len(of_self) == len(sources):
+
+    # These keys say how the rows of a source are read. With `self` alone they would have no effect.
+    if len(self_keys) == len(sources):
         for key, value, default in (
             ("data.columns", config.columns, {}),
             ("data.split", config.split, "train"),
@@ -202,6 +216,7 @@ def load_sources(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list
                     got=f"{value} with the source self alone",
                     expected=f"{default}: it applies to the rows of a source, and self has none",
                 )
+
     return [_read_source(entry, key, config, tokenizer) for key, entry in sources]
 
 
@@ -209,18 +224,16 @@ def _read_source(
     entry: SourceEntry, key: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase
 ) -> Source:
     """Read the rows of one source in the common forms, and count those that cannot be used."""
-    # The source `self` has no rows. Its prompts are generated later.
     source = entry.source
     split = entry.split or config.split
     columns = entry.columns or config.columns
-    if source == SELF_SOURCE:
-        return Source(
-            Dataset.from_dict({name: [] for name in COLUMNS}, features=Features(COLUMNS)),
-            entry,
-            key,
-        )
 
-    # A built-in source yields its rows in the common form.
+    # The source `self` has no rows. Its prompts are generated later.
+    if source == SELF_SOURCE:
+        no_rows = Dataset.from_dict({name: [] for name in COLUMNS}, features=Features(COLUMNS))
+        return Source(no_rows, entry, key)
+
+    # A built-in source yields its rows in the common forms.
     if source in BUILT_IN_SOURCES:
         if entry.where or entry.min_turns or columns:
             raise UserError(
@@ -228,15 +241,9 @@ def _read_source(
                 got=f"columns, where or min_turns for {source}",
                 expected="none of them for this source, or another source",
             )
-        content, rows_of_split = resolve_name(BUILT_IN_SOURCES[source])(split)
-        with silence_datasets(), on_disk(cache_folder(config.cache_dir)):
-            rows = Dataset.from_generator(
-                rows_of_split,
-                Features(COLUMNS),
-                config.cache_dir,
-                fingerprint=Hasher.hash([source, content, *COLUMNS]),
-            )
+        rows = _read_built_in_source(source, split, config)
         return Source(rows, entry, key, num_read=len(rows))
+
     # Load the rows as they are; lines that are no JSON objects are already left out.
     raw, places, bad_lines = _load(entry, split, key, config)
     num_read = len(raw) + len(bad_lines)
@@ -253,49 +260,18 @@ def _read_source(
             raise _make_line_error(bad_lines[0], places, key)
         check_share(bad_rows, max(1, num_read), source, key, config)
         raise UserError(key, got=f"{source}, which holds no rows", expected="a dataset with rows")
-    settings = entry
-    entry = entry.model_copy(update={"columns": columns})
-    check_columns(raw.column_names, entry, key)
-
-    # The library's own fingerprint of a file depends on its name and date, which differ between
-    # machines.
-    content = [hash_content(source), split] if Path(source).exists() else raw._fingerprint
-
-    # The prepared rows depend on all of these, so they are part of the cache's name.
-    conditions = [entry.where, entry.min_turns] if entry.where or entry.min_turns else []
-    generates = config.regenerate.num_tokens > 0
-    inputs = [
-        "rows",
-        content,
-        columns,
-        *conditions,
-        config.roles,
-        # A row is checked against the chat template when it is read.
-        [tokenizer.chat_template, config.generation.template if generates else config.loss_mask],
-        places.files,
-        hash_tokenizer(tokenizer),
-    ]
-    if generates and TOKENS in (columns or raw.column_names):
+    entry_with_columns = entry.model_copy(update={"columns": columns})
+    check_columns(raw.column_names, entry_with_columns, key)
+    if config.regenerate.num_tokens > 0 and TOKENS in (columns or raw.column_names):
         raise UserError(
             key,
             got=f"{source}, rows of token ids, with data.regenerate",
             expected="data.regenerate.num_tokens=0: they are trained on as they are",
         )
-    # Convert the rows to the common forms. A row with a fault becomes a description of it.
-    reader = RowReader(key, entry, tokenizer, raw.features, places, config)
-    try:
-        rows = map_rows(
-            raw,
-            reader,
-            {**COLUMNS, "place": Value("string"), **FAULT_COLUMNS},
-            inputs,
-            "Reading",
-            config,
-        )
-    except UnicodeDecodeError as error:  # datasets does not decode a file when it loads it.
-        raise UserError(
-            key, got=f"{source}, which is not UTF-8", expected="text in UTF-8"
-        ) from error
+
+    # Convert the rows to the common forms.
+    reader = RowReader(key, entry_with_columns, tokenizer, raw.features, places, config)
+    rows = _convert_rows(raw, reader, split)
 
     # Say how many rows `where` and `min_turns` left out.
     num_filtered = len(raw) - len(rows)
@@ -308,6 +284,7 @@ def _read_source(
             source,
             f"{name_sibling_key(key, 'where')} and min_turns",
         )
+
     # Separate the rows with faults, and stop if there are too many.
     rows, faults, first_row = split_faults(rows)
     if config.on_bad_row == "stop":
@@ -318,11 +295,68 @@ def _read_source(
         raise UserError(
             key,
             got=f"{source}, where no row matches `where` and `min_turns`"
-            if conditions
+            if entry.where or entry.min_turns
             else f"{source}, whose rows are all empty",
             expected=EXPECTED,
         )
-    return Source(rows, settings, key, num_read, bad_rows)
+    return Source(rows, entry, key, num_read, bad_rows)
+
+
+def _read_built_in_source(source: str, split: str, config: DataConfig) -> Dataset:
+    """Return the rows of a built-in source, from the cache of datasets if they are there."""
+    content, rows_of_split = resolve_name(BUILT_IN_SOURCES[source])(split)
+    with silence_datasets(), on_disk(cache_folder(config.cache_dir)):
+        return Dataset.from_generator(
+            rows_of_split,
+            Features(COLUMNS),
+            config.cache_dir,
+            fingerprint=Hasher.hash([source, content, *COLUMNS]),
+        )
+
+
+def _convert_rows(raw: Dataset, reader: "RowReader", split: str) -> Dataset:
+    """Convert the rows of a source to the common forms, or load the result from the cache.
+
+    A row with a fault becomes a description of the fault (see `describe_fault`).
+
+    Args:
+        raw: the rows as they are in the source.
+        reader: the reader of the source's rows.
+        split: the split that the rows are of.
+
+    Raises:
+        UserError: for a file that is not UTF-8.
+    """
+    config = reader.config
+    entry = reader.entry
+    tokenizer = reader.tokenizer
+
+    # The fingerprint that datasets gives to a file depends on its name and date, which differ
+    # between machines. The hash of its content does not.
+    is_local = Path(entry.source).exists()
+    content = [hash_content(entry.source), split] if is_local else raw._fingerprint
+
+    # The converted rows depend on all of these, so they are part of the cache's name. A row is
+    # checked against the chat template when it is read.
+    conditions = [entry.where, entry.min_turns] if entry.where or entry.min_turns else []
+    generates = config.regenerate.num_tokens > 0
+    inputs = [
+        "rows",
+        content,
+        entry.columns,
+        *conditions,
+        config.roles,
+        [tokenizer.chat_template, config.generation.template if generates else config.loss_mask],
+        reader.places.files,
+        hash_tokenizer(tokenizer),
+    ]
+    columns = {**COLUMNS, "place": Value("string"), **FAULT_COLUMNS}
+    try:
+        return map_rows(raw, reader, columns, inputs, "Reading", config)
+    except UnicodeDecodeError as error:  # datasets does not decode a file when it loads it.
+        raise UserError(
+            reader.key, got=f"{entry.source}, which is not UTF-8", expected="text in UTF-8"
+        ) from error
 
 
 def _make_line_error(line: BadLine, places: RowPlaces, key: str) -> UserError:
@@ -337,16 +371,21 @@ def _stop_at_first(
 ) -> None:
     """Raise the UserError of the first row that cannot be used, in the order of the files.
 
+    Nothing happens if every row can be used.
+
     Args:
         bad_lines: lines that are no JSON objects, in order.
         first_row: the first row with a fault, as its number in `raw`; None if there is none.
         raw: the rows as they are in the files.
-        reader: reads a row.
+        reader: the reader of the source's rows.
     """
+    # A line that is no JSON object is not in `raw`, so it is reported by itself.
     places = reader.places
     line = bad_lines[0] if bad_lines else None
     if line and (first_row is None or line.position < places.position(first_row)):
         raise _make_line_error(line, places, reader.key)
+
+    # Reading a row with a fault again raises its error in full.
     if first_row is not None:
         reader.read(raw[first_row], f"{reader.key} {places.name(places.position(first_row))}")
 
@@ -374,7 +413,7 @@ class RowReader:
     def __call__(self, raw: dict[str, object], number: int) -> list[dict[str, object]]:
         """Return a row in the common forms, or the description of its fault.
 
-        Nothing is returned for a row that is not asked for by `where` and `min_turns`.
+        The result is empty for a row that does not match `where` and `min_turns`.
 
         Args:
             raw: the row as it is in the source.
@@ -387,20 +426,25 @@ class RowReader:
         try:
             return [{**row, "place": place} for row in self.read(raw, f"{self.key} {place}")]
         except UserError as error:
+            # Errors of a row have a kind, by which they are counted. Others are wrong settings.
             if not error.kind:
                 raise
             return [describe_fault(error, place, number)]
 
     def read(self, raw: dict[str, object], where: str) -> list[Row]:
-        """Return a row in the common forms, or raise UserError if it cannot be used."""
+        """Return a row in the common forms, or raise UserError if it cannot be used.
+
+        Args:
+            raw: the row as it is in the source.
+            where: the name of the row in errors.
+        """
         entry = self.entry
 
         # Leave out rows that do not match `where`.
         raw = _remove_missing_keys(raw, dict(self.features))
-        for column, accepted_values in entry.where.items():
-            if raw.get(column) not in (
-                accepted_values if isinstance(accepted_values, list) else [accepted_values]
-            ):
+        for column, accepted in entry.where.items():
+            accepted_values = accepted if isinstance(accepted, list) else [accepted]
+            if raw.get(column) not in accepted_values:
                 return []
 
         # Give the columns our names, and convert the row to the common form.
@@ -413,11 +457,13 @@ class RowReader:
         if not rows:
             raise UserError(where, got="a row without content", expected=EXPECTED, kind=EMPTY)
 
-        # Check each conversation: whether it can be asked, or learned.
+        # Check each conversation against the target's chat template: whether the target can be
+        # asked to answer it, or whether the recorded answers can be learned.
         accepted_rows = []
         for row in rows:
             messages = row.get("messages") or ()
-            if sum(turn["role"] == "user" for turn in messages) < entry.min_turns:
+            num_user_turns = sum(message["role"] == "user" for message in messages)
+            if num_user_turns < entry.min_turns:
                 continue
             if messages and self.config.regenerate.num_tokens > 0:
                 check_prompts(
@@ -447,11 +493,14 @@ def normalize_row(
 ) -> Iterator[Row]:
     """Yield a row of any known form in the common form; nothing for a row without content.
 
+    Data sets on the Hub name the columns of a conversation, of an instruction and of its answer in
+    many ways. `specdistill.recipe.data_sources` lists the names that are known.
+
     Args:
         row: the row, with our names of columns.
-        where: what errors call the row.
+        where: the name of the row in errors.
         tokenizer: the target's, which checks and decodes token ids.
-        roles: more names of roles, as `conversation` takes them.
+        roles: more names of roles, as `convert_conversation` takes them.
 
     Raises:
         UserError: for a row that cannot be used.
@@ -468,17 +517,22 @@ def normalize_row(
                 kind="several instances in a row",
             )
         present |= instances[0]
-    turns = next((present[column] for column in CONVERSATIONS if column in present), None)
-    # BFCL has a conversation in `question`.
+
+    # Find a conversation, an instruction with its answer, or an instruction alone. BFCL has a
+    # conversation in `question`.
+    turns = _find_value(present, CONVERSATIONS)
     if isinstance(present.get("question"), list):
         turns = present["question"]
-    exchange = next((pair for pair in EXCHANGES if pair[0] in present and pair[1] in present), None)
+    exchange = _find_exchange(present)
+    question = _find_question(present, row)
     context = present.get("input") or present.get("context")
+
+    # The first form that the row has decides how it is read: token ids, a conversation, a text, an
+    # instruction with its answer, or a question alone.
     if TOKENS in present:
         yield _read_token_row(present, where, tokenizer)
     elif turns is not None:
-        schemas = next((present[column] for column in SCHEMAS if column in present), None)
-        messages, tools = convert_conversation(turns, schemas, where, roles)
+        messages, tools = convert_conversation(turns, _find_value(present, SCHEMAS), where, roles)
         if messages and messages[0]["role"] != "system" and isinstance(present.get("system"), str):
             messages = [{"role": "system", "content": present["system"]}, *messages]
         if messages:
@@ -486,19 +540,49 @@ def normalize_row(
     elif "text" in present:
         yield {"text": check_string(present["text"], where, "text"), "messages": None}
     elif exchange is not None:
-        messages = _build_exchange(present[exchange[0]], context, present[exchange[1]], where)
+        instruction, answer = exchange
+        messages = _build_exchange(present[instruction], context, present[answer], where)
         yield {"text": None, "messages": messages}
-    elif question := next(
-        (name for name in PROMPTS if name in present and not ANSWERS[name] & row.keys()), None
-    ):
-        question_messages, _ = _build_exchange(present[question], context, None, where)
-        yield {"text": None, "messages": [question_messages]}  # The target will answer it.
+    elif question is not None:
+        # The target will answer the question, so it is the only message.
+        user_message, _ = _build_exchange(present[question], context, None, where)
+        yield {"text": None, "messages": [user_message]}
+
+
+def _find_value(present: Mapping[str, Any], columns: Iterable[str]) -> Any:
+    """Return the value of the first of these columns that a row has; None if it has none."""
+    for column in columns:
+        if column in present:
+            return present[column]
+    return None
+
+
+def _find_exchange(present: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the names of a row's columns with an instruction and its answer, if it has both."""
+    for instruction, answer in EXCHANGES:
+        if instruction in present and answer in present:
+            return instruction, answer
+    return None
+
+
+def _find_question(present: Mapping[str, Any], row: Mapping[str, Any]) -> str | None:
+    """Return the name of a row's column with an instruction that the row does not answer.
+
+    Args:
+        present: the columns that have a value in the row.
+        row: all columns of the row. If it has a column for the answer, even an empty one, the
+            instruction is not a prompt.
+    """
+    for name in PROMPTS:
+        if name in present and not ANSWERS[name] & row.keys():
+            return name
+    return None
 
 
 def _load(
     entry: SourceEntry, split: str, key: str, config: DataConfig
 ) -> tuple[Dataset, RowPlaces, list[BadLine]]:
-    """Load the rows of a source as they are.
+    """Load the rows of a file, a folder or a Hub data set, without converting them.
 
     Returns:
         The rows, where they are in the source's files, and the lines of the files that are no rows.
@@ -507,73 +591,14 @@ def _load(
         UserError: for a source that cannot be read.
         ResourceError: when the Hub fails.
     """
-    # Choose the loader: that of the file's type, or the one of a Hub dataset.
     source = entry.source
-    path = Path(entry.source)
+    path = Path(source)
     check_path(entry, split, key)
     kind = LOADERS.get(path.suffix)
-    loader = kind or source
-    cache_dir = config.cache_dir
-    options: dict[str, object] = (
-        {"data_files": source} if kind else {"name": entry.name, "revision": entry.revision}
-    )
     places = RowPlaces([path.name if path.exists() else source])
-    bad_lines: list[BadLine] = []
     try:
-        # Prepare the files. Lines of JSON are checked first, because one bad line would end the
-        # loading.
         with silence_datasets() if path.exists() else nullcontext():
-            builder = load_dataset_builder(loader, **options, cache_dir=cache_dir)
-            if isinstance(builder, Json):
-                # datasets prepares all splits, so the files of all splits are checked.
-                checked = {}
-                for name, files in builder.config.data_files.items():
-                    checked[name] = [
-                        _check_json(str(file), number, key, config)
-                        for number, file in enumerate(files)
-                    ]
-                own_files = checked.get(split.partition("[")[0], [])
-                bad_lines = []
-                for file in own_files:
-                    bad_lines.extend(file.bad_lines)
-                if own_files:
-                    places = RowPlaces(
-                        [file.name for file in own_files],
-                        [file.lines for file in own_files],
-                        "row" if all(file.is_list for file in own_files) else "line",
-                    )
-                    if not any(len(file.lines) for file in own_files):
-                        return Dataset.from_dict({}), places, bad_lines
-                # If a file has bad lines, load copies of the files without them.
-                if any(file.bad_lines for file in chain.from_iterable(checked.values())):
-                    readable = {}
-                    for name, files in checked.items():
-                        readable[name] = [file.readable for file in files if len(file.lines)]
-                    loader = "json"
-                    options = {
-                        "data_files": {name: files for name, files in readable.items() if files}
-                    }
-                    builder = load_dataset_builder(loader, **options, cache_dir=cache_dir)
-            builder.download_and_prepare()
-            rows = builder.as_dataset(split=split)
-            # `data.split` may take a part of the rows, and then also a part of the bad lines.
-            if "[" in split and rows.info.splits is not None:
-                sizes = {name: info.num_examples for name, info in rows.info.splits.items()}
-                part = ReadInstruction.from_spec(split).to_absolute(sizes)[0]
-                places = replace(places, offset=part.from_ or 0)
-                bad_lines = _select_bad_lines(
-                    bad_lines, places, part.to - (part.from_ or 0), sizes[part.splitname]
-                )
-            # Load columns of mixed types again as JSON objects (see `_has_json_within`).
-            columns = {
-                name: List(AnyJson())
-                for name, feature in rows.features.items()
-                if _has_json_within(feature)
-            }
-            if columns and isinstance(builder, Json):
-                options["features"] = Features({**rows.features, **columns})
-                rows = load_dataset(loader, **options, cache_dir=cache_dir, split=split)
-            return rows, places, bad_lines
+            return _load_split(entry, split, places, key, config)
 
     # Errors of the Hub and errors of the content need different advice.
     except (DatasetsError, OSError, ValueError, TypeError, ArrowException, YAMLError) as error:
@@ -591,10 +616,102 @@ def _load(
         ) from error
 
 
+def _load_split(
+    entry: SourceEntry, split: str, places: RowPlaces, key: str, config: DataConfig
+) -> tuple[Dataset, RowPlaces, list[BadLine]]:
+    """Load the rows of a split with the datasets library.
+
+    Args:
+        entry: the source's entry in the recipe.
+        split: the split, perhaps with the part of it to take, as in `train[:100]`.
+        places: where the rows are if the source has no files of JSON.
+        key: the name of the source in error messages.
+        config: the `data:` section.
+
+    Returns:
+        As `_load`.
+    """
+    # Choose the loader: that of the file's type, or the one of a Hub dataset.
+    source = entry.source
+    kind = LOADERS.get(Path(source).suffix)
+    loader = kind or source
+    cache_dir = config.cache_dir
+    options: dict[str, object] = (
+        {"data_files": source} if kind else {"name": entry.name, "revision": entry.revision}
+    )
+    builder = load_dataset_builder(loader, **options, cache_dir=cache_dir)
+
+    # Lines of JSON are checked first, because one bad line would end the loading. datasets prepares
+    # all splits, so the files of all splits are checked.
+    bad_lines: list[BadLine] = []
+    if isinstance(builder, Json):
+        checked = _check_json_files(builder, key, config)
+        split_files = checked.get(split.partition("[")[0], [])
+        bad_lines = list(chain.from_iterable(file.bad_lines for file in split_files))
+        if split_files:
+            places = RowPlaces(
+                [file.name for file in split_files],
+                [file.lines for file in split_files],
+                "row" if all(file.is_list for file in split_files) else "line",
+            )
+            if not any(len(file.lines) for file in split_files):
+                return Dataset.from_dict({}), places, bad_lines
+
+        # If a file has bad lines, load copies of the files without them.
+        if any(file.bad_lines for file in chain.from_iterable(checked.values())):
+            loader = "json"
+            options = {"data_files": _list_readable_files(checked)}
+            builder = load_dataset_builder(loader, **options, cache_dir=cache_dir)
+    builder.download_and_prepare()
+    rows = builder.as_dataset(split=split)
+
+    # `data.split` may take a part of the rows, and then also a part of the bad lines.
+    if "[" in split and rows.info.splits is not None:
+        sizes = {name: info.num_examples for name, info in rows.info.splits.items()}
+        part = ReadInstruction.from_spec(split).to_absolute(sizes)[0]
+        places = replace(places, offset=part.from_ or 0)
+        bad_lines = _select_bad_lines(
+            bad_lines, places, part.to - (part.from_ or 0), sizes[part.splitname]
+        )
+
+    # Load columns of mixed types again as JSON objects (see `_has_json_within`).
+    columns = {
+        name: List(AnyJson())
+        for name, feature in rows.features.items()
+        if _has_json_within(feature)
+    }
+    if columns and isinstance(builder, Json):
+        options["features"] = Features({**rows.features, **columns})
+        rows = load_dataset(loader, **options, cache_dir=cache_dir, split=split)
+    return rows, places, bad_lines
+
+
+def _check_json_files(
+    builder: Json, key: str, config: DataConfig
+) -> dict[str, list["CheckedFile"]]:
+    """Check the files of JSON that a builder of datasets would load, by the name of their split."""
+    checked = {}
+    for name, files in builder.config.data_files.items():
+        checked[name] = [
+            _check_json(str(file), number, key, config) for number, file in enumerate(files)
+        ]
+    return checked
+
+
+def _list_readable_files(checked: Mapping[str, Sequence["CheckedFile"]]) -> dict[str, list[str]]:
+    """Return the files of each split that have rows, as copies without bad lines where needed."""
+    readable = {}
+    for name, files in checked.items():
+        files_with_rows = [file.readable for file in files if len(file.lines)]
+        if files_with_rows:
+            readable[name] = files_with_rows
+    return readable
+
+
 def _select_bad_lines(
     bad_lines: Sequence[BadLine], places: RowPlaces, num_rows: int, num_all: int
 ) -> list[BadLine]:
-    """Return the bad lines that are among the rows that `data.split` takes.
+    """Return the bad lines in the part of the files that `data.split` takes.
 
     Args:
         bad_lines: the bad lines of all files.
@@ -602,6 +719,8 @@ def _select_bad_lines(
         num_rows: rows of the split.
         num_all: rows of all files.
     """
+    # The part begins at the position of its first row, and ends before the first row after it. A
+    # part at the start or the end of the files takes the bad lines there, too.
     first = (0, 0)
     after = (len(places.files), 0)
     if places.offset > 0:
@@ -612,14 +731,14 @@ def _select_bad_lines(
 
 
 class CheckedFile(NamedTuple):
-    """A file of JSON objects.
+    """A file of JSON objects, whose lines were all checked.
 
     Attributes:
         name: its name, without folders.
         readable: the file, or a copy of it without the lines that are no JSON objects.
-        lines: numbers of its rows, from 1.
-        bad_lines: the other lines.
-        is_list: whether the file is one list, whose items are numbered.
+        lines: the line numbers of its JSON objects, from 1.
+        bad_lines: the lines that are no JSON objects.
+        is_list: whether the file is one JSON list. Its items are then numbered instead of lines.
     """
 
     name: str
@@ -635,19 +754,26 @@ def _check_json(name: str, number_of_file: int, key: str, config: DataConfig) ->
     Arrow's reader ends the process on a `null`. It also holds a line of any length in memory, even
     one that a small compressed file expands to.
 
+    Args:
+        name: the path or address of the file.
+        number_of_file: its index among the files of the split, from 0.
+        key: the name of the source in error messages.
+        config: the `data:` section, which says where the cache is.
+
     Raises:
         UserError: for a list that is broken, and for a file that cannot be read.
     """
-    # Remote and compressed files are read like local ones.
+    # Remote and compressed files are read like local ones. A list in a plain file is at most as
+    # large as the file; a compressed one could expand to any size, so it is limited.
     path = DownloadManager().download(name)
     file = fsspec.open(str(path), compression="infer")
     largest_list = MAX_LINE_BYTES if file.compression else Path(path).stat().st_size
     bad_lines: list[BadLine] = []
 
     def report(number: int, error: ValueError) -> None:
-        bad_lines.append(
-            BadLine((number_of_file, number), re.sub(r"^(line|row) \d+(: |, )", "", str(error)))
-        )
+        """Note a line that is no JSON object, without its number, which the position has."""
+        reason = re.sub(r"^(line|row) \d+(: |, )", "", str(error))
+        bad_lines.append(BadLine((number_of_file, number), reason))
 
     # Read all lines once. If some are bad, a copy without them is loaded later.
     try:
@@ -670,6 +796,8 @@ def _check_json(name: str, number_of_file: int, key: str, config: DataConfig) ->
 
 def _copy_readable(file: OpenFile, path: Path, largest_list: int, config: DataConfig) -> Path:
     """Write the JSON objects of a file to the cache, one per line, and return the copy."""
+    # The copy is written under a name of this process and then moved, so that other processes see
+    # it whole or not at all.
     copy = cache_folder(config.cache_dir) / "prepared" / f"{hash_of(path)}-readable.jsonl"
     aside = copy.with_suffix(f".{os.getpid()}.part")
     with on_disk(copy.parent):
@@ -686,69 +814,93 @@ def _copy_readable(file: OpenFile, path: Path, largest_list: int, config: DataCo
 def _read_token_row(row: Mapping[str, Any], where: str, tokenizer: PreTrainedTokenizerBase) -> Row:
     """Return a row of token ids with its loss mask, or with loss on all tokens if it has none.
 
-    The ids are used as they were read and generated. Arrow reads a whole column as floats if one of
-    its rows holds a float. Such numbers are integers all the same.
+    The ids are trained on unchanged. Their text is decoded only to compare the row with others.
 
     Raises:
         UserError: for ids or a mask that are out of range or of another length, and for a mask of
             another name, which is not read.
     """
-    # JSON may hold whole numbers as floats.
-    row = {
-        **row,
-        **{name: _convert_to_integers(row[name]) for name in (TOKENS, "loss_mask") if name in row},
-    }
+    # Arrow reads a whole column as floats if one of its rows holds a float. Turn whole numbers back
+    # into integers.
+    row = dict(row)
+    for name in (TOKENS, "loss_mask"):
+        if name in row:
+            row[name] = _convert_to_integers(row[name])
 
-    # Without a mask, every token has a loss.
+    # Without a mask, every token carries loss.
     ids = row[TOKENS]
-    every = [1] * (len(ids) if isinstance(ids, list) else 0)
-    # Labels, or a mask of another name than `loss_mask`, are not read. They are an error unless the
-    # mask selects every token.
-    masks = (
-        name
-        for name, values in row.items()
-        if (name == "labels" or name.endswith(("_mask", "_masks"))) and values != every
-    )
-    if "loss_mask" not in row and (mask_name := next(masks, None)):
-        columns = "data.columns={input_ids: input_ids"
-        raise UserError(
-            where,
-            got=f"{TOKENS} with {mask_name}, which is not read",
-            expected=f"a loss_mask of 0 and 1 ({columns}, loss_mask: …}}), or {columns}}} for loss"
-            " on all tokens",
-        )
+    full_mask = [1] * (len(ids) if isinstance(ids, list) else 0)
+    if "loss_mask" not in row:
+        _check_no_other_mask(row, full_mask, where)
+    mask = row.get("loss_mask", full_mask)
 
     # Check both lists, and each of their numbers.
-    mask = row.get("loss_mask", every)
-    for name, values, limit in ((TOKENS, ids, len(tokenizer)), ("loss_mask", mask, 2)):
-        if not isinstance(values, list) or len(values) != len(ids):
-            length = f" of length {len(values)}" if isinstance(values, list) else ""
-            raise UserError(
-                where,
-                got=f"{name} of type {type(values).__name__}{length}",
-                expected=f"a list of integers{', one for each of input_ids' * (name != TOKENS)}",
-                kind=BAD_TOKENS,
-            )
-        for wrong in (
-            value for value in values if type(value) is not int or not 0 <= value < limit
-        ):
-            raise UserError(
-                where,
-                got=f"{wrong!r} in {name}",
-                expected=f"integers from 0 to {limit - 1}"
-                + ", the target’s tokens" * (name == TOKENS),
-                kind=BAD_TOKENS,
-            )
+    _check_integers(TOKENS, ids, None, len(tokenizer), where)
+    _check_integers("loss_mask", mask, len(ids), 2, where)
     return {"text": str(tokenizer.decode(ids)), "input_ids": ids, "loss_mask": mask}
+
+
+def _check_no_other_mask(row: Mapping[str, Any], full_mask: Sequence[int], where: str) -> None:
+    """Raise UserError if a row of token ids has labels or a mask that would not be read.
+
+    Only `loss_mask` is read. Another mask does no harm if it selects every token.
+
+    Args:
+        row: the row.
+        full_mask: the mask that selects every token.
+        where: the name of the row in errors.
+    """
+    for name, values in row.items():
+        is_mask = name == "labels" or name.endswith(("_mask", "_masks"))
+        if is_mask and values != full_mask:
+            columns = "data.columns={input_ids: input_ids"
+            raise UserError(
+                where,
+                got=f"{TOKENS} with {name}, which is not read",
+                expected=f"a loss_mask of 0 and 1 ({columns}, loss_mask: …}}), or {columns}}} for"
+                " loss on all tokens",
+            )
+
+
+def _check_integers(name: str, values: Any, length: int | None, limit: int, where: str) -> None:
+    """Raise UserError unless a column of a row is a list of integers in range.
+
+    Args:
+        name: the name of the column.
+        values: its value.
+        length: how many integers there have to be; None for any number.
+        limit: the integers have to be from 0 to `limit` - 1.
+        where: the name of the row in errors.
+    """
+    if not isinstance(values, list) or (length is not None and len(values) != length):
+        length_note = f" of length {len(values)}" if isinstance(values, list) else ""
+        per_token_note = "" if length is None else ", one for each of input_ids"
+        raise UserError(
+            where,
+            got=f"{name} of type {type(values).__name__}{length_note}",
+            expected=f"a list of integers{per_token_note}",
+            kind=BAD_TOKENS,
+        )
+    for value in values:
+        if type(value) is not int or not 0 <= value < limit:
+            range_note = ", the target’s tokens" if name == TOKENS else ""
+            raise UserError(
+                where,
+                got=f"{value!r} in {name}",
+                expected=f"integers from 0 to {limit - 1}{range_note}",
+                kind=BAD_TOKENS,
+            )
 
 
 def _convert_to_integers(values: object) -> object:
     """Convert the floats of a list that are whole numbers to integers."""
     if not isinstance(values, list):
         return values
-    return [
-        int(value) if isinstance(value, float) and value.is_integer() else value for value in values
-    ]
+    integers = []
+    for value in values:
+        is_whole_float = isinstance(value, float) and value.is_integer()
+        integers.append(int(value) if is_whole_float else value)
+    return integers
 
 
 def _has_json_within(feature: object) -> bool:
@@ -765,9 +917,13 @@ def _has_json_within(feature: object) -> bool:
 
 
 def _remove_missing_keys(value: Any, feature: object) -> Any:
-    """Remove the None values of keys that a row lacks and other rows have.
+    """Remove the None values that Arrow added to a row for keys that only other rows have.
 
     Arrow gives all objects of a column the same keys.
+
+    Args:
+        value: the row, or a value within it.
+        feature: the type of the value in datasets: a dict for an object, `List` for a list.
     """
     if value is not None and isinstance(feature, dict):
         return {
@@ -775,17 +931,20 @@ def _remove_missing_keys(value: Any, feature: object) -> Any:
             for name, item in value.items()
             if item is not None
         }
-    return (
-        [_remove_missing_keys(item, feature.feature) for item in value]
-        if value and isinstance(feature, List)
-        else value
-    )
+    if value and isinstance(feature, List):
+        return [_remove_missing_keys(item, feature.feature) for item in value]
+    return value
 
 
 def _build_exchange(question: object, context: object, answer: object, where: str) -> list[Message]:
-    """Return the messages of an instruction and its answer.
+    """Return an instruction and its answer as a conversation of two messages.
 
-    The input of the instruction, if there is one, comes below it in the user's message.
+    Args:
+        question: the instruction.
+        context: the input of the instruction, which comes below it in the user's message; None if
+            there is none.
+        answer: the answer; None leaves the assistant's message empty.
+        where: the name of the row in errors.
     """
     parts = [check_string(part, where, "instruction") for part in (question, context) if part]
     return [

@@ -30,8 +30,8 @@ from specdistill.targets.sharding import is_shared
 class TransformersBackend:
     """Generates with a model in this process.
 
-    A batch is the next tasks, as many as are wanted. Its answers depend on all tasks in it. They
-    are kept all together or not at all.
+    The next tasks are answered as a batch. The rows of a batch share random numbers, so its answers
+    depend on all tasks in it. They are kept all together or not at all.
 
     Attributes:
         model: the target.
@@ -62,8 +62,10 @@ class TransformersBackend:
         Raises:
             ResourceError: when a batch does not fit the device's memory.
         """
+        # Take the next tasks: a whole batch, or fewer if fewer are needed.
         while batch := list(islice(tasks, max(1, min(self.batch.num_rows, count_wanted())))):
-            # Answers that an earlier batch generated, but did not yield, are known.
+            # Some answers may be known: a killed process kept them, or they were generated in an
+            # earlier batch, of which not all were needed.
             new_tasks = [task for task in batch if task.name not in answer_file.turns]
             if new_tasks:
                 answer_file.add(
@@ -79,9 +81,11 @@ class TransformersBackend:
                 yield task, answer_file.turns.get(task.name) or []
 
     def _generate_batch(self, batch: list[GenerationTask]) -> list[list[Answer]]:
-        # All rows of a batch are continued by the same number of tokens, the least that one may
-        # have, and share the seed of the first.
-        # The shortest room limits the batch, whose rows have about the same length.
+        """Generate one turn for each task of a batch.
+
+        All rows may have the same number of new tokens: as many as the prompt with the least room.
+        They share the seed of the first task.
+        """
         prompts = [task.prompt.ids for task in batch]
         ends = self.end_ids
         room = min(task.max_length - len(task.prompt.ids) for task in batch)
@@ -118,7 +122,7 @@ class TransformersBackend:
 def build_transformers_backend(
     target: RowTarget, num_tokens: int, batch_size: int, max_length: int
 ) -> Iterator[TransformersBackend]:
-    """Prepare the target in this process for generation in batches that fit its memory.
+    """Prepare the target in this process for generating in batches that fit its memory.
 
     Args:
         target: the target, with its model.
@@ -129,6 +133,8 @@ def build_transformers_backend(
     Raises:
         UserError: for a target that is not complete in this process.
     """
+    # Every weight must be whole, in this process and on a device. With `target.shard` each process
+    # has a part of the weights. With stored features the layers of the target stay on disk.
     model = target.model
     assert model is not None
     if is_shared(model) or any(weight.is_meta for weight in model.parameters()):
@@ -148,7 +154,7 @@ def build_transformers_backend(
 def _fit_batch(model: PreTrainedModel, batch_size: int, max_length: int) -> BatchPlan:
     """Plan batches of rows of `max_length` tokens that fit the free memory.
 
-    A warning says if they are smaller than `batch_size`.
+    A warning is logged if the batches are smaller than `batch_size`.
     """
     row_bytes = estimate_row_bytes(model, max_length)
     # The processes of a launch share a machine's main memory, but each has an accelerator of its

@@ -21,15 +21,15 @@ FAULT_COLUMNS = {
     "fault_example": Value("string"),
     "fault_row": Value("int64"),
 }
-EMPTY = "empty row"  # It is counted but is no fault: data sets of texts have many.
-MAX_KINDS_SHOWN = 3
+EMPTY = "empty row"  # Such rows are counted but are no fault: data sets of texts have many.
+MAX_KINDS_SHOWN = 3  # kinds of faults that a message lists
 
 
 def describe_fault(error: UserError, place: str, number: int) -> dict[str, object]:
-    """Return the prepared row that stands for a source row that raised an error.
+    """Return a row of FAULT_COLUMNS that takes the place of a source row that raised an error.
 
     Args:
-        error: the error that the row raised; its `kind` is what rows are counted by.
+        error: the error that the row raised. Rows are counted by its `kind`.
         place: where the row stands, for the reader.
         number: the row's number in the source, from 0.
     """
@@ -37,7 +37,7 @@ def describe_fault(error: UserError, place: str, number: int) -> dict[str, objec
 
 
 def split_faults(rows: Dataset) -> tuple[Dataset, dict[str, BadRows], int | None]:
-    """Separate the rows that can be used from the rows that stand for bad ones.
+    """Separate the rows that can be used from the rows that `describe_fault` made.
 
     Args:
         rows: prepared rows with FAULT_COLUMNS.
@@ -47,6 +47,7 @@ def split_faults(rows: Dataset) -> tuple[Dataset, dict[str, BadRows], int | None
         source's number of the first row with a fault. The number is None if no row has a fault; an
         empty row is counted but is no fault.
     """
+    # Count the faults by kind, with the first row of each kind as an example.
     bad_rows: dict[str, BadRows] = {}
     usable = []
     first_row = None
@@ -58,13 +59,15 @@ def split_faults(rows: Dataset) -> tuple[Dataset, dict[str, BadRows], int | None
         bad_rows = merge_counts(bad_rows, {fault: BadRows(count=1, first=example)})
         if first_row is None and fault != EMPTY:
             first_row = rows[number]["fault_row"]
+
+    # Leave out the bad rows, and the columns that only they use.
     if bad_rows:
         rows = rows.select(usable)
     return rows.remove_columns(list(FAULT_COLUMNS)), bad_rows, first_row
 
 
 def merge_counts(*parts: Mapping[str, BadRows]) -> dict[str, BadRows]:
-    """Add up counts by kind; the example of a kind is the one of the earliest part."""
+    """Add up counts by kind; the example of a kind comes from the earliest part that has one."""
     total: dict[str, BadRows] = {}
     for part in parts:
         for kind, rows in part.items():
@@ -91,6 +94,8 @@ def check_share(
     """
     if not bad_rows:
         return
+
+    # Too many rows with a fault are an error. Empty rows are no fault.
     most_frequent = sorted(bad_rows.items(), key=lambda item: -item[1].count)
     faulty = [(kind, rows) for kind, rows in most_frequent if kind != EMPTY]
     count = sum(rows.count for _, rows in faulty)
@@ -105,6 +110,8 @@ def check_share(
             " Correct them, or raise data.max_bad_rows to skip them; data.on_bad_row=stop shows the"
             f" first one in full. Most frequent: {_list_kinds(faulty)}",
         )
+
+    # A tolerable number of bad rows is a warning.
     logger.warning(
         "%s: skipped %d of %d rows of %s: %s",
         key,
@@ -116,13 +123,14 @@ def check_share(
 
 
 def _list_kinds(bad_rows: Sequence[tuple[str, BadRows]]) -> str:
+    """Return the first kinds of bad rows for a message, each with its count and an example."""
     return "; ".join(
         f"{rows.count:,} × {kind} ({rows.first})" for kind, rows in bad_rows[:MAX_KINDS_SHOWN]
     )
 
 
 def format_bad_rows(sources: Sequence[SourceCounts]) -> Table:
-    """Return a table of the rows that were skipped, by kind.
+    """Return a table of the rows that were skipped, by kind, over all sources.
 
     Args:
         sources: the sources of a row set's manifest.

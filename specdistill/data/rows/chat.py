@@ -32,7 +32,8 @@ from specdistill.evaluation.suites.conversations import (
     shorten_text,
 )
 
-Spans = list[tuple[int, int]]
+Spans = list[tuple[int, int]]  # characters [start, end) of a text
+# A content that no conversation has. Rendering it shows where a template puts the content.
 MARKER = "[[specdistill-marks-this-place]]"
 MASKABLE_TEMPLATE_HINT = (
     "a template that renders it as it is (data.chat_template), or data.loss_mask=all"
@@ -49,8 +50,8 @@ def tokenize_prompt(
 
     Args:
         tokenizer: the target's.
-        messages: the conversation. The first unanswered turn of the assistant and all that follows
-            it are left out.
+        messages: the conversation. The first unanswered turn of the assistant and the messages
+            after it are left out.
         tools: the tools that the conversation may call.
         template: additional arguments of the chat template, such as enable_thinking.
 
@@ -69,11 +70,11 @@ def _select_known_messages(messages: Sequence[Message]) -> list[Message]:
 
 
 def list_turn_contexts(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
-    """Yield the messages before each turn of the assistant that is learned.
+    """Yield the messages before each turn of the assistant that is to be learned.
 
-    Only turns before the first one that is yet to be generated are considered. A conversation that
-    does not end with the assistant's turn is also yielded whole, at the end. It then holds what the
-    user says after a turn that is yet to be generated, too.
+    Turns after the first one that is yet to be generated are not considered. A conversation that
+    does not end with the assistant's turn is also yielded whole, at the end, because its answer is
+    yet to be generated.
     """
     for number, message in enumerate(messages):
         if is_unanswered(message):
@@ -97,15 +98,18 @@ def check_prompts(
         tokenizer: the target's.
         messages: the conversation.
         tools: the tools that it may call.
-        where: what errors call the row.
+        where: the name of the row in errors.
         template: additional arguments of the chat template, such as enable_thinking.
 
     Raises:
         UserError: for a conversation that gives no prompt, or that the template does not render
             whole.
     """
+    # The template must write the content of every recorded message.
     answered = [message for message in messages if not is_unanswered(message)]
     check_expressed(tokenizer, answered, tools, where, **template)
+
+    # There must be a prompt, and the template must accept each prompt.
     prompts = list(list_turn_contexts(messages))
     if not prompts:
         raise UserError(
@@ -126,13 +130,13 @@ def answer_documents(
     *,
     loss_mask: str,
 ) -> list[tuple[str, Spans]]:
-    """Return the documents of a conversation that is trained on as it is.
+    """Render a conversation with its recorded answers as documents to train on.
 
     Args:
         tokenizer: the target's.
         messages: the conversation.
         tools: the tools that it may call.
-        where: what errors call the row.
+        where: the name of the row in errors.
         loss_mask: `assistant` returns the documents in which a turn is learned; `all` returns every
             document.
 
@@ -144,6 +148,7 @@ def answer_documents(
             does not render whole. With `assistant` also for a conversation without an answer, or
             without a turn that is learned.
     """
+    # Every turn of the assistant must be recorded. For a loss on turns there must be one.
     by_turns = loss_mask == "assistant"
     has_answer = any(message["role"] == "assistant" for message in messages)
     if (by_turns and not has_answer) or any(map(is_unanswered, messages)):
@@ -154,6 +159,8 @@ def answer_documents(
             " one (or data.loss_mask=all)",
             kind="prompt without an answer",
         )
+
+    # Render the documents. For a loss on turns, keep those in which a turn is learned.
     documents = build_turn_documents(tokenizer, messages, tools, where, checks_turns=by_turns)
     if not by_turns:
         return documents
@@ -176,15 +183,16 @@ def build_turn_documents(
     *,
     checks_turns: bool = True,
 ) -> list[tuple[str, Spans]]:
-    """Return what the target read and generated, as documents with the spans to learn.
+    """Render a conversation as documents, and find the characters to learn in each.
 
-    There is one document, unless the template renders earlier turns differently once others follow.
+    There is one document, unless the template renders earlier turns differently once other turns
+    follow them. Each form in which the target generated a turn is then a document.
 
     Args:
         tokenizer: the target's.
         messages: the conversation.
         tools: the tools that it may call.
-        where: what errors call the row.
+        where: the name of the row in errors.
         checks_turns: also check that every turn of the assistant is rendered whole.
 
     Returns:
@@ -196,6 +204,9 @@ def build_turn_documents(
             also for such a turn.
     """
     check_expressed(tokenizer, messages, tools, where)
+
+    # Render the conversation up to each turn of the assistant. If the text continues the previous
+    # document, it replaces that document and takes over its spans.
     documents: list[tuple[str, Spans]] = []
     for number, message in enumerate(messages):
         if message["role"] == "assistant":
@@ -206,6 +217,9 @@ def build_turn_documents(
                 documents.pop()[1] if documents and _has_prefix(rendered, documents[-1][0]) else []
             )
             documents.append((rendered, [*spans, span] if is_learned(message) else spans))
+
+    # Messages after the last turn of the assistant, and text that the template writes only at the
+    # end of the conversation, extend the last document.
     conversation = render_chat(tokenizer, messages, False, where, tools)
     if not documents or _has_prefix(conversation, documents[-1][0]):
         documents[-1:] = [(conversation, documents[-1][1] if documents else [])]
@@ -213,10 +227,9 @@ def build_turn_documents(
 
 
 def find_inner_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Return the marker tokens that the target generates inside its turns.
+    """Return the tokens by which the target marks reasoning and tool calls inside its turns.
 
-    They surround reasoning and tool calls. They belong to the chat template, but they are no sign
-    of a faulty answer.
+    They are special tokens of the chat template, but they are no sign of a faulty answer.
     """
     # One object that serves both as a tool call and as the schema of that tool.
     tool = {"type": "function", "function": {"name": "f", "arguments": {}, "parameters": {}}}
@@ -224,6 +237,9 @@ def find_inner_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
         ({"role": "assistant", "content": "a", REASONING[0]: "b"}, None),
         ({"role": "assistant", "content": None, "tool_calls": [tool]}, [tool]),
     ]
+
+    # Render a turn with reasoning and a turn with a tool call. All tokens of the turn, except the
+    # one that ends it, are tokens that a turn may have.
     inner_token_ids: set[int] = set()
     for turn, tools in turns:
         try:
@@ -255,7 +271,7 @@ def _render_turn(
         tokenizer: the target's.
         messages: the conversation up to and including the turn.
         tools: the tools that it may call.
-        where: what errors call the row.
+        where: the name of the row in errors.
         is_checked: check that the turn is rendered whole.
 
     Returns:
@@ -271,21 +287,23 @@ def _render_turn(
         prompt, rendered_prompt = (
             render_chat(tokenizer, before, is_prompt, where, tools) for is_prompt in (True, False)
         )
-        # The turn starts where the text stops agreeing with the prompt, but not before the end of
-        # the earlier messages.
+        # The turn starts where the text differs from the prompt that the target read, but not
+        # before the end of the earlier messages.
         start = max(
             count_common_prefix(prompt, rendered),
             len(rendered_prompt.rstrip()) if _has_prefix(rendered, rendered_prompt) else 0,
         )
+
         # Some templates put more into the prompt (an empty thought) than they render in a finished
-        # turn. The rendered turn then follows the whole prompt; MARKER shows where its content
-        # begins.
+        # turn. The document is then the whole prompt, followed by the rendered turn. MARKER shows
+        # where the content of the turn begins.
         if start < len(prompt) and not _has_prefix(rendered, rendered_prompt):
             opening = prompt.removeprefix(rendered_prompt)
             marked = render_chat(tokenizer, [*before, _mark_turn(turn)], False, where, tools)
             place = marked.partition(MARKER)[0].rfind(opening)
             rendered = prompt + rendered[place + len(opening) if place >= 0 else len(rendered) :]
             start = len(prompt)
+
     # The turn must contain its content, its reasoning and the names of the tools that it calls.
     parts = [
         (turn["content"] or "").strip(),
@@ -306,7 +324,10 @@ def _render_turn(
 
 
 def _mark_turn(turn: Message) -> Message:
-    """Return a turn with MARKER in place of the part that is rendered first."""
+    """Return a turn with MARKER in place of the part that templates render first.
+
+    The first part is the reasoning, or else the content, or else the name of the called tools.
+    """
     if REASONING[0] in turn or turn["content"]:
         return {**turn, REASONING[0] if REASONING[0] in turn else "content": MARKER}
     calls = [
@@ -317,9 +338,9 @@ def _mark_turn(turn: Message) -> Message:
 
 
 def _has_prefix(longer: str, shorter: str) -> bool:
-    """Return whether a text begins with another one, apart from white space at that one's end.
+    """Return whether `longer` begins with `shorter`, ignoring white space at the end of `shorter`.
 
-    White space after the last turn does not count, because nobody generates it.
+    White space after the last turn does not count, because the target does not generate it.
     """
     return longer.startswith(shorter.rstrip())
 

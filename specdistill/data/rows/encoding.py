@@ -36,8 +36,8 @@ from specdistill.evaluation.suites.conversations import (
     shorten_text,
 )
 
-# Columns of a document. An exchange that is filtered in part, because no row can hold it, is a
-# document without tokens, of the length that it would have.
+# The columns of a document. If no row can hold an exchange, a part of it is filtered. One more
+# document without tokens then records the exchange, and its `length` is the exchange's.
 DOCUMENT_COLUMNS = {
     "input_ids": List(Value("int32")),
     "loss_mask": List(Value("int8")),
@@ -71,12 +71,12 @@ class Row(TypedDict, total=False):
 
 
 class Document(TypedDict, total=False):
-    """The tokens of a row, and where they are from (see ENCODED_COLUMNS).
+    """The tokens of a document, and the row that they come from (see ENCODED_COLUMNS).
 
     Attributes:
         input_ids: [L] int32.
         loss_mask: [L] int8, 1 where a token carries loss.
-        length: L, or the number of tokens that were filtered.
+        length: L. For a document without tokens, the tokens of the exchange that was filtered.
         source: number of the source.
         is_text: whether the row is no conversation.
         row: number of the row in its source.
@@ -94,7 +94,7 @@ class Document(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Encoder:
-    """A function from a row, with the columns of `specdistill.data.produce.sources`, to documents.
+    """Tokenizes rows, which have the columns of `specdistill.data.produce.sources`, to documents.
 
     Attributes:
         tokenizer: the target's.
@@ -123,8 +123,8 @@ class Encoder:
             The documents of the row.
 
         Raises:
-            UserError: naming the row, if the chat template rejects it or marks none or all of its
-                tokens.
+            UserError: naming the row, if the chat template rejects it, or if none or all of its
+                tokens would carry loss.
         """
         # A conversation goes through the chat template. Token ids are used as they are.
         messages = row["messages"]
@@ -165,23 +165,27 @@ class Encoder:
         Args:
             messages: the conversation.
             tools: the tools that it may call.
-            where: what errors call the row.
+            where: the name of the row in errors.
 
         Returns:
             The documents. Each exchange that is filtered in part is a document without tokens,
             whose length is what the exchange would have.
         """
+        # A conversation that fits a row is not cut.
         encoded_turns = self.chat(messages, tools, where)
         if max(document["length"] for document in encoded_turns) <= self.max_length:
             return encoded_turns
 
         def length(turns: Sequence[Message]) -> int:
+            """Return how many tokens a part of the conversation has."""
             return len(
                 self._tokenize([render_chat(self.tokenizer, turns, False, where, tools)])[
                     "input_ids"
                 ][0]
             )
 
+        # Cut it into parts that fit, and encode each part as a conversation of its own. A part in
+        # which nothing is learned is of no use.
         parts, filtered = cut_at_turns(messages, length, self.max_length)
         if self.loss_mask == "assistant":
             parts = [part for part in parts if any(map(is_learned, part))]
@@ -195,12 +199,16 @@ class Encoder:
         documents = answer_documents(
             self.tokenizer, messages, tools, where, loss_mask=self.loss_mask
         )
+
+        # With loss on all tokens, the places of the turns do not matter.
         by_turns = self.loss_mask == "assistant"
         encodings = self._tokenize(
             [rendered for rendered, _ in documents], return_offsets_mapping=by_turns
         )
         if not by_turns:
             return [_build_encoding_with_loss(ids) for ids in encodings["input_ids"]]
+
+        # Otherwise the tokens inside the turns carry loss.
         return [
             _check_loss(_build_encoding(ids, build_loss_mask(spans, offsets)), text, where)
             for (text, spans), ids, offsets in zip(
@@ -209,6 +217,7 @@ class Encoder:
         ]
 
     def _tokenize(self, rendered: Sequence[str], **options: bool) -> BatchEncoding:
+        """Tokenize texts that the chat template rendered, with its special tokens in them."""
         options = {**options, "return_attention_mask": False, "return_token_type_ids": False}
         encoding: BatchEncoding = self.tokenizer(
             list(rendered), add_special_tokens=False, verbose=False, **options
@@ -219,7 +228,7 @@ class Encoder:
 def hash_row(row: Row, seed: int) -> int:
     """Hash a text, or a conversation without the assistant's turns.
 
-    All answers to the same questions have equal hashes.
+    Rows that answer the same questions have equal hashes, and so come into the same split.
 
     Returns:
         An integer from 0 to HASH_RANGE - 1.
@@ -247,8 +256,8 @@ def build_loss_mask(spans: Spans, offsets: Sequence[tuple[int, int]]) -> Mask:
     """
     mask = np.zeros(len(offsets), np.int8)
     for start, end in spans:
-        # From the first token that ends after the span's start to the last that starts before its
-        # end. Offsets are in order, so both are found by bisection.
+        # The span covers the tokens from the first one that ends after the span's start to the last
+        # one that starts before the span's end. Offsets are in order, so bisection finds both.
         mask[
             bisect_right(offsets, start, key=itemgetter(1)) : bisect_left(
                 offsets, end, key=itemgetter(0)
@@ -262,8 +271,8 @@ def cut_at_turns(
 ) -> tuple[list[list[Message]], list[int]]:
     """Cut a conversation at its turns into conversations that fit a row.
 
-    What follows the last turn of the assistant is dropped without being counted, because nothing is
-    learned there.
+    Messages after the last turn of the assistant are dropped without being counted, because nothing
+    is learned there.
 
     Args:
         messages: the conversation.
@@ -271,11 +280,11 @@ def cut_at_turns(
         max_length: tokens of a row.
 
     Returns:
-        The conversations of at most `max_length` tokens, and the lengths of the exchanges of which
-        something is filtered.
+        The conversations of at most `max_length` tokens, and the lengths in tokens of the exchanges
+        that were kept only in part, or not at all.
     """
-    # Each part begins with the system messages. Nothing after the assistant's last turn is learned.
-    # The system messages stay in every part. What follows the last answer is of no use.
+    # Each part begins with the system messages. `rest` is the part of the conversation that is
+    # still to be cut, up to the assistant's last turn.
     system = list(takewhile(lambda message: message["role"] == "system", messages))
     last = max(
         (index for index, message in enumerate(messages) if message["role"] == "assistant"),
@@ -284,14 +293,15 @@ def cut_at_turns(
     rest = list(messages[len(system) : last + 1])
 
     def fitting(ends: Sequence[int]) -> int:
-        """Return the largest of these numbers of messages that fits a row; 0 if none does."""
+        """Return the largest of some numbers of messages that fit a row; 0 if none does."""
         count = bisect_right(ends, max_length, key=lambda end: length([*system, *rest[:end]]))
         return ends[count - 1] if count else 0
 
     parts = []
     filtered = []
     while rest:
-        # An exchange ends where a user's turn follows a message of another role.
+        # Keep as many whole exchanges as fit. An exchange ends where a user's turn follows a
+        # message of another role.
         roles = [message["role"] for message in rest]
         exchanges = [
             place for place in range(1, len(rest)) if roles[place] == "user" != roles[place - 1]
@@ -327,6 +337,7 @@ def _check_loss(encoded: Document, text: str, where: str) -> Document:
 
 
 def _build_encoding(ids: Sequence[int], mask: Sequence[int] | Mask) -> Document:
+    """Return a document with these token ids and this loss mask."""
     return {
         "input_ids": np.array(ids, np.int32),
         "loss_mask": np.asarray(mask, np.int8),
@@ -335,4 +346,5 @@ def _build_encoding(ids: Sequence[int], mask: Sequence[int] | Mask) -> Document:
 
 
 def _build_encoding_with_loss(ids: Sequence[int]) -> Document:
+    """Return a document whose tokens all carry loss."""
     return _build_encoding(ids, np.ones(len(ids), np.int8))

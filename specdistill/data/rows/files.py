@@ -30,15 +30,17 @@ from specdistill.recipe.sections import DataConfig
 NUM_SHOWN_HASH_DIGITS = 12  # digits of a hash that messages show
 VERSION = 4  # Raise it when this code prepares other rows from equal inputs.
 BATCH = 100  # rows per call of the function that datasets maps
-MOST_PROCESSES, ROWS_EACH = 16, 2000  # A process prepares at least ROWS_EACH rows.
+# A process prepares at least ROWS_EACH rows, because starting a process for fewer takes longer than
+# it saves. At most MOST_PROCESSES are started, because each of them takes memory.
+MOST_PROCESSES, ROWS_EACH = 16, 2000
 FREE_SPACE = (
     "free disk space, or set data.cache_dir to a folder that can be written; what is there is kept"
 )
-# Names in the errors of torch's writer.
+# By these words the RuntimeErrors of torch's file writer are told from all other RuntimeErrors.
 TORCH_WRITER_NAMES = ("PytorchStreamWriter", "inline_container", "iostream")
-HEADER = b"specdistill"  # a key of an Arrow schema's metadata
-Columns = Mapping[str, Sequence[object]]
-RowFunction = Callable[[Any, int], Iterable[Mapping[str, object]]]
+HEADER = b"specdistill"  # the key of our header in the metadata of an Arrow schema
+Columns = Mapping[str, Sequence[object]]  # the values of each column, by its name
+RowFunction = Callable[[Any, int], Iterable[Mapping[str, object]]]  # (row, number) -> new rows
 
 
 def map_rows(
@@ -49,17 +51,17 @@ def map_rows(
     what: str,
     config: DataConfig,
 ) -> Dataset:
-    """Map each row through a function, or load the rows that it gave for equal inputs before.
+    """Map each row through a function, or load the result from the cache.
 
-    The function runs in as many processes as `num_processes` returns. Their number does not change
-    the rows. The file of the rows appears whole or not at all.
+    The function runs in as many processes as `choose_num_processes` returns. Their number does not
+    change the rows. The file of the rows appears whole or not at all.
 
     Args:
         rows: the rows to map.
         function: called with a row and its number; returns the rows that it becomes.
         columns: the features of the new rows, by name.
-        inputs: everything else that the new rows depend on. The function runs only if no process
-            has mapped equal inputs before.
+        inputs: everything else that the new rows depend on. If the cache has a result for equal
+            inputs, the function does not run.
         what: names the work in the progress bar, or in a log line at its end.
         config: says where the rows are kept, and may say how many processes to use.
 
@@ -73,6 +75,7 @@ def map_rows(
     fingerprint = Hasher.hash([VERSION, sorted(columns), inputs])
     path = cache_folder(config.cache_dir) / "prepared" / f"{fingerprint}.arrow"
     processes = choose_num_processes(config.num_proc, len(rows))
+
     # A person at a terminal sees a progress bar, if there is work to do. Otherwise a log line says
     # at the end how long it took.
     is_new = not any(path.parent.glob(f"{fingerprint}*"))
@@ -99,6 +102,7 @@ def map_rows(
                 desc=what,
             )
         except RuntimeError as error:
+            # These are the words of datasets when the system kills a process, mostly for memory.
             if "abruptly died" not in str(error):
                 raise
             raise ResourceError(
@@ -130,6 +134,14 @@ def preserve_environment() -> Iterator[None]:
 def _apply_to_rows(
     rows: Columns, numbers: Sequence[int], function: RowFunction, columns: Sequence[str]
 ) -> Columns:
+    """Apply a function to a batch of rows; datasets gives and takes batches as columns.
+
+    Args:
+        rows: the values of each column, by its name.
+        numbers: the numbers of the rows.
+        function: called with a row and its number; returns the rows that it becomes.
+        columns: the names of the new rows' columns.
+    """
     raw_rows = (dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True))
     mapped: list[Mapping[str, Any]] = []
     for number, raw in zip(numbers, raw_rows, strict=True):
@@ -141,7 +153,7 @@ def _apply_to_rows(
 
 
 def choose_num_processes(requested: int | None, num_rows: int) -> int:
-    """Return in how many processes to prepare rows.
+    """Choose the number of processes that prepare rows.
 
     Args:
         requested: the number that the user set; None for one process per core that this process may
@@ -162,7 +174,7 @@ def cache_folder(cache_dir: str | None) -> Path:
 def is_first_here() -> bool:
     """Return whether this is the first process of its launch on this machine.
 
-    That process speaks for the others on the machine.
+    Only the first process logs messages that are the same for all of them.
     """
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
@@ -203,9 +215,11 @@ def hash_of(path: Path) -> str:
 
 
 def hash_content(name: str) -> str:
-    """Return the hash of the file or folder of this name on this machine.
+    """Hash the content of a file or folder, if there is one of this name on this machine.
 
-    If there is none, the name itself is returned. The hash of a folder is that of all files in it.
+    Returns:
+        The hash of the file, or the hashes of all files in the folder. If there is no such file or
+        folder, for example for the id of a Hub data set, the name itself.
     """
     path = Path(name)
     files = (
@@ -221,8 +235,8 @@ def hash_content(name: str) -> str:
 def hash_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     """Hash everything that turns text into token ids.
 
-    The chat template, which turns conversations into text, is not part of the hash. It is compared
-    as it is.
+    The chat template, which turns conversations into text, is not part of the hash. Callers compare
+    its text.
     """
     # A call with truncation or padding leaves its settings behind in the tokenizer.
     rules = {
@@ -247,6 +261,9 @@ def write_arrow(
     schema = Features(columns).arrow_schema
     if header:
         schema = schema.with_metadata({**schema.metadata, HEADER: header.encode()})
+
+    # The file is flushed to the disk before it is moved, so that even a crash of the machine leaves
+    # no half of it under the final name.
     aside = path.with_name(f"{path.name}.part")
     with aside.open("wb") as file:
         with pyarrow.ipc.new_stream(file, schema) as writer:
@@ -266,9 +283,9 @@ def read_header(path: Path) -> str:
 
 @contextmanager
 def on_disk(what: Path, next_step: str = FREE_SPACE) -> Iterator[None]:
-    """Raise ResourceError for a disk that is full or cannot be written.
+    """Turn the errors of a disk that is full or cannot be written into a ResourceError.
 
-    The writer of torch reports both as a RuntimeError.
+    torch's file writer reports such a disk as a RuntimeError. Other RuntimeErrors pass unchanged.
 
     Args:
         what: the file or folder that is written, for the error.

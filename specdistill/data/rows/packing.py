@@ -31,6 +31,7 @@ from specdistill.common.errors import UserError, logger
 from specdistill.common.processes import is_first
 from specdistill.data.rows.files import read_array
 
+# The columns of a packed row.
 COLUMNS = {
     "input_ids": List(Value("int32")),
     "loss_mask": List(Value("int8")),
@@ -38,7 +39,7 @@ COLUMNS = {
     "position_ids": List(Value("int32")),
 }
 MIN_TOKENS = 3  # a draft reads two tokens before it predicts a third
-PADDING_DOCUMENT = -1
+PADDING_DOCUMENT = -1  # the document id of padding
 # Share of the loss tokens that a draft's vocabulary should contain. A chain of draft tokens ends at
 # the first token that the draft cannot propose. At this coverage that happens after nine tokens on
 # average, however good the draft is.
@@ -47,11 +48,13 @@ MIN_COVERAGE = 0.9
 # padded to a multiple of DOCUMENTS, so that a training step is compiled for few shapes.
 LENGTH_MULTIPLE = 8
 DOCUMENTS = 32
-CHUNK = 4096  # pieces packed at a time, so that rows mix lengths and the search stays fast
+# Pieces that are sorted and packed at a time. Each chunk has documents of all lengths, so rows mix
+# lengths. More pieces would fill rows slightly better, but take longer to search.
+CHUNK = 4096
 
 
 class Piece(NamedTuple):
-    """Tokens [start, stop) of a document."""
+    """A part of a document that fits a row: the tokens [start, stop) of document `document`."""
 
     document: int
     start: int
@@ -65,10 +68,11 @@ def select_usable(
     filtered: Counter[str],
     source: str = "data.source",
 ) -> NDArray[np.int64]:
-    """Return the indices of the documents that can be packed, and count the others by the reason.
+    """Find the documents that can be packed, and count those that cannot by the reason.
 
-    A usable document has at least MIN_TOKENS. It is no longer than a row, unless it may be cut. It
-    has a piece with a loss token. Pieces of usable documents that `cut` leaves out are counted too.
+    A usable document has at least MIN_TOKENS tokens. It is no longer than a row, unless it may be
+    cut. It has a piece with a loss token. Pieces of usable documents that `cut` leaves out are
+    counted too.
 
     Args:
         documents: documents with the columns `length` and `loss_mask`.
@@ -114,7 +118,8 @@ def select_usable(
             got=f"{len(lengths)} rows of fewer than {MIN_TOKENS} tokens",
             expected="longer rows",
         )
-    # Count and report what is filtered.
+
+    # Count and report the documents that are left out.
     for name, is_filtered, what in (
         ("too_long", too_long, f"longer than data.max_length={max_length} tokens"),
         ("too_short", too_short, "too short to use"),
@@ -124,6 +129,7 @@ def select_usable(
         if count:
             filtered[name] += count
             logger.warning("Left out %d of %d documents, which are %s", count, len(lengths), what)
+
     # `cut` divides a document into one piece per `max_length` tokens, rounded up. Fewer pieces mean
     # that it left some out.
     count = int((-(-lengths // max_length) - num_pieces)[indices].sum())
@@ -144,11 +150,11 @@ def read_loss_masks(documents: Dataset) -> Iterator[NDArray[np.int8]]:
 
 
 def cut(masks: Iterable[NDArray[np.int8]], max_length: int) -> list[Piece]:
-    """Cut documents into pieces, and leave out the pieces that teach a draft nothing.
+    """Cut documents into pieces that fit a row, and leave out the pieces that teach nothing.
 
-    A document is cut into consecutive pieces of `max_length` tokens and a rest, which is never
-    shorter than MIN_TOKENS. A piece is kept if any token but its first carries loss: nothing in a
-    row predicts the first token.
+    A document is cut into consecutive pieces of `max_length` tokens. Its last piece may be shorter,
+    but not shorter than MIN_TOKENS. A piece is kept if any token but its first carries loss:
+    nothing in a row predicts the first token.
 
     Args:
         masks: the loss mask of each document.
@@ -189,10 +195,13 @@ def fill_rows(
     Returns:
         The pieces of each row, with the rows in shuffled order.
     """
+    # Without packing, each piece is a row.
     shuffled = list(pieces)
     random.Random(seed).shuffle(shuffled)
     if not packing:
         return [[piece] for piece in shuffled]
+
+    # Fill rows chunk by chunk. The rows of earlier chunks are not filled any further.
     rows: list[list[Piece]] = []
     for first in range(0, len(shuffled), CHUNK):
         spaces: list[tuple[int, int]] = []  # (tokens free, row), sorted
@@ -210,6 +219,8 @@ def fill_rows(
                 space, row = spaces.pop(best)
             rows[row].append(piece)
             insort(spaces, (space - length, row))
+
+    # Long pieces were placed first, so shuffle the rows.
     random.Random(seed).shuffle(rows)
     return rows
 
@@ -247,6 +258,7 @@ class Packed:
         return len(self.rows)
 
     def __getitem__(self, part: range) -> dict[str, list[NDArray[np.integer]]]:
+        """Return the rows of these numbers as columns, each value an array of `max_length`."""
         rows = [self.rows[number] for number in part]
         needed = sorted({piece.document for piece in chain.from_iterable(rows)})
         # Read all documents at once, and each only once: a long one has pieces in many rows.
@@ -258,6 +270,7 @@ class Packed:
                 strict=True,
             )
         )
+
         # Start with rows of padding, and write the pieces into them one after the other.
         fillers = {
             "input_ids": self.pad_token_id,
@@ -287,7 +300,7 @@ def collate(rows: Sequence[Mapping[str, ArrayLike]]) -> dict[str, Any]:
     """Build a batch from packed rows.
 
     Returns:
-        An int64 tensor [B, T] for each column, and the entries that `indexed` adds.
+        An int64 tensor [B, T] for each column, and the entries that `index_batch` adds.
     """
     batch = {}
     for column in COLUMNS:
@@ -296,11 +309,11 @@ def collate(rows: Sequence[Mapping[str, ArrayLike]]) -> dict[str, Any]:
 
 
 def index_batch(batch: dict[str, Tensor]) -> dict[str, Any]:
-    """Add to a batch the places of its loss tokens and documents.
+    """Add the positions of loss tokens and the borders of documents to a batch.
 
     A training step would otherwise have to search for them, with operations whose output shapes
-    depend on data. Both lists are padded to few different lengths, because a step is compiled once
-    for each length that it meets.
+    depend on the data. Both lists are padded to few different lengths, because a step is compiled
+    again for each new length.
 
     Args:
         batch: the columns of packed rows, int64 tensors [B, T].
@@ -316,9 +329,12 @@ def index_batch(batch: dict[str, Tensor]) -> dict[str, Any]:
     ids_BT = batch["document_ids"]
     position_ids_BT = batch["position_ids"]
     num_tokens = ids_BT.numel()
+
+    # Find the loss tokens. Nothing predicts the first token of a document, whose position is 0.
     loss_positions = (
         ((batch["loss_mask"] > 0) & (position_ids_BT > 0)).flatten().nonzero().flatten()
     )
+
     # A document begins at the first token of a row and wherever the id changes. A row's padding has
     # an id of its own, so it is bounded, too.
     begins_BT = torch.cat((torch.ones_like(ids_BT[:, :1]), ids_BT.diff(dim=1)), dim=1) != 0
@@ -351,6 +367,7 @@ def count_tokens(rows: Dataset, vocab_size: int, *, with_loss: bool) -> Tensor:
         The counts [V], int64 on the CPU.
     """
     column = "loss_mask" if with_loss else "document_ids"
+    # Padding has a loss mask of 0 and the document id PADDING_DOCUMENT, so it never counts.
     counts = torch.zeros(vocab_size, dtype=torch.long, device="cpu")
     for batch in (
         rows.select_columns(["input_ids", column]).with_format("torch").iter(batch_size=1024)
@@ -404,9 +421,12 @@ def check_coverage(rows: Dataset, vocab_size: int, draft: object, init: str | No
     Returns:
         The share; None if the draft can propose every token.
     """
+    # A draft without a vocabulary of its own can propose every token.
     draft_ids_W = getattr(draft, "target_ids_W", None)
     if draft_ids_W is None or len(draft_ids_W) >= vocab_size:
         return None
+
+    # The share of the loss tokens that are in the draft vocabulary.
     counts_V = count_tokens(rows, vocab_size, with_loss=True)
     coverage = int(counts_V[draft_ids_W.cpu()].sum()) / max(1, int(counts_V.sum()))
     message = (
@@ -416,7 +436,7 @@ def check_coverage(rows: Dataset, vocab_size: int, draft: object, init: str | No
     if is_first() and coverage >= MIN_COVERAGE:
         logger.info(message)
     elif is_first():
-        # How many of the most frequent tokens would cover enough.
+        # Find how many of the most frequent tokens would cover MIN_COVERAGE of the loss tokens.
         shares_V = counts_V.sort(descending=True).values.cumsum(0) / counts_V.sum()
         enough = (
             f"draft.vocab_size={int((shares_V < MIN_COVERAGE).sum()) + 1} would cover"

@@ -49,7 +49,9 @@ SPLITS = ("train", "validation")
 PART = re.compile(
     rf"(({'|'.join(SPLITS)})-\d{{5}}-of-\d{{5}}\.arrow|{re.escape(MANIFEST)})(\.part)?"
 )
-SHARD_TOKENS = 2**25  # tokens per shard, padding included
+# Tokens per shard, padding included. A token takes 13 bytes in the columns of a packed row, so a
+# shard has about 440 MB.
+SHARD_TOKENS = 2**25
 # Keys of `data:` that do not change the rows, or that are hashed in another form.
 KEYS_WITHOUT_EFFECT_ON_ROWS = (
     "source",
@@ -61,8 +63,8 @@ KEYS_WITHOUT_EFFECT_ON_ROWS = (
     "force",
     "regenerate",
 )
-BAD_ROW_KEYS = ("roles", "on_bad_row", "max_bad_rows")
-PACKED_ROWS = 256  # rows that are packed at a time
+BAD_ROW_KEYS = ("roles", "on_bad_row", "max_bad_rows")  # see `_list_default_keys`
+PACKED_ROWS = 256  # rows that are packed, held in memory and written at a time
 MAKE_HINT = "`specdistill data make` makes it"
 
 
@@ -107,7 +109,9 @@ class Record(BaseModel):
 
 
 class RowSetSpec(Record):
-    """The target that rows fit, and the shape of rows that a recipe asks for.
+    """The target that the rows of a row set are for, and the shape of the rows.
+
+    A recipe can use a row set if both have equal specs.
 
     Attributes:
         target: hash of the target's weights.
@@ -127,7 +131,7 @@ class RowSetSpec(Record):
 
     @classmethod
     def from_config(cls, config: DataConfig, target: RowTarget) -> "RowSetSpec":
-        """Return what the rows of a recipe for a target have to fit."""
+        """Return the spec that a recipe and a target ask for."""
         tokenizer = target.tokenizer
         return cls(
             target=target.weights,
@@ -137,10 +141,10 @@ class RowSetSpec(Record):
         )
 
     def check(self, other_spec: "RowSetSpec", folder: Path) -> None:
-        """Check that rows that fit `other_spec` also fit this.
+        """Check that a row set has the spec that this recipe asks for.
 
         Args:
-            other_spec: what the rows of a row set fit.
+            other_spec: the spec of the row set.
             folder: the folder of the row set, for the error.
 
         Raises:
@@ -150,6 +154,8 @@ class RowSetSpec(Record):
             other_value = getattr(other_spec, name)
             if other_value == own_value:
                 continue
+
+            # Templates and hashes are too long for a message, so a part of them is shown.
             if name == "chat_template":
                 # Show both templates from where they differ, with a few characters before it.
                 start = max(0, count_common_prefix(str(other_value), str(own_value)) - 20)
@@ -167,10 +173,10 @@ class RowSetSpec(Record):
 
 
 class BadRows(Record):
-    """Rows of one kind that cannot be used.
+    """The rows of a source that cannot be used for the same reason.
 
     Attributes:
-        count: how many they are.
+        count: the number of these rows.
         first: where the first of them stands, and what is wrong with it.
     """
 
@@ -179,15 +185,15 @@ class BadRows(Record):
 
 
 class SourceCounts(Record):
-    """A source, and how much training has of it.
+    """A source, with the counts of its rows and of its documents in the training split.
 
     Attributes:
-        source: the source as a reader names it.
+        source: the name of the source, as a reader knows it.
         key: the recipe key that names it.
         revision: its revision on the Hub, if the recipe gives one.
         license: its licence, as far as it is known.
         weight: its weight in the recipe.
-        rows: rows that were left of `rows_read`, texts and conversations.
+        rows: the rows of `rows_read` that can be used and were not filtered.
         fingerprint: fingerprint of these rows.
         documents: documents of the source in the training rows.
         tokens: tokens of these documents.
@@ -233,7 +239,7 @@ class Manifest(Record):
     Attributes:
         version: the version of the code that made the rows.
         fingerprint: hash of everything that the rows depend on.
-        fit: the target and the shape of rows that they fit.
+        fit: the target that the rows are for, and their shape.
         sources: the sources, with their counts.
         generation: how the rows were generated; null if they are the source's own.
         filtered: how many rows and documents were filtered, by the reason.
@@ -252,11 +258,11 @@ class Manifest(Record):
 
 
 def read_rows(folder: Path, fit: RowSetSpec | None = None) -> tuple[Dataset, Dataset, Manifest]:
-    """Open a complete row set.
+    """Open a row set, after checking that it is complete and unchanged.
 
     Args:
         folder: the folder of the row set.
-        fit: what the rows have to fit; None if anything will do.
+        fit: the spec that the row set must have; None if any will do.
 
     Returns:
         The training rows, the validation rows and the manifest.
@@ -278,6 +284,7 @@ def read_rows(folder: Path, fit: RowSetSpec | None = None) -> tuple[Dataset, Dat
             got=f"{folder}, of version {manifest.version}",
             expected=f"{VERSION}: {MAKE_HINT}",
         )
+
     # Every file must be there as it was written, and every split must have a file.
     unfit = [shard.name for shard in manifest.shards if hash_of(folder / shard.name) != shard.hash]
     unfit = unfit or [
@@ -310,13 +317,14 @@ def read_rows(folder: Path, fit: RowSetSpec | None = None) -> tuple[Dataset, Dat
 def is_whole(folder: Path) -> bool:
     """Return whether a row set was finished.
 
-    What happened to its files since then is checked when it is read.
+    `read_rows` checks whether its files are still there and unchanged.
     """
     return (folder / MANIFEST).is_file()
 
 
 def check_row_set(config: DataConfig, target: RowTarget) -> None:
-    """Raise UserError for a shape of rows that a target cannot read."""
+    """Raise UserError if a target cannot read the rows that a recipe asks for."""
+    # The loss mask needs the characters of each token, which only fast tokenizers return.
     if not target.tokenizer.is_fast:
         raise UserError(
             "target.model",
@@ -325,6 +333,8 @@ def check_row_set(config: DataConfig, target: RowTarget) -> None:
         )
     if target.model is None:
         return
+
+    # A row must fit the context of the target.
     positions = getattr(target.model.config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and config.max_length > positions:
         raise UserError(
@@ -332,6 +342,8 @@ def check_row_set(config: DataConfig, target: RowTarget) -> None:
             got=config.max_length,
             expected=f"at most {positions}, the target's context length",
         )
+
+    # A packed row has several documents, which the target must keep apart.
     if config.packing and choose_packing(target.model) is None:
         raise UserError(
             "data.packing",
@@ -349,7 +361,7 @@ def compute_fingerprint(
         config: the `data:` section.
         target: the target that the rows are for.
         measured_on: suites that the draft will be measured on.
-        without: keys of `data:` that do not count.
+        without: keys of `data:` that are left out of the hash.
 
     Returns:
         The first 16 hexadecimal digits of a SHA-256.
@@ -362,6 +374,8 @@ def compute_fingerprint(
     rounded = [target.quantization] if target.quantization and not by_servers else []
     suites = [*config.decontaminate, *(measured_on if "all" in config.decontaminate else ())]
     excluded = {*KEYS_WITHOUT_EFFECT_ON_ROWS, *_list_default_keys(config), *without}
+
+    # Sources and suites that are files count with their contents, not with their names.
     sources: list[object] = []
     for _, entry in list_entries(config.source):
         rows = _load_source_rows(entry.source, entry.split or config.split)
@@ -382,9 +396,10 @@ def compute_fingerprint(
 
 
 def _list_default_keys(config: DataConfig) -> list[str]:
-    """Return the keys of BAD_ROW_KEYS that have their defaults.
+    """Return the keys of BAD_ROW_KEYS that have their default values.
 
-    They are left out of the fingerprint, so that rows made before these keys existed keep theirs.
+    These keys are left out of the fingerprint. Rows that were made before the keys existed then
+    keep their fingerprint.
     """
     return [
         name
@@ -394,6 +409,7 @@ def _list_default_keys(config: DataConfig) -> list[str]:
 
 
 def _load_source_rows(source: str, split: str) -> str:
+    """Return a hash of a source's content, or the name of a source that is not on this machine."""
     return (
         str(resolve_name(BUILT_IN_SOURCES[source])(split)[0])
         if source in BUILT_IN_SOURCES
@@ -404,7 +420,7 @@ def _load_source_rows(source: str, split: str) -> str:
 def write_rows(
     folder: Path, halves: Mapping[str, tuple[Packed, SplitCounts]], facts: Mapping[str, Any]
 ) -> None:
-    """Write a row set.
+    """Write the packed rows of each split and the manifest of a row set.
 
     Each shard is written to a temporary file and then moved into place. The manifest comes last.
 

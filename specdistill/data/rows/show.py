@@ -24,7 +24,7 @@ class DocumentText:
     """A document as text, in pieces that carry loss and pieces that do not.
 
     Attributes:
-        name: what the reader sees as its name.
+        name: the heading above the document.
         tokens: how many tokens it has.
         loss_tokens: how many of them carry loss.
         pieces: (text, whether it carries loss) in order.
@@ -43,13 +43,14 @@ class DocumentText:
 
 
 def measure_lengths(rows: Dataset) -> np.ndarray:
-    """Measure the documents in packed rows.
+    """Measure the lengths of the documents in packed rows.
 
     Each piece of a long text that is in another row counts as a document of its own.
 
     Returns:
-        An array [D, 2]: how many tokens each document has, and the number of its row.
+        An array [D, 2] for D documents: the tokens of each document, and the number of its row.
     """
+    # In each row, count how often each document id occurs.
     lengths = []
     for number, row in enumerate(rows.select_columns(["document_ids"]).with_format("numpy")):
         tokens = np.bincount(row["document_ids"][row["document_ids"] != PADDING_DOCUMENT])
@@ -64,14 +65,14 @@ def decode_documents(
 
     Args:
         rows: packed rows.
-        of: the `lengths` of their documents, [D, 2].
+        of: the lengths of their documents, [D, 2], from `measure_lengths`.
         count: how many documents to return; fewer if there are not so many.
         tokenizer: the target's.
     """
     documents = []
     for place in np.unique(np.linspace(0, len(of) - 1, min(count, len(of))).astype(int)).tolist():
+        # The document's id in its row: how many documents of the same row come before it.
         row = rows[int(of[place, 1])]
-        # Its number in its row, whose documents follow one another.
         number = place - np.searchsorted(of[:, 1], of[place, 1])
         tokens = [
             (token, bool(has_loss))
@@ -80,6 +81,8 @@ def decode_documents(
             )
             if document == number
         ]
+
+        # Decode runs of tokens with and without loss as one piece each.
         pieces = []
         for has_loss, group in groupby(tokens, key=lambda pair: pair[1]):
             pieces.append((str(tokenizer.decode([token for token, _ in group])), has_loss))
@@ -92,7 +95,7 @@ def decode_documents(
 
 
 def format_splits(manifest: Manifest) -> Table:
-    """Return a table of what each split holds."""
+    """Return a table of the rows, documents and tokens of each split."""
     table = Table("", "rows", "documents", "tokens", "loss tokens", "filled")
     for name, counts in manifest.splits.items():
         table.add_row(
@@ -107,7 +110,7 @@ def format_splits(manifest: Manifest) -> Table:
 
 
 def format_sources(parts: Sequence[SourceCounts]) -> Table:
-    """Return a table of what the training split holds of each source."""
+    """Return a table of the documents and tokens of each source in the training split."""
     table = Table("of training", "documents", "tokens", "share", "loss tokens", "share")
     tokens = max(1, sum(part.tokens for part in parts))
     loss_tokens = max(1, sum(part.loss_tokens for part in parts))
@@ -128,7 +131,7 @@ def print_data(manifest: Manifest, of: np.ndarray, documents: Sequence[DocumentT
 
     Args:
         manifest: the manifest of the row set.
-        of: the `lengths` of its documents, [D, 2].
+        of: the lengths of its documents, [D, 2], from `measure_lengths`.
         documents: the documents to print.
     """
     console = Console()

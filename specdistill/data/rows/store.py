@@ -56,7 +56,8 @@ from specdistill.data.rows.packing import PADDING_DOCUMENT, collate
 from specdistill.recipe.fields import format_value
 from specdistill.serving.engines.server import POLL_SECONDS, Server
 
-KEY = "hidden_states.path"
+KEY = "hidden_states.path"  # the recipe key that errors name
+# The file name of a shard; the group is the total number of shards.
 SHARD = re.compile(r"\d{6}-of-(\d{6})\.safetensors")
 STAGING_DIR = ".part"  # folder of shards that are being written
 COMPLETE_STORE_HINT = "a whole store: `specdistill data features` makes what is missing"
@@ -68,24 +69,26 @@ HEADER_BYTES = 2048  # upper bound of the header: names, shapes and the origin
 
 
 def make_unfit_error(path: Path, why: str) -> UserError:
-    """Return the error for a file that is not the shard that is needed.
+    """Return the error for a shard file that is missing, damaged or made for other features.
 
     Args:
         path: the file.
-        why: a clause that follows its name.
+        why: what is wrong with the file, as a clause after "which".
     """
     return UserError(KEY, got=f"{path}, which {why}", expected=COMPLETE_STORE_HINT)
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The origin of features; if one field differs, they are features for another draft.
+    """The target, layers and dtypes that features come from.
+
+    Stored features can be used if every field equals the one that the recipe asks for.
 
     Attributes:
         weights: hash of the target's weights.
         tokenizer: hash of its tokenizer.
-        computed: dtype of the target, and of mixed precision.
-        stored: dtype in the file.
+        computed: quantization and dtype of the target, and the dtype of mixed precision.
+        stored: name of the dtype in the file.
         hidden_size: D, the target's hidden size.
         aux_layers: the auxiliary layers, A of them.
     """
@@ -99,7 +102,7 @@ class Origin:
 
     @property
     def num_features(self) -> int:
-        """A + 1, the vectors of each token."""
+        """The number of vectors of each token, A + 1."""
         return len(self.aux_layers) + 1
 
     @property
@@ -110,7 +113,7 @@ class Origin:
 
     @property
     def token_bytes(self) -> int:
-        """The bytes of a token's features."""
+        """The bytes that the features of one token take."""
         return self.num_features * self.hidden_size * self.row_dtype.itemsize
 
     def build_header(self) -> dict[str, str]:
@@ -126,6 +129,8 @@ class Origin:
         """
         if metadata is None or HEADER not in metadata:
             raise make_unfit_error(path, "is no shard of features")
+
+        # Name the first field that differs, with shortened hashes.
         header = dict(parse_json(metadata[HEADER]))
         wanted_fields = parse_json(self.build_header()[HEADER])
         for name, expected in wanted_fields.items():
@@ -168,7 +173,7 @@ class Tokens:
 
     @property
     def key(self) -> bytes:
-        """A hash of the tokens and of the borders between documents, by which rows are found."""
+        """A hash of the tokens and of the document lengths, by which the row is found."""
         return xxhash.xxh3_128_digest(self.input_ids.tobytes() + self.document_lengths.tobytes())
 
 
@@ -180,9 +185,9 @@ class Shard:
         path: the file.
         origin: where its features come from.
         rows: the tokens of its rows.
-        starts: int64 [R + 1], how many tokens come before each row, and how many there are.
+        starts: int64 [R + 1], the number of tokens before each row, and N at the end.
         checksums: int64 [R], the checksum of each row's features.
-        begin: the bytes of the file before its features.
+        begin: the byte of the file at which the features begin.
     """
 
     path: Path
@@ -194,11 +199,16 @@ class Shard:
 
     @classmethod
     def open(cls, path: Path, origin: Origin) -> "Shard":
-        """Open a shard, and read all of it but the features.
+        """Open a shard, and read all of it except the features.
+
+        Args:
+            path: the file.
+            origin: where the features have to come from.
 
         Raises:
             UserError: for a file that is missing, damaged or of another origin.
         """
+        # Read the tokens and the checksums, and find where the features begin in the file.
         try:
             with safe_open(path, framework="np") as file:
                 origin.check(path, file.metadata())
@@ -213,6 +223,8 @@ class Shard:
             raise make_unfit_error(path, "is missing") from error
         except (SafetensorError, OSError, ValueError, TypeError, KeyError) as error:
             raise make_unfit_error(path, f"is damaged ({join_lines(str(error))[:120]})") from error
+
+        # The sizes of the tensors must agree with one another.
         adds_up = (
             counts.sum() == len(lengths)
             and lengths.sum() == len(ids)
@@ -220,6 +232,7 @@ class Shard:
         )
         if not adds_up or shape != [origin.num_features * len(ids), origin.hidden_size]:
             raise make_unfit_error(path, "is damaged (its rows do not add up)")
+
         # Divide the document lengths among the rows, and then the tokens.
         by_row = np.split(lengths, counts.cumsum()[:-1])
         starts = np.cumsum([0, *(part.sum() for part in by_row)])
@@ -227,7 +240,13 @@ class Shard:
         return cls(path, origin, rows, starts, checksums, begin)
 
     def expect(self, index: int) -> None:
-        """Ask the operating system to fetch a row that will soon be read, along with others."""
+        """Ask the operating system to fetch a row from the disk before it is read.
+
+        The call does not wait, so the rows of a batch are fetched at the same time.
+
+        Args:
+            index: the row's number in the shard.
+        """
         size = self.origin.token_bytes
         start = int(self.starts[index])
         descriptor = os.open(self.path, os.O_RDONLY)
@@ -247,24 +266,25 @@ class Shard:
         Args:
             index: the row's number in the shard.
             into_ATD: a tensor [A + 1, T, D] of `origin.row_dtype`. Its first L positions get the
-                features, the others get 0.
+                features, and the positions after them get 0.
 
         Raises:
-            UserError: if the features are not what was written.
+            UserError: if the checksum of the features is wrong.
         """
         length = len(self.rows[index])
         into_ATD[:, length:] = 0
         into_ATD[:, :length] = self.checked(index).view(-1, length, self.origin.hidden_size)
 
     def checked(self, index: int) -> Tensor:
-        """Return a row's features [(A + 1) L, D] without copying them.
+        """Return a row's features [(A + 1) L, D] without copying them, if their checksum is right.
 
         Args:
             index: the row's number in the shard.
 
         Raises:
-            UserError: if the features are not what was written.
+            UserError: if the checksum of the features is wrong.
         """
+        # A row has A + 1 vectors for each token, so its vectors begin at A + 1 times its start.
         first, last = (
             self.origin.num_features * int(self.starts[place]) for place in (index, index + 1)
         )
@@ -292,7 +312,7 @@ def write_shard(
         OSError: if the disk cannot be written.
         SafetensorError: if safetensors cannot write the file.
     """
-    # [(A + 1) L, D] each
+    # The vectors of each row, [(A + 1) L, D], in the dtype of the file.
     vectors = [
         row.reshape(-1, origin.hidden_size).to(origin.row_dtype).contiguous() for row in features
     ]
@@ -309,6 +329,7 @@ def write_shard(
         ),
         "features": torch.cat(vectors),
     }
+
     # The temporary file is in a folder of its own, because safetensors writes other files there.
     aside = path.parent / STAGING_DIR / path.name
     aside.parent.mkdir(exist_ok=True)
@@ -323,14 +344,17 @@ def write_shard(
 
 
 def compute_checksum(row: Tensor) -> int:
-    """Return the xxh3 of the bytes of a row's features, as a signed integer of 64 bits."""
+    """Return the xxh3 of the bytes of a row's features, as a signed integer of 64 bits.
+
+    The hash is unsigned, but a safetensors file holds it as int64.
+    """
     return int(
         np.uint64(xxhash.xxh3_64_intdigest(row.view(torch.uint8).numpy().data)).astype(np.int64)
     )
 
 
 def _sync(path: Path) -> None:
-    """Flush a file, or the names in a folder, to the disk."""
+    """Flush a file to the disk, or the directory entries of a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -351,17 +375,20 @@ class FeatureStore:
 
     Attributes:
         origin: where the features come from.
-        places: the shard of each row and the row's index in it, by the row's key.
+        places: where each row is, by its key: its shard, and its index in the shard.
         num_rows: how many rows the store was opened for.
         num_missing: how many of these rows it does not have.
     """
 
     def __init__(self, shards: Iterable[Shard], sets: Sequence[Dataset], origin: Origin) -> None:
+        # Index the rows of all shards by their keys.
         self.origin = origin
         self.places = {}
         for shard in shards:
             for index, row in enumerate(shard.rows):
                 self.places[row.key] = (shard, index)
+
+        # Count the rows of the data sets that no shard has.
         keys = []
         for rows in sets:
             for row in convert_rows_to_numpy(rows):
@@ -381,6 +408,7 @@ class FeatureStore:
             UserError: for a store that lacks rows, and for a shard, which it names, that is
                 missing, damaged or of another origin.
         """
+        # A shard's name says how many shards there are, so missing ones are found by their names.
         matches = [match for path in folder.glob("*") if (match := SHARD.fullmatch(path.name))]
         if not matches:
             raise UserError(
@@ -391,6 +419,8 @@ class FeatureStore:
             num_shards = int(match[1])
             possible_names.update(shard_name(index, num_shards) for index in range(num_shards))
         names = sorted(possible_names)
+
+        # Open all shards. Together they must have every row of the data sets.
         store = cls([Shard.open(folder / name, origin) for name in names], sets, origin)
         if store.num_missing:
             raise UserError(
@@ -404,18 +434,24 @@ class FeatureStore:
     def collate(self, rows: Sequence[Mapping[str, ArrayLike]]) -> dict[str, Any]:
         """Build a batch as `specdistill.data.rows.packing.collate` does, and add stored features.
 
+        Args:
+            rows: packed rows.
+
         Returns:
-            The batch. If the store has all rows of the batch, it also has an entry `features` [B, A
-            + 1, T, D], which is 0 at padding.
+            The batch. If the store has all rows of the batch, the entry `features` [B, A + 1, T, D]
+            is added, which is 0 at padding.
 
         Raises:
             UserError: for a damaged shard.
         """
+        # Find each row in the store. Rows without tokens are not in the store and need no features.
         batch = collate(rows)
         tokens = [Tokens.from_row(row) for row in rows]
         places = [self.places.get(row.key) if len(row) else None for row in tokens]
         if any(place is None and len(row) for place, row in zip(places, tokens, strict=True)):
             return batch
+
+        # Make room for the features of the batch. Rows without tokens get 0.
         features = torch.empty(
             len(rows),
             self.origin.num_features,
@@ -423,21 +459,22 @@ class FeatureStore:
             self.origin.hidden_size,
             dtype=self.origin.row_dtype,
         )
-        # Rows without tokens are not in the store.
         features[[place is None for place in places]] = 0
+
+        # Ask for all rows at once, and then read them into the batch.
         row_features = [
             (*place, into_ATD) for place, into_ATD in zip(places, features, strict=True) if place
         ]
         for shard, index, _ in row_features:
             shard.expect(index)
-        # Threads help, because waiting for the disk, hashing and copying do not run in Python.
+        # Waiting for the disk, hashing and copying release the GIL, so threads run side by side.
         with ThreadPoolExecutor(len(rows)) as pool:
             list(pool.map(lambda row: row[0].read(*row[1:]), row_features))
         return {**batch, "features": features}
 
 
 def find_waiting_path(folder: Path, ids: Sequence[int]) -> Path:
-    """Return the path at which the hidden states of these tokens wait."""
+    """Return the path at which the hidden states of these tokens wait to be stored."""
     return folder / f"{xxhash.xxh3_128_hexdigest(np.asarray(ids, np.int32).tobytes())}.safetensors"
 
 
@@ -456,9 +493,9 @@ def take(
         path: the file that the server named.
         ids: the tokens, L of them.
         server: the server.
-        folder: if given, the hidden states of `ids` are moved to this folder instead, where they
-            wait. A file of the prompt alone is removed all the same: the server does not support
-            OUTPUT_STATES_REQUEST.
+        folder: if given, a file with the hidden states of `ids` is moved to this folder, where it
+            waits, instead of being removed. A file of the prompt alone is still removed. It means
+            that the server does not support OUTPUT_STATES_REQUEST.
         prompt: the tokens of the prompt alone, which the file may hold instead of `ids`.
 
     Returns:
@@ -492,6 +529,8 @@ def take(
             next_step="start it with ExampleHiddenStatesConnector and a folder that both see"
             " (docs/data.md)",
         ) from error
+
+    # The file must be of the tokens that were sent.
     file_token_ids = (
         tensors["token_ids"].tolist() if set(tensors) == {"hidden_states", "token_ids"} else []
     )
@@ -500,6 +539,8 @@ def take(
             f"{server.address} named {path}, which holds the hidden states of another prompt",
             next_step="look at its log",
         )
+
+    # Move the file to the folder where it waits, or remove it.
     if folder and file_token_ids == ids:
         # This name is unique: several requests may give the same tokens.
         moved = folder / f"{path.name}.part"
@@ -514,10 +555,10 @@ def take(
 
 
 def shard_name(index: int, total: int) -> str:
-    """Return the file name of a shard."""
+    """Return the file name of a shard: its index, and the total number of shards."""
     return f"{index:06d}-of-{total:06d}.safetensors"
 
 
 def convert_rows_to_numpy(rows: Dataset) -> Dataset:
-    """Return the columns of packed rows that `Tokens.of` reads, as numpy arrays."""
+    """Return the columns of packed rows that `Tokens.from_row` reads, as numpy arrays."""
     return rows.select_columns(["input_ids", "document_ids"]).with_format("numpy")
