@@ -1,8 +1,8 @@
-"""Plan what is measured: a main configuration, and other values of one setting at a time around it.
+"""Plan what is measured: a main configuration, and variants that change one of its settings each.
 
-One axis is varied at a time, not the whole grid. A reader asks what K, the temperature, the batch
-size or the context length change about the configuration that they serve, and the cost of a grid is
-the product of the numbers of values.
+A sweep varies one setting (axis) at a time, not the whole grid. A reader asks what K, the
+temperature, the batch size or the context length change about the configuration that they serve.
+The cost of a grid would be the product of the numbers of values.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,9 +32,13 @@ class Settings:
         seed: the seed of the first prompt; each further prompt has the next number. The test of
             sampling and the bootstrap derive their seeds from it, too.
         batch_size: prompts that are decoded together.
-        tree: drafted in place of a chain.
-        context_bucket: how the prompts were cut (see `Configuration`).
-        compile: compile the target's passes (see `Decoder`).
+        tree: the shape of the tree that is drafted; None drafts a chain.
+        context_bucket: the length to which the prompts were cut (see `Configuration`).
+        compile: whether the target's passes are compiled (see `Decoder`).
+
+    Raises:
+        UserError: for a K that is not the depth of the tree, and for `compile` with a tree or a
+            batch.
     """
 
     num_speculative_tokens: int
@@ -123,9 +127,9 @@ class MeasurementPlan:
     """A configuration to measure: its settings and its prompts.
 
     Attributes:
-        settings: the settings of plain decoding and, without `settings_each`, of every draft.
+        settings: the settings of plain decoding and, if `settings_each` is empty, of every draft.
         prompts: the prompts, in the order in which they are measured.
-        settings_each: the settings of each draft, where drafts differ in K or tree.
+        settings_each: the settings of each draft, if drafts differ in K or tree.
 
     Raises:
         UserError: when there are fewer prompts than a batch holds.
@@ -150,7 +154,11 @@ class MeasurementPlan:
     def process_share(self, rank: int, num_processes: int) -> "MeasurementPlan":
         """Return the part of this plan that one of several processes measures.
 
-        Every process gets as many prompts of each category as the others, and its own seeds.
+        The categories are divided evenly over the processes. Seeds are different in each process.
+
+        Args:
+            rank: the index of the process.
+            num_processes: the number of processes.
 
         Raises:
             UserError: when a process would have fewer prompts than a batch holds.
@@ -165,7 +173,10 @@ class MeasurementPlan:
                 got=f"{num_processes} for {num_prompts} prompts, {batch_size} at a time",
                 expected="fewer: each has at least a batch",
             )
+
+        # Deal out the prompts in turn, like cards, ordered by category.
         by_category = sorted(self.prompts, key=lambda prompt: prompt.category)
+        # A prompt's seed is this number plus its index, so no two processes share a seed.
         seed = self.settings.seed + rank * num_prompts
         return MeasurementPlan(
             replace(self.settings, seed=seed),
@@ -177,14 +188,17 @@ class MeasurementPlan:
 def plan_configurations(
     main: MeasurementPlan, axes: SweepConfig, contexts: Mapping[int, Sequence[Prompt]]
 ) -> list[MeasurementPlan]:
-    """Plan the main configuration, then those of each axis, without duplicates.
+    """Plan the main configuration, then its variants along each axis, without duplicates.
 
-    Configurations with another K draft chains, also where the main configuration drafts trees.
+    Variants with another K draft chains, even if the main configuration drafts trees.
 
     Args:
         main: the main configuration.
-        axes: the values of each axis, except the context.
-        contexts: length in tokens -> the prompts cut to that length.
+        axes: the values of each axis. The axis of context lengths is not read from here.
+        contexts: context length in tokens -> the prompts cut to that length.
+
+    Returns:
+        The plans, the main one first.
     """
     settings = main.settings
 
@@ -241,9 +255,11 @@ def plan_measurement(
     Raises:
         UserError: for prompts that cannot be measured with these settings.
     """
-    # The suite's own axes apply where the recipe names none.
+    # A recipe's values of an axis replace those of the suite.
     recipe_axes = {name: values for name, values in vars(config.sweep).items() if values}
     axes = suite.sweep.model_copy(update=recipe_axes)
+
+    # Tokenize the prompts as they are, and once more cut to each context length.
     limits: dict[str, Any] = {
         "num_prompts": count_measured(suite, config.num_prompts, logs=logs),
         "max_new_tokens": config.max_new_tokens,

@@ -1,4 +1,4 @@
-"""Hold the results of a measurement, merge those of processes and adapters, and build reports."""
+"""Hold the results of a measurement, merge them over processes and adapters, and build reports."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,8 +34,8 @@ class DraftResult:
 
     Attributes:
         records: the record of each prompt.
-        divergences: the divergence of each prompt (see `greedy_check`); empty where greedy decoding
-            was not checked.
+        divergences: the divergence of each prompt from the greedy reference (see `check_greedy`);
+            empty if greedy decoding was not checked.
     """
 
     records: list[PromptRecord]
@@ -53,7 +53,7 @@ class ConfigurationResult:
 
     Attributes:
         drafts: the result of each draft, in the order of the drafts that were measured together.
-        resources: the seconds and memory of the measurement (see `resources_used`).
+        resources: the seconds and memory of the measurement (see `measure_resources`).
     """
 
     drafts: list[DraftResult]
@@ -69,10 +69,12 @@ class Measurement:
         configurations: the result of each configuration.
         sampling_test: the test of sampling in the main configuration, or the reason why there is
             none.
-        costs: the costs of a round at every K' up to K, in the main configuration.
-        resources: the seconds and memory of the whole measurement (see `resources_used`). Processes
-            of a launch other than the first have no resources, test or costs.
-        weights: the sha256 of the weights of several targets; None for one target.
+        costs: what a round costs with each number of draft tokens from 1 to K, in the main
+            configuration.
+        resources: the seconds and memory of the whole measurement (see `measure_resources`). Only
+            the first process of a launch has resources, a sampling test and costs.
+        weights: the sha256 of the weights of all targets, if the draft was measured with several
+            adapters; None for one target.
     """
 
     settings: Settings
@@ -89,7 +91,7 @@ class Measurement:
 
 
 def sum_resources(parts: Sequence[Mapping[str, Any]]) -> MeasurementDocument:
-    """Add up the seconds of the parts of a measurement; the peak of memory is the highest."""
+    """Add up the seconds of the parts of a measurement, and take the highest memory peak."""
     return {
         "seconds": sum(part["seconds"] for part in parts),
         "peak_memory_bytes": max(part["peak_memory_bytes"] for part in parts),
@@ -101,8 +103,16 @@ def merge_processes(
 ) -> list[ConfigurationResult]:
     """Merge the results of processes that each measured a share of the prompts on their own device.
 
-    Acceptance and losslessness are those of all prompts. Speedups are those of the first device
-    alone: the records of the other devices lose their baseline.
+    The merged results have the acceptance and losslessness of all prompts. Times on different
+    devices must not be mixed, so speedups come from the first device alone: the records of other
+    devices lose their baseline, without which they count in no speedup.
+
+    Args:
+        plans: the configurations.
+        results_by_process: the results of each process, by configuration.
+
+    Returns:
+        The merged result of each configuration.
     """
     if len(results_by_process) == 1:
         return list(results_by_process[0])
@@ -125,6 +135,8 @@ def _merge_shares(plan: MeasurementPlan, shares: Sequence[DraftResult]) -> Draft
         for record in share.records:
             records.append(replace(record, baseline=None, hf_generate=None))
         divergences += share.divergences
+
+    # Processes measured the prompts in another order than the plan.
     records.sort(key=lambda record: index_of_prompt[record.id])
     return DraftResult(records, divergences)
 
@@ -132,8 +144,9 @@ def _merge_shares(plan: MeasurementPlan, shares: Sequence[DraftResult]) -> Draft
 def merge_adapters(measurements: Sequence[Measurement], weights: str) -> Measurement:
     """Merge the measurements of one draft with several adapters of a target.
 
-    The greedy completions were compared with those of each adapted target. The sampling test with
-    the lowest p-value is kept, and the costs of rounds of the last adapter.
+    Records and divergences of all adapters are joined. Of the sampling tests, the one with the
+    lowest p-value is kept, because it is the strongest evidence against losslessness. The costs of
+    rounds are those with the last adapter.
 
     Args:
         measurements: the measurement with each adapter.
@@ -159,7 +172,10 @@ def merge_adapters(measurements: Sequence[Measurement], weights: str) -> Measure
 
 
 def _rank_sampling_test(test: SamplingTestDocument | str) -> float:
-    """Return the p-value; a test that is missing ranks before all others."""
+    """Return the p-value of a sampling test, by which the least favorable test is chosen.
+
+    A missing test, for which `test` is the reason, is less favorable than any p-value.
+    """
     return float("-inf") if isinstance(test, str) else float(test["p_value"])
 
 
@@ -170,9 +186,16 @@ def build_draft_report(
     measurement: Measurement,
     draft: Mapping[str, object],
 ) -> Report:
-    """Build the report of the main configuration, with rows for the other configurations.
+    """Build the report of a draft's measurement in this process.
 
-    `draft` describes the draft as `describe_draft` does.
+    The headline is about the main configuration. Every configuration has rows of results.
+
+    Args:
+        target: the target.
+        proposer: the draft.
+        suite: the suite that was measured.
+        measurement: the measurement of the draft.
+        draft: the description of the draft (see `describe_draft`).
     """
     settings = measurement.settings
 
