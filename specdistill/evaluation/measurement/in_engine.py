@@ -1,7 +1,7 @@
 """Measure a recipe's draft in an inference engine, whose servers run with and without the draft.
 
-For numbers that a server does not show, the report states the reason. If a server fails after the
-first answers, these are kept in the report.
+A server does not show all numbers of a report. For each missing number the report states the
+reason. If a server fails during the measurement, the answers until then are kept in the report.
 """
 
 import platform
@@ -59,12 +59,13 @@ from specdistill.serving.export import export, load_safetensors_target, merge_ta
 from specdistill.targets.files import TargetFiles, combine_hashes, hash_files
 from specdistill.targets.loading import read_tokenizer
 
-# Reasons why numbers are missing from the report of a server.
+# Reasons why numbers are missing from a report that was measured with a server.
 HIDDEN = "a server does not time its steps one by one"
 SUMS = "a server counts over whole outputs, not round by round"
 NOT_STATED_REASON = "a server does not say"
 NO_BASELINE = "no eval.baseline_server was given"
 NO_HF = "transformers' generate() is not timed next to a server"
+# A field of a result row -> the reason why it is missing.
 ROW_REASONS = {
     **dict.fromkeys(
         ("draft_ms", "verify_ms", "baseline_step_ms", "predicted_speedup", "prediction_gap"), HIDDEN
@@ -80,9 +81,11 @@ ROW_REASONS = {
     "num_looping": "the server does not return its tokens",
     "vocabulary_coverage": "a server does not tell its draft's vocabulary",
 }
+# Further reasons, if no server without a draft was measured.
 NO_BASELINE_ROW = dict.fromkeys(
     ("baseline_tokens_per_second", "speedup", "overhead_factor"), NO_BASELINE
 )
+# A dotted path into report.json -> the reason why it is missing.
 DOCUMENT_REASONS = {
     "theory": HIDDEN,
     "context": SUMS,
@@ -96,9 +99,10 @@ DOCUMENT_REASONS = {
 MODEL = "eval.llama_cpp.model"
 DRAFT = "eval.llama_cpp.model_draft"
 TOKENS = "tokenizer.ggml.tokens"  # key in the metadata of a GGUF file
-MAX_RESPELLED_SHARE = (
-    0.01  # the largest share of the tokens that a converter may have spelled differently
-)
+# The largest share of the vocabulary that a GGUF file may spell in another way than the tokenizer.
+# A converter spells a few tokens differently; another model's vocabulary differs in far more.
+MAX_RESPELLED_SHARE = 0.01
+# Further reasons, for servers that were not started here.
 RUNNING_SERVER_REASONS = {
     "hardware": "a server does not say what it runs on",
     "target.dtype": NOT_STATED_REASON,
@@ -114,11 +118,11 @@ def measure_in_engine(
 
     Args:
         recipe: the recipe.
-        suite: the suite that is sent.
-        folder: for the exported draft and the logs of servers that are started here.
+        suite: the suite whose prompts are sent.
+        folder: the folder for the exported draft and for the logs of servers that are started here.
 
     Returns:
-        The report, before a gate has judged it, and its records.
+        The report, which no gate has judged yet, and its records.
     """
     config = recipe.eval
     target = recipe.target
@@ -204,12 +208,13 @@ def find_target_file(
         tokenizer: the target's tokenizer.
 
     Returns:
-        The path of the file, and its entries in a report's `target`: the file type as `dtype`, and
-        as `weights` the sha256 of its sha256.
+        The path of the file, and what a report's `target` states about it: `dtype`, which is the
+        type of the file, and `weights`, a hash of the file.
 
     Raises:
         UserError: if there is no such file, or if it has another vocabulary.
     """
+    # The recipe names a GGUF file, or the target itself is one.
     name = resolve(config.model, MODEL) if config.model else target.name
     file = split_gguf(name)[1]
     if file is None or (config.model and not Path(name).is_file()):
@@ -219,6 +224,7 @@ def find_target_file(
             got=config.model or "nothing",
             expected=f"the target as a GGUF file, as llama.cpp writes it: {convert}",
         )
+
     # Read the vocabulary and the file type from the metadata of the file.
     path = Path(name) if Path(name).is_file() else target.fetch(file) / file
     check_gguf(path, MODEL)
@@ -226,6 +232,8 @@ def find_target_file(
         metadata, _ = read_gguf_metadata(str(path), (TOKENS,))
         tokens = metadata[TOKENS]
         dtype = gguf.LlamaFileType(metadata["general.file_type"]).name
+
+    # A file that the recipe names must have the target's vocabulary, up to a few spellings.
     ours = tokenizer.get_vocab()
     if config.model and sum(
         tokens[index : index + 1] != [token] for token, index in ours.items()
@@ -237,10 +245,15 @@ def find_target_file(
 
 
 def replace_with_gguf(served: Served, config: LlamaCppConfig, target: Path) -> Served:
-    """Replace the target and the draft that are served by GGUF files.
+    """Return what is served, with GGUF files in place of the target and the draft.
+
+    Args:
+        served: what is served.
+        config: the recipe's `eval.llama_cpp`, which names the draft's file.
+        target: the target's file.
 
     Raises:
-        UserError: if there is no GGUF file of the draft.
+        UserError: if there is no GGUF file of the draft. The error has the command that writes one.
     """
     if served.in_target:
         return replace(served, target=str(target))
@@ -259,15 +272,19 @@ def replace_with_gguf(served: Served, config: LlamaCppConfig, target: Path) -> S
 
 
 def _describe_served(recipe: Recipe, draft: str | None, folder: Path, files: TargetFiles) -> Served:
-    """Describe what the engine is started with, and export the draft into a folder.
+    """Export the draft in the engine's format, and describe what the engine is started with.
 
-    A method without a draft folder is served by its settings. An earlier report of the draft is not
-    read, so draft tokens are greedy, which is also the default of engines.
+    Args:
+        recipe: the recipe.
+        draft: the draft's folder or Hub id; None for a method without weights, or in the target.
+        folder: the folder of the export.
+        files: the target.
     """
     engine = recipe.eval.engine
     k = recipe.eval.num_speculative_tokens
 
-    # A draft is exported as the engine loads it.
+    # Export the draft as the engine loads it. An earlier report of the draft could say that draft
+    # tokens are sampled; it is not read, so they are greedy, which is also the default of engines.
     if draft is not None:
         served = export(
             locate(draft),
@@ -280,7 +297,8 @@ def _describe_served(recipe: Recipe, draft: str | None, folder: Path, files: Tar
         )
         return replace(served, lookup_first=recipe.eval.lookup_first)
 
-    # Without a draft, only the target is served, in a form that the engine reads.
+    # Without a draft folder, the target is served with the settings of the method. If the engine
+    # cannot read the target as it is, merge or convert it first.
     if files.adapter:
         files = merge_target_adapter(files, folder.with_name("target"), recipe.target.dtype)
     elif engine != "llama.cpp" and files.gguf:
@@ -305,14 +323,14 @@ def build_engine_report(
     always_drafts: bool,
     **described: Mapping[str, object],
 ) -> tuple[Report, list[PromptRecord]]:
-    """Return the report, before a gate has judged it, and its records.
+    """Build the report of the servers' answers, which no gate has judged yet, and its records.
 
     Args:
         task: the requests that were sent.
         measurement: the answers.
         always_drafts: whether every round has a draft, so that the server's number of drafts is the
             number of rounds.
-        described: the report's sections `target`, `draft` and `hardware`.
+        **described: the report's sections `target`, `draft` and `hardware`.
 
     Raises:
         ResourceError: when a server failed before it answered a prompt in the main configuration.
@@ -320,13 +338,16 @@ def build_engine_report(
     settings = task.settings
     failure = measurement.failure
     has_baseline = measurement.has_baseline
-    # Collect the answers of each configuration. Without any in the main one there is no report.
+
+    # Collect the answers of each configuration. If there are none in the main one, there is nothing
+    # to report.
     answered = {
         at: _pair_answers(task, measurement.answers, at, has_baseline) for at in task.configurations
     }
     if failure and not answered[settings]:
         raise failure
-    # Build the records and the rows of each configuration that was answered.
+
+    # Build the records and the rows of each configuration that has answers.
     reasons = {**ROW_REASONS, **({} if has_baseline else NO_BASELINE_ROW)}
     records = {}
     for at, entries in answered.items():
@@ -338,6 +359,7 @@ def build_engine_report(
         )
         for at, configuration_records in records.items()
     }
+
     # Compare the outputs in the main configuration, and build the report.
     lossless, not_compared = _compare(answered[settings], has_baseline, settings)
     measured = f"{len(records[settings])} of {len(task.prompts)} prompts were measured"
@@ -369,7 +391,10 @@ def build_engine_report(
 
 
 class AnsweredPrompt(NamedTuple):
-    """The repetitions of a prompt; `baseline` is empty if no server without a draft was asked."""
+    """A prompt with the completions of each repetition, with the draft and without it.
+
+    `baseline` is empty if no server without a draft is measured.
+    """
 
     prompt: Prompt
     speculative: list[EngineCompletion]
@@ -379,7 +404,11 @@ class AnsweredPrompt(NamedTuple):
 def _pair_answers(
     task: ServerTask, answers: ServerAnswers, settings: Settings, has_baseline: bool
 ) -> list[AnsweredPrompt]:
-    """Return the prompts that both servers answered in a configuration."""
+    """Return the prompts that were answered in a configuration, with all their completions.
+
+    If there is a baseline server, a prompt counts only if both servers answered it.
+    """
+    # Take the completions with the draft and, under K = 0, those without it.
     no_completions: list[list[EngineCompletion]] = [[] for _ in task.prompts]
     sides = (
         answers.get((k, settings.batch_size), no_completions)
@@ -429,15 +458,15 @@ def _record(
 
 
 def _select_median(completions: Sequence[EngineCompletion]) -> EngineCompletion:
-    """Return the completion of median speed; of an even number, the faster of the middle two."""
+    """Return the completion of median speed, or the faster of the two in the middle."""
     ordered = sorted(completions, key=lambda completion: completion.seconds / completion.num_tokens)
     return ordered[(len(ordered) - 1) // 2]
 
 
 def _decode_text(tokenizer: PreTrainedTokenizerBase, completion: EngineCompletion) -> str:
-    """Return the text of a completion, with its stop token where the server returns tokens.
+    """Return the text of a completion, with its stop token if possible.
 
-    The server's own text lacks the stop token.
+    The text that a server returns lacks the stop token, so tokens are decoded if it returns them.
     """
     ids = completion.counts.token_ids
     return str(tokenizer.decode(list(ids), skip_special_tokens=False)) if ids else completion.text
@@ -449,13 +478,16 @@ def _compare(
     """Compare the greedy outputs of both servers, by tokens if both return them, or else by text.
 
     Returns:
-        The report's `lossless`, and the reasons for the keys that it lacks.
+        The report's `lossless`, and the keys that it lacks with the reason why.
     """
+    # Without a baseline server, or if outputs are sampled, there is nothing to compare.
     if not has_baseline or not settings.sampling.is_greedy:
         reason = "sampled outputs differ by chance" if has_baseline else NO_BASELINE
         return {"prompts_checked": 0}, dict.fromkeys(
             ("lossless.greedy_identical", "lossless.unexplained_divergences"), reason
         )
+
+    # Count the divergences. Which of them are near-ties remains unknown.
     lossless = summarize_greedy([_find_divergence(entry) for entry in answers])
     unknown = [name for name in ("near_ties", "unexplained_divergences") if name not in lossless]
     return lossless, {
