@@ -30,9 +30,10 @@ from specdistill.targets.frozen import FrozenTarget
 from specdistill.targets.sharding import count_processes
 from specdistill.training.history import read_history
 
-KEY = "drafts"
+KEY = "drafts"  # the key of the command that names the candidates
 # Methods without weights, which a user names in place of a folder.
 UNTRAINED_METHODS = [name for name, method in METHODS.items() if not method.is_trained]
+# What an error says was expected of an entry of `drafts`.
 EXPECTED = f"a draft folder, a Hub id or {' or '.join(UNTRAINED_METHODS)}"
 
 
@@ -41,10 +42,10 @@ class Candidate:
     """One draft of a comparison.
 
     Attributes:
-        name: its unique name, which is also the name of the folder of its report.
-        method: its method.
-        draft: its folder or Hub id, as the command names it; None for a method without weights.
-        folder: the folder of its files; None for a method without weights.
+        name: the unique name of the candidate, which is also the name of its report's folder.
+        method: the method of the draft.
+        draft: the folder or Hub id that the command names; None for a method without weights.
+        folder: the local folder of the draft's files; None for a method without weights.
         lookup_first: the lookup in front of the draft; None for no lookup.
     """
 
@@ -60,7 +61,7 @@ def find_candidates(
     lookups: Sequence[LookupFirstConfig | None] = (),
     settings: Sequence[Settings] = (),
 ) -> list[Candidate]:
-    """Find the candidates and give them unique names.
+    """Locate the drafts of a comparison, and give them unique names.
 
     Args:
         entries: folders, Hub ids (org/name or org/name@revision) and methods without weights
@@ -79,7 +80,7 @@ def find_candidates(
     if num_drafts < 2:
         raise UserError(KEY, got=f"{num_drafts} drafts", expected="two or more: drafts=[a,b]")
 
-    # Each draft may have a lookup and settings of its own.
+    # Refuse a lookup in front of a draft that is a lookup itself.
     lookup_each = lookups or [None] * num_drafts
     settings_each: Sequence[Settings | None] = settings or [None] * num_drafts
     for entry, lookup in zip(entries, lookup_each, strict=True):
@@ -90,7 +91,7 @@ def find_candidates(
                 expected="null for it, and a section for each draft behind a lookup",
             )
 
-    # Locate the drafts.
+    # Locate the drafts, and download those on the Hub.
     folders: list[Path | None] = []
     for entry in entries:
         folder = None
@@ -98,7 +99,7 @@ def find_candidates(
             folder = locate(entry, key=KEY, expected=EXPECTED, names=UNTRAINED_METHODS)
         folders.append(folder)
 
-    # Refuse a draft that occurs twice with the same settings.
+    # Refuse a draft that occurs twice with the same lookup and settings.
     identities = [
         (folder.resolve() if folder else entry, lookup, draft_settings)
         for folder, entry, lookup, draft_settings in zip(
@@ -126,17 +127,20 @@ def find_candidates(
 
 
 def _name_candidates(prefixes: Sequence[str], drafts: Sequence[str]) -> list[str]:
-    """Name each draft by its prefix and the end of its path.
+    """Give each draft a unique name: a prefix and the end of its path.
 
-    A name has as many parts of the path as it needs to be unique: runs/a/draft -> a-draft. If the
-    same draft occurs a second time, that name ends with -2. Names become folders, so they are
-    compared without case.
+    A name has as many parts of the path as it needs to be unique: of runs/a/draft and runs/b/draft,
+    the first is named a-draft. If the same draft occurs again, its name ends with -2. Names become
+    names of folders, so names that differ only in case count as equal.
+
+    Args:
+        prefixes: the beginning of each name; empty for none.
+        drafts: the folders, Hub ids and methods that the command names.
 
     Raises:
         UserError: if two drafts have the same name.
     """
     # List the possible names of each draft, from the shortest to the longest.
-    # The possible names of each draft, from the shortest to the longest.
     options_each = []
     for prefix, draft in zip(prefixes, drafts, strict=True):
         if Path(draft).is_dir():
@@ -159,6 +163,7 @@ def _name_candidates(prefixes: Sequence[str], drafts: Sequence[str]) -> list[str
         number = options_each[: index + 1].count(options)
         names.append(f"{name}-{number}" if number > 1 else name)
 
+    # Names may still be equal, e.g. those of two paths that differ only in case.
     folded = [name.casefold() for name in names]
     for name in names:
         if folded.count(name.casefold()) > 1:
@@ -171,15 +176,17 @@ def _name_candidates(prefixes: Sequence[str], drafts: Sequence[str]) -> list[str
 
 
 def measure_candidates(options: CommonOptions, cache_folder: Path) -> list[Measured]:
-    """Measure the candidates together.
+    """Measure the candidates of a comparison together, and build the report of each.
 
     Every prompt is decoded with each of the drafts and once without, so the times of all drafts are
     paired with one baseline.
 
     Args:
         options: the keys of the command.
-        cache_folder: the folder that caches what is decoded, so that an interrupted comparison
-            resumes.
+        cache_folder: the folder of the cache, from which an interrupted comparison resumes.
+
+    Returns:
+        The candidates with their measurements, in the order of `drafts`.
 
     Raises:
         UserError: if anything is wrong with a candidate, before anything is measured; and in a
@@ -191,6 +198,8 @@ def measure_candidates(options: CommonOptions, cache_folder: Path) -> list[Measu
             got=count_processes(),
             text=f"compare runs in one process, and was started in {count_processes()}.",
         )
+
+    # Find the candidates, and the settings and options of each.
     settings = list_draft_settings(options, len(options.drafts))
     candidates = find_candidates(options.drafts, list_lookups(options, settings), settings)
     options_each = list_method_options(options, [candidate.method for candidate in candidates])
@@ -248,7 +257,7 @@ def measure_candidates(options: CommonOptions, cache_folder: Path) -> list[Measu
         num_draws=options.sampling_draws,
     )
 
-    # Build the report of each draft.
+    # Build the report of each draft. The digest shows later whether the report was edited.
     measured = []
     for candidate, proposer, history, measurement in zip(
         candidates, proposers, histories, measurements, strict=True

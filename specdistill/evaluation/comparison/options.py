@@ -19,6 +19,7 @@ from specdistill.recipe.sections import (
     TreeConfig,
 )
 
+# Conditions under which a key of `compare` is used. The phrases complete "only used …" in errors.
 K_IS_SHARED = Condition(
     "without num_speculative_tokens_each, and without a tree or as the depth of that",
     lambda options: not options.num_speculative_tokens_each and DRAFT_IS_CHAIN.holds(options),
@@ -58,6 +59,7 @@ class CommonOptions(MeasurementConfig):
     output_dir: str = option(..., "folder of the comparison and its reports")
 
 
+# Add to the keys of every comparison those that only some methods read.
 KEYS_OF_METHODS: dict[str, Any] = dict(list_method_eval_keys())
 CompareOptions: type[CommonOptions] = create_model(
     "CompareOptions", __base__=CommonOptions, **KEYS_OF_METHODS
@@ -67,7 +69,7 @@ CompareOptions: type[CommonOptions] = create_model(
 def list_lookups(
     options: CommonOptions, settings: Sequence[Settings]
 ) -> list[LookupFirstConfig | None]:
-    """Return the lookup in front of each draft; None for no lookup.
+    """Return the lookup in front of each draft, or None for a draft without a lookup.
 
     Args:
         options: the keys of the command.
@@ -92,9 +94,14 @@ def list_lookups(
 def list_draft_settings(options: CommonOptions, count: int) -> list[Settings]:
     """Return the settings of each of `count` drafts, which differ only in K or tree.
 
+    Args:
+        options: the keys of the command.
+        count: the number of drafts.
+
     Raises:
         UserError: for a key whose number of values differs from the number of drafts.
     """
+    # A key for each draft must have as many values as there are drafts.
     for_all = Settings.from_section(options)
     for key in ("num_speculative_tokens_each", "trees_each", "lookup_first_each"):
         if len(getattr(options, key)) not in (0, count):
@@ -103,6 +110,8 @@ def list_draft_settings(options: CommonOptions, count: int) -> list[Settings]:
                 got=f"{len(getattr(options, key))} of them",
                 expected=f"{count}, one for each draft",
             )
+
+    # A draft has the tree and K that its keys name, or else those of all drafts.
     trees = [build_tree_shape(tree) if tree else None for tree in options.trees_each] or [
         for_all.tree
     ] * count

@@ -1,6 +1,6 @@
 """Write the folder of a comparison: comparison.json, its pages, and the report of each candidate.
 
-Each report is in a folder with the candidate's name.
+The report of a candidate is in a subfolder with the candidate's name.
 """
 
 import json
@@ -32,8 +32,11 @@ from specdistill.evaluation.statistics.records import PromptRecord
 
 FILES = ("comparison.json", "comparison.md", "comparison.html")
 
+# The columns that are printed to a terminal.
 STDOUT_COLUMNS = ("candidate", "speedup", "to the best", "acceptance length", "lossless")
-MAX_CANDIDATES_BY_CATEGORY = 6  # candidates in the table by category
+# The most candidates in the table by category. With its two columns for category and prompts, the
+# table then has eight columns, as many as the widest of the other tables.
+MAX_CANDIDATES_BY_CATEGORY = 6
 # The columns of the two tables, at most eight in each. REASON_COLUMNS explains the differences.
 MAIN = ("", "candidate", "K", "speedup", "to the best", "acceptance length", "weights", "lossless")
 REASON_COLUMNS = ("candidate", "rate", "first", "c", "v", "predicted", "best K", "training")
@@ -49,9 +52,9 @@ FOOTNOTE = (
 def write_comparison(
     folder: Path, comparison: Comparison, records: Mapping[str, Sequence[PromptRecord]]
 ) -> None:
-    """Write each candidate's report to `<folder>/<name>`, then comparison.json, .md and .html.
+    """Write the report of each candidate to `<folder>/<name>`, then the files of the comparison.
 
-    The three files are written together or not at all.
+    comparison.json, comparison.md and comparison.html are written together or not at all.
 
     Args:
         folder: the folder of the comparison.
@@ -71,7 +74,10 @@ def write_comparison(
 
 
 def render_comparison_markdown(comparison: Comparison) -> str:
-    """Return comparison.md: the tables and the paragraph, short enough for a CI job's summary."""
+    """Return the text of comparison.md, short enough for the summary of a CI job.
+
+    It has the headline, the tables, and the paragraph that explains the differences.
+    """
     categories = format_by_category(comparison)
     ranked = list_rows(comparison)
     sections = [
@@ -89,10 +95,11 @@ def render_comparison_markdown(comparison: Comparison) -> str:
 
 
 def render_comparison_html(comparison: Comparison) -> str:
-    """Return comparison.html, one self-contained file.
+    """Return the text of comparison.html, a self-contained page.
 
-    Every value is escaped, because names come from outside.
+    The template escapes every value, because names of models come from outside.
     """
+    # Group the candidates by K. The page has a chart of speedups for each K.
     ranked = _rank_candidates(comparison)
     lines = list_rows(comparison)
     by_k: dict[int, list[tuple[str, ResultRow]]] = {}
@@ -120,10 +127,10 @@ def render_comparison_html(comparison: Comparison) -> str:
 
 
 def format_headline(comparison: Comparison) -> str:
-    """Return which candidate is the fastest, or why no candidate can be called the fastest.
+    """Return a headline: the fastest candidate, or why no candidate can be called the fastest.
 
-    A candidate is named only if it is lossless, its lead over the other lossless ones is
-    significant, and it is clearly faster than plain decoding.
+    A candidate is named only if it is lossless, significantly faster than plain decoding, and
+    significantly faster than the other lossless candidates.
     """
     best, *remaining = comparison["ranking"]
     if not best["lossless"]:
@@ -141,6 +148,7 @@ def format_headline(comparison: Comparison) -> str:
 
 
 def _format_table(ranked: Sequence[Mapping[str, Cell]], names: Sequence[str]) -> tables.Table:
+    """Return the table with these columns of the rows."""
     table_rows = []
     for row in ranked:
         table_rows.append(tuple(row[name] for name in names))
@@ -149,6 +157,7 @@ def _format_table(ranked: Sequence[Mapping[str, Cell]], names: Sequence[str]) ->
 
 def print_comparison(comparison: Comparison, folder: Path) -> None:
     """Print the ranking, the paragraph and the path of the HTML page to stdout."""
+    # Print a table with a line for each candidate. Notes follow below a value, in brackets.
     console = Console()
     grid = Table(
         box=box.SIMPLE,
@@ -166,6 +175,8 @@ def print_comparison(comparison: Comparison, folder: Path) -> None:
             texts.append(Text("\n".join(lines)))
         grid.add_row(*texts)
     console.print(grid)
+
+    # Long lines are left to the terminal, so that they can be copied as a whole.
     console.print(Text(format_paragraph(comparison)), soft_wrap=True)
     console.print(Text(f"comparison: {folder / 'comparison.html'}", style="bold"), soft_wrap=True)
 
@@ -195,7 +206,7 @@ def _rank_candidates(comparison: Comparison) -> list[Entry]:
 
 
 def list_rows(comparison: Comparison) -> list[dict[str, Cell]]:
-    """Return the rows of the table, best first: column -> cell."""
+    """Return a row for each candidate, best first: column -> cell."""
     return [
         _format_cells(*pair)
         for pair in zip(comparison["ranking"], _rank_candidates(comparison), strict=True)
@@ -203,11 +214,16 @@ def list_rows(comparison: Comparison) -> list[dict[str, Cell]]:
 
 
 def format_by_category(comparison: Comparison) -> tables.Table | None:
-    """Return the table with a row for the whole suite and one for each category.
+    """Return a table with a row for the whole suite and one for each category.
 
-    It shows speedup and acceptance length of the first six candidates. None for a suite of one
-    category.
+    A cell has the speedup and the acceptance length of a candidate. The table has columns for the
+    first MAX_CANDIDATES_BY_CATEGORY candidates.
+
+    Returns:
+        The table; None for a suite of one category.
     """
+    # Each candidate has a row for the whole suite, then one for each category. A suite of one
+    # category has two.
     of_each = [
         tables.select_main_rows(candidate["report"])
         for candidate in _rank_candidates(comparison)[:MAX_CANDIDATES_BY_CATEGORY]
@@ -231,7 +247,7 @@ def format_by_category(comparison: Comparison) -> tables.Table | None:
 
 
 def _format_speedup_and_length(row: ResultRow) -> Cell:
-    """Return the cell of the table by category: speedup and acceptance length with intervals."""
+    """Return a cell with the speedup and the acceptance length of a row, with their intervals."""
     length = (
         "length"
         f" {format_number(row.get('mean_acceptance_length'))}"
@@ -241,7 +257,12 @@ def _format_speedup_and_length(row: ResultRow) -> Cell:
 
 
 def _format_cells(entry: Entry, candidate: Entry) -> dict[str, Cell]:
-    """Return the row of a candidate, column -> cell, from its entry in the ranking."""
+    """Return the row of a candidate: column -> cell.
+
+    Args:
+        entry: the candidate's entry in the ranking.
+        candidate: the candidate, with its report.
+    """
     report = candidate["report"]
     training = candidate["training"]
     row = report["results"][0]
@@ -274,7 +295,7 @@ def _format_cells(entry: Entry, candidate: Entry) -> dict[str, Cell]:
 
 
 def _to_best(entry: Entry) -> Cell:
-    """Return the cell with the difference in speed to the best candidate."""
+    """Return a cell with the difference in speed between a candidate and the best one."""
     if entry["rank"] == 1:
         return ("best",)
     difference = entry["difference_to_best"]["speedup"]

@@ -1,9 +1,9 @@
 """Compare a draft with figures that others have published: `specdistill compare published=NAME`.
 
-The draft is measured now (`draft=…`), or was measured before (`report=…`). A file in
-`eval/published` holds the figures and the protocol with which they were measured. Acceptance
-lengths are compared only if the report was measured with the same protocol, as far as the source
-states it. Otherwise they say nothing about the draft.
+A file in `eval/published` holds the figures, and the protocol with which they were measured. The
+draft is measured now with this protocol (`draft=…`), or was measured before (`report=…`). A report
+with another protocol is refused, because the difference of its acceptance length would say nothing
+about the draft.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,8 +29,8 @@ from specdistill.recipe.fields import Section, option
 from specdistill.recipe.load import load_own_keys, validate_recipe
 from specdistill.recipe.short_keys import SHORTHANDS, rename_keys_as_typed, select_recipe_keys
 
-# What the protocol consists of -> the key of `specdistill eval` that sets it. All of it must be the
-# same, where the source states it.
+# A part of the protocol -> the key of `specdistill eval` that sets it. A report must agree with the
+# published figures in every part that their source states.
 PROTOCOL = {
     "target": "target.model",
     "engine": "eval.engine",
@@ -42,8 +42,8 @@ PROTOCOL = {
     "max_new_tokens": "eval.max_new_tokens",
     "batch_size": "eval.concurrency",
 }
-CHAIN_TEXT = "a chain of K tokens"
-OWN_ENGINE = "specdistill"
+CHAIN_TEXT = "a chain of K tokens"  # how the published figures were drafted
+OWN_ENGINE = "specdistill"  # the `engine` of figures that were measured without an engine
 
 
 class PublishedFigure(Section):
@@ -59,9 +59,9 @@ class PublishedFigure(Section):
 
 
 class PublishedFigures(Section):
-    """A file of published figures, of drafts that are chains of K tokens.
+    """A file of published figures and their protocol, for drafts that are chains of K tokens.
 
-    A value that is null is not stated by the source.
+    If a value is null, the source does not state it.
     """
 
     source: str = option(..., "URL of the source that states the figures")
@@ -80,10 +80,11 @@ class PublishedFigures(Section):
     figures: list[PublishedFigure] = option(..., "figures, one for each K", min_length=1)
 
     def keys(self) -> list[str]:
-        """Return the keys with which `specdistill eval` measures a draft with this protocol.
+        """Return the arguments with which `specdistill eval` measures a draft by this protocol.
 
-        If the figures are of one category, the keys measure the whole suite.
+        If the figures are of one category, the whole suite is measured, which includes it.
         """
+        # Set every part of the protocol that the source states, and the first K.
         first, *remaining = (figure.num_speculative_tokens for figure in self.figures)
         optional_keys = {
             key: getattr(self, name)
@@ -96,6 +97,9 @@ class PublishedFigures(Section):
             if remaining
             else {}
         )
+
+        # The published number of prompts is that of the category, so it is not set for a whole
+        # suite. This process measures if no engine is named.
         if self.category != "all":
             keys.pop("eval.num_prompts", None)
         if self.engine == OWN_ENGINE:
@@ -116,10 +120,10 @@ class PublishedOptions(Section):
 
 
 def load_published(name: str) -> PublishedFigures:
-    """Load published figures by the name of a file in `eval/published`, or by the path of one.
+    """Load published figures by the name of a file in `eval/published`, or by the path of a file.
 
     Raises:
-        UserError: for an unknown name, and for a file that is not one of published figures.
+        UserError: for an unknown name, and for a file that does not hold published figures.
     """
     path = find_yaml(name, PUBLISHED_FOLDER, "published")
     return validate_recipe(
@@ -130,11 +134,12 @@ def load_published(name: str) -> PublishedFigures:
 def compare_published(
     arguments: Sequence[str], measure: Callable[[list[str]], tuple[Report, Path]]
 ) -> int:
-    """Compare a report with published figures, and print the result.
+    """Run `specdistill compare published=…`: compare a draft with figures, and print the result.
 
     Args:
         arguments: the arguments of the command. They name a report, or a draft to measure now.
-        measure: measures a draft: keys of `specdistill eval` -> the report and its folder.
+        measure: a function that measures a draft: arguments of `specdistill eval` -> the report and
+            its folder.
 
     Returns:
         The exit code.
@@ -146,7 +151,7 @@ def compare_published(
     options, eval_arguments = load_own_keys(PublishedOptions, arguments)
     published = load_published(options.published)
 
-    # A report is compared as it is. Otherwise the remaining keys say what to measure.
+    # Either a report is compared as it is, or the remaining arguments say what to measure now.
     keys = select_recipe_keys(
         [*eval_arguments, *([f"draft={options.draft}"] if options.draft else [])], SHORTHANDS
     )
@@ -165,14 +170,16 @@ def compare_published(
                 f" {' '.join(published.keys())}"
             ),
         )
-    # Measure a report, or read the one that is given.
+
+    # Measure the draft, or read the report.
     if options.report is None:
         with rename_keys_as_typed(arguments, SHORTHANDS):
             report, folder = measure([*published.keys(), *keys])
     else:
         report = read_document(Path(options.report))
         folder = Path(options.report)
-    # Compare it with the figures, and print the result as a table.
+
+    # Pair the rows of the report with the figures, and print them as a table.
     compared = match_figures(published, report, f"{folder}")
     rows = [
         (
@@ -226,17 +233,20 @@ def compare_published(
 def match_figures(
     published: PublishedFigures, report: Report, name: str
 ) -> list[tuple[PublishedFigure, ResultRow]]:
-    """Pair each figure with the row of a report that was measured with the same protocol.
+    """Pair published figures with the rows of a report that were measured with the same protocol.
 
     Args:
         published: the published figures.
         report: the report.
         name: the name of the report in errors.
 
+    Returns:
+        Pairs of a figure and a row with the same K.
+
     Raises:
-        UserError: for a report without such a row; the error says what differs.
+        UserError: for a report without such a row. The error says what differs.
     """
-    # The rows of the published category, whatever their prompts' lengths.
+    # Select the rows of the published category. Prompts that were cut to a length do not count.
     figures = {figure.num_speculative_tokens: figure for figure in published.figures}
     rows = [
         row
@@ -250,8 +260,11 @@ def match_figures(
             got=f"{name} with categories {categories}",
             expected=f"category {published.category}",
         )
+
+    # Find how each row differs from the protocol.
     differing = [list_differences(published, report, row) for row in rows]
-    # If no row fits, the error shows the row with the fewest differences.
+
+    # If every row differs, the error shows the row with the fewest differences.
     if all(differing):
         wrong = min(differing, key=len).items()
         got = ", ".join(f"{what} {measured}" for what, (measured, _) in wrong)
@@ -267,9 +280,10 @@ def match_figures(
 def compare_with_figure(
     row: ResultRow, figure: PublishedFigure
 ) -> Literal["above", "below", "not separable"]:
-    """Return whether the interval of the report lies above or below the published figure.
+    """Return whether the report's acceptance length lies above or below the published figure.
 
-    The figure is taken as exact. A report without an interval is not separable from it.
+    The whole interval of the report must lie on one side of the figure, which is taken as exact. A
+    row without an interval is not separable from the figure.
     """
     published_length = figure.mean_acceptance_length
     low, high = row.get("acceptance_length_vllm_ci95") or (published_length, published_length)
@@ -285,11 +299,17 @@ def compare_with_figure(
 def list_differences(
     published: PublishedFigures, report: Report, row: ResultRow
 ) -> dict[str, tuple[object, object]]:
-    """Return where the protocol of a row of a report differs from the published one.
+    """Return in which parts the protocol of a report's row differs from the published one.
+
+    Args:
+        published: the published figures.
+        report: the report.
+        row: a row of its results.
 
     Returns:
-        Name -> the value of the row, and the published value.
+        Part of the protocol -> the value of the row, and the published value.
     """
+    # Find the row's own protocol, and pair it with the published one as far as that is stated.
     settings = report["settings"]
     measured = {
         "target": report["target"]["model"],
@@ -302,6 +322,8 @@ def list_differences(
         for name in PROTOCOL
         if getattr(published, name) is not None
     }
+
+    # Published figures are of chains, at some values of K.
     report_value["drafting"] = (
         lookup_first(settings) or describe_tree(row["tree"]) or CHAIN_TEXT,
         CHAIN_TEXT,

@@ -1,16 +1,19 @@
-"""Decide a gate from a report and its records alone, and compare a report with a baseline.
+"""Decide whether a report passes a gate, and compare a report with that of a baseline.
 
-A number with an interval passes if all of the interval meets the requirement. It fails if none of
-the interval does. In between it is inconclusive: more prompts would decide.
+Nothing is measured here: all evidence is in the report and its records.
 
-A regression passes if the interval excludes a loss as large as the margin. It fails if a loss is
-certain and a loss beyond the margin possible. So with enough prompts a true loss of the margin
-fails, and no change passes. If the interval excludes neither, the evidence cannot tell.
+- **A number with an interval** passes if the whole interval meets the requirement. It fails if no
+  part of the interval does. In between it is inconclusive, and more prompts would decide.
+- **A regression** passes if the interval excludes a loss beyond the allowed one. It fails if the
+  interval excludes no loss at all, and includes a loss beyond the allowed one. Otherwise it is
+  inconclusive. So with enough prompts, an unchanged draft passes, and a loss as large as the
+  allowed one fails.
+- **Missing evidence** fails, and so does a run that was cut short.
 
-Missing evidence fails, and so does a run that was cut short. Inconclusive is not passed.
+An inconclusive gate has not passed.
 
-Changes since a baseline are measured prompt by prompt. The gate's `max_regression` rules decide on
-them; the report's `baseline` section shows them to a reader.
+Changes since a baseline are computed from prompts that both reports measured, paired by prompt. The
+gate's `max_regression` rules decide by them, and the report's `baseline` section shows them.
 """
 
 import functools
@@ -54,10 +57,11 @@ from specdistill.evaluation.statistics.records import ALL_PROMPTS, PromptRecord,
 from specdistill.recipe.fields import Section, like, option
 from specdistill.recipe.sections import EvalConfig
 
-# Settings that change what is accepted or timed. Two measurements are only compared if they agree
-# in these and in the configuration of the row.
+# Settings that change what is accepted or timed. Two reports are only compared if they agree in
+# these and in the configuration of the row.
 SHARED_SETTINGS = ("top_p", "top_k", "max_new_tokens", "compile")
-NUM_IDS_SHOWN = 3
+NUM_IDS_SHOWN = 3  # the most ids of prompts in an error, so that it fits into one line
+# What an error says was expected of the key `baseline`.
 BASELINE = "a report.json, its folder, or a Hub id with its revision, as org/name@v1.2"
 FIRST_RELEASE = "none"  # the value of `baseline` if there is no earlier report to compare with
 
@@ -89,9 +93,10 @@ class Evidence:
 
     @property
     def is_edited(self) -> bool:
-        """Whether the report differs from what its digest was taken of.
+        """Whether the report or its records were changed after the report was written.
 
-        A report that is being made has no digest yet.
+        A hash of both, the digest, is written into the report. A report that is still being built
+        has no digest, and counts as unchanged.
         """
         digest = self.report.get("digest")
         return digest is not None and digest != compute_digest(self.report, self.records)
@@ -99,12 +104,12 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The value of a rule's metric in the evidence, or the reason why there is none.
+    """The value of a rule's metric in the evidence, or the reason why the evidence is missing.
 
     Attributes:
         value: the value; None if there is none.
-        interval: the interval of the value, if it has one.
-        reason: why the evidence is missing; None if it is not.
+        interval: the confidence interval of the value; None for a value without one.
+        reason: why the evidence is missing; None if it is not missing.
         num_prompts: the number of prompts that the interval comes from.
     """
 
@@ -119,10 +124,9 @@ def read_baseline(
 ) -> Evidence | None:
     """Read the report that a draft is compared with, and its records.
 
-    In a Hub repository they are in the folder `report`, from which they are fetched.
-
     Args:
-        name: a report.json, its folder or a Hub id. None or FIRST_RELEASE for no baseline.
+        name: a report.json, its folder, or the Hub id of a draft whose repository has a folder
+            `report`. None or FIRST_RELEASE for no baseline.
         rules: the rules of the gate.
         key: the key that errors name.
 
@@ -136,6 +140,8 @@ def read_baseline(
     """
     if name is None:
         return None
+
+    # A baseline without a rule that uses it is probably a mistake in the command.
     if not any(rule.requirement == "max_regression" for rule in rules):
         raise UserError(
             key,
@@ -147,6 +153,8 @@ def read_baseline(
         )
     if name == FIRST_RELEASE:
         return None
+
+    # Read the report, and refuse one that was edited.
     evidence = Evidence(*read_report(_fetch_baseline(name, key), key))
     if evidence.is_edited:
         raise UserError(
@@ -158,9 +166,11 @@ def read_baseline(
 
 
 def _fetch_baseline(name: str, key: str) -> Path:
-    """Return the folder or file of a baseline; fetch it if it is in a Hub repository."""
+    """Return the folder or file of a baseline, which is fetched if it is in a Hub repository."""
     if Path(name).exists():
         return Path(name)
+
+    # What looks like a path, and not like org/name, is a file that does not exist.
     repository, revision = split_revision(name)
     if (
         repository.startswith((".", "/", "~"))
@@ -168,6 +178,8 @@ def _fetch_baseline(name: str, key: str) -> Path:
         or repository.endswith(".json")
     ):
         raise UserError(key, got=f"{name}, which does not exist", expected=BASELINE)
+
+    # Fetch only the report and its records from the repository.
     files = [f"report/{file}" for file in (REPORT, SAMPLES)]
     snapshot = fetch(repository, key=key, expected=BASELINE, revision=revision, patterns=files)
     if not (snapshot / files[0]).is_file():
@@ -182,17 +194,19 @@ def judge(
     *,
     first_release: bool = False,
 ) -> Report:
-    """Return the report with its gate decided and, with a baseline, what changed since.
+    """Return the report with the decision of a gate and, with a baseline, the changes since then.
 
     Args:
         rules: the rules of the gate.
         evidence: the report and its records.
         baseline: the report to compare with, if there is one.
-        first_release: whether rules about regressions are left out.
+        first_release: whether this draft has no earlier release. Rules about regressions are then
+            left out.
 
     Raises:
-        UserError: as `decide` does.
+        UserError: if a `max_regression` rule meets a baseline that measured something else.
     """
+    # Copy the report, without the changes since another baseline.
     report: Report = {**evidence.report}
     report.pop("baseline", None)
     if baseline is not None:
@@ -202,14 +216,15 @@ def judge(
 
 
 def judge_again(options: GateOptions) -> Report:
-    """Judge a report by a gate, and write the judged report.
+    """Judge a report that exists already by a gate, and write the judged report.
 
-    It is written to `output_dir`, or to a folder that is named after the gate, inside the folder of
-    the report.
+    It is written to `output_dir` or, without that option, to a folder named after the gate inside
+    the folder of the report.
 
     Returns:
         The report with the verdict.
     """
+    # Choose the folder of the judged report. The original report is never overwritten.
     rules = load_gate(options.gates, "gates")
     report = Path(options.report)
     baseline = options.baseline
@@ -220,6 +235,8 @@ def judge_again(options: GateOptions) -> Report:
             "output_dir", got=f"{folder}, the report that is judged", expected="another folder"
         )
     check_replaceable(folder, "output_dir")
+
+    # Read the report. Without a digest it would be unknown whether it was edited.
     evidence = Evidence(*read_report(report))
     if "digest" not in evidence.report:
         raise UserError(
@@ -227,6 +244,8 @@ def judge_again(options: GateOptions) -> Report:
             got=f"{report}, without a digest",
             expected="a report as `specdistill eval` writes it",
         )
+
+    # Judge it, and write it with its records.
     verdict = judge(
         rules, evidence, read_baseline(baseline, rules), first_release=baseline == FIRST_RELEASE
     )
@@ -241,21 +260,27 @@ def decide(
     *,
     first_release: bool = False,
 ) -> GateDocument:
-    """Decide the report's `gate` section.
+    """Decide every rule of a gate and the gate as a whole, as the report's section `gate`.
 
-    The report of a run that was cut short gets an additional failed rule, `incomplete`. A report
-    that was edited gets `digest`. For a first release the rules about regressions are left out.
+    Two failed rules may be added: `incomplete` to the report of a run that was cut short, and
+    `digest` to a report that was edited.
+
+    Args:
+        rules: the rules of the gate.
+        evidence: the report and its records.
+        baseline: the report to compare with; None if there is none.
+        first_release: whether rules about regressions are left out.
 
     Raises:
         UserError: if a `max_regression` rule meets a baseline that measured something else.
     """
-    # A first release has no baseline, so rules about a regression do not apply.
+    # Decide each rule. A first release has no baseline, so rules about regressions do not apply.
     applicable_rules = [
         rule for rule in rules if not (first_release and rule.requirement == "max_regression")
     ]
     results = [_decide_rule(rule, estimate(rule, evidence, baseline)) for rule in applicable_rules]
 
-    # A report of an interrupted run, or one that was edited, cannot pass.
+    # Add a failed rule for a run that was cut short, and for a report that was edited.
     if evidence.report.get("incomplete"):
         reason = evidence.report["not_measured"].get(
             "incomplete", "what it did not measure could change the verdict"
@@ -276,7 +301,7 @@ def decide(
             ),
         )
 
-    # Rules that only warn do not decide.
+    # Decide the gate by its worst verdict. Rules that only warn do not count.
     verdicts = {result["verdict"] for result in results if result["severity"] != "warn"}
     verdict: Verdict = "passed"
     if "failed" in verdicts:
@@ -292,7 +317,8 @@ def decide(
 
 
 def _decide_rule(rule: Rule, estimate: Estimate) -> RuleDocument:
-    """Decide a rule by the estimate of its metric. Missing evidence fails."""
+    """Decide a rule by the estimate of its metric, as an entry of the report's section `gate`."""
+    # Missing evidence fails.
     verdict, reason, needed = (
         ("failed", f"no evidence: {estimate.reason}", None)
         if estimate.reason
@@ -318,9 +344,10 @@ def _decide_rule(rule: Rule, estimate: Estimate) -> RuleDocument:
 
 
 def estimate(rule: Rule, evidence: Evidence, baseline: Evidence | None) -> Estimate:
-    """Estimate a rule's metric.
+    """Find the value of a rule's metric, with its interval, in the evidence.
 
-    It is in a row of the report, elsewhere in the report, or a change since the baseline.
+    The metric is a change since the baseline, a field of a result row, or another number of the
+    report.
     """
     if rule.requirement == "max_regression":
         return estimate_regression(rule, evidence, baseline)
@@ -332,9 +359,10 @@ def estimate(rule: Rule, evidence: Evidence, baseline: Evidence | None) -> Estim
 
 
 def find_row(report: Report, scope: Mapping[str, object]) -> ResultRow | None:
-    """Return the first row in a scope, or None.
+    """Return the first result row whose keys have the values of a scope, or None.
 
-    Without a category or context bucket in the scope, it is the row of the whole suite (`all`).
+    If the scope names no category, the row is that of the whole suite. If it names no context
+    bucket, the row is that of prompts that were not cut to a length.
     """
     filters = {"category": "all", "context_bucket": "all", **scope}
     rows: list[ResultRow] = report["results"]
@@ -345,12 +373,8 @@ def find_row(report: Report, scope: Mapping[str, object]) -> ResultRow | None:
 
 
 def _estimate_row_metric(rule: Rule, evidence: Evidence) -> Estimate:
-    """Estimate a metric of a result row.
-
-    The report has intervals at the default confidence. For another confidence the interval is
-    computed from the records.
-    """
-    # Without a row, or without the number in it, the rule cannot be decided.
+    """Find the value and the interval of a metric that is a field of a result row."""
+    # Without the row, or without the number in it, evidence is missing.
     row = find_row(evidence.report, rule.scope)
     if row is None:
         return Estimate(reason=f"the report has no row for {_format_scope(rule)}")
@@ -358,11 +382,11 @@ def _estimate_row_metric(rule: Rule, evidence: Evidence) -> Estimate:
         return Estimate(reason=row["not_measured"].get(rule.metric, "it was not measured"))
     value = row[rule.metric]
 
-    # Without a confidence, the number itself is tested.
+    # With confidence 0, the number itself is compared.
     if rule.confidence == 0:
         return Estimate(value)
 
-    # The report has the interval at the default confidence. Others are computed from the records.
+    # The report has the interval at the default confidence.
     if rule.metric not in METRICS or rule.confidence == DEFAULT_CONFIDENCE:
         ci95 = row.get(f"{rule.metric}_ci95")
         why = row["not_measured"].get(f"{rule.metric}_ci95")
@@ -372,6 +396,8 @@ def _estimate_row_metric(rule: Rule, evidence: Evidence) -> Estimate:
             f"no interval ({why})" if why else None,
             row["num_prompts"],
         )
+
+    # At another confidence, compute the interval from the records of the row.
     records = select_records(row, evidence.records)
     seed = evidence.report["settings"]["seed"]
     if not records:
@@ -385,11 +411,14 @@ def _estimate_row_metric(rule: Rule, evidence: Evidence) -> Estimate:
 
 
 def _estimate_document_metric(rule: Rule, report: Report) -> Estimate:
-    """Estimate a metric outside the result rows, given by its dotted path."""
+    """Find a number of the report outside its result rows, by its dotted path."""
+    # Follow the path through the sections. A section that is absent counts as empty.
     *path, name = rule.metric.split(".")
     section = functools.reduce(lambda part, key: part.get(key) or {}, path, report)
     value = section.get(name)
     ci95 = section.get(f"{name}_ci95")
+
+    # If the number is absent, the reason is stated for its path, or for a section that holds it.
     if value is None:
         reasons = (
             reason
@@ -397,6 +426,8 @@ def _estimate_document_metric(rule: Rule, report: Report) -> Estimate:
             if rule.metric.startswith(name)
         )
         return Estimate(reason=next(reasons, "it was not measured"))
+
+    # There are no records to compute the interval from at another confidence.
     if ci95 is None or rule.confidence == 0:
         return Estimate(value)
     if rule.confidence != DEFAULT_CONFIDENCE:
@@ -405,7 +436,9 @@ def _estimate_document_metric(rule: Rule, report: Report) -> Estimate:
 
 
 def estimate_regression(rule: Rule, evidence: Evidence, baseline: Evidence | None) -> Estimate:
-    """Estimate the paired relative change, metric / baseline's metric - 1.
+    """Estimate the relative change of a metric since the baseline, paired by prompt.
+
+    The change is metric / baseline's metric - 1.
 
     Raises:
         UserError: if the two reports did not measure the same.
@@ -415,7 +448,7 @@ def estimate_regression(rule: Rule, evidence: Evidence, baseline: Evidence | Non
             reason=f"no baseline report was given (baseline={FIRST_RELEASE} for a first release)"
         )
 
-    # Both reports must have the row, complete and with the metric.
+    # Find the row in both reports. Both runs must be complete, and both rows must have the metric.
     rows = []
     for name, run, side in (
         ("the report", "the run", evidence),
@@ -426,13 +459,13 @@ def estimate_regression(rule: Rule, evidence: Evidence, baseline: Evidence | Non
             return Estimate(reason=f"{run} was cut short")
         if row is None:
             return Estimate(reason=f"{name} has no row for {_format_scope(rule)}")
-        # A change from 0 has no size.
+        # A change from 0 has no relative size, so 0 counts as absent.
         if not row.get(rule.metric):
             why = row["not_measured"].get(rule.metric, f"it is {row.get(rule.metric, 'absent')}")
             return Estimate(reason=f"not measured in {name}: {why}")
         rows.append(row)
 
-    # Times of different machines or engines say nothing about the draft.
+    # Refuse to compare times of different machines or engines: they say nothing about the draft.
     metric = METRICS[rule.metric]
     place, old_place = (
         f"{side.report['hardware']['name']} by"
@@ -444,7 +477,7 @@ def estimate_regression(rule: Rule, evidence: Evidence, baseline: Evidence | Non
             reason=f"timed elsewhere: the report on {place}, the baseline on {old_place}"
         )
 
-    # Compare the same prompts in both reports, pair by pair.
+    # Compute the change and its interval from the prompts, which are the same in both reports.
     records, old_records = _pair_records(rows[0], rows[1], evidence, baseline)
     change, bounds = compute_relative_change(
         metric,
@@ -464,12 +497,18 @@ def estimate_regression(rule: Rule, evidence: Evidence, baseline: Evidence | Non
 def _pair_records(
     row: ResultRow, old_row: ResultRow, evidence: Evidence, baseline: Evidence
 ) -> tuple[list[PromptRecord], list[PromptRecord]]:
-    """Return the records of both rows, in the same order of prompts.
+    """Return the records of a row and of the baseline's row, in the same order of prompts.
+
+    Args:
+        row: a result row of the report.
+        old_row: the same row of the baseline's report.
+        evidence: the report and its records.
+        baseline: the baseline's report and its records.
 
     Raises:
-        UserError: naming the first difference, if the two rows did not measure the same.
+        UserError: if the two rows did not measure the same, with the first difference.
     """
-    # Both targets must have the same weights, if both reports state them.
+    # Check that both targets have the same weights, if both reports state them.
     report = evidence.report
     old = baseline.report
     weights, old_weights = (side["target"].get("weights") for side in (report, old))
@@ -483,7 +522,8 @@ def _pair_records(
             got=f"a report on {baseline_target}",
             expected=f"one on {target}, as the report is",
         )
-    # Both must have measured the same target, suite and configuration.
+
+    # Check that both reports measured the same kind of target, suite and configuration.
     compared = {
         **{name: (row.get(name), old_row.get(name)) for name in ("suite_version", *SCOPES)},
         **{
@@ -501,7 +541,8 @@ def _pair_records(
             raise UserError(
                 "baseline", got=f"{name} {old_value}", expected=f"{value}, as in the report"
             )
-    # Both must have measured the same prompts.
+
+    # Check that both measured the same prompts. The error shows the first ids that only one has.
     new = {record.id: record for record in select_records(row, evidence.records)}
     earlier = {record.id: record for record in select_records(old_row, baseline.records)}
     only = [
@@ -524,16 +565,19 @@ def _pair_records(
 
 
 def build_changes(evidence: Evidence, baseline: Evidence) -> dict[str, Any]:
-    """Build the report's `baseline` section.
+    """Build the report's section `baseline`: what changed since an earlier report.
 
     If the baseline measured something else, the section has no changes, and a `reason`.
     """
+    # Describe the baseline.
     old = baseline.report
     section: dict[str, Any] = {
         **{name: old[name] for name in ("created", "git_revision") if name in old},
         "draft": {name: old["draft"].get(name) for name in ("model", "revision", "method")},
         "changes": [],
     }
+
+    # Compare some metrics of the whole suite, and the acceptance length of each category.
     categories = [
         row["category"]
         for row in select_main_rows(evidence.report)
@@ -554,16 +598,19 @@ def build_changes(evidence: Evidence, baseline: Evidence) -> dict[str, Any]:
 
 
 def _change(metric: str, category: str, evidence: Evidence, baseline: Evidence) -> dict[str, Any]:
-    """Compare a metric with the baseline's.
+    """Compare a metric of a category with the baseline, as an entry of the section `baseline`.
 
     Returns:
         The old and the new value, the relative change (new / old - 1) and its interval. If one of
-        them is absent, the `reason` why.
+        these is absent, the `reason` says why.
     """
+    # Show both values, as far as the reports have them.
     scope = {"category": category}
     rows = {"old": find_row(baseline.report, scope), "new": find_row(evidence.report, scope)}
     values = {name: row[metric] for name, row in rows.items() if row is not None and metric in row}
     change = {"metric": metric, "category": category, "better": METRICS[metric].better, **values}
+
+    # Estimate the change as a rule with `max_regression` does. Its threshold has no effect here.
     estimate = estimate_regression(Rule(metric, "max_regression", 0.0, scope), evidence, baseline)
     change_document = {
         "change": estimate.value,
@@ -577,44 +624,56 @@ def compare_with_threshold(rule: Rule, estimate: Estimate) -> tuple[Verdict, str
     """Compare an estimate that has a value with the threshold of a rule.
 
     Returns:
-        The verdict, the reason and, if it is inconclusive, how many prompts could decide.
+        The verdict, a phrase with the numbers that were compared and, if the verdict is
+        inconclusive, how many prompts could decide.
     """
-    # A rule `equals` needs no interval.
+    # `equals` compares the value itself.
     if rule.requirement == "equals":
         reason = f"{format_scalar(estimate.value)}, required {format_scalar(rule.threshold)}"
         return "passed" if estimate.value == rule.threshold else "failed", reason, None
 
-    # Without an interval, both of its ends are the number itself.
+    # A value without an interval counts as an interval of length 0.
     low, high = estimate.interval or (estimate.value, estimate.value)
     threshold = float(rule.threshold)
     point = estimate.value
     if rule.requirement == "max_regression":
-        # The interval of the loss: how much worse the metric became, as a share.
+        # Turn the interval of the change into that of the loss, which is positive if the metric
+        # became worse. The rule passes if the largest loss is allowed. It fails if a loss is
+        # certain and a loss beyond the allowed one is possible.
         worse = -1 if METRICS[rule.metric].better == "higher" else 1
         least, most = sorted((worse * low, worse * high))
         passed = most <= threshold
         failed = least > 0 and most > threshold
+
+        # The reason shows the end of the interval at which the loss is largest.
         side = "lower" if worse < 0 else "upper"
         decisive = f"{worse * most:+.1%}"
         requirement = f"allowed {worse * threshold:+.1%}"
+
+        # An inconclusive rule becomes decided when this end of the interval reaches this edge.
         open_end, edge = (
             (worse * most, worse * threshold) if worse * point < threshold else (worse * least, 0.0)
         )
     else:
-        # A max is compared the other way round.
+        # Change signs for `max`, so that both are decided like `min`.
         sign = 1 if rule.requirement == "min" else -1
         least, most = sorted((sign * low, sign * high))
         passed = least >= sign * threshold
         failed = most < sign * threshold
+
+        # The reason shows the worse end of the interval or, if the rule failed, the better end,
+        # which fails as well.
         side = "lower" if (sign > 0) != failed else "upper"
         decisive = format_scalar(low if side == "lower" else high)
         requirement = (
             f"required at {'least' if sign > 0 else 'most'} {format_scalar(rule.threshold)}"
         )
+
+        # An inconclusive rule becomes decided when this end of the interval reaches the threshold.
         open_end = sign * (least if sign * point >= sign * threshold else most)
         edge = threshold
 
-    # Say which end decided, and otherwise how many prompts might.
+    # State the bound and the requirement, and for an inconclusive rule the prompts needed.
     reason = (
         f"{f'{side} {rule.confidence:.0%} bound ' if estimate.interval else ''}{decisive},"
         f" {requirement}"
@@ -628,19 +687,20 @@ def compare_with_threshold(rule: Rule, estimate: Estimate) -> tuple[Verdict, str
 def _estimate_prompts_needed(
     estimate: Estimate, open_end: float, edge: float
 ) -> tuple[str, int | None]:
-    """Estimate how many prompts could decide.
+    """Estimate how many prompts an inconclusive rule needs to be decided.
 
-    That many bring the interval's open end to the edge that it now lies beyond. An interval narrows
-    with the square root of the number of prompts.
+    An interval is assumed to narrow with the square root of the number of prompts, around the same
+    value. So many prompts bring the end that is beyond the edge back to the edge.
 
     Args:
-        estimate: the estimate that does not decide.
-        open_end: the end of its interval that lies beyond the edge.
-        edge: the value that the open end must reach.
+        estimate: the estimate, whose interval is too wide to decide.
+        open_end: the end of the interval that lies beyond the edge.
+        edge: the value that this end must reach.
 
     Returns:
-        A phrase for the reason, and the number of prompts; None if it is not known.
+        A phrase for the reason, and the number of prompts; None if the number is not known.
     """
+    # If the value lies on the edge, no number of prompts decides.
     if not estimate.num_prompts or math.isclose(edge, estimate.value):
         return "the interval includes both", None
     needed = math.ceil(
@@ -650,4 +710,5 @@ def _estimate_prompts_needed(
 
 
 def _format_scope(rule: Rule) -> str:
+    """Return the scope of a rule as text for a reason, e.g. category=code."""
     return ", ".join(f"{name}={value}" for name, value in rule.scope.items()) or "the whole suite"
