@@ -60,14 +60,11 @@ class Settings:
                 expected=f"{self.tree.depth}, the depth of the tree, or eval.tree=null",
             )
         if self.compile and (self.tree or self.batch_size > 1):
+            reason = "a tree" if self.tree else f"{self.batch_size} prompts at a time"
             raise UserError(
                 "eval.compile",
-                got=(
-                    "true with a tree"
-                    if self.tree
-                    else f"true with {self.batch_size} prompts at a time"
-                ),
-                expected="false: one shape is compiled, that of a chain",
+                got=f"true with {reason}",
+                expected="false, because only chains of one prompt at a time are compiled",
             )
 
     @property
@@ -171,7 +168,7 @@ class MeasurementPlan:
             raise UserError(
                 "num_processes",
                 got=f"{num_processes} for {num_prompts} prompts, {batch_size} at a time",
-                expected="fewer: each has at least a batch",
+                expected="fewer processes, so that each has at least one batch",
             )
 
         # Deal out the prompts in turn, like cards, ordered by category.
@@ -207,20 +204,16 @@ def plan_configurations(
     for k in axes.num_speculative_tokens:
         variants.append((replace(settings, num_speculative_tokens=k, tree=None), main.prompts))
     for temperature in axes.temperature:
-        variants.append(
-            (
-                replace(settings, sampling=replace(settings.sampling, temperature=temperature)),
-                main.prompts,
-            )
-        )
+        sampling = replace(settings.sampling, temperature=temperature)
+        variants.append((replace(settings, sampling=sampling), main.prompts))
     for batch_size in axes.batch_size:
         variants.append((replace(settings, batch_size=batch_size), main.prompts))
     for tree_config in axes.tree:
         tree = build_tree_shape(tree_config)
         variant = replace(settings, num_speculative_tokens=tree.depth, tree=tree)
         variants.append((variant, main.prompts))
-    for bucket, cut in contexts.items():
-        variants.append((replace(settings, context_bucket=str(bucket)), cut))
+    for length, prompts_of_length in contexts.items():
+        variants.append((replace(settings, context_bucket=str(length)), prompts_of_length))
 
     # A variant that equals an earlier configuration is not measured twice.
     plans = [main]
@@ -266,8 +259,6 @@ def plan_measurement(
         "max_length": max_length,
     }
     prompts = tokenize(suite, tokenizer, vocab_size=vocab_size, logs=logs, **limits)
-    return plan_configurations(
-        MeasurementPlan(Settings.from_section(config), prompts),
-        axes,
-        cut_prompts(suite, tokenizer, axes.context, **limits),
-    )
+    main_plan = MeasurementPlan(Settings.from_section(config), prompts)
+    contexts = cut_prompts(suite, tokenizer, axes.context, **limits)
+    return plan_configurations(main_plan, axes, contexts)

@@ -225,15 +225,13 @@ def find_divergence(
 
     # Compute the logits [V] that decide the first token that differs. Both completions have the
     # same tokens before it.
-    logits_V = reference.compute_logits(
-        target, [*prompt.token_ids, *theirs[: difference["position"]]], 1
-    )[-1]
+    shared_tokens = [*prompt.token_ids, *theirs[: difference["position"]]]
+    logits_V = reference.compute_logits(target, shared_tokens, 1)[-1]
 
     # A rounding of the target's dtype is relative, so the bound is a share of the best logit.
     best, second = logits_V.topk(2).values.tolist()
-    bound = max(NEAR_TIE, NEAR_TIE_ROUNDINGS * torch.finfo(getattr(torch, target.dtype)).eps) * abs(
-        best
-    )
+    rounding = torch.finfo(getattr(torch, target.dtype)).eps
+    bound = max(NEAR_TIE, NEAR_TIE_ROUNDINGS * rounding) * abs(best)
 
     # Check both tokens. If one completion ended earlier, it has no token here, and rounding does
     # not explain the divergence.
@@ -300,12 +298,12 @@ def verify_with_wrong_residual(
     """
     # Accept tokens by the right rule, and draw the next token as the wrong rule does. Row 0 of the
     # distributions follows the sequence, and row 1 + i follows draft token i.
-    path, next_token = verify_sampled(proposal, probs_NV, generator)
-    drawn = int(
-        torch.multinomial(probs_NV[path[-1] + 1 if path else 0].cpu(), 1, generator=generator)
-    )
-    # If there was nothing to reject, both rules draw from p.
-    return path, drawn if list_candidates(proposal, path) else next_token
+    path, right_token = verify_sampled(proposal, probs_NV, generator)
+    p_V = probs_NV[path[-1] + 1 if path else 0].cpu()
+    wrong_token = int(torch.multinomial(p_V, 1, generator=generator))
+
+    # If there was nothing to reject, drawing from p is right.
+    return path, wrong_token if list_candidates(proposal, path) else right_token
 
 
 def run_sampling_test(
@@ -348,47 +346,22 @@ def run_sampling_test(
 
     # Choose a prompt, and compute the probability of each outcome after it.
     prompt_ids, prompt_id = find_most_telling_prompt(target, proposer, prompts, settings)
+    max_draws = sizes[-1]
     probabilities = compute_pair_probabilities(
-        target, prompt_ids, settings.sampling, MIN_EXPECTED / sizes[-1]
+        target, prompt_ids, settings.sampling, MIN_EXPECTED / max_draws
     )
 
     # Keep the numbers of draws that are large enough for a chi-square test.
-    most = sizes[-1]
     sizes = [size for size in sizes if can_compare(probabilities, size)]
     if not sizes:
-        return f"{most} draws hold no two outcomes that are frequent enough to compare; draw more"
-
-    # Two tokens per draw: one draft token, and what follows it.
-    first = replace(
-        settings,
-        max_new_tokens=2,
-        num_speculative_tokens=1,
-        tree=settings.tree.cut(1) if settings.tree else None,
-    )
-
-    def draw(
-        arm: int, rule: VerifyRule, what: str, sizes: Sequence[int]
-    ) -> Iterator[list[tuple[int, ...]]]:
-        """Draw outcomes by a rule, and yield all of them each time one of the sizes is reached."""
-        # The two rules draw independent random numbers.
-        decoder = Decoder(target, proposer, rule=rule, compiled=settings.compile)
-        generator = torch.Generator().manual_seed(settings.seed * 2 + arm)
-        outcomes: list[tuple[int, ...]] = []
-        for size in sizes:
-            num_missing = size - len(outcomes)
-            with show_progress(what, num_missing, "draws") as advance:
-                for _ in range(num_missing):
-                    outcomes.append(
-                        decoder.generate(
-                            prompt_ids, generator=generator, **first.decoding
-                        ).token_ids
-                    )
-                    advance()
-            yield outcomes
+        return (
+            f"in {max_draws} draws, no two outcomes are frequent enough to compare; take more draws"
+        )
 
     # Test the wrong rule with more and more draws, until it is detected.
+    draw = partial(_draw_outcomes, target, proposer, prompt_ids, settings)
     for outcomes in draw(
-        1, verify_with_wrong_residual, "Testing a wrong rule, as a control", sizes
+        verify_with_wrong_residual, sizes, arm=1, title="Testing a wrong rule, as a control"
     ):
         control = run_chi_square_test(outcomes, probabilities)
         num_drawn = len(outcomes)
@@ -396,7 +369,7 @@ def run_sampling_test(
             break
 
     # Test the right rule with the same number of draws.
-    (outcomes,) = draw(0, verify_sampled, "Testing sampling", [num_drawn])
+    (outcomes,) = draw(verify_sampled, [num_drawn], arm=0, title="Testing sampling")
     result = run_chi_square_test(outcomes, probabilities)
     assert result is not None and control is not None  # by `can_compare`
     statistic, p_value, num_cells = result
@@ -409,6 +382,52 @@ def run_sampling_test(
         "prompt_id": prompt_id,
         "num_prompt_tokens": len(prompt_ids),
     }
+
+
+def _draw_outcomes(
+    target: FrozenTarget,
+    proposer: Proposer,
+    prompt_ids: Sequence[int],
+    settings: Settings,
+    rule: VerifyRule,
+    sizes: Sequence[int],
+    *,
+    arm: int,
+    title: str,
+) -> Iterator[list[tuple[int, ...]]]:
+    """Draw two tokens after a prompt again and again, and yield all draws at each of some sizes.
+
+    Args:
+        target: the target that verifies.
+        proposer: the draft.
+        prompt_ids: token ids of the prompt.
+        settings: how tokens are sampled.
+        rule: the rule that verifies draft tokens.
+        sizes: the numbers of draws, in ascending order, at which the draws so far are yielded.
+        arm: 0 or 1; each arm of the test has its own random numbers.
+        title: the name of the task in the progress bar.
+    """
+    # Draw two tokens: one of the prefill, and one of a round with a single draft token or, for a
+    # tree, with the first level of nodes.
+    pair_settings = replace(
+        settings,
+        max_new_tokens=2,
+        num_speculative_tokens=1,
+        tree=settings.tree.cut(1) if settings.tree else None,
+    )
+    decoder = Decoder(target, proposer, rule=rule, compiled=settings.compile)
+    generator = torch.Generator().manual_seed(settings.seed * 2 + arm)
+
+    # Continue from the draws of the last size up to the next one.
+    outcomes: list[tuple[int, ...]] = []
+    for size in sizes:
+        num_missing = size - len(outcomes)
+        with show_progress(title, num_missing, "draws") as advance:
+            for _ in range(num_missing):
+                pair = decoder.generate(prompt_ids, generator=generator, **pair_settings.decoding)
+                outcomes.append(pair.token_ids)
+                advance()
+        yield outcomes
 
 
 def count_check_passes(prompts: Sequence[Prompt], settings: Settings, num_draws: int | None) -> int:
@@ -434,12 +453,12 @@ def choose_num_draws(num_tokens: int) -> int:
 
 
 def compute_pair_probabilities(
-    target: FrozenTarget, prompt_ids: Sequence[int], sampling: Sampling, least: float
+    target: FrozenTarget, prompt_ids: Sequence[int], sampling: Sampling, min_probability: float
 ) -> dict[tuple[int, ...], float]:
     """Compute the exact probability of each frequent pair of tokens after a prompt.
 
     The probabilities come from the reference, transformers. A stop token ends a sequence, so it is
-    an outcome alone. Outcomes with a probability below `least` are left out.
+    an outcome alone. Outcomes that are less probable than `min_probability` are left out.
 
     Returns:
         The tokens of an outcome -> its probability.
@@ -447,17 +466,15 @@ def compute_pair_probabilities(
     probabilities: dict[tuple[int, ...], float] = {}
     # p(a, b) = p(a) p(b | a). A pair is at most as probable as its first token.
     first_V = reference.compute_next_token_probabilities(target, prompt_ids, sampling)
-    for token in (first_V >= least).nonzero().flatten().tolist():
+    for token in (first_V >= min_probability).nonzero().flatten().tolist():
         if token in target.eos_token_ids:
             probabilities[(token,)] = float(first_V[token])
             continue
         pair_V = first_V[token] * reference.compute_next_token_probabilities(
             target, [*prompt_ids, token], sampling
         )
-        probabilities |= {
-            (token, second_token): float(pair_V[second_token])
-            for second_token in (pair_V >= least).nonzero().flatten().tolist()
-        }
+        for second_token in (pair_V >= min_probability).nonzero().flatten().tolist():
+            probabilities[(token, second_token)] = float(pair_V[second_token])
     return probabilities
 
 
@@ -478,22 +495,23 @@ def find_most_telling_prompt(
     # Record the distance in each verification while prompts are decoded by the right rule.
     deviations: list[float] = []
 
-    def watched(
+    def verify_and_record(
         proposal: Proposal, probs_NV: Tensor, generator: torch.Generator | None
     ) -> tuple[Sequence[int], int]:
         # Row 0 is the target's distribution of the first token of the round.
         deviations.append(_compute_deviation(proposal, probs_NV[0]))
         return verify_sampled(proposal, probs_NV, generator)
 
-    decoder = Decoder(target, proposer, rule=watched)
+    decoder = Decoder(target, proposer, rule=verify_and_record)
     best_score = -1.0
     best = (prompts[0].token_ids, prompts[0].id)
-    for prompt in sorted(prompts, key=lambda prompt: len(prompt.token_ids))[:NUM_PROBED_PROMPTS]:
+    by_length = sorted(prompts, key=lambda prompt: len(prompt.token_ids))
+    for prompt in by_length[:NUM_PROBED_PROMPTS]:
         # Decode the prompt, as far as the target's context allows.
         deviations.clear()
-        room = min(NUM_PROBED_TOKENS, target.max_length - len(prompt.token_ids))
+        max_new_tokens = min(NUM_PROBED_TOKENS, target.max_length - len(prompt.token_ids))
         (generation,) = decode_batch(
-            decoder, PromptBatch(0, (prompt,)), replace(settings, max_new_tokens=room)
+            decoder, PromptBatch(0, (prompt,)), replace(settings, max_new_tokens=max_new_tokens)
         )
 
         # Compute the probabilities [T, V] after the prompt and after each token of the completion.
@@ -530,14 +548,17 @@ def _compute_deviation(proposal: Proposal, p_V: Tensor) -> float:
         proposal: the draft tokens of the round.
         p_V: the target's distribution.
     """
-    first = list_candidates(proposal, [])
-    if not first:
+    candidates = list_candidates(proposal, [])
+    if not candidates:
         return 0.0
+
+    # Take the draft's distribution q [V].
     if proposal.probabilities is None:
-        q_V = F.one_hot(
-            torch.tensor([proposal.tokens[node] for node in first], device=p_V.device), len(p_V)
-        ).sum(0)
+        tokens = [proposal.tokens[node] for node in candidates]
+        q_V = F.one_hot(torch.tensor(tokens, device=p_V.device), len(p_V)).sum(0)
     else:
-        q_V = proposal.probabilities[first[0]]
-    accepted = torch.minimum(p_V, q_V.to(p_V.dtype))
-    return float((accepted - accepted.sum() * p_V).abs().sum() / 2)
+        q_V = proposal.probabilities[candidates[0]]
+
+    # min(p, q) is the probability that a token is drafted and accepted, for each token [V].
+    accepted_V = torch.minimum(p_V, q_V.to(p_V.dtype))
+    return float((accepted_V - accepted_V.sum() * p_V).abs().sum() / 2)

@@ -149,8 +149,7 @@ def log_estimate(generations: BatchGenerations, num_runs: int, num_check_passes:
     checks_s = num_check_passes * plain_s / num_plain_tokens
     logger.info(
         f"This takes about {format_clock(decoding_s + checks_s)}: {format_clock(decoding_s)} to"
-        " decode with and"
-        f" without the draft, {format_clock(checks_s)} for checks"
+        f" decode with and without the draft, and {format_clock(checks_s)} for checks"
     )
 
 
@@ -267,7 +266,6 @@ def build_prompt_records(
         runs: the runs of the draft, by prompt.
     """
     tokenizer = target.tokenizer
-    vocabulary = proposer.vocabulary
     records = []
     for run in runs:
         prompt = run.prompt
@@ -275,33 +273,22 @@ def build_prompt_records(
         plain_tokens = run.baseline[0].token_ids
 
         # The first token comes from the prefill, each of the others from a round.
-        context = list(prompt.token_ids)
-        (first_text,) = spell_tokens(tokenizer, context, generation.token_ids[:1])
-        context.append(generation.token_ids[0])
-        rounds = []
-        for entry in generation.rounds:
-            rounds.append(
-                RoundRecord(
-                    drafted=entry.drafted,
-                    drafted_text=spell_tokens(tokenizer, context, entry.drafted),
-                    accepted=entry.drafted[: entry.num_accepted],
-                    emitted=entry.emitted,
-                    emitted_text=spell_tokens(tokenizer, context, entry.emitted),
-                    num_off_path=entry.num_off_path,
-                )
-            )
-            context += entry.emitted
+        first_token = generation.token_ids[0]
+        (first_text,) = spell_tokens(tokenizer, prompt.token_ids, [first_token])
+        context = [*prompt.token_ids, first_token]
+        rounds = _build_round_records(tokenizer, context, generation.rounds)
 
         # Add what was measured without the draft: the time of `generate()`, and how many tokens of
         # the plain output a draft with a pruned vocabulary can propose.
         hf_generate = None
         if run.hf_generate:
-            hf_generate = HFGenerate(
-                len(run.hf_generate[0].token_ids), compute_timing(run.hf_generate).seconds
-            )
+            hf_tokens = run.hf_generate[0].token_ids
+            hf_generate = HFGenerate(len(hf_tokens), compute_timing(run.hf_generate).seconds)
         num_in_vocabulary = None
-        if vocabulary is not None:
+        if proposer.vocabulary is not None:
+            vocabulary = proposer.vocabulary
             num_in_vocabulary = sum(token in vocabulary for token in plain_tokens)
+
         records.append(
             PromptRecord(
                 suite=suite,
@@ -311,9 +298,9 @@ def build_prompt_records(
                 num_prompt_tokens=len(prompt.token_ids),
                 prompt=prompt.text,
                 text=tokenizer.decode(generation.token_ids, skip_special_tokens=False),
-                first_token=generation.token_ids[0],
+                first_token=first_token,
                 first_token_text=first_text,
-                rounds=tuple(rounds),
+                rounds=rounds,
                 speculative=compute_timing(run.speculative),
                 baseline=compute_timing(run.baseline),
                 hf_generate=hf_generate,
@@ -324,6 +311,33 @@ def build_prompt_records(
             )
         )
     return records
+
+
+def _build_round_records(
+    tokenizer: Tokenizer, context: Sequence[int], rounds: Sequence[Round]
+) -> tuple[RoundRecord, ...]:
+    """Build the records of a completion's rounds, with the texts of their tokens.
+
+    Args:
+        tokenizer: the tokenizer.
+        context: the tokens before the first round.
+        rounds: the rounds.
+    """
+    tokens_before = list(context)
+    records = []
+    for entry in rounds:
+        records.append(
+            RoundRecord(
+                drafted=entry.drafted,
+                drafted_text=spell_tokens(tokenizer, tokens_before, entry.drafted),
+                accepted=entry.drafted[: entry.num_accepted],
+                emitted=entry.emitted,
+                emitted_text=spell_tokens(tokenizer, tokens_before, entry.emitted),
+                num_off_path=entry.num_off_path,
+            )
+        )
+        tokens_before += entry.emitted
+    return tuple(records)
 
 
 def spell_tokens(
@@ -372,9 +386,9 @@ def compute_timing(repetitions: Sequence[Generation]) -> Timing:
     rounds = list(zip(*(generation.rounds for generation in comparable), strict=True))
     draft = 0.0
     verify = 0.0
-    for same in rounds:
-        draft += statistics.median_low(entry.draft_seconds for entry in same)
-        verify += statistics.median_low(entry.verify_seconds for entry in same)
+    for repetitions_of_round in rounds:
+        draft += statistics.median_low(entry.draft_seconds for entry in repetitions_of_round)
+        verify += statistics.median_low(entry.verify_seconds for entry in repetitions_of_round)
     return Timing(
         num_tokens=len(repetitions[0].token_ids),
         num_rounds=num_rounds,
@@ -395,17 +409,21 @@ def count_disturbed_rounds(repetitions: Sequence[Generation]) -> list[int]:
         The number of disturbed rounds of each repetition.
     """
     # List the seconds of the prefill and of every round: [repetition][round].
-    seconds_each = []
+    seconds_by_repetition = []
     for generation in repetitions:
         rounds = [entry.draft_seconds + entry.verify_seconds for entry in generation.rounds]
-        seconds_each.append([generation.prefill_seconds, *rounds])
+        seconds_by_repetition.append([generation.prefill_seconds, *rounds])
 
     # Compute the longest undisturbed time of each round. A repetition may have fewer rounds than
     # another, so `zip` stops at the shortest.
-    usual = [statistics.median_low(same) for same in zip(*seconds_each, strict=False)]
-    limits = [max(DISTURBED_RATIO * seconds, seconds + DISTURBED_SECONDS) for seconds in usual]
+    limits = []
+    for seconds_of_round in zip(*seconds_by_repetition, strict=False):
+        usual = statistics.median_low(seconds_of_round)
+        limits.append(max(DISTURBED_RATIO * usual, usual + DISTURBED_SECONDS))
+
+    # Count the rounds of each repetition that took longer.
     counts = []
-    for seconds in seconds_each:
+    for seconds in seconds_by_repetition:
         counts.append(
             sum(duration > limit for duration, limit in zip(seconds, limits, strict=False))
         )

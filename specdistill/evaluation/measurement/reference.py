@@ -101,7 +101,7 @@ def time_generate(
 
     # The first recorded time is before the prefill, because `generate()` streams the prompt first.
     # The second one is that of the first token, which ends the prefill.
-    steps = [later - earlier for earlier, later in pairwise(clock.times[1:])]
+    step_seconds = [later - earlier for earlier, later in pairwise(clock.times[1:])]
 
     # Charge each prompt its share of every step.
     completions = [completion[:count] for completion, count in zip(generated, counts, strict=True)]
@@ -109,8 +109,8 @@ def time_generate(
     generations = []
     for prompt, completion in zip(prompts, completions, strict=True):
         share = len(completion) / num_tokens
-        rounds = tuple(Round((), 0, (), 0.0, step * share) for step in steps)
-        prefill = (seconds - sum(steps)) * share
+        rounds = tuple(Round((), 0, (), 0.0, step * share) for step in step_seconds)
+        prefill = (seconds - sum(step_seconds)) * share
         generations.append(
             Generation(
                 tuple(prompt),
@@ -163,10 +163,9 @@ def compute_logits(target: FrozenTarget, token_ids: Sequence[int], num_last: int
     """
     ids = torch.tensor([list(token_ids)], device=target.device)
     options = {"logits_to_keep": num_last} if target.model._supports_logits_to_keep() else {}
-    rows: Tensor = (
-        target.model(input_ids=ids, use_cache=False, **options).logits[0, -num_last:].float()
-    )
-    return rows
+    logits_1TV = target.model(input_ids=ids, use_cache=False, **options).logits
+    logits_TV: Tensor = logits_1TV[0, -num_last:].float()
+    return logits_TV
 
 
 def _generate(
@@ -191,26 +190,28 @@ def _generate(
     """
     longest = max(map(len, prompts))
     stop_ids = sorted(target.eos_token_ids)
-    pad = min(stop_ids, default=0)
+    pad_id = min(stop_ids, default=0)
 
     # Pad shorter prompts on the left, so that all completions begin at the same column. The mask
     # hides the padding. ids and mask are [B, T], T being the length of the longest prompt.
     ids = torch.tensor(
-        [[pad] * (longest - len(row)) + [*row] for row in prompts], device=target.device
+        [[pad_id] * (longest - len(row)) + [*row] for row in prompts], device=target.device
     )
     mask = torch.tensor(
         [[0] * (longest - len(row)) + [1] * len(row) for row in prompts], device=target.device
     )
-    chosen = {"do_sample": False} if sampling.is_greedy else {"do_sample": True, **vars(sampling)}
+    sampling_options: dict[str, object] = {"do_sample": False}
+    if not sampling.is_greedy:
+        sampling_options = {"do_sample": True, **vars(sampling)}
 
     # Replace the model's own generation config for this call, because generate() takes every option
     # that is not passed to it from there.
     generation_config = target.model.generation_config
     target.model.generation_config = GenerationConfig(
         eos_token_id=stop_ids or None,
-        pad_token_id=pad,
+        pad_token_id=pad_id,
         return_dict_in_generate=True,
-        **chosen,
+        **sampling_options,
         **options,
     )
     try:
@@ -221,8 +222,7 @@ def _generate(
 
 def _cut_at_stop(token_ids: Sequence[int], stop_ids: frozenset[int]) -> tuple[int, ...]:
     """Return the tokens up to and including the first stop token."""
-    end = next(
-        (index for index, token in enumerate(token_ids, start=1) if token in stop_ids),
-        len(token_ids),
-    )
-    return tuple(token_ids[:end])
+    for index, token in enumerate(token_ids):
+        if token in stop_ids:
+            return tuple(token_ids[: index + 1])
+    return tuple(token_ids)

@@ -210,16 +210,6 @@ def build_draft_report(
     main_rows = rows_by_configuration[0]
     main_records = measurement.configurations[0].records
 
-    # Describe the target, and its weights as far as they are known.
-    described_target = {"model": target.name, "revision": target.revision, "dtype": target.dtype}
-    weights = measurement.weights
-    if weights is None and target.files:
-        weights = target.identity.weights
-    if weights:
-        described_target["weights"] = weights
-    if target.quantization:
-        described_target["quantization"] = target.quantization
-
     # Summarize losslessness over all configurations, with the sampling test or why there is none.
     lossless = summarize_greedy(
         list(chain.from_iterable(result.divergences for result in measurement.configurations))
@@ -231,18 +221,11 @@ def build_draft_report(
         lossless["sampling_test"] = measurement.sampling_test
 
     return build_report(
-        target={**described_target, "parameters": target.num_parameters},
+        target=_describe_target(target, measurement.weights),
         draft={**draft, "parameters": proposer.num_parameters, "bytes": proposer.num_bytes},
         hardware=describe_hardware(target.device),
         software=list_software(),
-        settings={
-            **settings.described,
-            "compile": settings.compile,
-            "draft_sampling": "probabilistic"
-            if proposer.has_drawn_candidates(settings.sampling, settings.tree)
-            else "greedy",
-            "drafting": dict(proposer.settings),
-        },
+        settings=_describe_settings(settings, proposer),
         suite=suite,
         results=list(chain.from_iterable(rows_by_configuration)),
         context=build_context_rows(main_records),
@@ -258,3 +241,33 @@ def build_draft_report(
         measurement=dict(measurement.resources),
         git_revision=read_git_revision(),
     )
+
+
+def _describe_target(target: FrozenTarget, weights: str | None) -> dict[str, object]:
+    """Describe a target as a report's `target` states it.
+
+    Args:
+        target: the target.
+        weights: the sha256 of the weights; None for those of this target alone.
+    """
+    description = {"model": target.name, "revision": target.revision, "dtype": target.dtype}
+
+    # A target that was not loaded from files has no recorded hash of its weights.
+    if weights is None and target.files:
+        weights = target.identity.weights
+    if weights:
+        description["weights"] = weights
+    if target.quantization:
+        description["quantization"] = target.quantization
+    return {**description, "parameters": target.num_parameters}
+
+
+def _describe_settings(settings: Settings, proposer: Proposer) -> dict[str, object]:
+    """Describe the settings of a measurement, and of its draft, as a report's `settings` does."""
+    is_drawn = proposer.has_drawn_candidates(settings.sampling, settings.tree)
+    return {
+        **settings.described,
+        "compile": settings.compile,
+        "draft_sampling": "probabilistic" if is_drawn else "greedy",
+        "drafting": dict(proposer.settings),
+    }

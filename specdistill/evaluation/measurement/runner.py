@@ -65,6 +65,7 @@ from specdistill.evaluation.measurement.losslessness import (
 )
 from specdistill.evaluation.measurement.prompt_runs import (
     BatchGenerations,
+    PromptBatch,
     PromptRuns,
     add_generations,
     build_prompt_records,
@@ -437,15 +438,9 @@ def decode_prompts(
     for cached_arms in list(cached_batches)[: settings.repeats * len(batches)]:
         num_runs -= len(cached_arms[0])
 
-    # Warm up. The last batch gives an estimate of how long the measurement takes, because the first
-    # one may include compilation.
-    warmup_batches = sample_batches(batches, settings.warmup)
-    generations: BatchGenerations = []
-    with freeze_garbage_collector():
-        for batch in warmup_batches:
-            generations = [decode_batch(arm.decoder, batch, arm.settings) for arm in arms]
-            generate_with_transformers(target, batch, generations[0], settings)
-    is_estimated = bool(warmup_batches)
+    # Warm up, and estimate how long the measurement takes.
+    generations = _warm_up(target, arms, batches, settings)
+    is_estimated = bool(generations)
     if is_estimated:
         log_estimate(generations, num_runs, num_check_passes)
 
@@ -472,10 +467,7 @@ def decode_prompts(
                 # Decode it in every arm. The arm that comes first rotates.
                 remember_outputs(proposers, runs[0][: batch.start])
                 first_arm = (repetition + number) % len(arms)
-                generations = [[] for _ in arms]
-                for index in [*range(first_arm, len(arms)), *range(first_arm)]:
-                    arm = arms[index]
-                    generations[index] = decode_batch(arm.decoder, batch, arm.settings)
+                generations = _decode_in_arms(arms, batch, first_arm)
                 if not is_estimated and not is_extra:
                     is_estimated = True
                     log_estimate(generations, num_runs, num_check_passes)
@@ -492,3 +484,38 @@ def decode_prompts(
     # Forget the outputs, because the checks must not look anything up in them.
     remember_outputs(proposers, [])
     return runs, cached_seconds
+
+
+def _warm_up(
+    target: FrozenTarget,
+    arms: Sequence[Arm],
+    batches: Sequence[PromptBatch],
+    settings: Settings,
+) -> BatchGenerations:
+    """Decode some batches before anything is timed, because the first ones may compile kernels.
+
+    Args:
+        target: the target.
+        arms: the arms of the measurement.
+        batches: all batches of the measurement.
+        settings: the settings of plain decoding, which say how many batches are decoded.
+
+    Returns:
+        The last batch that was decoded, from which the measurement's time is estimated. Empty if
+        there is no warm-up.
+    """
+    generations: BatchGenerations = []
+    with freeze_garbage_collector():
+        for batch in sample_batches(batches, settings.warmup):
+            generations = _decode_in_arms(arms, batch, first_arm=0)
+            generate_with_transformers(target, batch, generations[0], settings)
+    return generations
+
+
+def _decode_in_arms(arms: Sequence[Arm], batch: PromptBatch, first_arm: int) -> BatchGenerations:
+    """Decode a batch in every arm, one right after the other, and return the results by arm."""
+    generations: BatchGenerations = [[] for _ in arms]
+    for index in [*range(first_arm, len(arms)), *range(first_arm)]:
+        arm = arms[index]
+        generations[index] = decode_batch(arm.decoder, batch, arm.settings)
+    return generations
