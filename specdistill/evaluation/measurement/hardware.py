@@ -40,15 +40,8 @@ def fit_threads(target: FrozenTarget) -> None:
     number is never raised, and is left alone if OMP_NUM_THREADS is set.
     """
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(
-            max(
-                1,
-                min(
-                    torch.get_num_threads(),
-                    target.model.get_memory_footprint() // WEIGHTS_PER_THREAD,
-                ),
-            )
-        )
+        num_busy = target.model.get_memory_footprint() // WEIGHTS_PER_THREAD
+        torch.set_num_threads(max(1, min(torch.get_num_threads(), num_busy)))
 
 
 def describe_hardware(device: torch.device) -> HardwareDocument:

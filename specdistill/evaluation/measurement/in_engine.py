@@ -35,7 +35,12 @@ from specdistill.evaluation.measurement.servers import (
     measure_running,
     measure_started,
 )
-from specdistill.evaluation.report.build import build_report, build_result_rows, select_headline
+from specdistill.evaluation.report.build import (
+    Numbers,
+    build_report,
+    build_result_rows,
+    select_headline,
+)
 from specdistill.evaluation.report.phrases import Report
 from specdistill.evaluation.report.schema import (
     FirstDivergenceDocument,
@@ -50,7 +55,7 @@ from specdistill.methods.compatibility import check_draft
 from specdistill.methods.load import describe_draft, find_method, locate
 from specdistill.methods.recipe import Recipe
 from specdistill.methods.target_record import TEMPLATE, check_target, use_recorded_template
-from specdistill.recipe.sections import LlamaCppConfig
+from specdistill.recipe.sections import LlamaCppConfig, TargetConfig
 from specdistill.serving.engines import ENGINES
 from specdistill.serving.engines.client import EngineCompletion
 from specdistill.serving.engines.engine import Served
@@ -126,7 +131,6 @@ def measure_in_engine(
     """
     config = recipe.eval
     target = recipe.target
-    draft = recipe.eval.draft
     if target.adapter and (config.server or config.engine == "llama.cpp"):
         raise make_unused_key_error(
             "target.adapter",
@@ -134,67 +138,157 @@ def measure_in_engine(
             f"{'eval.server' if config.server else 'a GGUF file'} serves a merged model",
             alternative="name the merged model in target.model",
         )
-    files = TargetFiles.from_config(target)
-    tokenizer, _, max_length = read_tokenizer(files)
-
-    # Check everything that can be checked before the measurement. A running server does not say
-    # which draft it uses, so the draft that the recipe names is checked against the target. A draft
-    # in the target's checkpoint needs no such check.
-    if config.server:
-        if draft is not None and not METHODS[recipe.method].in_target:
-            folder_of_draft = locate(draft, patterns=("config.json", TEMPLATE))
-            check_target(folder_of_draft, files, "eval.draft")
-            use_recorded_template([folder_of_draft], tokenizer, "eval.draft")
-        speculative, baseline = connect_pair(config, (target.model, files.name))
-        max_length = min(max_length, speculative.identity.max_length or max_length)
-    else:
-        find_startable_serving(config.engine, recipe.method)
-        in_gguf = (
-            find_target_file(config.llama_cpp, files, tokenizer)
-            if config.engine == "llama.cpp"
-            else None
-        )
-        if METHODS[recipe.method].is_trained:
-            draft = draft or str(Path(recipe.train["output_dir"]) / "draft")
-            check_draft(find_method(locate(draft)), locate(draft), files, "eval.draft")
-            use_recorded_template([locate(draft)], tokenizer, "eval.draft")
-    use_template(tokenizer, recipe)
-    task = ServerTask.from_config(config, suite, tokenizer, max_length)
-    print_power_analysis([prompt.cluster or prompt.id for prompt in task.prompts])
 
     # Measure, and describe the target, the draft and the machine for the report.
-    target_name = f"{target.model} + {target.adapter}" if target.adapter else target.model
-    of_target: dict[str, object] = {"model": target_name, "revision": target.revision}
+    files = TargetFiles.from_config(target)
+    tokenizer, _, max_length = read_tokenizer(files)
     if config.server:
-        measurement = measure_running(task, speculative, baseline)
-        of_draft: dict[str, object] = {"model": draft, "revision": None, "method": recipe.method}
-        machine: Mapping[str, object] = {"device": "server", "name": config.server}
+        task, measurement, sections = _measure_running(recipe, suite, files, tokenizer, max_length)
     else:
-        empty_output_folder(folder, "eval.output_dir")
-        served = _describe_served(recipe, draft, folder / "draft", files)
-        of_target |= {"dtype": target.dtype, "weights": files.identity.weights}
-        if in_gguf:
-            file, in_file = in_gguf
-            served = replace_with_gguf(served, config.llama_cpp, file)
-            of_target = of_target | in_file
-        of_draft = describe_draft(draft, served.method or recipe.method)
-        measurement = measure_started(task, config, target, served, folder)
-        hardware = describe_hardware(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        # Keys about threads are left out, because the engine has its own threads.
-        machine = {name: hardware[name] for name in ("device", "name", "count", "memory_bytes")}
+        task, measurement, sections = _measure_started(
+            recipe, suite, files, tokenizer, max_length, folder
+        )
 
+    # Build the report.
     report, records = build_engine_report(
-        task,
-        measurement,
-        always_drafts=METHODS[recipe.method].is_trained,
-        target=of_target,
-        draft=of_draft,
-        hardware=machine,
+        task, measurement, always_drafts=METHODS[recipe.method].is_trained, **sections
     )
     if config.lookup_first:
         report["settings"]["drafting"] = {"lookup_first": config.lookup_first.described}
     add_quality(report, records, suite, special_tokens=tokenizer.all_special_tokens)
     return report, records
+
+
+class EngineResult(NamedTuple):
+    """The requests to the servers of an engine, their answers, and what the report says of them.
+
+    Attributes:
+        task: the requests.
+        measurement: the answers.
+        sections: the report's sections `target`, `draft` and `hardware`.
+    """
+
+    task: ServerTask
+    measurement: ServerMeasurement
+    sections: dict[str, Mapping[str, object]]
+
+
+def _measure_running(
+    recipe: Recipe,
+    suite: Suite,
+    files: TargetFiles,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+) -> EngineResult:
+    """Measure a recipe's draft with servers that run already.
+
+    Args:
+        recipe: the recipe.
+        suite: the suite whose prompts are sent.
+        files: the target.
+        tokenizer: the target's tokenizer.
+        max_length: the target's context, in tokens.
+    """
+    # A running server does not say which draft it uses. So check against the target the draft that
+    # the recipe names, unless the draft is in the target's own checkpoint.
+    target = recipe.target
+    draft = recipe.eval.draft
+    if draft is not None and not METHODS[recipe.method].in_target:
+        draft_folder = locate(draft, patterns=("config.json", TEMPLATE))
+        check_target(draft_folder, files, "eval.draft")
+        use_recorded_template([draft_folder], tokenizer, "eval.draft")
+
+    # Connect to the servers, and send them the prompts.
+    speculative, baseline = connect_pair(recipe.eval, (target.model, files.name))
+    max_length = min(max_length, speculative.identity.max_length or max_length)
+    task = _plan_requests(recipe, suite, tokenizer, max_length)
+    measurement = measure_running(task, speculative, baseline)
+    return EngineResult(
+        task,
+        measurement,
+        {
+            "target": {"model": _name_target(target), "revision": target.revision},
+            "draft": {"model": draft, "revision": None, "method": recipe.method},
+            "hardware": {"device": "server", "name": recipe.eval.server},
+        },
+    )
+
+
+def _measure_started(
+    recipe: Recipe,
+    suite: Suite,
+    files: TargetFiles,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    folder: Path,
+) -> EngineResult:
+    """Export a recipe's draft, and measure it with servers that are started here.
+
+    Args:
+        recipe: the recipe.
+        suite: the suite whose prompts are sent.
+        files: the target.
+        tokenizer: the target's tokenizer.
+        max_length: the target's context, in tokens.
+        folder: the folder for the exported draft and for the logs of the servers.
+    """
+    # Check the engine, the target's file and the draft before anything is exported.
+    config = recipe.eval
+    target = recipe.target
+    find_startable_serving(config.engine, recipe.method)
+    gguf_target = None
+    if config.engine == "llama.cpp":
+        gguf_target = find_target_file(config.llama_cpp, files, tokenizer)
+    draft = config.draft
+    if METHODS[recipe.method].is_trained:
+        draft = draft or str(Path(recipe.train["output_dir"]) / "draft")
+        check_draft(find_method(locate(draft)), locate(draft), files, "eval.draft")
+        use_recorded_template([locate(draft)], tokenizer, "eval.draft")
+    task = _plan_requests(recipe, suite, tokenizer, max_length)
+
+    # Export the draft. llama.cpp is started with GGUF files in place of the export and the target.
+    empty_output_folder(folder, "eval.output_dir")
+    served = _describe_served(recipe, draft, folder / "draft", files)
+    target_section: dict[str, object] = {
+        "model": _name_target(target),
+        "revision": target.revision,
+        "dtype": target.dtype,
+        "weights": files.identity.weights,
+    }
+    if gguf_target:
+        gguf_path, gguf_section = gguf_target
+        served = replace_with_gguf(served, config.llama_cpp, gguf_path)
+        target_section |= gguf_section
+    draft_section = describe_draft(draft, served.method or recipe.method)
+
+    # Start the servers, and send them the prompts.
+    measurement = measure_started(task, config, target, served, folder)
+
+    # The number of threads is left out of the hardware, because the engine has its own threads.
+    hardware = describe_hardware(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    hardware_section = {
+        name: hardware[name] for name in ("device", "name", "count", "memory_bytes")
+    }
+    return EngineResult(
+        task,
+        measurement,
+        {"target": target_section, "draft": draft_section, "hardware": hardware_section},
+    )
+
+
+def _plan_requests(
+    recipe: Recipe, suite: Suite, tokenizer: PreTrainedTokenizerBase, max_length: int
+) -> ServerTask:
+    """Plan the requests to servers, and print which change so many prompts can detect."""
+    use_template(tokenizer, recipe)
+    task = ServerTask.from_config(recipe.eval, suite, tokenizer, max_length)
+    print_power_analysis([prompt.cluster or prompt.id for prompt in task.prompts])
+    return task
+
+
+def _name_target(target: TargetConfig) -> str:
+    """Return the name of a target in reports, with its adapter if it has one."""
+    return f"{target.model} + {target.adapter}" if target.adapter else target.model
 
 
 def find_target_file(
@@ -218,11 +312,11 @@ def find_target_file(
     name = resolve(config.model, MODEL) if config.model else target.name
     file = split_gguf(name)[1]
     if file is None or (config.model and not Path(name).is_file()):
-        convert = f"python convert_hf_to_gguf.py {target.name} --outtype f16 --outfile target.gguf"
+        command = f"python convert_hf_to_gguf.py {target.name} --outtype f16 --outfile target.gguf"
         raise UserError(
             MODEL,
             got=config.model or "nothing",
-            expected=f"the target as a GGUF file, as llama.cpp writes it: {convert}",
+            expected=f"the target as a GGUF file, as llama.cpp writes it: {command}",
         )
 
     # Read the vocabulary and the file type from the metadata of the file.
@@ -234,10 +328,9 @@ def find_target_file(
         dtype = gguf.LlamaFileType(metadata["general.file_type"]).name
 
     # A file that the recipe names must have the target's vocabulary, up to a few spellings.
-    ours = tokenizer.get_vocab()
-    if config.model and sum(
-        tokens[index : index + 1] != [token] for token, index in ours.items()
-    ) > MAX_RESPELLED_SHARE * len(ours):
+    vocabulary = tokenizer.get_vocab()
+    num_differing = sum(tokens[index : index + 1] != [token] for token, index in vocabulary.items())
+    if config.model and num_differing > MAX_RESPELLED_SHARE * len(vocabulary):
         raise UserError(
             MODEL, got=f"{path}, with another vocabulary", expected=f"{target.name}, as a GGUF file"
         )
@@ -342,27 +435,31 @@ def build_engine_report(
     # Collect the answers of each configuration. If there are none in the main one, there is nothing
     # to report.
     answered = {
-        at: _pair_answers(task, measurement.answers, at, has_baseline) for at in task.configurations
+        variant: _pair_answers(task, measurement.answers, variant, has_baseline)
+        for variant in task.configurations
     }
     if failure and not answered[settings]:
         raise failure
 
     # Build the records and the rows of each configuration that has answers.
     reasons = {**ROW_REASONS, **({} if has_baseline else NO_BASELINE_ROW)}
-    records = {}
-    for at, entries in answered.items():
-        if entries:
-            records[at] = [_record(task, at, entry, always_drafts) for entry in entries]
-    rows = {
-        at: build_result_rows(
-            configuration_records, task.suite, at.configuration, seed=settings.seed, reasons=reasons
+    records: dict[Settings, list[PromptRecord]] = {}
+    rows: dict[Settings, list[Numbers]] = {}
+    for variant, entries in answered.items():
+        if not entries:
+            continue
+        records[variant] = [_build_record(task, variant, entry, always_drafts) for entry in entries]
+        rows[variant] = build_result_rows(
+            records[variant],
+            task.suite,
+            variant.configuration,
+            seed=settings.seed,
+            reasons=reasons,
         )
-        for at, configuration_records in records.items()
-    }
 
     # Compare the outputs in the main configuration, and build the report.
-    lossless, not_compared = _compare(answered[settings], has_baseline, settings)
-    measured = f"{len(records[settings])} of {len(task.prompts)} prompts were measured"
+    lossless, not_compared = _compare_outputs(answered[settings], has_baseline, settings)
+    progress = f"{len(records[settings])} of {len(task.prompts)} prompts were measured"
     report = build_report(
         **described,
         software={
@@ -385,7 +482,7 @@ def build_engine_report(
         measurement={"seconds": measurement.seconds},
         git_revision=read_git_revision(),
         engine=measurement.engine,
-        incomplete=f"{failure} ({measured})" if failure else None,
+        incomplete=f"{failure} ({progress})" if failure else None,
     )
     return report, list(chain.from_iterable(records.values()))
 
@@ -410,17 +507,18 @@ def _pair_answers(
     """
     # Take the completions with the draft and, under K = 0, those without it.
     no_completions: list[list[EngineCompletion]] = [[] for _ in task.prompts]
-    sides = (
-        answers.get((k, settings.batch_size), no_completions)
-        for k in (settings.num_speculative_tokens, 0)
-    )
-    entries = [AnsweredPrompt(*entry) for entry in zip(task.prompts, *sides, strict=True)]
-    return [
-        entry for entry in entries if entry.speculative and (entry.baseline or not has_baseline)
-    ]
+    load = settings.batch_size
+    speculative = answers.get((settings.num_speculative_tokens, load), no_completions)
+    baseline = answers.get((0, load), no_completions)
+
+    answered_prompts = []
+    for prompt, with_draft, plain in zip(task.prompts, speculative, baseline, strict=True):
+        if with_draft and (plain or not has_baseline):
+            answered_prompts.append(AnsweredPrompt(prompt, with_draft, plain))
+    return answered_prompts
 
 
-def _record(
+def _build_record(
     task: ServerTask, settings: Settings, entry: AnsweredPrompt, always_drafts: bool
 ) -> PromptRecord:
     """Build the record of a prompt from the repetition of median speed of each side.
@@ -428,7 +526,7 @@ def _record(
     Tokens, counts and seconds come from the same repetition, so they belong together.
     """
     prompt = entry.prompt
-    drafted = _select_median(entry.speculative)
+    with_draft = _select_median(entry.speculative)
     plain = _select_median(entry.baseline) if entry.baseline else None
     return PromptRecord(
         suite=task.suite.name,
@@ -437,22 +535,22 @@ def _record(
         category=prompt.category,
         num_prompt_tokens=len(prompt.token_ids),
         prompt=prompt.text,
-        text=_decode_text(task.tokenizer, drafted),
+        text=_decode_text(task.tokenizer, with_draft),
         first_token=None,
         first_token_text="",
         rounds=(),
         # Each prompt gets a share of the server's time: the seconds of its request, divided by the
         # number of requests in flight. The shares add up to the time that passed (Little's law).
         speculative=Timing(
-            drafted.num_tokens,
-            drafted.counts.num_drafts if always_drafts else None,
-            drafted.seconds / settings.batch_size,
+            with_draft.num_tokens,
+            with_draft.counts.num_drafts if always_drafts else None,
+            with_draft.seconds / settings.batch_size,
         ),
         baseline=(
             Timing(plain.num_tokens, None, plain.seconds / settings.batch_size) if plain else None
         ),
         baseline_text=_decode_text(task.tokenizer, plain) if plain else None,
-        counts=drafted.counts,
+        counts=with_draft.counts,
         cluster=prompt.cluster,
     )
 
@@ -468,11 +566,13 @@ def _decode_text(tokenizer: PreTrainedTokenizerBase, completion: EngineCompletio
 
     The text that a server returns lacks the stop token, so tokens are decoded if it returns them.
     """
-    ids = completion.counts.token_ids
-    return str(tokenizer.decode(list(ids), skip_special_tokens=False)) if ids else completion.text
+    token_ids = completion.counts.token_ids
+    if not token_ids:
+        return completion.text
+    return str(tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
 
-def _compare(
+def _compare_outputs(
     answers: Sequence[AnsweredPrompt], has_baseline: bool, settings: Settings
 ) -> tuple[LosslessDocument, dict[str, str]]:
     """Compare the greedy outputs of both servers, by tokens if both return them, or else by text.

@@ -54,43 +54,43 @@ def add_quality(
         suite: the suite that was measured.
         special_tokens: the tokenizer's special tokens, which are removed from answers.
     """
-    main = select_records(report["results"][0], records)
-    seed = report["settings"]["seed"]
+    main_records = select_records(report["results"][0], records)
     rows = {row.id: row for row in suite.rows}
-    report["quality"], absent = {}, report["not_measured"]
+    not_measured = report["not_measured"]
+    report["quality"] = {}
     for name in METRICS:
         # Select the answers to which this metric applies, with the reference of each.
-        every = (
-            (rows[record.id], record, _find_reference(name, suite, rows[record.id], record))
-            for record in main
-        )
-        chosen = [
-            (row, record, reference) for row, record, reference in every if reference is not None
-        ]
-        if not chosen:
-            absent[f"quality.{name}"] = f"suite {suite.name} has nothing to score by it"
+        scored: list[tuple[PromptRecord, str]] = []
+        for record in main_records:
+            reference = _find_reference(name, suite, rows[record.id], record)
+            if reference is not None:
+                scored.append((record, reference))
+        if not scored:
+            not_measured[f"quality.{name}"] = f"suite {suite.name} has nothing to score by it"
             continue
-        if any(record.baseline_text is None for _, record, _ in chosen):
-            absent[f"quality.{name}"] = "there are no answers without the draft to compare with"
+        if any(record.baseline_text is None for record, _ in scored):
+            not_measured[f"quality.{name}"] = (
+                "there are no answers without the draft to compare with"
+            )
             continue
 
         # Score both answers of each prompt with a metric of the library `evaluate`.
         metric = evaluate.load(str(ANSWERS), name, keep_in_memory=True)
-        references = [reference for _, _, reference in chosen]
-        answers = [_answer(record.text, special_tokens) for _, record, _ in chosen]
+        references = [reference for _, reference in scored]
+        answers = [_remove_tokens(record.text, special_tokens) for record, _ in scored]
         baseline_answers = [
-            _answer(record.baseline_text or "", special_tokens) for _, record, _ in chosen
+            _remove_tokens(record.baseline_text or "", special_tokens) for record, _ in scored
         ]
-        with_draft = metric.compute(predictions=answers, references=references)["outcomes"]
-        without_draft = metric.compute(predictions=baseline_answers, references=references)[
-            "outcomes"
-        ]
+        with_draft = metric.compute(predictions=answers, references=references)
+        without_draft = metric.compute(predictions=baseline_answers, references=references)
 
         # Compare the scores. Prompts of one cluster, e.g. the turns of a conversation, are
         # resampled together.
-        clusters = [record.cluster or record.id for _, record, _ in chosen]
         entry = report["quality"][name] = compare_shares(
-            with_draft, without_draft, clusters, seed=seed
+            with_draft["outcomes"],
+            without_draft["outcomes"],
+            [record.cluster or record.id for record, _ in scored],
+            seed=report["settings"]["seed"],
         )
 
         # Report a difference as a finding if its interval excludes 0.
@@ -132,18 +132,22 @@ def compare_shares(
     # Compute the interval. The bootstrap takes numbers, so clusters are numbered.
     columns = {"with_draft": ours, "without_draft": theirs, "num_prompts": np.ones(len(ours))}
     columns["cluster"] = np.unique(clusters, return_inverse=True)[1].astype(np.float64)
-    ends = compute_interval(DIFFERENCE, columns, seed=seed)
+    interval = compute_interval(DIFFERENCE, columns, seed=seed)
+
+    # Test whether the two numbers of such prompts differ by chance (McNemar).
+    num_differing = only_ours + only_theirs
+    p_value = 1.0
+    if num_differing:
+        p_value = float(stats.binomtest(only_ours, num_differing).pvalue)
     return {
         "num_prompts": len(ours),
         "with_draft": float(ours.mean()),
         "without_draft": float(theirs.mean()),
         "difference": float((ours - theirs).mean()),
-        **({"difference_ci95": list(ends)} if ends else {}),
+        **({"difference_ci95": list(interval)} if interval else {}),
         "only_with_draft": only_ours,
         "only_without_draft": only_theirs,
-        "p_value": float(stats.binomtest(only_ours, only_ours + only_theirs).pvalue)
-        if only_ours + only_theirs
-        else 1.0,
+        "p_value": p_value,
     }
 
 
@@ -163,9 +167,11 @@ def _find_reference(name: str, suite: Suite, row: SuiteRow, record: PromptRecord
     return row.reference
 
 
-def _answer(text: str, special_tokens: Sequence[str]) -> str:
+def _remove_tokens(text: str, special_tokens: Sequence[str]) -> str:
     """Remove special tokens, such as the end of the turn, from the text of an answer."""
-    return re.sub("|".join(map(re.escape, special_tokens)), "", text) if special_tokens else text
+    if not special_tokens:
+        return text
+    return re.sub("|".join(map(re.escape, special_tokens)), "", text)
 
 
 def is_match(text: str, reference: str) -> bool:
@@ -182,9 +188,15 @@ def is_match(text: str, reference: str) -> bool:
 
 def _parse_number(text: str) -> Decimal | None:
     """Return the number that a text gives as its answer (see `is_match`), or None without one."""
-    marked, numbers = NUMBER.findall(text.partition("####")[2]), NUMBER.findall(text)
-    answer = marked[0] if marked else numbers[-1] if numbers else None
-    return Decimal(answer.replace(",", "")) if answer else None
+    numbers = NUMBER.findall(text)
+    marked_numbers = NUMBER.findall(text.partition("####")[2])
+    if marked_numbers:
+        answer = marked_numbers[0]
+    elif numbers:
+        answer = numbers[-1]
+    else:
+        return None
+    return Decimal(answer.replace(",", ""))
 
 
 def is_python_so_far(source: str) -> bool:
@@ -194,8 +206,9 @@ def is_python_so_far(source: str) -> bool:
     """
     # If the first line is indented, wrap the source in nested functions, so that it is the body of
     # the innermost one.
-    first = next((line for line in source.splitlines() if line.strip()), "")
-    indent = len(first) - len(first.lstrip())
+    lines = [line for line in source.splitlines() if line.strip()]
+    first_line = lines[0] if lines else ""
+    indent = len(first_line) - len(first_line.lstrip())
     blocks = "".join(f"{' ' * level}def _():\n" for level in range(0, indent, INDENT))
     source = blocks + source
 
@@ -237,5 +250,6 @@ class Answers(evaluate.Metric):  # type: ignore[misc]
         )
 
     def _compute(self, predictions: Sequence[str], references: Sequence[str]) -> dict[str, object]:
-        outcomes = list(map(METRICS[self.config_name], predictions, references))
+        is_right = METRICS[self.config_name]
+        outcomes = list(map(is_right, predictions, references))
         return {self.config_name: sum(outcomes) / len(outcomes), "outcomes": outcomes}

@@ -86,7 +86,7 @@ class ConnectedServer:
 
 
 def connect(
-    engine: str, address: str, key: str, target: Sequence[str], timeout: float, k: int
+    engine: str, address: str, key: str, model_names: Sequence[str], timeout: float, k: int
 ) -> ConnectedServer:
     """Connect to a running server, and check that it serves the right model.
 
@@ -94,7 +94,7 @@ def connect(
         engine: the name of the engine.
         address: the address of the server.
         key: the recipe key that errors name.
-        target: the names that the model may have; the last one is a folder or Hub id.
+        model_names: the names that the model may have; the last one is a folder or Hub id.
         timeout: the longest wait for an answer, in seconds.
         k: the number of tokens that the server should draft per round.
 
@@ -109,24 +109,26 @@ def connect(
     identity = client.identify(server)
 
     # Compare its models with the target. Two paths may lead to the same folder through links.
-    folders = [os.path.realpath(name) for name in target if os.path.isdir(name)]
-    if not any(name in target or os.path.realpath(name) in folders for name in identity.models):
+    folders = [os.path.realpath(name) for name in model_names if os.path.isdir(name)]
+    if not any(
+        name in model_names or os.path.realpath(name) in folders for name in identity.models
+    ):
         raise UserError(
             key,
             got=f"{address}, which serves {identity.models[0]}",
-            expected=f"a server of {target[-1]} (or {client.name_option} {target[0]})",
+            expected=f"a server of {model_names[-1]} (or {client.name_option} {model_names[0]})",
         )
     return ConnectedServer(engine, client, server, identity, k)
 
 
 def connect_pair(
-    config: EvalConfig, target: Sequence[str]
+    config: EvalConfig, model_names: Sequence[str]
 ) -> tuple[ConnectedServer, ConnectedServer | None]:
     """Connect to a recipe's server with the draft and, if there is one, to its baseline server.
 
     Args:
         config: the recipe's `eval:`.
-        target: the names that the model may have (see `connect`).
+        model_names: the names that the model may have (see `connect`).
 
     Raises:
         UserError: when a server serves another model, when the server with the draft drafts
@@ -143,7 +145,7 @@ def connect_pair(
     k = config.num_speculative_tokens
 
     # Check that the server with the draft drafts K tokens.
-    speculative = connect(engine, address, "eval.server", target, config.server_timeout, k)
+    speculative = connect(engine, address, "eval.server", model_names, config.server_timeout, k)
     if not speculative.k:
         raise UserError(
             "eval.server",
@@ -161,7 +163,12 @@ def connect_pair(
 
     # Check that the baseline server is the same engine, without a draft.
     baseline = connect(
-        engine, config.baseline_server, "eval.baseline_server", target, config.server_timeout, k
+        engine,
+        config.baseline_server,
+        "eval.baseline_server",
+        model_names,
+        config.server_timeout,
+        k,
     )
     if baseline.k:
         raise UserError(
@@ -180,7 +187,7 @@ def connect_pair(
 
 @dataclass(frozen=True)
 class ServerTask:
-    """What is sent to servers: the prompts of a suite, for every K at every load.
+    """The requests to servers: the prompts of a suite, for every K at every load.
 
     Attributes:
         suite: the suite.
@@ -263,18 +270,18 @@ def find_startable_serving(engine: str, method: str) -> Serving:
 
     # Find all engines that can be started and serve the method. The error names them.
     serving = METHODS[method].serving()
-    able = {
-        name: serving[key]
-        for name in list_engines_with("program")
-        if (key := ENGINES[name].layouts or name) in serving
-    }
-    if engine not in able:
+    startable = {}
+    for name in list_engines_with("program"):
+        layout = ENGINES[name].layouts or name
+        if layout in serving:
+            startable[name] = serving[layout]
+    if engine not in startable:
         raise UserError(
             "method",
             got=f"{method} with eval.engine={engine}",
-            expected=f"a method that {engine} serves, or eval.engine={' or '.join(able)}",
+            expected=f"a method that {engine} serves, or eval.engine={' or '.join(startable)}",
         )
-    return able[engine]
+    return startable[engine]
 
 
 @dataclass
@@ -324,9 +331,8 @@ class ServerMeasurement:
 
         # Send the prompts. The time counts even if a server fails.
         try:
-            with show_progress(
-                "Measuring", len(peers) * (num_untimed + num_timed), "completions"
-            ) as advance:
+            num_requests = len(peers) * (num_untimed + num_timed)
+            with show_progress("Measuring", num_requests, "completions") as advance:
                 for load, warmup in warmups.items():
                     # Warm up every server at this load.
                     for peer in peers:
@@ -415,27 +421,40 @@ def measure_started(
             log = logs / (f"k{k}.log" if k else "plain.log")
             with start_server(commands[k], log, key=key, variables=variables[k]) as address:
                 peer = connect(config.engine, address, key, names, config.server_timeout, k)
-                if peer.k != k:
-                    raise ResourceError(
-                        f"{config.engine} drafts {peer.k} tokens per round, not {k}",
-                        next_step=f"look at {log}",
-                    )
-
-                # Check in the log that the engine uses the lookup in front of the draft. vLLM
-                # ignores the lookup if specdistill's plugin is not installed next to it.
-                front = ENGINES[config.engine].describe_front(served.lookup_first) if k else None
-                if front and front.mark not in log.read_text(encoding="utf-8", errors="replace"):
-                    raise ResourceError(
-                        (
-                            f"{config.engine} looks nothing up in front of the draft: {log} does"
-                            " not say so"
-                        ),
-                        next_step=front.note,
-                    )
+                _check_drafting(peer, served, k, log)
                 measurement.ask([peer], task)
     except ReportedError as error:
         measurement.failure = error
     return measurement
+
+
+def _check_drafting(peer: ConnectedServer, served: Served, k: int, log: Path) -> None:
+    """Check that a server that was started here drafts as it was told to.
+
+    Args:
+        peer: the server.
+        served: the draft that it was started with.
+        k: the number of tokens that it should draft per round; 0 for none.
+        log: the log of the server.
+
+    Raises:
+        ResourceError: when the server drafts another number of tokens, or does not use the lookup
+            in front of the draft.
+    """
+    if peer.k != k:
+        raise ResourceError(
+            f"{peer.engine} drafts {peer.k} tokens per round, not {k}", next_step=f"look at {log}"
+        )
+
+    # Check in the log that the engine uses the lookup in front of the draft. vLLM ignores the
+    # lookup if specdistill's plugin is not installed next to it.
+    front = ENGINES[peer.engine].describe_front(served.lookup_first) if k else None
+    if front and front.mark not in log.read_text(encoding="utf-8", errors="replace"):
+        raise ResourceError(
+            f"{peer.engine} does not use the lookup in front of the draft: {log} does not say"
+            f" `{front.mark}`",
+            next_step=front.note,
+        )
 
 
 def start_command(
@@ -458,7 +477,8 @@ def start_command(
 
     # The program, then its arguments about the model, then those about settings and measurement.
     words = shlex.split(config.engine_command or program.command)
-    words += program.arguments(replace(served, num_tokens=k) if k else replace(served, method=None))
+    served_here = replace(served, num_tokens=k) if k else replace(served, method=None)
+    words += program.arguments(served_here)
     return [
         *words,
         *program.settings(target, config, longest),
@@ -479,10 +499,12 @@ def complete_all(
     before = peer.client.read(peer.server)
     num_tokens = 0
     with start_request_threads(load, peer.server) as pool:
+        # Every prompt has its own seed, the same in each repetition.
         seeds = range(settings.seed, settings.seed + len(prompts))
-        for completion in pool.map(
+        completions = pool.map(
             lambda prompt, seed: peer.complete(prompt, settings, seed), prompts, seeds
-        ):
+        )
+        for completion in completions:
             num_tokens += completion.num_tokens
             yield completion
     peer.client.check_alone(peer.server, before, num_tokens)
