@@ -246,7 +246,9 @@ def select_shown_difference(difference: Entry | None) -> float:
 
 def is_separable(difference: Entry | None) -> bool:
     """Return whether the interval of a difference excludes 0; False without an interval."""
-    low, high = (difference and difference["ci95"]) or (0.0, 0.0)
+    if difference is None or difference["ci95"] is None:
+        return False
+    low, high = difference["ci95"]
     return bool(low > 0 or high < 0)
 
 
@@ -322,31 +324,42 @@ def _describe_gap(candidate: Entry, best: Entry) -> Iterator[str]:
                 " speed."
             )
         return
+
+    # Otherwise say how large the gap is, and which of the two parts explains it.
     yield f"{name} is {_name_direction(speed['change'])} than {first}{_format_range(speed)}."
 
-    # Attribute the gap to tokens and to cost. Speed is tokens / cost, so the logarithms of the
-    # changes add up: log(speed) = log(tokens) - log(cost). A part that works against the gap, e.g.
-    # more tokens of the slower candidate, explains nothing of it.
-    sign = -1 if speed["change"] < 0 else 1
+    cause = _find_main_cause(speed["change"], tokens, cost)
+    if cause is None:
+        yield "Neither the tokens per round nor the cost per round explain that."
+        return
+    parts = [yields] * bool(tokens) + [costs] * bool(cost)
+    yield f"That comes mainly from {cause}: {', and '.join(parts)}."
+
+
+def _find_main_cause(speed: float, tokens: float, cost: float) -> str | None:
+    """Return what explains most of a difference in speed; None if nothing does.
+
+    Args:
+        speed: the relative difference in speed.
+        tokens: the relative difference in tokens per round; 0 if it is not significant.
+        cost: the relative difference in the cost of a round; 0 if it is not significant.
+    """
+    # Speed is tokens / cost, so the logarithms of the changes add up: log(speed) = log(tokens) -
+    # log(cost). A part that works against the difference, e.g. more tokens per round of the slower
+    # candidate, explains nothing of it.
+    sign = -1 if speed < 0 else 1
     from_tokens = max(sign * math.log1p(tokens), 0.0)
     from_cost = max(-sign * math.log1p(cost), 0.0)
     if not (from_tokens or from_cost):
-        yield "Neither the tokens per round nor the cost per round explain that."
-        return
+        return None
 
-    # Name the part that explains most of the gap.
+    # Name the part that explains most of the difference, or both.
     share = from_tokens / (from_tokens + from_cost)
-    source = (
-        "acceptance"
-        if share >= MAIN_CAUSE_SHARE
-        else "cost"
-        if share <= 1 - MAIN_CAUSE_SHARE
-        else "both acceptance and cost"
-    )
-    yield (
-        f"That comes mainly from {source}:"
-        f" {', and '.join([yields] * bool(tokens) + [costs] * bool(cost))}."
-    )
+    if share >= MAIN_CAUSE_SHARE:
+        return "acceptance"
+    if share <= 1 - MAIN_CAUSE_SHARE:
+        return "cost"
+    return "both acceptance and cost"
 
 
 def _describe_acceptance(candidate: Entry, best: Entry) -> Iterator[str]:
@@ -357,24 +370,26 @@ def _describe_acceptance(candidate: Entry, best: Entry) -> Iterator[str]:
 
     # Candidates may accept more because they draft more.
     if select_shown_difference(differences["drafted_per_round"]):
-        mine, theirs = (
-            format_number(entry["parts"]["drafted_per_round"], 1) for entry in (candidate, best)
+        drafted = format_number(candidate["parts"]["drafted_per_round"], 1)
+        drafted_by_best = format_number(best["parts"]["drafted_per_round"], 1)
+        yield (
+            f"{candidate['name']} drafts {drafted} tokens per round,"
+            f" {best['name']} {drafted_by_best}."
         )
-        yield f"{candidate['name']} drafts {mine} tokens per round, {best['name']} {theirs}."
 
     # Tokens at later positions only count if all tokens before them were accepted.
     places = {
         "first_position_rate": "at the first position",
         "later_position_rate": "at later positions once they are reached",
     }
-    accepts = [
-        f"{'more' if change > 0 else 'less'} {place}"
-        f" ({_format_against(candidate, best, rate, style=format_percent)})"
-        for rate, place in places.items()
-        if (change := select_shown_difference(differences[rate]))
-    ]
-    if accepts:
-        yield f"It accepts {' and '.join(accepts)}."
+    phrases = []
+    for rate, place in places.items():
+        change = select_shown_difference(differences[rate])
+        if change:
+            rates = _format_against(candidate, best, rate, style=format_percent)
+            phrases.append(f"{'more' if change > 0 else 'less'} {place} ({rates})")
+    if phrases:
+        yield f"It accepts {' and '.join(phrases)}."
 
 
 def _describe_cost(candidate: Entry, best: Entry, by_name: Mapping[str, Entry]) -> Iterator[str]:
@@ -399,20 +414,19 @@ def _describe_cost(candidate: Entry, best: Entry, by_name: Mapping[str, Entry]) 
     step = select_shown_difference(differences["draft_step"])
     verification = select_shown_difference(differences["verification"])
     if step:
-        mine, theirs = (entry["parts"] for entry in (candidate, best))
+        parts = candidate["parts"]
+        best_parts = best["parts"]
         yield (
-            f"A draft token of {candidate['name']} costs {format_number(mine['draft_step'], 3)}"
-            f" plain"
-            f" steps against {format_number(theirs['draft_step'], 3)}, and drafting takes"
-            f" {format_percent(mine['draft_share'])} of a round against"
-            f" {format_percent(theirs['draft_share'])}."
+            f"A draft token of {candidate['name']} costs {format_number(parts['draft_step'], 3)}"
+            f" plain steps against {format_number(best_parts['draft_step'], 3)}, and drafting takes"
+            f" {format_percent(parts['draft_share'])} of a round against"
+            f" {format_percent(best_parts['draft_share'])}."
         )
-        sizes = [
-            by_name[entry["name"]]["report"]["draft"]["parameters"] for entry in (candidate, best)
-        ]
+        size = by_name[candidate["name"]]["report"]["draft"]["parameters"]
+        best_size = by_name[best["name"]]["report"]["draft"]["parameters"]
         # Size cannot be the reason if the smaller draft has the costlier step.
-        if (sizes[0] - sizes[1]) * step < 0:
-            yield f"Size is not the reason: {sizes[0]:,} parameters against {sizes[1]:,}."
+        if (size - best_size) * step < 0:
+            yield f"Size is not the reason: {size:,} parameters against {best_size:,}."
     if verification:
         yield (
             f"Verifying costs {_choose_word(verification, 'less')}"
@@ -427,12 +441,10 @@ def _name_direction(change: float) -> str:
 
 def _format_range(difference: Entry) -> str:
     """Return the interval of a difference as the end of a sentence, e.g. (−3.1% to +0.2%)."""
-    ends = difference["ci95"]
-    return (
-        f" ({format_signed(ends[0])} to {format_signed(ends[1])})"
-        if ends
-        else ", with too few prompts for an interval"
-    )
+    if difference["ci95"] is None:
+        return ", with too few prompts for an interval"
+    low, high = difference["ci95"]
+    return f" ({format_signed(low)} to {format_signed(high)})"
 
 
 def _choose_word(change: float, less: str) -> str:

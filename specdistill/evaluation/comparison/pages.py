@@ -224,36 +224,32 @@ def format_by_category(comparison: Comparison) -> tables.Table | None:
     """
     # Each candidate has a row for the whole suite, then one for each category. A suite of one
     # category has two.
-    of_each = [
+    rows_by_candidate = [
         tables.select_main_rows(candidate["report"])
         for candidate in _rank_candidates(comparison)[:MAX_CANDIDATES_BY_CATEGORY]
     ]
-    if min(map(len, of_each)) < 3:
+    if min(map(len, rows_by_candidate)) < 3:
         return None
-    head = (
-        "category",
-        "prompts",
-        *(entry["name"] for entry in comparison["ranking"][:MAX_CANDIDATES_BY_CATEGORY]),
-    )
-    lines = [
-        (
-            (phrases.name_row(cells_of_category[0]),),
-            (str(cells_of_category[0]["num_prompts"]),),
-            *map(_format_speedup_and_length, cells_of_category),
-        )
-        for cells_of_category in zip(*of_each, strict=True)
-    ]
-    return tables.Table(head, lines)
+
+    # Transpose: a row of the table is a category, with a cell for each candidate.
+    names = [entry["name"] for entry in comparison["ranking"][:MAX_CANDIDATES_BY_CATEGORY]]
+    table_rows: list[tuple[Cell, ...]] = []
+    for rows_of_category in zip(*rows_by_candidate, strict=True):
+        first = rows_of_category[0]
+        cells = map(_format_speedup_and_length, rows_of_category)
+        table_rows.append(((phrases.name_row(first),), (str(first["num_prompts"]),), *cells))
+    return tables.Table(("category", "prompts", *names), table_rows)
 
 
 def _format_speedup_and_length(row: ResultRow) -> Cell:
     """Return a cell with the speedup and the acceptance length of a row, with their intervals."""
-    length = (
-        "length"
-        f" {format_number(row.get('mean_acceptance_length'))}"
-        f"{format_bracketed_interval(row, 'mean_acceptance_length')}"
+    length = format_number(row.get("mean_acceptance_length"))
+    interval = format_bracketed_interval(row, "mean_acceptance_length")
+    return join_cell(
+        format_times(row.get("speedup")),
+        format_interval(row, "speedup"),
+        f"length {length}{interval}",
     )
-    return join_cell(format_times(row.get("speedup")), format_interval(row, "speedup"), length)
 
 
 def _format_cells(entry: Entry, candidate: Entry) -> dict[str, Cell]:
@@ -273,7 +269,7 @@ def _format_cells(entry: Entry, candidate: Entry) -> dict[str, Cell]:
         "candidate": join_cell(entry["name"], phrases.describe_shape(report["settings"])),
         "K": (str(report["settings"]["num_speculative_tokens"]),),
         "speedup": join_cell(format_times(row["speedup"]), format_interval(row, "speedup")),
-        "to the best": _to_best(entry),
+        "to the best": _format_difference_to_best(entry),
         "acceptance length": join_cell(
             format_number(row.get("mean_acceptance_length")),
             format_interval(row, "mean_acceptance_length"),
@@ -294,17 +290,15 @@ def _format_cells(entry: Entry, candidate: Entry) -> dict[str, Cell]:
     }
 
 
-def _to_best(entry: Entry) -> Cell:
+def _format_difference_to_best(entry: Entry) -> Cell:
     """Return a cell with the difference in speed between a candidate and the best one."""
     if entry["rank"] == 1:
         return ("best",)
     difference = entry["difference_to_best"]["speedup"]
-    note = (
-        " to ".join(map(format_signed, difference["ci95"]))
-        if difference["ci95"]
-        else "too few prompts"
-    )
-    return (
-        format_signed(difference["change"]) if entry["separable_from_best"] else "not separable",
-        note,
-    )
+    interval = "too few prompts"
+    if difference["ci95"]:
+        interval = " to ".join(map(format_signed, difference["ci95"]))
+    change = "not separable"
+    if entry["separable_from_best"]:
+        change = format_signed(difference["change"])
+    return (change, interval)

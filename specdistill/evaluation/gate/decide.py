@@ -16,7 +16,6 @@ Changes since a baseline are computed from prompts that both reports measured, p
 gate's `max_regression` rules decide by them, and the report's `baseline` section shows them.
 """
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -351,11 +350,9 @@ def estimate(rule: Rule, evidence: Evidence, baseline: Evidence | None) -> Estim
     """
     if rule.requirement == "max_regression":
         return estimate_regression(rule, evidence, baseline)
-    return (
-        _estimate_row_metric(rule, evidence)
-        if rule.metric in list_row_metrics()
-        else _estimate_document_metric(rule, evidence.report)
-    )
+    if rule.metric in list_row_metrics():
+        return _estimate_row_metric(rule, evidence)
+    return _estimate_document_metric(rule, evidence.report)
 
 
 def find_row(report: Report, scope: Mapping[str, object]) -> ResultRow | None:
@@ -386,14 +383,15 @@ def _estimate_row_metric(rule: Rule, evidence: Evidence) -> Estimate:
     if rule.confidence == 0:
         return Estimate(value)
 
-    # The report has the interval at the default confidence.
+    # The report has the interval at the default confidence. A field that is no metric of prompts
+    # has no interval at another confidence.
     if rule.metric not in METRICS or rule.confidence == DEFAULT_CONFIDENCE:
         ci95 = row.get(f"{rule.metric}_ci95")
-        why = row["not_measured"].get(f"{rule.metric}_ci95")
+        missing_reason = row["not_measured"].get(f"{rule.metric}_ci95")
         return Estimate(
             value,
             tuple(ci95) if ci95 else None,
-            f"no interval ({why})" if why else None,
+            f"no interval ({missing_reason})" if missing_reason else None,
             row["num_prompts"],
         )
 
@@ -401,7 +399,7 @@ def _estimate_row_metric(rule: Rule, evidence: Evidence) -> Estimate:
     records = select_records(row, evidence.records)
     seed = evidence.report["settings"]["seed"]
     if not records:
-        return Estimate(value, reason="no record is of this row")
+        return Estimate(value, reason="this row has no records")
     bounds = compute_interval(
         METRICS[rule.metric], collect_prompt_sums(records), confidence=rule.confidence, seed=seed
     )
@@ -414,18 +412,18 @@ def _estimate_document_metric(rule: Rule, report: Report) -> Estimate:
     """Find a number of the report outside its result rows, by its dotted path."""
     # Follow the path through the sections. A section that is absent counts as empty.
     *path, name = rule.metric.split(".")
-    section = functools.reduce(lambda part, key: part.get(key) or {}, path, report)
+    section: Mapping[str, Any] = report
+    for key in path:
+        section = section.get(key) or {}
     value = section.get(name)
     ci95 = section.get(f"{name}_ci95")
 
     # If the number is absent, the reason is stated for its path, or for a section that holds it.
     if value is None:
-        reasons = (
-            reason
-            for name, reason in report["not_measured"].items()
-            if rule.metric.startswith(name)
-        )
-        return Estimate(reason=next(reasons, "it was not measured"))
+        for missing_path, reason in report["not_measured"].items():
+            if rule.metric.startswith(missing_path):
+                return Estimate(reason=reason)
+        return Estimate(reason="it was not measured")
 
     # There are no records to compute the interval from at another confidence.
     if ci95 is None or rule.confidence == 0:
@@ -461,17 +459,16 @@ def estimate_regression(rule: Rule, evidence: Evidence, baseline: Evidence | Non
             return Estimate(reason=f"{name} has no row for {_format_scope(rule)}")
         # A change from 0 has no relative size, so 0 counts as absent.
         if not row.get(rule.metric):
-            why = row["not_measured"].get(rule.metric, f"it is {row.get(rule.metric, 'absent')}")
-            return Estimate(reason=f"not measured in {name}: {why}")
+            missing_reason = row["not_measured"].get(
+                rule.metric, f"it is {row.get(rule.metric, 'absent')}"
+            )
+            return Estimate(reason=f"not measured in {name}: {missing_reason}")
         rows.append(row)
 
     # Refuse to compare times of different machines or engines: they say nothing about the draft.
     metric = METRICS[rule.metric]
-    place, old_place = (
-        f"{side.report['hardware']['name']} by"
-        f" {side.report.get('engine', {}).get('name', 'specdistill')}"
-        for side in (evidence, baseline)
-    )
+    place = _describe_place(evidence.report)
+    old_place = _describe_place(baseline.report)
     if metric.is_timed and place != old_place:
         return Estimate(
             reason=f"timed elsewhere: the report on {place}, the baseline on {old_place}"
@@ -494,6 +491,12 @@ def estimate_regression(rule: Rule, evidence: Evidence, baseline: Evidence | Non
     )
 
 
+def _describe_place(report: Report) -> str:
+    """Return where a report was measured: the machine, and the engine or specdistill."""
+    engine = report.get("engine", {}).get("name", "specdistill")
+    return f"{report['hardware']['name']} by {engine}"
+
+
 def _pair_records(
     row: ResultRow, old_row: ResultRow, evidence: Evidence, baseline: Evidence
 ) -> tuple[list[PromptRecord], list[PromptRecord]]:
@@ -508,60 +511,68 @@ def _pair_records(
     Raises:
         UserError: if the two rows did not measure the same, with the first difference.
     """
-    # Check that both targets have the same weights, if both reports state them.
-    report = evidence.report
-    old = baseline.report
-    weights, old_weights = (side["target"].get("weights") for side in (report, old))
-    if weights and old_weights and weights != old_weights:
-        target, baseline_target = (
-            f"{document['target']['model']} (weights {document['target']['weights'][:8]})"
-            for document in (report, old)
-        )
-        raise UserError(
-            "baseline",
-            got=f"a report on {baseline_target}",
-            expected=f"one on {target}, as the report is",
-        )
-
-    # Check that both reports measured the same kind of target, suite and configuration.
-    compared = {
-        **{name: (row.get(name), old_row.get(name)) for name in ("suite_version", *SCOPES)},
-        **{
-            name: tuple(document["settings"].get(name, False) for document in (report, old))
-            for name in SHARED_SETTINGS
-        },
-        "suite.sha256": (report["suite"]["sha256"], old["suite"]["sha256"]),
-        **{
-            f"target.{name}": (report["target"].get(name), old["target"].get(name))
-            for name in ("parameters", "dtype", "quantization")
-        },
-    }
-    for name, (value, old_value) in compared.items():
-        if value != old_value:
-            raise UserError(
-                "baseline", got=f"{name} {old_value}", expected=f"{value}, as in the report"
-            )
+    _check_same_weights(evidence.report, baseline.report)
+    _check_same_settings(row, old_row, evidence.report, baseline.report)
 
     # Check that both measured the same prompts. The error shows the first ids that only one has.
     new = {record.id: record for record in select_records(row, evidence.records)}
-    earlier = {record.id: record for record in select_records(old_row, baseline.records)}
-    only = [
-        ("the report", sorted(new.keys() - earlier)),
-        ("the baseline", sorted(earlier.keys() - new)),
-    ]
-    differences = [
-        f"{len(ids)} only in {side}"
-        f" ({', '.join([*ids[:NUM_IDS_SHOWN], *['…'] * (len(ids) > NUM_IDS_SHOWN)])})"
-        for side, ids in only
-        if ids
-    ]
+    old = {record.id: record for record in select_records(old_row, baseline.records)}
+    differences = []
+    for side, ids in (
+        ("the report", sorted(new.keys() - old)),
+        ("the baseline", sorted(old.keys() - new)),
+    ):
+        if ids:
+            shown_ids = ids[:NUM_IDS_SHOWN] + ["…"] * (len(ids) > NUM_IDS_SHOWN)
+            differences.append(f"{len(ids)} only in {side} ({', '.join(shown_ids)})")
     if differences:
         raise UserError(
             "baseline",
             got=f"other prompts: {'; '.join(differences)}",
             expected="a report of the same prompts",
         )
-    return list(new.values()), [earlier[id] for id in new]
+    return list(new.values()), [old[id] for id in new]
+
+
+def _check_same_weights(report: Report, old: Report) -> None:
+    """Check that both reports' targets have the same weights, if both reports state them.
+
+    Raises:
+        UserError: if the weights differ.
+    """
+    target = report["target"]
+    old_target = old["target"]
+    weights = target.get("weights")
+    old_weights = old_target.get("weights")
+    if weights and old_weights and weights != old_weights:
+        raise UserError(
+            "baseline",
+            got=f"a report on {old_target['model']} (weights {old_weights[:8]})",
+            expected=f"one on {target['model']} (weights {weights[:8]}), as the report is",
+        )
+
+
+def _check_same_settings(row: ResultRow, old_row: ResultRow, report: Report, old: Report) -> None:
+    """Check that two rows measured the same kind of target, suite and configuration.
+
+    Raises:
+        UserError: if they differ, with the first difference.
+    """
+    # Collect the values that must be equal: name -> the report's value, and the baseline's.
+    compared: dict[str, tuple[object, object]] = {}
+    for name in ("suite_version", *SCOPES):
+        compared[name] = (row.get(name), old_row.get(name))
+    for name in SHARED_SETTINGS:
+        compared[name] = (report["settings"].get(name, False), old["settings"].get(name, False))
+    compared["suite.sha256"] = (report["suite"]["sha256"], old["suite"]["sha256"])
+    for name in ("parameters", "dtype", "quantization"):
+        compared[f"target.{name}"] = (report["target"].get(name), old["target"].get(name))
+
+    for name, (value, old_value) in compared.items():
+        if value != old_value:
+            raise UserError(
+                "baseline", got=f"{name} {old_value}", expected=f"{value}, as in the report"
+            )
 
 
 def build_changes(evidence: Evidence, baseline: Evidence) -> dict[str, Any]:
@@ -578,26 +589,23 @@ def build_changes(evidence: Evidence, baseline: Evidence) -> dict[str, Any]:
     }
 
     # Compare some metrics of the whole suite, and the acceptance length of each category.
-    categories = [
-        row["category"]
-        for row in select_main_rows(evidence.report)
-        if row["category"] != ALL_PROMPTS
-    ]
-    metrics = [(metric, ALL_PROMPTS) for metric in CHANGED_METRICS] + [
-        ("mean_acceptance_length", category) for category in categories
-    ]
+    metrics = [(metric, ALL_PROMPTS) for metric in CHANGED_METRICS]
+    for row in select_main_rows(evidence.report):
+        if row["category"] != ALL_PROMPTS:
+            metrics.append(("mean_acceptance_length", row["category"]))
     try:
-        return {
-            **section,
-            "changes": [
-                _change(metric, category, evidence, baseline) for metric, category in metrics
-            ],
-        }
-    except UserError as error:  # the report is shown anyway, with the reason
+        changes = [
+            _build_change(metric, category, evidence, baseline) for metric, category in metrics
+        ]
+        return {**section, "changes": changes}
+    except UserError as error:
+        # The report is shown nevertheless, with the reason.
         return {**section, "reason": str(error)}
 
 
-def _change(metric: str, category: str, evidence: Evidence, baseline: Evidence) -> dict[str, Any]:
+def _build_change(
+    metric: str, category: str, evidence: Evidence, baseline: Evidence
+) -> dict[str, Any]:
     """Compare a metric of a category with the baseline, as an entry of the section `baseline`.
 
     Returns:
@@ -632,56 +640,109 @@ def compare_with_threshold(rule: Rule, estimate: Estimate) -> tuple[Verdict, str
         reason = f"{format_scalar(estimate.value)}, required {format_scalar(rule.threshold)}"
         return "passed" if estimate.value == rule.threshold else "failed", reason, None
 
-    # A value without an interval counts as an interval of length 0.
-    low, high = estimate.interval or (estimate.value, estimate.value)
-    threshold = float(rule.threshold)
-    point = estimate.value
+    # The other requirements compare the interval.
     if rule.requirement == "max_regression":
-        # Turn the interval of the change into that of the loss, which is positive if the metric
-        # became worse. The rule passes if the largest loss is allowed. It fails if a loss is
-        # certain and a loss beyond the allowed one is possible.
-        worse = -1 if METRICS[rule.metric].better == "higher" else 1
-        least, most = sorted((worse * low, worse * high))
-        passed = most <= threshold
-        failed = least > 0 and most > threshold
-
-        # The reason shows the end of the interval at which the loss is largest.
-        side = "lower" if worse < 0 else "upper"
-        decisive = f"{worse * most:+.1%}"
-        requirement = f"allowed {worse * threshold:+.1%}"
-
-        # An inconclusive rule becomes decided when this end of the interval reaches this edge.
-        open_end, edge = (
-            (worse * most, worse * threshold) if worse * point < threshold else (worse * least, 0.0)
-        )
+        comparison = _compare_loss(rule, estimate)
     else:
-        # Change signs for `max`, so that both are decided like `min`.
-        sign = 1 if rule.requirement == "min" else -1
-        least, most = sorted((sign * low, sign * high))
-        passed = least >= sign * threshold
-        failed = most < sign * threshold
-
-        # The reason shows the worse end of the interval or, if the rule failed, the better end,
-        # which fails as well.
-        side = "lower" if (sign > 0) != failed else "upper"
-        decisive = format_scalar(low if side == "lower" else high)
-        requirement = (
-            f"required at {'least' if sign > 0 else 'most'} {format_scalar(rule.threshold)}"
-        )
-
-        # An inconclusive rule becomes decided when this end of the interval reaches the threshold.
-        open_end = sign * (least if sign * point >= sign * threshold else most)
-        edge = threshold
+        comparison = _compare_bound(rule, estimate)
 
     # State the bound and the requirement, and for an inconclusive rule the prompts needed.
-    reason = (
-        f"{f'{side} {rule.confidence:.0%} bound ' if estimate.interval else ''}{decisive},"
-        f" {requirement}"
+    bound_name = f"{comparison.side} {rule.confidence:.0%} bound " if estimate.interval else ""
+    reason = f"{bound_name}{comparison.bound}, {comparison.requirement}"
+    if comparison.verdict != "inconclusive":
+        return comparison.verdict, reason, None
+    phrase, num_needed = _estimate_prompts_needed(estimate, comparison.open_end, comparison.edge)
+    return "inconclusive", f"{reason}; {phrase}", num_needed
+
+
+@dataclass(frozen=True)
+class _IntervalComparison:
+    """The comparison of an interval with the threshold of a rule.
+
+    Attributes:
+        verdict: what the interval decides.
+        side: the end of the interval that the reason shows, `lower` or `upper`.
+        bound: the value of this end, as text.
+        requirement: the requirement, as text.
+        open_end: for an inconclusive verdict, an end of the interval that is beyond an edge.
+        edge: the edge. The rule would be decided if the open end reached it.
+    """
+
+    verdict: Verdict
+    side: str
+    bound: str
+    requirement: str
+    open_end: float
+    edge: float
+
+
+def _compare_loss(rule: Rule, estimate: Estimate) -> _IntervalComparison:
+    """Compare the interval of a relative change with the largest loss that a rule allows."""
+    # Turn the interval of the change into that of the loss, which is positive if the metric became
+    # worse. A value without an interval counts as an interval of length 0.
+    threshold = float(rule.threshold)
+    low, high = estimate.interval or (estimate.value, estimate.value)
+    worse = -1 if METRICS[rule.metric].better == "higher" else 1
+    least_loss, greatest_loss = sorted((worse * low, worse * high))
+
+    # The rule passes if the greatest loss is allowed. It fails if a loss is certain and a loss
+    # beyond the allowed one is possible.
+    verdict: Verdict = "inconclusive"
+    if greatest_loss <= threshold:
+        verdict = "passed"
+    elif least_loss > 0:
+        verdict = "failed"
+
+    # More prompts narrow the interval around the value. If the value is an allowed loss, they
+    # decide once the greatest loss is allowed, and otherwise once the least loss is above 0.
+    if worse * estimate.value < threshold:
+        open_end = worse * greatest_loss
+        edge = worse * threshold
+    else:
+        open_end = worse * least_loss
+        edge = 0.0
+    return _IntervalComparison(
+        verdict,
+        side="lower" if worse < 0 else "upper",
+        bound=f"{worse * greatest_loss:+.1%}",
+        requirement=f"allowed {worse * threshold:+.1%}",
+        open_end=open_end,
+        edge=edge,
     )
-    if passed or failed:
-        return "passed" if passed else "failed", reason, None
-    needed = _estimate_prompts_needed(estimate, open_end, edge)
-    return "inconclusive", f"{reason}; {needed[0]}", needed[1]
+
+
+def _compare_bound(rule: Rule, estimate: Estimate) -> _IntervalComparison:
+    """Compare the interval of a value with the least or the greatest value that a rule allows."""
+    # Change signs for `max`, so that both are decided like `min`. A value without an interval
+    # counts as an interval of length 0.
+    threshold = float(rule.threshold)
+    low, high = estimate.interval or (estimate.value, estimate.value)
+    sign = 1 if rule.requirement == "min" else -1
+    least, most = sorted((sign * low, sign * high))
+
+    # The rule passes if the whole interval meets the requirement, and fails if no part of it does.
+    verdict: Verdict = "inconclusive"
+    if least >= sign * threshold:
+        verdict = "passed"
+    elif most < sign * threshold:
+        verdict = "failed"
+
+    # The reason shows the worse end of the interval or, if the rule failed, the better end, which
+    # fails as well.
+    side = "lower" if (sign > 0) != (verdict == "failed") else "upper"
+
+    # More prompts narrow the interval around the value. They decide once the end that lies beyond
+    # the threshold reaches it.
+    open_end = least if sign * estimate.value >= sign * threshold else most
+    direction = "least" if sign > 0 else "most"
+    return _IntervalComparison(
+        verdict,
+        side=side,
+        bound=format_scalar(low if side == "lower" else high),
+        requirement=f"required at {direction} {format_scalar(rule.threshold)}",
+        open_end=sign * open_end,
+        edge=threshold,
+    )
 
 
 def _estimate_prompts_needed(

@@ -76,11 +76,11 @@ def load_gate(name: str, key: str = "gate") -> list[Rule]:
             requirement.
     """
     # Find the file of the gate.
-    places = (
-        (Path(name), ROOT / name) if name.endswith((".yaml", ".yml")) else (GATES / f"{name}.yaml",)
-    )
-    path = next((path for path in places if path.is_file()), None)
-    if path is None:
+    places = [GATES / f"{name}.yaml"]
+    if name.endswith((".yaml", ".yml")):
+        places = [Path(name), ROOT / name]
+    existing = [place for place in places if place.is_file()]
+    if not existing:
         gate_names = sorted(path.stem for path in GATES.glob("*.yaml"))
         raise UserError(
             key,
@@ -88,6 +88,7 @@ def load_gate(name: str, key: str = "gate") -> list[Rule]:
             expected=f"one of {', '.join(gate_names)}, or a gate YAML",
             nearest=find_nearest(name, gate_names),
         )
+    path = existing[0]
 
     # Read its rules.
     with convert_errors((ValueError, OSError), key, path, "a readable YAML file"):
