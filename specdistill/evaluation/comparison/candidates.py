@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specdistill.common.errors import UserError
+from specdistill.decoding.proposer import Proposer
 from specdistill.evaluation.comparison.compare import Measured
 from specdistill.evaluation.comparison.options import (
     CommonOptions,
@@ -16,10 +17,10 @@ from specdistill.evaluation.measurement.cache import MeasurementCache, identify_
 from specdistill.evaluation.measurement.configurations import MeasurementPlan, Settings
 from specdistill.evaluation.measurement.hardware import fit_threads
 from specdistill.evaluation.measurement.loading import check_measurement
-from specdistill.evaluation.measurement.results import build_draft_report
+from specdistill.evaluation.measurement.results import Measurement, build_draft_report
 from specdistill.evaluation.measurement.runner import measure
 from specdistill.evaluation.report.files import compute_digest
-from specdistill.evaluation.suites.suite import count_measured, load_suite, tokenize
+from specdistill.evaluation.suites.suite import Suite, count_measured, load_suite, tokenize
 from specdistill.methods import METHODS
 from specdistill.methods.load import describe_draft, find_method, load_proposer, locate
 from specdistill.methods.recipe import list_method_options
@@ -234,27 +235,8 @@ def measure_candidates(options: CommonOptions, cache_folder: Path) -> list[Measu
         histories.append(read_history(candidate.folder, key=KEY) if candidate.folder else None)
 
     # Measure all drafts together.
-    prompts = tokenize(
-        suite,
-        target.tokenizer,
-        num_prompts=count_measured(suite, options.num_prompts),
-        max_new_tokens=options.max_new_tokens,
-        max_length=target.max_length,
-        vocab_size=target.vocab_size,
-    )
-    plan = MeasurementPlan(settings[0], prompts, settings)
-    identities = []
-    for candidate, proposer in zip(candidates, proposers, strict=True):
-        identities.append(
-            identify_draft(target, proposer, suite, method=candidate.method, draft=candidate.draft)
-        )
-    measurements = measure(
-        target,
-        proposers,
-        suite,
-        [plan],
-        MeasurementCache(cache_folder, identities),
-        num_draws=options.sampling_draws,
+    measurements = _measure_together(
+        options, suite, target, candidates, proposers, settings, cache_folder
     )
 
     # Build the report of each draft. The digest shows later whether the report was edited.
@@ -268,3 +250,54 @@ def measure_candidates(options: CommonOptions, cache_folder: Path) -> list[Measu
         training = history.summary() if history else None
         measured.append(Measured(candidate.name, training, report, measurement.records))
     return measured
+
+
+def _measure_together(
+    options: CommonOptions,
+    suite: Suite,
+    target: FrozenTarget,
+    candidates: Sequence[Candidate],
+    proposers: Sequence[Proposer],
+    settings: Sequence[Settings],
+    cache_folder: Path,
+) -> list[Measurement]:
+    """Measure drafts that are loaded on the same prompts, against one baseline.
+
+    Args:
+        options: the keys of the command.
+        suite: the suite that is measured.
+        target: the target.
+        candidates: the drafts.
+        proposers: the drafts, loaded.
+        settings: the settings of each draft.
+        cache_folder: the folder of the cache.
+
+    Returns:
+        The measurement of each draft.
+    """
+    # The drafts differ only in K and tree, which plain decoding does not use. So any of their
+    # settings are those of plain decoding.
+    prompts = tokenize(
+        suite,
+        target.tokenizer,
+        num_prompts=count_measured(suite, options.num_prompts),
+        max_new_tokens=options.max_new_tokens,
+        max_length=target.max_length,
+        vocab_size=target.vocab_size,
+    )
+    plan = MeasurementPlan(settings[0], prompts, settings)
+
+    # The cache identifies a comparison by all of its drafts.
+    identities = []
+    for candidate, proposer in zip(candidates, proposers, strict=True):
+        identities.append(
+            identify_draft(target, proposer, suite, method=candidate.method, draft=candidate.draft)
+        )
+    return measure(
+        target,
+        proposers,
+        suite,
+        [plan],
+        MeasurementCache(cache_folder, identities),
+        num_draws=options.sampling_draws,
+    )

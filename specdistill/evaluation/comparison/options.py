@@ -102,7 +102,7 @@ def list_draft_settings(options: CommonOptions, count: int) -> list[Settings]:
         UserError: for a key whose number of values differs from the number of drafts.
     """
     # A key for each draft must have as many values as there are drafts.
-    for_all = Settings.from_section(options)
+    shared = Settings.from_section(options)
     for key in ("num_speculative_tokens_each", "trees_each", "lookup_first_each"):
         if len(getattr(options, key)) not in (0, count):
             raise UserError(
@@ -112,11 +112,13 @@ def list_draft_settings(options: CommonOptions, count: int) -> list[Settings]:
             )
 
     # A draft has the tree and K that its keys name, or else those of all drafts.
-    trees = [build_tree_shape(tree) if tree else None for tree in options.trees_each] or [
-        for_all.tree
-    ] * count
-    depths = [tree.depth if tree else for_all.num_speculative_tokens for tree in trees]
+    trees = [shared.tree] * count
+    if options.trees_each:
+        trees = [build_tree_shape(tree) if tree else None for tree in options.trees_each]
+    ks = options.num_speculative_tokens_each
+    if not ks:
+        ks = [tree.depth if tree else shared.num_speculative_tokens for tree in trees]
     return [
-        replace(for_all, num_speculative_tokens=k, tree=tree)
-        for k, tree in zip(options.num_speculative_tokens_each or depths, trees, strict=True)
+        replace(shared, num_speculative_tokens=k, tree=tree)
+        for k, tree in zip(ks, trees, strict=True)
     ]

@@ -86,17 +86,15 @@ class PublishedFigures(Section):
         """
         # Set every part of the protocol that the source states, and the first K.
         first, *remaining = (figure.num_speculative_tokens for figure in self.figures)
-        optional_keys = {
-            key: getattr(self, name)
-            for name, key in PROTOCOL.items()
-            if getattr(self, name) is not None
-        }
-        keys = {**optional_keys, "eval.num_speculative_tokens": first}
-        keys |= (
-            {"eval.sweep.num_speculative_tokens": ",".join(map(str, remaining))}
-            if remaining
-            else {}
-        )
+        keys: dict[str, object] = {}
+        for name, key in PROTOCOL.items():
+            if getattr(self, name) is not None:
+                keys[key] = getattr(self, name)
+        keys["eval.num_speculative_tokens"] = first
+
+        # Sweep the other values of K.
+        if remaining:
+            keys["eval.sweep.num_speculative_tokens"] = ",".join(map(str, remaining))
 
         # The published number of prompts is that of the category, so it is not set for a whole
         # suite. This process measures if no engine is named.
@@ -152,9 +150,8 @@ def compare_published(
     published = load_published(options.published)
 
     # Either a report is compared as it is, or the remaining arguments say what to measure now.
-    keys = select_recipe_keys(
-        [*eval_arguments, *([f"draft={options.draft}"] if options.draft else [])], SHORTHANDS
-    )
+    draft_argument = [f"draft={options.draft}"] if options.draft else []
+    keys = select_recipe_keys([*eval_arguments, *draft_argument], SHORTHANDS)
     if options.report is not None and keys:
         raise UserError(
             "report",
@@ -179,40 +176,50 @@ def compare_published(
         report = read_document(Path(options.report))
         folder = Path(options.report)
 
-    # Pair the rows of the report with the figures, and print them as a table.
-    compared = match_figures(published, report, f"{folder}")
-    rows = [
-        (
-            str(figure.num_speculative_tokens),
-            format_number(figure.mean_acceptance_length),
-            format_per_position(vars(figure)),
-            (
-                f"{format_number(row['acceptance_length_vllm'])}"
-                f"{format_bracketed_interval(row, 'acceptance_length_vllm')}"
-            ),
-            format_per_position(row),
-            compare_with_figure(row, figure),
-        )
-        for figure, row in compared
-    ]
-    print(
-        format_table(
-            (
-                "K",
-                "published",
-                "by position",
-                "measured (95% interval)",
-                "by position",
-                "the report is",
-            ),
-            rows,
-        )
+    # Pair the rows of the report with the figures, and print them, for programs too.
+    pairs = match_figures(published, report, f"{folder}")
+    _print_pairs(pairs)
+    _print_source(published)
+    result = []
+    for figure, row in pairs:
+        verdict = compare_with_figure(row, figure)
+        result.append({"published": figure, "measured": row, "verdict": verdict})
+    print_result(result)
+    return ExitCode.DONE
+
+
+def _print_pairs(pairs: Sequence[tuple[PublishedFigure, ResultRow]]) -> None:
+    """Print a table of published figures and what was measured at the same K."""
+    head = (
+        "K",
+        "published",
+        "by position",
+        "measured (95% interval)",
+        "by position",
+        "the report is",
     )
+    table_rows = []
+    for figure, row in pairs:
+        measured = format_number(row["acceptance_length_vllm"])
+        interval = format_bracketed_interval(row, "acceptance_length_vllm")
+        table_rows.append(
+            (
+                str(figure.num_speculative_tokens),
+                format_number(figure.mean_acceptance_length),
+                format_per_position(vars(figure)),
+                f"{measured}{interval}",
+                format_per_position(row),
+                compare_with_figure(row, figure),
+            )
+        )
+    print(format_table(head, table_rows))
+
+
+def _print_source(published: PublishedFigures) -> None:
+    """Print where the figures are from, and which parts of the protocol could not be compared."""
     print(
         f"\nAcceptance lengths are 1 + accepted / drafts, as vLLM counts them. {published.source}"
     )
-
-    # Say which parts of the protocol could not be compared.
     unstated = ", ".join(name for name in PROTOCOL if getattr(published, name) is None)
     if unstated:
         print(f"Not compared, because the source does not state it: {unstated}.")
@@ -221,13 +228,6 @@ def compare_published(
             "Not compared, because a report does not state it: arguments of the chat template,"
             f" {published.template}."
         )
-    print_result(
-        [
-            {"published": figure, "measured": row, "verdict": compare_with_figure(row, figure)}
-            for figure, row in compared
-        ]
-    )
-    return ExitCode.DONE
 
 
 def match_figures(
@@ -266,9 +266,9 @@ def match_figures(
 
     # If every row differs, the error shows the row with the fewest differences.
     if all(differing):
-        wrong = min(differing, key=len).items()
-        got = ", ".join(f"{what} {measured}" for what, (measured, _) in wrong)
-        expected = ", ".join(f"{what} {published_value}" for what, (_, published_value) in wrong)
+        fewest = min(differing, key=len)
+        got = ", ".join(f"{part} {measured}" for part, (measured, _) in fewest.items())
+        expected = ", ".join(f"{part} {stated}" for part, (_, stated) in fewest.items())
         raise UserError("report", got=f"{name} with {got}", expected=f"{expected}, as published")
     return [
         (figures[row["num_speculative_tokens"]], row)
@@ -287,13 +287,11 @@ def compare_with_figure(
     """
     published_length = figure.mean_acceptance_length
     low, high = row.get("acceptance_length_vllm_ci95") or (published_length, published_length)
-    return (
-        "above"
-        if low > published_length
-        else "below"
-        if high < published_length
-        else "not separable"
-    )
+    if low > published_length:
+        return "above"
+    if high < published_length:
+        return "below"
+    return "not separable"
 
 
 def list_differences(
@@ -317,21 +315,18 @@ def list_differences(
         **{name: settings[name] for name in ("top_p", "top_k", "max_new_tokens")},
         **{name: row[name] for name in ("suite", "num_prompts", "temperature", "batch_size")},
     }
-    report_value = {
-        name: (measured[name], getattr(published, name))
-        for name in PROTOCOL
-        if getattr(published, name) is not None
-    }
+    compared: dict[str, tuple[object, object]] = {}
+    for name in PROTOCOL:
+        if getattr(published, name) is not None:
+            compared[name] = (measured[name], getattr(published, name))
 
     # Published figures are of chains, at some values of K.
-    report_value["drafting"] = (
-        lookup_first(settings) or describe_tree(row["tree"]) or CHAIN_TEXT,
-        CHAIN_TEXT,
-    )
+    drafting = lookup_first(settings) or describe_tree(row["tree"]) or CHAIN_TEXT
+    compared["drafting"] = (drafting, CHAIN_TEXT)
     ks = [figure.num_speculative_tokens for figure in published.figures]
     k = row["num_speculative_tokens"]
     if k not in ks:
-        report_value["K"] = (k, " or ".join(map(str, ks)))
+        compared["K"] = (k, " or ".join(map(str, ks)))
     if "acceptance_length_vllm" not in row:
-        report_value["acceptance length"] = ("not measured", "a number")
-    return {name: pair for name, pair in report_value.items() if pair[0] != pair[1]}
+        compared["acceptance length"] = ("not measured", "a number")
+    return {name: pair for name, pair in compared.items() if pair[0] != pair[1]}
