@@ -115,9 +115,8 @@ def list_draft_settings(options: CommonOptions, count: int) -> list[Settings]:
     trees = [shared.tree] * count
     if options.trees_each:
         trees = [build_tree_shape(tree) if tree else None for tree in options.trees_each]
-    ks = options.num_speculative_tokens_each
-    if not ks:
-        ks = [tree.depth if tree else shared.num_speculative_tokens for tree in trees]
+    depths = [tree.depth if tree else shared.num_speculative_tokens for tree in trees]
+    ks = options.num_speculative_tokens_each or depths
     return [
         replace(shared, num_speculative_tokens=k, tree=tree)
         for k, tree in zip(ks, trees, strict=True)

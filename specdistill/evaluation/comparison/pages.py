@@ -295,10 +295,9 @@ def _format_difference_to_best(entry: Entry) -> Cell:
     if entry["rank"] == 1:
         return ("best",)
     difference = entry["difference_to_best"]["speedup"]
-    interval = "too few prompts"
-    if difference["ci95"]:
-        interval = " to ".join(map(format_signed, difference["ci95"]))
-    change = "not separable"
-    if entry["separable_from_best"]:
-        change = format_signed(difference["change"])
-    return (change, interval)
+    change = format_signed(difference["change"])
+    interval = " to ".join(map(format_signed, difference["ci95"] or ()))
+    return (
+        change if entry["separable_from_best"] else "not separable",
+        interval or "too few prompts",
+    )

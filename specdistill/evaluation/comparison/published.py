@@ -86,10 +86,11 @@ class PublishedFigures(Section):
         """
         # Set every part of the protocol that the source states, and the first K.
         first, *remaining = (figure.num_speculative_tokens for figure in self.figures)
-        keys: dict[str, object] = {}
-        for name, key in PROTOCOL.items():
-            if getattr(self, name) is not None:
-                keys[key] = getattr(self, name)
+        keys = {
+            key: getattr(self, name)
+            for name, key in PROTOCOL.items()
+            if getattr(self, name) is not None
+        }
         keys["eval.num_speculative_tokens"] = first
 
         # Sweep the other values of K.
@@ -201,13 +202,13 @@ def _print_pairs(pairs: Sequence[tuple[PublishedFigure, ResultRow]]) -> None:
     table_rows = []
     for figure, row in pairs:
         measured = format_number(row["acceptance_length_vllm"])
-        interval = format_bracketed_interval(row, "acceptance_length_vllm")
+        measured += format_bracketed_interval(row, "acceptance_length_vllm")
         table_rows.append(
             (
                 str(figure.num_speculative_tokens),
                 format_number(figure.mean_acceptance_length),
                 format_per_position(vars(figure)),
-                f"{measured}{interval}",
+                measured,
                 format_per_position(row),
                 compare_with_figure(row, figure),
             )
@@ -268,7 +269,9 @@ def match_figures(
     if all(differing):
         fewest = min(differing, key=len)
         got = ", ".join(f"{part} {measured}" for part, (measured, _) in fewest.items())
-        expected = ", ".join(f"{part} {stated}" for part, (_, stated) in fewest.items())
+        expected = ", ".join(
+            f"{part} {published_value}" for part, (_, published_value) in fewest.items()
+        )
         raise UserError("report", got=f"{name} with {got}", expected=f"{expected}, as published")
     return [
         (figures[row["num_speculative_tokens"]], row)
@@ -315,10 +318,11 @@ def list_differences(
         **{name: settings[name] for name in ("top_p", "top_k", "max_new_tokens")},
         **{name: row[name] for name in ("suite", "num_prompts", "temperature", "batch_size")},
     }
-    compared: dict[str, tuple[object, object]] = {}
-    for name in PROTOCOL:
-        if getattr(published, name) is not None:
-            compared[name] = (measured[name], getattr(published, name))
+    compared = {
+        name: (measured[name], getattr(published, name))
+        for name in PROTOCOL
+        if getattr(published, name) is not None
+    }
 
     # Published figures are of chains, at some values of K.
     drafting = lookup_first(settings) or describe_tree(row["tree"]) or CHAIN_TEXT

@@ -559,11 +559,12 @@ def _check_same_settings(row: ResultRow, old_row: ResultRow, report: Report, old
         UserError: if they differ, with the first difference.
     """
     # Collect the values that must be equal: name -> the report's value, and the baseline's.
-    compared: dict[str, tuple[object, object]] = {}
-    for name in ("suite_version", *SCOPES):
-        compared[name] = (row.get(name), old_row.get(name))
-    for name in SHARED_SETTINGS:
-        compared[name] = (report["settings"].get(name, False), old["settings"].get(name, False))
+    settings = report["settings"]
+    old_settings = old["settings"]
+    compared = {name: (row.get(name), old_row.get(name)) for name in ("suite_version", *SCOPES)}
+    compared |= {
+        name: (settings.get(name, False), old_settings.get(name, False)) for name in SHARED_SETTINGS
+    }
     compared["suite.sha256"] = (report["suite"]["sha256"], old["suite"]["sha256"])
     for name in ("parameters", "dtype", "quantization"):
         compared[f"target.{name}"] = (report["target"].get(name), old["target"].get(name))
@@ -640,44 +641,21 @@ def compare_with_threshold(rule: Rule, estimate: Estimate) -> tuple[Verdict, str
         reason = f"{format_scalar(estimate.value)}, required {format_scalar(rule.threshold)}"
         return "passed" if estimate.value == rule.threshold else "failed", reason, None
 
-    # The other requirements compare the interval.
-    if rule.requirement == "max_regression":
-        comparison = _compare_loss(rule, estimate)
-    else:
-        comparison = _compare_bound(rule, estimate)
-
-    # State the bound and the requirement, and for an inconclusive rule the prompts needed.
-    bound_name = f"{comparison.side} {rule.confidence:.0%} bound " if estimate.interval else ""
-    reason = f"{bound_name}{comparison.bound}, {comparison.requirement}"
-    if comparison.verdict != "inconclusive":
-        return comparison.verdict, reason, None
-    phrase, num_needed = _estimate_prompts_needed(estimate, comparison.open_end, comparison.edge)
-    return "inconclusive", f"{reason}; {phrase}", num_needed
+    # The other requirements compare the interval. If it does not decide, more prompts would.
+    compare = _compare_loss if rule.requirement == "max_regression" else _compare_bound
+    verdict, reason, open_end, edge = compare(rule, estimate)
+    if verdict != "inconclusive":
+        return verdict, reason, None
+    phrase, num_needed = _estimate_prompts_needed(estimate, open_end, edge)
+    return verdict, f"{reason}; {phrase}", num_needed
 
 
-@dataclass(frozen=True)
-class _IntervalComparison:
-    """The comparison of an interval with the threshold of a rule.
+def _compare_loss(rule: Rule, estimate: Estimate) -> tuple[Verdict, str, float, float]:
+    """Compare the interval of a relative change with the largest loss that a rule allows.
 
-    Attributes:
-        verdict: what the interval decides.
-        side: the end of the interval that the reason shows, `lower` or `upper`.
-        bound: the value of this end, as text.
-        requirement: the requirement, as text.
-        open_end: for an inconclusive verdict, an end of the interval that is beyond an edge.
-        edge: the edge. The rule would be decided if the open end reached it.
+    Returns:
+        The verdict, the reason, and the open end and edge that `_estimate_prompts_needed` takes.
     """
-
-    verdict: Verdict
-    side: str
-    bound: str
-    requirement: str
-    open_end: float
-    edge: float
-
-
-def _compare_loss(rule: Rule, estimate: Estimate) -> _IntervalComparison:
-    """Compare the interval of a relative change with the largest loss that a rule allows."""
     # Turn the interval of the change into that of the loss, which is positive if the metric became
     # worse. A value without an interval counts as an interval of length 0.
     threshold = float(rule.threshold)
@@ -701,18 +679,19 @@ def _compare_loss(rule: Rule, estimate: Estimate) -> _IntervalComparison:
     else:
         open_end = worse * least_loss
         edge = 0.0
-    return _IntervalComparison(
-        verdict,
-        side="lower" if worse < 0 else "upper",
-        bound=f"{worse * greatest_loss:+.1%}",
-        requirement=f"allowed {worse * threshold:+.1%}",
-        open_end=open_end,
-        edge=edge,
-    )
+
+    # The reason shows the end of the interval at which the loss is greatest.
+    bound = _name_bound("lower" if worse < 0 else "upper", rule, estimate)
+    reason = f"{bound}{worse * greatest_loss:+.1%}, allowed {worse * threshold:+.1%}"
+    return verdict, reason, open_end, edge
 
 
-def _compare_bound(rule: Rule, estimate: Estimate) -> _IntervalComparison:
-    """Compare the interval of a value with the least or the greatest value that a rule allows."""
+def _compare_bound(rule: Rule, estimate: Estimate) -> tuple[Verdict, str, float, float]:
+    """Compare the interval of a value with the least or the greatest value that a rule allows.
+
+    Returns:
+        The verdict, the reason, and the open end and edge that `_estimate_prompts_needed` takes.
+    """
     # Change signs for `max`, so that both are decided like `min`. A value without an interval
     # counts as an interval of length 0.
     threshold = float(rule.threshold)
@@ -727,22 +706,22 @@ def _compare_bound(rule: Rule, estimate: Estimate) -> _IntervalComparison:
     elif most < sign * threshold:
         verdict = "failed"
 
+    # More prompts narrow the interval around the value. They decide once the end that lies beyond
+    # the threshold reaches it.
+    open_end = sign * (least if sign * estimate.value >= sign * threshold else most)
+
     # The reason shows the worse end of the interval or, if the rule failed, the better end, which
     # fails as well.
     side = "lower" if (sign > 0) != (verdict == "failed") else "upper"
-
-    # More prompts narrow the interval around the value. They decide once the end that lies beyond
-    # the threshold reaches it.
-    open_end = least if sign * estimate.value >= sign * threshold else most
+    bound = f"{_name_bound(side, rule, estimate)}{format_scalar(low if side == 'lower' else high)}"
     direction = "least" if sign > 0 else "most"
-    return _IntervalComparison(
-        verdict,
-        side=side,
-        bound=format_scalar(low if side == "lower" else high),
-        requirement=f"required at {direction} {format_scalar(rule.threshold)}",
-        open_end=sign * open_end,
-        edge=threshold,
-    )
+    reason = f"{bound}, required at {direction} {format_scalar(rule.threshold)}"
+    return verdict, reason, open_end, threshold
+
+
+def _name_bound(side: str, rule: Rule, estimate: Estimate) -> str:
+    """Return the name of an end of an interval, as in `lower 95% bound `; empty without one."""
+    return f"{side} {rule.confidence:.0%} bound " if estimate.interval else ""
 
 
 def _estimate_prompts_needed(

@@ -64,6 +64,9 @@ from specdistill.serving.export import export, load_safetensors_target, merge_ta
 from specdistill.targets.files import TargetFiles, combine_hashes, hash_files
 from specdistill.targets.loading import read_tokenizer
 
+# The report's sections `target`, `draft` and `hardware`.
+Sections = dict[str, Mapping[str, object]]
+
 # Reasons why numbers are missing from a report that was measured with a server.
 HIDDEN = "a server does not time its steps one by one"
 SUMS = "a server counts over whole outputs, not round by round"
@@ -159,27 +162,13 @@ def measure_in_engine(
     return report, records
 
 
-class EngineResult(NamedTuple):
-    """The requests to the servers of an engine, their answers, and what the report says of them.
-
-    Attributes:
-        task: the requests.
-        measurement: the answers.
-        sections: the report's sections `target`, `draft` and `hardware`.
-    """
-
-    task: ServerTask
-    measurement: ServerMeasurement
-    sections: dict[str, Mapping[str, object]]
-
-
 def _measure_running(
     recipe: Recipe,
     suite: Suite,
     files: TargetFiles,
     tokenizer: PreTrainedTokenizerBase,
     max_length: int,
-) -> EngineResult:
+) -> tuple[ServerTask, ServerMeasurement, Sections]:
     """Measure a recipe's draft with servers that run already.
 
     Args:
@@ -188,6 +177,9 @@ def _measure_running(
         files: the target.
         tokenizer: the target's tokenizer.
         max_length: the target's context, in tokens.
+
+    Returns:
+        The requests, their answers, and the report's sections about what was measured.
     """
     # A running server does not say which draft it uses. So check against the target the draft that
     # the recipe names, unless the draft is in the target's own checkpoint.
@@ -203,15 +195,12 @@ def _measure_running(
     max_length = min(max_length, speculative.identity.max_length or max_length)
     task = _plan_requests(recipe, suite, tokenizer, max_length)
     measurement = measure_running(task, speculative, baseline)
-    return EngineResult(
-        task,
-        measurement,
-        {
-            "target": {"model": _name_target(target), "revision": target.revision},
-            "draft": {"model": draft, "revision": None, "method": recipe.method},
-            "hardware": {"device": "server", "name": recipe.eval.server},
-        },
-    )
+    sections: Sections = {
+        "target": {"model": _name_target(target), "revision": target.revision},
+        "draft": {"model": draft, "revision": None, "method": recipe.method},
+        "hardware": {"device": "server", "name": recipe.eval.server},
+    }
+    return task, measurement, sections
 
 
 def _measure_started(
@@ -221,7 +210,7 @@ def _measure_started(
     tokenizer: PreTrainedTokenizerBase,
     max_length: int,
     folder: Path,
-) -> EngineResult:
+) -> tuple[ServerTask, ServerMeasurement, Sections]:
     """Export a recipe's draft, and measure it with servers that are started here.
 
     Args:
@@ -231,6 +220,9 @@ def _measure_started(
         tokenizer: the target's tokenizer.
         max_length: the target's context, in tokens.
         folder: the folder for the exported draft and for the logs of the servers.
+
+    Returns:
+        The requests, their answers, and the report's sections about what was measured.
     """
     # Check the engine, the target's file and the draft before anything is exported.
     config = recipe.eval
@@ -266,14 +258,13 @@ def _measure_started(
 
     # The number of threads is left out of the hardware, because the engine has its own threads.
     hardware = describe_hardware(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    hardware_section = {
-        name: hardware[name] for name in ("device", "name", "count", "memory_bytes")
+    keys = ("device", "name", "count", "memory_bytes")
+    sections: Sections = {
+        "target": target_section,
+        "draft": draft_section,
+        "hardware": {key: hardware[key] for key in keys},
     }
-    return EngineResult(
-        task,
-        measurement,
-        {"target": target_section, "draft": draft_section, "hardware": hardware_section},
-    )
+    return task, measurement, sections
 
 
 def _plan_requests(

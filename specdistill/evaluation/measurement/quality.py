@@ -136,9 +136,7 @@ def compare_shares(
 
     # Test whether the two numbers of such prompts differ by chance (McNemar).
     num_differing = only_ours + only_theirs
-    p_value = 1.0
-    if num_differing:
-        p_value = float(stats.binomtest(only_ours, num_differing).pvalue)
+    p_value = stats.binomtest(only_ours, num_differing).pvalue if num_differing else 1.0
     return {
         "num_prompts": len(ours),
         "with_draft": float(ours.mean()),
@@ -147,7 +145,7 @@ def compare_shares(
         **({"difference_ci95": list(interval)} if interval else {}),
         "only_with_draft": only_ours,
         "only_without_draft": only_theirs,
-        "p_value": p_value,
+        "p_value": float(p_value),
     }
 
 

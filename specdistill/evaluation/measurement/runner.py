@@ -25,6 +25,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -429,14 +430,14 @@ def decode_prompts(
     hf_batches = sample_batches(batches, math.ceil(MAX_HF_PROMPTS / settings.batch_size))
     runs = create_prompt_runs(batches, settings, len(proposers))
 
-    # Read the batches that were decoded before an interruption. Extra repetitions of disturbed
-    # batches are not part of `num_runs`.
+    # Read the batches that were decoded before an interruption, and count the runs that remain.
+    # Extra repetitions of disturbed batches come later, and do not count yet.
     fingerprint = cache.compute_fingerprint(plan)
     cached_batches = deque(cache.load_batches(fingerprint))
     cached_seconds = sum_seconds(cached_batches)
-    num_runs = settings.repeats * len(plan.prompts)
-    for cached_arms in list(cached_batches)[: settings.repeats * len(batches)]:
-        num_runs -= len(cached_arms[0])
+    requested_batches = islice(cached_batches, settings.repeats * len(batches))
+    num_cached_runs = sum(len(cached_arms[0]) for cached_arms in requested_batches)
+    num_runs = settings.repeats * len(plan.prompts) - num_cached_runs
 
     # Warm up, and estimate how long the measurement takes.
     generations = _warm_up(target, arms, batches, settings)
