@@ -89,7 +89,7 @@ def find_candidates(
             raise UserError(
                 "lookup_first_each",
                 got=f"a lookup in front of {entry}, which is a lookup itself",
-                expected="null for it, and a section for each draft behind a lookup",
+                expected=f"null in the place of {entry}",
             )
 
     # Locate the drafts, and download those on the Hub.
@@ -112,7 +112,7 @@ def find_candidates(
             raise UserError(
                 KEY,
                 got=f"{entries[first]} and {entries[second]}, which are the same draft",
-                expected="different candidates, or different settings for them (…_each)",
+                expected="different drafts, or other settings, e.g. num_speculative_tokens_each",
             )
 
     # Name the drafts, and read the method of each.
@@ -171,7 +171,7 @@ def _name_candidates(prefixes: Sequence[str], drafts: Sequence[str]) -> list[str
             raise UserError(
                 KEY,
                 got=f"two drafts named {name}",
-                expected="folders with different names, after which their reports are named",
+                expected="folders with different names, because reports are named after them",
             )
     return names
 

@@ -9,6 +9,7 @@ from pydantic import create_model
 from specdistill.common.errors import UserError
 from specdistill.decoding.tree import build_tree_shape
 from specdistill.evaluation.measurement.configurations import Settings
+from specdistill.evaluation.report.phrases import format_count
 from specdistill.methods.recipe import list_method_eval_keys
 from specdistill.recipe.fields import AtLeastOne, Condition, option, section
 from specdistill.recipe.sections import (
@@ -21,11 +22,12 @@ from specdistill.recipe.sections import (
 
 # Conditions under which a key of `compare` is used. The phrases complete "only used …" in errors.
 K_IS_SHARED = Condition(
-    "without num_speculative_tokens_each, and without a tree or as the depth of that",
+    "without num_speculative_tokens_each and, with a tree, as the depth of the tree",
     lambda options: not options.num_speculative_tokens_each and DRAFT_IS_CHAIN.holds(options),
 )
 SETTINGS_ARE_PER_DRAFT = Condition(
-    "without lookup_first, which is that of all", lambda options: options.lookup_first is None
+    "without lookup_first, which is the lookup of all drafts",
+    lambda options: options.lookup_first is None,
 )
 CHAINS = Condition("without a tree", lambda options: options.tree is None)
 
@@ -84,7 +86,7 @@ def list_lookups(
             raise UserError(
                 "lookup_first_each",
                 got="a lookup in front of a draft that has a tree in trees_each",
-                expected="the tree as draft_tree of the lookup",
+                expected="the tree in draft_tree of the lookup, and null in trees_each",
             )
         if lookup:
             lookup.check(options, draft_settings.num_speculative_tokens)
@@ -107,7 +109,7 @@ def list_draft_settings(options: CommonOptions, count: int) -> list[Settings]:
         if len(getattr(options, key)) not in (0, count):
             raise UserError(
                 key,
-                got=f"{len(getattr(options, key))} of them",
+                got=format_count(len(getattr(options, key)), "value"),
                 expected=f"{count}, one for each draft",
             )
 

@@ -49,7 +49,7 @@ OWN_ENGINE = "specdistill"  # the `engine` of figures that were measured without
 class PublishedFigure(Section):
     """The published figures at one K."""
 
-    num_speculative_tokens: int = option(..., "K", ge=1)
+    num_speculative_tokens: int = option(..., "K, draft tokens per round", ge=1)
     mean_acceptance_length: float = option(..., "1 + accepted / drafts, as vLLM counts", ge=1)
     acceptance_rate_per_position: list[float] = option(
         [], "K unconditional acceptance rates by position; []: not stated"
@@ -67,12 +67,12 @@ class PublishedFigures(Section):
     source: str = option(..., "URL of the source that states the figures")
     target: str = option(..., "Hub id")
     draft: str | None = option(None, "Hub id of the draft that was measured")
-    engine: str = option(..., "what decoded: the name of an engine, or specdistill")
+    engine: str = option(..., "program that decoded: an engine, or specdistill")
     suite: str = option(..., "name under eval/suites")
     category: str = option("all", "category of the suite")
     num_prompts: int | None = option(None, "prompts that were measured, of the category", ge=1)
     temperature: float | None = option(None, "0 is greedy", ge=0)
-    top_p: float | None = option(None, "nucleus sampling", gt=0, le=1)
+    top_p: float | None = option(None, "nucleus sampling; 1: off", gt=0, le=1)
     top_k: int | None = option(None, "0: off", ge=0)
     max_new_tokens: int | None = option(None, "tokens generated per prompt, at most", ge=1)
     batch_size: int | None = option(None, "requests in flight", ge=1)
@@ -112,7 +112,9 @@ class PublishedOptions(Section):
     published: str = option(
         ..., "published figures to compare with: a name under eval/published, or a YAML file"
     )
-    report: str | None = option(None, "report.json or its folder, with published=")
+    report: str | None = option(
+        None, "with published=: a report that was measured before, as report.json or its folder"
+    )
     draft: str | None = option(
         None, "with published=: a draft to measure now, with any keys of eval"
     )
@@ -157,7 +159,7 @@ def compare_published(
         raise UserError(
             "report",
             got=f"{options.report}, and {keys[0]}",
-            expected="a report, or what is measured now",
+            expected="either a report, or a draft to measure now",
         )
     if options.report is None and not keys:
         raise UserError(

@@ -75,8 +75,8 @@ EXIT_CODES = {
 class GateOptions(Section):
     """The options of `specdistill gate`."""
 
-    report: str = option(..., "report.json or its folder")
-    gates: str = option("default", "gate: a name or a YAML file")
+    report: str = option(..., "report to judge: report.json or its folder")
+    gates: str = option("default", "gate that judges it: a name or a YAML file")
     baseline: str | None = like(EvalConfig, "baseline")
     output_dir: str | None = option(
         None, "folder of the judged report; null: named after the gate, inside the report's folder"
@@ -159,7 +159,7 @@ def read_baseline(
         raise UserError(
             key,
             got=f"{name}, which was changed after it was measured",
-            expected="a report as it was written",
+            expected="a report that nobody edited",
         )
     return evidence
 
@@ -231,7 +231,9 @@ def judge_again(options: GateOptions) -> Report:
     folder = Path(options.output_dir or judged / Path(options.gates).stem)
     if folder.resolve() == judged.resolve():
         raise UserError(
-            "output_dir", got=f"{folder}, the report that is judged", expected="another folder"
+            "output_dir",
+            got=f"{folder}, which holds the report that is judged",
+            expected="another folder",
         )
     check_replaceable(folder, "output_dir")
 
@@ -429,7 +431,9 @@ def _estimate_document_metric(rule: Rule, report: Report) -> Estimate:
     if ci95 is None or rule.confidence == 0:
         return Estimate(value)
     if rule.confidence != DEFAULT_CONFIDENCE:
-        return Estimate(value, reason=f"its interval is known at {DEFAULT_CONFIDENCE:.0%} only")
+        return Estimate(
+            value, reason=f"the report has its interval at {DEFAULT_CONFIDENCE:.0%} only"
+        )
     return Estimate(value, tuple(ci95))
 
 
@@ -471,7 +475,7 @@ def estimate_regression(rule: Rule, evidence: Evidence, baseline: Evidence | Non
     old_place = _describe_place(baseline.report)
     if metric.is_timed and place != old_place:
         return Estimate(
-            reason=f"timed elsewhere: the report on {place}, the baseline on {old_place}"
+            reason=f"times cannot be compared: measured on {place}, the baseline on {old_place}"
         )
 
     # Compute the change and its interval from the prompts, which are the same in both reports.
@@ -548,7 +552,7 @@ def _check_same_weights(report: Report, old: Report) -> None:
         raise UserError(
             "baseline",
             got=f"a report on {old_target['model']} (weights {old_weights[:8]})",
-            expected=f"one on {target['model']} (weights {weights[:8]}), as the report is",
+            expected=f"one on {target['model']} (weights {weights[:8]}), like the report",
         )
 
 

@@ -141,7 +141,7 @@ class MeasurementPlan:
             raise UserError(
                 "eval.batch_size",
                 got=f"{self.settings.batch_size} for {len(self.prompts)} prompts",
-                expected="at most as many as there are prompts",
+                expected=f"at most {len(self.prompts)}, the number of prompts",
             )
 
     def draft_settings(self, number: int) -> Settings:

@@ -334,7 +334,7 @@ def _decode_acceptance_length(
     if num_rounds == 0:
         raise UserError(
             "selection.suite",
-            got=f"{suite_name}, whose completions end at once",
-            expected="longer completions",
+            got=f"{suite_name}, whose completions all end after one token",
+            expected="prompts with longer completions",
         )
     return num_tokens / num_rounds

@@ -148,8 +148,9 @@ def log_estimate(generations: BatchGenerations, num_runs: int, num_check_passes:
     num_plain_tokens = sum(len(generation.token_ids) for generation in plain)
     checks_s = num_check_passes * plain_s / num_plain_tokens
     logger.info(
-        f"This takes about {format_clock(decoding_s + checks_s)}: {format_clock(decoding_s)} to"
-        f" decode with and without the draft, and {format_clock(checks_s)} for checks"
+        f"The measurement takes about {format_clock(decoding_s + checks_s)}:"
+        f" {format_clock(decoding_s)} to decode with and without the draft, and"
+        f" {format_clock(checks_s)} for checks"
     )
 
 

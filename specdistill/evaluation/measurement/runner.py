@@ -186,7 +186,7 @@ def _measure_adapters(
     loaded = None
     for adapted in split_adapters(recipe, adapters, suite):
         number = len(measurements) + 1
-        logger.info(f"Adapter {number} of {len(adapters)}: {adapters[number - 1]}")
+        logger.info(f"Measuring with adapter {number} of {len(adapters)}: {adapters[number - 1]}")
 
         # Free the target of the last adapter before loading the next one, so that only one is in
         # memory at a time.
@@ -286,7 +286,7 @@ def measure(
         result = cache.load_result(fingerprint)
         if result is None:
             if len(plans) > 1:
-                logger.info(f"Configuration {number} of {len(plans)}")
+                logger.info(f"Measuring configuration {number} of {len(plans)}")
             result = measure_configuration(
                 target, proposers, suite, plan, cache, is_main=number == 1, num_draws=num_draws
             )

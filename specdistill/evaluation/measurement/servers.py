@@ -235,7 +235,7 @@ class ServerTask:
             raise UserError(
                 "eval.concurrency",
                 got=f"{max(loads)} for {len(prompts)} prompts",
-                expected="at most as many as there are prompts",
+                expected=f"at most {len(prompts)}, the number of prompts",
             )
         return cls(
             suite,
