@@ -140,6 +140,8 @@ def compare(candidates: Sequence[Measured], *, seed: int = 0) -> Comparison:
         None,
         *(_compute_differences(candidate_sums, sums[0], seed) for candidate_sums in sums[1:]),
     ]
+
+    # Build the ranking. `parts` holds the values that explain each candidate's speed.
     ranking = []
     for rank, (candidate, candidate_sums, difference) in enumerate(
         zip(ordered, sums, differences, strict=True), start=1

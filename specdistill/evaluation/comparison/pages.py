@@ -78,6 +78,8 @@ def render_comparison_markdown(comparison: Comparison) -> str:
 
     It has the headline, the tables, and the paragraph that explains the differences.
     """
+    # The same rows are shown in two tables: results first, then the numbers that explain them. A
+    # suite of one category has no table by category.
     categories = format_by_category(comparison)
     ranked = list_rows(comparison)
     sections = [
@@ -108,6 +110,8 @@ def render_comparison_html(comparison: Comparison) -> str:
         by_k.setdefault(report["settings"]["num_speculative_tokens"], []).append(
             (candidate["name"], report["results"][0])
         )
+
+    # Fill the template. Its first table has columns of its own for the rank and the name.
     return load_template("evaluation/comparison/comparison.html.j2").render(
         title=format_comparison_title(comparison),
         verdict=format_headline(comparison),
@@ -132,15 +136,20 @@ def format_headline(comparison: Comparison) -> str:
     A candidate is named only if it is lossless, significantly faster than plain decoding, and
     significantly faster than the other lossless candidates.
     """
+    # The ranking puts lossless candidates first, so there are none if the first is not lossless.
     best, *remaining = comparison["ranking"]
     if not best["lossless"]:
         return "No lossless draft"
+
+    # Compare the interval of the best speedup with 1, the speed of plain decoding.
     row = _rank_candidates(comparison)[0]["report"]["results"][0]
     low, high = row.get("speedup_ci95", (row["speedup"], row["speedup"]))
     if high < 1:
         return "Plain decoding is the fastest"
     if low <= 1:
         return "No draft is clearly faster than plain decoding"
+
+    # A candidate that is not lossless does not count, however fast it is.
     is_unsure = any(
         candidate["lossless"] and not candidate["separable_from_best"] for candidate in remaining
     )
@@ -259,6 +268,8 @@ def _format_cells(entry: Entry, candidate: Entry) -> dict[str, Cell]:
         entry: the candidate's entry in the ranking.
         candidate: the candidate, with its report.
     """
+    # Numbers come from the report's first row, which is the whole suite, from its cost model
+    # (theory), and from the ranking. A method without weights has no training.
     report = candidate["report"]
     training = candidate["training"]
     row = report["results"][0]

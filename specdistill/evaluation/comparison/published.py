@@ -201,6 +201,8 @@ def _print_pairs(pairs: Sequence[tuple[PublishedFigure, ResultRow]]) -> None:
         "by position",
         "the report is",
     )
+
+    # Intervals are those of the report. The published figures have none.
     table_rows = []
     for figure, row in pairs:
         measured = format_number(row["acceptance_length_vllm"])

@@ -325,6 +325,8 @@ def _decide_rule(rule: Rule, estimate: Estimate) -> RuleDocument:
         if estimate.reason
         else compare_with_threshold(rule, estimate)
     )
+
+    # The report states intervals at the default confidence only.
     return {
         "metric": rule.metric,
         "scope": dict(rule.scope),

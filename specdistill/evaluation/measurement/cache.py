@@ -140,11 +140,14 @@ def identify_draft(
         method: the method of the draft.
         draft: the folder or Hub id of the draft; None for a method without weights.
     """
+    # A draft with weights is identified by the contents of its files.
     draft_files: list[Path] = []
     if draft:
         draft_files = [
             path for path in locate(draft, key="eval.draft").rglob("*") if path.is_file()
         ]
+
+    # Another version of the code, a library, or the machine may change tokens or times.
     return {
         "specdistill": [__version__, read_git_revision()],
         "target": [

@@ -53,12 +53,15 @@ class Settings:
     compile: bool = False
 
     def __post_init__(self) -> None:
+        # With a tree, K is the depth of the tree.
         if self.tree and self.tree.depth != self.num_speculative_tokens:
             raise UserError(
                 "eval.num_speculative_tokens",
                 got=self.num_speculative_tokens,
                 expected=f"{self.tree.depth}, the depth of the tree, or eval.tree=null",
             )
+
+        # The decoder compiles a pass for one fixed shape.
         if self.compile and (self.tree or self.batch_size > 1):
             reason = "a tree" if self.tree else f"{self.batch_size} prompts at a time"
             raise UserError(

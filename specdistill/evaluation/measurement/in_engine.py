@@ -339,8 +339,11 @@ def replace_with_gguf(served: Served, config: LlamaCppConfig, target: Path) -> S
     Raises:
         UserError: if there is no GGUF file of the draft. The error has the command that writes one.
     """
+    # A draft in the target's checkpoint, or without files, has no file of its own.
     if served.in_target:
         return replace(served, target=str(target))
+
+    # Otherwise the recipe must name the draft's file.
     draft = resolve(config.model_draft, DRAFT) if config.model_draft else None
     if draft is None or not Path(draft).is_file():
         command = convert(served, "EXPORTED", served.target_name)

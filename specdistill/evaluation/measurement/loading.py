@@ -140,6 +140,8 @@ def find_draft(recipe: Recipe) -> str | None:
     """
     if not METHODS[recipe.method].is_trained:
         return None
+
+    # A draft that the recipe names comes first. Otherwise it must have been trained.
     trained_here = Path(recipe.train["output_dir"]) / "draft"
     if recipe.eval.draft is None and not trained_here.is_dir():
         raise UserError(

@@ -498,6 +498,7 @@ def find_most_telling_prompt(
     def verify_and_record(
         proposal: Proposal, probs_NV: Tensor, generator: torch.Generator | None
     ) -> tuple[Sequence[int], int]:
+        """Record how far a round's first token deviates under the wrong rule, and verify."""
         # Row 0 is the target's distribution of the first token of the round.
         deviations.append(_compute_deviation(proposal, probs_NV[0]))
         return verify_sampled(proposal, probs_NV, generator)

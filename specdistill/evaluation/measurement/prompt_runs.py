@@ -290,6 +290,7 @@ def build_prompt_records(
             vocabulary = proposer.vocabulary
             num_in_vocabulary = sum(token in vocabulary for token in plain_tokens)
 
+        # Build the record. Special tokens stay in the texts, so that a reader sees how they end.
         records.append(
             PromptRecord(
                 suite=suite,
@@ -324,6 +325,7 @@ def _build_round_records(
         context: the tokens before the first round.
         rounds: the rounds.
     """
+    # The text of a token depends on the tokens before it, which grow with every round.
     tokens_before = list(context)
     records = []
     for entry in rounds:

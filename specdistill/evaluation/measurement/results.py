@@ -152,6 +152,7 @@ def merge_adapters(measurements: Sequence[Measurement], weights: str) -> Measure
         measurements: the measurement with each adapter.
         weights: the sha256 of the weights of all adapted targets.
     """
+    # Join the results of each configuration over the adapters.
     configurations = []
     for results in zip(*(entry.configurations for entry in measurements), strict=True):
         records = []
@@ -161,6 +162,8 @@ def merge_adapters(measurements: Sequence[Measurement], weights: str) -> Measure
         for result in results:
             divergences.extend(result.divergences)
         configurations.append(DraftResult(records, divergences))
+
+    # Keep the sampling test with the lowest p-value, and add up the resources.
     return Measurement(
         measurements[0].settings,
         configurations,
@@ -220,6 +223,7 @@ def build_draft_report(
     else:
         lossless["sampling_test"] = measurement.sampling_test
 
+    # Put the sections together. The context rows and the headline are about the main configuration.
     return build_report(
         target=_describe_target(target, measurement.weights),
         draft={**draft, "parameters": proposer.num_parameters, "bytes": proposer.num_bytes},

@@ -152,12 +152,16 @@ def measure_recipe(recipe: Recipe, folder: Path) -> tuple[Report, list[PromptRec
             measurement,
             describe_draft(loaded.draft, recipe.method),
         )
+
+        # Score the answers, if the suite has references or names a metric.
         add_quality(
             report,
             measurement.records,
             suite,
             special_tokens=loaded.target.tokenizer.all_special_tokens,
         )
+
+        # Each process has a GPU of its own.
         if loaded.target.device.type == "cuda":
             report["hardware"]["count"] = num_processes
         result = report, measurement.records
@@ -319,6 +323,8 @@ def measure(
                 )
             )
             costs.append(measure_round_costs(target, proposer, main_plan.prompts, settings))
+
+    # Add these results, and the time and memory of everything, to each measurement.
     all_resources = sum_resources([*(result.resources for result in results), resources])
     return [
         replace(measurement, sampling_test=test, costs=round_costs, resources=all_resources)

@@ -365,6 +365,7 @@ def measure_running(
         speculative: the server with the draft.
         baseline: the server without it; None for none.
     """
+    # Describe the servers for the report.
     measurement = ServerMeasurement(
         {
             "name": speculative.engine,
@@ -373,8 +374,11 @@ def measure_running(
         },
         has_baseline=baseline is not None,
     )
+
+    # Send the prompts to both servers, or to the one with the draft alone.
+    peers = [baseline, speculative] if baseline else [speculative]
     try:
-        measurement.ask([*filter(None, (baseline, speculative))], task)
+        measurement.ask(peers, task)
     except ReportedError as error:
         measurement.failure = error
     return measurement
