@@ -726,7 +726,7 @@ def _compare_bound(rule: Rule, estimate: Estimate) -> tuple[Verdict, str, float,
 
 
 def _name_bound(side: str, rule: Rule, estimate: Estimate) -> str:
-    """Return the name of an end of an interval, as in `lower 95% bound `; empty without one."""
+    """Return the name of an end of an interval, e.g. `lower 95% bound `, or nothing without one."""
     return f"{side} {rule.confidence:.0%} bound " if estimate.interval else ""
 
 

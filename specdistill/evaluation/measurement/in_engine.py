@@ -410,7 +410,7 @@ def build_engine_report(
     always_drafts: bool,
     **described: Mapping[str, object],
 ) -> tuple[Report, list[PromptRecord]]:
-    """Build the report of the servers' answers, which no gate has judged yet, and its records.
+    """Build the report of the servers' answers, and its records. No gate has judged it yet.
 
     Args:
         task: the requests that were sent.
@@ -515,9 +515,15 @@ def _pair_answers(
 def _build_record(
     task: ServerTask, settings: Settings, entry: AnsweredPrompt, always_drafts: bool
 ) -> PromptRecord:
-    """Build the record of a prompt from the repetition of median speed of each side.
+    """Build the record of a prompt from its repetitions of median speed, with and without draft.
 
     Tokens, counts and seconds come from the same repetition, so they belong together.
+
+    Args:
+        task: the requests.
+        settings: the settings of the configuration.
+        entry: the prompt with its completions.
+        always_drafts: whether every round has a draft (see `build_engine_report`).
     """
     prompt = entry.prompt
     with_draft = _select_median(entry.speculative)

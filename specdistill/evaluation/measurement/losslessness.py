@@ -204,7 +204,7 @@ def generate_pairs(
 def find_divergence(
     target: FrozenTarget, prompt: Prompt, ours: Generation, theirs: tuple[int, ...]
 ) -> FirstDivergenceDocument | None:
-    """Find the first position where a completion differs from the reference, and say why.
+    """Find where a completion first differs from the reference, and whether that is a near-tie.
 
     A divergence is explained if it is at a near-tie: the logits of both tokens are close to the
     model's best logit there.
@@ -395,7 +395,7 @@ def _draw_outcomes(
     arm: int,
     title: str,
 ) -> Iterator[list[tuple[int, ...]]]:
-    """Draw two tokens after a prompt again and again, and yield all draws at each of some sizes.
+    """Draw two tokens after a prompt many times, and yield all draws at certain sample sizes.
 
     Args:
         target: the target that verifies.

@@ -209,7 +209,7 @@ class ServerTask:
     def from_config(
         cls, config: EvalConfig, suite: Suite, tokenizer: PreTrainedTokenizerBase, max_length: int
     ) -> "ServerTask":
-        """Make the task of a recipe.
+        """Make the requests of a recipe: its prompts, values of K and loads.
 
         Args:
             config: the recipe's `eval:`.
@@ -433,7 +433,7 @@ def measure_started(
 
 
 def _check_drafting(peer: ConnectedServer, served: Served, k: int, log: Path) -> None:
-    """Check that a server that was started here drafts as it was told to.
+    """Check that a server drafts as the command that started it says.
 
     Args:
         peer: the server.
