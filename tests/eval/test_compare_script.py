@@ -147,7 +147,7 @@ def test_a_comparison_resumes_with_the_prompt_that_was_interrupted(
         entry.emitted for entry in expected
     ]
     assert not (tmp_path / "out" / "configurations").exists()
-    assert "This takes about" in said
+    assert "The measurement takes about" in said
 
 
 def test_options_of_one_method_go_to_its_candidates(arguments, tmp_path):
@@ -354,7 +354,7 @@ def test_a_draft_that_changes_the_text_is_exit_code_one(arguments, tmp_path, mon
         (
             ["drafts=[small,ngram]", "num_speculative_tokens_each=[1]"],
             "num_speculative_tokens_each",
-            "1 of them",
+            "1 value",
         ),
         (
             [
@@ -364,7 +364,7 @@ def test_a_draft_that_changes_the_text_is_exit_code_one(arguments, tmp_path, mon
             ],
             *("num_speculative_tokens", "7"),
         ),
-        (["drafts=[small,ngram]", "trees_each=[null]"], "trees_each", "1 of them"),
+        (["drafts=[small,ngram]", "trees_each=[null]"], "trees_each", "1 value"),
         (
             ["drafts=[small,ngram]", "trees_each=[null,{branching: [2]}]"],
             "tree",
@@ -417,7 +417,7 @@ def test_a_draft_that_changes_the_text_is_exit_code_one(arguments, tmp_path, mon
         ),
         (["drafts=[small,run/draft]", f"{TREE}={{budget: 4}}"], "tree.depth", "nothing"),
         (["drafts=[small,run/draft]", f"{TOKENS}=5"], TOKENS, "5 with K = 4"),
-        (["drafts=[small,run/draft]", f"{FIRST}_each=[null]"], f"{FIRST}_each", "1 of them"),
+        (["drafts=[small,run/draft]", f"{FIRST}_each=[null]"], f"{FIRST}_each", "1 value"),
         (
             ["drafts=[small,run/draft]", f"{TOKENS}=1", f"{FIRST}_each=[null,{{}}]"],
             f"{FIRST}_each",

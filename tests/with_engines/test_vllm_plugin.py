@@ -143,7 +143,7 @@ def test_without_the_plugin_nothing_is_measured(
 ) -> None:
     done = evaluated("eagle3", trained("EAGLE-3.1"), tmp_path / "report", "", BEHIND)
     assert done.returncode == ExitCode.RESOURCE_ERROR
-    assert "looks nothing up" in done.stderr and "specdistill[vllm]" in done.stderr
+    assert "does not use the lookup" in done.stderr and "specdistill[vllm]" in done.stderr
     assert not (tmp_path / "report" / "report.json").exists()
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specdistill.common.errors import UserError
+from specdistill.decoding.proposer import Proposer
 from specdistill.evaluation.comparison.compare import Measured
 from specdistill.evaluation.comparison.options import (
     CommonOptions,
@@ -16,10 +17,10 @@ from specdistill.evaluation.measurement.cache import MeasurementCache, identify_
 from specdistill.evaluation.measurement.configurations import MeasurementPlan, Settings
 from specdistill.evaluation.measurement.hardware import fit_threads
 from specdistill.evaluation.measurement.loading import check_measurement
-from specdistill.evaluation.measurement.results import build_draft_report
+from specdistill.evaluation.measurement.results import Measurement, build_draft_report
 from specdistill.evaluation.measurement.runner import measure
 from specdistill.evaluation.report.files import compute_digest
-from specdistill.evaluation.suites.suite import count_measured, load_suite, tokenize
+from specdistill.evaluation.suites.suite import Suite, count_measured, load_suite, tokenize
 from specdistill.methods import METHODS
 from specdistill.methods.load import describe_draft, find_method, load_proposer, locate
 from specdistill.methods.recipe import list_method_options
@@ -30,9 +31,10 @@ from specdistill.targets.frozen import FrozenTarget
 from specdistill.targets.sharding import count_processes
 from specdistill.training.history import read_history
 
-KEY = "drafts"
+KEY = "drafts"  # the key of the command that names the candidates
 # Methods without weights, which a user names in place of a folder.
 UNTRAINED_METHODS = [name for name, method in METHODS.items() if not method.is_trained]
+# What an error says was expected of an entry of `drafts`.
 EXPECTED = f"a draft folder, a Hub id or {' or '.join(UNTRAINED_METHODS)}"
 
 
@@ -41,10 +43,10 @@ class Candidate:
     """One draft of a comparison.
 
     Attributes:
-        name: its unique name, which is also the name of the folder of its report.
-        method: its method.
-        draft: its folder or Hub id, as the command names it; None for a method without weights.
-        folder: the folder of its files; None for a method without weights.
+        name: the unique name of the candidate, which is also the name of its report's folder.
+        method: the method of the draft.
+        draft: the folder or Hub id that the command names; None for a method without weights.
+        folder: the local folder of the draft's files; None for a method without weights.
         lookup_first: the lookup in front of the draft; None for no lookup.
     """
 
@@ -60,7 +62,7 @@ def find_candidates(
     lookups: Sequence[LookupFirstConfig | None] = (),
     settings: Sequence[Settings] = (),
 ) -> list[Candidate]:
-    """Find the candidates and give them unique names.
+    """Locate the drafts of a comparison, and give them unique names.
 
     Args:
         entries: folders, Hub ids (org/name or org/name@revision) and methods without weights
@@ -79,7 +81,7 @@ def find_candidates(
     if num_drafts < 2:
         raise UserError(KEY, got=f"{num_drafts} drafts", expected="two or more: drafts=[a,b]")
 
-    # Each draft may have a lookup and settings of its own.
+    # Refuse a lookup in front of a draft that is a lookup itself.
     lookup_each = lookups or [None] * num_drafts
     settings_each: Sequence[Settings | None] = settings or [None] * num_drafts
     for entry, lookup in zip(entries, lookup_each, strict=True):
@@ -87,10 +89,10 @@ def find_candidates(
             raise UserError(
                 "lookup_first_each",
                 got=f"a lookup in front of {entry}, which is a lookup itself",
-                expected="null for it, and a section for each draft behind a lookup",
+                expected=f"null in the place of {entry}",
             )
 
-    # Locate the drafts.
+    # Locate the drafts, and download those on the Hub.
     folders: list[Path | None] = []
     for entry in entries:
         folder = None
@@ -98,7 +100,7 @@ def find_candidates(
             folder = locate(entry, key=KEY, expected=EXPECTED, names=UNTRAINED_METHODS)
         folders.append(folder)
 
-    # Refuse a draft that occurs twice with the same settings.
+    # Refuse a draft that occurs twice with the same lookup and settings.
     identities = [
         (folder.resolve() if folder else entry, lookup, draft_settings)
         for folder, entry, lookup, draft_settings in zip(
@@ -110,7 +112,7 @@ def find_candidates(
             raise UserError(
                 KEY,
                 got=f"{entries[first]} and {entries[second]}, which are the same draft",
-                expected="different candidates, or different settings for them (…_each)",
+                expected="different drafts, or other settings, e.g. num_speculative_tokens_each",
             )
 
     # Name the drafts, and read the method of each.
@@ -126,17 +128,20 @@ def find_candidates(
 
 
 def _name_candidates(prefixes: Sequence[str], drafts: Sequence[str]) -> list[str]:
-    """Name each draft by its prefix and the end of its path.
+    """Give each draft a unique name: a prefix and the end of its path.
 
-    A name has as many parts of the path as it needs to be unique: runs/a/draft -> a-draft. If the
-    same draft occurs a second time, that name ends with -2. Names become folders, so they are
-    compared without case.
+    A name has as many parts of the path as it needs to be unique: of runs/a/draft and runs/b/draft,
+    the first is named a-draft. If the same draft occurs again, its name ends with -2. Names become
+    names of folders, so names that differ only in case count as equal.
+
+    Args:
+        prefixes: the beginning of each name; empty for none.
+        drafts: the folders, Hub ids and methods that the command names.
 
     Raises:
         UserError: if two drafts have the same name.
     """
     # List the possible names of each draft, from the shortest to the longest.
-    # The possible names of each draft, from the shortest to the longest.
     options_each = []
     for prefix, draft in zip(prefixes, drafts, strict=True):
         if Path(draft).is_dir():
@@ -159,27 +164,30 @@ def _name_candidates(prefixes: Sequence[str], drafts: Sequence[str]) -> list[str
         number = options_each[: index + 1].count(options)
         names.append(f"{name}-{number}" if number > 1 else name)
 
+    # Names may still be equal, e.g. those of two paths that differ only in case.
     folded = [name.casefold() for name in names]
     for name in names:
         if folded.count(name.casefold()) > 1:
             raise UserError(
                 KEY,
                 got=f"two drafts named {name}",
-                expected="folders with different names, after which their reports are named",
+                expected="folders with different names, because reports are named after them",
             )
     return names
 
 
 def measure_candidates(options: CommonOptions, cache_folder: Path) -> list[Measured]:
-    """Measure the candidates together.
+    """Measure the candidates of a comparison together, and build the report of each.
 
     Every prompt is decoded with each of the drafts and once without, so the times of all drafts are
     paired with one baseline.
 
     Args:
         options: the keys of the command.
-        cache_folder: the folder that caches what is decoded, so that an interrupted comparison
-            resumes.
+        cache_folder: the folder of the cache, from which an interrupted comparison resumes.
+
+    Returns:
+        The candidates with their measurements, in the order of `drafts`.
 
     Raises:
         UserError: if anything is wrong with a candidate, before anything is measured; and in a
@@ -191,6 +199,8 @@ def measure_candidates(options: CommonOptions, cache_folder: Path) -> list[Measu
             got=count_processes(),
             text=f"compare runs in one process, and was started in {count_processes()}.",
         )
+
+    # Find the candidates, and the settings and options of each.
     settings = list_draft_settings(options, len(options.drafts))
     candidates = find_candidates(options.drafts, list_lookups(options, settings), settings)
     options_each = list_method_options(options, [candidate.method for candidate in candidates])
@@ -225,30 +235,11 @@ def measure_candidates(options: CommonOptions, cache_folder: Path) -> list[Measu
         histories.append(read_history(candidate.folder, key=KEY) if candidate.folder else None)
 
     # Measure all drafts together.
-    prompts = tokenize(
-        suite,
-        target.tokenizer,
-        num_prompts=count_measured(suite, options.num_prompts),
-        max_new_tokens=options.max_new_tokens,
-        max_length=target.max_length,
-        vocab_size=target.vocab_size,
-    )
-    plan = MeasurementPlan(settings[0], prompts, settings)
-    identities = []
-    for candidate, proposer in zip(candidates, proposers, strict=True):
-        identities.append(
-            identify_draft(target, proposer, suite, method=candidate.method, draft=candidate.draft)
-        )
-    measurements = measure(
-        target,
-        proposers,
-        suite,
-        [plan],
-        MeasurementCache(cache_folder, identities),
-        num_draws=options.sampling_draws,
+    measurements = _measure_together(
+        options, suite, target, candidates, proposers, settings, cache_folder
     )
 
-    # Build the report of each draft.
+    # Build the report of each draft. The digest shows later whether the report was edited.
     measured = []
     for candidate, proposer, history, measurement in zip(
         candidates, proposers, histories, measurements, strict=True
@@ -259,3 +250,54 @@ def measure_candidates(options: CommonOptions, cache_folder: Path) -> list[Measu
         training = history.summary() if history else None
         measured.append(Measured(candidate.name, training, report, measurement.records))
     return measured
+
+
+def _measure_together(
+    options: CommonOptions,
+    suite: Suite,
+    target: FrozenTarget,
+    candidates: Sequence[Candidate],
+    proposers: Sequence[Proposer],
+    settings: Sequence[Settings],
+    cache_folder: Path,
+) -> list[Measurement]:
+    """Measure drafts that are loaded on the same prompts, against one baseline.
+
+    Args:
+        options: the keys of the command.
+        suite: the suite that is measured.
+        target: the target.
+        candidates: the drafts.
+        proposers: the drafts, loaded.
+        settings: the settings of each draft.
+        cache_folder: the folder of the cache.
+
+    Returns:
+        The measurement of each draft.
+    """
+    # The drafts differ only in K and tree, which plain decoding does not use. So any of their
+    # settings are those of plain decoding.
+    prompts = tokenize(
+        suite,
+        target.tokenizer,
+        num_prompts=count_measured(suite, options.num_prompts),
+        max_new_tokens=options.max_new_tokens,
+        max_length=target.max_length,
+        vocab_size=target.vocab_size,
+    )
+    plan = MeasurementPlan(settings[0], prompts, settings)
+
+    # The cache identifies a comparison by all of its drafts.
+    identities = []
+    for candidate, proposer in zip(candidates, proposers, strict=True):
+        identities.append(
+            identify_draft(target, proposer, suite, method=candidate.method, draft=candidate.draft)
+        )
+    return measure(
+        target,
+        proposers,
+        suite,
+        [plan],
+        MeasurementCache(cache_folder, identities),
+        num_draws=options.sampling_draws,
+    )

@@ -1,9 +1,11 @@
 """Rank several drafts for one target, and explain where the differences in speed come from.
 
-The drafts were measured together on the same prompts. A round yields tokens and costs time:
-S = AL / (v + c·K) (see specdistill.evaluation.statistics.theory). So every difference to the
-fastest candidate is split into tokens per round and cost per round. These are split into acceptance
-rates and step costs. Each part has a paired confidence interval over prompts.
+The drafts, called candidates, were measured together on the same prompts. A round yields tokens and
+costs time, so the speedup is S = AL / (v + c·K), as specdistill.evaluation.statistics.theory
+explains. Every difference in speed to the fastest candidate is split into two parts: the tokens per
+round, AL, and the cost per round, v + c·K. These are split further, into acceptance rates and into
+the costs of drafting and verifying. Each part has a confidence interval over prompts, paired by
+prompt.
 
 Fixed rules turn these numbers into sentences that say why candidates differ. Only differences whose
 interval excludes 0 are given as reasons.
@@ -34,22 +36,28 @@ from specdistill.evaluation.statistics.metrics import (
 )
 from specdistill.evaluation.statistics.records import PromptRecord
 
-# A gap comes mainly from one part if that part has at least this share of the gap's logarithm.
+# A gap in speed comes mainly from tokens or from cost if this part explains at least this share of
+# the gap's logarithm. A larger share would name both causes more often.
 MAIN_CAUSE_SHARE = 2 / 3
-MIN_REASON = 0.005  # a smaller relative difference is never given as a reason, even if significant
+# A smaller relative difference is never given as a reason, even if it is significant: it is too
+# small to matter to a reader.
+MIN_REASON = 0.005
 
 Entry = Mapping[str, Any]  # a candidate, its place in the ranking, or a difference
-Comparison = dict[str, Any]
+Comparison = dict[str, Any]  # the document comparison.json
 Difference = dict[str, Any]  # the relative change of each part of the speed
 
 
 def _define_cost_metric(*seconds: str, per: str) -> Metric:
-    """Return the metric of a cost in units of one step of plain decoding.
+    """Return a metric: a cost per round or per draft token, in steps of plain decoding.
+
+    Its value is seconds / count / (seconds of plain decoding / its steps).
 
     Args:
         seconds: the names of the sums of seconds that are added up.
-        per: the name of the sum that counts what the cost is divided by: rounds or draft tokens.
+        per: the name of the count by which the seconds are divided: rounds or draft tokens.
     """
+    # The last three sums are the count, and the seconds and steps of plain decoding.
     return Metric(
         (*seconds, per, "baseline_verify_seconds", "baseline_num_rounds"),
         lambda *totals: sum(totals[:-3]) / totals[-3] / (totals[-2] / totals[-1]),
@@ -57,8 +65,8 @@ def _define_cost_metric(*seconds: str, per: str) -> Metric:
     )
 
 
-# The parts of a difference in speed. Costs are in units of one step of plain decoding. Rounds
-# without a draft count.
+# The parts into which a difference in speed is split. Costs are in steps of plain decoding. Rounds
+# in which nothing was drafted count as rounds.
 PARTS: dict[str, Metric] = {
     "mean_acceptance_length": METRICS["mean_acceptance_length"],
     "round_cost": _define_cost_metric("draft_seconds", "verify_seconds", per="num_rounds"),
@@ -86,8 +94,8 @@ class Measured:
 
     Attributes:
         name: the name of the candidate.
-        training: its `History.summary()`; None where it is unknown.
-        report: its report.
+        training: the summary of its training (`History.summary()`); None if it is unknown.
+        report: the candidate's report.
         records: the record of each prompt.
     """
 
@@ -98,37 +106,42 @@ class Measured:
 
 
 def compare(candidates: Sequence[Measured], *, seed: int = 0) -> Comparison:
-    """Rank the candidates and explain why they differ, as comparison.json holds it.
+    """Rank the candidates, and explain why they differ.
 
     Candidates are ranked by speedup, those that are not lossless last. Every difference is relative
     to the first candidate of the ranking. A candidate is separable from the first if the interval
-    of the difference excludes 0.
+    of the difference in speedup excludes 0.
 
     Args:
-        candidates: the candidates; the records of all are of the same prompts in the same order.
+        candidates: the candidates, all measured on the same prompts in the same order.
         seed: the seed of the bootstrap.
 
     Returns:
         The document comparison.json: the candidates with their reports, the ranking, and the
         reasons.
     """
+    # Differences are paired by prompt, so all candidates need the same prompts.
     prompts = []
     for candidate in candidates:
         prompts.append([record.id for record in candidate.records])
     assert all(ids == prompts[0] for ids in prompts), (
         "candidates were measured on different prompts"
     )
+
     # Rank the candidates.
     ordered = sorted(
         candidates,
         key=lambda entry: (not is_lossless(entry.report), -entry.report["results"][0]["speedup"]),
     )
-    # Compare each of them with the first.
+
+    # Compare each of the candidates with the first.
     sums = [collect_prompt_sums(candidate.records) for candidate in ordered]
     differences = [
         None,
         *(_compute_differences(candidate_sums, sums[0], seed) for candidate_sums in sums[1:]),
     ]
+
+    # Build the ranking. `parts` holds the values that explain each candidate's speed.
     ranking = []
     for rank, (candidate, candidate_sums, difference) in enumerate(
         zip(ordered, sums, differences, strict=True), start=1
@@ -147,7 +160,7 @@ def compare(candidates: Sequence[Measured], *, seed: int = 0) -> Comparison:
             }
         )
 
-    # The comparison holds everything of a candidate but its records.
+    # List the candidates without their records, which are in their own reports.
     listed = []
     for candidate in candidates:
         listed.append({name: part for name, part in vars(candidate).items() if name != "records"})
@@ -165,16 +178,22 @@ def compare(candidates: Sequence[Measured], *, seed: int = 0) -> Comparison:
 
 
 def _compute_differences(sums: PromptSums, best: PromptSums, seed: int) -> Difference:
-    """Return the relative change of each part from the best candidate, with its paired interval.
+    """Compare the speedup of a candidate, and each part of it, with the best candidate.
 
-    A part is None where one of the two candidates has no value.
+    Args:
+        sums: the sums of the candidate's prompts.
+        best: the sums of the best candidate's prompts.
+        seed: the seed of the bootstrap.
+
+    Returns:
+        The relative change of each part, with its paired interval. A part is None if one of the two
+        candidates has no value of it.
     """
     differences: dict[str, Any] = dict.fromkeys(("speedup", *PARTS))
     for name in differences:
         metric = PARTS.get(name, METRICS["speedup"])
-        if compute_value(metric, sums) is not None and compute_value(
-            metric, best
-        ):  # a change from 0 has no size
+        # A change from 0 has no relative size.
+        if compute_value(metric, sums) is not None and compute_value(metric, best):
             change, bounds = compute_relative_change(metric, sums, best, seed=seed)
             differences[name] = {"change": change, "ci95": bounds and list(bounds)}
     return differences
@@ -192,9 +211,12 @@ def explain_differences(
     Yields:
         The topic of a reason, and its sentences.
     """
+    # Say which candidate is the fastest.
     by_name = {candidate["name"]: candidate for candidate in candidates}
     best, *remaining = ranking
     yield "fastest", _describe_fastest(best, remaining, by_name[best["name"]]["report"])
+
+    # For every other candidate, say how far it is behind, and at which parts it differs.
     for candidate in remaining:
         yield "gap", " ".join(_describe_gap(candidate, best))
         detail = " ".join(
@@ -202,6 +224,8 @@ def explain_differences(
         )
         if detail:
             yield "cause", detail
+
+    # Explain the rank of candidates that are not lossless.
     for entry in ranking:
         if not entry["lossless"]:
             lossless = by_name[entry["name"]]["report"]["lossless"]
@@ -214,24 +238,34 @@ def explain_differences(
 
 
 def select_shown_difference(difference: Entry | None) -> float:
-    """Return the relative difference, or 0 if it is no reason.
+    """Return a relative difference, or 0 if the difference is not worth mentioning.
 
-    It is no reason if its interval includes 0, or if it is smaller than MIN_REASON.
+    A difference is not mentioned if its interval includes 0, or if it is smaller than MIN_REASON.
     """
     change = float(difference["change"]) if difference and is_separable(difference) else 0.0
     return change if abs(change) >= MIN_REASON else 0.0
 
 
 def is_separable(difference: Entry | None) -> bool:
-    """Return whether a difference's interval excludes 0; False without an interval."""
-    low, high = (difference and difference["ci95"]) or (0.0, 0.0)
+    """Return whether the interval of a difference excludes 0; False without an interval."""
+    if difference is None or difference["ci95"] is None:
+        return False
+    low, high = difference["ci95"]
     return bool(low > 0 or high < 0)
 
 
 def _describe_fastest(best: Entry, remaining: Sequence[Entry], report: Report) -> str:
-    """Say which candidate is the fastest, and from which it is not separable."""
+    """Say which candidate is the fastest, and from which others it is not separable.
+
+    Args:
+        best: the first candidate of the ranking.
+        remaining: the others.
+        report: the report of the first.
+    """
     row = report["results"][0]
     unsure = [candidate["name"] for candidate in remaining if not candidate["separable_from_best"]]
+
+    # The fastest draft may still be slower than plain decoding, or not separable from it.
     low, high = row.get("speedup_ci95", (0.0, math.inf))
     if high < 1:
         return (
@@ -243,6 +277,8 @@ def _describe_fastest(best: Entry, remaining: Sequence[Entry], report: Report) -
         if low <= 1
         else format_gain(row)
     )
+
+    # Its lead over the other candidates may be significant or not.
     if not unsure:
         return f"{best['name']} is the fastest: {speed}."
     return (
@@ -252,12 +288,20 @@ def _describe_fastest(best: Entry, remaining: Sequence[Entry], report: Report) -
 
 
 def _describe_gap(candidate: Entry, best: Entry) -> Iterator[str]:
-    """Say how far a candidate is behind, and whether tokens or the cost per round explain it."""
+    """Say how far a candidate is behind, and whether tokens or costs per round explain that.
+
+    Args:
+        candidate: the candidate.
+        best: the first candidate of the ranking.
+
+    Yields:
+        Sentences.
+    """
     differences = candidate["difference_to_best"]
     name = candidate["name"]
     first = best["name"]
 
-    # The parts of the gap: tokens per round, and the cost of a round.
+    # Phrase the two parts of the gap: tokens per round, and the cost of a round.
     speed = differences["speedup"]
     tokens = select_shown_difference(differences["mean_acceptance_length"])
     cost = select_shown_difference(differences["round_cost"])
@@ -270,7 +314,7 @@ def _describe_gap(candidate: Entry, best: Entry) -> Iterator[str]:
         f" ({_format_against(candidate, best, 'round_cost', ' plain steps')})"
     )
 
-    # A speed that is not separable is said first; its parts may still differ.
+    # If the speeds are not separable, say so. The parts may differ nevertheless.
     if not candidate["separable_from_best"]:
         direction = _name_direction(speed["change"])
         yield f"{name} is not separable from {first}: {direction}{_format_range(speed)}."
@@ -282,82 +326,109 @@ def _describe_gap(candidate: Entry, best: Entry) -> Iterator[str]:
                 " speed."
             )
         return
+
+    # Otherwise say how large the gap is, and which of the two parts explains it.
     yield f"{name} is {_name_direction(speed['change'])} than {first}{_format_range(speed)}."
-    # Attribute the gap to tokens and to cost, by the logarithms of their changes. A part that works
-    # against the gap explains nothing of it.
-    sign = -1 if speed["change"] < 0 else 1
+
+    cause = _find_main_cause(speed["change"], tokens, cost)
+    if cause is None:
+        yield "Neither the tokens per round nor the cost per round explain that."
+        return
+    parts = [yields] * bool(tokens) + [costs] * bool(cost)
+    yield f"That comes mainly from {cause}: {', and '.join(parts)}."
+
+
+def _find_main_cause(speed: float, tokens: float, cost: float) -> str | None:
+    """Return what explains most of a difference in speed; None if nothing does.
+
+    Args:
+        speed: the relative difference in speed.
+        tokens: the relative difference in tokens per round; 0 if it is not significant.
+        cost: the relative difference in the cost of a round; 0 if it is not significant.
+    """
+    # Speed is tokens / cost, so the logarithms of the changes add up: log(speed) = log(tokens) -
+    # log(cost). A part that works against the difference, e.g. more tokens per round of the slower
+    # candidate, explains nothing of it.
+    sign = -1 if speed < 0 else 1
     from_tokens = max(sign * math.log1p(tokens), 0.0)
     from_cost = max(-sign * math.log1p(cost), 0.0)
     if not (from_tokens or from_cost):
-        yield "Neither the tokens per round nor the cost per round explain that."
-        return
+        return None
 
-    # Name the part that explains most of the gap.
+    # Name the part that explains most of the difference, or both.
     share = from_tokens / (from_tokens + from_cost)
-    source = (
-        "acceptance"
-        if share >= MAIN_CAUSE_SHARE
-        else "cost"
-        if share <= 1 - MAIN_CAUSE_SHARE
-        else "both acceptance and cost"
-    )
-    yield (
-        f"That comes mainly from {source}:"
-        f" {', and '.join([yields] * bool(tokens) + [costs] * bool(cost))}."
-    )
+    if share >= MAIN_CAUSE_SHARE:
+        return "acceptance"
+    if share <= 1 - MAIN_CAUSE_SHARE:
+        return "cost"
+    return "both acceptance and cost"
 
 
 def _describe_acceptance(candidate: Entry, best: Entry) -> Iterator[str]:
-    """Say at which positions tokens are lost or gained, if the tokens per round differ."""
+    """Say at which positions a candidate accepts more or less, if the tokens per round differ."""
     differences = candidate["difference_to_best"]
     if not select_shown_difference(differences["mean_acceptance_length"]):
         return
+
+    # Candidates may accept more because they draft more.
     if select_shown_difference(differences["drafted_per_round"]):
-        mine, theirs = (
-            format_number(entry["parts"]["drafted_per_round"], 1) for entry in (candidate, best)
+        drafted = format_number(candidate["parts"]["drafted_per_round"], 1)
+        drafted_by_best = format_number(best["parts"]["drafted_per_round"], 1)
+        yield (
+            f"{candidate['name']} drafts {drafted} tokens per round,"
+            f" {best['name']} {drafted_by_best}."
         )
-        yield f"{candidate['name']} drafts {mine} tokens per round, {best['name']} {theirs}."
+
+    # Tokens at later positions only count if all tokens before them were accepted.
     places = {
         "first_position_rate": "at the first position",
         "later_position_rate": "at later positions once they are reached",
     }
-    accepts = [
-        f"{'more' if change > 0 else 'less'} {place}"
-        f" ({_format_against(candidate, best, rate, style=format_percent)})"
-        for rate, place in places.items()
-        if (change := select_shown_difference(differences[rate]))
-    ]
-    if accepts:
-        yield f"It accepts {' and '.join(accepts)}."
+    phrases = []
+    for rate, place in places.items():
+        change = select_shown_difference(differences[rate])
+        if change:
+            rates = _format_against(candidate, best, rate, style=format_percent)
+            phrases.append(f"{'more' if change > 0 else 'less'} {place} ({rates})")
+    if phrases:
+        yield f"It accepts {' and '.join(phrases)}."
 
 
 def _describe_cost(candidate: Entry, best: Entry, by_name: Mapping[str, Entry]) -> Iterator[str]:
-    """Say which step makes rounds costlier or cheaper, if the costs per round differ.
+    """Say whether drafting or verifying costs more or less, if the costs per round differ.
 
-    If the size of the drafts does not explain it, a sentence says so.
+    If the smaller of the two drafts costs more per draft token, a sentence says that size is not
+    the reason.
+
+    Args:
+        candidate: the candidate.
+        best: the first candidate of the ranking.
+        by_name: the candidates of the comparison.
+
+    Yields:
+        Sentences.
     """
     differences = candidate["difference_to_best"]
     if not select_shown_difference(differences["round_cost"]):
         return
 
-    # Which step differs: drafting a token, or verifying.
+    # Find the step that differs: drafting a token, or verifying.
     step = select_shown_difference(differences["draft_step"])
     verification = select_shown_difference(differences["verification"])
     if step:
-        mine, theirs = (entry["parts"] for entry in (candidate, best))
+        parts = candidate["parts"]
+        best_parts = best["parts"]
         yield (
-            f"A draft token of {candidate['name']} costs {format_number(mine['draft_step'], 3)}"
-            f" plain"
-            f" steps against {format_number(theirs['draft_step'], 3)}, and drafting takes"
-            f" {format_percent(mine['draft_share'])} of a round against"
-            f" {format_percent(theirs['draft_share'])}."
+            f"A draft token of {candidate['name']} costs {format_number(parts['draft_step'], 3)}"
+            f" plain steps against {format_number(best_parts['draft_step'], 3)}, and drafting takes"
+            f" {format_percent(parts['draft_share'])} of a round against"
+            f" {format_percent(best_parts['draft_share'])}."
         )
-        sizes = [
-            by_name[entry["name"]]["report"]["draft"]["parameters"] for entry in (candidate, best)
-        ]
+        size = by_name[candidate["name"]]["report"]["draft"]["parameters"]
+        best_size = by_name[best["name"]]["report"]["draft"]["parameters"]
         # Size cannot be the reason if the smaller draft has the costlier step.
-        if (sizes[0] - sizes[1]) * step < 0:
-            yield f"Size is not the reason: {sizes[0]:,} parameters against {sizes[1]:,}."
+        if (size - best_size) * step < 0:
+            yield f"Size is not the reason: {size:,} parameters against {best_size:,}."
     if verification:
         yield (
             f"Verifying costs {_choose_word(verification, 'less')}"
@@ -366,20 +437,20 @@ def _describe_cost(candidate: Entry, best: Entry, by_name: Mapping[str, Entry]) 
 
 
 def _name_direction(change: float) -> str:
+    """Return a change of speed as text, e.g. 3.1% slower."""
     return f"{abs(change):.1%} {'slower' if change < 0 else 'faster'}"
 
 
 def _format_range(difference: Entry) -> str:
-    """Return the interval of a difference as text that continues a sentence."""
-    ends = difference["ci95"]
-    return (
-        f" ({format_signed(ends[0])} to {format_signed(ends[1])})"
-        if ends
-        else ", with too few prompts for an interval"
-    )
+    """Return the interval of a difference as the end of a sentence, e.g. (−3.1% to +0.2%)."""
+    if difference["ci95"] is None:
+        return ", with too few prompts for an interval"
+    low, high = difference["ci95"]
+    return f" ({format_signed(low)} to {format_signed(high)})"
 
 
 def _choose_word(change: float, less: str) -> str:
+    """Return a change as text, e.g. 3.1% more; `less` is the word for a decrease."""
     return f"{abs(change):.1%} {'more' if change > 0 else less}"
 
 
@@ -391,5 +462,5 @@ def _format_against(
     *,
     style: Callable[[float | None], str] = format_number,
 ) -> str:
-    """Return the values of a part for a candidate and for the best one, as text."""
+    """Return a part of a candidate and of the best one as text, e.g. 2.31 against 2.52."""
     return f"{style(candidate['parts'][part])}{unit} against {style(best['parts'][part])}"

@@ -9,6 +9,7 @@ from pydantic import create_model
 from specdistill.common.errors import UserError
 from specdistill.decoding.tree import build_tree_shape
 from specdistill.evaluation.measurement.configurations import Settings
+from specdistill.evaluation.report.phrases import format_count
 from specdistill.methods.recipe import list_method_eval_keys
 from specdistill.recipe.fields import AtLeastOne, Condition, option, section
 from specdistill.recipe.sections import (
@@ -19,12 +20,14 @@ from specdistill.recipe.sections import (
     TreeConfig,
 )
 
+# Conditions under which a key of `compare` is used. The phrases complete "only used …" in errors.
 K_IS_SHARED = Condition(
-    "without num_speculative_tokens_each, and without a tree or as the depth of that",
+    "without num_speculative_tokens_each and, with a tree, as the depth of the tree",
     lambda options: not options.num_speculative_tokens_each and DRAFT_IS_CHAIN.holds(options),
 )
 SETTINGS_ARE_PER_DRAFT = Condition(
-    "without lookup_first, which is that of all", lambda options: options.lookup_first is None
+    "without lookup_first, which is the lookup of all drafts",
+    lambda options: options.lookup_first is None,
 )
 CHAINS = Condition("without a tree", lambda options: options.tree is None)
 
@@ -58,6 +61,7 @@ class CommonOptions(MeasurementConfig):
     output_dir: str = option(..., "folder of the comparison and its reports")
 
 
+# Add to the keys of every comparison those that only some methods read.
 KEYS_OF_METHODS: dict[str, Any] = dict(list_method_eval_keys())
 CompareOptions: type[CommonOptions] = create_model(
     "CompareOptions", __base__=CommonOptions, **KEYS_OF_METHODS
@@ -67,7 +71,7 @@ CompareOptions: type[CommonOptions] = create_model(
 def list_lookups(
     options: CommonOptions, settings: Sequence[Settings]
 ) -> list[LookupFirstConfig | None]:
-    """Return the lookup in front of each draft; None for no lookup.
+    """Return the lookup in front of each draft, or None for a draft without a lookup.
 
     Args:
         options: the keys of the command.
@@ -82,7 +86,7 @@ def list_lookups(
             raise UserError(
                 "lookup_first_each",
                 got="a lookup in front of a draft that has a tree in trees_each",
-                expected="the tree as draft_tree of the lookup",
+                expected="the tree in draft_tree of the lookup, and null in trees_each",
             )
         if lookup:
             lookup.check(options, draft_settings.num_speculative_tokens)
@@ -92,22 +96,30 @@ def list_lookups(
 def list_draft_settings(options: CommonOptions, count: int) -> list[Settings]:
     """Return the settings of each of `count` drafts, which differ only in K or tree.
 
+    Args:
+        options: the keys of the command.
+        count: the number of drafts.
+
     Raises:
         UserError: for a key whose number of values differs from the number of drafts.
     """
-    for_all = Settings.from_section(options)
+    # A key for each draft must have as many values as there are drafts.
+    shared = Settings.from_section(options)
     for key in ("num_speculative_tokens_each", "trees_each", "lookup_first_each"):
         if len(getattr(options, key)) not in (0, count):
             raise UserError(
                 key,
-                got=f"{len(getattr(options, key))} of them",
+                got=format_count(len(getattr(options, key)), "value"),
                 expected=f"{count}, one for each draft",
             )
-    trees = [build_tree_shape(tree) if tree else None for tree in options.trees_each] or [
-        for_all.tree
-    ] * count
-    depths = [tree.depth if tree else for_all.num_speculative_tokens for tree in trees]
+
+    # A draft has the tree and K that its keys name, or else those of all drafts.
+    trees = [shared.tree] * count
+    if options.trees_each:
+        trees = [build_tree_shape(tree) if tree else None for tree in options.trees_each]
+    depths = [tree.depth if tree else shared.num_speculative_tokens for tree in trees]
+    ks = options.num_speculative_tokens_each or depths
     return [
-        replace(for_all, num_speculative_tokens=k, tree=tree)
-        for k, tree in zip(options.num_speculative_tokens_each or depths, trees, strict=True)
+        replace(shared, num_speculative_tokens=k, tree=tree)
+        for k, tree in zip(ks, trees, strict=True)
     ]

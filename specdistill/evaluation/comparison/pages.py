@@ -1,6 +1,6 @@
 """Write the folder of a comparison: comparison.json, its pages, and the report of each candidate.
 
-Each report is in a folder with the candidate's name.
+The report of a candidate is in a subfolder with the candidate's name.
 """
 
 import json
@@ -32,8 +32,11 @@ from specdistill.evaluation.statistics.records import PromptRecord
 
 FILES = ("comparison.json", "comparison.md", "comparison.html")
 
+# The columns that are printed to a terminal.
 STDOUT_COLUMNS = ("candidate", "speedup", "to the best", "acceptance length", "lossless")
-MAX_CANDIDATES_BY_CATEGORY = 6  # candidates in the table by category
+# The most candidates in the table by category. With its two columns for category and prompts, the
+# table then has eight columns, as many as the widest of the other tables.
+MAX_CANDIDATES_BY_CATEGORY = 6
 # The columns of the two tables, at most eight in each. REASON_COLUMNS explains the differences.
 MAIN = ("", "candidate", "K", "speedup", "to the best", "acceptance length", "weights", "lossless")
 REASON_COLUMNS = ("candidate", "rate", "first", "c", "v", "predicted", "best K", "training")
@@ -49,9 +52,9 @@ FOOTNOTE = (
 def write_comparison(
     folder: Path, comparison: Comparison, records: Mapping[str, Sequence[PromptRecord]]
 ) -> None:
-    """Write each candidate's report to `<folder>/<name>`, then comparison.json, .md and .html.
+    """Write the report of each candidate to `<folder>/<name>`, then the files of the comparison.
 
-    The three files are written together or not at all.
+    comparison.json, comparison.md and comparison.html are written together or not at all.
 
     Args:
         folder: the folder of the comparison.
@@ -71,7 +74,12 @@ def write_comparison(
 
 
 def render_comparison_markdown(comparison: Comparison) -> str:
-    """Return comparison.md: the tables and the paragraph, short enough for a CI job's summary."""
+    """Return the text of comparison.md, short enough for the summary of a CI job.
+
+    It has the headline, the tables, and the paragraph that explains the differences.
+    """
+    # The same rows are shown in two tables: results first, then the numbers that explain them. A
+    # suite of one category has no table by category.
     categories = format_by_category(comparison)
     ranked = list_rows(comparison)
     sections = [
@@ -89,10 +97,11 @@ def render_comparison_markdown(comparison: Comparison) -> str:
 
 
 def render_comparison_html(comparison: Comparison) -> str:
-    """Return comparison.html, one self-contained file.
+    """Return the text of comparison.html, a self-contained page.
 
-    Every value is escaped, because names come from outside.
+    The template escapes every value, because names of models come from outside.
     """
+    # Group the candidates by K. The page has a chart of speedups for each K.
     ranked = _rank_candidates(comparison)
     lines = list_rows(comparison)
     by_k: dict[int, list[tuple[str, ResultRow]]] = {}
@@ -101,6 +110,8 @@ def render_comparison_html(comparison: Comparison) -> str:
         by_k.setdefault(report["settings"]["num_speculative_tokens"], []).append(
             (candidate["name"], report["results"][0])
         )
+
+    # Fill the template. Its first table has columns of its own for the rank and the name.
     return load_template("evaluation/comparison/comparison.html.j2").render(
         title=format_comparison_title(comparison),
         verdict=format_headline(comparison),
@@ -120,20 +131,25 @@ def render_comparison_html(comparison: Comparison) -> str:
 
 
 def format_headline(comparison: Comparison) -> str:
-    """Return which candidate is the fastest, or why no candidate can be called the fastest.
+    """Return a headline: the fastest candidate, or why no candidate can be called the fastest.
 
-    A candidate is named only if it is lossless, its lead over the other lossless ones is
-    significant, and it is clearly faster than plain decoding.
+    A candidate is named only if it is lossless, significantly faster than plain decoding, and
+    significantly faster than the other lossless candidates.
     """
+    # The ranking puts lossless candidates first, so there are none if the first is not lossless.
     best, *remaining = comparison["ranking"]
     if not best["lossless"]:
         return "No lossless draft"
+
+    # Compare the interval of the best speedup with 1, the speed of plain decoding.
     row = _rank_candidates(comparison)[0]["report"]["results"][0]
     low, high = row.get("speedup_ci95", (row["speedup"], row["speedup"]))
     if high < 1:
         return "Plain decoding is the fastest"
     if low <= 1:
         return "No draft is clearly faster than plain decoding"
+
+    # A candidate that is not lossless does not count, however fast it is.
     is_unsure = any(
         candidate["lossless"] and not candidate["separable_from_best"] for candidate in remaining
     )
@@ -141,6 +157,7 @@ def format_headline(comparison: Comparison) -> str:
 
 
 def _format_table(ranked: Sequence[Mapping[str, Cell]], names: Sequence[str]) -> tables.Table:
+    """Return the table with these columns of the rows."""
     table_rows = []
     for row in ranked:
         table_rows.append(tuple(row[name] for name in names))
@@ -149,6 +166,7 @@ def _format_table(ranked: Sequence[Mapping[str, Cell]], names: Sequence[str]) ->
 
 def print_comparison(comparison: Comparison, folder: Path) -> None:
     """Print the ranking, the paragraph and the path of the HTML page to stdout."""
+    # Print a table with a line for each candidate. Notes follow below a value, in brackets.
     console = Console()
     grid = Table(
         box=box.SIMPLE,
@@ -166,6 +184,8 @@ def print_comparison(comparison: Comparison, folder: Path) -> None:
             texts.append(Text("\n".join(lines)))
         grid.add_row(*texts)
     console.print(grid)
+
+    # Long lines are left to the terminal, so that they can be copied as a whole.
     console.print(Text(format_paragraph(comparison)), soft_wrap=True)
     console.print(Text(f"comparison: {folder / 'comparison.html'}", style="bold"), soft_wrap=True)
 
@@ -195,7 +215,7 @@ def _rank_candidates(comparison: Comparison) -> list[Entry]:
 
 
 def list_rows(comparison: Comparison) -> list[dict[str, Cell]]:
-    """Return the rows of the table, best first: column -> cell."""
+    """Return a row for each candidate, best first: column -> cell."""
     return [
         _format_cells(*pair)
         for pair in zip(comparison["ranking"], _rank_candidates(comparison), strict=True)
@@ -203,45 +223,53 @@ def list_rows(comparison: Comparison) -> list[dict[str, Cell]]:
 
 
 def format_by_category(comparison: Comparison) -> tables.Table | None:
-    """Return the table with a row for the whole suite and one for each category.
+    """Return a table with a row for the whole suite and one for each category.
 
-    It shows speedup and acceptance length of the first six candidates. None for a suite of one
-    category.
+    A cell has the speedup and the acceptance length of a candidate. The table has columns for the
+    first MAX_CANDIDATES_BY_CATEGORY candidates.
+
+    Returns:
+        The table; None for a suite of one category.
     """
-    of_each = [
+    # Each candidate has a row for the whole suite, then one for each category. A suite of one
+    # category has two.
+    rows_by_candidate = [
         tables.select_main_rows(candidate["report"])
         for candidate in _rank_candidates(comparison)[:MAX_CANDIDATES_BY_CATEGORY]
     ]
-    if min(map(len, of_each)) < 3:
+    if min(map(len, rows_by_candidate)) < 3:
         return None
-    head = (
-        "category",
-        "prompts",
-        *(entry["name"] for entry in comparison["ranking"][:MAX_CANDIDATES_BY_CATEGORY]),
-    )
-    lines = [
-        (
-            (phrases.name_row(cells_of_category[0]),),
-            (str(cells_of_category[0]["num_prompts"]),),
-            *map(_format_speedup_and_length, cells_of_category),
-        )
-        for cells_of_category in zip(*of_each, strict=True)
-    ]
-    return tables.Table(head, lines)
+
+    # Transpose: a row of the table is a category, with a cell for each candidate.
+    names = [entry["name"] for entry in comparison["ranking"][:MAX_CANDIDATES_BY_CATEGORY]]
+    table_rows: list[tuple[Cell, ...]] = []
+    for rows_of_category in zip(*rows_by_candidate, strict=True):
+        first = rows_of_category[0]
+        cells = map(_format_speedup_and_length, rows_of_category)
+        table_rows.append(((phrases.name_row(first),), (str(first["num_prompts"]),), *cells))
+    return tables.Table(("category", "prompts", *names), table_rows)
 
 
 def _format_speedup_and_length(row: ResultRow) -> Cell:
-    """Return the cell of the table by category: speedup and acceptance length with intervals."""
-    length = (
-        "length"
-        f" {format_number(row.get('mean_acceptance_length'))}"
-        f"{format_bracketed_interval(row, 'mean_acceptance_length')}"
+    """Return a cell with the speedup and the acceptance length of a row, with their intervals."""
+    length = format_number(row.get("mean_acceptance_length"))
+    interval = format_bracketed_interval(row, "mean_acceptance_length")
+    return join_cell(
+        format_times(row.get("speedup")),
+        format_interval(row, "speedup"),
+        f"length {length}{interval}",
     )
-    return join_cell(format_times(row.get("speedup")), format_interval(row, "speedup"), length)
 
 
 def _format_cells(entry: Entry, candidate: Entry) -> dict[str, Cell]:
-    """Return the row of a candidate, column -> cell, from its entry in the ranking."""
+    """Return the row of a candidate: column -> cell.
+
+    Args:
+        entry: the candidate's entry in the ranking.
+        candidate: the candidate, with its report.
+    """
+    # Numbers come from the report's first row, which is the whole suite, from its cost model
+    # (theory), and from the ranking. A method without weights has no training.
     report = candidate["report"]
     training = candidate["training"]
     row = report["results"][0]
@@ -252,7 +280,7 @@ def _format_cells(entry: Entry, candidate: Entry) -> dict[str, Cell]:
         "candidate": join_cell(entry["name"], phrases.describe_shape(report["settings"])),
         "K": (str(report["settings"]["num_speculative_tokens"]),),
         "speedup": join_cell(format_times(row["speedup"]), format_interval(row, "speedup")),
-        "to the best": _to_best(entry),
+        "to the best": _format_difference_to_best(entry),
         "acceptance length": join_cell(
             format_number(row.get("mean_acceptance_length")),
             format_interval(row, "mean_acceptance_length"),
@@ -273,17 +301,14 @@ def _format_cells(entry: Entry, candidate: Entry) -> dict[str, Cell]:
     }
 
 
-def _to_best(entry: Entry) -> Cell:
-    """Return the cell with the difference in speed to the best candidate."""
+def _format_difference_to_best(entry: Entry) -> Cell:
+    """Return a cell with the difference in speed between a candidate and the best one."""
     if entry["rank"] == 1:
         return ("best",)
     difference = entry["difference_to_best"]["speedup"]
-    note = (
-        " to ".join(map(format_signed, difference["ci95"]))
-        if difference["ci95"]
-        else "too few prompts"
-    )
+    change = format_signed(difference["change"])
+    interval = " to ".join(map(format_signed, difference["ci95"] or ()))
     return (
-        format_signed(difference["change"]) if entry["separable_from_best"] else "not separable",
-        note,
+        change if entry["separable_from_best"] else "not separable",
+        interval or "too few prompts",
     )

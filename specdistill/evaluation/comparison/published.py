@@ -1,9 +1,9 @@
 """Compare a draft with figures that others have published: `specdistill compare published=NAME`.
 
-The draft is measured now (`draft=…`), or was measured before (`report=…`). A file in
-`eval/published` holds the figures and the protocol with which they were measured. Acceptance
-lengths are compared only if the report was measured with the same protocol, as far as the source
-states it. Otherwise they say nothing about the draft.
+A file in `eval/published` holds the figures, and the protocol with which they were measured. The
+draft is measured now with this protocol (`draft=…`), or was measured before (`report=…`). A report
+with another protocol is refused, because the difference of its acceptance length would say nothing
+about the draft.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,8 +29,8 @@ from specdistill.recipe.fields import Section, option
 from specdistill.recipe.load import load_own_keys, validate_recipe
 from specdistill.recipe.short_keys import SHORTHANDS, rename_keys_as_typed, select_recipe_keys
 
-# What the protocol consists of -> the key of `specdistill eval` that sets it. All of it must be the
-# same, where the source states it.
+# A part of the protocol -> the key of `specdistill eval` that sets it. A report must agree with the
+# published figures in every part that their source states.
 PROTOCOL = {
     "target": "target.model",
     "engine": "eval.engine",
@@ -42,14 +42,14 @@ PROTOCOL = {
     "max_new_tokens": "eval.max_new_tokens",
     "batch_size": "eval.concurrency",
 }
-CHAIN_TEXT = "a chain of K tokens"
-OWN_ENGINE = "specdistill"
+CHAIN_TEXT = "a chain of K tokens"  # how the published figures were drafted
+OWN_ENGINE = "specdistill"  # the `engine` of figures that were measured without an engine
 
 
 class PublishedFigure(Section):
     """The published figures at one K."""
 
-    num_speculative_tokens: int = option(..., "K", ge=1)
+    num_speculative_tokens: int = option(..., "K, draft tokens per round", ge=1)
     mean_acceptance_length: float = option(..., "1 + accepted / drafts, as vLLM counts", ge=1)
     acceptance_rate_per_position: list[float] = option(
         [], "K unconditional acceptance rates by position; []: not stated"
@@ -59,20 +59,20 @@ class PublishedFigure(Section):
 
 
 class PublishedFigures(Section):
-    """A file of published figures, of drafts that are chains of K tokens.
+    """A file of published figures and their protocol, for drafts that are chains of K tokens.
 
-    A value that is null is not stated by the source.
+    If a value is null, the source does not state it.
     """
 
     source: str = option(..., "URL of the source that states the figures")
     target: str = option(..., "Hub id")
     draft: str | None = option(None, "Hub id of the draft that was measured")
-    engine: str = option(..., "what decoded: the name of an engine, or specdistill")
+    engine: str = option(..., "program that decoded: an engine, or specdistill")
     suite: str = option(..., "name under eval/suites")
     category: str = option("all", "category of the suite")
     num_prompts: int | None = option(None, "prompts that were measured, of the category", ge=1)
     temperature: float | None = option(None, "0 is greedy", ge=0)
-    top_p: float | None = option(None, "nucleus sampling", gt=0, le=1)
+    top_p: float | None = option(None, "nucleus sampling; 1: off", gt=0, le=1)
     top_k: int | None = option(None, "0: off", ge=0)
     max_new_tokens: int | None = option(None, "tokens generated per prompt, at most", ge=1)
     batch_size: int | None = option(None, "requests in flight", ge=1)
@@ -80,22 +80,25 @@ class PublishedFigures(Section):
     figures: list[PublishedFigure] = option(..., "figures, one for each K", min_length=1)
 
     def keys(self) -> list[str]:
-        """Return the keys with which `specdistill eval` measures a draft with this protocol.
+        """Return the arguments with which `specdistill eval` measures a draft by this protocol.
 
-        If the figures are of one category, the keys measure the whole suite.
+        If the figures are of one category, the whole suite is measured, which includes it.
         """
+        # Set every part of the protocol that the source states, and the first K.
         first, *remaining = (figure.num_speculative_tokens for figure in self.figures)
-        optional_keys = {
+        keys = {
             key: getattr(self, name)
             for name, key in PROTOCOL.items()
             if getattr(self, name) is not None
         }
-        keys = {**optional_keys, "eval.num_speculative_tokens": first}
-        keys |= (
-            {"eval.sweep.num_speculative_tokens": ",".join(map(str, remaining))}
-            if remaining
-            else {}
-        )
+        keys["eval.num_speculative_tokens"] = first
+
+        # Sweep the other values of K.
+        if remaining:
+            keys["eval.sweep.num_speculative_tokens"] = ",".join(map(str, remaining))
+
+        # The published number of prompts is that of the category, so it is not set for a whole
+        # suite. This process measures if no engine is named.
         if self.category != "all":
             keys.pop("eval.num_prompts", None)
         if self.engine == OWN_ENGINE:
@@ -109,17 +112,19 @@ class PublishedOptions(Section):
     published: str = option(
         ..., "published figures to compare with: a name under eval/published, or a YAML file"
     )
-    report: str | None = option(None, "report.json or its folder, with published=")
+    report: str | None = option(
+        None, "with published=: a report that was measured before, as report.json or its folder"
+    )
     draft: str | None = option(
         None, "with published=: a draft to measure now, with any keys of eval"
     )
 
 
 def load_published(name: str) -> PublishedFigures:
-    """Load published figures by the name of a file in `eval/published`, or by the path of one.
+    """Load published figures by the name of a file in `eval/published`, or by the path of a file.
 
     Raises:
-        UserError: for an unknown name, and for a file that is not one of published figures.
+        UserError: for an unknown name, and for a file that does not hold published figures.
     """
     path = find_yaml(name, PUBLISHED_FOLDER, "published")
     return validate_recipe(
@@ -130,11 +135,12 @@ def load_published(name: str) -> PublishedFigures:
 def compare_published(
     arguments: Sequence[str], measure: Callable[[list[str]], tuple[Report, Path]]
 ) -> int:
-    """Compare a report with published figures, and print the result.
+    """Run `specdistill compare published=…`: compare a draft with figures, and print the result.
 
     Args:
         arguments: the arguments of the command. They name a report, or a draft to measure now.
-        measure: measures a draft: keys of `specdistill eval` -> the report and its folder.
+        measure: a function that measures a draft: arguments of `specdistill eval` -> the report and
+            its folder.
 
     Returns:
         The exit code.
@@ -146,15 +152,14 @@ def compare_published(
     options, eval_arguments = load_own_keys(PublishedOptions, arguments)
     published = load_published(options.published)
 
-    # A report is compared as it is. Otherwise the remaining keys say what to measure.
-    keys = select_recipe_keys(
-        [*eval_arguments, *([f"draft={options.draft}"] if options.draft else [])], SHORTHANDS
-    )
+    # Either a report is compared as it is, or the remaining arguments say what to measure now.
+    draft_argument = [f"draft={options.draft}"] if options.draft else []
+    keys = select_recipe_keys([*eval_arguments, *draft_argument], SHORTHANDS)
     if options.report is not None and keys:
         raise UserError(
             "report",
             got=f"{options.report}, and {keys[0]}",
-            expected="a report, or what is measured now",
+            expected="either a report, or a draft to measure now",
         )
     if options.report is None and not keys:
         raise UserError(
@@ -165,47 +170,61 @@ def compare_published(
                 f" {' '.join(published.keys())}"
             ),
         )
-    # Measure a report, or read the one that is given.
+
+    # Measure the draft, or read the report.
     if options.report is None:
         with rename_keys_as_typed(arguments, SHORTHANDS):
             report, folder = measure([*published.keys(), *keys])
     else:
         report = read_document(Path(options.report))
         folder = Path(options.report)
-    # Compare it with the figures, and print the result as a table.
-    compared = match_figures(published, report, f"{folder}")
-    rows = [
-        (
-            str(figure.num_speculative_tokens),
-            format_number(figure.mean_acceptance_length),
-            format_per_position(vars(figure)),
-            (
-                f"{format_number(row['acceptance_length_vllm'])}"
-                f"{format_bracketed_interval(row, 'acceptance_length_vllm')}"
-            ),
-            format_per_position(row),
-            compare_with_figure(row, figure),
-        )
-        for figure, row in compared
-    ]
-    print(
-        format_table(
-            (
-                "K",
-                "published",
-                "by position",
-                "measured (95% interval)",
-                "by position",
-                "the report is",
-            ),
-            rows,
-        )
+
+    # Pair the rows of the report with the figures, and print them, for programs too.
+    pairs = match_figures(published, report, f"{folder}")
+    _print_pairs(pairs)
+    _print_source(published)
+    result = []
+    for figure, row in pairs:
+        verdict = compare_with_figure(row, figure)
+        result.append({"published": figure, "measured": row, "verdict": verdict})
+    print_result(result)
+    return ExitCode.DONE
+
+
+def _print_pairs(pairs: Sequence[tuple[PublishedFigure, ResultRow]]) -> None:
+    """Print a table of published figures and what was measured at the same K."""
+    head = (
+        "K",
+        "published",
+        "by position",
+        "measured (95% interval)",
+        "by position",
+        "the report is",
     )
+
+    # Intervals are those of the report. The published figures have none.
+    table_rows = []
+    for figure, row in pairs:
+        measured = format_number(row["acceptance_length_vllm"])
+        measured += format_bracketed_interval(row, "acceptance_length_vllm")
+        table_rows.append(
+            (
+                str(figure.num_speculative_tokens),
+                format_number(figure.mean_acceptance_length),
+                format_per_position(vars(figure)),
+                measured,
+                format_per_position(row),
+                compare_with_figure(row, figure),
+            )
+        )
+    print(format_table(head, table_rows))
+
+
+def _print_source(published: PublishedFigures) -> None:
+    """Print where the figures are from, and which parts of the protocol could not be compared."""
     print(
         f"\nAcceptance lengths are 1 + accepted / drafts, as vLLM counts them. {published.source}"
     )
-
-    # Say which parts of the protocol could not be compared.
     unstated = ", ".join(name for name in PROTOCOL if getattr(published, name) is None)
     if unstated:
         print(f"Not compared, because the source does not state it: {unstated}.")
@@ -214,29 +233,25 @@ def compare_published(
             "Not compared, because a report does not state it: arguments of the chat template,"
             f" {published.template}."
         )
-    print_result(
-        [
-            {"published": figure, "measured": row, "verdict": compare_with_figure(row, figure)}
-            for figure, row in compared
-        ]
-    )
-    return ExitCode.DONE
 
 
 def match_figures(
     published: PublishedFigures, report: Report, name: str
 ) -> list[tuple[PublishedFigure, ResultRow]]:
-    """Pair each figure with the row of a report that was measured with the same protocol.
+    """Pair published figures with the rows of a report that were measured with the same protocol.
 
     Args:
         published: the published figures.
         report: the report.
         name: the name of the report in errors.
 
+    Returns:
+        Pairs of a figure and a row with the same K.
+
     Raises:
-        UserError: for a report without such a row; the error says what differs.
+        UserError: for a report without such a row. The error says what differs.
     """
-    # The rows of the published category, whatever their prompts' lengths.
+    # Select the rows of the published category. Prompts that were cut to a length do not count.
     figures = {figure.num_speculative_tokens: figure for figure in published.figures}
     rows = [
         row
@@ -250,12 +265,17 @@ def match_figures(
             got=f"{name} with categories {categories}",
             expected=f"category {published.category}",
         )
+
+    # Find how each row differs from the protocol.
     differing = [list_differences(published, report, row) for row in rows]
-    # If no row fits, the error shows the row with the fewest differences.
+
+    # If every row differs, the error shows the row with the fewest differences.
     if all(differing):
-        wrong = min(differing, key=len).items()
-        got = ", ".join(f"{what} {measured}" for what, (measured, _) in wrong)
-        expected = ", ".join(f"{what} {published_value}" for what, (_, published_value) in wrong)
+        fewest = min(differing, key=len)
+        got = ", ".join(f"{part} {measured}" for part, (measured, _) in fewest.items())
+        expected = ", ".join(
+            f"{part} {published_value}" for part, (_, published_value) in fewest.items()
+        )
         raise UserError("report", got=f"{name} with {got}", expected=f"{expected}, as published")
     return [
         (figures[row["num_speculative_tokens"]], row)
@@ -267,29 +287,34 @@ def match_figures(
 def compare_with_figure(
     row: ResultRow, figure: PublishedFigure
 ) -> Literal["above", "below", "not separable"]:
-    """Return whether the interval of the report lies above or below the published figure.
+    """Return whether the report's acceptance length lies above or below the published figure.
 
-    The figure is taken as exact. A report without an interval is not separable from it.
+    The whole interval of the report must lie on one side of the figure, which is taken as exact. A
+    row without an interval is not separable from the figure.
     """
     published_length = figure.mean_acceptance_length
     low, high = row.get("acceptance_length_vllm_ci95") or (published_length, published_length)
-    return (
-        "above"
-        if low > published_length
-        else "below"
-        if high < published_length
-        else "not separable"
-    )
+    if low > published_length:
+        return "above"
+    if high < published_length:
+        return "below"
+    return "not separable"
 
 
 def list_differences(
     published: PublishedFigures, report: Report, row: ResultRow
 ) -> dict[str, tuple[object, object]]:
-    """Return where the protocol of a row of a report differs from the published one.
+    """Return in which parts the protocol of a report's row differs from the published one.
+
+    Args:
+        published: the published figures.
+        report: the report.
+        row: a row of its results.
 
     Returns:
-        Name -> the value of the row, and the published value.
+        Part of the protocol -> the value of the row, and the published value.
     """
+    # Find the row's own protocol, and pair it with the published one as far as that is stated.
     settings = report["settings"]
     measured = {
         "target": report["target"]["model"],
@@ -297,19 +322,19 @@ def list_differences(
         **{name: settings[name] for name in ("top_p", "top_k", "max_new_tokens")},
         **{name: row[name] for name in ("suite", "num_prompts", "temperature", "batch_size")},
     }
-    report_value = {
+    compared = {
         name: (measured[name], getattr(published, name))
         for name in PROTOCOL
         if getattr(published, name) is not None
     }
-    report_value["drafting"] = (
-        lookup_first(settings) or describe_tree(row["tree"]) or CHAIN_TEXT,
-        CHAIN_TEXT,
-    )
+
+    # Published figures are of chains, at some values of K.
+    drafting = lookup_first(settings) or describe_tree(row["tree"]) or CHAIN_TEXT
+    compared["drafting"] = (drafting, CHAIN_TEXT)
     ks = [figure.num_speculative_tokens for figure in published.figures]
     k = row["num_speculative_tokens"]
     if k not in ks:
-        report_value["K"] = (k, " or ".join(map(str, ks)))
+        compared["K"] = (k, " or ".join(map(str, ks)))
     if "acceptance_length_vllm" not in row:
-        report_value["acceptance length"] = ("not measured", "a number")
-    return {name: pair for name, pair in report_value.items() if pair[0] != pair[1]}
+        compared["acceptance length"] = ("not measured", "a number")
+    return {name: pair for name, pair in compared.items() if pair[0] != pair[1]}

@@ -1,19 +1,21 @@
-"""Decide a gate from a report and its records alone, and compare a report with a baseline.
+"""Decide whether a report passes a gate, and compare a report with that of a baseline.
 
-A number with an interval passes if all of the interval meets the requirement. It fails if none of
-the interval does. In between it is inconclusive: more prompts would decide.
+Nothing is measured here: all evidence is in the report and its records.
 
-A regression passes if the interval excludes a loss as large as the margin. It fails if a loss is
-certain and a loss beyond the margin possible. So with enough prompts a true loss of the margin
-fails, and no change passes. If the interval excludes neither, the evidence cannot tell.
+- **A number with an interval** passes if the whole interval meets the requirement. It fails if no
+  part of the interval does. In between it is inconclusive, and more prompts would decide.
+- **A regression** passes if the interval excludes a loss beyond the allowed one. It fails if the
+  interval excludes no loss at all, and includes a loss beyond the allowed one. Otherwise it is
+  inconclusive. So with enough prompts, an unchanged draft passes, and a loss as large as the
+  allowed one fails.
+- **Missing evidence** fails, and so does a run that was cut short.
 
-Missing evidence fails, and so does a run that was cut short. Inconclusive is not passed.
+An inconclusive gate has not passed.
 
-Changes since a baseline are measured prompt by prompt. The gate's `max_regression` rules decide on
-them; the report's `baseline` section shows them to a reader.
+Changes since a baseline are computed from prompts that both reports measured, paired by prompt. The
+gate's `max_regression` rules decide by them, and the report's `baseline` section shows them.
 """
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -54,10 +56,11 @@ from specdistill.evaluation.statistics.records import ALL_PROMPTS, PromptRecord,
 from specdistill.recipe.fields import Section, like, option
 from specdistill.recipe.sections import EvalConfig
 
-# Settings that change what is accepted or timed. Two measurements are only compared if they agree
-# in these and in the configuration of the row.
+# Settings that change what is accepted or timed. Two reports are only compared if they agree in
+# these and in the configuration of the row.
 SHARED_SETTINGS = ("top_p", "top_k", "max_new_tokens", "compile")
-NUM_IDS_SHOWN = 3
+NUM_IDS_SHOWN = 3  # the most ids of prompts in an error, so that it fits into one line
+# What an error says was expected of the key `baseline`.
 BASELINE = "a report.json, its folder, or a Hub id with its revision, as org/name@v1.2"
 FIRST_RELEASE = "none"  # the value of `baseline` if there is no earlier report to compare with
 
@@ -72,8 +75,8 @@ EXIT_CODES = {
 class GateOptions(Section):
     """The options of `specdistill gate`."""
 
-    report: str = option(..., "report.json or its folder")
-    gates: str = option("default", "gate: a name or a YAML file")
+    report: str = option(..., "report to judge: report.json or its folder")
+    gates: str = option("default", "gate that judges it: a name or a YAML file")
     baseline: str | None = like(EvalConfig, "baseline")
     output_dir: str | None = option(
         None, "folder of the judged report; null: named after the gate, inside the report's folder"
@@ -89,9 +92,10 @@ class Evidence:
 
     @property
     def is_edited(self) -> bool:
-        """Whether the report differs from what its digest was taken of.
+        """Whether the report or its records were changed after the report was written.
 
-        A report that is being made has no digest yet.
+        A hash of both, the digest, is written into the report. A report that is still being built
+        has no digest, and counts as unchanged.
         """
         digest = self.report.get("digest")
         return digest is not None and digest != compute_digest(self.report, self.records)
@@ -99,12 +103,12 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The value of a rule's metric in the evidence, or the reason why there is none.
+    """The value of a rule's metric in the evidence, or the reason why the evidence is missing.
 
     Attributes:
         value: the value; None if there is none.
-        interval: the interval of the value, if it has one.
-        reason: why the evidence is missing; None if it is not.
+        interval: the confidence interval of the value; None for a value without one.
+        reason: why the evidence is missing; None if it is not missing.
         num_prompts: the number of prompts that the interval comes from.
     """
 
@@ -119,10 +123,9 @@ def read_baseline(
 ) -> Evidence | None:
     """Read the report that a draft is compared with, and its records.
 
-    In a Hub repository they are in the folder `report`, from which they are fetched.
-
     Args:
-        name: a report.json, its folder or a Hub id. None or FIRST_RELEASE for no baseline.
+        name: a report.json, its folder, or the Hub id of a draft whose repository has a folder
+            `report`. None or FIRST_RELEASE for no baseline.
         rules: the rules of the gate.
         key: the key that errors name.
 
@@ -136,6 +139,8 @@ def read_baseline(
     """
     if name is None:
         return None
+
+    # A baseline without a rule that uses it is probably a mistake in the command.
     if not any(rule.requirement == "max_regression" for rule in rules):
         raise UserError(
             key,
@@ -147,20 +152,24 @@ def read_baseline(
         )
     if name == FIRST_RELEASE:
         return None
+
+    # Read the report, and refuse one that was edited.
     evidence = Evidence(*read_report(_fetch_baseline(name, key), key))
     if evidence.is_edited:
         raise UserError(
             key,
             got=f"{name}, which was changed after it was measured",
-            expected="a report as it was written",
+            expected="a report that nobody edited",
         )
     return evidence
 
 
 def _fetch_baseline(name: str, key: str) -> Path:
-    """Return the folder or file of a baseline; fetch it if it is in a Hub repository."""
+    """Return the folder or file of a baseline, which is fetched if it is in a Hub repository."""
     if Path(name).exists():
         return Path(name)
+
+    # What looks like a path, and not like org/name, is a file that does not exist.
     repository, revision = split_revision(name)
     if (
         repository.startswith((".", "/", "~"))
@@ -168,6 +177,8 @@ def _fetch_baseline(name: str, key: str) -> Path:
         or repository.endswith(".json")
     ):
         raise UserError(key, got=f"{name}, which does not exist", expected=BASELINE)
+
+    # Fetch only the report and its records from the repository.
     files = [f"report/{file}" for file in (REPORT, SAMPLES)]
     snapshot = fetch(repository, key=key, expected=BASELINE, revision=revision, patterns=files)
     if not (snapshot / files[0]).is_file():
@@ -182,17 +193,19 @@ def judge(
     *,
     first_release: bool = False,
 ) -> Report:
-    """Return the report with its gate decided and, with a baseline, what changed since.
+    """Return the report with the decision of a gate and, with a baseline, the changes since then.
 
     Args:
         rules: the rules of the gate.
         evidence: the report and its records.
         baseline: the report to compare with, if there is one.
-        first_release: whether rules about regressions are left out.
+        first_release: whether this draft has no earlier release. Rules about regressions are then
+            left out.
 
     Raises:
-        UserError: as `decide` does.
+        UserError: if a `max_regression` rule meets a baseline that measured something else.
     """
+    # Copy the report, without the changes since another baseline.
     report: Report = {**evidence.report}
     report.pop("baseline", None)
     if baseline is not None:
@@ -202,14 +215,15 @@ def judge(
 
 
 def judge_again(options: GateOptions) -> Report:
-    """Judge a report by a gate, and write the judged report.
+    """Judge a report that exists already by a gate, and write the judged report.
 
-    It is written to `output_dir`, or to a folder that is named after the gate, inside the folder of
-    the report.
+    It is written to `output_dir` or, without that option, to a folder named after the gate inside
+    the folder of the report.
 
     Returns:
         The report with the verdict.
     """
+    # Choose the folder of the judged report. The original report is never overwritten.
     rules = load_gate(options.gates, "gates")
     report = Path(options.report)
     baseline = options.baseline
@@ -217,9 +231,13 @@ def judge_again(options: GateOptions) -> Report:
     folder = Path(options.output_dir or judged / Path(options.gates).stem)
     if folder.resolve() == judged.resolve():
         raise UserError(
-            "output_dir", got=f"{folder}, the report that is judged", expected="another folder"
+            "output_dir",
+            got=f"{folder}, which holds the report that is judged",
+            expected="another folder",
         )
     check_replaceable(folder, "output_dir")
+
+    # Read the report. Without a digest it would be unknown whether it was edited.
     evidence = Evidence(*read_report(report))
     if "digest" not in evidence.report:
         raise UserError(
@@ -227,6 +245,8 @@ def judge_again(options: GateOptions) -> Report:
             got=f"{report}, without a digest",
             expected="a report as `specdistill eval` writes it",
         )
+
+    # Judge it, and write it with its records.
     verdict = judge(
         rules, evidence, read_baseline(baseline, rules), first_release=baseline == FIRST_RELEASE
     )
@@ -241,21 +261,27 @@ def decide(
     *,
     first_release: bool = False,
 ) -> GateDocument:
-    """Decide the report's `gate` section.
+    """Decide every rule of a gate and the gate as a whole, as the report's section `gate`.
 
-    The report of a run that was cut short gets an additional failed rule, `incomplete`. A report
-    that was edited gets `digest`. For a first release the rules about regressions are left out.
+    Two failed rules may be added: `incomplete` to the report of a run that was cut short, and
+    `digest` to a report that was edited.
+
+    Args:
+        rules: the rules of the gate.
+        evidence: the report and its records.
+        baseline: the report to compare with; None if there is none.
+        first_release: whether rules about regressions are left out.
 
     Raises:
         UserError: if a `max_regression` rule meets a baseline that measured something else.
     """
-    # A first release has no baseline, so rules about a regression do not apply.
+    # Decide each rule. A first release has no baseline, so rules about regressions do not apply.
     applicable_rules = [
         rule for rule in rules if not (first_release and rule.requirement == "max_regression")
     ]
     results = [_decide_rule(rule, estimate(rule, evidence, baseline)) for rule in applicable_rules]
 
-    # A report of an interrupted run, or one that was edited, cannot pass.
+    # Add a failed rule for a run that was cut short, and for a report that was edited.
     if evidence.report.get("incomplete"):
         reason = evidence.report["not_measured"].get(
             "incomplete", "what it did not measure could change the verdict"
@@ -276,7 +302,7 @@ def decide(
             ),
         )
 
-    # Rules that only warn do not decide.
+    # Decide the gate by its worst verdict. Rules that only warn do not count.
     verdicts = {result["verdict"] for result in results if result["severity"] != "warn"}
     verdict: Verdict = "passed"
     if "failed" in verdicts:
@@ -292,12 +318,15 @@ def decide(
 
 
 def _decide_rule(rule: Rule, estimate: Estimate) -> RuleDocument:
-    """Decide a rule by the estimate of its metric. Missing evidence fails."""
+    """Decide a rule by the estimate of its metric, as an entry of the report's section `gate`."""
+    # Missing evidence fails.
     verdict, reason, needed = (
         ("failed", f"no evidence: {estimate.reason}", None)
         if estimate.reason
         else compare_with_threshold(rule, estimate)
     )
+
+    # The report states intervals at the default confidence only.
     return {
         "metric": rule.metric,
         "scope": dict(rule.scope),
@@ -318,23 +347,23 @@ def _decide_rule(rule: Rule, estimate: Estimate) -> RuleDocument:
 
 
 def estimate(rule: Rule, evidence: Evidence, baseline: Evidence | None) -> Estimate:
-    """Estimate a rule's metric.
+    """Find the value of a rule's metric, with its interval, in the evidence.
 
-    It is in a row of the report, elsewhere in the report, or a change since the baseline.
+    The metric is a change since the baseline, a field of a result row, or another number of the
+    report.
     """
     if rule.requirement == "max_regression":
         return estimate_regression(rule, evidence, baseline)
-    return (
-        _estimate_row_metric(rule, evidence)
-        if rule.metric in list_row_metrics()
-        else _estimate_document_metric(rule, evidence.report)
-    )
+    if rule.metric in list_row_metrics():
+        return _estimate_row_metric(rule, evidence)
+    return _estimate_document_metric(rule, evidence.report)
 
 
 def find_row(report: Report, scope: Mapping[str, object]) -> ResultRow | None:
-    """Return the first row in a scope, or None.
+    """Return the first result row whose keys have the values of a scope, or None.
 
-    Without a category or context bucket in the scope, it is the row of the whole suite (`all`).
+    If the scope names no category, the row is that of the whole suite. If it names no context
+    bucket, the row is that of prompts that were not cut to a length.
     """
     filters = {"category": "all", "context_bucket": "all", **scope}
     rows: list[ResultRow] = report["results"]
@@ -345,12 +374,8 @@ def find_row(report: Report, scope: Mapping[str, object]) -> ResultRow | None:
 
 
 def _estimate_row_metric(rule: Rule, evidence: Evidence) -> Estimate:
-    """Estimate a metric of a result row.
-
-    The report has intervals at the default confidence. For another confidence the interval is
-    computed from the records.
-    """
-    # Without a row, or without the number in it, the rule cannot be decided.
+    """Find the value and the interval of a metric that is a field of a result row."""
+    # Without the row, or without the number in it, evidence is missing.
     row = find_row(evidence.report, rule.scope)
     if row is None:
         return Estimate(reason=f"the report has no row for {_format_scope(rule)}")
@@ -358,24 +383,27 @@ def _estimate_row_metric(rule: Rule, evidence: Evidence) -> Estimate:
         return Estimate(reason=row["not_measured"].get(rule.metric, "it was not measured"))
     value = row[rule.metric]
 
-    # Without a confidence, the number itself is tested.
+    # With confidence 0, the number itself is compared.
     if rule.confidence == 0:
         return Estimate(value)
 
-    # The report has the interval at the default confidence. Others are computed from the records.
+    # The report has the interval at the default confidence. A field that is no metric of prompts
+    # has no interval at another confidence.
     if rule.metric not in METRICS or rule.confidence == DEFAULT_CONFIDENCE:
         ci95 = row.get(f"{rule.metric}_ci95")
-        why = row["not_measured"].get(f"{rule.metric}_ci95")
+        missing_reason = row["not_measured"].get(f"{rule.metric}_ci95")
         return Estimate(
             value,
             tuple(ci95) if ci95 else None,
-            f"no interval ({why})" if why else None,
+            f"no interval ({missing_reason})" if missing_reason else None,
             row["num_prompts"],
         )
+
+    # At another confidence, compute the interval from the records of the row.
     records = select_records(row, evidence.records)
     seed = evidence.report["settings"]["seed"]
     if not records:
-        return Estimate(value, reason="no record is of this row")
+        return Estimate(value, reason="this row has no records")
     bounds = compute_interval(
         METRICS[rule.metric], collect_prompt_sums(records), confidence=rule.confidence, seed=seed
     )
@@ -385,27 +413,36 @@ def _estimate_row_metric(rule: Rule, evidence: Evidence) -> Estimate:
 
 
 def _estimate_document_metric(rule: Rule, report: Report) -> Estimate:
-    """Estimate a metric outside the result rows, given by its dotted path."""
+    """Find a number of the report outside its result rows, by its dotted path."""
+    # Follow the path through the sections. A section that is absent counts as empty.
     *path, name = rule.metric.split(".")
-    section = functools.reduce(lambda part, key: part.get(key) or {}, path, report)
+    section: Mapping[str, Any] = report
+    for key in path:
+        section = section.get(key) or {}
     value = section.get(name)
     ci95 = section.get(f"{name}_ci95")
+
+    # If the number is absent, the reason is stated for its path, or for a section that holds it.
     if value is None:
-        reasons = (
-            reason
-            for name, reason in report["not_measured"].items()
-            if rule.metric.startswith(name)
-        )
-        return Estimate(reason=next(reasons, "it was not measured"))
+        for missing_path, reason in report["not_measured"].items():
+            if rule.metric.startswith(missing_path):
+                return Estimate(reason=reason)
+        return Estimate(reason="it was not measured")
+
+    # There are no records to compute the interval from at another confidence.
     if ci95 is None or rule.confidence == 0:
         return Estimate(value)
     if rule.confidence != DEFAULT_CONFIDENCE:
-        return Estimate(value, reason=f"its interval is known at {DEFAULT_CONFIDENCE:.0%} only")
+        return Estimate(
+            value, reason=f"the report has its interval at {DEFAULT_CONFIDENCE:.0%} only"
+        )
     return Estimate(value, tuple(ci95))
 
 
 def estimate_regression(rule: Rule, evidence: Evidence, baseline: Evidence | None) -> Estimate:
-    """Estimate the paired relative change, metric / baseline's metric - 1.
+    """Estimate the relative change of a metric since the baseline, paired by prompt.
+
+    The change is metric / baseline's metric - 1.
 
     Raises:
         UserError: if the two reports did not measure the same.
@@ -415,7 +452,7 @@ def estimate_regression(rule: Rule, evidence: Evidence, baseline: Evidence | Non
             reason=f"no baseline report was given (baseline={FIRST_RELEASE} for a first release)"
         )
 
-    # Both reports must have the row, complete and with the metric.
+    # Find the row in both reports. Both runs must be complete, and both rows must have the metric.
     rows = []
     for name, run, side in (
         ("the report", "the run", evidence),
@@ -426,25 +463,24 @@ def estimate_regression(rule: Rule, evidence: Evidence, baseline: Evidence | Non
             return Estimate(reason=f"{run} was cut short")
         if row is None:
             return Estimate(reason=f"{name} has no row for {_format_scope(rule)}")
-        # A change from 0 has no size.
+        # A change from 0 has no relative size, so 0 counts as absent.
         if not row.get(rule.metric):
-            why = row["not_measured"].get(rule.metric, f"it is {row.get(rule.metric, 'absent')}")
-            return Estimate(reason=f"not measured in {name}: {why}")
+            missing_reason = row["not_measured"].get(
+                rule.metric, f"it is {row.get(rule.metric, 'absent')}"
+            )
+            return Estimate(reason=f"not measured in {name}: {missing_reason}")
         rows.append(row)
 
-    # Times of different machines or engines say nothing about the draft.
+    # Refuse to compare times of different machines or engines: they say nothing about the draft.
     metric = METRICS[rule.metric]
-    place, old_place = (
-        f"{side.report['hardware']['name']} by"
-        f" {side.report.get('engine', {}).get('name', 'specdistill')}"
-        for side in (evidence, baseline)
-    )
+    place = _describe_place(evidence.report)
+    old_place = _describe_place(baseline.report)
     if metric.is_timed and place != old_place:
         return Estimate(
-            reason=f"timed elsewhere: the report on {place}, the baseline on {old_place}"
+            reason=f"times cannot be compared: measured on {place}, the baseline on {old_place}"
         )
 
-    # Compare the same prompts in both reports, pair by pair.
+    # Compute the change and its interval from the prompts, which are the same in both reports.
     records, old_records = _pair_records(rows[0], rows[1], evidence, baseline)
     change, bounds = compute_relative_change(
         metric,
@@ -461,109 +497,135 @@ def estimate_regression(rule: Rule, evidence: Evidence, baseline: Evidence | Non
     )
 
 
+def _describe_place(report: Report) -> str:
+    """Return where a report was measured: the machine, and the engine or specdistill."""
+    engine = report.get("engine", {}).get("name", "specdistill")
+    return f"{report['hardware']['name']} by {engine}"
+
+
 def _pair_records(
     row: ResultRow, old_row: ResultRow, evidence: Evidence, baseline: Evidence
 ) -> tuple[list[PromptRecord], list[PromptRecord]]:
-    """Return the records of both rows, in the same order of prompts.
+    """Return the records of a row and of the baseline's row, in the same order of prompts.
+
+    Args:
+        row: a result row of the report.
+        old_row: the same row of the baseline's report.
+        evidence: the report and its records.
+        baseline: the baseline's report and its records.
 
     Raises:
-        UserError: naming the first difference, if the two rows did not measure the same.
+        UserError: if the two rows did not measure the same, with the first difference.
     """
-    # Both targets must have the same weights, if both reports state them.
-    report = evidence.report
-    old = baseline.report
-    weights, old_weights = (side["target"].get("weights") for side in (report, old))
-    if weights and old_weights and weights != old_weights:
-        target, baseline_target = (
-            f"{document['target']['model']} (weights {document['target']['weights'][:8]})"
-            for document in (report, old)
-        )
-        raise UserError(
-            "baseline",
-            got=f"a report on {baseline_target}",
-            expected=f"one on {target}, as the report is",
-        )
-    # Both must have measured the same target, suite and configuration.
-    compared = {
-        **{name: (row.get(name), old_row.get(name)) for name in ("suite_version", *SCOPES)},
-        **{
-            name: tuple(document["settings"].get(name, False) for document in (report, old))
-            for name in SHARED_SETTINGS
-        },
-        "suite.sha256": (report["suite"]["sha256"], old["suite"]["sha256"]),
-        **{
-            f"target.{name}": (report["target"].get(name), old["target"].get(name))
-            for name in ("parameters", "dtype", "quantization")
-        },
-    }
-    for name, (value, old_value) in compared.items():
-        if value != old_value:
-            raise UserError(
-                "baseline", got=f"{name} {old_value}", expected=f"{value}, as in the report"
-            )
-    # Both must have measured the same prompts.
+    _check_same_weights(evidence.report, baseline.report)
+    _check_same_settings(row, old_row, evidence.report, baseline.report)
+
+    # Check that both measured the same prompts. The error shows the first ids that only one has.
     new = {record.id: record for record in select_records(row, evidence.records)}
-    earlier = {record.id: record for record in select_records(old_row, baseline.records)}
-    only = [
-        ("the report", sorted(new.keys() - earlier)),
-        ("the baseline", sorted(earlier.keys() - new)),
-    ]
-    differences = [
-        f"{len(ids)} only in {side}"
-        f" ({', '.join([*ids[:NUM_IDS_SHOWN], *['…'] * (len(ids) > NUM_IDS_SHOWN)])})"
-        for side, ids in only
-        if ids
-    ]
+    old = {record.id: record for record in select_records(old_row, baseline.records)}
+    differences = []
+    for side, ids in (
+        ("the report", sorted(new.keys() - old)),
+        ("the baseline", sorted(old.keys() - new)),
+    ):
+        if ids:
+            shown_ids = ids[:NUM_IDS_SHOWN] + ["…"] * (len(ids) > NUM_IDS_SHOWN)
+            differences.append(f"{len(ids)} only in {side} ({', '.join(shown_ids)})")
     if differences:
         raise UserError(
             "baseline",
             got=f"other prompts: {'; '.join(differences)}",
             expected="a report of the same prompts",
         )
-    return list(new.values()), [earlier[id] for id in new]
+    return list(new.values()), [old[id] for id in new]
+
+
+def _check_same_weights(report: Report, old: Report) -> None:
+    """Check that both reports' targets have the same weights, if both reports state them.
+
+    Raises:
+        UserError: if the weights differ.
+    """
+    target = report["target"]
+    old_target = old["target"]
+    weights = target.get("weights")
+    old_weights = old_target.get("weights")
+    if weights and old_weights and weights != old_weights:
+        raise UserError(
+            "baseline",
+            got=f"a report on {old_target['model']} (weights {old_weights[:8]})",
+            expected=f"one on {target['model']} (weights {weights[:8]}), like the report",
+        )
+
+
+def _check_same_settings(row: ResultRow, old_row: ResultRow, report: Report, old: Report) -> None:
+    """Check that two rows measured the same kind of target, suite and configuration.
+
+    Raises:
+        UserError: if they differ, with the first difference.
+    """
+    # Collect the values that must be equal: name -> the report's value, and the baseline's.
+    settings = report["settings"]
+    old_settings = old["settings"]
+    compared = {name: (row.get(name), old_row.get(name)) for name in ("suite_version", *SCOPES)}
+    compared |= {
+        name: (settings.get(name, False), old_settings.get(name, False)) for name in SHARED_SETTINGS
+    }
+    compared["suite.sha256"] = (report["suite"]["sha256"], old["suite"]["sha256"])
+    for name in ("parameters", "dtype", "quantization"):
+        compared[f"target.{name}"] = (report["target"].get(name), old["target"].get(name))
+
+    for name, (value, old_value) in compared.items():
+        if value != old_value:
+            raise UserError(
+                "baseline", got=f"{name} {old_value}", expected=f"{value}, as in the report"
+            )
 
 
 def build_changes(evidence: Evidence, baseline: Evidence) -> dict[str, Any]:
-    """Build the report's `baseline` section.
+    """Build the report's section `baseline`: what changed since an earlier report.
 
     If the baseline measured something else, the section has no changes, and a `reason`.
     """
+    # Describe the baseline.
     old = baseline.report
     section: dict[str, Any] = {
         **{name: old[name] for name in ("created", "git_revision") if name in old},
         "draft": {name: old["draft"].get(name) for name in ("model", "revision", "method")},
         "changes": [],
     }
-    categories = [
-        row["category"]
-        for row in select_main_rows(evidence.report)
-        if row["category"] != ALL_PROMPTS
-    ]
-    metrics = [(metric, ALL_PROMPTS) for metric in CHANGED_METRICS] + [
-        ("mean_acceptance_length", category) for category in categories
-    ]
+
+    # Compare some metrics of the whole suite, and the acceptance length of each category.
+    metrics = [(metric, ALL_PROMPTS) for metric in CHANGED_METRICS]
+    for row in select_main_rows(evidence.report):
+        if row["category"] != ALL_PROMPTS:
+            metrics.append(("mean_acceptance_length", row["category"]))
     try:
-        return {
-            **section,
-            "changes": [
-                _change(metric, category, evidence, baseline) for metric, category in metrics
-            ],
-        }
-    except UserError as error:  # the report is shown anyway, with the reason
+        changes = [
+            _build_change(metric, category, evidence, baseline) for metric, category in metrics
+        ]
+        return {**section, "changes": changes}
+    except UserError as error:
+        # The report is shown nevertheless, with the reason.
         return {**section, "reason": str(error)}
 
 
-def _change(metric: str, category: str, evidence: Evidence, baseline: Evidence) -> dict[str, Any]:
-    """Compare a metric with the baseline's.
+def _build_change(
+    metric: str, category: str, evidence: Evidence, baseline: Evidence
+) -> dict[str, Any]:
+    """Compare a metric of a category with the baseline, as an entry of the section `baseline`.
 
     Returns:
         The old and the new value, the relative change (new / old - 1) and its interval. If one of
-        them is absent, the `reason` why.
+        these is absent, the `reason` says why.
     """
+    # Show both values, as far as the reports have them.
     scope = {"category": category}
     rows = {"old": find_row(baseline.report, scope), "new": find_row(evidence.report, scope)}
     values = {name: row[metric] for name, row in rows.items() if row is not None and metric in row}
     change = {"metric": metric, "category": category, "better": METRICS[metric].better, **values}
+
+    # Estimate the change as a rule with `max_regression` does. Its threshold has no effect here.
     estimate = estimate_regression(Rule(metric, "max_regression", 0.0, scope), evidence, baseline)
     change_document = {
         "change": estimate.value,
@@ -577,70 +639,114 @@ def compare_with_threshold(rule: Rule, estimate: Estimate) -> tuple[Verdict, str
     """Compare an estimate that has a value with the threshold of a rule.
 
     Returns:
-        The verdict, the reason and, if it is inconclusive, how many prompts could decide.
+        The verdict, a phrase with the numbers that were compared and, if the verdict is
+        inconclusive, how many prompts could decide.
     """
-    # A rule `equals` needs no interval.
+    # `equals` compares the value itself.
     if rule.requirement == "equals":
         reason = f"{format_scalar(estimate.value)}, required {format_scalar(rule.threshold)}"
         return "passed" if estimate.value == rule.threshold else "failed", reason, None
 
-    # Without an interval, both of its ends are the number itself.
-    low, high = estimate.interval or (estimate.value, estimate.value)
-    threshold = float(rule.threshold)
-    point = estimate.value
-    if rule.requirement == "max_regression":
-        # The interval of the loss: how much worse the metric became, as a share.
-        worse = -1 if METRICS[rule.metric].better == "higher" else 1
-        least, most = sorted((worse * low, worse * high))
-        passed = most <= threshold
-        failed = least > 0 and most > threshold
-        side = "lower" if worse < 0 else "upper"
-        decisive = f"{worse * most:+.1%}"
-        requirement = f"allowed {worse * threshold:+.1%}"
-        open_end, edge = (
-            (worse * most, worse * threshold) if worse * point < threshold else (worse * least, 0.0)
-        )
-    else:
-        # A max is compared the other way round.
-        sign = 1 if rule.requirement == "min" else -1
-        least, most = sorted((sign * low, sign * high))
-        passed = least >= sign * threshold
-        failed = most < sign * threshold
-        side = "lower" if (sign > 0) != failed else "upper"
-        decisive = format_scalar(low if side == "lower" else high)
-        requirement = (
-            f"required at {'least' if sign > 0 else 'most'} {format_scalar(rule.threshold)}"
-        )
-        open_end = sign * (least if sign * point >= sign * threshold else most)
-        edge = threshold
+    # The other requirements compare the interval. If it does not decide, more prompts would.
+    compare = _compare_loss if rule.requirement == "max_regression" else _compare_bound
+    verdict, reason, open_end, edge = compare(rule, estimate)
+    if verdict != "inconclusive":
+        return verdict, reason, None
+    phrase, num_needed = _estimate_prompts_needed(estimate, open_end, edge)
+    return verdict, f"{reason}; {phrase}", num_needed
 
-    # Say which end decided, and otherwise how many prompts might.
-    reason = (
-        f"{f'{side} {rule.confidence:.0%} bound ' if estimate.interval else ''}{decisive},"
-        f" {requirement}"
-    )
-    if passed or failed:
-        return "passed" if passed else "failed", reason, None
-    needed = _estimate_prompts_needed(estimate, open_end, edge)
-    return "inconclusive", f"{reason}; {needed[0]}", needed[1]
+
+def _compare_loss(rule: Rule, estimate: Estimate) -> tuple[Verdict, str, float, float]:
+    """Compare the interval of a relative change with the largest loss that a rule allows.
+
+    Returns:
+        The verdict, the reason, and the open end and edge that `_estimate_prompts_needed` takes.
+    """
+    # Turn the interval of the change into that of the loss, which is positive if the metric became
+    # worse. A value without an interval counts as an interval of length 0.
+    threshold = float(rule.threshold)
+    low, high = estimate.interval or (estimate.value, estimate.value)
+    worse = -1 if METRICS[rule.metric].better == "higher" else 1
+    least_loss, greatest_loss = sorted((worse * low, worse * high))
+
+    # The rule passes if the greatest loss is allowed. It fails if a loss is certain and a loss
+    # beyond the allowed one is possible.
+    verdict: Verdict = "inconclusive"
+    if greatest_loss <= threshold:
+        verdict = "passed"
+    elif least_loss > 0:
+        verdict = "failed"
+
+    # More prompts narrow the interval around the value. If the value is an allowed loss, they
+    # decide once the greatest loss is allowed, and otherwise once the least loss is above 0.
+    if worse * estimate.value < threshold:
+        open_end = worse * greatest_loss
+        edge = worse * threshold
+    else:
+        open_end = worse * least_loss
+        edge = 0.0
+
+    # The reason shows the end of the interval at which the loss is greatest.
+    bound = _name_bound("lower" if worse < 0 else "upper", rule, estimate)
+    reason = f"{bound}{worse * greatest_loss:+.1%}, allowed {worse * threshold:+.1%}"
+    return verdict, reason, open_end, edge
+
+
+def _compare_bound(rule: Rule, estimate: Estimate) -> tuple[Verdict, str, float, float]:
+    """Compare the interval of a value with the least or the greatest value that a rule allows.
+
+    Returns:
+        The verdict, the reason, and the open end and edge that `_estimate_prompts_needed` takes.
+    """
+    # Change signs for `max`, so that both are decided like `min`. A value without an interval
+    # counts as an interval of length 0.
+    threshold = float(rule.threshold)
+    low, high = estimate.interval or (estimate.value, estimate.value)
+    sign = 1 if rule.requirement == "min" else -1
+    least, most = sorted((sign * low, sign * high))
+
+    # The rule passes if the whole interval meets the requirement, and fails if no part of it does.
+    verdict: Verdict = "inconclusive"
+    if least >= sign * threshold:
+        verdict = "passed"
+    elif most < sign * threshold:
+        verdict = "failed"
+
+    # More prompts narrow the interval around the value. They decide once the end that lies beyond
+    # the threshold reaches it.
+    open_end = sign * (least if sign * estimate.value >= sign * threshold else most)
+
+    # The reason shows the worse end of the interval or, if the rule failed, the better end, which
+    # fails as well.
+    side = "lower" if (sign > 0) != (verdict == "failed") else "upper"
+    bound = f"{_name_bound(side, rule, estimate)}{format_scalar(low if side == 'lower' else high)}"
+    direction = "least" if sign > 0 else "most"
+    reason = f"{bound}, required at {direction} {format_scalar(rule.threshold)}"
+    return verdict, reason, open_end, threshold
+
+
+def _name_bound(side: str, rule: Rule, estimate: Estimate) -> str:
+    """Return the name of an end of an interval, e.g. `lower 95% bound `, or nothing without one."""
+    return f"{side} {rule.confidence:.0%} bound " if estimate.interval else ""
 
 
 def _estimate_prompts_needed(
     estimate: Estimate, open_end: float, edge: float
 ) -> tuple[str, int | None]:
-    """Estimate how many prompts could decide.
+    """Estimate how many prompts an inconclusive rule needs to be decided.
 
-    That many bring the interval's open end to the edge that it now lies beyond. An interval narrows
-    with the square root of the number of prompts.
+    An interval is assumed to narrow with the square root of the number of prompts, around the same
+    value. So many prompts bring the end that is beyond the edge back to the edge.
 
     Args:
-        estimate: the estimate that does not decide.
-        open_end: the end of its interval that lies beyond the edge.
-        edge: the value that the open end must reach.
+        estimate: the estimate, whose interval is too wide to decide.
+        open_end: the end of the interval that lies beyond the edge.
+        edge: the value that this end must reach.
 
     Returns:
-        A phrase for the reason, and the number of prompts; None if it is not known.
+        A phrase for the reason, and the number of prompts; None if the number is not known.
     """
+    # If the value lies on the edge, no number of prompts decides.
     if not estimate.num_prompts or math.isclose(edge, estimate.value):
         return "the interval includes both", None
     needed = math.ceil(
@@ -650,4 +756,5 @@ def _estimate_prompts_needed(
 
 
 def _format_scope(rule: Rule) -> str:
+    """Return the scope of a rule as text for a reason, e.g. category=code."""
     return ", ".join(f"{name}={value}" for name, value in rule.scope.items()) or "the whole suite"

@@ -1,14 +1,17 @@
-"""The rules of a gate, as data: a YAML list that says what a report must show.
+"""Read the rules of a gate: a YAML list that says what a report must show.
 
 Each rule has:
 
 - a `metric`: a field of a result row, or a dotted path into report.json.
-- optionally a `scope`: keys of SCOPES. Without it the rule is about the first row, the whole suite.
-- exactly one requirement: `min`, `max`, `equals`, or `max_regression` (a share, relative to a
-  baseline report).
-- optionally a `confidence`: that of the interval whose bound is compared. The default is 0.95, and
-  0 compares the number itself.
+- optionally a `scope`: keys of SCOPES, which select the result row. Without a scope the rule is
+  about the first row, the whole suite.
+- exactly one requirement: `min`, `max`, `equals`, or `max_regression`. The last one is the largest
+  loss relative to a baseline report, as a share.
+- optionally a `confidence`: the confidence level of the interval that is compared. The default is
+  0.95. With 0 the number itself is compared, whatever its interval.
 - optionally `severity: warn`: the rule is then a warning, which is reported and does not decide.
+
+For example, `{metric: speedup, min: 1.0}` asks that the whole interval of the speedup is above 1.
 """
 
 import math
@@ -24,6 +27,7 @@ from specdistill.evaluation.report.files import list_document_metrics, list_row_
 from specdistill.evaluation.report.phrases import DEFAULT_CONFIDENCE
 from specdistill.evaluation.statistics.metrics import METRICS
 
+# The keys of a rule that state a requirement, and the keys of a scope.
 REQUIREMENTS = ("min", "max", "equals", "max_regression")
 SCOPES = (
     "suite",
@@ -38,15 +42,17 @@ SCOPES = (
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule of a gate, as the module describes it.
+    """A rule of a gate (see the docstring of the module).
 
     Attributes:
         metric: a field of a result row, or a dotted path into report.json.
         requirement: `min`, `max`, `equals` or `max_regression`.
-        threshold: the value that the requirement compares with.
-        scope: the row that the metric is taken from; empty for the whole suite.
-        confidence: that of the interval whose bound is compared; 0 compares the number itself.
-        severity: whether a rule that is not met fails the gate, or warns.
+        threshold: the value that the metric is compared with.
+        scope: key -> value of the result row that the metric is taken from; empty for the row of
+            the whole suite.
+        confidence: the confidence level of the interval that is compared; 0 compares the number
+            itself.
+        severity: whether a rule that is not met fails the gate, or only warns.
     """
 
     metric: str
@@ -58,20 +64,23 @@ class Rule:
 
 
 def load_gate(name: str, key: str = "gate") -> list[Rule]:
-    """Load the rules of a gate, by name or path.
+    """Load the rules of a gate.
 
-    A name without an ending is always that of a gate that ships with the package, whatever lies in
-    the working directory.
+    Args:
+        name: the path of a YAML file, or the name of a gate that ships with the package. A name
+            without `.yaml` or `.yml` is never looked up in the working directory.
+        key: the key that errors name.
 
     Raises:
         UserError: for an unknown gate, key or metric, and for a rule without exactly one
             requirement.
     """
-    places = (
-        (Path(name), ROOT / name) if name.endswith((".yaml", ".yml")) else (GATES / f"{name}.yaml",)
-    )
-    path = next((path for path in places if path.is_file()), None)
-    if path is None:
+    # Find the file of the gate.
+    places = [GATES / f"{name}.yaml"]
+    if name.endswith((".yaml", ".yml")):
+        places = [Path(name), ROOT / name]
+    existing = [place for place in places if place.is_file()]
+    if not existing:
         gate_names = sorted(path.stem for path in GATES.glob("*.yaml"))
         raise UserError(
             key,
@@ -79,6 +88,9 @@ def load_gate(name: str, key: str = "gate") -> list[Rule]:
             expected=f"one of {', '.join(gate_names)}, or a gate YAML",
             nearest=find_nearest(name, gate_names),
         )
+    path = existing[0]
+
+    # Read its rules.
     with convert_errors((ValueError, OSError), key, path, "a readable YAML file"):
         entries = read_yaml(path)
     if not isinstance(entries, list) or not entries:
@@ -90,12 +102,16 @@ def load_gate(name: str, key: str = "gate") -> list[Rule]:
 
 
 def read_rule(place: str, entry: Any) -> Rule:
-    """Read a rule from its entry in a gate's YAML.
+    """Read a rule from its entry in a gate's YAML, and check all parts of it.
+
+    Args:
+        place: the file and the number of the rule, which errors name.
+        entry: the entry, as YAML reads it.
 
     Raises:
-        UserError: naming the place, for an entry that is no rule.
+        UserError: for an entry that is not a valid rule.
     """
-    # A rule has a metric and exactly one requirement.
+    # Find the one requirement of the rule.
     _check_keys(place, entry, ("metric", "scope", *REQUIREMENTS, "confidence", "severity"))
     requirements = [name for name in REQUIREMENTS if name in entry]
     if len(requirements) != 1:
@@ -105,13 +121,15 @@ def read_rule(place: str, entry: Any) -> Rule:
             expected=f"exactly one of {', '.join(REQUIREMENTS)}",
         )
     (requirement,) = requirements
+
+    # Take the other parts of the rule, or their defaults.
     metric = entry.get("metric")
     threshold = entry[requirement]
     scope = entry.get("scope") or {}
     confidence = entry.get("confidence", DEFAULT_CONFIDENCE)
     severity = entry.get("severity", "fail")
 
-    # Check each part of the rule, because a gate is often written by hand.
+    # Check each part, because gates are written by hand.
     _check_choice(
         f"{place}: metric",
         metric,
@@ -129,7 +147,7 @@ def read_rule(place: str, entry: Any) -> Rule:
     elif requirement != "equals" or not isinstance(threshold, bool):
         _check_number(f"{place}: {requirement}", threshold)
     _check_keys(f"{place}: scope", scope, SCOPES)
-    # A bucket is a name, but YAML reads it as a number.
+    # A context bucket is a name in the report, but YAML reads it as a number.
     if "context_bucket" in scope:
         scope = {**scope, "context_bucket": str(scope["context_bucket"])}
     _check_number(f"{place}: confidence", confidence, share=True)
@@ -138,6 +156,7 @@ def read_rule(place: str, entry: Any) -> Rule:
 
 
 def _check_keys(place: str, entry: object, known_keys: Sequence[str]) -> None:
+    """Raise UserError if an entry of the YAML is not a dict of known keys."""
     if not isinstance(entry, dict):
         raise UserError(place, got=repr(entry), expected=f"keys of {', '.join(known_keys)}")
     for key in entry:
@@ -153,6 +172,15 @@ def _check_keys(place: str, entry: object, known_keys: Sequence[str]) -> None:
 def _check_choice(
     place: str, value: object, choices: Sequence[str], expected: str, got: str | None = None
 ) -> None:
+    """Raise UserError if a value is not one of the choices, naming the nearest one.
+
+    Args:
+        place: the file, rule and key, which the error names.
+        value: the value.
+        choices: the valid values.
+        expected: what the error says was expected.
+        got: what the error says was got; None for the value.
+    """
     if value not in choices:
         raise UserError(
             place, got=got or value, expected=expected, nearest=find_nearest(str(value), choices)
@@ -160,6 +188,8 @@ def _check_choice(
 
 
 def _check_number(place: str, value: Any, *, share: bool = False) -> None:
+    """Raise UserError if a value is not a finite number or, with `share`, not in [0, 1)."""
+    # In Python a bool is an int, but `min: true` is no number.
     is_number = (
         isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     )

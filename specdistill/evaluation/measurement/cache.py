@@ -1,8 +1,12 @@
-"""The cache of a measurement on disk, with which an interrupted one resumes.
+"""Cache a measurement on disk, so that it resumes after an interruption.
 
-The folder holds a file for each configuration that is finished, and one with the decoded batches of
-the configuration that is under way. Both are named by a hash of everything that the records depend
-on. So a measurement with another draft, target, suite, setting or machine starts afresh.
+The folder holds two kinds of files:
+
+- `<fingerprint>.json` has the result of a configuration that is finished.
+- `<fingerprint>.jsonl` has the decoded batches of a configuration that is in progress.
+
+The fingerprint is a hash of everything that the records depend on. So a measurement with another
+draft, target, suite, setting or machine finds no such file, and starts afresh.
 """
 
 import hashlib
@@ -28,23 +32,23 @@ from specdistill.targets.files import hash_contents
 from specdistill.targets.frozen import FrozenTarget
 
 CACHE_FOLDER = "configurations"  # next to the files of a report or comparison
-FINGERPRINT_DIGITS = 32
+FINGERPRINT_DIGITS = 32  # hexadecimal digits, 128 bits: enough that no two hashes are equal
 CACHE_FILE = re.compile(rf"[0-9a-f]{{{FINGERPRINT_DIGITS}}}\.jsonl?")
 
+# pydantic's readers and writers of what the files hold.
 BATCH_GENERATIONS = TypeAdapter(BatchGenerations)
 CONFIGURATION_RESULT = TypeAdapter(ConfigurationResult)
 
 
 class MeasurementCache:
-    """A folder that keeps the batches and configurations that a measurement has decoded.
+    """A folder that keeps the decoded batches and finished configurations of a measurement.
 
-    The fingerprint of a configuration, which `compute_fingerprint` computes from its plan,
-    identifies it.
+    A configuration is identified by its fingerprint (see `compute_fingerprint`).
 
     Args:
-        folder: None keeps nothing.
-        identity: what the records depend on in addition to their plan, as JSON (see
-            `identify_draft`).
+        folder: the folder; None keeps nothing.
+        identity: a JSON value that identifies everything, besides the plan, that the records depend
+            on (see `identify_draft`).
     """
 
     def __init__(self, folder: Path | None, identity: object = None) -> None:
@@ -52,14 +56,14 @@ class MeasurementCache:
         self.identity = identity
 
     def compute_fingerprint(self, plan: MeasurementPlan) -> str:
-        """Return a hash of everything that the records of a plan depend on."""
+        """Return a hash of the identity, settings and prompts that a plan's records depend on."""
         settings = [asdict(settings) for settings in (plan.settings, *plan.settings_each)]
         prompts = [(prompt.id, prompt.category, prompt.token_ids) for prompt in plan.prompts]
         content = json.dumps([self.identity, settings, prompts], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:FINGERPRINT_DIGITS]
 
     def load_result(self, fingerprint: str) -> ConfigurationResult | None:
-        """Return the result of a configuration that was finished before, or None."""
+        """Return the cached result of a configuration, or None if it was not finished before."""
         if self.folder is None:
             return None
         path = self.folder / f"{fingerprint}.json"
@@ -68,15 +72,14 @@ class MeasurementCache:
         return CONFIGURATION_RESULT.validate_json(path.read_bytes())
 
     def save_result(self, fingerprint: str, result: ConfigurationResult) -> None:
-        """Keep the result of a configuration in place of its batches.
-
-        The file is written as a whole or not at all.
+        """Save the result of a finished configuration, and remove its batches.
 
         Raises:
             ResourceError: when the disk fails.
         """
         if self.folder is None:
             return
+        # The file is written as a whole or not at all. Only then are the batches removed.
         with stage_files(self.folder) as staging:
             (staging / f"{fingerprint}.json").write_text(
                 json.dumps(asdict(result)), encoding="utf-8"
@@ -84,17 +87,17 @@ class MeasurementCache:
         (self.folder / f"{fingerprint}.jsonl").unlink(missing_ok=True)
 
     def load_batches(self, fingerprint: str) -> list[BatchGenerations]:
-        """Return the batches that were decoded before a configuration was interrupted.
+        """Return the cached batches of an interrupted configuration, in the order of decoding.
 
-        They are in the order in which they were decoded, which follows from the plan and from the
-        batches before.
+        A resumed measurement decodes in the same order, so the cached batches are its first ones.
         """
         if self.folder is None:
             return []
         path = self.folder / f"{fingerprint}.jsonl"
         if not path.exists():
             return []
-        # The interruption may have cut the last line. It is removed, so that lines can be appended.
+
+        # The interruption may have cut the last line. Remove it, so that lines can be appended.
         content = path.read_bytes()
         whole_lines = content[: content.rfind(b"\n") + 1]
         if content != whole_lines:
@@ -108,7 +111,7 @@ class MeasurementCache:
         return batches
 
     def append_batch(self, fingerprint: str, generations: BatchGenerations) -> None:
-        """Keep a batch that was decoded."""
+        """Save a batch that was decoded, as one more line of the file."""
         if self.folder is None:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -128,15 +131,23 @@ def discard_cache(folder: Path) -> None:
 def identify_draft(
     target: FrozenTarget, proposer: Proposer, suite: Suite, *, method: str, draft: str | None
 ) -> dict[str, object]:
-    """Return what the records of a draft depend on in addition to a plan, as JSON.
+    """Return everything, besides a plan, that the records of a draft depend on, as JSON.
 
-    `draft` is its folder or Hub id, or None for a method without weights.
+    Args:
+        target: the target.
+        proposer: the draft.
+        suite: the suite that is measured.
+        method: the method of the draft.
+        draft: the folder or Hub id of the draft; None for a method without weights.
     """
+    # A draft with weights is identified by the contents of its files.
     draft_files: list[Path] = []
     if draft:
         draft_files = [
             path for path in locate(draft, key="eval.draft").rglob("*") if path.is_file()
         ]
+
+    # Another version of the code, a library, or the machine may change tokens or times.
     return {
         "specdistill": [__version__, read_git_revision()],
         "target": [

@@ -1,8 +1,8 @@
-"""Plan what is measured: a main configuration, and other values of one setting at a time around it.
+"""Plan what is measured: a main configuration, and variants that change one of its settings each.
 
-One axis is varied at a time, not the whole grid. A reader asks what K, the temperature, the batch
-size or the context length change about the configuration that they serve, and the cost of a grid is
-the product of the numbers of values.
+A sweep varies one setting (axis) at a time, not the whole grid. A reader asks what K, the
+temperature, the batch size or the context length change about the configuration that they serve.
+The cost of a grid would be the product of the numbers of values.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,9 +32,13 @@ class Settings:
         seed: the seed of the first prompt; each further prompt has the next number. The test of
             sampling and the bootstrap derive their seeds from it, too.
         batch_size: prompts that are decoded together.
-        tree: drafted in place of a chain.
-        context_bucket: how the prompts were cut (see `Configuration`).
-        compile: compile the target's passes (see `Decoder`).
+        tree: the shape of the tree that is drafted; None drafts a chain.
+        context_bucket: the length to which the prompts were cut (see `Configuration`).
+        compile: whether the target's passes are compiled (see `Decoder`).
+
+    Raises:
+        UserError: for a K that is not the depth of the tree, and for `compile` with a tree or a
+            batch.
     """
 
     num_speculative_tokens: int
@@ -49,21 +53,21 @@ class Settings:
     compile: bool = False
 
     def __post_init__(self) -> None:
+        # With a tree, K is the depth of the tree.
         if self.tree and self.tree.depth != self.num_speculative_tokens:
             raise UserError(
                 "eval.num_speculative_tokens",
                 got=self.num_speculative_tokens,
                 expected=f"{self.tree.depth}, the depth of the tree, or eval.tree=null",
             )
+
+        # The decoder compiles a pass for one fixed shape.
         if self.compile and (self.tree or self.batch_size > 1):
+            reason = "a tree" if self.tree else f"{self.batch_size} prompts at a time"
             raise UserError(
                 "eval.compile",
-                got=(
-                    "true with a tree"
-                    if self.tree
-                    else f"true with {self.batch_size} prompts at a time"
-                ),
-                expected="false: one shape is compiled, that of a chain",
+                got=f"true with {reason}",
+                expected="false, because only chains of one prompt at a time are compiled",
             )
 
     @property
@@ -123,9 +127,9 @@ class MeasurementPlan:
     """A configuration to measure: its settings and its prompts.
 
     Attributes:
-        settings: the settings of plain decoding and, without `settings_each`, of every draft.
+        settings: the settings of plain decoding and, if `settings_each` is empty, of every draft.
         prompts: the prompts, in the order in which they are measured.
-        settings_each: the settings of each draft, where drafts differ in K or tree.
+        settings_each: the settings of each draft, if drafts differ in K or tree.
 
     Raises:
         UserError: when there are fewer prompts than a batch holds.
@@ -140,7 +144,7 @@ class MeasurementPlan:
             raise UserError(
                 "eval.batch_size",
                 got=f"{self.settings.batch_size} for {len(self.prompts)} prompts",
-                expected="at most as many as there are prompts",
+                expected=f"at most {len(self.prompts)}, the number of prompts",
             )
 
     def draft_settings(self, number: int) -> Settings:
@@ -150,7 +154,11 @@ class MeasurementPlan:
     def process_share(self, rank: int, num_processes: int) -> "MeasurementPlan":
         """Return the part of this plan that one of several processes measures.
 
-        Every process gets as many prompts of each category as the others, and its own seeds.
+        The categories are divided evenly over the processes. Seeds are different in each process.
+
+        Args:
+            rank: the index of the process.
+            num_processes: the number of processes.
 
         Raises:
             UserError: when a process would have fewer prompts than a batch holds.
@@ -163,9 +171,12 @@ class MeasurementPlan:
             raise UserError(
                 "num_processes",
                 got=f"{num_processes} for {num_prompts} prompts, {batch_size} at a time",
-                expected="fewer: each has at least a batch",
+                expected="fewer processes, so that each has at least one batch",
             )
+
+        # Deal out the prompts in turn, like cards, ordered by category.
         by_category = sorted(self.prompts, key=lambda prompt: prompt.category)
+        # A prompt's seed is this number plus its index, so no two processes share a seed.
         seed = self.settings.seed + rank * num_prompts
         return MeasurementPlan(
             replace(self.settings, seed=seed),
@@ -177,14 +188,17 @@ class MeasurementPlan:
 def plan_configurations(
     main: MeasurementPlan, axes: SweepConfig, contexts: Mapping[int, Sequence[Prompt]]
 ) -> list[MeasurementPlan]:
-    """Plan the main configuration, then those of each axis, without duplicates.
+    """Plan the main configuration, then its variants along each axis, without duplicates.
 
-    Configurations with another K draft chains, also where the main configuration drafts trees.
+    Variants with another K draft chains, even if the main configuration drafts trees.
 
     Args:
         main: the main configuration.
-        axes: the values of each axis, except the context.
-        contexts: length in tokens -> the prompts cut to that length.
+        axes: the values of each axis. The axis of context lengths is not read from here.
+        contexts: context length in tokens -> the prompts cut to that length.
+
+    Returns:
+        The plans, the main one first.
     """
     settings = main.settings
 
@@ -193,20 +207,16 @@ def plan_configurations(
     for k in axes.num_speculative_tokens:
         variants.append((replace(settings, num_speculative_tokens=k, tree=None), main.prompts))
     for temperature in axes.temperature:
-        variants.append(
-            (
-                replace(settings, sampling=replace(settings.sampling, temperature=temperature)),
-                main.prompts,
-            )
-        )
+        sampling = replace(settings.sampling, temperature=temperature)
+        variants.append((replace(settings, sampling=sampling), main.prompts))
     for batch_size in axes.batch_size:
         variants.append((replace(settings, batch_size=batch_size), main.prompts))
     for tree_config in axes.tree:
         tree = build_tree_shape(tree_config)
         variant = replace(settings, num_speculative_tokens=tree.depth, tree=tree)
         variants.append((variant, main.prompts))
-    for bucket, cut in contexts.items():
-        variants.append((replace(settings, context_bucket=str(bucket)), cut))
+    for length, prompts_of_length in contexts.items():
+        variants.append((replace(settings, context_bucket=str(length)), prompts_of_length))
 
     # A variant that equals an earlier configuration is not measured twice.
     plans = [main]
@@ -241,17 +251,17 @@ def plan_measurement(
     Raises:
         UserError: for prompts that cannot be measured with these settings.
     """
-    # The suite's own axes apply where the recipe names none.
+    # A recipe's values of an axis replace those of the suite.
     recipe_axes = {name: values for name, values in vars(config.sweep).items() if values}
     axes = suite.sweep.model_copy(update=recipe_axes)
+
+    # Tokenize the prompts as they are, and once more cut to each context length.
     limits: dict[str, Any] = {
         "num_prompts": count_measured(suite, config.num_prompts, logs=logs),
         "max_new_tokens": config.max_new_tokens,
         "max_length": max_length,
     }
     prompts = tokenize(suite, tokenizer, vocab_size=vocab_size, logs=logs, **limits)
-    return plan_configurations(
-        MeasurementPlan(Settings.from_section(config), prompts),
-        axes,
-        cut_prompts(suite, tokenizer, axes.context, **limits),
-    )
+    main_plan = MeasurementPlan(Settings.from_section(config), prompts)
+    contexts = cut_prompts(suite, tokenizer, axes.context, **limits)
+    return plan_configurations(main_plan, axes, contexts)

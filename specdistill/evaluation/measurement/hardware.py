@@ -16,9 +16,10 @@ from specdistill.common.processes import measure_peak_memory_bytes
 from specdistill.evaluation.report.schema import HardwareDocument, MeasurementDocument
 from specdistill.targets.frozen import FrozenTarget
 
-# Bytes of weights for each thread. A step over fewer is done before two threads have divided the
-# work.
+# The bytes of weights that keep one thread busy. A decoding step over fewer takes less time than
+# dividing its work over two threads.
 WEIGHTS_PER_THREAD = 32 * 2**20
+# The libraries whose versions affect a measurement.
 LIBRARIES = (
     "torch",
     "transformers",
@@ -32,23 +33,15 @@ LIBRARIES = (
 
 
 def fit_threads(target: FrozenTarget) -> None:
-    """Set the number of threads to as many as the target's weights keep busy.
+    """Lower torch's number of threads to what the target's weights keep busy.
 
-    It is at most torch's own number. Where OMP_NUM_THREADS is set, nothing is changed.
-
-    Two threads are no faster than one on a model of a few megabytes, but many times slower when
-    another process takes a core.
+    Two threads are no faster than one on a model of a few megabytes. But they are many times slower
+    if another process takes a core, because each waits for the other after every operation. The
+    number is never raised, and is left alone if OMP_NUM_THREADS is set.
     """
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(
-            max(
-                1,
-                min(
-                    torch.get_num_threads(),
-                    target.model.get_memory_footprint() // WEIGHTS_PER_THREAD,
-                ),
-            )
-        )
+        num_busy = target.model.get_memory_footprint() // WEIGHTS_PER_THREAD
+        torch.set_num_threads(max(1, min(torch.get_num_threads(), num_busy)))
 
 
 def describe_hardware(device: torch.device) -> HardwareDocument:
@@ -56,14 +49,16 @@ def describe_hardware(device: torch.device) -> HardwareDocument:
 
     `device`, `name`, `count` and `memory_bytes` are those of the accelerator, or of the processor
     and its memory when there is no accelerator. The keys `cpu`, `cpu_cores` and `cpu_threads`
-    always describe the processor. Its name is the trade name where Linux tells it, and otherwise
-    the name that Python knows.
+    always describe the processor.
     """
+    # Linux tells the trade name of the processor. Elsewhere Python knows a less exact name.
     lines: list[str] = []
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     name = names[0] if names else platform.processor() or platform.machine()
+
+    # Describe the machine without an accelerator, and replace the keys that an accelerator has.
     document: HardwareDocument = {
         "device": device.type,
         "name": name,
@@ -83,11 +78,11 @@ def describe_hardware(device: torch.device) -> HardwareDocument:
 
 @contextmanager
 def measure_resources(device: torch.device) -> Iterator[MeasurementDocument]:
-    """Measure the time and the peak of memory of a block.
+    """Measure the time and the peak memory of a block.
 
     Yields:
-        A dict that has `seconds` and `peak_memory_bytes` after the block. Without an accelerator
-        the peak is that of this process so far.
+        A dict, which has the keys `seconds` and `peak_memory_bytes` after the block. Without an
+        accelerator, the peak is that of this process since its start.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -102,8 +97,8 @@ def measure_resources(device: torch.device) -> Iterator[MeasurementDocument]:
 def freeze_garbage_collector() -> Iterator[None]:
     """Exclude all objects that exist already from garbage collection during a block.
 
-    A collection that goes over the objects of torch and transformers takes tens of milliseconds.
-    They would be added to the time of whichever arm is running.
+    A collection that visits all objects of torch and transformers takes tens of milliseconds, which
+    would be added to the time of whichever arm of the measurement is running.
     """
     gc.collect()
     gc.freeze()

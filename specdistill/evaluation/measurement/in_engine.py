@@ -1,7 +1,7 @@
 """Measure a recipe's draft in an inference engine, whose servers run with and without the draft.
 
-For numbers that a server does not show, the report states the reason. If a server fails after the
-first answers, these are kept in the report.
+A server does not show all numbers of a report. For each missing number the report states the
+reason. If a server fails during the measurement, the answers until then are kept in the report.
 """
 
 import platform
@@ -35,7 +35,12 @@ from specdistill.evaluation.measurement.servers import (
     measure_running,
     measure_started,
 )
-from specdistill.evaluation.report.build import build_report, build_result_rows, select_headline
+from specdistill.evaluation.report.build import (
+    Numbers,
+    build_report,
+    build_result_rows,
+    select_headline,
+)
 from specdistill.evaluation.report.phrases import Report
 from specdistill.evaluation.report.schema import (
     FirstDivergenceDocument,
@@ -50,7 +55,7 @@ from specdistill.methods.compatibility import check_draft
 from specdistill.methods.load import describe_draft, find_method, locate
 from specdistill.methods.recipe import Recipe
 from specdistill.methods.target_record import TEMPLATE, check_target, use_recorded_template
-from specdistill.recipe.sections import LlamaCppConfig
+from specdistill.recipe.sections import LlamaCppConfig, TargetConfig
 from specdistill.serving.engines import ENGINES
 from specdistill.serving.engines.client import EngineCompletion
 from specdistill.serving.engines.engine import Served
@@ -59,12 +64,16 @@ from specdistill.serving.export import export, load_safetensors_target, merge_ta
 from specdistill.targets.files import TargetFiles, combine_hashes, hash_files
 from specdistill.targets.loading import read_tokenizer
 
-# Reasons why numbers are missing from the report of a server.
+# The report's sections `target`, `draft` and `hardware`.
+Sections = dict[str, Mapping[str, object]]
+
+# Reasons why numbers are missing from a report that was measured with a server.
 HIDDEN = "a server does not time its steps one by one"
 SUMS = "a server counts over whole outputs, not round by round"
 NOT_STATED_REASON = "a server does not say"
 NO_BASELINE = "no eval.baseline_server was given"
 NO_HF = "transformers' generate() is not timed next to a server"
+# A field of a result row -> the reason why it is missing.
 ROW_REASONS = {
     **dict.fromkeys(
         ("draft_ms", "verify_ms", "baseline_step_ms", "predicted_speedup", "prediction_gap"), HIDDEN
@@ -80,9 +89,11 @@ ROW_REASONS = {
     "num_looping": "the server does not return its tokens",
     "vocabulary_coverage": "a server does not tell its draft's vocabulary",
 }
+# Further reasons, if no server without a draft was measured.
 NO_BASELINE_ROW = dict.fromkeys(
     ("baseline_tokens_per_second", "speedup", "overhead_factor"), NO_BASELINE
 )
+# A dotted path into report.json -> the reason why it is missing.
 DOCUMENT_REASONS = {
     "theory": HIDDEN,
     "context": SUMS,
@@ -96,9 +107,10 @@ DOCUMENT_REASONS = {
 MODEL = "eval.llama_cpp.model"
 DRAFT = "eval.llama_cpp.model_draft"
 TOKENS = "tokenizer.ggml.tokens"  # key in the metadata of a GGUF file
-MAX_RESPELLED_SHARE = (
-    0.01  # the largest share of the tokens that a converter may have spelled differently
-)
+# The largest share of the vocabulary that a GGUF file may spell in another way than the tokenizer.
+# A converter spells a few tokens differently; another model's vocabulary differs in far more.
+MAX_RESPELLED_SHARE = 0.01
+# Further reasons, for servers that were not started here.
 RUNNING_SERVER_REASONS = {
     "hardware": "a server does not say what it runs on",
     "target.dtype": NOT_STATED_REASON,
@@ -114,15 +126,14 @@ def measure_in_engine(
 
     Args:
         recipe: the recipe.
-        suite: the suite that is sent.
-        folder: for the exported draft and the logs of servers that are started here.
+        suite: the suite whose prompts are sent.
+        folder: the folder for the exported draft and for the logs of servers that are started here.
 
     Returns:
-        The report, before a gate has judged it, and its records.
+        The report, which no gate has judged yet, and its records.
     """
     config = recipe.eval
     target = recipe.target
-    draft = recipe.eval.draft
     if target.adapter and (config.server or config.engine == "llama.cpp"):
         raise make_unused_key_error(
             "target.adapter",
@@ -130,67 +141,145 @@ def measure_in_engine(
             f"{'eval.server' if config.server else 'a GGUF file'} serves a merged model",
             alternative="name the merged model in target.model",
         )
-    files = TargetFiles.from_config(target)
-    tokenizer, _, max_length = read_tokenizer(files)
-
-    # Check everything that can be checked before the measurement. A running server does not say
-    # which draft it uses, so the draft that the recipe names is checked against the target. A draft
-    # in the target's checkpoint needs no such check.
-    if config.server:
-        if draft is not None and not METHODS[recipe.method].in_target:
-            folder_of_draft = locate(draft, patterns=("config.json", TEMPLATE))
-            check_target(folder_of_draft, files, "eval.draft")
-            use_recorded_template([folder_of_draft], tokenizer, "eval.draft")
-        speculative, baseline = connect_pair(config, (target.model, files.name))
-        max_length = min(max_length, speculative.identity.max_length or max_length)
-    else:
-        find_startable_serving(config.engine, recipe.method)
-        in_gguf = (
-            find_target_file(config.llama_cpp, files, tokenizer)
-            if config.engine == "llama.cpp"
-            else None
-        )
-        if METHODS[recipe.method].is_trained:
-            draft = draft or str(Path(recipe.train["output_dir"]) / "draft")
-            check_draft(find_method(locate(draft)), locate(draft), files, "eval.draft")
-            use_recorded_template([locate(draft)], tokenizer, "eval.draft")
-    use_template(tokenizer, recipe)
-    task = ServerTask.from_config(config, suite, tokenizer, max_length)
-    print_power_analysis([prompt.cluster or prompt.id for prompt in task.prompts])
 
     # Measure, and describe the target, the draft and the machine for the report.
-    target_name = f"{target.model} + {target.adapter}" if target.adapter else target.model
-    of_target: dict[str, object] = {"model": target_name, "revision": target.revision}
+    files = TargetFiles.from_config(target)
+    tokenizer, _, max_length = read_tokenizer(files)
     if config.server:
-        measurement = measure_running(task, speculative, baseline)
-        of_draft: dict[str, object] = {"model": draft, "revision": None, "method": recipe.method}
-        machine: Mapping[str, object] = {"device": "server", "name": config.server}
+        task, measurement, sections = _measure_running(recipe, suite, files, tokenizer, max_length)
     else:
-        empty_output_folder(folder, "eval.output_dir")
-        served = _describe_served(recipe, draft, folder / "draft", files)
-        of_target |= {"dtype": target.dtype, "weights": files.identity.weights}
-        if in_gguf:
-            file, in_file = in_gguf
-            served = replace_with_gguf(served, config.llama_cpp, file)
-            of_target = of_target | in_file
-        of_draft = describe_draft(draft, served.method or recipe.method)
-        measurement = measure_started(task, config, target, served, folder)
-        hardware = describe_hardware(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        # Keys about threads are left out, because the engine has its own threads.
-        machine = {name: hardware[name] for name in ("device", "name", "count", "memory_bytes")}
+        task, measurement, sections = _measure_started(
+            recipe, suite, files, tokenizer, max_length, folder
+        )
 
+    # Build the report.
     report, records = build_engine_report(
-        task,
-        measurement,
-        always_drafts=METHODS[recipe.method].is_trained,
-        target=of_target,
-        draft=of_draft,
-        hardware=machine,
+        task, measurement, always_drafts=METHODS[recipe.method].is_trained, **sections
     )
     if config.lookup_first:
         report["settings"]["drafting"] = {"lookup_first": config.lookup_first.described}
     add_quality(report, records, suite, special_tokens=tokenizer.all_special_tokens)
     return report, records
+
+
+def _measure_running(
+    recipe: Recipe,
+    suite: Suite,
+    files: TargetFiles,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+) -> tuple[ServerTask, ServerMeasurement, Sections]:
+    """Measure a recipe's draft with servers that run already.
+
+    Args:
+        recipe: the recipe.
+        suite: the suite whose prompts are sent.
+        files: the target.
+        tokenizer: the target's tokenizer.
+        max_length: the target's context, in tokens.
+
+    Returns:
+        The requests, their answers, and the report's sections about what was measured.
+    """
+    # A running server does not say which draft it uses. So check against the target the draft that
+    # the recipe names, unless the draft is in the target's own checkpoint.
+    target = recipe.target
+    draft = recipe.eval.draft
+    if draft is not None and not METHODS[recipe.method].in_target:
+        draft_folder = locate(draft, patterns=("config.json", TEMPLATE))
+        check_target(draft_folder, files, "eval.draft")
+        use_recorded_template([draft_folder], tokenizer, "eval.draft")
+
+    # Connect to the servers, and send them the prompts.
+    speculative, baseline = connect_pair(recipe.eval, (target.model, files.name))
+    max_length = min(max_length, speculative.identity.max_length or max_length)
+    task = _plan_requests(recipe, suite, tokenizer, max_length)
+    measurement = measure_running(task, speculative, baseline)
+    sections: Sections = {
+        "target": {"model": _name_target(target), "revision": target.revision},
+        "draft": {"model": draft, "revision": None, "method": recipe.method},
+        "hardware": {"device": "server", "name": recipe.eval.server},
+    }
+    return task, measurement, sections
+
+
+def _measure_started(
+    recipe: Recipe,
+    suite: Suite,
+    files: TargetFiles,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    folder: Path,
+) -> tuple[ServerTask, ServerMeasurement, Sections]:
+    """Export a recipe's draft, and measure it with servers that are started here.
+
+    Args:
+        recipe: the recipe.
+        suite: the suite whose prompts are sent.
+        files: the target.
+        tokenizer: the target's tokenizer.
+        max_length: the target's context, in tokens.
+        folder: the folder for the exported draft and for the logs of the servers.
+
+    Returns:
+        The requests, their answers, and the report's sections about what was measured.
+    """
+    # Check the engine, the target's file and the draft before anything is exported.
+    config = recipe.eval
+    target = recipe.target
+    find_startable_serving(config.engine, recipe.method)
+    gguf_target = None
+    if config.engine == "llama.cpp":
+        gguf_target = find_target_file(config.llama_cpp, files, tokenizer)
+    draft = config.draft
+    if METHODS[recipe.method].is_trained:
+        draft = draft or str(Path(recipe.train["output_dir"]) / "draft")
+        check_draft(find_method(locate(draft)), locate(draft), files, "eval.draft")
+        use_recorded_template([locate(draft)], tokenizer, "eval.draft")
+    task = _plan_requests(recipe, suite, tokenizer, max_length)
+
+    # Export the draft. llama.cpp is started with GGUF files in place of the export and the target.
+    empty_output_folder(folder, "eval.output_dir")
+    served = _describe_served(recipe, draft, folder / "draft", files)
+    target_section: dict[str, object] = {
+        "model": _name_target(target),
+        "revision": target.revision,
+        "dtype": target.dtype,
+        "weights": files.identity.weights,
+    }
+    if gguf_target:
+        gguf_path, gguf_section = gguf_target
+        served = replace_with_gguf(served, config.llama_cpp, gguf_path)
+        target_section |= gguf_section
+    draft_section = describe_draft(draft, served.method or recipe.method)
+
+    # Start the servers, and send them the prompts.
+    measurement = measure_started(task, config, target, served, folder)
+
+    # The number of threads is left out of the hardware, because the engine has its own threads.
+    hardware = describe_hardware(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    keys = ("device", "name", "count", "memory_bytes")
+    sections: Sections = {
+        "target": target_section,
+        "draft": draft_section,
+        "hardware": {key: hardware[key] for key in keys},
+    }
+    return task, measurement, sections
+
+
+def _plan_requests(
+    recipe: Recipe, suite: Suite, tokenizer: PreTrainedTokenizerBase, max_length: int
+) -> ServerTask:
+    """Plan the requests to servers, and print which change so many prompts can detect."""
+    use_template(tokenizer, recipe)
+    task = ServerTask.from_config(recipe.eval, suite, tokenizer, max_length)
+    print_power_analysis([prompt.cluster or prompt.id for prompt in task.prompts])
+    return task
+
+
+def _name_target(target: TargetConfig) -> str:
+    """Return the name of a target in reports, with its adapter if it has one."""
+    return f"{target.model} + {target.adapter}" if target.adapter else target.model
 
 
 def find_target_file(
@@ -204,21 +293,23 @@ def find_target_file(
         tokenizer: the target's tokenizer.
 
     Returns:
-        The path of the file, and its entries in a report's `target`: the file type as `dtype`, and
-        as `weights` the sha256 of its sha256.
+        The path of the file, and what a report's `target` states about it: `dtype`, which is the
+        type of the file, and `weights`, a hash of the file.
 
     Raises:
         UserError: if there is no such file, or if it has another vocabulary.
     """
+    # The recipe names a GGUF file, or the target itself is one.
     name = resolve(config.model, MODEL) if config.model else target.name
     file = split_gguf(name)[1]
     if file is None or (config.model and not Path(name).is_file()):
-        convert = f"python convert_hf_to_gguf.py {target.name} --outtype f16 --outfile target.gguf"
+        command = f"python convert_hf_to_gguf.py {target.name} --outtype f16 --outfile target.gguf"
         raise UserError(
             MODEL,
             got=config.model or "nothing",
-            expected=f"the target as a GGUF file, as llama.cpp writes it: {convert}",
+            expected=f"the target as a GGUF file, as llama.cpp writes it: {command}",
         )
+
     # Read the vocabulary and the file type from the metadata of the file.
     path = Path(name) if Path(name).is_file() else target.fetch(file) / file
     check_gguf(path, MODEL)
@@ -226,10 +317,11 @@ def find_target_file(
         metadata, _ = read_gguf_metadata(str(path), (TOKENS,))
         tokens = metadata[TOKENS]
         dtype = gguf.LlamaFileType(metadata["general.file_type"]).name
-    ours = tokenizer.get_vocab()
-    if config.model and sum(
-        tokens[index : index + 1] != [token] for token, index in ours.items()
-    ) > MAX_RESPELLED_SHARE * len(ours):
+
+    # A file that the recipe names must have the target's vocabulary, up to a few spellings.
+    vocabulary = tokenizer.get_vocab()
+    num_differing = sum(tokens[index : index + 1] != [token] for token, index in vocabulary.items())
+    if config.model and num_differing > MAX_RESPELLED_SHARE * len(vocabulary):
         raise UserError(
             MODEL, got=f"{path}, with another vocabulary", expected=f"{target.name}, as a GGUF file"
         )
@@ -237,13 +329,21 @@ def find_target_file(
 
 
 def replace_with_gguf(served: Served, config: LlamaCppConfig, target: Path) -> Served:
-    """Replace the target and the draft that are served by GGUF files.
+    """Return what is served, with GGUF files in place of the target and the draft.
+
+    Args:
+        served: what is served.
+        config: the recipe's `eval.llama_cpp`, which names the draft's file.
+        target: the target's file.
 
     Raises:
-        UserError: if there is no GGUF file of the draft.
+        UserError: if there is no GGUF file of the draft. The error has the command that writes one.
     """
+    # A draft in the target's checkpoint, or without files, has no file of its own.
     if served.in_target:
         return replace(served, target=str(target))
+
+    # Otherwise the recipe must name the draft's file.
     draft = resolve(config.model_draft, DRAFT) if config.model_draft else None
     if draft is None or not Path(draft).is_file():
         command = convert(served, "EXPORTED", served.target_name)
@@ -259,15 +359,19 @@ def replace_with_gguf(served: Served, config: LlamaCppConfig, target: Path) -> S
 
 
 def _describe_served(recipe: Recipe, draft: str | None, folder: Path, files: TargetFiles) -> Served:
-    """Describe what the engine is started with, and export the draft into a folder.
+    """Export the draft in the engine's format, and describe what the engine is started with.
 
-    A method without a draft folder is served by its settings. An earlier report of the draft is not
-    read, so draft tokens are greedy, which is also the default of engines.
+    Args:
+        recipe: the recipe.
+        draft: the draft's folder or Hub id; None for a method without weights, or in the target.
+        folder: the folder of the export.
+        files: the target.
     """
     engine = recipe.eval.engine
     k = recipe.eval.num_speculative_tokens
 
-    # A draft is exported as the engine loads it.
+    # Export the draft as the engine loads it. An earlier report of the draft could say that draft
+    # tokens are sampled; it is not read, so they are greedy, which is also the default of engines.
     if draft is not None:
         served = export(
             locate(draft),
@@ -280,7 +384,8 @@ def _describe_served(recipe: Recipe, draft: str | None, folder: Path, files: Tar
         )
         return replace(served, lookup_first=recipe.eval.lookup_first)
 
-    # Without a draft, only the target is served, in a form that the engine reads.
+    # Without a draft folder, the target is served with the settings of the method. If the engine
+    # cannot read the target as it is, merge or convert it first.
     if files.adapter:
         files = merge_target_adapter(files, folder.with_name("target"), recipe.target.dtype)
     elif engine != "llama.cpp" and files.gguf:
@@ -305,14 +410,14 @@ def build_engine_report(
     always_drafts: bool,
     **described: Mapping[str, object],
 ) -> tuple[Report, list[PromptRecord]]:
-    """Return the report, before a gate has judged it, and its records.
+    """Build the report of the servers' answers, and its records. No gate has judged it yet.
 
     Args:
         task: the requests that were sent.
         measurement: the answers.
         always_drafts: whether every round has a draft, so that the server's number of drafts is the
             number of rounds.
-        described: the report's sections `target`, `draft` and `hardware`.
+        **described: the report's sections `target`, `draft` and `hardware`.
 
     Raises:
         ResourceError: when a server failed before it answered a prompt in the main configuration.
@@ -320,27 +425,35 @@ def build_engine_report(
     settings = task.settings
     failure = measurement.failure
     has_baseline = measurement.has_baseline
-    # Collect the answers of each configuration. Without any in the main one there is no report.
+
+    # Collect the answers of each configuration. If there are none in the main one, there is nothing
+    # to report.
     answered = {
-        at: _pair_answers(task, measurement.answers, at, has_baseline) for at in task.configurations
+        variant: _pair_answers(task, measurement.answers, variant, has_baseline)
+        for variant in task.configurations
     }
     if failure and not answered[settings]:
         raise failure
-    # Build the records and the rows of each configuration that was answered.
+
+    # Build the records and the rows of each configuration that has answers.
     reasons = {**ROW_REASONS, **({} if has_baseline else NO_BASELINE_ROW)}
-    records = {}
-    for at, entries in answered.items():
-        if entries:
-            records[at] = [_record(task, at, entry, always_drafts) for entry in entries]
-    rows = {
-        at: build_result_rows(
-            configuration_records, task.suite, at.configuration, seed=settings.seed, reasons=reasons
+    records: dict[Settings, list[PromptRecord]] = {}
+    rows: dict[Settings, list[Numbers]] = {}
+    for variant, entries in answered.items():
+        if not entries:
+            continue
+        records[variant] = [_build_record(task, variant, entry, always_drafts) for entry in entries]
+        rows[variant] = build_result_rows(
+            records[variant],
+            task.suite,
+            variant.configuration,
+            seed=settings.seed,
+            reasons=reasons,
         )
-        for at, configuration_records in records.items()
-    }
+
     # Compare the outputs in the main configuration, and build the report.
-    lossless, not_compared = _compare(answered[settings], has_baseline, settings)
-    measured = f"{len(records[settings])} of {len(task.prompts)} prompts were measured"
+    lossless, not_compared = _compare_outputs(answered[settings], has_baseline, settings)
+    progress = f"{len(records[settings])} of {len(task.prompts)} prompts were measured"
     report = build_report(
         **described,
         software={
@@ -363,13 +476,16 @@ def build_engine_report(
         measurement={"seconds": measurement.seconds},
         git_revision=read_git_revision(),
         engine=measurement.engine,
-        incomplete=f"{failure} ({measured})" if failure else None,
+        incomplete=f"{failure} ({progress})" if failure else None,
     )
     return report, list(chain.from_iterable(records.values()))
 
 
 class AnsweredPrompt(NamedTuple):
-    """The repetitions of a prompt; `baseline` is empty if no server without a draft was asked."""
+    """A prompt with the completions of each repetition, with the draft and without it.
+
+    `baseline` is empty if no server without a draft is measured.
+    """
 
     prompt: Prompt
     speculative: list[EngineCompletion]
@@ -379,27 +495,38 @@ class AnsweredPrompt(NamedTuple):
 def _pair_answers(
     task: ServerTask, answers: ServerAnswers, settings: Settings, has_baseline: bool
 ) -> list[AnsweredPrompt]:
-    """Return the prompts that both servers answered in a configuration."""
+    """Return the prompts that were answered in a configuration, with all their completions.
+
+    If there is a baseline server, a prompt counts only if both servers answered it.
+    """
+    # Take the completions with the draft and, under K = 0, those without it.
     no_completions: list[list[EngineCompletion]] = [[] for _ in task.prompts]
-    sides = (
-        answers.get((k, settings.batch_size), no_completions)
-        for k in (settings.num_speculative_tokens, 0)
-    )
-    entries = [AnsweredPrompt(*entry) for entry in zip(task.prompts, *sides, strict=True)]
-    return [
-        entry for entry in entries if entry.speculative and (entry.baseline or not has_baseline)
-    ]
+    load = settings.batch_size
+    speculative = answers.get((settings.num_speculative_tokens, load), no_completions)
+    baseline = answers.get((0, load), no_completions)
+
+    answered_prompts = []
+    for prompt, with_draft, plain in zip(task.prompts, speculative, baseline, strict=True):
+        if with_draft and (plain or not has_baseline):
+            answered_prompts.append(AnsweredPrompt(prompt, with_draft, plain))
+    return answered_prompts
 
 
-def _record(
+def _build_record(
     task: ServerTask, settings: Settings, entry: AnsweredPrompt, always_drafts: bool
 ) -> PromptRecord:
-    """Build the record of a prompt from the repetition of median speed of each side.
+    """Build the record of a prompt from its repetitions of median speed, with and without draft.
 
     Tokens, counts and seconds come from the same repetition, so they belong together.
+
+    Args:
+        task: the requests.
+        settings: the settings of the configuration.
+        entry: the prompt with its completions.
+        always_drafts: whether every round has a draft (see `build_engine_report`).
     """
     prompt = entry.prompt
-    drafted = _select_median(entry.speculative)
+    with_draft = _select_median(entry.speculative)
     plain = _select_median(entry.baseline) if entry.baseline else None
     return PromptRecord(
         suite=task.suite.name,
@@ -408,54 +535,59 @@ def _record(
         category=prompt.category,
         num_prompt_tokens=len(prompt.token_ids),
         prompt=prompt.text,
-        text=_decode_text(task.tokenizer, drafted),
+        text=_decode_text(task.tokenizer, with_draft),
         first_token=None,
         first_token_text="",
         rounds=(),
         # Each prompt gets a share of the server's time: the seconds of its request, divided by the
         # number of requests in flight. The shares add up to the time that passed (Little's law).
         speculative=Timing(
-            drafted.num_tokens,
-            drafted.counts.num_drafts if always_drafts else None,
-            drafted.seconds / settings.batch_size,
+            with_draft.num_tokens,
+            with_draft.counts.num_drafts if always_drafts else None,
+            with_draft.seconds / settings.batch_size,
         ),
         baseline=(
             Timing(plain.num_tokens, None, plain.seconds / settings.batch_size) if plain else None
         ),
         baseline_text=_decode_text(task.tokenizer, plain) if plain else None,
-        counts=drafted.counts,
+        counts=with_draft.counts,
         cluster=prompt.cluster,
     )
 
 
 def _select_median(completions: Sequence[EngineCompletion]) -> EngineCompletion:
-    """Return the completion of median speed; of an even number, the faster of the middle two."""
+    """Return the completion of median speed, or the faster of the two in the middle."""
     ordered = sorted(completions, key=lambda completion: completion.seconds / completion.num_tokens)
     return ordered[(len(ordered) - 1) // 2]
 
 
 def _decode_text(tokenizer: PreTrainedTokenizerBase, completion: EngineCompletion) -> str:
-    """Return the text of a completion, with its stop token where the server returns tokens.
+    """Return the text of a completion, with its stop token if possible.
 
-    The server's own text lacks the stop token.
+    The text that a server returns lacks the stop token, so tokens are decoded if it returns them.
     """
-    ids = completion.counts.token_ids
-    return str(tokenizer.decode(list(ids), skip_special_tokens=False)) if ids else completion.text
+    token_ids = completion.counts.token_ids
+    if not token_ids:
+        return completion.text
+    return str(tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
 
-def _compare(
+def _compare_outputs(
     answers: Sequence[AnsweredPrompt], has_baseline: bool, settings: Settings
 ) -> tuple[LosslessDocument, dict[str, str]]:
     """Compare the greedy outputs of both servers, by tokens if both return them, or else by text.
 
     Returns:
-        The report's `lossless`, and the reasons for the keys that it lacks.
+        The report's `lossless`, and the keys that it lacks with the reason why.
     """
+    # Without a baseline server, or if outputs are sampled, there is nothing to compare.
     if not has_baseline or not settings.sampling.is_greedy:
         reason = "sampled outputs differ by chance" if has_baseline else NO_BASELINE
         return {"prompts_checked": 0}, dict.fromkeys(
             ("lossless.greedy_identical", "lossless.unexplained_divergences"), reason
         )
+
+    # Count the divergences. Which of them are near-ties remains unknown.
     lossless = summarize_greedy([_find_divergence(entry) for entry in answers])
     unknown = [name for name in ("near_ties", "unexplained_divergences") if name not in lossless]
     return lossless, {

@@ -2,15 +2,18 @@
 
 Greedy completions must equal the target's token for token, sampled ones in distribution.
 
-The reference is transformers' `generate()` (specdistill.evaluation.measurement.reference). Plain
-decoding of this project is never the reference, because it would share the bugs of decoding with a
-draft. A verification of several tokens rounds differently from passes over one token, and near-ties
-of a float32 target are broken in float64 here. So completions may diverge where the target's best
-tokens are almost tied. Such divergences are counted. A divergence without a near-tie is a bug.
+**Greedy.** The reference is transformers' `generate()`
+(specdistill.evaluation.measurement.reference). Plain decoding of this project is never the
+reference, because it would share the bugs of decoding with a draft. One pass over several tokens
+rounds differently from several passes over one token each. So completions may diverge at near-ties,
+where the target's two best tokens have almost equal logits. Divergences at near-ties are counted.
+Any other divergence is a bug.
 
-Sampling is tested by chi-square: two tokens are drawn many times with the draft, and their
-distribution is known. A test that never fails proves nothing, so the same test must reject a rule
-that is wrong on purpose.
+**Sampling.** Two tokens are drawn many times with the draft. A chi-square test compares how often
+each pair was drawn with the pair's exact probability. A test that never fails proves nothing, so
+the same test must reject a verification rule that is wrong on purpose: the negative control.
+
+Shapes: N draft tokens, T positions, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -52,22 +55,28 @@ from specdistill.evaluation.suites.suite import Prompt
 from specdistill.targets.frozen import FrozenTarget
 
 # Two logits of a 16-bit target are a near-tie when they are at most this many roundings apart, at
-# their magnitude. For float32 the bound is NEAR_TIE.
+# their magnitude: 3 % of the best logit in bfloat16. A larger number would excuse bugs, a smaller
+# one would report rounding as bugs. For float32 the bound is NEAR_TIE.
 NEAR_TIE_ROUNDINGS = 4
+# Where the sampling test looks for the position at which it detects a wrong rule best: in this many
+# of the shortest prompts, and in this many generated tokens after each. More of them find a better
+# position, and take longer.
 NUM_PROBED_PROMPTS = 16
-# Tokens generated after each of these prompts, in search of a position where a wrong rule shows.
 NUM_PROBED_TOKENS = 48
-# Where the number of draws is not given, the test takes one draw for every TOKENS_PER_DRAW tokens
-# that were measured, within these two limits.
+# If the number of draws is not given, the test takes one draw for every TOKENS_PER_DRAW tokens that
+# were measured, within these two limits. So the test takes a fixed share of a measurement's time,
+# except in very short and very long measurements.
 TOKENS_PER_DRAW = 4
 MIN_DRAWS = 50
 MAX_DRAWS = 400
-# The wrong rule counts as detected at this p-value, which gates ask for. A test of fewer draws that
-# does not detect it goes on to MAX_DRAWS.
+# The wrong rule counts as detected if its p-value is at most this. The gates in eval/gates ask for
+# the same value. If fewer draws do not detect it, the test goes on to MAX_DRAWS.
 CONTROL_P_VALUE = 0.01
 
+# A function from the token ids of a batch's prompts to those of their completions.
 Generate = Callable[[tuple[tuple[int, ...], ...]], Sequence[tuple[int, ...]]]
-Divergences = list[FirstDivergenceDocument | None]  # one entry for each prompt, see `divergence`
+# One entry for each prompt, as `find_divergence` returns it.
+Divergences = list[FirstDivergenceDocument | None]
 
 
 def check_greedy(
@@ -77,15 +86,16 @@ def check_greedy(
     settings: Settings,
     generate: Generate | None = None,
 ) -> Divergences:
-    """Compare the greedy completions of one configuration with the reference.
+    """Compare the greedy completions of one draft, in one configuration, with the reference.
 
     Args:
         target: the target that verifies, and that generates the reference.
         proposer: the draft.
         runs: the runs of the draft, by prompt.
-        settings: of the configuration; one that samples is decoded greedily as well.
-        generate: as `generate_greedily` returns it. Several drafts share one, so that each batch is
-            generated once; None makes a new one.
+        settings: the settings of the configuration. If they sample, the prompts are decoded once
+            more, greedily.
+        generate: a function that generates the reference (see `generate_greedily`). Several drafts
+            share one, so that the reference of each batch is generated once. None makes a new one.
 
     Returns:
         The first divergence of each prompt, or None where its completion equals the reference.
@@ -97,10 +107,13 @@ def check_greedy(
 
 
 def summarize_greedy(compared: Divergences) -> LosslessDocument:
-    """Return the greedy part of the report's `lossless`.
+    """Count the divergences of all prompts, as the report's `lossless` states them.
 
-    `near_ties` and `unexplained_divergences` are absent if it is unknown for some divergence
-    whether it is at a near-tie.
+    A server returns no logits, so it is unknown whether its divergences are at near-ties. The keys
+    `near_ties` and `unexplained_divergences` are then absent.
+
+    Args:
+        compared: the divergence of each prompt, or None where there is none.
     """
     divergences = [entry for entry in compared if entry]
     lossless: LosslessDocument = {
@@ -109,6 +122,8 @@ def summarize_greedy(compared: Divergences) -> LosslessDocument:
         "first_divergence": divergences[0] if divergences else None,
         "divergences": len(divergences),
     }
+
+    # Divide the divergences into near-ties and bugs, if this is known for each of them.
     if any("near_tie" not in entry for entry in divergences):
         return lossless
     near_ties = sum(entry["near_tie"] for entry in divergences)
@@ -120,9 +135,10 @@ def summarize_greedy(compared: Divergences) -> LosslessDocument:
 
 
 def generate_greedily(target: FrozenTarget, settings: Settings) -> Generate:
-    """Return a function that completes a batch with the reference, and generates each batch once.
+    """Return a function that generates the greedy reference of a batch, and caches it.
 
-    It takes the token ids of the prompts of a batch, and returns those of their completions.
+    The function takes the token ids of the prompts of a batch, and returns the token ids of their
+    completions.
     """
     return cache(
         partial(reference.generate_reference, target, max_new_tokens=settings.max_new_tokens)
@@ -136,11 +152,12 @@ def generate_pairs(
     settings: Settings,
     generate: Generate | None = None,
 ) -> Iterator[tuple[Prompt, Generation, tuple[int, ...]]]:
-    """Yield every prompt with its greedy completion and the reference's.
+    """Yield every prompt with its greedy completion by the draft and by the reference.
 
-    Both completions are taken from greedy runs, and generated where the runs do not hold them. If
-    the completions of a batch differ, the reference is generated once more for that prompt alone,
-    and this one counts: padding rounds differently, and some model classes read it wrongly.
+    Completions that the measurement has decoded already are used again; missing ones are generated
+    now. If the completions of a prompt in a batch differ, its reference is generated once more,
+    alone, and this one counts: with padding, transformers rounds differently, and some model
+    classes misread the padding.
 
     Args:
         target: as in `check_greedy`.
@@ -187,9 +204,10 @@ def generate_pairs(
 def find_divergence(
     target: FrozenTarget, prompt: Prompt, ours: Generation, theirs: tuple[int, ...]
 ) -> FirstDivergenceDocument | None:
-    """Return the first position where a prompt's completion differs from the reference.
+    """Find where a completion first differs from the reference, and whether that is a near-tie.
 
-    A divergence is at a near-tie if the logits of both tokens are close to the model's best.
+    A divergence is explained if it is at a near-tie: the logits of both tokens are close to the
+    model's best logit there.
 
     Args:
         target: the target, whose own forward computes the logits.
@@ -204,13 +222,19 @@ def find_divergence(
     difference = find_first_difference(prompt.id, ours.token_ids, theirs)
     if difference is None:
         return None
-    logits_V = reference.compute_logits(
-        target, [*prompt.token_ids, *theirs[: difference["position"]]], 1
-    )[-1]
+
+    # Compute the logits [V] that decide the first token that differs. Both completions have the
+    # same tokens before it.
+    shared_tokens = [*prompt.token_ids, *theirs[: difference["position"]]]
+    logits_V = reference.compute_logits(target, shared_tokens, 1)[-1]
+
+    # A rounding of the target's dtype is relative, so the bound is a share of the best logit.
     best, second = logits_V.topk(2).values.tolist()
-    bound = max(NEAR_TIE, NEAR_TIE_ROUNDINGS * torch.finfo(getattr(torch, target.dtype)).eps) * abs(
-        best
-    )
+    rounding = torch.finfo(getattr(torch, target.dtype)).eps
+    bound = max(NEAR_TIE, NEAR_TIE_ROUNDINGS * rounding) * abs(best)
+
+    # Check both tokens. If one completion ended earlier, it has no token here, and rounding does
+    # not explain the divergence.
     tokens = difference["speculative_token"], difference["baseline_token"]
     is_near = all(token is not None and best - float(logits_V[token]) <= bound for token in tokens)
     return {**difference, "top2_gap": best - second, "near_tie": is_near}
@@ -219,12 +243,17 @@ def find_divergence(
 def find_first_difference(
     prompt_id: str, ours: Sequence[int], theirs: Sequence[int]
 ) -> FirstDivergenceDocument | None:
-    """Return the first position where a prompt's completions differ, and their tokens there.
+    """Return the first position where two completions differ, and their tokens there.
 
-    The token of a completion that has ended before is None.
+    If one completion is the beginning of the other, its token there is None.
+
+    Args:
+        prompt_id: the id of the prompt that both complete.
+        ours: token ids of the completion with the draft.
+        theirs: token ids of the completion without it.
 
     Returns:
-        None for equal completions.
+        The difference; None for equal completions.
     """
     for position, (our_token, their_token) in enumerate(zip_longest(ours, theirs)):
         if our_token != their_token:
@@ -238,11 +267,12 @@ def find_first_difference(
 
 
 def list_candidates(proposal: Proposal, path: Sequence[int]) -> Sequence[int]:
-    """Return the indices of the draft tokens that could continue an accepted path.
+    """Return the indices of the draft tokens that could be accepted after an accepted path.
 
     For a chain this is the next draft token, or none at its end. For a tree these are the children
     of the last node of the path.
     """
+    # An empty path ends at the root of the tree.
     if proposal.tree:
         return proposal.tree.children[path[-1] if path else ROOT]
     return range(len(proposal.tokens))[len(path) : len(path) + 1]
@@ -253,15 +283,27 @@ def verify_with_wrong_residual(
 ) -> tuple[Sequence[int], int]:
     """Verify a proposal by a rule that is wrong on purpose.
 
-    Where all candidates were rejected, the rule draws the next token from the target's distribution
-    p instead of the residual distribution. Draft tokens are accepted as often as they should be, so
-    in total they are emitted too often. Acceptance rates do not show such a bug.
+    If all candidates are rejected, the rule draws the next token from the target's distribution p
+    instead of the residual distribution max(p - q, 0). It may then draw a rejected token after all,
+    so draft tokens are emitted too often. Acceptance rates do not show this bug, because draft
+    tokens are accepted as often as they should be.
+
+    Args:
+        proposal: the draft tokens.
+        probs_NV: [N + 1, V], the target's distribution after the sequence and after each token.
+        generator: the source of random numbers.
+
+    Returns:
+        The accepted path, and the next token.
     """
-    path, next_token = verify_sampled(proposal, probs_NV, generator)
-    drawn = int(
-        torch.multinomial(probs_NV[path[-1] + 1 if path else 0].cpu(), 1, generator=generator)
-    )
-    return path, drawn if list_candidates(proposal, path) else next_token
+    # Accept tokens by the right rule, and draw the next token as the wrong rule does. Row 0 of the
+    # distributions follows the sequence, and row 1 + i follows draft token i.
+    path, right_token = verify_sampled(proposal, probs_NV, generator)
+    p_V = probs_NV[path[-1] + 1 if path else 0].cpu()
+    wrong_token = int(torch.multinomial(p_V, 1, generator=generator))
+
+    # If there was nothing to reject, drawing from p is right.
+    return path, wrong_token if list_candidates(proposal, path) else right_token
 
 
 def run_sampling_test(
@@ -273,22 +315,23 @@ def run_sampling_test(
     num_draws: int | None,
     num_tokens: int = 0,
 ) -> SamplingTestDocument | str:
-    """Test that two sampled tokens follow the target's distribution.
+    """Test by chi-square that two tokens sampled with the draft follow the target's distribution.
 
-    Sampling is as in the measurement; greedy settings are tested at temperature 1. Only the first
-    level of a chain or a tree is drafted, because it decides the second token.
+    Sampling is as in the measurement; greedy settings are tested at temperature 1. The first token
+    comes from the prefill. The second one comes from a round, and only the first level of a chain
+    or a tree decides it, so nothing further is drafted.
 
-    The wrong rule is tested first, and decides the number of draws. If the number that the
-    measurement is worth does not detect it, the test goes on to MAX_DRAWS. So a short test is
-    never weaker than a gate needs.
+    The negative control runs first, and decides the number of draws: the same test with a rule that
+    is wrong on purpose. If the draws that suit the length of the measurement do not detect the
+    wrong rule, the test goes on to MAX_DRAWS. So a short test is never weaker than a gate needs.
 
     Args:
         target: the target that verifies.
         proposer: the draft.
         prompts: the prompts of the measurement; `find_most_telling_prompt` chooses one of them.
         settings: of the measurement.
-        num_draws: how often the two tokens are drawn; 0 for no test. None: as many as a measurement
-            of `num_tokens` is worth.
+        num_draws: how often the two tokens are drawn; 0 for no test. None: as often as suits a
+            measurement of `num_tokens` (see `choose_num_draws`).
         num_tokens: tokens that were generated in the measurement.
 
     Returns:
@@ -300,53 +343,33 @@ def run_sampling_test(
     sizes = sorted({choose_num_draws(num_tokens), MAX_DRAWS}) if num_draws is None else [num_draws]
     if settings.sampling.is_greedy:
         settings = replace(settings, sampling=Sampling(temperature=1.0))
+
     # Choose a prompt, and compute the probability of each outcome after it.
     prompt_ids, prompt_id = find_most_telling_prompt(target, proposer, prompts, settings)
+    max_draws = sizes[-1]
     probabilities = compute_pair_probabilities(
-        target, prompt_ids, settings.sampling, MIN_EXPECTED / sizes[-1]
+        target, prompt_ids, settings.sampling, MIN_EXPECTED / max_draws
     )
-    # Keep the sizes that are large enough for a chi-square test.
-    most = sizes[-1]
+
+    # Keep the numbers of draws that are large enough for a chi-square test.
     sizes = [size for size in sizes if can_compare(probabilities, size)]
     if not sizes:
-        return f"{most} draws hold no two outcomes that are frequent enough to compare; draw more"
+        return (
+            f"in {max_draws} draws, no two outcomes are frequent enough to compare; take more draws"
+        )
 
-    # Two tokens per draw: one draft token, and what follows it.
-    first = replace(
-        settings,
-        max_new_tokens=2,
-        num_speculative_tokens=1,
-        tree=settings.tree.cut(1) if settings.tree else None,
-    )
-
-    def draw(
-        arm: int, rule: VerifyRule, what: str, sizes: Sequence[int]
-    ) -> Iterator[list[tuple[int, ...]]]:
-        """Yield the sample once it has each of the sizes."""
-        decoder = Decoder(target, proposer, rule=rule, compiled=settings.compile)
-        generator = torch.Generator().manual_seed(settings.seed * 2 + arm)
-        outcomes: list[tuple[int, ...]] = []
-        for size in sizes:
-            num_missing = size - len(outcomes)
-            with show_progress(what, num_missing, "draws") as advance:
-                for _ in range(num_missing):
-                    outcomes.append(
-                        decoder.generate(
-                            prompt_ids, generator=generator, **first.decoding
-                        ).token_ids
-                    )
-                    advance()
-            yield outcomes
-
-    # The wrong rule decides the number of draws, with which the right rule is then tested.
+    # Test the wrong rule with more and more draws, until it is detected.
+    draw = partial(_draw_outcomes, target, proposer, prompt_ids, settings)
     for outcomes in draw(
-        1, verify_with_wrong_residual, "Testing a wrong rule, as a control", sizes
+        verify_with_wrong_residual, sizes, arm=1, title="Testing a wrong rule, as a control"
     ):
         control = run_chi_square_test(outcomes, probabilities)
         num_drawn = len(outcomes)
         if control is not None and control[1] <= CONTROL_P_VALUE:
             break
-    (outcomes,) = draw(0, verify_sampled, "Testing sampling", [num_drawn])
+
+    # Test the right rule with the same number of draws.
+    (outcomes,) = draw(verify_sampled, [num_drawn], arm=0, title="Testing sampling")
     result = run_chi_square_test(outcomes, probabilities)
     assert result is not None and control is not None  # by `can_compare`
     statistic, p_value, num_cells = result
@@ -361,80 +384,139 @@ def run_sampling_test(
     }
 
 
-def count_check_passes(prompts: Sequence[Prompt], settings: Settings, num_draws: int | None) -> int:
-    """Return about how many passes of the target the checks after a measurement take.
+def _draw_outcomes(
+    target: FrozenTarget,
+    proposer: Proposer,
+    prompt_ids: Sequence[int],
+    settings: Settings,
+    rule: VerifyRule,
+    sizes: Sequence[int],
+    *,
+    arm: int,
+    title: str,
+) -> Iterator[list[tuple[int, ...]]]:
+    """Draw two tokens after a prompt many times, and yield all draws at certain sample sizes.
 
-    The checks are the test of sampling and the costs of rounds.
+    Args:
+        target: the target that verifies.
+        proposer: the draft.
+        prompt_ids: token ids of the prompt.
+        settings: how tokens are sampled.
+        rule: the rule that verifies draft tokens.
+        sizes: the numbers of draws, in ascending order, at which the draws so far are yielded.
+        arm: 0 or 1; each arm of the test has its own random numbers.
+        title: the name of the task in the progress bar.
+    """
+    # Draw two tokens: one of the prefill, and one of a round with a single draft token or, for a
+    # tree, with the first level of nodes.
+    pair_settings = replace(
+        settings,
+        max_new_tokens=2,
+        num_speculative_tokens=1,
+        tree=settings.tree.cut(1) if settings.tree else None,
+    )
+    decoder = Decoder(target, proposer, rule=rule, compiled=settings.compile)
+    generator = torch.Generator().manual_seed(settings.seed * 2 + arm)
+
+    # Continue from the draws of the last size up to the next one.
+    outcomes: list[tuple[int, ...]] = []
+    for size in sizes:
+        num_missing = size - len(outcomes)
+        with show_progress(title, num_missing, "draws") as advance:
+            for _ in range(num_missing):
+                pair = decoder.generate(prompt_ids, generator=generator, **pair_settings.decoding)
+                outcomes.append(pair.token_ids)
+                advance()
+        yield outcomes
+
+
+def count_check_passes(prompts: Sequence[Prompt], settings: Settings, num_draws: int | None) -> int:
+    """Estimate how many passes of the target the checks after a measurement take.
+
+    The checks are the sampling test and the timing of rounds with fewer draft tokens.
     """
     num_passes = count_cost_passes(prompts, settings)
     if num_draws is None:
         num_draws = choose_num_draws(len(prompts) * settings.max_new_tokens * settings.repeats)
+
+    # The sampling test probes some prompts and then draws. Each draw takes a prefill and a round,
+    # with the right rule and again with the wrong one.
     if num_draws > 0:
         num_probed = min(len(prompts), NUM_PROBED_PROMPTS) * NUM_PROBED_TOKENS
-        # Each draw takes a prefill and a round, with the right rule and again with the wrong one.
         num_passes += num_probed + 4 * num_draws
     return num_passes
 
 
 def choose_num_draws(num_tokens: int) -> int:
-    """Return how many draws a measurement of so many tokens is worth."""
+    """Return how many draws the sampling test takes after a measurement of so many tokens."""
     return min(MAX_DRAWS, max(MIN_DRAWS, num_tokens // TOKENS_PER_DRAW))
 
 
 def compute_pair_probabilities(
-    target: FrozenTarget, prompt_ids: Sequence[int], sampling: Sampling, least: float
+    target: FrozenTarget, prompt_ids: Sequence[int], sampling: Sampling, min_probability: float
 ) -> dict[tuple[int, ...], float]:
-    """Return the reference's probability of each frequent outcome of two tokens after a prompt.
+    """Compute the exact probability of each frequent pair of tokens after a prompt.
 
-    An outcome is two tokens, or a stop token alone. Outcomes with a probability below `least` are
-    left out.
+    The probabilities come from the reference, transformers. A stop token ends a sequence, so it is
+    an outcome alone. Outcomes that are less probable than `min_probability` are left out.
+
+    Returns:
+        The tokens of an outcome -> its probability.
     """
     probabilities: dict[tuple[int, ...], float] = {}
+    # p(a, b) = p(a) p(b | a). A pair is at most as probable as its first token.
     first_V = reference.compute_next_token_probabilities(target, prompt_ids, sampling)
-    for token in (first_V >= least).nonzero().flatten().tolist():
+    for token in (first_V >= min_probability).nonzero().flatten().tolist():
         if token in target.eos_token_ids:
             probabilities[(token,)] = float(first_V[token])
             continue
         pair_V = first_V[token] * reference.compute_next_token_probabilities(
             target, [*prompt_ids, token], sampling
         )
-        probabilities |= {
-            (token, second_token): float(pair_V[second_token])
-            for second_token in (pair_V >= least).nonzero().flatten().tolist()
-        }
+        for second_token in (pair_V >= min_probability).nonzero().flatten().tolist():
+            probabilities[(token, second_token)] = float(pair_V[second_token])
     return probabilities
 
 
 def find_most_telling_prompt(
     target: FrozenTarget, proposer: Proposer, prompts: Sequence[Prompt], settings: Settings
 ) -> tuple[tuple[int, ...], str]:
-    """Find the beginning of a sequence after which `verify_with_wrong_residual` shows most.
+    """Find the text after which the sampling test detects a wrong rule best.
 
-    The first token comes from the prefill and the second from a round. So the score of a position
-    is the probability of the token before it, times the distance between the distributions of the
-    wrong rule and the right one. The temperature of the settings must be above 0.
+    Some prompts are decoded, and every round is scored as if the test began one token before it.
+    The test draws that token in the prefill and the next one in the round. So the score of a round
+    is the probability of the token before it, times the distance between the distributions of
+    `verify_with_wrong_residual` and of the right rule. The temperature must be above 0.
 
     Returns:
-        The token ids of the beginning, and the id of its prompt.
+        The token ids of the text, which is a prompt and the beginning of its completion, and the id
+        of that prompt.
     """
+    # Record the distance in each verification while prompts are decoded by the right rule.
     deviations: list[float] = []
 
-    def watched(
+    def verify_and_record(
         proposal: Proposal, probs_NV: Tensor, generator: torch.Generator | None
     ) -> tuple[Sequence[int], int]:
+        """Record how far a round's first token deviates under the wrong rule, and verify."""
+        # Row 0 is the target's distribution of the first token of the round.
         deviations.append(_compute_deviation(proposal, probs_NV[0]))
         return verify_sampled(proposal, probs_NV, generator)
 
-    decoder = Decoder(target, proposer, rule=watched)
+    decoder = Decoder(target, proposer, rule=verify_and_record)
     best_score = -1.0
     best = (prompts[0].token_ids, prompts[0].id)
-    for prompt in sorted(prompts, key=lambda prompt: len(prompt.token_ids))[:NUM_PROBED_PROMPTS]:
+    by_length = sorted(prompts, key=lambda prompt: len(prompt.token_ids))
+    for prompt in by_length[:NUM_PROBED_PROMPTS]:
+        # Decode the prompt, as far as the target's context allows.
         deviations.clear()
-        room = min(NUM_PROBED_TOKENS, target.max_length - len(prompt.token_ids))
+        max_new_tokens = min(NUM_PROBED_TOKENS, target.max_length - len(prompt.token_ids))
         (generation,) = decode_batch(
-            decoder, PromptBatch(0, (prompt,)), replace(settings, max_new_tokens=room)
+            decoder, PromptBatch(0, (prompt,)), replace(settings, max_new_tokens=max_new_tokens)
         )
+
         # Compute the probabilities [T, V] after the prompt and after each token of the completion.
+        # Row t is that of the token at position `skipped` + t + 1 of the sequence.
         sequence = (*prompt.token_ids, *generation.token_ids)
         num_last = len(generation.token_ids) + 1
         probs_TV = settings.sampling.compute_probabilities(
@@ -442,7 +524,8 @@ def find_most_telling_prompt(
         )
         skipped = len(sequence) - num_last
         length = len(prompt.token_ids) + 1  # tokens of the sequence before the round
-        # The first verification is that of the prefill, which belongs to no round.
+
+        # Score each round. The first verification is that of the prefill, which is no round.
         for entry, deviation in zip(generation.rounds, deviations[1:], strict=True):
             score = float(probs_TV[length - 2 - skipped, sequence[length - 1]]) * deviation
             if score > best_score:
@@ -453,21 +536,30 @@ def find_most_telling_prompt(
 
 
 def _compute_deviation(proposal: Proposal, p_V: Tensor) -> float:
-    """Return how far from p the first token's distribution is under `verify_with_wrong_residual`.
+    """Compute how far the wrong rule's distribution of a round's first token is from the target's.
 
-    The distance is 1/2 sum_v |min(p, q) - beta p|, where beta = sum min(p, q) is the acceptance
-    probability: the wrong rule's distribution is min(p, q) + (1 - beta) p. Of drawn candidates only
-    the first is considered, because most are accepted there. For certain candidates q is 1 at each
-    of them.
+    Under `verify_with_wrong_residual` this token has the distribution min(p, q) + (1 - beta) p,
+    where beta = sum_v min(p, q) is the acceptance probability. Its total variation distance from p
+    is 1/2 sum_v |min(p, q) - beta p|.
+
+    If siblings are drawn from q, only the first is considered: it decides most rounds. If they are
+    certain (greedy drafting), q is 1 at each of them.
+
+    Args:
+        proposal: the draft tokens of the round.
+        p_V: the target's distribution.
     """
-    first = list_candidates(proposal, [])
-    if not first:
+    candidates = list_candidates(proposal, [])
+    if not candidates:
         return 0.0
+
+    # Take the draft's distribution q [V].
     if proposal.probabilities is None:
-        q_V = F.one_hot(
-            torch.tensor([proposal.tokens[node] for node in first], device=p_V.device), len(p_V)
-        ).sum(0)
+        tokens = [proposal.tokens[node] for node in candidates]
+        q_V = F.one_hot(torch.tensor(tokens, device=p_V.device), len(p_V)).sum(0)
     else:
-        q_V = proposal.probabilities[first[0]]
-    accepted = torch.minimum(p_V, q_V.to(p_V.dtype))
-    return float((accepted - accepted.sum() * p_V).abs().sum() / 2)
+        q_V = proposal.probabilities[candidates[0]]
+
+    # min(p, q) is the probability that a token is drafted and accepted, for each token [V].
+    accepted_V = torch.minimum(p_V, q_V.to(p_V.dtype))
+    return float((accepted_V - accepted_V.sum() * p_V).abs().sum() / 2)

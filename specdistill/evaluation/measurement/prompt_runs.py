@@ -1,4 +1,4 @@
-"""Decode prompts in batches, and compute their records and the costs of rounds from the runs."""
+"""Decode prompts in batches, compute the records of prompts, and measure the costs of rounds."""
 
 import math
 import statistics
@@ -29,18 +29,23 @@ from specdistill.evaluation.suites.conversations import Tokenizer
 from specdistill.evaluation.suites.suite import Prompt, select_evenly
 from specdistill.targets.frozen import FrozenTarget
 
-# A batch that was decoded in every arm of a measurement: the generations of its prompts, by arm.
+# A batch that was decoded in every arm of a measurement: [arm][prompt of the batch].
 BatchGenerations = list[list[Generation]]
-# How many tokens before a token decide its text: spaces, and characters that tokens share.
+# The text of a token depends on the tokens before it, because spaces are dropped at the start of a
+# text, and because tokens share characters. So many tokens before it are decoded together with it.
+# A character of UTF-8 has at most four bytes, and so at most four tokens.
 SPELLING_CONTEXT = 8
-# A round is disturbed when it took this many times its lower median, and this many seconds longer.
+# A round is disturbed if it took more than this many times its lower median over the repetitions,
+# and more than this many seconds longer. The ratio alone would call jitter of short rounds
+# disturbed, and the seconds alone would do so for long rounds.
 DISTURBED_RATIO = 3.0
 DISTURBED_SECONDS = 0.005
-MAX_COST_PROMPTS = 4  # prompts on which rounds with fewer draft tokens are timed
-# Tokens generated for each of them. Costs of a round are medians, so they need no more.
+# How many prompts are decoded to time rounds with fewer draft tokens, and how many tokens are
+# generated for each. The costs of a round are medians over rounds, so they need no more.
+MAX_COST_PROMPTS = 4
 COST_TOKENS = 32
-# At most this share of the prompts, rounded up, is used for the costs of rounds. So a short
-# measurement is not followed by a longer one of costs.
+# At most this share of the prompts, rounded up, is used for the costs of rounds, so that their
+# timing does not take longer than the measurement of a short suite.
 COST_SHARE = 1 / 4
 
 
@@ -74,10 +79,17 @@ def sample_batches(batches: Sequence[PromptBatch], count: int) -> list[PromptBat
 
 
 def decode_batch(decoder: Decoder, batch: PromptBatch, settings: Settings) -> list[Generation]:
-    """Decode a batch.
+    """Decode a batch with the decoder's draft, or plainly if it has none.
 
-    The seed of a prompt depends on its index among all prompts, not on the batch that it is in.
+    Args:
+        decoder: the decoder.
+        batch: the prompts.
+        settings: the settings; K and the tree are ignored without a draft.
+
+    Returns:
+        The completion of each prompt.
     """
+    # The seed of a prompt depends on its index among all prompts, not on the size of batches.
     generators = [
         torch.Generator().manual_seed(settings.seed + index)
         for index in range(batch.start, batch.end)
@@ -95,7 +107,8 @@ def generate_with_transformers(
 ) -> list[Generation]:
     """Decode a batch with transformers' `generate()`, and time it.
 
-    When sampling, it generates as many tokens as the `plain` generations have.
+    Sampled completions get as many tokens as those of plain decoding (`plain`), so that both do the
+    same work. Greedy ones have the same tokens anyway.
     """
     if settings.sampling.is_greedy:
         counts = [settings.max_new_tokens for _ in plain]
@@ -116,19 +129,28 @@ def sum_seconds(batches: Iterable[BatchGenerations]) -> float:
 
 
 def log_estimate(generations: BatchGenerations, num_runs: int, num_check_passes: int) -> None:
-    """Log about how long a measurement takes, from a batch that was decoded in all arms."""
+    """Log how long a measurement will take, estimated from one batch.
+
+    Args:
+        generations: the generations of the batch, in each arm.
+        num_runs: how often a prompt will be decoded in all arms.
+        num_check_passes: about how many passes of the target the checks will take.
+    """
     if not is_first():
         return
+
+    # Decoding a prompt takes as long as one of the batch took, in all arms together.
     plain = generations[0]
     decoding_s = num_runs * sum_seconds([generations]) / len(plain)
-    # Checks decode one sequence at a time: a pass is a step of plain decoding for one prompt.
+
+    # Checks decode one sequence at a time, so a pass takes as long as a step of plain decoding.
     plain_s = sum(generation.seconds for generation in plain)
     num_plain_tokens = sum(len(generation.token_ids) for generation in plain)
     checks_s = num_check_passes * plain_s / num_plain_tokens
     logger.info(
-        f"This takes about {format_clock(decoding_s + checks_s)}: {format_clock(decoding_s)} to"
-        " decode with and"
-        f" without the draft, {format_clock(checks_s)} for checks"
+        f"The measurement takes about {format_clock(decoding_s + checks_s)}:"
+        f" {format_clock(decoding_s)} to decode with and without the draft, and"
+        f" {format_clock(checks_s)} for checks"
     )
 
 
@@ -139,8 +161,9 @@ class PromptRuns:
     Drafts that are measured together share the lists `baseline` and `hf_generate`.
 
     Attributes:
-        batch: the seed of the first prompt of its batch, the same for all prompts that were decoded
-            together; None for a prompt that was decoded alone.
+        prompt: the prompt.
+        batch: identifies the prompts that were decoded together. It is the seed of the first prompt
+            of the batch; None for a prompt that was decoded alone.
         speculative: the repetitions with the draft.
         baseline: the repetitions of plain decoding.
         hf_generate: the repetitions of transformers' `generate()`; empty for a prompt on which it
@@ -157,11 +180,12 @@ class PromptRuns:
 def create_prompt_runs(
     batches: Sequence[PromptBatch], settings: Settings, num_drafts: int
 ) -> list[list[PromptRuns]]:
-    """Create the runs of each draft, by prompt, with no repetitions yet."""
+    """Create the runs of each draft, [draft][prompt], with no repetitions yet."""
     runs: list[list[PromptRuns]] = [[] for _ in range(num_drafts)]
     for batch in batches:
         seed = settings.seed + batch.start if settings.batch_size > 1 else None
         for prompt in batch.prompts:
+            # All drafts get the same two lists, so one append reaches all of them.
             baseline: list[Generation] = []
             hf_generate: list[Generation] = []
             for runs_of_draft in runs:
@@ -174,7 +198,7 @@ def add_generations(
     batch: PromptBatch,
     generations: Sequence[Sequence[Generation]],
 ) -> None:
-    """Add a repetition to the prompts of a batch.
+    """Add a repetition to the runs of a batch's prompts.
 
     Args:
         runs: the runs of each draft, by prompt.
@@ -182,6 +206,8 @@ def add_generations(
         generations: the generations of the batch in each arm: plain decoding, then each draft, then
             transformers' `generate()` where it was timed.
     """
+    # transformers' `generate()` is the last arm, if there is one more arm than drafts and plain
+    # decoding.
     plain, *drafted = generations
     hf_generate = drafted.pop() if len(drafted) > len(runs) else None
     for offset in range(len(batch.prompts)):
@@ -197,7 +223,10 @@ def add_generations(
 def is_disturbed(
     runs: Sequence[Sequence[PromptRuns]], batch: PromptBatch, num_repetitions: int
 ) -> bool:
-    """Return whether a prompt of the batch has fewer undisturbed repetitions than it should."""
+    """Return whether a batch must be decoded again because rounds of it were disturbed.
+
+    Each prompt needs `num_repetitions` repetitions without a disturbed round, in every arm.
+    """
     for runs_of_draft in runs:
         for run in runs_of_draft[batch.start : batch.end]:
             for repetitions in (run.baseline, run.speculative, run.hf_generate):
@@ -211,7 +240,7 @@ def is_disturbed(
 
 
 def remember_outputs(proposers: Sequence[Proposer], earlier_runs: Sequence[PromptRuns]) -> None:
-    """Let proposers that look up earlier outputs know the plain outputs of earlier prompts."""
+    """Give the plain outputs of earlier prompts to the proposers that look up earlier outputs."""
     outputs = [run.baseline[0].token_ids for run in earlier_runs]
     for proposer in proposers:
         if isinstance(proposer, UsesPastOutputs):
@@ -225,12 +254,19 @@ def build_prompt_records(
     proposer: Proposer,
     runs: Sequence[PromptRuns],
 ) -> list[PromptRecord]:
-    """Build the records of a suite's prompts.
+    """Build the records of a suite's prompts from the runs of one draft.
 
-    Tokens are those of the first repetition; times are robust over all (see `compute_timing`).
+    Tokens are those of the first repetition. Times are computed from all repetitions (see
+    `compute_timing`).
+
+    Args:
+        suite: the name of the suite.
+        configuration: the configuration that was measured.
+        target: the target, whose tokenizer decodes the tokens.
+        proposer: the draft.
+        runs: the runs of the draft, by prompt.
     """
     tokenizer = target.tokenizer
-    vocabulary = proposer.vocabulary
     records = []
     for run in runs:
         prompt = run.prompt
@@ -238,32 +274,23 @@ def build_prompt_records(
         plain_tokens = run.baseline[0].token_ids
 
         # The first token comes from the prefill, each of the others from a round.
-        context = list(prompt.token_ids)
-        (first_text,) = spell_tokens(tokenizer, context, generation.token_ids[:1])
-        context.append(generation.token_ids[0])
-        rounds = []
-        for entry in generation.rounds:
-            rounds.append(
-                RoundRecord(
-                    drafted=entry.drafted,
-                    drafted_text=spell_tokens(tokenizer, context, entry.drafted),
-                    accepted=entry.drafted[: entry.num_accepted],
-                    emitted=entry.emitted,
-                    emitted_text=spell_tokens(tokenizer, context, entry.emitted),
-                    num_off_path=entry.num_off_path,
-                )
-            )
-            context += entry.emitted
+        first_token = generation.token_ids[0]
+        (first_text,) = spell_tokens(tokenizer, prompt.token_ids, [first_token])
+        context = [*prompt.token_ids, first_token]
+        rounds = _build_round_records(tokenizer, context, generation.rounds)
 
-        # What plain decoding says of the prompt, where it was measured.
+        # Add what was measured without the draft: the time of `generate()`, and how many tokens of
+        # the plain output a draft with a pruned vocabulary can propose.
         hf_generate = None
         if run.hf_generate:
-            hf_generate = HFGenerate(
-                len(run.hf_generate[0].token_ids), compute_timing(run.hf_generate).seconds
-            )
+            hf_tokens = run.hf_generate[0].token_ids
+            hf_generate = HFGenerate(len(hf_tokens), compute_timing(run.hf_generate).seconds)
         num_in_vocabulary = None
-        if vocabulary is not None:
+        if proposer.vocabulary is not None:
+            vocabulary = proposer.vocabulary
             num_in_vocabulary = sum(token in vocabulary for token in plain_tokens)
+
+        # Build the record. Special tokens stay in the texts, so that a reader sees how they end.
         records.append(
             PromptRecord(
                 suite=suite,
@@ -273,9 +300,9 @@ def build_prompt_records(
                 num_prompt_tokens=len(prompt.token_ids),
                 prompt=prompt.text,
                 text=tokenizer.decode(generation.token_ids, skip_special_tokens=False),
-                first_token=generation.token_ids[0],
+                first_token=first_token,
                 first_token_text=first_text,
-                rounds=tuple(rounds),
+                rounds=rounds,
                 speculative=compute_timing(run.speculative),
                 baseline=compute_timing(run.baseline),
                 hf_generate=hf_generate,
@@ -288,12 +315,45 @@ def build_prompt_records(
     return records
 
 
+def _build_round_records(
+    tokenizer: Tokenizer, context: Sequence[int], rounds: Sequence[Round]
+) -> tuple[RoundRecord, ...]:
+    """Build the records of a completion's rounds, with the texts of their tokens.
+
+    Args:
+        tokenizer: the tokenizer.
+        context: the tokens before the first round.
+        rounds: the rounds.
+    """
+    # The text of a token depends on the tokens before it, which grow with every round.
+    tokens_before = list(context)
+    records = []
+    for entry in rounds:
+        records.append(
+            RoundRecord(
+                drafted=entry.drafted,
+                drafted_text=spell_tokens(tokenizer, tokens_before, entry.drafted),
+                accepted=entry.drafted[: entry.num_accepted],
+                emitted=entry.emitted,
+                emitted_text=spell_tokens(tokenizer, tokens_before, entry.emitted),
+                num_off_path=entry.num_off_path,
+            )
+        )
+        tokens_before += entry.emitted
+    return tuple(records)
+
+
 def spell_tokens(
     tokenizer: Tokenizer, context: Sequence[int], token_ids: Sequence[int]
 ) -> tuple[str, ...]:
-    """Return each token's text as it continues the tokens before it.
+    """Return the text that each token adds to the text before it.
 
-    Together the texts are the whole text, except for characters that tokens share.
+    The texts together are the text of all tokens, except for characters that several tokens share.
+
+    Args:
+        tokenizer: the tokenizer.
+        context: the tokens before; the last SPELLING_CONTEXT of them are used.
+        token_ids: the tokens whose texts are returned.
     """
     tokens = list(context[-SPELLING_CONTEXT:])
     text_before = tokenizer.decode(tokens)
@@ -301,6 +361,8 @@ def spell_tokens(
     for token in token_ids:
         tokens.append(token)
         text_after = tokenizer.decode(tokens)
+        # A token that completes a character changes the text before it, which ended in a
+        # replacement character. Such a token is decoded alone.
         if text_after.startswith(text_before):
             texts.append(text_after[len(text_before) :])
         else:
@@ -310,25 +372,26 @@ def spell_tokens(
 
 
 def compute_timing(repetitions: Sequence[Generation]) -> Timing:
-    """Compute the times of a prompt, from repetitions that generate the same tokens.
+    """Compute the times of a prompt from its repetitions, so that stalls do not count.
 
-    Round r does the same work in every repetition. Its time is the lower median over the
-    repetitions, and a prompt's time is the sum over its rounds: a stall of seconds falls into one
-    round of one repetition and is dropped with it. The lower median of two is the faster.
-    Repetitions with another number of rounds than the first, e.g. of a device that rounds
-    differently each time, are dropped.
+    All repetitions generate the same tokens, so round r does the same work in each of them. The
+    time of a round is the lower median over the repetitions, and the time of a prompt is the sum
+    over its rounds. A stall of seconds falls into one round of one repetition, and is dropped with
+    that. The lower median of two values is the smaller one.
     """
+    # Drop repetitions with another number of rounds than the first. They occur on a device that
+    # rounds differently each time.
     num_rounds = len(repetitions[0].rounds)
     comparable = [generation for generation in repetitions if len(generation.rounds) == num_rounds]
     prefill = statistics.median_low(generation.prefill_seconds for generation in comparable)
 
-    # Each entry holds the same round of every repetition.
+    # Transpose to [round][repetition], and add up the median times of the rounds.
     rounds = list(zip(*(generation.rounds for generation in comparable), strict=True))
     draft = 0.0
     verify = 0.0
-    for same in rounds:
-        draft += statistics.median_low(entry.draft_seconds for entry in same)
-        verify += statistics.median_low(entry.verify_seconds for entry in same)
+    for repetitions_of_round in rounds:
+        draft += statistics.median_low(entry.draft_seconds for entry in repetitions_of_round)
+        verify += statistics.median_low(entry.verify_seconds for entry in repetitions_of_round)
     return Timing(
         num_tokens=len(repetitions[0].token_ids),
         num_rounds=num_rounds,
@@ -344,17 +407,26 @@ def count_disturbed_rounds(repetitions: Sequence[Generation]) -> list[int]:
     """Count the rounds of each repetition that took far longer than in the other repetitions.
 
     The prefill counts as a round.
+
+    Returns:
+        The number of disturbed rounds of each repetition.
     """
-    seconds_each = []
+    # List the seconds of the prefill and of every round: [repetition][round].
+    seconds_by_repetition = []
     for generation in repetitions:
         rounds = [entry.draft_seconds + entry.verify_seconds for entry in generation.rounds]
-        seconds_each.append([generation.prefill_seconds, *rounds])
+        seconds_by_repetition.append([generation.prefill_seconds, *rounds])
 
-    # A repetition may have fewer rounds than another; what both have is compared.
-    usual = [statistics.median_low(same) for same in zip(*seconds_each, strict=False)]
-    limits = [max(DISTURBED_RATIO * seconds, seconds + DISTURBED_SECONDS) for seconds in usual]
+    # Compute the longest undisturbed time of each round. A repetition may have fewer rounds than
+    # another, so `zip` stops at the shortest.
+    limits = []
+    for seconds_of_round in zip(*seconds_by_repetition, strict=False):
+        usual = statistics.median_low(seconds_of_round)
+        limits.append(max(DISTURBED_RATIO * usual, usual + DISTURBED_SECONDS))
+
+    # Count the rounds of each repetition that took longer.
     counts = []
-    for seconds in seconds_each:
+    for seconds in seconds_by_repetition:
         counts.append(
             sum(duration > limit for duration, limit in zip(seconds, limits, strict=False))
         )
@@ -362,14 +434,15 @@ def count_disturbed_rounds(repetitions: Sequence[Generation]) -> list[int]:
 
 
 def count_cost_prompts(prompts: Sequence[Prompt]) -> int:
-    """Return on how many of the prompts `measure_round_costs` times rounds."""
+    """Return how many of the prompts `measure_round_costs` decodes."""
     return min(MAX_COST_PROMPTS, math.ceil(COST_SHARE * len(prompts)))
 
 
 def count_cost_passes(prompts: Sequence[Prompt], settings: Settings) -> int:
-    """Return about how many passes of the target `measure_round_costs` takes.
+    """Estimate how many passes of the target `measure_round_costs` takes.
 
-    Half of the draft tokens are assumed to be accepted.
+    Half of the draft tokens are assumed to be accepted, so a round with k draft tokens emits
+    1 + k / 2 tokens.
     """
     num_tokens = count_cost_prompts(prompts) * min(settings.max_new_tokens, COST_TOKENS)
     return sum(
@@ -380,15 +453,20 @@ def count_cost_passes(prompts: Sequence[Prompt], settings: Settings) -> int:
 def measure_round_costs(
     target: FrozenTarget, proposer: Proposer, prompts: Sequence[Prompt], settings: Settings
 ) -> list[RoundCost]:
-    """Measure what a round costs at every K' up to K, on a few prompts.
+    """Measure what a round costs with each number of draft tokens from 1 to K, on a few prompts.
 
-    All K' are timed one right after the other on each batch. For trees and for drafts behind a
-    lookup nothing is measured: the number of tokens that their rounds draft depends on what was
-    found, so a round with K' tokens is not the beginning of one with K.
+    The report predicts the best K from these costs.
+
+    Returns:
+        The cost at each k at which some round drafted k tokens. Empty for trees and for drafts
+        behind a lookup.
     """
-    # Trees and lookups do not draft the same number of tokens in every round.
+    # The rounds of trees and lookups draft as many tokens as the draft or the lookup finds, so a
+    # round with k tokens is not the beginning of one with K.
     if settings.tree or isinstance(proposer, LookupFirstProposer):
         return []
+
+    # Choose a few prompts, and a short completion.
     settings = replace(settings, max_new_tokens=min(settings.max_new_tokens, COST_TOKENS))
     decoder = Decoder(target, proposer, compiled=settings.compile)
     batches = sample_batches(
@@ -396,7 +474,8 @@ def measure_round_costs(
         math.ceil(count_cost_prompts(prompts) / settings.batch_size),
     )
 
-    # Time every K' on each batch; a round that drafted fewer tokens says nothing about that K'.
+    # Decode each batch with every k, one right after the other. Rounds that drafted fewer than k
+    # tokens, e.g. at the end of a completion, do not count for k.
     rounds_by_k: dict[int, list[Round]] = {
         k: [] for k in range(1, settings.num_speculative_tokens + 1)
     }
@@ -412,7 +491,7 @@ def measure_round_costs(
                     rounds += [entry for entry in generation.rounds if len(entry.drafted) == k]
                 advance()
 
-    # The median of a step is robust to stalls.
+    # Take the median over all rounds, which is robust to stalls.
     costs = []
     for k, rounds in rounds_by_k.items():
         if rounds:

@@ -1,9 +1,11 @@
 """Compare the quality of answers with the draft and without it, paired by prompt.
 
-Speculative decoding must not change what the target generates, so greedy answers score the same.
-Sampled answers differ by chance, and the difference of their scores must be about 0. Rows with a
-`reference` are scored by exact match. If the suite's header names a metric (`quality`), all rows
-are scored by it. No answer is executed.
+Speculative decoding must not change what the target generates. So greedy answers score the same
+with the draft and without. Sampled answers differ by chance, and the expected difference of their
+scores is 0.
+
+Rows of a suite that have a `reference` are scored by exact match. If the suite's header names a
+metric (`quality`), all rows to which it applies are scored by that as well. No answer is executed.
 """
 
 import codeop
@@ -24,11 +26,12 @@ from specdistill.evaluation.statistics.metrics import Metric
 from specdistill.evaluation.statistics.records import PromptRecord, select_records
 from specdistill.evaluation.suites.suite import Suite, SuiteRow
 
+# The difference between the shares of prompts that succeed with the draft and without it.
 DIFFERENCE = Metric(
     ("with_draft", "without_draft", "num_prompts"),
     lambda ours, theirs, number: (ours - theirs) / number,
 )
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")  # with commas between thousands, as in -1,234.5
 INDENT = 4  # spaces of one level of Python
 
 
@@ -39,53 +42,58 @@ def add_quality(
     *,
     special_tokens: Sequence[str],
 ) -> None:
-    """Add `quality` to a report that no gate has judged yet.
+    """Score the answers of the main configuration, and add `quality` to the report.
 
-    For each metric it holds both scores and their paired difference. A metric whose scores differ
-    significantly adds a finding, and a metric that is absent adds the reason. The answers are those
-    of the report's main configuration.
+    For each metric, `quality` holds the score with the draft, the score without it and their paired
+    difference. If the scores differ significantly, the report gets a finding. If a metric cannot be
+    computed, the report's `not_measured` gets the reason.
 
     Args:
-        report: the report, which is changed.
+        report: the report, which is changed in place. No gate has judged it yet.
         records: the records of the report.
         suite: the suite that was measured.
         special_tokens: the tokenizer's special tokens, which are removed from answers.
     """
-    main = select_records(report["results"][0], records)
-    seed = report["settings"]["seed"]
+    main_records = select_records(report["results"][0], records)
     rows = {row.id: row for row in suite.rows}
-    report["quality"], absent = {}, report["not_measured"]
+    not_measured = report["not_measured"]
+    report["quality"] = {}
     for name in METRICS:
-        # Choose the answers to which this metric applies, with what each is compared with.
-        every = (
-            (rows[record.id], record, _find_reference(name, suite, rows[record.id], record))
-            for record in main
-        )
-        chosen = [
-            (row, record, reference) for row, record, reference in every if reference is not None
-        ]
-        if not chosen:
-            absent[f"quality.{name}"] = f"suite {suite.name} has nothing to score by it"
+        # Select the answers to which this metric applies, with the reference of each.
+        scored: list[tuple[PromptRecord, str]] = []
+        for record in main_records:
+            reference = _find_reference(name, suite, rows[record.id], record)
+            if reference is not None:
+                scored.append((record, reference))
+        if not scored:
+            not_measured[f"quality.{name}"] = f"suite {suite.name} has nothing to score by it"
             continue
-        if any(record.baseline_text is None for _, record, _ in chosen):
-            absent[f"quality.{name}"] = "there are no answers without the draft to compare with"
+        if any(record.baseline_text is None for record, _ in scored):
+            not_measured[f"quality.{name}"] = (
+                "there are no answers without the draft to compare with"
+            )
             continue
-        # Score both answers of each prompt.
+
+        # Score both answers of each prompt with a metric of the library `evaluate`.
         metric = evaluate.load(str(ANSWERS), name, keep_in_memory=True)
-        references = [reference for _, _, reference in chosen]
-        answers = [_answer(record.text, special_tokens) for _, record, _ in chosen]
+        references = [reference for _, reference in scored]
+        answers = [_remove_tokens(record.text, special_tokens) for record, _ in scored]
         baseline_answers = [
-            _answer(record.baseline_text or "", special_tokens) for _, record, _ in chosen
+            _remove_tokens(record.baseline_text or "", special_tokens) for record, _ in scored
         ]
-        with_draft = metric.compute(predictions=answers, references=references)["outcomes"]
-        without_draft = metric.compute(predictions=baseline_answers, references=references)[
-            "outcomes"
-        ]
-        clusters = [record.cluster or record.id for _, record, _ in chosen]
+        with_draft = metric.compute(predictions=answers, references=references)
+        without_draft = metric.compute(predictions=baseline_answers, references=references)
+
+        # Compare the scores. Prompts of one cluster, e.g. the turns of a conversation, are
+        # resampled together.
         entry = report["quality"][name] = compare_shares(
-            with_draft, without_draft, clusters, seed=seed
+            with_draft["outcomes"],
+            without_draft["outcomes"],
+            [record.cluster or record.id for record, _ in scored],
+            seed=report["settings"]["seed"],
         )
-        # A difference is a finding if its interval excludes 0.
+
+        # Report a difference as a finding if its interval excludes 0.
         low, high = entry.get("difference_ci95", (0.0, 0.0))
         if low > 0 or high < 0:
             message = (
@@ -101,56 +109,67 @@ def compare_shares(
 ) -> dict[str, Any]:
     """Compare the shares of prompts that succeed with the draft and without it.
 
-    The confidence interval of the difference comes from a bootstrap over clusters. `p_value` is
-    that of McNemar's exact test on the prompts that succeed on one side only, which takes prompts
-    as independent; it is 1 when there are no such prompts.
+    The confidence interval of the difference comes from a bootstrap over clusters. `p_value` comes
+    from McNemar's exact test, which looks only at prompts that succeed on one of the two sides, and
+    takes prompts as independent. It is 1 if there are no such prompts.
 
     Args:
         with_draft: whether each prompt's answer with the draft is right.
         without_draft: whether each prompt's answer without the draft is right.
         clusters: the cluster of each prompt.
-        seed: of the bootstrap.
+        seed: the seed of the bootstrap.
 
     Returns:
-        The metric's entry in the report's `quality`; without `difference_ci95` where there is no
-        interval.
+        The metric's entry in the report's `quality`. The key `difference_ci95` is missing if there
+        is no interval.
     """
+    # Count the prompts that succeed on one side only.
     ours = np.array(with_draft, dtype=np.float64)
     theirs = np.array(without_draft, dtype=np.float64)
     only_ours = int((ours > theirs).sum())
     only_theirs = int((ours < theirs).sum())
+
+    # Compute the interval. The bootstrap takes numbers, so clusters are numbered.
     columns = {"with_draft": ours, "without_draft": theirs, "num_prompts": np.ones(len(ours))}
     columns["cluster"] = np.unique(clusters, return_inverse=True)[1].astype(np.float64)
-    ends = compute_interval(DIFFERENCE, columns, seed=seed)
+    interval = compute_interval(DIFFERENCE, columns, seed=seed)
+
+    # Test whether the two numbers of such prompts differ by chance (McNemar).
+    num_differing = only_ours + only_theirs
+    p_value = stats.binomtest(only_ours, num_differing).pvalue if num_differing else 1.0
     return {
         "num_prompts": len(ours),
         "with_draft": float(ours.mean()),
         "without_draft": float(theirs.mean()),
         "difference": float((ours - theirs).mean()),
-        **({"difference_ci95": list(ends)} if ends else {}),
+        **({"difference_ci95": list(interval)} if interval else {}),
         "only_with_draft": only_ours,
         "only_without_draft": only_theirs,
-        "p_value": float(stats.binomtest(only_ours, only_ours + only_theirs).pvalue)
-        if only_ours + only_theirs
-        else 1.0,
+        "p_value": float(p_value),
     }
 
 
 def _find_reference(name: str, suite: Suite, row: SuiteRow, record: PromptRecord) -> str | None:
-    """Return what a metric compares an answer with, or None where the metric does not apply.
+    """Return the reference that a metric compares an answer with.
 
-    Only continuations of Python are checked for syntax.
+    For `python_syntax` the reference is the source that the answer continues.
+
+    Returns:
+        The reference; None if the metric does not apply to this row.
     """
+    # Syntax is only checked of answers that continue Python source.
     if name == "python_syntax":
-        # The text that the answer continues; the answer to a conversation continues none.
+        # The answer to a conversation does not continue its text.
         beginning = "" if row.kind == "messages" else record.prompt
         return beginning if suite.quality == name and is_python_so_far(beginning) else None
     return row.reference
 
 
-def _answer(text: str, special_tokens: Sequence[str]) -> str:
-    """Return a text without special tokens."""
-    return re.sub("|".join(map(re.escape, special_tokens)), "", text) if special_tokens else text
+def _remove_tokens(text: str, special_tokens: Sequence[str]) -> str:
+    """Remove special tokens, such as the end of the turn, from the text of an answer."""
+    if not special_tokens:
+        return text
+    return re.sub("|".join(map(re.escape, special_tokens)), "", text)
 
 
 def is_match(text: str, reference: str) -> bool:
@@ -166,22 +185,32 @@ def is_match(text: str, reference: str) -> bool:
 
 
 def _parse_number(text: str) -> Decimal | None:
-    """Return the number that is a text's answer, as in `is_match`; None for a text without one."""
-    marked, numbers = NUMBER.findall(text.partition("####")[2]), NUMBER.findall(text)
-    answer = marked[0] if marked else numbers[-1] if numbers else None
-    return Decimal(answer.replace(",", "")) if answer else None
+    """Return the number that a text gives as its answer (see `is_match`), or None without one."""
+    numbers = NUMBER.findall(text)
+    marked_numbers = NUMBER.findall(text.partition("####")[2])
+    if marked_numbers:
+        answer = marked_numbers[0]
+    elif numbers:
+        answer = numbers[-1]
+    else:
+        return None
+    return Decimal(answer.replace(",", ""))
 
 
 def is_python_so_far(source: str) -> bool:
     """Return whether Python source has no syntax error so far.
 
-    It may begin inside a block and end anywhere, also within a line. Nothing is executed.
+    The source may begin inside a block and end anywhere, also within a line. It is not executed.
     """
-    first = next((line for line in source.splitlines() if line.strip()), "")
-    indent = len(first) - len(first.lstrip())
-    # Functions around a first line that is indented, so that the source begins at level 0.
+    # If the first line is indented, wrap the source in nested functions, so that it is the body of
+    # the innermost one.
+    lines = [line for line in source.splitlines() if line.strip()]
+    first_line = lines[0] if lines else ""
+    indent = len(first_line) - len(first_line.lstrip())
     blocks = "".join(f"{' ' * level}def _():\n" for level in range(0, indent, INDENT))
     source = blocks + source
+
+    # The last line may be cut, so the source is also tried without it.
     return _is_valid_python(source) or _is_valid_python(source.rpartition("\n")[0])
 
 
@@ -190,13 +219,13 @@ def _is_valid_python(source: str) -> bool:
     try:
         codeop.compile_command(source, "<text>", "exec")
     except (SyntaxError, ValueError, OverflowError, RecursionError, MemoryError):
-        # These are all exceptions that compiling can raise.
+        # Compiling can raise all of these.
         return False
     return True
 
 
-# Each metric takes a text and its reference, and returns whether the text is right. The reference
-# is an answer, or the source that the text continues.
+# The name of each metric -> a function (text, reference) that returns whether the text is right.
+# The reference is an answer, or the source that the text continues.
 METRICS: dict[str, Callable[[str, str], bool]] = {
     "exact_match": is_match,
     "python_syntax": lambda text, source: is_python_so_far(source + text),
@@ -204,10 +233,10 @@ METRICS: dict[str, Callable[[str, str], bool]] = {
 
 
 class Answers(evaluate.Metric):  # type: ignore[misc]
-    """A metric of `evaluate`: the share of texts that are right by their references.
+    """A metric of the library `evaluate`: the share of texts that match their references.
 
-    `compute` returns the share under the name of the metric in METRICS, and under `outcomes`
-    whether each text is right.
+    Its config name is the name of a metric in METRICS. `compute` returns the share under that name,
+    and under `outcomes` whether each text is right.
     """
 
     def _info(self) -> evaluate.MetricInfo:
@@ -219,5 +248,6 @@ class Answers(evaluate.Metric):  # type: ignore[misc]
         )
 
     def _compute(self, predictions: Sequence[str], references: Sequence[str]) -> dict[str, object]:
-        outcomes = list(map(METRICS[self.config_name], predictions, references))
+        is_right = METRICS[self.config_name]
+        outcomes = list(map(is_right, predictions, references))
         return {self.config_name: sum(outcomes) / len(outcomes), "outcomes": outcomes}

@@ -1,10 +1,10 @@
 """Generate with transformers' own `generate()` and `forward`, as a reference for decoding.
 
 The reference decides whether decoding is lossless, and whether plain decoding is fast enough as a
-baseline. Nothing here calls this project's decoding, which cannot be its own judge: if it dropped a
-soft cap or read a KV cache wrongly, it would do so with the draft and without. The penalties and
-bans of a target's generation config (`repetition_penalty`, `suppress_tokens`) do not apply here;
-they do not apply in decoding either.
+baseline. Nothing here calls this project's decoding, because a bug of that decoding would then hide
+itself: if it dropped a soft cap of the logits or misread a KV cache, it would do so with the draft
+and without. The penalties and bans of a target's generation config (`repetition_penalty`,
+`suppress_tokens`) do not apply here, as they do not apply in this project's decoding.
 
 Shapes: T positions, V vocabulary.
 """
@@ -49,6 +49,9 @@ def generate_reference(
         The token ids of each completion, without the prompt.
     """
     longest = max(map(len, prompts))
+
+    # Each row of the output is a padded prompt and its completion, so every completion begins at
+    # the same column. Rows that stopped early are filled up after their stop token.
     output = _generate(
         target,
         prompts,
@@ -67,11 +70,11 @@ def time_generate(
     *,
     sampling: Sampling = GREEDY,
 ) -> list[Generation]:
-    """Time `generate()`, and return its completions in the form of plain decoding.
+    """Time `generate()` on a batch, and return the completions as if plain decoding made them.
 
-    Each step after the first becomes a round, in which all prompts take part. The prompts of a
-    batch share the time of a step in proportion to their numbers of tokens. The prefill includes
-    the time that `generate()` takes before its first step and after its last.
+    Each step after the first becomes a round without draft tokens. A prompt is charged its share of
+    the batch's time, in proportion to the length of its completion. The prefill includes the time
+    that `generate()` takes before its first step and after its last.
 
     Args:
         target: the target that generates.
@@ -79,25 +82,35 @@ def time_generate(
         counts: the most tokens of each completion. When sampling, which gives other tokens each
             time, a completion has exactly this many tokens, whatever is drawn.
         sampling: how tokens are chosen.
+
+    Returns:
+        The completion of each prompt with its times.
     """
+    # Sampled completions get a fixed length, so that they do as much work as the completions that
+    # they are compared with.
     limits = {
         "max_new_tokens": max(counts),
         "min_new_tokens": 0 if sampling.is_greedy else max(counts),
     }
+
+    # Time the call as a whole, and each of its steps.
     clock = _Clock()
     start = time.perf_counter()
     generated = generate_reference(target, prompts, sampling=sampling, streamer=clock, **limits)
     seconds = time.perf_counter() - start
-    # The first of the recorded times is before the prefill: `generate()` streams the prompt.
-    steps = [later - earlier for earlier, later in pairwise(clock.times[1:])]
+
+    # The first recorded time is before the prefill, because `generate()` streams the prompt first.
+    # The second one is that of the first token, which ends the prefill.
+    step_seconds = [later - earlier for earlier, later in pairwise(clock.times[1:])]
+
+    # Charge each prompt its share of every step.
     completions = [completion[:count] for completion, count in zip(generated, counts, strict=True)]
     num_tokens = sum(map(len, completions))
     generations = []
     for prompt, completion in zip(prompts, completions, strict=True):
-        # The share of this prompt in the time of the batch.
         share = len(completion) / num_tokens
-        rounds = tuple(Round((), 0, (), 0.0, step * share) for step in steps)
-        prefill = (seconds - sum(steps)) * share
+        rounds = tuple(Round((), 0, (), 0.0, step * share) for step in step_seconds)
+        prefill = (seconds - sum(step_seconds)) * share
         generations.append(
             Generation(
                 tuple(prompt),
@@ -112,9 +125,9 @@ def time_generate(
 
 
 class _Clock(BaseStreamer):
-    """A streamer that records when `generate()` has each token.
+    """A streamer that records the time at which `generate()` has each token.
 
-    `generate()` hands tokens over on the CPU, so the device has finished computing them.
+    `generate()` passes tokens to a streamer on the CPU, so the device has finished computing them.
     """
 
     def __init__(self) -> None:
@@ -132,7 +145,8 @@ def compute_next_token_probabilities(
 ) -> Tensor:
     """Return the distribution that transformers samples the next token from, [V] float64.
 
-    Its own logits processors are applied.
+    It is the softmax of the scores of `generate()`, to which transformers' own logits processors
+    (temperature, top_k, top_p) have been applied.
     """
     output = _generate(target, [token_ids], sampling, None, max_new_tokens=1, output_scores=True)
     probabilities: Tensor = output.scores[0][0].double().softmax(-1)
@@ -143,15 +157,15 @@ def compute_next_token_probabilities(
 def compute_logits(target: FrozenTarget, token_ids: Sequence[int], num_last: int) -> Tensor:
     """Return the logits after each of the last `num_last` tokens, [T, V] float32.
 
-    They come from the model's own forward. Where the model class supports it, the LM head reads
-    only these positions: the logits of a long prompt would fill the memory.
+    They come from the model's own forward. Where the model class supports it, the LM head computes
+    only these positions: the logits of a long prompt, [length of the prompt, V], would fill the
+    memory.
     """
     ids = torch.tensor([list(token_ids)], device=target.device)
     options = {"logits_to_keep": num_last} if target.model._supports_logits_to_keep() else {}
-    rows: Tensor = (
-        target.model(input_ids=ids, use_cache=False, **options).logits[0, -num_last:].float()
-    )
-    return rows
+    logits_1TV = target.model(input_ids=ids, use_cache=False, **options).logits
+    logits_TV: Tensor = logits_1TV[0, -num_last:].float()
+    return logits_TV
 
 
 def _generate(
@@ -161,30 +175,43 @@ def _generate(
     streamer: BaseStreamer | None,
     **options: object,
 ) -> Any:
-    """Call transformers' `generate()` on a batch with these options, and no others of the model.
+    """Call transformers' `generate()` on a batch, ignoring the model's own generation config.
 
-    `options` are further keys of the `GenerationConfig`. The result is the one that `generate()`
-    has with `return_dict_in_generate`.
+    Args:
+        target: the target that generates.
+        prompts: token ids of each prompt of the batch.
+        sampling: how tokens are chosen.
+        streamer: as in `generate_reference`.
+        **options: further keys of the `GenerationConfig`.
+
+    Returns:
+        The output of `generate()`, with `sequences` [B, padded prompt and completion] and, if
+        `output_scores` is given, `scores`.
     """
     longest = max(map(len, prompts))
     stop_ids = sorted(target.eos_token_ids)
-    pad = min(stop_ids, default=0)
-    # Shorter prompts are padded on the left, and the mask hides the padding.
+    pad_id = min(stop_ids, default=0)
+
+    # Pad shorter prompts on the left, so that all completions begin at the same column. The mask
+    # hides the padding. ids and mask are [B, T], T being the length of the longest prompt.
     ids = torch.tensor(
-        [[pad] * (longest - len(row)) + [*row] for row in prompts], device=target.device
+        [[pad_id] * (longest - len(row)) + [*row] for row in prompts], device=target.device
     )
     mask = torch.tensor(
         [[0] * (longest - len(row)) + [1] * len(row) for row in prompts], device=target.device
     )
-    chosen = {"do_sample": False} if sampling.is_greedy else {"do_sample": True, **vars(sampling)}
-    # The model's own generation config is replaced for the call: generate() takes from it every
-    # option that it is not given.
+    sampling_options: dict[str, object] = {"do_sample": False}
+    if not sampling.is_greedy:
+        sampling_options = {"do_sample": True, **vars(sampling)}
+
+    # Replace the model's own generation config for this call, because generate() takes every option
+    # that is not passed to it from there.
     generation_config = target.model.generation_config
     target.model.generation_config = GenerationConfig(
         eos_token_id=stop_ids or None,
-        pad_token_id=pad,
+        pad_token_id=pad_id,
         return_dict_in_generate=True,
-        **chosen,
+        **sampling_options,
         **options,
     )
     try:
@@ -195,8 +222,7 @@ def _generate(
 
 def _cut_at_stop(token_ids: Sequence[int], stop_ids: frozenset[int]) -> tuple[int, ...]:
     """Return the tokens up to and including the first stop token."""
-    end = next(
-        (index for index, token in enumerate(token_ids, start=1) if token in stop_ids),
-        len(token_ids),
-    )
-    return tuple(token_ids[:end])
+    for index, token in enumerate(token_ids):
+        if token in stop_ids:
+            return tuple(token_ids[: index + 1])
+    return tuple(token_ids)

@@ -1,4 +1,4 @@
-"""Hold the results of a measurement, merge those of processes and adapters, and build reports."""
+"""Hold the results of a measurement, merge them over processes and adapters, and build reports."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,8 +34,8 @@ class DraftResult:
 
     Attributes:
         records: the record of each prompt.
-        divergences: the divergence of each prompt (see `greedy_check`); empty where greedy decoding
-            was not checked.
+        divergences: the divergence of each prompt from the greedy reference (see `check_greedy`);
+            empty if greedy decoding was not checked.
     """
 
     records: list[PromptRecord]
@@ -53,7 +53,7 @@ class ConfigurationResult:
 
     Attributes:
         drafts: the result of each draft, in the order of the drafts that were measured together.
-        resources: the seconds and memory of the measurement (see `resources_used`).
+        resources: the seconds and memory of the measurement (see `measure_resources`).
     """
 
     drafts: list[DraftResult]
@@ -69,10 +69,12 @@ class Measurement:
         configurations: the result of each configuration.
         sampling_test: the test of sampling in the main configuration, or the reason why there is
             none.
-        costs: the costs of a round at every K' up to K, in the main configuration.
-        resources: the seconds and memory of the whole measurement (see `resources_used`). Processes
-            of a launch other than the first have no resources, test or costs.
-        weights: the sha256 of the weights of several targets; None for one target.
+        costs: what a round costs with each number of draft tokens from 1 to K, in the main
+            configuration.
+        resources: the seconds and memory of the whole measurement (see `measure_resources`). Only
+            the first process of a launch has resources, a sampling test and costs.
+        weights: the sha256 of the weights of all targets, if the draft was measured with several
+            adapters; None for one target.
     """
 
     settings: Settings
@@ -89,7 +91,7 @@ class Measurement:
 
 
 def sum_resources(parts: Sequence[Mapping[str, Any]]) -> MeasurementDocument:
-    """Add up the seconds of the parts of a measurement; the peak of memory is the highest."""
+    """Add up the seconds of the parts of a measurement, and take the highest memory peak."""
     return {
         "seconds": sum(part["seconds"] for part in parts),
         "peak_memory_bytes": max(part["peak_memory_bytes"] for part in parts),
@@ -101,8 +103,16 @@ def merge_processes(
 ) -> list[ConfigurationResult]:
     """Merge the results of processes that each measured a share of the prompts on their own device.
 
-    Acceptance and losslessness are those of all prompts. Speedups are those of the first device
-    alone: the records of the other devices lose their baseline.
+    The merged results have the acceptance and losslessness of all prompts. Times on different
+    devices must not be mixed, so speedups come from the first device alone: the records of other
+    devices lose their baseline, without which they count in no speedup.
+
+    Args:
+        plans: the configurations.
+        results_by_process: the results of each process, by configuration.
+
+    Returns:
+        The merged result of each configuration.
     """
     if len(results_by_process) == 1:
         return list(results_by_process[0])
@@ -125,6 +135,8 @@ def _merge_shares(plan: MeasurementPlan, shares: Sequence[DraftResult]) -> Draft
         for record in share.records:
             records.append(replace(record, baseline=None, hf_generate=None))
         divergences += share.divergences
+
+    # Processes measured the prompts in another order than the plan.
     records.sort(key=lambda record: index_of_prompt[record.id])
     return DraftResult(records, divergences)
 
@@ -132,13 +144,15 @@ def _merge_shares(plan: MeasurementPlan, shares: Sequence[DraftResult]) -> Draft
 def merge_adapters(measurements: Sequence[Measurement], weights: str) -> Measurement:
     """Merge the measurements of one draft with several adapters of a target.
 
-    The greedy completions were compared with those of each adapted target. The sampling test with
-    the lowest p-value is kept, and the costs of rounds of the last adapter.
+    Records and divergences of all adapters are joined. Of the sampling tests, the one with the
+    lowest p-value is kept, because it is the strongest evidence against losslessness. The costs of
+    rounds are those with the last adapter.
 
     Args:
         measurements: the measurement with each adapter.
         weights: the sha256 of the weights of all adapted targets.
     """
+    # Join the results of each configuration over the adapters.
     configurations = []
     for results in zip(*(entry.configurations for entry in measurements), strict=True):
         records = []
@@ -148,6 +162,8 @@ def merge_adapters(measurements: Sequence[Measurement], weights: str) -> Measure
         for result in results:
             divergences.extend(result.divergences)
         configurations.append(DraftResult(records, divergences))
+
+    # Keep the sampling test with the lowest p-value, and add up the resources.
     return Measurement(
         measurements[0].settings,
         configurations,
@@ -159,7 +175,10 @@ def merge_adapters(measurements: Sequence[Measurement], weights: str) -> Measure
 
 
 def _rank_sampling_test(test: SamplingTestDocument | str) -> float:
-    """Return the p-value; a test that is missing ranks before all others."""
+    """Return the p-value of a sampling test, by which the least favorable test is chosen.
+
+    A missing test, for which `test` is the reason, is less favorable than any p-value.
+    """
     return float("-inf") if isinstance(test, str) else float(test["p_value"])
 
 
@@ -170,9 +189,16 @@ def build_draft_report(
     measurement: Measurement,
     draft: Mapping[str, object],
 ) -> Report:
-    """Build the report of the main configuration, with rows for the other configurations.
+    """Build the report of a draft's measurement in this process.
 
-    `draft` describes the draft as `describe_draft` does.
+    The headline is about the main configuration. Every configuration has rows of results.
+
+    Args:
+        target: the target.
+        proposer: the draft.
+        suite: the suite that was measured.
+        measurement: the measurement of the draft.
+        draft: the description of the draft (see `describe_draft`).
     """
     settings = measurement.settings
 
@@ -187,16 +213,6 @@ def build_draft_report(
     main_rows = rows_by_configuration[0]
     main_records = measurement.configurations[0].records
 
-    # Describe the target, and its weights as far as they are known.
-    described_target = {"model": target.name, "revision": target.revision, "dtype": target.dtype}
-    weights = measurement.weights
-    if weights is None and target.files:
-        weights = target.identity.weights
-    if weights:
-        described_target["weights"] = weights
-    if target.quantization:
-        described_target["quantization"] = target.quantization
-
     # Summarize losslessness over all configurations, with the sampling test or why there is none.
     lossless = summarize_greedy(
         list(chain.from_iterable(result.divergences for result in measurement.configurations))
@@ -207,19 +223,13 @@ def build_draft_report(
     else:
         lossless["sampling_test"] = measurement.sampling_test
 
+    # Put the sections together. The context rows and the headline are about the main configuration.
     return build_report(
-        target={**described_target, "parameters": target.num_parameters},
+        target=_describe_target(target, measurement.weights),
         draft={**draft, "parameters": proposer.num_parameters, "bytes": proposer.num_bytes},
         hardware=describe_hardware(target.device),
         software=list_software(),
-        settings={
-            **settings.described,
-            "compile": settings.compile,
-            "draft_sampling": "probabilistic"
-            if proposer.has_drawn_candidates(settings.sampling, settings.tree)
-            else "greedy",
-            "drafting": dict(proposer.settings),
-        },
+        settings=_describe_settings(settings, proposer),
         suite=suite,
         results=list(chain.from_iterable(rows_by_configuration)),
         context=build_context_rows(main_records),
@@ -235,3 +245,33 @@ def build_draft_report(
         measurement=dict(measurement.resources),
         git_revision=read_git_revision(),
     )
+
+
+def _describe_target(target: FrozenTarget, weights: str | None) -> dict[str, object]:
+    """Describe a target as a report's `target` states it.
+
+    Args:
+        target: the target.
+        weights: the sha256 of the weights; None for those of this target alone.
+    """
+    description = {"model": target.name, "revision": target.revision, "dtype": target.dtype}
+
+    # A target that was not loaded from files has no recorded hash of its weights.
+    if weights is None and target.files:
+        weights = target.identity.weights
+    if weights:
+        description["weights"] = weights
+    if target.quantization:
+        description["quantization"] = target.quantization
+    return {**description, "parameters": target.num_parameters}
+
+
+def _describe_settings(settings: Settings, proposer: Proposer) -> dict[str, object]:
+    """Describe the settings of a measurement, and of its draft, as a report's `settings` does."""
+    is_drawn = proposer.has_drawn_candidates(settings.sampling, settings.tree)
+    return {
+        **settings.described,
+        "compile": settings.compile,
+        "draft_sampling": "probabilistic" if is_drawn else "greedy",
+        "drafting": dict(proposer.settings),
+    }

@@ -3,27 +3,29 @@
 `measure` is the only runner. An evaluation measures one draft in several configurations. A
 comparison measures several drafts in one configuration. The device should be otherwise idle.
 
-Timing is paired. The arms of a measurement are plain decoding, and decoding with each draft. For
-each prompt they run one right after the other, and the arm that comes first rotates. Every
+**Timing is paired.** A measurement has several arms: plain decoding, and decoding with each draft.
+All arms decode a prompt one right after the other, and the arm that comes first rotates. Every
 repetition goes through all prompts again, so a drift of the machine affects all arms alike. A
-prompt's times are sums over its rounds, which are robust to stalls (see `compute_timing`). Prompts
-with disturbed rounds are decoded again.
+prompt's time is a sum over its rounds that is robust to stalls (see `compute_timing`). Prompts with
+disturbed rounds are decoded again.
 
-With a batch size above 1, prompts are decoded in batches, in the suite's order, and all arms get
-the same batches. A prompt's time is then its share of the batch: an equal part of each round that
-it took part in (see `Decoder.generate_all`). The shares add up to the time of the batch, so totals
-and speedups are right. The share of a single prompt depends on its neighbours, so confidence
-intervals of times resample batches.
+**Batches.** With a batch size above 1, prompts are decoded in batches, in the suite's order, and
+all arms get the same batches. A prompt's time is then its share of the batch: an equal part of each
+round that it took part in (see `Decoder.generate_all`). The shares add up to the time of the batch,
+so totals and speedups are right. The share of a single prompt depends on the other prompts of its
+batch, so confidence intervals of times resample batches.
 
-A proposer that looks up earlier outputs (`UsesPastOutputs`) knows the plain outputs of the prompts
-that come before a prompt or its batch, in the same order in every repetition. It never knows the
-prompt's own output, nor those of another configuration. In the warm-up and the tests it knows none.
+**Past outputs.** Some proposers look tokens up in earlier outputs (`UsesPastOutputs`). They know
+the plain outputs of all prompts before the current batch, in the same order in every repetition.
+They never know the output of the current prompt or of another configuration. In the warm-up and the
+tests they know no output.
 """
 
 import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,6 +66,7 @@ from specdistill.evaluation.measurement.losslessness import (
 )
 from specdistill.evaluation.measurement.prompt_runs import (
     BatchGenerations,
+    PromptBatch,
     PromptRuns,
     add_generations,
     build_prompt_records,
@@ -97,16 +100,18 @@ from specdistill.methods.recipe import Recipe
 from specdistill.targets.files import combine_hashes
 from specdistill.targets.frozen import FrozenTarget
 
-ENGINE_FOLDER = "engine"  # next to the report's files: what the servers of an engine load and print
+# The folder next to the report's files that holds what the servers of an engine load and print.
+ENGINE_FOLDER = "engine"
 # Prompts on which transformers' `generate()` is timed as well. With fewer, its confidence interval
 # is wider than 5 %.
 MAX_HF_PROMPTS = 32
-# How often a prompt is decoded again because rounds of it were disturbed.
+# How often a prompt is decoded again because some of its rounds were disturbed. The limit keeps a
+# measurement on a busy machine from going on for ever.
 MAX_EXTRA_REPETITIONS = 3
 
 
 def measure_recipe(recipe: Recipe, folder: Path) -> tuple[Report, list[PromptRecord]]:
-    """Measure a recipe's draft, here or in the engine that `eval.engine` names.
+    """Measure a recipe's draft, in this process or in the engine that `eval.engine` names.
 
     Args:
         recipe: the recipe.
@@ -115,18 +120,19 @@ def measure_recipe(recipe: Recipe, folder: Path) -> tuple[Report, list[PromptRec
             ENGINE_FOLDER what its servers load and print.
 
     Returns:
-        The report, before a gate has judged it, and its records.
+        The report, which no gate has judged yet, and its records.
     """
+    # Load the prompts, and refuse several processes if they cannot share this measurement.
     suite = load_suite(recipe.eval.suite, recipe.target.model)
     _, num_processes = init_process_group()
     if num_processes > 1:
         check_processes(recipe)
 
-    # Measure in an inference engine.
+    # Measure in an inference engine, if the recipe names one.
     if recipe.eval.engine != "specdistill":
         return measure_in_engine(recipe, suite, folder / ENGINE_FOLDER)
 
-    # Or measure in this process, with each adapter in turn if the target has several.
+    # Otherwise measure in this process, with each adapter in turn if the target has several.
     cache_folder = folder / CACHE_FOLDER
     if isinstance(recipe.target.adapter, list):
         loaded, suite, measurement = _measure_adapters(
@@ -146,12 +152,16 @@ def measure_recipe(recipe: Recipe, folder: Path) -> tuple[Report, list[PromptRec
             measurement,
             describe_draft(loaded.draft, recipe.method),
         )
+
+        # Score the answers, if the suite has references or names a metric.
         add_quality(
             report,
             measurement.records,
             suite,
             special_tokens=loaded.target.tokenizer.all_special_tokens,
         )
+
+        # Each process has a GPU of its own.
         if loaded.target.device.type == "cuda":
             report["hardware"]["count"] = num_processes
         result = report, measurement.records
@@ -164,9 +174,15 @@ def _measure_adapters(
 ) -> tuple[LoadedDraft, Suite, Measurement]:
     """Measure one draft with each of a target's adapters in turn.
 
+    Args:
+        recipe: the recipe.
+        adapters: the adapters of its target.
+        suite: the suite, which is measured with every adapter.
+        cache_folder: the folder of the cache.
+
     Returns:
-        The last target with the draft, the suite with its rows for each adapter, and the merged
-        measurement.
+        The last target with the draft, the suite with its rows once for each adapter, and the
+        merged measurement.
     """
     weights: list[str] = []
     rows: list[SuiteRow] = []
@@ -174,13 +190,18 @@ def _measure_adapters(
     loaded = None
     for adapted in split_adapters(recipe, adapters, suite):
         number = len(measurements) + 1
-        logger.info(f"Adapter {number} of {len(adapters)}: {adapters[number - 1]}")
-        # Only one target is in memory at a time: free the last one before loading the next one.
+        logger.info(f"Measuring with adapter {number} of {len(adapters)}: {adapters[number - 1]}")
+
+        # Free the target of the last adapter before loading the next one, so that only one is in
+        # memory at a time.
         loaded = None
         loaded = load_recipe_draft(adapted.recipe, adapted.suite, adapted.made_for)
+
         measurements.append(_measure_loaded(adapted.recipe, loaded, adapted.suite, cache_folder))
         weights.append(loaded.target.identity.weights)
         rows += adapted.suite.rows
+
+    # The report is about the base together with all adapters.
     assert loaded is not None
     loaded.target.name = f"{recipe.target.model} + {', '.join(adapters)}"
     return (
@@ -193,7 +214,14 @@ def _measure_adapters(
 def _measure_loaded(
     recipe: Recipe, loaded: LoadedDraft, suite: Suite, cache_folder: Path
 ) -> Measurement:
-    """Measure every configuration of a recipe with a draft that is loaded."""
+    """Measure a draft that is loaded, in every configuration of its recipe.
+
+    Args:
+        recipe: the recipe.
+        loaded: the target and the draft.
+        suite: the suite that is measured.
+        cache_folder: the folder of the cache.
+    """
     target = loaded.target
     proposer = loaded.proposer
     plans = plan_measurement(
@@ -203,10 +231,15 @@ def _measure_loaded(
         max_length=target.max_length,
         vocab_size=target.vocab_size,
     )
+
+    # Before anything is measured, print which change so many prompts can detect, and fail if the
+    # draft cannot decode batches.
     if is_first():
         print_power_analysis([prompt.cluster or prompt.id for prompt in plans[0].prompts])
     if any(plan.settings.batch_size > 1 for plan in plans):
-        Decoder(target, proposer).check_batches()  # fail before anything is measured
+        Decoder(target, proposer).check_batches()
+
+    # Measure, reading from the cache what an interrupted run of the same draft has measured.
     identity = identify_draft(target, proposer, suite, method=recipe.method, draft=loaded.draft)
     (measurement,) = measure(
         target,
@@ -238,11 +271,12 @@ def measure(
         suite: the suite that is measured.
         plans: the main configuration, then the others.
         cache: the cache of results, which may hold those of an interrupted measurement.
-        num_draws: draws of the test of sampling. None: as many as the measurement is worth (see
-            `run_sampling_test`).
+        num_draws: draws of the sampling test. None: as many as suit the length of the measurement
+            (see `run_sampling_test`).
 
     Returns:
-        The measurement of each draft.
+        The measurement of each draft. Only the first process has the sampling test, the costs of
+        rounds and the resources.
     """
     # Each process measures its share of the prompts.
     rank, num_processes = find_rank_and_world_size()
@@ -256,14 +290,14 @@ def measure(
         result = cache.load_result(fingerprint)
         if result is None:
             if len(plans) > 1:
-                logger.info(f"Configuration {number} of {len(plans)}")
+                logger.info(f"Measuring configuration {number} of {len(plans)}")
             result = measure_configuration(
                 target, proposers, suite, plan, cache, is_main=number == 1, num_draws=num_draws
             )
             cache.save_result(fingerprint, result)
         own_results.append(result)
 
-    # Merge the results of the processes. Only the first process does the rest.
+    # Merge the results of all processes. The tests below are made by the first process alone.
     results = merge_processes(plans, all_gather_object(own_results))
     measurements = []
     for number in range(len(proposers)):
@@ -289,6 +323,8 @@ def measure(
                 )
             )
             costs.append(measure_round_costs(target, proposer, main_plan.prompts, settings))
+
+    # Add these results, and the time and memory of everything, to each measurement.
     all_resources = sum_resources([*(result.resources for result in results), resources])
     return [
         replace(measurement, sampling_test=test, costs=round_costs, resources=all_resources)
@@ -316,10 +352,10 @@ def measure_configuration(
         cache: the cache of batches.
         is_main: whether this is the main configuration. It is checked to be lossless even if it
             samples; its prompts are then decoded greedily as well.
-        num_draws: draws of the test of sampling that follows the main configuration.
+        num_draws: draws of the sampling test that follows the main configuration.
     """
     with measure_resources(target.device) as resources:
-        # Estimate the number of passes of the checks that follow.
+        # Count the passes of the checks that follow, for the estimate of the remaining time.
         num_check_passes = 0
         if is_main:
             for number in range(len(proposers)):
@@ -343,6 +379,8 @@ def measure_configuration(
                 suite.name, settings.configuration, target, proposer, runs[number]
             )
             drafts.append(DraftResult(records, divergences))
+
+    # Count the time of decoding before an interruption, too.
     resources["seconds"] += cached_seconds
     return ConfigurationResult(drafts, resources)
 
@@ -373,46 +411,43 @@ def decode_prompts(
     *,
     num_check_passes: int = 0,
 ) -> tuple[list[list[PromptRuns]], float]:
-    """Decode every prompt `repeats` times without a draft and with each of the drafts.
+    """Decode every prompt `repeats` times, without a draft and with each of the drafts.
 
-    The drafts share one baseline, and their times are paired with each other. Sampled tokens are
-    the same in each repetition, because every prompt has its own seed.
+    All drafts share the repetitions of plain decoding. Sampled tokens are the same in each
+    repetition, because every prompt has its own seed.
 
     Args:
         target: the target that verifies.
         proposers: the drafts.
         plan: the configuration and its prompts.
         cache: the cache of batches.
-        num_check_passes: about how many passes of the target the checks take that follow. The
+        num_check_passes: about how many passes of the target the following checks take. The
             estimate of the remaining time includes them.
 
     Returns:
-        The runs of each draft, by prompt, and the seconds of the decoding that was read from the
-        cache.
+        The runs of each draft, by prompt, and how many seconds it took to decode what was read from
+        the cache.
     """
+    # Build the arms, divide the prompts into batches, and choose the batches that transformers'
+    # `generate()` decodes as well.
     settings = plan.settings
     arms = build_arms(target, proposers, plan)
     batches = split_into_batches(plan.prompts, settings.batch_size)
     hf_batches = sample_batches(batches, math.ceil(MAX_HF_PROMPTS / settings.batch_size))
     runs = create_prompt_runs(batches, settings, len(proposers))
 
-    # Read the batches that were decoded before an interruption.
+    # Read the batches that were decoded before an interruption, and count the runs that remain.
+    # Extra repetitions of disturbed batches come later, and do not count yet.
     fingerprint = cache.compute_fingerprint(plan)
     cached_batches = deque(cache.load_batches(fingerprint))
     cached_seconds = sum_seconds(cached_batches)
-    num_runs = settings.repeats * len(plan.prompts)
-    for cached_arms in list(cached_batches)[: settings.repeats * len(batches)]:
-        num_runs -= len(cached_arms[0])
+    requested_batches = islice(cached_batches, settings.repeats * len(batches))
+    num_cached_runs = sum(len(cached_arms[0]) for cached_arms in requested_batches)
+    num_runs = settings.repeats * len(plan.prompts) - num_cached_runs
 
-    # Warm up. The last batch gives an estimate of how long the measurement takes, because the first
-    # one may include compilation.
-    warmup_batches = sample_batches(batches, settings.warmup)
-    generations: BatchGenerations = []
-    with freeze_garbage_collector():
-        for batch in warmup_batches:
-            generations = [decode_batch(arm.decoder, batch, arm.settings) for arm in arms]
-            generate_with_transformers(target, batch, generations[0], settings)
-    is_estimated = bool(warmup_batches)
+    # Warm up, and estimate how long the measurement takes.
+    generations = _warm_up(target, arms, batches, settings)
+    is_estimated = bool(generations)
     if is_estimated:
         log_estimate(generations, num_runs, num_check_passes)
 
@@ -439,10 +474,7 @@ def decode_prompts(
                 # Decode it in every arm. The arm that comes first rotates.
                 remember_outputs(proposers, runs[0][: batch.start])
                 first_arm = (repetition + number) % len(arms)
-                generations = [[] for _ in arms]
-                for index in [*range(first_arm, len(arms)), *range(first_arm)]:
-                    arm = arms[index]
-                    generations[index] = decode_batch(arm.decoder, batch, arm.settings)
+                generations = _decode_in_arms(arms, batch, first_arm)
                 if not is_estimated and not is_extra:
                     is_estimated = True
                     log_estimate(generations, num_runs, num_check_passes)
@@ -455,5 +487,42 @@ def decode_prompts(
                 cache.append_batch(fingerprint, generations)
                 add_generations(runs, batch, generations)
                 advance(len(batch.prompts))
+
+    # Forget the outputs, because the checks must not look anything up in them.
     remember_outputs(proposers, [])
     return runs, cached_seconds
+
+
+def _warm_up(
+    target: FrozenTarget,
+    arms: Sequence[Arm],
+    batches: Sequence[PromptBatch],
+    settings: Settings,
+) -> BatchGenerations:
+    """Decode some batches before anything is timed, because the first ones may compile kernels.
+
+    Args:
+        target: the target.
+        arms: the arms of the measurement.
+        batches: all batches of the measurement.
+        settings: the settings of plain decoding, which say how many batches are decoded.
+
+    Returns:
+        The last batch that was decoded, from which the measurement's time is estimated. Empty if
+        there is no warm-up.
+    """
+    generations: BatchGenerations = []
+    with freeze_garbage_collector():
+        for batch in sample_batches(batches, settings.warmup):
+            generations = _decode_in_arms(arms, batch, first_arm=0)
+            generate_with_transformers(target, batch, generations[0], settings)
+    return generations
+
+
+def _decode_in_arms(arms: Sequence[Arm], batch: PromptBatch, first_arm: int) -> BatchGenerations:
+    """Decode a batch in every arm, one right after the other, and return the results by arm."""
+    generations: BatchGenerations = [[] for _ in arms]
+    for index in [*range(first_arm, len(arms)), *range(first_arm)]:
+        arm = arms[index]
+        generations[index] = decode_batch(arm.decoder, batch, arm.settings)
+    return generations

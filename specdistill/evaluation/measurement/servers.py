@@ -1,11 +1,12 @@
 """Send the prompts of a suite to an engine's servers, for every K at every load.
 
-The load is the number of requests that are in flight at any time.
+The load is the number of requests that are in flight at any time. There are two ways to measure:
 
-Servers that run already are checked first: they must serve the right model, with the right number
-of draft tokens, and have the same version. Then requests to them are interleaved. Servers that are
-started here run one after the other, because a device holds one at a time. The one without a draft
-runs first.
+- Servers that run already (`eval.server`) are checked first: they must serve the right model, with
+  the right number of draft tokens, and have the same version. Then requests to the server with the
+  draft and to the one without are interleaved.
+- Servers that are started here run one after the other, because a device holds one at a time. The
+  server without a draft runs first.
 """
 
 import os
@@ -41,21 +42,21 @@ from specdistill.serving.engines.engine import Served, Serving
 from specdistill.serving.engines.server import Server, start_request_threads
 from specdistill.serving.engines.start import start_server
 
-# (K, load) -> the repetitions of each prompt. K is 0 without a draft. Completions that a server did
-# not return because it failed are missing.
+# (K, load) -> the completions of each prompt, one for each repetition. K is 0 for a server without
+# a draft. If a server failed, the completions that it did not return are missing.
 ServerAnswers = dict[tuple[int, int], list[list[EngineCompletion]]]
 
 
 @dataclass(frozen=True)
 class ConnectedServer:
-    """A server that serves the right model.
+    """A running server that was checked to serve the right model.
 
     Attributes:
         engine: the name of the engine.
-        client: the client of the engine.
-        server: the server.
-        identity: what the server says about itself.
-        wanted_k: K as it should be, for servers that draft but do not report K.
+        client: the client for servers of this engine.
+        server: the address of the server, and how to send requests to it.
+        identity: what the server says about itself: its models, version and draft tokens.
+        wanted_k: the K that it was started with, for servers that draft but do not report K.
     """
 
     engine: str
@@ -66,14 +67,14 @@ class ConnectedServer:
 
     @property
     def k(self) -> int:
-        """The draft tokens per round; 0 without a draft.
+        """The number of draft tokens per round; 0 without a draft.
 
-        For a server that does not report them, this is `wanted_k`.
+        It is `wanted_k` for a server that does not report the number.
         """
         return self.wanted_k if self.identity.hides_k else self.identity.num_speculative_tokens or 0
 
     def complete(self, prompt: Prompt, settings: Settings, seed: int) -> EngineCompletion:
-        """Request the completion of a prompt."""
+        """Request the completion of a prompt, and wait for it."""
         request = CompletionRequest(
             self.identity.models[0],
             prompt.token_ids,
@@ -85,7 +86,7 @@ class ConnectedServer:
 
 
 def connect(
-    engine: str, address: str, key: str, target: Sequence[str], timeout: float, k: int
+    engine: str, address: str, key: str, model_names: Sequence[str], timeout: float, k: int
 ) -> ConnectedServer:
     """Connect to a running server, and check that it serves the right model.
 
@@ -93,49 +94,58 @@ def connect(
         engine: the name of the engine.
         address: the address of the server.
         key: the recipe key that errors name.
-        target: the names that the model may have; the last one is a folder or Hub id.
+        model_names: the names that the model may have; the last one is a folder or Hub id.
         timeout: the longest wait for an answer, in seconds.
-        k: the draft tokens that it should draft per round.
+        k: the number of tokens that the server should draft per round.
 
     Raises:
-        UserError: when it serves another model.
-        ResourceError: when it does not answer.
+        UserError: when the server serves another model.
+        ResourceError: when the server does not answer.
     """
+    # Ask the server what it serves.
     server = Server(address, key=key, timeout=timeout)
     client = ENGINES[engine].client
     assert client is not None, engine
     identity = client.identify(server)
-    folders = [os.path.realpath(name) for name in target if os.path.isdir(name)]
-    if not any(name in target or os.path.realpath(name) in folders for name in identity.models):
+
+    # Compare its models with the target. Two paths may lead to the same folder through links.
+    folders = [os.path.realpath(name) for name in model_names if os.path.isdir(name)]
+    if not any(
+        name in model_names or os.path.realpath(name) in folders for name in identity.models
+    ):
         raise UserError(
             key,
             got=f"{address}, which serves {identity.models[0]}",
-            expected=f"a server of {target[-1]} (or {client.name_option} {target[0]})",
+            expected=f"a server of {model_names[-1]} (or {client.name_option} {model_names[0]})",
         )
     return ConnectedServer(engine, client, server, identity, k)
 
 
 def connect_pair(
-    config: EvalConfig, target: Sequence[str]
+    config: EvalConfig, model_names: Sequence[str]
 ) -> tuple[ConnectedServer, ConnectedServer | None]:
-    """Connect to a recipe's server with a draft, and to the one without if there is one.
+    """Connect to a recipe's server with the draft and, if there is one, to its baseline server.
 
     Args:
         config: the recipe's `eval:`.
-        target: the names that the model may have (see `connect`).
+        model_names: the names that the model may have (see `connect`).
 
     Raises:
-        UserError: when a server serves another model, when the first drafts another number of
-            tokens, when the second drafts, or when their versions differ.
+        UserError: when a server serves another model, when the server with the draft drafts
+            another number of tokens, when the baseline server drafts, or when their versions
+            differ.
         ResourceError: when a server does not answer.
+
+    Returns:
+        The server with the draft, and the baseline server or None.
     """
     assert config.server is not None
     engine = config.engine
     address = config.server
     k = config.num_speculative_tokens
 
-    # The server with the draft must draft K tokens.
-    speculative = connect(engine, address, "eval.server", target, config.server_timeout, k)
+    # Check that the server with the draft drafts K tokens.
+    speculative = connect(engine, address, "eval.server", model_names, config.server_timeout, k)
     if not speculative.k:
         raise UserError(
             "eval.server",
@@ -151,9 +161,14 @@ def connect_pair(
     if config.baseline_server is None:
         return speculative, None
 
-    # The baseline must be the same engine without a draft.
+    # Check that the baseline server is the same engine, without a draft.
     baseline = connect(
-        engine, config.baseline_server, "eval.baseline_server", target, config.server_timeout, k
+        engine,
+        config.baseline_server,
+        "eval.baseline_server",
+        model_names,
+        config.server_timeout,
+        k,
     )
     if baseline.k:
         raise UserError(
@@ -178,7 +193,7 @@ class ServerTask:
         suite: the suite.
         prompts: the prompts that are measured.
         tokenizer: the target's tokenizer.
-        settings: the settings of the main configuration; their batch size is the load.
+        settings: the settings of the main configuration. Their batch size is its load.
         ks: the values of K, the main one first.
         loads: the loads, the main one first.
     """
@@ -194,7 +209,7 @@ class ServerTask:
     def from_config(
         cls, config: EvalConfig, suite: Suite, tokenizer: PreTrainedTokenizerBase, max_length: int
     ) -> "ServerTask":
-        """Make the task of a recipe.
+        """Make the requests of a recipe: its prompts, values of K and loads.
 
         Args:
             config: the recipe's `eval:`.
@@ -212,13 +227,15 @@ class ServerTask:
             max_new_tokens=config.max_new_tokens,
             max_length=max_length,
         )
+
+        # The main values come first. A dict drops duplicates and keeps the order.
         ks = dict.fromkeys([config.num_speculative_tokens, *config.sweep.num_speculative_tokens])
         loads = dict.fromkeys([config.concurrency, *config.sweep.concurrency])
         if max(loads) > len(prompts):
             raise UserError(
                 "eval.concurrency",
                 got=f"{max(loads)} for {len(prompts)} prompts",
-                expected="at most as many as there are prompts",
+                expected=f"at most {len(prompts)}, the number of prompts",
             )
         return cls(
             suite,
@@ -240,40 +257,42 @@ class ServerTask:
 
 
 def find_startable_serving(engine: str, method: str) -> Serving:
-    """Return how an engine that is started here serves drafts of a method.
+    """Return how an engine that this process starts serves drafts of a method.
 
     Raises:
-        UserError: for an engine that cannot be started here, and for a method that it does not
-            serve.
+        UserError: for an engine that specdistill cannot start, and for a method that the engine
+            does not serve.
     """
     if ENGINES[engine].program is None:
         raise UserError(
             "eval.server", got="nothing", expected=f"the address of a running {engine} server"
         )
+
+    # Find all engines that can be started and serve the method. The error names them.
     serving = METHODS[method].serving()
-    able = {
-        name: serving[key]
-        for name in list_engines_with("program")
-        if (key := ENGINES[name].layouts or name) in serving
-    }
-    if engine not in able:
+    startable = {}
+    for name in list_engines_with("program"):
+        layout = ENGINES[name].layouts or name
+        if layout in serving:
+            startable[name] = serving[layout]
+    if engine not in startable:
         raise UserError(
             "method",
             got=f"{method} with eval.engine={engine}",
-            expected=f"a method that {engine} serves, or eval.engine={' or '.join(able)}",
+            expected=f"a method that {engine} serves, or eval.engine={' or '.join(startable)}",
         )
-    return able[engine]
+    return startable[engine]
 
 
 @dataclass
 class ServerMeasurement:
-    """The completions that servers returned.
+    """The completions that servers have returned so far.
 
     Attributes:
         engine: the section `engine` of the report.
         has_baseline: whether a server without a draft is measured as well.
-        answers: the completions.
-        seconds: the seconds of the measurement.
+        answers: the completions, by K and load.
+        seconds: how long the requests took in total.
         failure: the error that ended the measurement early; None if there was none.
     """
 
@@ -284,9 +303,10 @@ class ServerMeasurement:
     failure: ReportedError | None = None
 
     def ask(self, peers: Sequence[ConnectedServer], task: ServerTask) -> None:
-        """Add the completions of every prompt by running servers, at each load.
+        """Send every prompt to running servers, at each load, and add their completions.
 
-        Servers are interleaved by repetition, and the one that comes first alternates.
+        Each repetition sends all prompts to one server after the other. The server that comes first
+        alternates.
 
         Args:
             peers: the servers; the one with the draft is the last.
@@ -299,7 +319,8 @@ class ServerMeasurement:
         prompts = task.prompts
         start = time.perf_counter()
 
-        # Spread the prompts of the warm-up over the categories.
+        # Choose the prompts of the warm-up, spread over the categories. Each request in flight gets
+        # `warmup` of them.
         self.engine["version"] = peers[-1].identity.version
         categories = [prompt.category for prompt in prompts]
         warmups = {
@@ -307,16 +328,18 @@ class ServerMeasurement:
         }
         num_untimed = sum(map(len, warmups.values()))
         num_timed = len(task.loads) * settings.repeats * len(prompts)
+
+        # Send the prompts. The time counts even if a server fails.
         try:
-            with show_progress(
-                "Measuring", len(peers) * (num_untimed + num_timed), "completions"
-            ) as advance:
+            num_requests = len(peers) * (num_untimed + num_timed)
+            with show_progress("Measuring", num_requests, "completions") as advance:
                 for load, warmup in warmups.items():
-                    # Warm every server up at this load.
+                    # Warm up every server at this load.
                     for peer in peers:
                         for _ in complete_all(peer, warmup, settings, load):
                             advance()
-                    # Measure all prompts once with each server per repetition.
+
+                    # In each repetition, send all prompts to each server.
                     for repeat in range(settings.repeats):
                         for peer in reversed(peers) if repeat % 2 else peers:
                             repetitions = self.answers.setdefault(
@@ -326,8 +349,6 @@ class ServerMeasurement:
                             for completions, completion in zip(repetitions, answered, strict=True):
                                 completions.append(completion)
                                 advance()
-
-        # The time counts even if a server fails.
         finally:
             self.seconds += time.perf_counter() - start
 
@@ -335,7 +356,16 @@ class ServerMeasurement:
 def measure_running(
     task: ServerTask, speculative: ConnectedServer, baseline: ConnectedServer | None
 ) -> ServerMeasurement:
-    """Measure servers that run already. An error ends the measurement, and is recorded in it."""
+    """Measure servers that run already.
+
+    An error ends the measurement early. It is returned in `failure`, with the completions so far.
+
+    Args:
+        task: the requests.
+        speculative: the server with the draft.
+        baseline: the server without it; None for none.
+    """
+    # Describe the servers for the report.
     measurement = ServerMeasurement(
         {
             "name": speculative.engine,
@@ -344,8 +374,11 @@ def measure_running(
         },
         has_baseline=baseline is not None,
     )
+
+    # Send the prompts to both servers, or to the one with the draft alone.
+    peers = [baseline, speculative] if baseline else [speculative]
     try:
-        measurement.ask([*filter(None, (baseline, speculative))], task)
+        measurement.ask(peers, task)
     except ReportedError as error:
         measurement.failure = error
     return measurement
@@ -354,9 +387,10 @@ def measure_running(
 def measure_started(
     task: ServerTask, config: EvalConfig, target: TargetConfig, served: Served, logs: Path
 ) -> ServerMeasurement:
-    """Start an engine's server, measure it and end it, first without the draft, then for every K.
+    """Start an engine's server without the draft, then for every K, and measure each.
 
-    The main K comes before the others. An error ends the measurement, and is recorded in it.
+    The main K comes before the swept ones. Each server is ended before the next one is started. An
+    error ends the measurement early. It is returned in `failure`, with the completions so far.
 
     Args:
         task: the requests.
@@ -365,45 +399,66 @@ def measure_started(
         served: the recipe's draft, as it was exported.
         logs: the folder for the logs of the servers.
     """
+    # Write the command of each server, K -> command, and the environment variables that it needs.
     longest = max(len(prompt.token_ids) for prompt in task.prompts) + config.max_new_tokens
     key = "eval.engine_command"
     commands = {k: start_command(config, target, served, k, longest) for k in (0, *task.ks)}
     program = ENGINES[config.engine].program
     assert program is not None, config.engine
     variables = {k: program.variables(replace(served, num_tokens=k)) if k else {} for k in commands}
+
+    # Show in the report the commands of the main K and of the server without the draft.
     settings = [f"{name}={shlex.quote(value)}" for name, value in variables[task.ks[0]].items()]
     shown = {
         "command": " ".join([*settings, shlex.join(commands[task.ks[0]])]),
         "baseline_command": shlex.join(commands[0]),
     }
     measurement = ServerMeasurement({"name": config.engine, **shown}, has_baseline=True)
-    # For multi-token prediction the engine may serve the draft's folder, so that is a valid name of
-    # the model as well.
+
+    # The model may be served by its own name or by that of the folder it was loaded from. For
+    # multi-token prediction this may be the draft's folder, which then holds the target, too.
     names = (target.model, str(served.output), served.target_name)
+
+    # Start the servers one after the other, check each, and send it the prompts.
     try:
         for k in commands:
             log = logs / (f"k{k}.log" if k else "plain.log")
             with start_server(commands[k], log, key=key, variables=variables[k]) as address:
                 peer = connect(config.engine, address, key, names, config.server_timeout, k)
-                if peer.k != k:
-                    raise ResourceError(
-                        f"{config.engine} drafts {peer.k} tokens per round, not {k}",
-                        next_step=f"look at {log}",
-                    )
-                # The log must show that the engine really uses a lookup in front of the draft.
-                front = ENGINES[config.engine].describe_front(served.lookup_first) if k else None
-                if front and front.mark not in log.read_text(encoding="utf-8", errors="replace"):
-                    raise ResourceError(
-                        (
-                            f"{config.engine} looks nothing up in front of the draft: {log} does"
-                            " not say so"
-                        ),
-                        next_step=front.note,
-                    )
+                _check_drafting(peer, served, k, log)
                 measurement.ask([peer], task)
     except ReportedError as error:
         measurement.failure = error
     return measurement
+
+
+def _check_drafting(peer: ConnectedServer, served: Served, k: int, log: Path) -> None:
+    """Check that a server drafts as the command that started it says.
+
+    Args:
+        peer: the server.
+        served: the draft that it was started with.
+        k: the number of tokens that it should draft per round; 0 for none.
+        log: the log of the server.
+
+    Raises:
+        ResourceError: when the server drafts another number of tokens, or does not use the lookup
+            in front of the draft.
+    """
+    if peer.k != k:
+        raise ResourceError(
+            f"{peer.engine} drafts {peer.k} tokens per round, not {k}", next_step=f"look at {log}"
+        )
+
+    # Check in the log that the engine uses the lookup in front of the draft. vLLM ignores the
+    # lookup if specdistill's plugin is not installed next to it.
+    front = ENGINES[peer.engine].describe_front(served.lookup_first) if k else None
+    if front and front.mark not in log.read_text(encoding="utf-8", errors="replace"):
+        raise ResourceError(
+            f"{peer.engine} does not use the lookup in front of the draft: {log} does not say"
+            f" `{front.mark}`",
+            next_step=front.note,
+        )
 
 
 def start_command(
@@ -416,15 +471,18 @@ def start_command(
         target: the recipe's `target:`.
         served: the recipe's draft, as it was exported.
         k: draft tokens per round; 0 serves the target without the draft.
-        longest: the most tokens of a sequence.
+        longest: the most tokens of a sequence, prompt included.
 
     Returns:
         The words of the command.
     """
     program = ENGINES[config.engine].program
     assert program is not None, config.engine
+
+    # The program, then its arguments about the model, then those about settings and measurement.
     words = shlex.split(config.engine_command or program.command)
-    words += program.arguments(replace(served, num_tokens=k) if k else replace(served, method=None))
+    served_here = replace(served, num_tokens=k) if k else replace(served, method=None)
+    words += program.arguments(served_here)
     return [
         *words,
         *program.settings(target, config, longest),
@@ -436,20 +494,21 @@ def start_command(
 def complete_all(
     peer: ConnectedServer, prompts: Sequence[Prompt], settings: Settings, load: int
 ) -> Iterator[EngineCompletion]:
-    """Yield the completions of a server in the order of the prompts.
-
-    `load` requests are in flight until the last ones have begun.
+    """Send prompts to a server, `load` at a time, and yield the completions in order.
 
     Raises:
-        ResourceError: when the server served other clients meanwhile.
+        ResourceError: when the server served other clients meanwhile, which would distort times.
     """
+    # Read the server's counters before and after: they must count no tokens but these.
     before = peer.client.read(peer.server)
     num_tokens = 0
     with start_request_threads(load, peer.server) as pool:
+        # Every prompt has its own seed, the same in each repetition.
         seeds = range(settings.seed, settings.seed + len(prompts))
-        for completion in pool.map(
+        completions = pool.map(
             lambda prompt, seed: peer.complete(prompt, settings, seed), prompts, seeds
-        ):
+        )
+        for completion in completions:
             num_tokens += completion.num_tokens
             yield completion
     peer.client.check_alone(peer.server, before, num_tokens)

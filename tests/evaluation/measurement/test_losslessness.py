@@ -196,7 +196,7 @@ def test_nothing_is_drawn_where_no_outcome_is_frequent(monkeypatch):
     target.lm_head.weight.data *= 0.01
     monkeypatch.setattr(losslessness, "run_chi_square_test", None)
     found = run_sampling_test(target, ngram_proposer(), [PROMPT], Settings(1, 8), num_draws=None)
-    assert found.startswith("400 draws hold no two outcomes")
+    assert found.startswith("in 400 draws, no two outcomes are frequent enough")
 
 
 def test_greedy_settings_are_tested_at_temperature_1_with_the_runs_seed():

@@ -188,7 +188,7 @@ def test_an_engine_that_ignores_its_lookup_is_not_measured(draft, tmp_path, caps
     assert (
         evaluate(tmp_path / "report", draft, "vllm", *LOOKED_UP, command) == ExitCode.RESOURCE_ERROR
     )
-    assert "vllm looks nothing up in front of the draft" in capsys.readouterr().err
+    assert "vllm does not use the lookup in front of the draft" in capsys.readouterr().err
     assert not (tmp_path / "report" / "report.json").exists()
 
 
