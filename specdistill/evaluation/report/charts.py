@@ -19,13 +19,16 @@ from specdistill.evaluation.report.phrases import (
     format_times,
 )
 
+# All lengths are in units of the SVG's viewBox. The browser scales a plot to its column.
 WIDTH = 420
 LEFT, RIGHT = 46, 22  # margins of plots with a vertical axis
 TOP = 22
 BOTTOM_MARGIN = 30
 AXIS = 16  # the height of an axis's name
-LETTER = 7.6  # the width that a character of a label takes, generously
-# The height of a name above what it names, and the number of characters that fit there.
+# The width of a character of a label. It is a generous estimate, because SVG text is only measured
+# by the browser: too small a value makes labels overlap.
+LETTER = 7.6
+# The height of a row's name above its line, and the number of characters that fit there.
 LABEL_OFFSET = 14
 MAX_LABEL_CHARACTERS = int(WIDTH / LETTER)
 
@@ -49,16 +52,17 @@ class Scale:
 
 
 def draw_acceptance_by_position(row: ResultRow) -> Markup | None:
-    """Draw the acceptance rate of each position.
+    """Draw a bar chart of the acceptance rate at each position in the draft.
 
     A bar shows the unconditional rate, and a dot the rate once the position is reached.
     """
-    # Without rates there is no chart.
+    # If nothing was drafted, there is no chart.
     rates: Sequence[float | None] = row.get("acceptance_rate_per_position", [])
     if not rates:
         return None
 
-    # The scale, and the width of a bar.
+    # Set the scale and the width of a bar. Each position gets a slot; few positions get bars that
+    # are not wider than 56 units.
     height = 230
     y = Scale(0, 1, height - BOTTOM_MARGIN - AXIS, TOP)
     slot = (WIDTH - LEFT - RIGHT) / len(rates)
@@ -87,10 +91,12 @@ def draw_acceptance_by_position(row: ResultRow) -> Markup | None:
                 fill="var(--bar)",
             )
         )
+        # The rate stands inside the bar if there is room.
         if width > 4 * LETTER and y.start - top > 20:
             drawn.append(_draw_text(centre, y.start - 7, label, anchor="middle", kind="strong"))
         if conditional is not None:
             drawn.append(_draw_dot(centre, y(conditional), 4.5, "paper", "mine"))
+        # If the slots are narrow, only every fourth position is labelled.
         name = index + 1 if slot > 2 * LETTER or index % 4 == 0 else ""
         drawn.append(_draw_text(centre, y.start + 17, name, anchor="middle"))
     drawn.append(
@@ -100,9 +106,14 @@ def draw_acceptance_by_position(row: ResultRow) -> Markup | None:
 
 
 def draw_acceptance_by(what: str, named_rows: NamedRows, k: int) -> Markup | None:
-    """Draw a line for each row: its acceptance length and the interval.
+    """Draw the acceptance length of each row as a dot on the line of its interval.
 
     The axis goes from 1 (no gain) to K + 1 (all draft tokens accepted).
+
+    Args:
+        what: what distinguishes the rows, for the chart's name.
+        named_rows: the rows, each with the name that is shown.
+        k: K, draft tokens per round.
     """
     x = Scale(1, k + 1, 16, WIDTH - 52)
     return _draw_lines(
@@ -117,7 +128,16 @@ def draw_acceptance_by(what: str, named_rows: NamedRows, k: int) -> Markup | Non
 
 
 def draw_speedup_by(what: str, named_rows: NamedRows, axis: str) -> Markup | None:
-    """Draw a line for each row: its speedup and the interval. Plain decoding is dashed."""
+    """Draw the speedup of each row as a dot on the line of its interval.
+
+    A dashed line shows plain decoding.
+
+    Args:
+        what: what distinguishes the rows, for the chart's name.
+        named_rows: the rows, each with the name that is shown.
+        axis: the name of the horizontal axis.
+    """
+    # The axis has room for every interval, and for 1, the speed of plain decoding.
     ends = [1.0]
     for _, row in named_rows:
         if "speedup" in row:
@@ -136,19 +156,31 @@ def _draw_lines(
     label: str,
     axis: str,
 ) -> Markup | None:
-    """Draw a line for each row that has the metric: its value and interval, below its name."""
+    """Draw the metric of each row as a dot on the line of its interval, below the row's name.
+
+    Args:
+        named_rows: the rows, each with its name. Rows without the metric are left out.
+        metric: the name of the metric.
+        formatted: writes a value of the metric as text.
+        x: the scale of the horizontal axis.
+        ticks: the ticks of the horizontal axis.
+        label: the name of the chart.
+        axis: the name of the horizontal axis.
+    """
     named_rows = [(name, row) for name, row in named_rows if metric in row]
     if not named_rows:
         return None
     step = 30 + LABEL_OFFSET
     top = 12
     bottom = top + step * len(named_rows)
-    # Draw the axis with its ticks.
+
+    # Draw the axis with its ticks, and a dashed line where the speed is that of plain decoding.
     drawn = [_draw_line(x(value), top, x(value), bottom, "line") for value, _ in ticks]
     drawn += [_draw_text(x(value), bottom + 17, shown, anchor="middle") for value, shown in ticks]
     if metric == "speedup":
         drawn.append(_draw_line(x(1.0), top, x(1.0), bottom, "muted", stroke_dasharray="3 4"))
-    # Draw for each row its name, the interval, and the value.
+
+    # Draw for each row its name, the interval, and the value. A long name loses its beginning.
     for index, (name, row) in enumerate(named_rows):
         y = top + step * index + LABEL_OFFSET + 15
         shown = (
@@ -156,7 +188,7 @@ def _draw_lines(
         )
         low, high = _read_interval(row, metric)
         drawn += [
-            # The name hides the lines of the ticks behind it.
+            # A rectangle in the colour of the paper hides the ticks behind the name.
             _tag(
                 "rect",
                 x=0,
@@ -173,6 +205,8 @@ def _draw_lines(
     drawn.append(
         _draw_text((x(ticks[0][0]) + x(ticks[-1][0])) / 2, bottom + 34, axis, anchor="middle")
     )
+
+    # Write the same values as text, for readers who do not see the chart.
     values = (
         f"{name}: {formatted(row[metric])}{format_bracketed_interval(row, metric)}"
         for name, row in named_rows
@@ -181,16 +215,20 @@ def _draw_lines(
 
 
 def draw_speedup_by_k(theory: Mapping[str, Any] | None, rows: Sequence[ResultRow]) -> Markup | None:
-    """Draw the speedup over K': predicted, its ceiling, and measured.
+    """Draw the speedup against the number of draft tokens K': predicted, its ceiling, and measured.
 
     The ceiling is the speedup of a draft without cost: the acceptance length. The measured speedup
     of each row has its interval. Returns None with neither a prediction nor a second measured K.
+
+    Args:
+        theory: the report's section `theory`; None if nothing was drafted.
+        rows: result rows that differ in K alone.
     """
     measured = [row for row in rows if "speedup" in row]
     if theory is None and len(measured) < 2:
         return None
 
-    # Collect what is shown: the predicted curve, the ceiling by K, and the measured intervals.
+    # Collect the values to draw: the predicted curve, the ceiling by K, and the measured intervals.
     curve: list[dict[str, float]] = theory["curve"] if theory else []
     ceiling = {point["k"]: point["mean_acceptance_length"] for point in curve} or {0: 1.0}
     ceiling |= {
@@ -255,7 +293,7 @@ def format_speedup_at_k(row: ResultRow) -> str:
 
 
 def _tag(name: str, content: object = "", **attributes: object) -> Markup:
-    """Return an SVG element whose values are all escaped.
+    """Return an SVG element, with its content and all attribute values escaped.
 
     The argument `stroke_width` sets the attribute stroke-width. An attribute with the value None is
     left out.
@@ -272,13 +310,13 @@ def _tag(name: str, content: object = "", **attributes: object) -> Markup:
 def _draw_figure(
     height: float, label: str, drawn: Iterable[Markup], values: Iterable[str]
 ) -> Markup:
-    """Return a figure.
+    """Return the SVG of a chart, with a description for readers who do not see it.
 
     Args:
-        height: its height, in the units of WIDTH.
-        label: its name.
-        drawn: its elements.
-        values: what it shows, in words, for readers who do not see it.
+        height: the height of the chart, in the units of WIDTH.
+        label: the name of the chart.
+        drawn: the elements of the chart.
+        values: the values that the chart shows, as text.
     """
     inside = Markup("\n").join([_tag("desc", "; ".join(values)), *drawn])
     return _tag("svg", inside, viewBox=f"0 0 {WIDTH} {height}", role="img", aria_label=label)
@@ -328,16 +366,21 @@ def _read_interval(row: ResultRow, metric: str) -> tuple[float, float]:
 
 
 def _round_bounds(values: Sequence[float]) -> tuple[float, float]:
-    """Return bounds of an axis: the next tenths outside of the values, with some room."""
+    """Return bounds for an axis: the next tenths outside of the values, with some room."""
+    # 1 and 1.999 tenths widen a range whose ends already are tenths, so no dot is on the border.
     return max(0.0, int(min(values) * 10 - 1) / 10), int(max(values) * 10 + 1.999) / 10
 
 
 def _choose_ticks(low: float, high: float) -> list[float]:
     """Return round values for the ticks of an axis: seven at most."""
+    # Choose the smallest of the round steps 0.005, 0.01, 0.02, 0.025, 0.05, … with few ticks.
     steps = [0.005]
     for power in range(-2, 9):
         steps += [digits * 10**power for digits in (1, 2, 2.5, 5)]
     step = next(step for step in steps if (high - low) / step <= 6)
+
+    # Begin at the first multiple of the step. The small constants keep rounding errors of float
+    # division from adding or losing a tick at an end.
     first = int(low / step + 0.999999) * step
     return [
         round(first + index * step, 3) for index in range(int((high - first) / step + 1e-9) + 1)

@@ -13,8 +13,9 @@ from specdistill.evaluation.statistics.records import ALL_PROMPTS
 Report = dict[str, Any]  # as `ReportDocument` describes it
 ResultRow = Mapping[str, Any]  # a row of a report's results: numbers by the names of metrics
 Settings = Mapping[str, Any]  # the settings of a report
-DEFAULT_CONFIDENCE = 0.95  # of a rule
-# The highest estimate of how many prompts a rule needs: nobody measures more.
+DEFAULT_CONFIDENCE = 0.95  # the confidence of a rule that states none
+# The highest estimate of needed prompts that is written as a number. Nobody measures more prompts
+# than that, so "more than 10,000" says enough.
 MAX_ESTIMATED_PROMPTS = 10_000
 
 
@@ -24,7 +25,7 @@ def format_times(value: float | None) -> str:
 
 
 def format_number(value: float | None, digits: int = 2) -> str:
-    """Format a number with this many digits after the point."""
+    """Format a number with `digits` digits after the decimal point."""
     return "–" if value is None else f"{value:,.{digits}f}"
 
 
@@ -39,12 +40,12 @@ def format_signed(change: float) -> str:
 
 
 def format_interval(row: ResultRow, name: str) -> str:
-    """Format a metric's interval, e.g. 1.43 to 1.65; empty if there is none."""
+    """Format the 95 % interval of a metric, e.g. 1.43 to 1.65; empty if there is none."""
     return " to ".join(f"{end:.2f}" for end in row.get(f"{name}_ci95") or ())
 
 
 def format_bracketed_interval(row: ResultRow, name: str) -> str:
-    """Format `interval` in brackets, to follow the number."""
+    """Format the 95 % interval of a metric in brackets, to follow the number; may be empty."""
     shown = format_interval(row, name)
     return f" ({shown})" if shown else ""
 
@@ -56,6 +57,7 @@ def format_count(count: int, noun: str) -> str:
 
 def format_duration(seconds: float | None) -> str:
     """Format a duration in its two largest units that are not zero, e.g. 2 min 21 s."""
+    # Below 9.95 s one decimal is shown; anything longer is rounded to whole seconds.
     if seconds is None or seconds < 9.95:
         return "–" if seconds is None else f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -66,7 +68,7 @@ def format_duration(seconds: float | None) -> str:
 
 
 def format_size(num_bytes: int) -> str:
-    """Format bytes in KiB, MiB or GiB."""
+    """Format a number of bytes in KiB, MiB or GiB, whichever is the largest that fits."""
     unit, power = (
         ("GiB", 30) if num_bytes >= 2**30 else ("MiB", 20) if num_bytes >= 2**20 else ("KiB", 10)
     )
@@ -74,7 +76,7 @@ def format_size(num_bytes: int) -> str:
 
 
 def format_scalar(value: object) -> str:
-    """Format a number, a truth value or a name that a rule is about."""
+    """Format the value of a rule: a number, true or false, or a name."""
     return (
         f"{value:.4g}"
         if isinstance(value, float)
@@ -129,7 +131,13 @@ METRICS = {
 
 
 def format_in_unit(metric: str, value: Any, style: str = "") -> tuple[str, str]:
-    """Return a metric's value as it is written, and its unit."""
+    """Return a metric's value as text, and its unit, e.g. ("1.54", "×").
+
+    Args:
+        metric: the name of the metric.
+        value: the value, in the unit of the report.
+        style: a format specification that replaces the metric's own; empty for none.
+    """
     if isinstance(value, bool | str) or metric not in METRICS:
         return format_scalar(value), ""
     if metric == "tokens_per_second" and not style:
@@ -139,7 +147,7 @@ def format_in_unit(metric: str, value: Any, style: str = "") -> tuple[str, str]:
 
 
 def format_title(report: Report) -> str:
-    """Return the title of a report: the method of the draft and its target."""
+    """Return the title of a report, e.g. eagle3 draft for org/name."""
     return f"{report['draft']['method']} draft for {report['target']['model']}"
 
 
@@ -149,11 +157,13 @@ def format_verdict(report: Report) -> str:
 
 
 def format_summary(report: Report) -> str:
-    """Say in one sentence the speedup, how sure it is, and whether the output is the target's."""
+    """Say in one sentence the speedup with its interval, and whether the output is the target's."""
     row = report["results"][0]
     lossless = report["lossless"]
     checked = f"{lossless['prompts_checked']} greedy completions"
     judge = name_reference(report)
+
+    # Say what the comparison of greedy completions found.
     if not lossless["prompts_checked"]:
         same = f"no completion compared with {judge}"
     elif lossless["greedy_identical"]:
@@ -162,6 +172,8 @@ def format_summary(report: Report) -> str:
         same = f"{checked} equal to {judge} up to {lossless['near_ties']} near-ties"
     else:
         same = f"{lossless['divergences']} of {checked} DIFFERENT from {judge}"
+
+    # Put the speedup in front of it, or the reason why there is none.
     why = describe_absence(row, "speedup")
     return f"Speed not measured ({why}), {same}." if why else f"{format_gain(row)}, {same}."
 
@@ -171,12 +183,13 @@ def is_lossless(report: Report) -> bool | None:
 
     Rounding explains near-ties. Returns None if the completions were not compared.
     """
+    # Reports that do not count near-ties only say whether all completions are identical.
     unexplained = report["lossless"].get("unexplained_divergences")
     return report["lossless"].get("greedy_identical") if unexplained is None else not unexplained
 
 
 def name_reference(report: Report) -> str:
-    """Name what generated the completions that those with the draft must equal."""
+    """Name the program whose completions the completions with the draft must equal."""
     return "transformers' generate()" if _is_specdistill(report) else "the server without a draft"
 
 
@@ -187,7 +200,11 @@ def format_gain(row: ResultRow) -> str:
 
 
 def describe_losslessness(report: Report) -> tuple[str, str]:
-    """Say what the greedy comparison and the sampling test found, or why there was none."""
+    """Return two sentences: the result of the greedy comparison, and of the sampling test.
+
+    If one of them was not made, its sentence gives the reason.
+    """
+    # Describe the completions that differ, if there are any.
     lossless = report["lossless"]
     absent = report["not_measured"]
     greedy = f"not compared ({absent.get('lossless.greedy_identical')})"
@@ -206,14 +223,14 @@ def describe_losslessness(report: Report) -> tuple[str, str]:
             f" {where}"
         )
 
-    # The greedy comparison, if there was one.
+    # Describe the greedy comparison, if there was one.
     checked = lossless["prompts_checked"]
     if checked:
         greedy = (
             f"{checked} completions compared token for token with {name_reference(report)}, {same}"
         )
 
-    # The sampling test, if there was one.
+    # Describe the sampling test, if there was one.
     sampled = f"not measured ({absent.get('lossless.sampling_test')})"
     test = lossless.get("sampling_test")
     if test:
@@ -236,14 +253,21 @@ def format_about(count: int) -> str:
 
 
 def describe_undecided(report: Report) -> str:
-    """Say what an inconclusive verdict lacks and the key that gets it; empty for other verdicts."""
+    """Say which rules an inconclusive verdict leaves open, and how many prompts could decide them.
+
+    The text is empty for other verdicts.
+    """
     rules = [rule for rule in report["gate"]["rules"] if find_outcome(rule) == "inconclusive"]
     if report["gate"]["verdict"] != "inconclusive":
         return ""
     names = ", ".join(dict.fromkeys(map(name_metric, rules)))
+
+    # More prompts do not help if the estimate is unknown, or not above what was measured.
     needed = [rule["prompts_needed"] for rule in rules]
     if None in needed or (enough := max(needed)) <= report["results"][0]["num_prompts"]:
         return f"The evidence cannot decide {names}."
+
+    # Say how to get that many prompts: from this suite, if it has them, or from a larger one.
     name = report["suite"]["name"]
     has = report["suite"]["num_prompts"]
     how = (
@@ -272,7 +296,7 @@ def describe_absence(row: ResultRow, name: str) -> str:
 
 
 def describe_absences(row: ResultRow, names: Sequence[str]) -> str:
-    """Say which of `names` were not measured, grouped by reason; empty if there are none."""
+    """Say which of the metrics `names` are absent, grouped by reason; empty if none is absent."""
     absent: dict[str, list[str]] = {}
     for name in names:
         why = describe_absence(row, name)
@@ -291,9 +315,9 @@ def format_other_speeds(row: ResultRow) -> str:
 
 
 def format_averages(report: Report) -> list[str]:
-    """Format the macro- and the micro-average of acceptance length and speedup.
+    """Return a line for the macro-average and one for the micro-average of the main numbers.
 
-    Each says how it was averaged.
+    Each line says how it was averaged, and has the acceptance length and the speedup.
     """
     headline = report["headline"]
     return [
@@ -307,7 +331,7 @@ def format_averages(report: Report) -> list[str]:
 
 
 def name_row(row: ResultRow) -> str:
-    """Return the name of a row: its category, or its suite for the whole suite."""
+    """Return the name of a result row: its category, or "all of SUITE" for the whole suite."""
     return (
         f"all of {row['suite']}"
         if row["category"] == ALL_PROMPTS
@@ -316,7 +340,7 @@ def name_row(row: ResultRow) -> str:
 
 
 def name_configuration(row: ResultRow) -> str:
-    """Say how a row was measured, e.g. simulated, K = 4, greedy, batch 1."""
+    """Return the configuration of a row in words, e.g. SUITE, K = 4, greedy, batch 1."""
     shape = describe_tree(row.get("tree"))
     cut = (
         ""
@@ -347,9 +371,9 @@ def describe_tree(settings: Settings | None) -> str:
 
 
 def format_acceptance_length(row: ResultRow) -> str:
-    """Format the acceptance length with its interval.
+    """Format the acceptance length of a row with its interval.
 
-    If rounds are unknown, it is that of vLLM's counters, and the text says so.
+    If the rounds are unknown, the text has the acceptance length by vLLM's counters and says so.
     """
     if "mean_acceptance_length" in row or "acceptance_length_vllm" not in row:
         return format_number(row.get("mean_acceptance_length")) + format_bracketed_interval(
@@ -367,13 +391,14 @@ def format_per_position(row: ResultRow) -> str:
 
 
 def name_metric(rule: RuleDocument) -> str:
-    """Return the name of a rule's metric, in words."""
+    """Return the name of a rule's metric in words, e.g. acceptance length."""
     metric = rule["metric"]
     return METRICS[metric][0] if metric in METRICS else metric.replace("_", " ").replace(".", " ")
 
 
 def format_requirement(rule: RuleDocument) -> str:
-    """Format what a rule requires, e.g. ≥ 1.2×."""
+    """Format the requirement of a rule, e.g. ≥ 1.2×."""
+    # A requirement is a dictionary of one entry, kind -> threshold.
     ((kind, threshold),) = rule["requirement"].items()
     sign = {"min": "≥", "max": "≤", "equals": "=", "max_regression": "loss ≤"}[kind]
     if kind == "max_regression":
@@ -382,12 +407,15 @@ def format_requirement(rule: RuleDocument) -> str:
 
 
 def format_scope(rule: RuleDocument) -> str:
-    """Format the scope of a rule; "all" for the whole suite."""
+    """Format the scope of a rule, the rows that it tests; "all" for the whole suite."""
     return ", ".join(map(str, rule["scope"].values())) or "all"
 
 
 def identify_rule(rule: RuleDocument) -> str:
-    """Return an id that does not depend on the threshold, e.g. speedup.min[category=chat]."""
+    """Return an id of a rule without its threshold, e.g. speedup.min[category=chat].
+
+    CI systems follow a test case by its id, which stays the same when the threshold is changed.
+    """
     (kind,) = rule["requirement"]
     scope = ",".join(f"{name}={value}" for name, value in rule["scope"].items())
     confidence = "" if rule["confidence"] == DEFAULT_CONFIDENCE else f"@{rule['confidence']:g}"
@@ -395,14 +423,14 @@ def identify_rule(rule: RuleDocument) -> str:
 
 
 def name_rule(rule: RuleDocument) -> str:
-    """Format the metric of a rule, what it requires, and its scope."""
+    """Format a rule: its metric, its requirement and its scope, e.g. speedup ≥ 1.2× [chat]."""
     return f"{name_metric(rule)} {format_requirement(rule)}" + (
         f" [{format_scope(rule)}]" if rule["scope"] else ""
     )
 
 
 def format_measured(rule: RuleDocument) -> str:
-    """Format the value of a rule with its unit and interval."""
+    """Format the measured value of a rule with its unit and interval, e.g. 1.54× (1.43 to 1.65)."""
     if rule["value"] is None:
         return "no evidence"
     is_change = "max_regression" in rule["requirement"]
@@ -415,9 +443,10 @@ def format_measured(rule: RuleDocument) -> str:
 
 
 def note(rule: RuleDocument) -> str:
-    """Say what value and requirement do not show of a rule that is not passed.
+    """Return a short remark on a rule that did not pass; empty if it passed.
 
-    This is why there is no evidence, or how many prompts could decide.
+    The remark says why there is no evidence, or at which confidence the rule tests and how many
+    prompts could decide it.
     """
     if rule["passed"] or rule["reason"].startswith("no evidence: "):
         return "" if rule["passed"] else str(rule["reason"]).removeprefix("no evidence: ")
@@ -440,7 +469,7 @@ def format_evidence(rule: RuleDocument) -> str:
 
 
 def list_warnings(report: Report) -> list[str]:
-    """Return a sentence for each rule that warns."""
+    """Return a sentence for each rule that only warns and did not pass."""
     return [
         f"Warning: {name_rule(rule)} is not shown: {format_evidence(rule)}."
         for rule in report["gate"]["rules"]
@@ -454,7 +483,7 @@ def find_outcome(rule: RuleDocument) -> str:
 
 
 def find_direction(change: ChangeDocument) -> str:
-    """Return better or worse if the interval of a change excludes 0, and open otherwise."""
+    """Return "better" or "worse" if the interval of a change excludes 0, and "open" otherwise."""
     low, high = change.get("ci95", (0.0, 0.0))
     if low <= 0 <= high:
         return "open"
@@ -462,7 +491,7 @@ def find_direction(change: ChangeDocument) -> str:
 
 
 def describe_baseline(report: Report) -> str:
-    """Say what the report was compared with, and how many numbers changed."""
+    """Say which release a report was compared with, and how many numbers changed."""
     baseline = report["baseline"]
     draft = report["baseline"]["draft"]
     name = "@".join(filter(None, (draft["model"] or draft["method"], draft["revision"])))
@@ -478,9 +507,9 @@ def describe_baseline(report: Report) -> str:
 
 
 def lookup_first(settings: Settings) -> str:
-    """Describe the lookup that stood in front of the draft; empty if there was none.
+    """Describe the lookup that drafts before the draft does; empty if there was none.
 
-    With a lookup the numbers are not the draft's own.
+    With such a lookup the numbers of a report are those of lookup and draft together.
     """
     lookup = settings.get("drafting", {}).get("lookup_first")
     if not lookup:
@@ -497,16 +526,16 @@ def lookup_first(settings: Settings) -> str:
 
 
 def describe_shape(settings: Settings) -> str:
-    """Describe what a round drafts in place of a chain of K tokens; empty for a chain."""
+    """Describe the lookup or the tree that drafts instead of a chain; empty for a chain."""
     return lookup_first(settings) or describe_tree(settings["tree"])
 
 
 def format_settings(report: Report) -> str:
-    """Return the settings in short.
+    """Return the main settings of a report in one line.
 
-    They are those that a comparison shares, the engine, and how drafts are proposed.
+    These are K, the sampling, the suite, the machine, the engine, and how drafts are proposed.
     """
-    # What decoded: this package, or an engine with requests in flight.
+    # Name the engine, if it is not this package, and the number of sequences at once.
     settings = report["settings"]
     engine = (
         ""
@@ -517,7 +546,7 @@ def format_settings(report: Report) -> str:
     batch_text = "batches of {}" if _is_specdistill(report) else "{} requests in flight"
     batches = batch_text.format(size) if size > 1 else ""
 
-    # What drafted, beyond K.
+    # Describe the drafting beyond K: the proposer's own settings, and a lookup.
     parts = {
         name: value
         for name, value in settings.get("drafting", {}).items()
@@ -528,6 +557,8 @@ def format_settings(report: Report) -> str:
             None, (f"drafting: {_format_listed(parts)}" if parts else "", lookup_first(settings))
         )
     )
+
+    # Join the parts that are not empty.
     return " · ".join(
         filter(
             None,
@@ -544,7 +575,7 @@ def format_settings(report: Report) -> str:
 
 
 def format_shared_settings(*reports: Report) -> str:
-    """Return the settings that all drafts of a comparison share, after the K of each."""
+    """Return the settings that all reports of a comparison share, after the range of their K."""
     first, *_ = reports
     settings = first["settings"]
     suite = f"suite {first['suite']['name']}"
@@ -558,20 +589,23 @@ def format_shared_settings(*reports: Report) -> str:
 
 
 def list_settings(settings: Settings) -> str:
-    """Return all settings that are a single value; `format_settings` has the others."""
+    """Return all settings that are a single value, e.g. seed 0, warmup 2.
+
+    `format_settings` describes the settings that have several values.
+    """
     return _format_listed(
         {name: value for name, value in settings.items() if not isinstance(value, Mapping)}
     )
 
 
 def describe_procedure(report: Report) -> str:
-    """Say in sentences how the numbers were measured."""
+    """Say in a few sentences how the speeds of a report were measured."""
     settings = report["settings"]
     engine = report.get("engine", {})
     size = settings["batch_size"]
     repeats = format_count(settings["repeats"], "time")
 
-    # This package's decoder interleaves the arms; a server is measured as it stands.
+    # This package's decoder runs each prompt with and without the draft in turn.
     is_own_decoder = _is_specdistill(report)
     warmup = format_count(
         settings["warmup"], "warm-up batch" if is_own_decoder and size > 1 else "warm-up prompt"
@@ -588,7 +622,7 @@ def describe_procedure(report: Report) -> str:
             " decoder without a draft."
         )
 
-    # How a server with the draft and one without it were compared.
+    # A server is measured as it runs. Say how the servers with and without the draft took turns.
     order = "There is no baseline."
     if "command" in engine:
         order = (
@@ -610,6 +644,7 @@ def describe_procedure(report: Report) -> str:
 
 def _is_specdistill(report: Report) -> bool:
     """Return whether this package decoded, not an inference engine."""
+    # The key `engine` is optional; a report without it is of this package.
     return "engine" not in report or report["engine"]["name"] == "specdistill"
 
 

@@ -30,6 +30,7 @@ from specdistill.evaluation.statistics.metrics import collect_prompt_sums
 from specdistill.evaluation.statistics.records import ALL_PROMPTS, CONFIGURATION_KEYS, PromptRecord
 from specdistill.evaluation.statistics.theory import BETTER_K_GAIN, RoundCost, compute_speedup_curve
 
+# The numbers of a row that the cost model needs.
 COSTS = ("emitted_per_position", "verify_ms", "draft_ms", "baseline_step_ms", "predicted_speedup")
 Cell = tuple[str, ...]
 
@@ -52,9 +53,10 @@ def select_whole_rows(report: Report) -> list[ResultRow]:
 
 
 def sweep(report: Report, setting: str) -> list[ResultRow]:
-    """Return the first row and those that differ from it in `setting` alone, by its value.
+    """Return the rows of a sweep over one setting, in the order of its values.
 
-    The list is empty if the setting was not swept.
+    They are the first row of the report and the rows that differ from it in this setting alone. The
+    list is empty if the setting was not swept.
     """
     rows = _select_rows_like_first(report, setting)
     # A context bucket is a number of tokens as text, or `all`, which comes last.
@@ -68,12 +70,12 @@ def sweep(report: Report, setting: str) -> list[ResultRow]:
 
 
 def select_chain_rows(report: Report) -> list[ResultRow]:
-    """Return the first row and those that differ from it in K or the batch size alone."""
+    """Return the first row of a report and those that differ from it in K or batch size alone."""
     return _select_rows_like_first(report, "num_speculative_tokens", "batch_size")
 
 
 def _select_rows_like_first(report: Report, *varied: str) -> list[ResultRow]:
-    """Return the first row and those that differ from it in `varied` alone."""
+    """Return the first row of a report and the rows that differ from it in `varied` alone."""
     first, *remaining = report["results"]
     same = {"suite", "category", *CONFIGURATION_KEYS} - {*varied}
     rows = [first]
@@ -89,7 +91,7 @@ def tabulate_by_category(report: Report) -> Table:
 
 
 def tabulate_whole_suite(report: Report) -> Table:
-    """Return the table `tabulate_by_category` without the categories."""
+    """Return the numbers of the main configuration, for the whole suite alone."""
     return _tabulate_numbers("suite", phrases.name_row, select_main_rows(report)[:1])
 
 
@@ -101,7 +103,13 @@ def tabulate_by_configuration(report: Report) -> Table:
 def _tabulate_numbers(
     what: str, name: Callable[[ResultRow], str], rows: Sequence[ResultRow]
 ) -> Table:
-    """Return the table of the main numbers of rows; `what` is the title of the first column."""
+    """Return the table of acceptance and speed with a line for each result row.
+
+    Args:
+        what: the title of the first column.
+        name: returns the text of the first column.
+        rows: the result rows.
+    """
     head = (
         what,
         "prompts",
@@ -132,10 +140,11 @@ def _tabulate_numbers(
 
 
 def join_cell(value: str, *notes: str) -> Cell:
-    """Return a cell without its empty notes."""
+    """Return a cell: its value, and below it the notes that are not empty."""
     return (value, *filter(None, notes))
 
 
+# The metrics whose change against an earlier report is shown.
 CHANGED_METRICS = (
     "mean_acceptance_length",
     "acceptance_rate",
@@ -147,14 +156,13 @@ CHANGED_METRICS = (
 
 
 def tabulate_changes(report: Report) -> Table:
-    """Return the table of changes: each number before and now, and its change.
+    """Return the table of changes since the baseline report: each number before and now.
 
     The last column says whether the change is better, worse or open.
     """
     rows: list[tuple[Cell, ...]] = []
-
-    # One row for each number that both reports have.
     for change in report["baseline"]["changes"]:
+        # Describe the change: its category, its size, and its interval or why there is none.
         metric = change["metric"]
         reading = phrases.find_direction(change)
         category = (
@@ -166,6 +174,8 @@ def tabulate_changes(report: Report) -> Table:
             else change.get("reason", "")
         )
         relative = format_signed(change["change"]) if "change" in change else "–"
+
+        # Write both values with the unit of the metric.
         old, new = (
             "".join(phrases.format_in_unit(metric, change[side])) if side in change else "–"
             for side in ("old", "new")
@@ -185,8 +195,8 @@ def tabulate_changes(report: Report) -> Table:
 def tabulate_training(report: Report) -> Table:
     """Return the table of acceptance lengths before and after training.
 
-    The first is measured before the first step of training, the second on the draft that training
-    left. The table is empty if there was no measurement before.
+    The length before is measured before the first step of training, the length after on the draft
+    that training saved. The table is empty if nothing was measured before training.
     """
     gained = report["draft"].get("training", {})
     head = (
@@ -209,11 +219,11 @@ def tabulate_training(report: Report) -> Table:
 
 
 def tabulate_quality(report: Report) -> Table:
-    """Return the share of completions that succeed with the draft and without, for each metric."""
+    """Return the table of task quality: the share of correct completions with and without draft."""
     rows: list[tuple[Cell, ...]] = []
-
-    # One row for each metric of quality.
     for name, scores in report.get("quality", {}).items():
+        # The difference in percentage points. If its interval includes 0, the draft changes nothing
+        # that the completions can show.
         ends = scores.get("difference_ci95", ())
         points, *bounds = (format_signed(share)[:-1] for share in (scores["difference"], *ends))
         reading = (
@@ -253,9 +263,9 @@ def tabulate_quality(report: Report) -> Table:
 
 
 def tabulate_latency(records: Sequence[PromptRecord]) -> Table:
-    """Return the table of milliseconds, plain and with the draft.
+    """Return the table of milliseconds of plain decoding and of decoding with the draft.
 
-    It shows the prefill of a prompt, the parts of a round, and a token. Records of a server are
+    The rows are the prefill of a prompt, the parts of a round, and a token. Records of a server are
     left out, because a server does not show what its time is spent on.
     """
     # Only records of this package's decoder have the times of steps.
@@ -264,15 +274,18 @@ def tabulate_latency(records: Sequence[PromptRecord]) -> Table:
     )
     rows: dict[str, list[float]] = {}
     for side in ("baseline_", "") if sums else ():
+        # Add up the times of all prompts on this side: plain decoding, or with the draft.
         total = {
             name.removeprefix(side): float(column.sum())
             for name, column in sums.items()
             if name.startswith(side)
         }
-        # Plain decoding drafts nothing. What the clock shows there belongs to the loop.
+        # Plain decoding drafts nothing. The little time that its clock shows belongs to the loop.
         draft = 0.0 if side else total["draft_seconds"]
         prefill = total["prefill_seconds"]
         target = total["verify_seconds"]
+
+        # Divide each time by the number of prompts, rounds or tokens that it was spent on.
         for name, seconds, count in (
             ("prefill of a prompt", prefill, sums["num_prompts"].sum()),
             ("drafting, per round", draft, total["num_rounds"]),
@@ -286,7 +299,7 @@ def tabulate_latency(records: Sequence[PromptRecord]) -> Table:
         ):
             rows.setdefault(name, []).append(1000 * seconds / (count or math.inf))
 
-    # Leave out what took no time.
+    # Leave out rows without any time.
     shown = []
     for name, times in rows.items():
         if any(times):
@@ -311,9 +324,13 @@ class DraftLength(NamedTuple):
 
 
 def draft_lengths(report: Report | None) -> tuple[DraftLength, ...]:
-    """Return `find_fastest_lengths`, for an engine.
+    """Return the best draft length of each load, if an engine can be started with it.
 
-    The result is also empty if a round does not draft a chain of K tokens.
+    An engine can be told K only for chains. So the result is also empty for a tree, and for a
+    lookup in front of the draft.
+
+    Args:
+        report: the draft's report; None gives no draft lengths.
     """
     if (
         report is None
@@ -325,12 +342,16 @@ def draft_lengths(report: Report | None) -> tuple[DraftLength, ...]:
 
 
 def find_fastest_lengths(report: Report) -> tuple[DraftLength, ...]:
-    """Return the best draft length of each load, by its size.
+    """Return the best draft length of each load, from the smallest load to the largest.
 
-    The result is empty without a sweep of K or of the load.
+    A load is a number of sequences decoded at once. The result is empty without a sweep of K or of
+    the load.
     """
+    # Find the loads that were measured. A single row is no sweep.
     rows = [row for row in select_chain_rows(report) if "speedup" in row]
     loads = sorted({row["batch_size"] for row in rows}) if len(rows) > 1 else []
+
+    # Choose the best draft length for each load.
     lengths = []
     for size in loads:
         rows_of_load = [row for row in rows if row["batch_size"] == size]
@@ -342,7 +363,13 @@ def _select_best_length(rows: Sequence[ResultRow], report: Report) -> DraftLengt
     """Return the draft length with the highest speedup, measured or modelled, for one load.
 
     A modelled speedup counts for less, by the margin within which the model may be wrong.
+
+    Args:
+        rows: the result rows of this load.
+        report: the report that has these rows, for its section `theory`.
     """
+    # Collect the speedup at each K, and whether it was measured. A measured one replaces a
+    # modelled one.
     modelled = {}
     for row in rows:
         for length, predicted_speedup in _model_shorter_lengths(row, report):
@@ -351,6 +378,8 @@ def _select_best_length(rows: Sequence[ResultRow], report: Report) -> DraftLengt
         **modelled,
         **{row["num_speculative_tokens"]: (row["speedup"], True) for row in rows},
     }
+
+    # Choose the highest speedup, with the modelled ones reduced by the margin.
     margin = max(BETTER_K_GAIN, report.get("theory", {}).get("cost_deviation", 0.0))
     k = max(speedups, key=lambda k: speedups[k][0] * (1 if speedups[k][1] else 1 - margin))
     speedup, is_measured = speedups[k]
@@ -358,7 +387,9 @@ def _select_best_length(rows: Sequence[ResultRow], report: Report) -> DraftLengt
 
 
 def _model_shorter_lengths(row: ResultRow, report: Report) -> Iterator[tuple[int, float]]:
-    """Yield (K', speedup) for the shorter drafts that the report timed, from the row of its own K.
+    """Yield (K', modelled speedup) for drafts that are shorter than those of a measured row.
+
+    Only the K' that the report timed are modelled, and only from a row with the report's own K.
 
     The cost of a pass over K' + 1 tokens is interpolated in proportion to K', between the passes
     over 1 and over K + 1 tokens that were timed at this load. The cost of drafting is in proportion
@@ -367,6 +398,7 @@ def _model_shorter_lengths(row: ResultRow, report: Report) -> Iterator[tuple[int
     theory = report.get("theory", {})
     if row["num_speculative_tokens"] != theory.get("K") or any(name not in row for name in COSTS):
         return
+
     # Estimate the costs of rounds with fewer draft tokens, at this load.
     k = theory["K"]
     step = row["baseline_step_ms"]
@@ -379,8 +411,9 @@ def _model_shorter_lengths(row: ResultRow, report: Report) -> Iterator[tuple[int
     curve = compute_speedup_curve(
         row["emitted_per_position"], row["num_drafts"], step, RoundCost(k, verify, draft), timed
     )
-    # The first row's curve is that of the report. Every curve is scaled by how much of its
-    # predicted speedup the row reached.
+
+    # Scale every curve by the share of its predicted speedup that the row reached. The curve of the
+    # report's first row is in the report already.
     for point in theory["curve"] if row is report["results"][0] else curve:
         if 0 < point["k"] < k:
             yield (

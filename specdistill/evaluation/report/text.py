@@ -32,17 +32,18 @@ COLOURS = {
     "not judged": "yellow",
     "warning": "yellow",
 }
+# Characters that are markup in GitHub's Markdown. An underscore inside a word is none.
 MARKUP = re.compile(r"[\\`*\[\]<>|#~&$]|(?<![^\W_])_|_(?![^\W_])")
-# What GitHub takes for mentions, links and issues. It finds them in rendered text, where escapes
-# and entities are gone, so a zero-width space after these stops them. `org/name@v1` is not a
-# mention, and can be copied.
+# The characters with which GitHub begins a mention, a link or the number of an issue. GitHub looks
+# for them in the rendered text, where escapes no longer exist. A zero-width space after the
+# character stops it. `org/name@v1` is no mention and stays as it is, so that it can be copied.
 REFERENCE_PATTERN = re.compile(
     r"(?<![A-Za-z0-9_])@|@(?!v?\d)|#(?=\w)|\bGH-|:(?=//)|\bwww(?=\.)", re.IGNORECASE
 )
 
 
 def to_markdown(report: Report) -> str:
-    """Return the content of report.md."""
+    """Return the content of report.md: the verdict as its title, then the sections."""
     head = (
         f"{phrases.format_verdict(report)}: {phrases.format_title(report)}",
         phrases.format_summary(report),
@@ -56,7 +57,7 @@ def to_markdown(report: Report) -> str:
 
 
 def format_measurement(report: Report) -> str:
-    """Return what follows the verdict in `to_markdown`, for a page with its own beginning."""
+    """Return report.md without its title and summary, for a page that has its own."""
     return "\n\n".join(section for section in _list_sections(report) if section)
 
 
@@ -127,11 +128,12 @@ def _list_sections(report: Report) -> Iterator[str]:
 
 
 def _list(items: Iterable[str]) -> str:
+    """Return a bullet list in Markdown; empty without items."""
     return "\n".join(f"- {item}" for item in items)
 
 
 def format_cells(content: tables.Table) -> str:
-    """Return a table in Markdown; each cell has its notes in brackets."""
+    """Return a table in Markdown, with the notes of each cell in brackets after its value."""
     rows = []
     for row in content.rows:
         cells = []
@@ -143,7 +145,7 @@ def format_cells(content: tables.Table) -> str:
 
 
 def format_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table in Markdown, from a head and rows that are Markdown; empty without rows."""
+    """Return a Markdown table of cells that are already escaped; empty without rows."""
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return (
         "\n".join([f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}", *lines]) if lines else ""
@@ -151,17 +153,18 @@ def format_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def escape_markdown(text: str) -> str:
-    """Escape a text so that nothing in it is markup, a mention or a link.
+    """Escape a text for Markdown, so that nothing in it is markup, a mention or a link.
 
-    Names come from outside. GitHub would make mentions and links of some of them.
+    Names of models and prompts come from outside, and GitHub would notify people whom they mention.
     """
+    # First make one printable line, then escape markup, then break mentions and links.
     return REFERENCE_PATTERN.sub(
         "\\g<0>\N{ZERO WIDTH SPACE}", MARKUP.sub(r"\\\g<0>", make_printable(" ".join(text.split())))
     )
 
 
 def print_report(report: Report, folder: Path) -> None:
-    """Print the main numbers, the findings, the rules not passed, and where the report is."""
+    """Print the main numbers, the findings, the rules that did not pass, and the report's path."""
     row = report["results"][0]
     console = Console()
     grid = rich.table.Table(
@@ -171,7 +174,7 @@ def print_report(report: Report, folder: Path) -> None:
         title_justify="left",
     )
 
-    # The numbers to quote, and the verdict.
+    # Print the numbers to quote, and the verdict.
     lines = {
         "acceptance length": phrases.format_acceptance_length(row),
         "accepted per position": phrases.format_per_position(row),
@@ -188,7 +191,7 @@ def print_report(report: Report, folder: Path) -> None:
     console.print(grid)
     console.print(Text(phrases.format_summary(report)), soft_wrap=True)
 
-    # What a reader should know before quoting them.
+    # Print what a reader should know before quoting these numbers, and where the full report is.
     for finding in report["findings"]:
         console.print(Text(f"note: {finding['message']}", style="yellow"), soft_wrap=True)
     _print_rules(console, report, [rule for rule in report["gate"]["rules"] if not rule["passed"]])
@@ -196,11 +199,12 @@ def print_report(report: Report, folder: Path) -> None:
 
 
 def print_power_analysis(clusters: Sequence[str]) -> None:
-    """Print the change that a run can detect, before it runs.
+    """Print the smallest change of the acceptance length that a run can detect, before it runs.
 
     Args:
         clusters: the cluster of each prompt; prompts of one cluster are not independent.
     """
+    # Only independent prompts count, so each cluster counts once.
     num_prompts = len(set(clusters))
     of = (
         f"{len(clusters)} prompts, of them {num_prompts} drawn alone,"
@@ -224,7 +228,7 @@ def print_gate(report: Report) -> None:
 
 
 def _print_rules(console: Console, report: Report, rules: Iterable[RuleDocument]) -> None:
-    """Print the rules with their evidence, and what an inconclusive verdict lacks."""
+    """Print rules with their evidence, and how many prompts could decide the undecided ones."""
     for rule in rules:
         outcome = phrases.find_outcome(rule)
         console.print(
