@@ -40,6 +40,7 @@ TEMPLATE_ERRORS = (
     ValueError,
 )
 CALLS = ("function_call", "tool_call")  # roles of ShareGPT's turns that hold a call as JSON
+# The names of roles in the known data sets, each with the role of OpenAI's API.
 ROLES = {
     **dict.fromkeys(("user", "human", "prompter"), "user"),
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model", *CALLS), "assistant"),
@@ -49,7 +50,7 @@ ROLES = {
     ),
 }
 PLAIN_ROLES = tuple(dict.fromkeys(ROLES.values()))
-# Why a row cannot be used. Skipped rows are counted by these kinds.
+# The reasons why a row cannot be used. Skipped rows are counted by reason.
 MALFORMED = "malformed conversation"
 ROLE_ORDER = "order of turns"
 UNREAD_CONTENT = "content that is not text"
@@ -59,7 +60,8 @@ REJECTED = "rejected by the chat template"
 IGNORED = "ignored by the chat template"
 ALTERED = "altered by the chat template"
 UNANSWERED: Message = {"role": "assistant", "content": None}  # a turn that is yet to be generated
-# The names of the reasoning: that of DeepSeek and Qwen, that of vLLM, and that of gpt-oss.
+# The names under which a message may have its reasoning: of DeepSeek and Qwen, of vLLM, of gpt-oss.
+# The first one is used here.
 REASONING = ("reasoning_content", "reasoning", "thinking")
 OTHER_TEMPLATE_HINT = "data.chat_template with a template that does, or rows without"
 SHOWN_CHARACTERS = 240  # characters of a text that an error message shows
@@ -68,7 +70,7 @@ SHOWN_CHARACTERS = 240  # characters of a text that an error message shows
 def convert_conversation(
     turns: object, tools: object, where: str, roles: Mapping[str, str] | None = None
 ) -> tuple[list[Message], list[Schema] | None]:
-    """Convert a conversation from one of the known forms.
+    """Convert a conversation from one of the known forms into messages of OpenAI's API.
 
     In a list of texts, each text is a turn of the user that the target must answer. In a list of
     lists of messages, the target must answer after each list. A greeting before the first question
@@ -78,7 +80,7 @@ def convert_conversation(
     Args:
         turns: the turns in one of the known forms.
         tools: the schemas of the tools in one of the known forms.
-        where: what errors name.
+        where: the row and file, which errors name.
         roles: `data.roles`, more names of roles, each with one of PLAIN_ROLES; None where that key
             is not read.
 
@@ -89,7 +91,8 @@ def convert_conversation(
         UserError: for turns or schemas of another form, for a conversation that does not begin with
             a turn of the user, for a tool result without a call, and for a call without a schema.
     """
-    # A list of texts, or of exchanges, is a conversation whose answers are to be generated.
+    # In a list of texts or of lists of messages, put a turn that is yet to be generated after each
+    # item. The last one is left out, because nothing follows it.
     if isinstance(turns, list) and turns and all(isinstance(turn, str | list) for turn in turns):
         converted = [
             [{"role": "user", "content": turn}] if isinstance(turn, str) else turn for turn in turns
@@ -103,6 +106,7 @@ def convert_conversation(
     messages = []
     for turn in check_mappings(turns, where, "a conversation"):
         messages.append(turn if turn is UNANSWERED else _convert_message(turn, where, roles))
+
     # Drop greetings of the assistant between the system messages and the first question.
     system = list(takewhile(lambda message: message["role"] == "system", messages))
     turns_from_user = list(
@@ -121,7 +125,7 @@ def convert_conversation(
             kind=ROLE_ORDER,
         )
 
-    # The calls of tools must have schemas and results.
+    # Check that each call has a schema, and each tool result a call.
     schemas = _convert_tools(tools, where)
     _check_calls(turns_from_user, {tool["function"].get("name") for tool in schemas}, where)
     return [*system, *turns_from_user], schemas or None
@@ -222,9 +226,17 @@ def _convert_message(turn: Message, where: str, roles: Mapping[str, str] | None)
 
 
 def _call(call: Message, where: str) -> Message:
-    """Convert a call of a tool to the form of OpenAI's API, and check its name and arguments."""
+    """Convert a call of a tool to the form of OpenAI's API, and check its name and arguments.
+
+    Args:
+        call: the call, as {function: {name, arguments}} or as {name, arguments}.
+        where: the row and file, which errors name.
+    """
     (function,) = check_mappings([call.get("function", call)], where, "a call")
     name = check_string(function.get("name"), where, "a call's name")
+
+    # The arguments are an object or its JSON text. They are kept as they are, because chat
+    # templates differ in the form that they expect.
     arguments = function.get("arguments") or {}
     with convert_errors(
         ValueError,
@@ -247,12 +259,15 @@ def _call(call: Message, where: str) -> Message:
 def _convert_tools(tools: object, where: str) -> list[Schema]:
     """Convert the schemas of tools to the form of OpenAI's API, {type: function, function: …}.
 
-    They are a list of these, a list of bare functions, or the JSON text of such a list.
+    The schemas are a list of such objects, a list of bare functions, or the JSON text of a list.
     """
+    # Read the JSON text, if it is one.
     with convert_errors(
         ValueError, where, "tools", "a list of schemas, or its JSON text", kind=MALFORMED
     ):
         raw_tools = parse_json(tools) if isinstance(tools, str) and tools else tools or []
+
+    # Wrap bare functions, and check that each tool has a name.
     schemas: list[Schema] = [
         tool
         if isinstance(tool.get("function"), Mapping)
@@ -268,6 +283,7 @@ def _check_calls(messages: Sequence[Message], known_ids: set[str], where: str) -
     """Raise UserError for a call without a schema, or a tool result without a call."""
     open_calls: list[str | None] = []  # ids of calls without a result yet
     for number, message in enumerate(messages):
+        # Every tool that is called needs a schema.
         for call in message.get("tool_calls", ()):
             name = call["function"]["name"]
             if name not in known_ids:
@@ -277,10 +293,13 @@ def _check_calls(messages: Sequence[Message], known_ids: set[str], where: str) -
                     expected="the schema of each tool, in a column `tools`",
                     kind="tool call without a schema",
                 )
+
+        # A message of any other role ends the results of earlier calls, and may make new calls.
         if message["role"] != "tool":
             open_calls = [call.get("id") for call in message.get("tool_calls", ())]
             continue
-        # A result without an id answers the first open call.
+
+        # A result answers the call of its id. A result without an id answers the first open call.
         id = message.get("tool_call_id")
         call_id = id if id in open_calls else None
         if call_id not in open_calls and (id is not None or not open_calls):
@@ -308,7 +327,13 @@ def is_learned(message: Message) -> bool:
 
 
 def check_mappings(value: object, where: str, what: str) -> list[Message]:
-    """Return a value if it is a list of objects, and raise UserError if it is not."""
+    """Return a value if it is a list of objects, and raise UserError if it is not.
+
+    Args:
+        value: the value.
+        where: the row and file, which the error names.
+        what: what the value should be, in words, for the error.
+    """
     if not isinstance(value, list):
         raise UserError(
             where,
@@ -328,7 +353,13 @@ def check_mappings(value: object, where: str, what: str) -> list[Message]:
 
 
 def check_string(value: object, where: str, what: str) -> str:
-    """Return a value if it is a string, and raise UserError if it is not."""
+    """Return a value if it is a string, and raise UserError if it is not.
+
+    Args:
+        value: the value.
+        where: the row and file, which the error names.
+        what: what the value should be, in words, for the error.
+    """
     if not isinstance(value, str):
         raise UserError(
             where, got=f"{what} of type {type(value).__name__}", expected="a string", kind=MALFORMED
@@ -346,10 +377,14 @@ def use_template(tokenizer: Tokenizer, recipe: object) -> None:
     """
     path = getattr(getattr(recipe, "data", None), "chat_template", None)
     if path is not None:
+        # Read the template.
         with convert_errors(
             (OSError, UnicodeDecodeError), "data.chat_template", path, "a file with a chat template"
         ):
             tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
+
+        # Try it once, to find errors of syntax now. An empty question may be refused for other
+        # reasons, which say nothing about the template.
         with (
             suppress(*TEMPLATE_ERRORS),
             convert_errors(TemplateSyntaxError, "data.chat_template", path, "a template of Jinja"),
@@ -367,14 +402,14 @@ def render_chat(
 ) -> str:
     """Render a conversation with the tokenizer's chat template.
 
-    If the conversation calls tools, several forms of the calls are tried (see `_forms`), and the
-    first one that the template writes correctly is used.
+    If the conversation calls tools, several forms of the calls are tried (see `_list_forms`), and
+    the first one that the template writes correctly is used.
 
     Args:
         tokenizer: the target's tokenizer.
         messages: the conversation.
         generation_prompt: whether the text ends with the beginning of the assistant's turn.
-        where: what errors name.
+        where: the recipe key or the row, which errors name.
         tools: the schemas of the tools.
         template: more arguments of the template, e.g. `enable_thinking`.
 
@@ -395,7 +430,8 @@ def render_chat(
         **template,
     }
 
-    # Templates differ in the form of calls that they take. Try each form.
+    # Templates differ in the form of calls that they expect. Try each form until one is written
+    # correctly.
     called = any(message.get("tool_calls") for message in messages)
     for form in _list_forms(messages) if called else ():
         with suppress(*TEMPLATE_ERRORS):  # raised below if the template takes none of the forms
@@ -403,7 +439,8 @@ def render_chat(
             if not _is_miswritten(rendered, form):
                 return rendered
 
-    # Otherwise render the conversation as it is.
+    # Without calls, render the conversation as it is. With calls of which no form is written
+    # correctly, this reports the error of the template, if it has one.
     turns = f"turns {shorten_text(', '.join(message['role'] for message in messages))}"
     with convert_errors(
         TEMPLATE_ERRORS,
@@ -428,7 +465,7 @@ def render_chat(
 
 
 def _add_reasoning_names(message: Message) -> Message:
-    """Return a message that has its reasoning under every name that templates read."""
+    """Return a message with its reasoning under each of the names that chat templates read."""
     return (
         message | dict.fromkeys(REASONING, message[REASONING[0]])
         if REASONING[0] in message
@@ -437,11 +474,12 @@ def _add_reasoning_names(message: Message) -> Message:
 
 
 def _list_forms(messages: Sequence[Message]) -> Iterator[list[Message]]:
-    """Yield copies of a conversation in every form that templates may expect of calls.
+    """Yield copies of a conversation, one for each form of tool calls that templates may expect.
 
     The arguments of calls are as they are, or objects, or JSON texts. In messages that only call
     tools, content is None, or "".
     """
+    # Two forms of empty content, times three forms of the arguments.
     for blank in (None, ""):
         for as_arguments in (
             lambda arguments: arguments,
@@ -457,16 +495,19 @@ def _list_forms(messages: Sequence[Message]) -> Iterator[list[Message]]:
 
 
 def _format_arguments(arguments: object) -> str:
+    """Return the arguments of a call as JSON text."""
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def _is_miswritten(rendered: str, messages: Sequence[Message]) -> bool:
-    """Return whether a template wrote calls wrongly, because it expects another form.
+    """Return whether a chat template wrote tool calls wrongly, because it expects another form.
 
     The text then holds an object or None as Python writes it, or a JSON text in quotes.
     """
     for message in messages:
         for call in message.get("tool_calls", ()):
+            # Look for the arguments as a template of the other form writes them: a text encoded as
+            # JSON again, or an object in Python's notation.
             arguments = call["function"]["arguments"]
             wrong = (
                 json.dumps(arguments, ensure_ascii=False)
@@ -475,6 +516,8 @@ def _is_miswritten(rendered: str, messages: Sequence[Message]) -> bool:
             )
             if wrong in rendered and wrong != _format_arguments(arguments):
                 return True
+
+        # A missing content must not become the word None.
         if message["content"] is None and "None" in rendered:
             return True
     return False
@@ -496,17 +539,20 @@ def check_expressed(
         tokenizer: the target's tokenizer.
         messages: the conversation.
         tools: the schemas of the tools.
-        where: what errors name.
+        where: the recipe key or the row, which errors name.
         template: more arguments of the template.
     """
 
     def rendered(messages: Sequence[Message], tools: Tools) -> str | None:
+        """Render messages from which a part was removed; None if the template then fails."""
         try:
             return render_chat(tokenizer, messages, False, where, tools, **template)
-        except UserError:  # the template insists on the part that was taken out
+        except UserError:  # The template requires the part that was removed, so it reads it.
             return None
 
-    # Each part: its name -> the messages with it, the messages without it, and the schemas without.
+    # The parts to check: name -> the messages with the part, the messages without it, and the
+    # schemas without it. Some templates drop the reasoning of all answers but the last, so it is
+    # checked in a conversation that ends with it.
     last = max(
         (number for number, message in enumerate(messages) if REASONING[0] in message), default=-1
     )
@@ -532,13 +578,14 @@ def check_expressed(
         ),
     }
 
-    # Each system message is a part of its own.
+    # Each system message is a part of its own, because some templates render only the first one.
     for number, message in enumerate(messages):
         if message["role"] == "system" and message["content"].strip():
             rest = [*messages[:number], {**message, "content": ""}, *messages[number + 1 :]]
             parts[f"messages of the system, e.g. number {number},"] = (messages, rest, tools)
 
-    # A part that leaves no trace in the rendered text would be lost.
+    # Render the conversation with and without each part that it has. If the texts are equal, the
+    # template ignores the part.
     for what, (with_it, without, remaining_tools) in parts.items():
         if (with_it, tools) != (without, remaining_tools) and render_chat(
             tokenizer, with_it, False, where, tools, **template
@@ -552,12 +599,12 @@ def check_expressed(
 
 
 def _remove_key(key: str, message: Message) -> Message:
-    """Return a message without a key. If it had that key, a content of None becomes ""."""
+    """Return a message without a key. If the message had it, a content of None becomes ""."""
     remaining = {name: value for name, value in message.items() if name != key}
     return {**remaining, "content": remaining["content"] or ""} if key in message else message
 
 
 def shorten_text(text: str) -> str:
-    """Return the beginning and the end of a text that is too long for an error message."""
+    """Return a text, without its middle if it is too long for an error message."""
     half = SHOWN_CHARACTERS // 2
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:half]} … {text[-half:]}"

@@ -66,7 +66,9 @@ REMOTE = ("https://", "http://", "hf://")
 # How many prompts of a file that is no suite are measured by default. They are enough to know an
 # acceptance length to a few percent.
 FILE_PROMPTS = 200
-TEXT_PROMPT_TOKENS = 32  # tokens of a `text` row that are the prompt
+# How many tokens of a `text` row are the prompt. It is short, so that nearly every text is long
+# enough, and gives the target something to continue.
+TEXT_PROMPT_TOKENS = 32
 
 T = TypeVar("T")
 FileRow = dict[str, Any]  # a row of a prompts' file, which may hold anything
@@ -168,7 +170,7 @@ class Prompt:
 
 
 def load_suite(name: str | None, target: str = "pico", *, key: str = "eval.suite") -> Suite:
-    """Load a suite by its name or path.
+    """Load a suite and its prompts, by name or path, and check the hash of the prompts.
 
     Args:
         name: the name or path. None stands for pico's own prompts, which say nothing about another
@@ -183,7 +185,7 @@ def load_suite(name: str | None, target: str = "pico", *, key: str = "eval.suite
     """
     path = _find("pico" if name is None and target == "pico" else name, target, key)
 
-    # A file of prompts is a suite of its own, without a licence.
+    # A plain file of prompts is a suite without a licence. The hash of the file is its version.
     if path.suffix == ".jsonl":
         content = read_prompts(str(path))
         digest = hashlib.sha256(content).hexdigest()
@@ -197,7 +199,7 @@ def load_suite(name: str | None, target: str = "pico", *, key: str = "eval.suite
             is_file=True,
         )
 
-    # A suite's YAML file names the file of its prompts, and its hash.
+    # A suite's YAML file names the file of its prompts, and the hash that this file must have.
     header = _read_header(path)
     prompts = (
         header.prompts if header.prompts.startswith(REMOTE) else str(path.parent / header.prompts)
@@ -210,6 +212,8 @@ def load_suite(name: str | None, target: str = "pico", *, key: str = "eval.suite
             got=f"{prompts} with sha256 {digest}",
             expected=f"the content that {path.name} names by its sha256 {header.sha256}",
         )
+
+    # Convert the rows. With `turns: all`, a conversation becomes several prompts.
     rows = parse_suite_file(prompts, content, header.columns, header.placeholder)
     if header.turns == "all":
         rows = tuple(chain.from_iterable(_split_turns(row, header.categories) for row in rows))
@@ -230,6 +234,10 @@ def check_suite(name: str | None, *, key: str = "eval.suite") -> Suite | None:
 
     Prompts elsewhere are not fetched, so that a check needs no network.
 
+    Args:
+        name: the name or path of the suite; None for no suite.
+        key: the recipe key that errors name.
+
     Returns:
         The suite; None if `name` is None, or if the prompts are not on this machine.
 
@@ -246,8 +254,13 @@ def check_suite(name: str | None, *, key: str = "eval.suite") -> Suite | None:
 def count_measured(suite: Suite, num_prompts: int | None, *, logs: bool = True) -> int | None:
     """Return how many prompts of a suite are measured; None stands for all.
 
-    This is `num_prompts`, if that is given. Of a file without a suite YAML, FILE_PROMPTS are
-    measured by default, and a log line says so if `logs`.
+    This is `num_prompts`, unless it is None and the suite is a plain file of prompts. Such a file
+    may be very long, so only FILE_PROMPTS of its prompts are measured by default.
+
+    Args:
+        suite: the suite.
+        num_prompts: the number that the user asks for; None if the user gives none.
+        logs: whether to log that only a part of the file is measured.
     """
     if not suite.is_file or num_prompts is not None or len(suite.rows) <= FILE_PROMPTS:
         return num_prompts
@@ -377,7 +390,7 @@ def cut_prompts(
             expected=f"at most {max_length} tokens together, the target's context",
         )
 
-    # Only prompts that are long enough can be cut to every length.
+    # Select the prompts that are long enough to be cut to every length.
     num_tokens = {
         row.id: len(_tokenize(row, tokenizer, is_whole=True).token_ids) for row in suite.rows
     }
@@ -392,6 +405,8 @@ def cut_prompts(
             ),
             expected="lengths that at least one prompt reaches",
         )
+
+    # Cut the same prompts to each length.
     chosen = select_evenly(rows, [row.category for row in rows], num_prompts)
     prompts_by_length = {}
     for length in lengths:
@@ -410,16 +425,20 @@ def select_evenly(items: Sequence[T], groups: Sequence[Hashable], count: int | N
     Returns:
         The chosen items, in their order.
     """
+    # Collect the indices of the items of each group.
     members: dict[Hashable, list[int]] = {}
     for index, group in enumerate(groups):
         members.setdefault(group, []).append(index)
-    # Take the first item of each group, then the second of each, and so on, to find how many items
-    # each group gives. These are then spread evenly over the items of the group.
+
+    # Find how many items each group gives: take the first item of each group, then the second of
+    # each, and so on, until there are `count`. A group without further items is passed over.
     turns = []
     for order, indices in enumerate(members.values()):
         turns += [(turn, order) for turn in range(len(indices))]
     turns.sort()
     quota = Counter(order for _, order in turns[:count])
+
+    # Spread the quota of a group evenly over its items.
     chosen: list[int] = []
     for order, indices in enumerate(members.values()):
         chosen += [
@@ -429,10 +448,22 @@ def select_evenly(items: Sequence[T], groups: Sequence[Hashable], count: int | N
 
 
 def _find(name: str | None, target: str = "pico", key: str = "eval.suite") -> Path:
-    """Return the file of a suite, a YAML or jsonl file, by its path or name."""
+    """Find the YAML or jsonl file of a suite, by its path or name.
+
+    Args:
+        name: the path, or the name of a file under `eval/suites`; None if the user gives none.
+        target: the name of the target, which the error names.
+        key: the recipe key that errors name.
+
+    Raises:
+        UserError: if there is no such file.
+    """
+    # A path comes before the name of a suite.
     for candidate in (Path(name), SUITES / f"{name}.yaml") if name else ():
         if candidate.suffix in (".yaml", ".yml", ".jsonl") and candidate.is_file():
             return candidate
+
+    # Nothing was found. Say which suites there are, and how to convert a CSV file.
     known_suites = sorted(path.stem for path in SUITES.glob("*.yaml"))
     expected = f"one of {', '.join(known_suites)}, a suite YAML or a jsonl file"
     if not name:
@@ -446,6 +477,8 @@ def _read_header(path: Path) -> SuiteHeader:
     """Read a suite's YAML file, and check its keys."""
     with convert_errors(ValueError, "eval.suite", path, "a readable YAML file"):
         header = validate_recipe(SuiteHeader, parse_yaml(read_prompts(str(path))), f"{path.name}: ")
+
+    # A name in `columns` that is none of ours would never be read.
     unknown = next((name for name in header.columns if name not in COLUMNS), None)
     if unknown:
         raise UserError(
@@ -458,7 +491,8 @@ def _read_header(path: Path) -> SuiteHeader:
 
 
 def _cut(row: SuiteRow, tokenizer: Tokenizer, length: int) -> Prompt:
-    """Return a row's prompt, cut to at most `length` tokens."""
+    """Return the prompt of a row, cut to at most `length` tokens."""
+    # A conversation is cut inside one of its messages, other prompts at one of their ends.
     prompt = _tokenize(row, tokenizer, is_whole=True)
     if row.kind == "messages":
         return _cut_messages(row, tokenizer, length, prompt)
@@ -477,11 +511,20 @@ def _cut_messages(row: SuiteRow, tokenizer: Tokenizer, length: int, prompt: Prom
     """Cut the beginning of a conversation's longest message until it has at most `length` tokens.
 
     Text that is cut may have another number of tokens than expected, so this is repeated.
+
+    Args:
+        row: the row with the whole conversation.
+        tokenizer: the target's tokenizer.
+        length: the most tokens of the prompt.
+        prompt: the prompt of the whole conversation.
     """
+    # Find the longest message. The other messages stay as they are.
     longest = max(
         range(len(row.content)), key=lambda index: len(row.content[index]["content"] or "")
     )
     kept_ids = tokenizer(row.content[longest]["content"], add_special_tokens=False)["input_ids"]
+
+    # Remove as many of its first tokens as the prompt has too many, and tokenize again.
     while (excess := len(prompt.token_ids) - length) > 0:
         kept_ids = kept_ids[excess:]
         if not kept_ids:
@@ -499,11 +542,11 @@ def _cut_messages(row: SuiteRow, tokenizer: Tokenizer, length: int, prompt: Prom
 def _split_turns(row: SuiteRow, categories: str | None) -> Iterator[SuiteRow]:
     """Yield a prompt for each turn of the assistant in a conversation: the turns before it.
 
-    Its id ends with the turn's number.
+    The id of a prompt ends with the number of the turn.
 
     Args:
         row: the conversation.
-        categories: as in `SuiteHeader`.
+        categories: `turn`, `kind` or None, as in `SuiteHeader`.
     """
     if row.kind != "messages" or all(message["role"] != "assistant" for message in row.content):
         raise UserError(
@@ -511,9 +554,12 @@ def _split_turns(row: SuiteRow, categories: str | None) -> Iterator[SuiteRow]:
             got=f"all for prompt {row.id}, without turns of the assistant",
             expected="messages with turns of the assistant, or turns: last",
         )
+
+    # Make a prompt of the messages before each turn of the assistant.
     turns = [number for number, message in enumerate(row.content) if message["role"] == "assistant"]
     for number, place in enumerate(turns, 1):
-        first = 2 ** (number.bit_length() - 1)  # 1, 2 to 3, 4 to 7, …
+        # Later turns are rarer, so the categories by number double: 1, 2 to 3, 4 to 7, …
+        first = 2 ** (number.bit_length() - 1)
         names = {
             "turn": f"turn_{first}" + f"_to_{2 * first - 1}" * (first > 1),
             "kind": _find_kind(row.content[place]),
@@ -530,7 +576,10 @@ def _split_turns(row: SuiteRow, categories: str | None) -> Iterator[SuiteRow]:
 
 
 def _find_kind(message: Message) -> str:
-    """Return what a turn of the assistant is, as a category of `categories: kind`."""
+    """Return the category of an assistant's turn for `categories: kind`.
+
+    It is tool_call, reasoning, structured_output (the content is a JSON object or list) or prose.
+    """
     if "tool_calls" in message or REASONING[0] in message:
         return "tool_call" if "tool_calls" in message else "reasoning"
     try:
@@ -544,16 +593,20 @@ def _find_kind(message: Message) -> str:
 
 
 def _read_turn_text(turn: Message) -> object:
-    """Return what a turn says: its content, "calls" if it only calls tools, or None."""
+    """Return the content of a turn; "calls" if it only calls tools, and None if it is empty."""
     return turn.get("content", turn.get("value")) or ("calls" if turn.get("tool_calls") else None)
 
 
 def _convert_programming_row(entry: FileRow, place: str) -> FileRow:
-    """Convert a row of MBPP into one with `user`.
+    """Convert a row of MBPP into a row with `user`, whose text has the question and the tests.
 
-    Such a row has a question and a list of assertions that a program must pass. The user's message
-    shows both.
+    A row of MBPP has a question and a list of assertions that a program must pass.
+
+    Args:
+        entry: the row.
+        place: the file and row number, which the error names.
     """
+    # Check that the question and the assertions are there.
     question = entry.get("prompt", entry.get("text"))
     tests = entry["test_list"]
     if (
@@ -566,6 +619,8 @@ def _convert_programming_row(entry: FileRow, place: str) -> FileRow:
             got=f"{place} with test_list",
             expected="a question as prompt or text, and a list of assertions",
         )
+
+    # Keep the id and the category. The assertions follow the question.
     shown = "\n".join(tests)
     converted: FileRow = {key: entry[key] for key in ("id", "task_id", "category") if key in entry}
     return {
@@ -575,11 +630,12 @@ def _convert_programming_row(entry: FileRow, place: str) -> FileRow:
 
 
 def _tokenize(row: SuiteRow, tokenizer: Tokenizer, is_whole: bool = False) -> Prompt:
-    """Return a row's prompt.
+    """Tokenize the prompt of a row.
 
     The prompt of a `text` row is its first TEXT_PROMPT_TOKENS tokens, or all of them if `is_whole`.
     """
-    # Messages go through the chat template, which must keep everything in them.
+    # Messages are rendered with the chat template, which must not ignore a part of them. The
+    # template writes the special tokens itself, so the tokenizer adds none.
     if row.kind == "messages":
         if not tokenizer.chat_template:
             raise UserError(
@@ -598,7 +654,8 @@ def _tokenize(row: SuiteRow, tokenizer: Tokenizer, is_whole: bool = False) -> Pr
             row.cluster,
         )
 
-    # A text is cut to its beginning. A prompt is taken as it is.
+    # A text is cut to its beginning. A prompt is used as it is. `verbose=False` silences the
+    # warning of transformers about long inputs, which `tokenize` checks itself.
     ids = tokenizer(row.content, verbose=False)["input_ids"]
     if row.kind == "text":
         ids = ids if is_whole else ids[:TEXT_PROMPT_TOKENS]
@@ -613,7 +670,7 @@ def _tokenize(row: SuiteRow, tokenizer: Tokenizer, is_whole: bool = False) -> Pr
 
 
 def read_prompts(place: str, *, is_pinned: bool = False) -> bytes:
-    """Read a file, or a URL, whose content is kept in the cache of the datasets library.
+    """Return the content of a file or URL. A URL is cached by the datasets library.
 
     Args:
         place: the path or URL.
@@ -627,6 +684,7 @@ def read_prompts(place: str, *, is_pinned: bool = False) -> bytes:
     if not place.startswith(REMOTE):
         with convert_errors(OSError, "eval.suite", place, "a readable file"):
             return Path(place).read_bytes()
+
     # The library is imported here because that is slow, and reports do not need it.
     from datasets import DownloadConfig, DownloadManager
 
@@ -658,9 +716,8 @@ def parse_suite_file(
         UserError: for a file without prompts, for a row without a prompt or without one of the
             columns, and for an id that two rows have.
     """
-    rows = []
-
     # Convert each row, with the columns that the suite's YAML file names.
+    rows = []
     for number, entry in _read_objects(name, content):
         place = f"{PurePosixPath(name).name}:{number}"  # for error messages
         lacking = next((column for column in columns.values() if column not in entry), None)
@@ -691,7 +748,8 @@ def parse_suite_file(
 
 
 def _read_objects(name: str, content: bytes) -> Iterator[tuple[int, FileRow]]:
-    """Yield each row of a file: its number, from 1, and its content."""
+    """Yield the number, from 1, and the content of each row of a Parquet or jsonl file."""
+    # The ending of the name decides how the content is read.
     stream: IO[bytes] = io.BytesIO(content)
     unreadable = pyarrow.ArrowException, OSError, EOFError, ValueError, zlib.error
     with convert_errors(
@@ -715,20 +773,23 @@ def _from_training_columns(entry: FileRow) -> FileRow:
 
     A last turn of the assistant is left out, because the target writes it.
     """
+    # A conversation, in one of the columns that training data have.
     conversation_column = next((name for name in CONVERSATIONS if name in entry), None)
     if conversation_column is not None:
         messages = entry[conversation_column]
         if isinstance(messages, list) and all(isinstance(turn, str) for turn in messages):
             # The column holds the turns of a user, with a reference for each, as in MT-bench. The
-            # first turn is the prompt.
+            # first turn is the prompt, so the first reference is taken. It may be in a list of
+            # references of one turn, inside the list of all turns.
             reference = entry.get("reference")
-            # A list holds the references of each turn, or several for one turn.
             while isinstance(reference, list):
                 reference = next(iter(reference), None)
             return {**entry, "user": messages, "reference": reference or None}
         if isinstance(messages, list) and messages and _is_answer(messages[-1]):
             messages = messages[:-1]
         return {**entry, "messages": messages}
+
+    # Otherwise a question, to which some data sets add an input or a context.
     question_column = next((name for name in PROMPTS if name in entry), None)
     if question_column is None:
         return entry
@@ -737,7 +798,7 @@ def _from_training_columns(entry: FileRow) -> FileRow:
 
 
 def _is_answer(turn: object) -> bool:
-    """Return whether a recorded turn is the assistant's, which the target should write."""
+    """Return whether a recorded turn is one of the assistant, which the target should write."""
     return isinstance(turn, dict) and (turn.get("role") or turn.get("from")) in ("assistant", "gpt")
 
 
