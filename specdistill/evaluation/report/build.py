@@ -115,12 +115,14 @@ def build_report(
             the report has them.
     """
     # Collect the reason for each absent part.
-    absent = {
-        **({} if git_revision else {"git_revision": "the code is not in a git checkout"}),
-        **({} if theory else {"theory": "nothing was drafted"}),
-        **not_measured,
-        **({"incomplete": incomplete} if incomplete else {}),
-    }
+    reasons: dict[str, str] = {}
+    if not git_revision:
+        reasons["git_revision"] = "the code is not in a git checkout"
+    if not theory:
+        reasons["theory"] = "nothing was drafted"
+    reasons |= not_measured
+    if incomplete:
+        reasons["incomplete"] = incomplete
     optional = {"git_revision": git_revision, "incomplete": bool(incomplete), "theory": theory}
 
     # Put together the parts that every report has, and the measured sections.
@@ -140,7 +142,7 @@ def build_report(
         "headline": headline,
         **sections,
         "gate": {"verdict": None, "passed": False, "rules": []},
-        "not_measured": absent,
+        "not_measured": reasons,
     }
 
     # Remove folder names and server addresses of this machine, which must not be published.
@@ -278,40 +280,37 @@ def select_headline(rows: Sequence[Numbers], records: Sequence[PromptRecord]) ->
     its time.
     """
     # Only numbers that every category has can be averaged over the categories.
-    by_category = [row for row in rows if row["category"] != ALL_PROMPTS]
-    quoted = []
+    category_rows = [row for row in rows if row["category"] != ALL_PROMPTS]
+    quoted_names = []
     for name in ("mean_acceptance_length", "speedup"):
-        if by_category and all(name in row for row in by_category):
-            quoted.append(name)
-    if not quoted:
+        if category_rows and all(name in row for row in category_rows):
+            quoted_names.append(name)
+    if not quoted_names:
         return {}
 
     # The macro-average: every category counts the same.
     sums = collect_prompt_sums(records)
     categories = [record.category for record in records]
     macro: Numbers = {}
-    for name in quoted:
-        macro[name] = sum(row[name] for row in by_category) / len(by_category)
+    for name in quoted_names:
+        macro[name] = sum(row[name] for row in category_rows) / len(category_rows)
         bounds = compute_macro_interval(METRICS[name], sums, categories)
         if bounds:
             macro[f"{name}_ci95"] = list(bounds)
 
+    macro["average"] = (
+        f"macro over {len(category_rows)} categories, each a micro-average over its rounds"
+    )
+
     # The micro-average: the numbers of the suite's row, where every round counts the same.
-    return {
-        **macro,
-        "average": (
-            f"macro over {len(by_category)} categories, each a micro-average over its rounds"
-        ),
-        "micro": {
-            **{
-                key: rows[0][key]
-                for name in quoted
-                for key in (name, f"{name}_ci95")
-                if key in rows[0]
-            },
-            "average": f"micro over {rows[0]['num_new_tokens']} tokens of {len(records)} prompts",
-        },
-    }
+    suite_row = rows[0]
+    micro: Numbers = {}
+    for name in quoted_names:
+        for key in (name, f"{name}_ci95"):
+            if key in suite_row:
+                micro[key] = suite_row[key]
+    micro["average"] = f"micro over {suite_row['num_new_tokens']} tokens of {len(records)} prompts"
+    return {**macro, "micro": micro}
 
 
 def _compute_row_numbers(
@@ -321,41 +320,36 @@ def _compute_row_numbers(
     reasons: Mapping[str, str],
 ) -> Numbers:
     """Compute the counts and metrics of a row, and the reason for each absent number."""
-    # Sum what was measured, by prompt. All metrics are formulas over these sums.
+    # Collect the numbers of each prompt. All metrics are formulas over sums of these.
     sums = collect_prompt_sums(records)
-    timed = sum(record.hf_generate is not None for record in records)
+    num_timed_by_hf = sum(record.hf_generate is not None for record in records)
 
-    # Count prompts, tokens and rounds, and estimate the metrics. A server shows no rounds, and some
-    # servers no token ids, so their numbers are left out.
+    # Count prompts, tokens and rounds. A server shows no rounds, and some servers no token ids, so
+    # their numbers are left out.
     row: Numbers = {
         "num_prompts": len(records),
         "num_batches": len(np.unique(sums["batch"])) if "batch" in sums else len(records),
         "num_new_tokens": int(sums["num_tokens"].sum()),
-        **(
-            {}
-            if np.isnan(sums["num_rounds"]).any()
-            else {"num_rounds": int(sums["num_rounds"].sum())}
-        ),
-        **(
-            {"num_looping": sum(map(is_looping, records))}
-            if all(record.token_ids for record in records)
-            else {}
-        ),
-        **({"hf_generate_num_prompts": timed} if timed else {}),
-        "num_empty": int((sums["num_tokens"] <= 1).sum()),
-        "num_disturbed_rounds": int(
-            sum(np.nansum(sums[f"{side}num_disturbed_rounds"]) for side in ("", "baseline_"))
-        ),
-        **count_acceptance(records, configuration.num_speculative_tokens),
-        **_estimate_metrics(sums, seed),
     }
+    if not np.isnan(sums["num_rounds"]).any():
+        row["num_rounds"] = int(sums["num_rounds"].sum())
+    if all(record.token_ids for record in records):
+        row["num_looping"] = sum(map(is_looping, records))
+    if num_timed_by_hf:
+        row["hf_generate_num_prompts"] = num_timed_by_hf
+    row["num_empty"] = int((sums["num_tokens"] <= 1).sum())
+    row["num_disturbed_rounds"] = int(
+        np.nansum(sums["num_disturbed_rounds"]) + np.nansum(sums["baseline_num_disturbed_rounds"])
+    )
 
-    # A number that is present needs no reason for its absence.
-    absent = {**_list_reasons(row), **reasons}
-    return {
-        **row,
-        "not_measured": {name: reason for name, reason in absent.items() if name not in row},
-    }
+    # Count what was accepted, and estimate the metrics.
+    row |= count_acceptance(records, configuration.num_speculative_tokens)
+    row |= _estimate_metrics(sums, seed)
+
+    # Keep the reasons of numbers that are absent.
+    all_reasons = {**_list_reasons(row), **reasons}
+    not_measured = {name: reason for name, reason in all_reasons.items() if name not in row}
+    return {**row, "not_measured": not_measured}
 
 
 def _estimate_metrics(sums: PromptSums, seed: int) -> Numbers:
@@ -367,14 +361,17 @@ def _estimate_metrics(sums: PromptSums, seed: int) -> Numbers:
     numbers: Numbers = {}
     is_slow = (compute_value(METRICS["baseline_over_hf_generate"], sums) or 1.0) < SLOW_BASELINE
     for name, metric in METRICS.items():
-        if (is_slow or name != "speedup_over_hf_generate") and (
-            point := compute_value(metric, sums)
-        ) is not None:
-            numbers[name] = point
-            if name not in METRICS_WITHOUT_INTERVAL and (
-                bounds := compute_interval(metric, sums, seed=seed)
-            ):
-                numbers[f"{name}_ci95"] = list(bounds)
+        if name == "speedup_over_hf_generate" and not is_slow:
+            continue
+        point = compute_value(metric, sums)
+        if point is None:
+            continue
+        numbers[name] = point
+        if name in METRICS_WITHOUT_INTERVAL:
+            continue
+        bounds = compute_interval(metric, sums, seed=seed)
+        if bounds is not None:
+            numbers[f"{name}_ci95"] = list(bounds)
     return numbers
 
 
@@ -391,30 +388,34 @@ def is_looping(record: PromptRecord) -> bool:
 def _list_reasons(row: Numbers) -> dict[str, str]:
     """Return, for each number that a row may lack, the sentence that says why it is absent."""
     # Reasons for numbers that compare with transformers' `generate()`.
-    hf = "none of these prompts was among those timed"
-    fast = (
+    untimed_reason = "none of these prompts was among those timed"
+    fast_reason = (
         "the baseline is as fast as transformers' generate()"
         if "baseline_over_hf_generate" in row
-        else hf
+        else untimed_reason
     )
 
     # Reasons for absent intervals. Prompts of one batch share its time, so one batch gives no
     # interval of a speed.
-    few = (
+    interval_reason = (
         "fewer than two prompts"
         if row["num_prompts"] < 2
         else "its resamples are undefined: too few prompts or conversations"
     )
-    one_batch = row["num_batches"] == 1 < row["num_prompts"]
-    timed = "its prompts share the times of one batch" if one_batch else few
+    is_one_batch = row["num_batches"] == 1 < row["num_prompts"]
+    timed_interval_reason = (
+        "its prompts share the times of one batch" if is_one_batch else interval_reason
+    )
 
     # The caller uses only the reasons of numbers that the row does lack.
     return {
         **dict.fromkeys(SPEEDS, "no time was measured"),
         **dict.fromkeys(METRICS_OF_DRAFTS, "nothing was drafted"),
         **dict.fromkeys(METRICS_OF_ROUNDS, "every completion ended with its first token"),
-        **dict.fromkeys(("hf_generate_tokens_per_second", "baseline_over_hf_generate"), hf),
-        "speedup_over_hf_generate": fast,
+        **dict.fromkeys(
+            ("hf_generate_tokens_per_second", "baseline_over_hf_generate"), untimed_reason
+        ),
+        "speedup_over_hf_generate": fast_reason,
         "context_ratio": (
             "too few drafts at a long or a short context"
             if row["num_drafts"]
@@ -422,7 +423,7 @@ def _list_reasons(row: Numbers) -> dict[str, str]:
         ),
         "vocabulary_coverage": "this method can propose any token",
         **{
-            f"{name}_ci95": timed if METRICS[name].is_timed else few
+            f"{name}_ci95": timed_interval_reason if METRICS[name].is_timed else interval_reason
             for name in METRICS_WITH_INTERVAL
             if name in row
         },
@@ -482,11 +483,11 @@ def _list_timing_findings(report: Report) -> Iterator[tuple[str, str]]:
             " probably by other work on the machine; their prompts were timed again.",
         )
     low, high = row.get("speedup_ci95", (0.0, 0.0))
-    half = (high - low) / 2 / row.get("speedup", 1.0)
-    if half > WIDE_INTERVAL:
+    half_width = (high - low) / 2 / row.get("speedup", 1.0)
+    if half_width > WIDE_INTERVAL:
         yield (
             "wide_interval",
-            f"{row['num_prompts']} prompts: the speedup is only known to ±{half:.0%}.",
+            f"{row['num_prompts']} prompts: the speedup is only known to ±{half_width:.0%}.",
         )
 
 
@@ -500,12 +501,12 @@ def _list_losslessness_findings(report: Report) -> Iterator[tuple[str, str]]:
     # An engine that counts more accepted tokens than a completion has. In the worst case each
     # prompt has K such tokens, so the acceptance length is too high by prompts · K / drafts.
     if engine and engine.counts_past_end and row["num_drafts"]:
-        most = row["num_prompts"] * settings["num_speculative_tokens"] / row["num_drafts"]
+        max_excess = row["num_prompts"] * settings["num_speculative_tokens"] / row["num_drafts"]
         yield (
             "past_the_end",
             (
                 f"{engine.title} also counts tokens that it accepts past the end of a completion: "
-                f"acceptance_length_vllm is up to {most:.2f} too high."
+                f"acceptance_length_vllm is up to {max_excess:.2f} too high."
             ),
         )
 
@@ -541,18 +542,16 @@ def _list_drafting_findings(report: Report) -> Iterator[tuple[str, str]]:
     # Rounds that drafted nothing. More than one in 20 makes the two acceptance lengths differ
     # visibly.
     row = report["results"][0]
-    without = (
-        1 - row["num_drafts"] / row["num_rounds"]
-        if row["num_drafts"] and "num_rounds" in row
-        else 0.0
-    )
-    if without > 0.05:
+    share_without_draft = 0.0
+    if row["num_drafts"] and "num_rounds" in row:
+        share_without_draft = 1 - row["num_drafts"] / row["num_rounds"]
+    if share_without_draft > 0.05:
         yield (
             "rounds_without_draft",
             (
-                f"Nothing was drafted in {without:.0%} of the rounds. The acceptance length "
-                f"({row['mean_acceptance_length']:.2f}) counts these rounds; "
-                f"1 + accepted / drafts is {row['acceptance_length_vllm']:.2f}."
+                f"Nothing was drafted in {share_without_draft:.0%} of the rounds. The acceptance"
+                f" length ({row['mean_acceptance_length']:.2f}) counts these rounds;"
+                f" 1 + accepted / drafts is {row['acceptance_length_vllm']:.2f}."
             ),
         )
 
@@ -573,14 +572,13 @@ def _list_drafting_findings(report: Report) -> Iterator[tuple[str, str]]:
     # Another K, if it is predicted to be faster by more than the uncertainty of the prediction.
     theory = report.get("theory")
     if theory and theory["best_k"] != theory["K"]:
-        best = select_best_point(theory["curve"])["predicted_speedup"]
+        best_speedup = select_best_point(theory["curve"])["predicted_speedup"]
         low, high = row.get("speedup_ci95", (0.0, 0.0))
         uncertainty = (high - low) / 2 / row.get("speedup", 1.0)
-        if best > theory["predicted"] * (
-            1 + max(BETTER_K_GAIN, uncertainty, theory.get("cost_deviation", 0.0))
-        ):
+        margin = max(BETTER_K_GAIN, uncertainty, theory.get("cost_deviation", 0.0))
+        if best_speedup > theory["predicted"] * (1 + margin):
             yield (
                 "best_k",
-                f"K = {theory['best_k']} is predicted to be faster ({best:.2f}×) than the"
+                f"K = {theory['best_k']} is predicted to be faster ({best_speedup:.2f}×) than the"
                 f" K = {theory['K']} measured.",
             )

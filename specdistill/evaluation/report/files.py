@@ -114,14 +114,14 @@ def check_replaceable(folder: Path, key: str, names: Sequence[str] = FILES) -> N
     check_writable(folder, key)
 
     # Files may be replaced if the JSON document among them says that specdistill wrote it.
-    existing_name = next((name for name in names if (folder / name).exists()), None)
-    is_own = False
+    existing_names = [name for name in names if (folder / name).exists()]
+    is_from_specdistill = False
     with suppress(OSError, ValueError, TypeError):
-        is_own = "specdistill_version" in read_json(folder / names[0])
-    if existing_name is not None and not is_own:
+        is_from_specdistill = "specdistill_version" in read_json(folder / names[0])
+    if existing_names and not is_from_specdistill:
         raise UserError(
             key,
-            got=f"{folder}, which holds {existing_name} and no {names[0]} of specdistill",
+            got=f"{folder}, which holds {existing_names[0]} and no {names[0]} of specdistill",
             expected="a new folder",
         )
 
@@ -220,11 +220,11 @@ def validate_report(report: object, name: str = "report.json", key: str = "repor
     try:
         _build_adapter().validate_python(report)
     except ValidationError as error:
-        wrong = error.errors()[0]
-        place = ".".join(map(str, wrong["loc"])) or "the whole document"
+        first_error = error.errors()[0]
+        field = ".".join(map(str, first_error["loc"])) or "the whole document"
         raise UserError(
             key,
-            got=f"{name} with {place}: {wrong['msg'][:200]}",
+            got=f"{name} with {field}: {first_error['msg'][:200]}",
             expected="a report of schema version 3: measure again with this specdistill",
         ) from error
 
@@ -253,9 +253,9 @@ def _list_scalars(node: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     """Yield the dotted paths of the numbers and booleans below a node of the JSON Schema."""
     for name, field in node.get("properties", {}).items():
         # A field with `$ref` is described under `$defs`.
-        field = (
-            build_schema()["$defs"][field["$ref"].rpartition("/")[2]] if "$ref" in field else field
-        )
+        if "$ref" in field:
+            definition_name = field["$ref"].rpartition("/")[2]
+            field = build_schema()["$defs"][definition_name]
 
         # Numbers at the top level describe the file, and the gate is the verdict itself, so neither
         # can be tested by a rule.
@@ -305,12 +305,12 @@ def to_html(report: Report, records: Sequence[PromptRecord]) -> str:
         context for context in report["context"] if context["num_rounds"] >= MIN_BUCKET_ROUNDS
     ]
 
-    def swept(setting: str, shown: str) -> list[tuple[str, phrases.ResultRow]]:
-        """Return the rows of a sweep over a setting, named by the format string `shown`."""
+    def list_swept_rows(setting: str, name_format: str) -> list[tuple[str, phrases.ResultRow]]:
+        """Return the rows of a sweep over a setting, each with its name."""
         return [
-            (shown.format(line[setting]), line)
-            for line in tables.sweep(report, setting)
-            if line[setting] != ALL_PROMPTS
+            (name_format.format(swept_row[setting]), swept_row)
+            for swept_row in tables.sweep(report, setting)
+            if swept_row[setting] != ALL_PROMPTS
         ]
 
     return load_template("evaluation/report/report.html.j2").render(
@@ -321,7 +321,7 @@ def to_html(report: Report, records: Sequence[PromptRecord]) -> str:
         report=report,
         row=row,
         named=[(phrases.name_row(line), line) for line in tables.select_main_rows(report)],
-        swept=swept,
+        swept=list_swept_rows,
         contexts=[(context["bucket"].replace("-", " to "), context) for context in contexts],
         min_rounds=MIN_BUCKET_ROUNDS,
         by_k=tables.sweep(report, "num_speculative_tokens") or [row],
@@ -338,13 +338,13 @@ def to_picture(report: Report, records: Sequence[PromptRecord]) -> str:
     The picture shows the verdict, the numbers, a marked completion, and acceptance by position.
     """
     row = report["results"][0]
-    # The completion with the most different tokens comes first, because a loop shows little.
-    varied = sorted(select_records(row, records), key=lambda record: -len(set(record.token_ids)))
-    return make_printable(
-        load_template("evaluation/report/picture.svg.j2").render(
-            report=report, row=row, sample=next(iter(select_samples(varied)), None)
-        )
-    )
+    # Show the completion with the most different tokens, because a loop shows little.
+    main_records = select_records(row, records)
+    main_records.sort(key=lambda record: -len(set(record.token_ids)))
+    samples = select_samples(main_records)
+    template = load_template("evaluation/report/picture.svg.j2")
+    picture = template.render(report=report, row=row, sample=samples[0] if samples else None)
+    return make_printable(picture)
 
 
 def select_samples(records: Sequence[PromptRecord], max_bytes: int = MAX_BYTES) -> list[Sample]:
@@ -355,54 +355,59 @@ def select_samples(records: Sequence[PromptRecord], max_bytes: int = MAX_BYTES) 
     """
     # Build all samples and measure their JSON. A server's records have counts and no rounds.
     records = [record for record in records if record.counts is None]
-    every = [_sample(record) for record in records]
+    samples = [_build_sample(record) for record in records]
     sizes = [
         len(json.dumps(sample, ensure_ascii=False, separators=(",", ":")).encode()) + 1
-        for sample in every
+        for sample in samples
     ]
 
     # Choose fewer samples, evenly over the categories, until they fit. Sizes differ, so the number
     # that fits is estimated from the mean size and found by repetition.
-    chosen = list(range(len(every)))
+    categories = [record.category for record in records]
+    chosen = list(range(len(samples)))
     while (size := sum(sizes[index] for index in chosen)) > max_bytes:
         count = min(len(chosen) - 1, len(chosen) * max_bytes // size)
-        chosen = select_evenly(range(len(every)), [record.category for record in records], count)
-    return [every[index] for index in chosen]
+        chosen = select_evenly(range(len(samples)), categories, count)
+    return [samples[index] for index in chosen]
 
 
-def _sample(record: PromptRecord) -> Sample:
+def _build_sample(record: PromptRecord) -> Sample:
     """Return the completion of a prompt, round by round, as the script of the token view reads it.
 
     A round is [emitted tokens, how many of them were drafted, rejected draft tokens], with tokens
     as text. For a tree these follow one path, and the number of other nodes is appended. The
     speedup is None without a baseline. It is also None in a batch, whose prompts share its times.
     """
+    # List the rounds, and count the tokens that they emitted.
+    rounds: list[list[object]] = []
+    num_emitted = 0
+    for round_record in record.rounds:
+        num_accepted = len(round_record.accepted)
+        rejected_text = round_record.drafted_text[num_accepted:]
+        num_off_path = [round_record.num_off_path] if round_record.num_off_path else []
+        rounds.append([round_record.emitted_text, num_accepted, rejected_text, *num_off_path])
+        num_emitted += len(round_record.emitted)
+
     # The prompts of a batch share its time, so a speedup is shown for single prompts only.
-    rounds = record.rounds
-    ours = record.speculative
-    plain = record.baseline if record.configuration.batch_size == 1 else None
+    speculative = record.speculative
+    baseline = record.baseline if record.configuration.batch_size == 1 else None
+    speedup = None
+    if baseline:
+        tokens_per_second = speculative.num_tokens / speculative.seconds
+        speedup = round(tokens_per_second / (baseline.num_tokens / baseline.seconds), 2)
+
+    # Only the end of a long prompt is shown.
+    prompt = record.prompt
+    if len(prompt) > PROMPT_CHARACTERS:
+        prompt = f"…{prompt[-PROMPT_CHARACTERS:]}"
     return {
         "id": record.id,
         "category": record.category.replace("_", " "),
-        "prompt": record.prompt
-        if len(record.prompt) <= PROMPT_CHARACTERS
-        else f"…{record.prompt[-PROMPT_CHARACTERS:]}",
+        "prompt": prompt,
         "first": record.first_token_text,
-        "rounds": [
-            [
-                round_record.emitted_text,
-                len(round_record.accepted),
-                round_record.drafted_text[len(round_record.accepted) :],
-                *filter(None, [round_record.num_off_path]),
-            ]
-            for round_record in record.rounds
-        ],
-        "length": round(sum(len(round_record.emitted) for round_record in rounds) / len(rounds), 2)
-        if rounds
-        else None,
-        "speedup": round((ours.num_tokens / ours.seconds) / (plain.num_tokens / plain.seconds), 2)
-        if plain
-        else None,
+        "rounds": rounds,
+        "length": round(num_emitted / len(rounds), 2) if rounds else None,
+        "speedup": speedup,
     }
 
 
@@ -425,7 +430,8 @@ def summarize_reports(places: Sequence[str]) -> tuple[str, list[SummaryNumbers]]
     rows = []
     for report in reports:
         rows.append([escape_markdown(cell) for cell in _format_summary_cells(report)])
-    return format_table(SUMMARY_HEAD, rows), [_select_summary_numbers(report) for report in reports]
+    numbers = [_select_summary_numbers(report) for report in reports]
+    return format_table(SUMMARY_HEAD, rows), numbers
 
 
 def _find_reports(place: Path) -> Sequence[Path]:
@@ -436,11 +442,9 @@ def _find_reports(place: Path) -> Sequence[Path]:
     Raises:
         UserError: if there is no report.
     """
-    reports = (
-        [place]
-        if place.is_file() or (place / REPORT).is_file()
-        else sorted(place.glob(f"*/{REPORT}"))
-    )
+    if place.is_file() or (place / REPORT).is_file():
+        return [place]
+    reports = sorted(place.glob(f"*/{REPORT}"))
     if not reports:
         raise UserError(
             "reports", got=str(place), expected="a report.json, its folder, or a folder of reports"
@@ -457,22 +461,17 @@ def _select_summary_numbers(report: Report) -> SummaryNumbers:
     draft = report["draft"]
 
     # Each metric gets three columns: its value and the ends of its interval.
-    numbers = {"acceptance_length": "mean_acceptance_length", "speedup": "speedup"}
-    values = {
-        name: (row.get(metric), *row.get(f"{metric}_ci95", (None, None)))
-        for name, metric in numbers.items()
-    }
+    metric_values: dict[str, float | None] = {}
+    for name, metric in (("acceptance_length", "mean_acceptance_length"), ("speedup", "speedup")):
+        low, high = row.get(f"{metric}_ci95", (None, None))
+        metric_values |= {name: row.get(metric), f"{name}_low": low, f"{name}_high": high}
     return {
         "method": draft["method"],
         "draft": "@".join(filter(None, (draft["model"], draft["revision"]))) or draft["method"],
         "target": report["target"]["model"],
         "suite": row["suite"],
         "K": row["num_speculative_tokens"],
-        **{
-            f"{name}{end}": value
-            for name, of in values.items()
-            for end, value in zip(("", "_low", "_high"), of, strict=True)
-        },
+        **metric_values,
         "lossless": is_lossless(report),
         "verdict": report["gate"]["verdict"],
     }

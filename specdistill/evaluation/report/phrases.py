@@ -3,6 +3,7 @@
 These are the verdict, sentences, names of rows and rules, and `–` for None.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -46,44 +47,46 @@ def format_interval(row: ResultRow, name: str) -> str:
 
 def format_bracketed_interval(row: ResultRow, name: str) -> str:
     """Format the 95 % interval of a metric in brackets, to follow the number; may be empty."""
-    shown = format_interval(row, name)
-    return f" ({shown})" if shown else ""
+    interval = format_interval(row, name)
+    return f" ({interval})" if interval else ""
 
 
 def format_count(count: int, noun: str) -> str:
     """Format a count with its noun, in the plural unless the count is 1."""
-    return f"{count} {noun}{'' if count == 1 else 'es' if noun.endswith('ch') else 's'}"
+    plural_ending = "es" if noun.endswith("ch") else "s"
+    return f"{count} {noun}{'' if count == 1 else plural_ending}"
 
 
 def format_duration(seconds: float | None) -> str:
     """Format a duration in its two largest units that are not zero, e.g. 2 min 21 s."""
     # Below 9.95 s one decimal is shown; anything longer is rounded to whole seconds.
-    if seconds is None or seconds < 9.95:
-        return "–" if seconds is None else f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
+    if seconds is None:
+        return "–"
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    minutes, remaining_seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
         return f"{hours} h {minutes} min"
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+    return f"{minutes} min {remaining_seconds} s" if minutes else f"{remaining_seconds} s"
 
 
 def format_size(num_bytes: int) -> str:
     """Format a number of bytes in KiB, MiB or GiB, whichever is the largest that fits."""
-    unit, power = (
-        ("GiB", 30) if num_bytes >= 2**30 else ("MiB", 20) if num_bytes >= 2**20 else ("KiB", 10)
-    )
-    return f"{num_bytes / 2**power:,.1f} {unit}" if num_bytes else "none"
+    if not num_bytes:
+        return "none"
+    if num_bytes >= 2**30:
+        return f"{num_bytes / 2**30:,.1f} GiB"
+    if num_bytes >= 2**20:
+        return f"{num_bytes / 2**20:,.1f} MiB"
+    return f"{num_bytes / 2**10:,.1f} KiB"
 
 
 def format_scalar(value: object) -> str:
     """Format the value of a rule: a number, true or false, or a name."""
-    return (
-        f"{value:.4g}"
-        if isinstance(value, float)
-        else str(value).lower()
-        if isinstance(value, bool)
-        else str(value)
-    )
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 # For metrics that rules name: the title, the format of the value, the unit, and the factor that
@@ -160,22 +163,24 @@ def format_summary(report: Report) -> str:
     """Say in one sentence the speedup with its interval, and whether the output is the target's."""
     row = report["results"][0]
     lossless = report["lossless"]
-    checked = f"{lossless['prompts_checked']} greedy completions"
-    judge = name_reference(report)
+    completions = f"{lossless['prompts_checked']} greedy completions"
+    reference = name_reference(report)
 
     # Say what the comparison of greedy completions found.
     if not lossless["prompts_checked"]:
-        same = f"no completion compared with {judge}"
+        comparison = f"no completion compared with {reference}"
     elif lossless["greedy_identical"]:
-        same = f"all {checked} identical to {judge}"
+        comparison = f"all {completions} identical to {reference}"
     elif lossless.get("unexplained_divergences") == 0:
-        same = f"{checked} equal to {judge} up to {lossless['near_ties']} near-ties"
+        near_ties = lossless["near_ties"]
+        comparison = f"{completions} equal to {reference} up to {near_ties} near-ties"
     else:
-        same = f"{lossless['divergences']} of {checked} DIFFERENT from {judge}"
+        comparison = f"{lossless['divergences']} of {completions} DIFFERENT from {reference}"
 
     # Put the speedup in front of it, or the reason why there is none.
-    why = describe_absence(row, "speedup")
-    return f"Speed not measured ({why}), {same}." if why else f"{format_gain(row)}, {same}."
+    reason = describe_absence(row, "speedup")
+    speed = f"Speed not measured ({reason})" if reason else format_gain(row)
+    return f"{speed}, {comparison}."
 
 
 def is_lossless(report: Report) -> bool | None:
@@ -184,8 +189,11 @@ def is_lossless(report: Report) -> bool | None:
     Rounding explains near-ties. Returns None if the completions were not compared.
     """
     # Reports that do not count near-ties only say whether all completions are identical.
-    unexplained = report["lossless"].get("unexplained_divergences")
-    return report["lossless"].get("greedy_identical") if unexplained is None else not unexplained
+    num_unexplained = report["lossless"].get("unexplained_divergences")
+    if num_unexplained is None:
+        is_identical: bool | None = report["lossless"].get("greedy_identical")
+        return is_identical
+    return not num_unexplained
 
 
 def name_reference(report: Report) -> str:
@@ -206,32 +214,33 @@ def describe_losslessness(report: Report) -> tuple[str, str]:
     """
     # Describe the completions that differ, if there are any.
     lossless = report["lossless"]
-    absent = report["not_measured"]
-    greedy = f"not compared ({absent.get('lossless.greedy_identical')})"
-    same = "all identical"
+    reasons = report["not_measured"]
+    differences = "all identical"
     first = lossless.get("first_divergence")
     if first:
-        ties = (
+        near_ties = (
             f"{lossless['near_ties']} of them"
             if "near_ties" in lossless
-            else f"number unknown ({absent.get('lossless.near_ties')})"
+            else f"number unknown ({reasons.get('lossless.near_ties')})"
         )
         gap = f" (gap {first['top2_gap']:.4f})" if "top2_gap" in first else ""
-        where = f"the first is {first['prompt_id']} at token {first.get('position', '–')}{gap}"
-        same = (
-            f"{lossless['divergences']} differ (at near-ties of the target's best logits: {ties});"
-            f" {where}"
+        differences = (
+            f"{lossless['divergences']} differ (at near-ties of the target's best logits:"
+            f" {near_ties}); the first is {first['prompt_id']} at token"
+            f" {first.get('position', '–')}{gap}"
         )
 
     # Describe the greedy comparison, if there was one.
-    checked = lossless["prompts_checked"]
-    if checked:
+    greedy = f"not compared ({reasons.get('lossless.greedy_identical')})"
+    num_checked = lossless["prompts_checked"]
+    if num_checked:
         greedy = (
-            f"{checked} completions compared token for token with {name_reference(report)}, {same}"
+            f"{num_checked} completions compared token for token with {name_reference(report)},"
+            f" {differences}"
         )
 
     # Describe the sampling test, if there was one.
-    sampled = f"not measured ({absent.get('lossless.sampling_test')})"
+    sampled = f"not measured ({reasons.get('lossless.sampling_test')})"
     test = lossless.get("sampling_test")
     if test:
         sampled = (
@@ -244,12 +253,10 @@ def describe_losslessness(report: Report) -> tuple[str, str]:
 
 def format_about(count: int) -> str:
     """Format an estimated number of prompts, rounded up to two digits, e.g. about 800."""
+    if count > MAX_ESTIMATED_PROMPTS:
+        return f"more than {MAX_ESTIMATED_PROMPTS:,}"
     step = 10 ** max(0, len(str(count)) - 2)
-    return (
-        f"more than {MAX_ESTIMATED_PROMPTS:,}"
-        if count > MAX_ESTIMATED_PROMPTS
-        else f"about {-(-count // step) * step:,}"
-    )
+    return f"about {math.ceil(count / step) * step:,}"
 
 
 def describe_undecided(report: Report) -> str:
@@ -257,37 +264,36 @@ def describe_undecided(report: Report) -> str:
 
     The text is empty for other verdicts.
     """
-    rules = [rule for rule in report["gate"]["rules"] if find_outcome(rule) == "inconclusive"]
     if report["gate"]["verdict"] != "inconclusive":
         return ""
+    rules = [rule for rule in report["gate"]["rules"] if find_outcome(rule) == "inconclusive"]
     names = ", ".join(dict.fromkeys(map(name_metric, rules)))
 
     # More prompts do not help if the estimate is unknown, or not above what was measured.
-    needed = [rule["prompts_needed"] for rule in rules]
-    if None in needed or (enough := max(needed)) <= report["results"][0]["num_prompts"]:
+    estimates = [rule["prompts_needed"] for rule in rules]
+    needed = 0 if None in estimates else max(estimates)
+    if needed <= report["results"][0]["num_prompts"]:
         return f"The evidence cannot decide {names}."
 
     # Say how to get that many prompts: from this suite, if it has them, or from a larger one.
-    name = report["suite"]["name"]
-    has = report["suite"]["num_prompts"]
-    how = (
-        f"eval.num_prompts={enough}"
-        if enough <= has
-        else f"a suite with more than the {has} of {name}"
-    )
-    how = "it is too close to the requirement" if enough > MAX_ESTIMATED_PROMPTS else how
-    return f"The evidence cannot decide {names}: {format_about(enough)} prompts could ({how})."
+    suite = report["suite"]
+    if needed > MAX_ESTIMATED_PROMPTS:
+        advice = "it is too close to the requirement"
+    elif needed <= suite["num_prompts"]:
+        advice = f"eval.num_prompts={needed}"
+    else:
+        advice = f"a suite with more than the {suite['num_prompts']} of {suite['name']}"
+    return f"The evidence cannot decide {names}: {format_about(needed)} prompts could ({advice})."
 
 
 def describe_failed_rules(report: Report) -> str:
     """Say which rules failed the gate, or which it cannot decide; empty if it passed."""
     rules = report["gate"]["rules"]
-    failed = [name_metric(rule) for rule in rules if find_outcome(rule) == "failed"]
-    return (
-        f"{len(failed)} of {len(rules)} rules failed: {', '.join(dict.fromkeys(failed))}."
-        if failed
-        else describe_undecided(report)
-    )
+    failed_names = [name_metric(rule) for rule in rules if find_outcome(rule) == "failed"]
+    if not failed_names:
+        return describe_undecided(report)
+    distinct_names = ", ".join(dict.fromkeys(failed_names))
+    return f"{len(failed_names)} of {len(rules)} rules failed: {distinct_names}."
 
 
 def describe_absence(row: ResultRow, name: str) -> str:
@@ -297,12 +303,15 @@ def describe_absence(row: ResultRow, name: str) -> str:
 
 def describe_absences(row: ResultRow, names: Sequence[str]) -> str:
     """Say which of the metrics `names` are absent, grouped by reason; empty if none is absent."""
-    absent: dict[str, list[str]] = {}
+    names_by_reason: dict[str, list[str]] = {}
     for name in names:
-        why = describe_absence(row, name)
-        if why:
-            absent.setdefault(why, []).append(name.replace("_ms", "").replace("_", " "))
-    groups = "; ".join(f"{', '.join(group)} ({why})" for why, group in absent.items())
+        reason = describe_absence(row, name)
+        if reason:
+            words = name.replace("_ms", "").replace("_", " ")
+            names_by_reason.setdefault(reason, []).append(words)
+    groups = "; ".join(
+        f"{', '.join(group)} ({reason})" for reason, group in names_by_reason.items()
+    )
     return f"Not measured: {groups}." if groups else ""
 
 
@@ -341,19 +350,16 @@ def name_row(row: ResultRow) -> str:
 
 def name_configuration(row: ResultRow) -> str:
     """Return the configuration of a row in words, e.g. SUITE, K = 4, greedy, batch 1."""
-    shape = describe_tree(row.get("tree"))
-    cut = (
-        ""
-        if row["context_bucket"] == ALL_PROMPTS
-        else f"prompts cut to {row['context_bucket']} tokens"
-    )
+    context = ""
+    if row["context_bucket"] != ALL_PROMPTS:
+        context = f"prompts cut to {row['context_bucket']} tokens"
     parts = (
         row["suite"],
         f"K = {row['num_speculative_tokens']}",
-        shape,
+        describe_tree(row.get("tree")),
         _format_sampling(row),
         f"batch {row['batch_size']}",
-        cut,
+        context,
     )
     return ", ".join(filter(None, parts))
 
@@ -375,14 +381,10 @@ def format_acceptance_length(row: ResultRow) -> str:
 
     If the rounds are unknown, the text has the acceptance length by vLLM's counters and says so.
     """
-    if "mean_acceptance_length" in row or "acceptance_length_vllm" not in row:
-        return format_number(row.get("mean_acceptance_length")) + format_bracketed_interval(
-            row, "mean_acceptance_length"
-        )
-    return (
-        f"{format_number(row['acceptance_length_vllm'])}"
-        f"{format_bracketed_interval(row, 'acceptance_length_vllm')} by vLLM's counters"
-    )
+    has_rounds = "mean_acceptance_length" in row or "acceptance_length_vllm" not in row
+    metric = "mean_acceptance_length" if has_rounds else "acceptance_length_vllm"
+    text = format_number(row.get(metric)) + format_bracketed_interval(row, metric)
+    return text if has_rounds else f"{text} by vLLM's counters"
 
 
 def format_per_position(row: ResultRow) -> str:
@@ -424,22 +426,27 @@ def identify_rule(rule: RuleDocument) -> str:
 
 def name_rule(rule: RuleDocument) -> str:
     """Format a rule: its metric, its requirement and its scope, e.g. speedup ≥ 1.2× [chat]."""
-    return f"{name_metric(rule)} {format_requirement(rule)}" + (
-        f" [{format_scope(rule)}]" if rule["scope"] else ""
-    )
+    scope = f" [{format_scope(rule)}]" if rule["scope"] else ""
+    return f"{name_metric(rule)} {format_requirement(rule)}{scope}"
 
 
 def format_measured(rule: RuleDocument) -> str:
     """Format the measured value of a rule with its unit and interval, e.g. 1.54× (1.43 to 1.65)."""
     if rule["value"] is None:
         return "no evidence"
+
+    # Write the value and the ends of its interval. A change is a signed percentage.
     is_change = "max_regression" in rule["requirement"]
-    values = (rule["value"], *(rule["ci95"] or ()))
-    (value, unit), *ends = (
-        (format_signed(value), "") if is_change else format_in_unit(rule["metric"], value)
-        for value in values
-    )
-    return f"{value}{unit}" + (f" ({ends[0][0]} to {ends[1][0]})" if ends else "")
+    texts = []
+    unit = ""
+    for value in (rule["value"], *(rule["ci95"] or ())):
+        if is_change:
+            text = format_signed(value)
+        else:
+            text, unit = format_in_unit(rule["metric"], value)
+        texts.append(text)
+    interval = f" ({texts[1]} to {texts[2]})" if rule["ci95"] else ""
+    return f"{texts[0]}{unit}{interval}"
 
 
 def note(rule: RuleDocument) -> str:
@@ -448,24 +455,22 @@ def note(rule: RuleDocument) -> str:
     The remark says why there is no evidence, or at which confidence the rule tests and how many
     prompts could decide it.
     """
-    if rule["passed"] or rule["reason"].startswith("no evidence: "):
-        return "" if rule["passed"] else str(rule["reason"]).removeprefix("no evidence: ")
-    at = (
-        ""
-        if rule["confidence"] in (0, DEFAULT_CONFIDENCE)
-        else f"at {rule['confidence']:.0%} confidence"
-    )
-    could = (
-        f"{format_about(rule['prompts_needed'])} prompts could decide"
-        if rule["prompts_needed"]
-        else ""
-    )
-    return ", ".join(filter(None, (at, could)))
+    if rule["passed"]:
+        return ""
+    if rule["reason"].startswith("no evidence: "):
+        return rule["reason"].removeprefix("no evidence: ")
+    remarks = []
+    if rule["confidence"] not in (0, DEFAULT_CONFIDENCE):
+        remarks.append(f"at {rule['confidence']:.0%} confidence")
+    if rule["prompts_needed"]:
+        remarks.append(f"{format_about(rule['prompts_needed'])} prompts could decide")
+    return ", ".join(remarks)
 
 
 def format_evidence(rule: RuleDocument) -> str:
     """Format the measured value of a rule, followed by its note."""
-    return format_measured(rule) + (f"; {note(rule)}" if note(rule) else "")
+    remark = note(rule)
+    return f"{format_measured(rule)}; {remark}" if remark else format_measured(rule)
 
 
 def list_warnings(report: Report) -> list[str]:
@@ -493,16 +498,18 @@ def find_direction(change: ChangeDocument) -> str:
 def describe_baseline(report: Report) -> str:
     """Say which release a report was compared with, and how many numbers changed."""
     baseline = report["baseline"]
-    draft = report["baseline"]["draft"]
+    draft = baseline["draft"]
     name = "@".join(filter(None, (draft["model"] or draft["method"], draft["revision"])))
     intro = f"Compared with {name}, measured {baseline['created'][:10]}"
     if "reason" in baseline:
         return f"{intro}: not comparable ({baseline['reason']})."
+
+    # Count the changes by direction.
     directions = [find_direction(change) for change in baseline["changes"] if "ci95" in change]
-    better, worse, still = (directions.count(name) for name in ("better", "worse", "open"))
     return (
-        f"{intro}, {len(directions)} numbers prompt by prompt: {better} better, {worse} worse,"
-        f" {still} open (the 95 % interval includes 0)."
+        f"{intro}, {len(directions)} numbers prompt by prompt: {directions.count('better')} better,"
+        f" {directions.count('worse')} worse, {directions.count('open')} open (the 95 % interval"
+        " includes 0)."
     )
 
 
@@ -514,14 +521,12 @@ def lookup_first(settings: Settings) -> str:
     lookup = settings.get("drafting", {}).get("lookup_first")
     if not lookup:
         return ""
-    behind = (
-        f"a {describe_tree(lookup['draft_tree'])}"
-        if "draft_tree" in lookup
-        else f"a chain of {lookup['draft_tokens']}"
-    )
+    proposal = f"chain of {lookup['draft_tokens']}"
+    if "draft_tree" in lookup:
+        proposal = describe_tree(lookup["draft_tree"])
     return (
         f"{lookup['method']} lookup of {lookup['min']} to {lookup['max']} tokens first, behind it"
-        f" {behind}"
+        f" a {proposal}"
     )
 
 
@@ -537,55 +542,44 @@ def format_settings(report: Report) -> str:
     """
     # Name the engine, if it is not this package, and the number of sequences at once.
     settings = report["settings"]
-    engine = (
-        ""
-        if _is_specdistill(report)
-        else f"{report['engine']['name']} {report['engine']['version']}"
-    )
     size = settings["batch_size"]
-    batch_text = "batches of {}" if _is_specdistill(report) else "{} requests in flight"
-    batches = batch_text.format(size) if size > 1 else ""
+    if _is_specdistill(report):
+        engine = ""
+        load = f"batches of {size}"
+    else:
+        engine = f"{report['engine']['name']} {report['engine']['version']}"
+        load = f"{size} requests in flight"
 
     # Describe the drafting beyond K: the proposer's own settings, and a lookup.
-    parts = {
-        name: value
-        for name, value in settings.get("drafting", {}).items()
-        if name != "lookup_first"
-    }
-    drafting = "; ".join(
-        filter(
-            None, (f"drafting: {_format_listed(parts)}" if parts else "", lookup_first(settings))
-        )
-    )
+    proposer_settings = dict(settings.get("drafting", {}))
+    proposer_settings.pop("lookup_first", None)
+    proposer = f"drafting: {_format_listed(proposer_settings)}" if proposer_settings else ""
+    drafting = "; ".join(filter(None, (proposer, lookup_first(settings))))
 
     # Join the parts that are not empty.
-    return " · ".join(
-        filter(
-            None,
-            (
-                format_shared_settings(report),
-                engine,
-                describe_tree(settings["tree"]),
-                batches,
-                "compiled" if settings.get("compile") else "",
-                drafting,
-            ),
-        )
+    parts = (
+        format_shared_settings(report),
+        engine,
+        describe_tree(settings["tree"]),
+        load if size > 1 else "",
+        "compiled" if settings.get("compile") else "",
+        drafting,
     )
+    return " · ".join(filter(None, parts))
 
 
 def format_shared_settings(*reports: Report) -> str:
     """Return the settings that all reports of a comparison share, after the range of their K."""
-    first, *_ = reports
-    settings = first["settings"]
-    suite = f"suite {first['suite']['name']}"
     values_of_k = sorted({report["settings"]["num_speculative_tokens"] for report in reports})
-    k = (
-        f"K = {values_of_k[0]}"
-        if len(values_of_k) == 1
-        else f"K = {values_of_k[0]} to {values_of_k[-1]}"
-    )
-    return " · ".join((k, _format_sampling(settings), suite, first["hardware"]["name"]))
+    k = f"K = {values_of_k[0]}"
+    if len(values_of_k) > 1:
+        k += f" to {values_of_k[-1]}"
+
+    # The other settings are the same in all reports, so those of the first one are shown.
+    first = reports[0]
+    suite = f"suite {first['suite']['name']}"
+    sampling = _format_sampling(first["settings"])
+    return " · ".join((k, sampling, suite, first["hardware"]["name"]))
 
 
 def list_settings(settings: Settings) -> str:
@@ -593,9 +587,10 @@ def list_settings(settings: Settings) -> str:
 
     `format_settings` describes the settings that have several values.
     """
-    return _format_listed(
-        {name: value for name, value in settings.items() if not isinstance(value, Mapping)}
-    )
+    single_values = {
+        name: value for name, value in settings.items() if not isinstance(value, Mapping)
+    }
+    return _format_listed(single_values)
 
 
 def describe_procedure(report: Report) -> str:
@@ -606,16 +601,15 @@ def describe_procedure(report: Report) -> str:
     repeats = format_count(settings["repeats"], "time")
 
     # This package's decoder runs each prompt with and without the draft in turn.
-    is_own_decoder = _is_specdistill(report)
-    warmup = format_count(
-        settings["warmup"], "warm-up batch" if is_own_decoder and size > 1 else "warm-up prompt"
-    )
-    if is_own_decoder:
-        batches = (
-            f" They were decoded {size} at a time; a prompt's times are its shares of its batch's."
-            if size > 1
-            else ""
-        )
+    if _is_specdistill(report):
+        warmup_noun = "warm-up batch" if size > 1 else "warm-up prompt"
+        warmup = format_count(settings["warmup"], warmup_noun)
+        batches = ""
+        if size > 1:
+            batches = (
+                f" They were decoded {size} at a time; a prompt's times are its shares of its"
+                " batch's."
+            )
         return (
             f"Every prompt was decoded with and without the draft, interleaved, {repeats} after"
             f" {warmup}; of each round the lower median counts.{batches} The baseline is the same"
@@ -631,11 +625,10 @@ def describe_procedure(report: Report) -> str:
         )
     elif engine.get("baseline_server"):
         order = "Running servers with and without the draft were measured in alternation."
-    load = (
-        f" With {size} requests in flight a prompt's time is its share of the server's."
-        if size > 1
-        else ""
-    )
+    load = ""
+    if size > 1:
+        load = f" With {size} requests in flight a prompt's time is its share of the server's."
+    warmup = format_count(settings["warmup"], "warm-up prompt")
     return (
         f"{order} Every prompt was sent {repeats} after {warmup}; the median of each prompt"
         f" counts.{load}"
@@ -649,10 +642,12 @@ def _is_specdistill(report: Report) -> bool:
 
 
 def _format_sampling(settings: Settings) -> str:
+    """Format the sampling temperature; "greedy" for 0."""
     return f"T = {settings['temperature']:g}" if settings["temperature"] else "greedy"
 
 
 def _format_listed(settings: Settings) -> str:
+    """Format settings as a list of names and values, without those that are None."""
     return ", ".join(
         f"{name.replace('_', ' ')} {value}" for name, value in settings.items() if value is not None
     )

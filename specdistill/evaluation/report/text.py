@@ -49,11 +49,9 @@ def to_markdown(report: Report) -> str:
         phrases.format_summary(report),
         phrases.describe_failed_rules(report),
     )
-    return (
-        "# "
-        + "\n\n".join([*map(escape_markdown, filter(None, head)), format_measurement(report)])
-        + "\n"
-    )
+    paragraphs = [escape_markdown(paragraph) for paragraph in head if paragraph]
+    paragraphs.append(format_measurement(report))
+    return "# " + "\n\n".join(paragraphs) + "\n"
 
 
 def format_measurement(report: Report) -> str:
@@ -64,70 +62,75 @@ def format_measurement(report: Report) -> str:
 def _list_sections(report: Report) -> Iterator[str]:
     """Yield the sections of report.md after the verdict, in Markdown; some may be empty."""
     # The settings, the findings and the warnings come first.
-    rules = report["gate"]["rules"]
     yield escape_markdown(phrases.format_settings(report))
-    yield _list(
+    yield _format_list(
         f"**{escape_markdown(finding['name'])}**: {escape_markdown(finding['message'])}"
         for finding in report["findings"]
     )
-    yield _list(map(escape_markdown, phrases.list_warnings(report)))
+    yield _format_list(map(escape_markdown, phrases.list_warnings(report)))
 
     # What changed since the release before, and how the gate judged it.
     if "baseline" in report:
         yield "## Since the last release"
         yield escape_markdown(phrases.describe_baseline(report))
         yield format_cells(tables.tabulate_changes(report))
-    if rules:
+    if report["gate"]["rules"]:
         yield "## Gate"
-        columns = (
-            phrases.find_outcome,
-            phrases.name_metric,
-            phrases.format_scope,
-            phrases.format_requirement,
-            phrases.format_measured,
-            phrases.note,
-        )
-        rule_rows = []
-        for rule in rules:
-            rule_rows.append([escape_markdown(column(rule)) for column in columns])
-        yield format_table(("", "rule", "scope", "required", "measured", "note"), rule_rows)
+        yield _format_rules(report["gate"]["rules"])
 
-    # The numbers of the main configuration.
-    yield "## Results"
-    yield format_cells(tables.tabulate_by_category(report))
-    yield _list(
-        map(
-            escape_markdown,
-            [
-                *phrases.format_averages(report),
-                f"Accepted per position: {phrases.format_per_position(report['results'][0])}",
-            ],
-        )
-    )
-    yield escape_markdown(
-        phrases.describe_absences(
-            report["results"][0], ("mean_acceptance_length", "speedup", "predicted_speedup")
-        )
-    )
+    # The numbers of the main configuration, and of the other ones.
+    yield from _list_result_sections(report)
 
-    # The other configurations, and what training changed.
-    if len(tables.select_whole_rows(report)) > 1:
-        yield "## Configurations"
-        yield format_cells(tables.tabulate_by_configuration(report))
-        yield format_cells(tabulate_by_load(find_fastest_lengths(report)))
+    # What training changed.
     if "training" in report["draft"]:
         yield "## Before and after training"
         yield format_cells(tables.tabulate_training(report))
 
     # Whether the output is the target's, and how good it is.
     yield "## Losslessness"
-    yield _list(map(escape_markdown, phrases.describe_losslessness(report)))
+    yield _format_list(map(escape_markdown, phrases.describe_losslessness(report)))
     if report.get("quality"):
         yield "## Task quality"
         yield format_cells(tables.tabulate_quality(report))
 
 
-def _list(items: Iterable[str]) -> str:
+def _format_rules(rules: Iterable[RuleDocument]) -> str:
+    """Return the table of the gate's rules in Markdown, with a row for each rule."""
+    columns = (
+        phrases.find_outcome,
+        phrases.name_metric,
+        phrases.format_scope,
+        phrases.format_requirement,
+        phrases.format_measured,
+        phrases.note,
+    )
+    rows = []
+    for rule in rules:
+        rows.append([escape_markdown(column(rule)) for column in columns])
+    return format_table(("", "rule", "scope", "required", "measured", "note"), rows)
+
+
+def _list_result_sections(report: Report) -> Iterator[str]:
+    """Yield the sections with the numbers of all configurations, in Markdown."""
+    # The main configuration: its table, the averages, and the reasons of absent numbers.
+    row = report["results"][0]
+    yield "## Results"
+    yield format_cells(tables.tabulate_by_category(report))
+    per_position = f"Accepted per position: {phrases.format_per_position(row)}"
+    yield _format_list(map(escape_markdown, [*phrases.format_averages(report), per_position]))
+    absences = phrases.describe_absences(
+        row, ("mean_acceptance_length", "speedup", "predicted_speedup")
+    )
+    yield escape_markdown(absences)
+
+    # The other configurations, if a sweep measured any.
+    if len(tables.select_whole_rows(report)) > 1:
+        yield "## Configurations"
+        yield format_cells(tables.tabulate_by_configuration(report))
+        yield format_cells(tabulate_by_load(find_fastest_lengths(report)))
+
+
+def _format_list(items: Iterable[str]) -> str:
     """Return a bullet list in Markdown; empty without items."""
     return "\n".join(f"- {item}" for item in items)
 
@@ -147,9 +150,10 @@ def format_cells(content: tables.Table) -> str:
 def format_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a Markdown table of cells that are already escaped; empty without rows."""
     lines = [f"| {' | '.join(row)} |" for row in rows]
-    return (
-        "\n".join([f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}", *lines]) if lines else ""
-    )
+    if not lines:
+        return ""
+    head_lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
+    return "\n".join([*head_lines, *lines])
 
 
 def escape_markdown(text: str) -> str:
@@ -158,9 +162,9 @@ def escape_markdown(text: str) -> str:
     Names of models and prompts come from outside, and GitHub would notify people whom they mention.
     """
     # First make one printable line, then escape markup, then break mentions and links.
-    return REFERENCE_PATTERN.sub(
-        "\\g<0>\N{ZERO WIDTH SPACE}", MARKUP.sub(r"\\\g<0>", make_printable(" ".join(text.split())))
-    )
+    line = make_printable(" ".join(text.split()))
+    escaped_line = MARKUP.sub(r"\\\g<0>", line)
+    return REFERENCE_PATTERN.sub("\\g<0>\N{ZERO WIDTH SPACE}", escaped_line)
 
 
 def print_report(report: Report, folder: Path) -> None:
@@ -206,13 +210,11 @@ def print_power_analysis(clusters: Sequence[str]) -> None:
     """
     # Only independent prompts count, so each cluster counts once.
     num_prompts = len(set(clusters))
-    of = (
-        f"{len(clusters)} prompts, of them {num_prompts} drawn alone,"
-        if num_prompts < len(clusters)
-        else f"{num_prompts} prompts"
-    )
+    subject = f"{num_prompts} prompts"
+    if num_prompts < len(clusters):
+        subject = f"{len(clusters)} prompts ({num_prompts} of them independent)"
     sentence = (
-        f"{of} can detect a change of {estimate_detectable_change(num_prompts):.1%} of the"
+        f"{subject} can detect a change of {estimate_detectable_change(num_prompts):.1%} of the"
         f" acceptance length ({POWER:.0%} power, two-sided α = {SIGNIFICANCE:g}, assumed standard"
         f" deviation between prompts {ASSUMED_SPREAD:.0%})."
     )

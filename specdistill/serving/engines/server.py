@@ -30,7 +30,7 @@ SHOWN_CHARACTERS = 200  # how much of an answer an error shows
 SEE_LOG_HINT = "look at the server's log"
 WRONG_SERVER_HINT = "is it this engine's server?"
 POLL_SECONDS = 0.01  # the pause between two readings of a server's counters
-MAX_IN_FLIGHT = 512  # requests to one server whose connections are kept open
+MAX_IN_FLIGHT = 512  # the most requests to one server at once; all connections are kept open
 # A line of a Prometheus page: name{label="…",…} value, and optionally a timestamp.
 SAMPLE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?")
 LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
