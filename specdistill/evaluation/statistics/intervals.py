@@ -56,7 +56,7 @@ def compute_interval(
     if data[0].size < 2:
         return None
 
-    def statistic(*resampled: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
+    def compute_statistic(*resampled: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
         """Return the metric of each resample: add up the prompts, then apply the formula."""
         result: NDArray[np.float64] = metric.formula(
             *(column.sum(axis=axis) for column in resampled)
@@ -69,7 +69,7 @@ def compute_interval(
         warnings.simplefilter("ignore", stats.DegenerateDataWarning)  # handled below
         result = stats.bootstrap(
             data,
-            statistic,
+            compute_statistic,
             paired=True,
             vectorized=True,
             n_resamples=NUM_RESAMPLES,
@@ -78,14 +78,15 @@ def compute_interval(
             method="BCa",
             rng=np.random.default_rng(seed),
         )
-        point = float(statistic(*data, axis=-1))
+        point = float(compute_statistic(*data, axis=-1))
     low, high = (float(end) for end in result.confidence_interval)
     if np.isfinite([low, high]).all():
         return low, high
 
     # BCa gives no finite interval. If all resamples have the same value, that value is the
     # interval. In any other case the interval is not known.
-    return (point, point) if np.allclose(result.bootstrap_distribution, point, rtol=1e-12) else None
+    is_constant = np.allclose(result.bootstrap_distribution, point, rtol=1e-12)
+    return (point, point) if is_constant else None
 
 
 def compute_standard_error(metric: Metric, sums: PromptSums) -> float | None:
@@ -138,11 +139,16 @@ def compute_macro_interval(
 
     # The value and the jackknife variance of each category.
     groups = _split_by_category(sums, category_P)
-    values = [point for group in groups if (point := compute_value(metric, group)) is not None]
-    variances = [
-        error**2 for group in groups if (error := compute_standard_error(metric, group)) is not None
-    ]
-    if not len(values) == len(variances) == len(groups) > 0:
+    values = []
+    variances = []
+    for group in groups:
+        value = compute_value(metric, group)
+        error = compute_standard_error(metric, group)
+        if value is None or error is None:
+            return None
+        values.append(value)
+        variances.append(error**2)
+    if not groups:
         return None
 
     # Welch and Satterthwaite: the degrees of freedom are variance² / Σ (variance_i² / (n_i - 1)).
@@ -152,8 +158,8 @@ def compute_macro_interval(
     parts = sum(part**2 / (size - 1) for part, size in zip(variances, sizes, strict=True))
     quantile = float(stats.t.ppf((1 + confidence) / 2, variance**2 / parts)) if parts else 0.0
     mean = sum(values) / len(groups)
-    half = quantile * float(np.sqrt(variance)) / len(groups)
-    return mean - half, mean + half
+    half_width = quantile * float(np.sqrt(variance)) / len(groups)
+    return mean - half_width, mean + half_width
 
 
 def _compute_crossed_interval(
@@ -177,24 +183,24 @@ def _compute_crossed_interval(
     """
     num_categories = len(set(category_P))
 
-    def average(is_kept: NDArray[np.bool_]) -> float:
-        """Return the macro-average over some prompts [P]; NaN if a category has no value."""
-        groups = _split_by_category(
-            {name: column[is_kept] for name, column in sums.items()}, category_P[is_kept]
-        )
-        values = [
-            np.nan if (point := compute_value(metric, group)) is None else point for group in groups
-        ]
-        return float(np.mean(values)) if len(groups) == num_categories else np.nan
+    def compute_average(is_included_P: NDArray[np.bool_]) -> float:
+        """Return the macro-average over the included prompts; NaN if a category has no value."""
+        included_sums = {name: column[is_included_P] for name, column in sums.items()}
+        groups = _split_by_category(included_sums, category_P[is_included_P])
+        if len(groups) < num_categories:
+            return np.nan
+        values = [compute_value(metric, group) for group in groups]
+        return float(np.mean([np.nan if value is None else value for value in values]))
 
     # The jackknife over units: the macro-average of all prompts, and without each unit.
-    mean = average(units >= 0)
-    without_one = [average(units != unit) for unit in np.unique(units)]
+    mean = compute_average(units >= 0)
+    without_one = [compute_average(units != unit) for unit in np.unique(units)]
     error = float(np.sqrt(len(without_one) - 1) * np.std(without_one))
     if len(without_one) < 2 or not np.isfinite(error):
         return None
-    half = float(stats.t.ppf((1 + confidence) / 2, len(without_one) - 1)) * error
-    return mean - half, mean + half
+    quantile = float(stats.t.ppf((1 + confidence) / 2, len(without_one) - 1))
+    half_width = quantile * error
+    return mean - half_width, mean + half_width
 
 
 def _split_by_category(sums: PromptSums, category_P: NDArray[np.str_]) -> list[PromptSums]:
@@ -236,13 +242,16 @@ def compute_relative_change(
     )
 
     # Put both measurements in one table of prompts, so that a resample draws both sides together.
-    paired = {}
-    for side, part in (("new", sums), ("old", baseline)):
+    paired_sums = {}
+    for side, side_sums in (("new", sums), ("old", baseline)):
         for name in metric.sums:
-            paired[f"{name}_{side}"] = part[name]
-    paired |= {name: sums[name] for name in ("batch", "cluster") if name in sums}
-    change = float(ratio.formula(*(column.sum() for column in select_measured(ratio, paired))))
-    return change, compute_interval(ratio, paired, confidence=confidence, seed=seed)
+            paired_sums[f"{name}_{side}"] = side_sums[name]
+    paired_sums |= {name: sums[name] for name in ("batch", "cluster") if name in sums}
+
+    # Apply the formula to all prompts, and to resamples.
+    totals = [column.sum() for column in select_measured(ratio, paired_sums)]
+    change = float(ratio.formula(*totals))
+    return change, compute_interval(ratio, paired_sums, confidence=confidence, seed=seed)
 
 
 def estimate_detectable_change(num_prompts: int) -> float:
@@ -293,13 +302,19 @@ def run_chi_square_test(
         outcome: size * p for outcome, p in probabilities.items() if size * p >= MIN_EXPECTED
     }
     cells = sorted((count, counts[outcome]) for outcome, count in expected.items())
-    rest = size - sum(expected.values()), size - sum(counts[outcome] for outcome in expected)
+    shared_expected = size - sum(expected.values())
+    shared_observed = size - sum(counts[outcome] for outcome in expected)
 
     # If the shared cell is too rare as well, it joins the smallest cell.
-    if rest[0] < MIN_EXPECTED and cells:
-        rest = rest[0] + cells[0][0], rest[1] + cells.pop(0)[1]
-    cells.append(rest)
+    if shared_expected < MIN_EXPECTED and cells:
+        smallest_expected, smallest_observed = cells.pop(0)
+        shared_expected += smallest_expected
+        shared_observed += smallest_observed
+    cells.append((shared_expected, shared_observed))
     if len(cells) < 2:
         return None
-    result = stats.chisquare([observed for _, observed in cells], [count for count, _ in cells])
+
+    # Compare the observed with the expected counts.
+    expected_counts, observed_counts = zip(*cells, strict=True)
+    result = stats.chisquare(observed_counts, expected_counts)
     return float(result.statistic), float(result.pvalue), len(cells)

@@ -61,8 +61,8 @@ def collect_prompt_sums(records: Sequence[PromptRecord]) -> PromptSums:
     if any(record.batch is not None for record in records):
         sums["batch"] = np.array([record.batch for record in records], dtype=np.float64)
     if any(record.cluster is not None for record in records):
-        drawn = [record.cluster or record.id for record in records]
-        sums["cluster"] = np.unique(drawn, return_inverse=True)[1].astype(np.float64)
+        cluster_ids = [record.cluster or record.id for record in records]
+        sums["cluster"] = np.unique(cluster_ids, return_inverse=True)[1].astype(np.float64)
     return sums
 
 
@@ -99,14 +99,14 @@ def find_long_context_start(records: Sequence[PromptRecord]) -> int | None:
 def _collect_sums(record: PromptRecord) -> dict[str, float | None]:
     """Return the numbers of a prompt that are summed, by name; None for what was not measured."""
     # A prompt without a baseline has None for each of its times.
+    baseline: dict[str, float | None] = {field.name: None for field in fields(Timing)}
+    if record.baseline:
+        baseline = asdict(record.baseline)
+
+    # Counts by position need rounds, which a server does not show.
     drafts = record.list_drafts()
-    hf = record.hf_generate
+    hf_generate = record.hf_generate
     rounds = [round for round in record.rounds if round.drafted]
-    baseline = (
-        asdict(record.baseline)
-        if record.baseline
-        else {field.name: None for field in fields(Timing)}
-    )
     return {
         "num_prompts": 1,
         "num_drafts": len(drafts),
@@ -121,8 +121,8 @@ def _collect_sums(record: PromptRecord) -> dict[str, float | None]:
         ),
         **asdict(record.speculative),
         **{f"baseline_{name}": number for name, number in baseline.items()},
-        "hf_num_tokens": hf.num_tokens if hf else None,
-        "hf_seconds": hf.seconds if hf else None,
+        "hf_num_tokens": hf_generate.num_tokens if hf_generate else None,
+        "hf_seconds": hf_generate.seconds if hf_generate else None,
         "num_in_draft_vocabulary": record.num_in_draft_vocabulary,
     }
 
@@ -135,13 +135,10 @@ def _count_long_and_short(record: PromptRecord, long_from: int | None) -> dict[s
         long_from: the number of tokens from which contexts are long. None: the suite has no long
             contexts, and all counts are NaN.
     """
-    sums = {
-        f"num_{what}_{length}": np.nan
-        for what in ("rounds", "emitted")
-        for length in ("long", "short")
-    }
+    names = ("num_rounds_long", "num_rounds_short", "num_emitted_long", "num_emitted_short")
+    sums = dict.fromkeys(names, np.nan)
     if long_from is not None:
-        sums = dict.fromkeys(sums, 0.0)
+        sums = dict.fromkeys(names, 0.0)
         for bucket, emitted in group_rounds_by_context([record]).items():
             length = "long" if bucket >= long_from else "short"
             sums[f"num_rounds_{length}"] += len(emitted)
@@ -303,17 +300,19 @@ def select_measured(metric: Metric, sums: PromptSums) -> list[NDArray[np.float64
     The prompts of a cluster are not independent, and neither are the times of a batch. They are
     added up, so that the sums are [number of clusters] or [number of batches].
     """
-    # Leave out prompts with a NaN. `chosen` is [sums, P].
-    chosen = np.stack([sums[name] for name in metric.sums])
-    complete = ~np.isnan(chosen).any(axis=0)
-    chosen = chosen[:, complete]
+    # Leave out prompts with a NaN. `measured_sums` is [sums, P].
+    all_sums = np.stack([sums[name] for name in metric.sums])
+    is_measured = ~np.isnan(all_sums).any(axis=0)
+    measured_sums = all_sums[:, is_measured]
 
     # Add up the prompts of each cluster or batch.
     units = list_units(metric, sums)
     if units is not None:
-        different, unit_of = np.unique(units[complete], return_inverse=True)
-        chosen = np.stack([np.bincount(unit_of, column, len(different)) for column in chosen])
-    return list(chosen)
+        unit_numbers, unit_indices = np.unique(units[is_measured], return_inverse=True)
+        num_units = len(unit_numbers)
+        totals = [np.bincount(unit_indices, column, num_units) for column in measured_sums]
+        measured_sums = np.stack(totals)
+    return list(measured_sums)
 
 
 def list_units(metric: Metric, sums: PromptSums) -> NDArray[np.float64] | None:
@@ -326,19 +325,17 @@ def list_units(metric: Metric, sums: PromptSums) -> NDArray[np.float64] | None:
         The number of each prompt's unit; None if each prompt is drawn alone.
     """
     names = ("batch", "cluster") if metric.is_timed else ("cluster",)
-    return min(
-        (sums[name] for name in names if name in sums),
-        key=lambda units: len(np.unique(units)),
-        default=None,
-    )
+    candidates = [sums[name] for name in names if name in sums]
+    return min(candidates, key=lambda units: len(np.unique(units)), default=None)
 
 
 def compute_value(metric: Metric, sums: PromptSums) -> float | None:
     """Return the value of a metric over all prompts; None if its sums were not measured."""
     # A sum over no prompts is 0, and 0 / 0 is NaN, which is not a value.
+    totals = [column.sum() for column in select_measured(metric, sums)]
     with np.errstate(divide="ignore", invalid="ignore"):
-        result = float(metric.formula(*(column.sum() for column in select_measured(metric, sums))))
-    return result if np.isfinite(result) else None
+        value = float(metric.formula(*totals))
+    return value if np.isfinite(value) else None
 
 
 class AcceptanceCounts(TypedDict):

@@ -167,20 +167,20 @@ class PromptRecord:
             ]
 
         # Of a server, reconstruct drafts that have the same totals.
-        number = self.counts.num_drafts
-        total = self.counts.num_draft_tokens
-        reached = self.counts.accepted_per_position
+        num_drafts = self.counts.num_drafts
+        num_draft_tokens = self.counts.num_draft_tokens
+        accepted_per_position = self.counts.accepted_per_position
 
         # Positions are accepted in order. So the drafts can be ordered such that the first
-        # reached[k] drafts have position k accepted.
-        accepted = []
-        for draft in range(number):
-            accepted.append(sum(draft < count for count in reached))
-
-        # The first drafts get one token more if the total is not a multiple of their number.
-        return [
-            (total // number + (draft < total % number), accepted[draft]) for draft in range(number)
-        ]
+        # accepted_per_position[k] drafts have position k accepted. The first drafts also get one
+        # token more if the draft tokens cannot be divided evenly.
+        drafts = []
+        for draft in range(num_drafts):
+            gets_one_more = draft < num_draft_tokens % num_drafts
+            num_drafted = num_draft_tokens // num_drafts + gets_one_more
+            num_accepted = sum(draft < count for count in accepted_per_position)
+            drafts.append((num_drafted, num_accepted))
+        return drafts
 
 
 def select_records(row: Mapping[str, Any], records: Sequence[PromptRecord]) -> list[PromptRecord]:

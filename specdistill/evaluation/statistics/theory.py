@@ -125,7 +125,7 @@ def compute_speedup_curve(
     verify_ms = (cost.verify_ms * num_rounds - step_ms * num_plain_steps) / num_drafts
     draft_ms = cost.draft_ms * num_rounds / num_drafts
 
-    def point(num_rounds: float, cost: RoundCost) -> dict[str, float]:
+    def make_point(num_rounds: float, cost: RoundCost) -> dict[str, float]:
         """Return the point of the curve at which all tokens take this many rounds of this cost."""
         length = num_tokens / num_rounds
         speedup = predicted_speedup(length, cost.verify_ms / step_ms, cost.draft_ms / step_ms)
@@ -133,7 +133,7 @@ def compute_speedup_curve(
 
     # At K' = 0, plain decoding, each token takes a step. A shorter draft can be predicted only if
     # it was timed, and if rounds at K were timed in the same way.
-    curve = [point(num_tokens, RoundCost(0, step_ms, 0.0))]
+    curve = [make_point(num_tokens, RoundCost(0, step_ms, 0.0))]
     cost_of_k = {entry.k: entry for entry in timed}
     longest = cost_of_k.get(cost.k)
     for k in range(1, cost.k):
@@ -154,8 +154,8 @@ def compute_speedup_curve(
             (step_ms * num_plain_steps + verify_ms_at_k * num_drafts_at_k) / num_rounds_at_k,
             draft_ms_at_k * num_drafts_at_k / num_rounds_at_k,
         )
-        curve.append(point(num_rounds_at_k, mean_cost))
-    curve.append(point(num_rounds, cost))
+        curve.append(make_point(num_rounds_at_k, mean_cost))
+    curve.append(make_point(num_rounds, cost))
     return curve
 
 
