@@ -183,7 +183,7 @@ def load_suite(name: str | None, target: str = "pico", *, key: str = "eval.suite
             and for a row without a prompt.
         ResourceError: for a URL that cannot be read.
     """
-    path = _find("pico" if name is None and target == "pico" else name, target, key)
+    path = _find_suite_file("pico" if name is None and target == "pico" else name, target, key)
 
     # A plain file of prompts is a suite without a licence. The hash of the file is its version.
     if path.suffix == ".jsonl":
@@ -246,7 +246,7 @@ def check_suite(name: str | None, *, key: str = "eval.suite") -> Suite | None:
     """
     if name is None:
         return None
-    path = _find(name, key=key)
+    path = _find_suite_file(name, key=key)
     is_here = path.suffix == ".jsonl" or not _read_header(path).prompts.startswith(REMOTE)
     return load_suite(name) if is_here else None
 
@@ -300,38 +300,14 @@ def tokenize(
     """
     # Choose the prompts, evenly over the categories.
     rows = select_evenly(suite.rows, [row.category for row in suite.rows], num_prompts)
-    if (
-        logs
-        and suite.is_file
-        and tokenizer.chat_template
-        and (plain := sum(row.kind in ("prompt", "text") for row in rows))
-    ):
-        cut = f" and cut to {TEXT_PROMPT_TOKENS} tokens" * any(row.kind == "text" for row in rows)
-        logger.warning(
-            (
-                "%d prompts of %s are plain text%s, although the target has a chat template:"
-                " `user` or"
-                " `messages` rows are rendered with it"
-            ),
-            plain,
-            suite.source,
-            cut,
-        )
+    if logs and suite.is_file and tokenizer.chat_template:
+        _warn_of_plain_text(rows, suite.source)
 
-    # Tokenize them, and refuse a prompt that the target cannot take.
-    prompts = [_tokenize(row, tokenizer) for row in rows]
+    # Tokenize them, and refuse a prompt that the target cannot read.
+    prompts = [_tokenize_row(row, tokenizer) for row in rows]
     for prompt in prompts:
-        if vocab_size is not None and (
-            unknown := next((token for token in prompt.token_ids if token >= vocab_size), None)
-        ):
-            raise UserError(
-                "target.model",
-                got=(
-                    f"{tokenizer.convert_ids_to_tokens(unknown)!r} in prompt {prompt.id}, token"
-                    f" {unknown} of its tokenizer"
-                ),
-                expected=f"a tokenizer of the model, which has {vocab_size} tokens",
-            )
+        if vocab_size is not None:
+            _check_known_tokens(prompt, tokenizer, vocab_size)
         if not prompt.token_ids:
             raise UserError(
                 "eval.suite",
@@ -349,6 +325,36 @@ def tokenize(
                 expected=f"at most {max_length} tokens together, the target's context",
             )
     return prompts
+
+
+def _warn_of_plain_text(rows: Sequence[SuiteRow], source: str) -> None:
+    """Log a warning if a target with a chat template gets prompts that are plain text."""
+    num_plain = sum(row.kind in ("prompt", "text") for row in rows)
+    if not num_plain:
+        return
+    has_cut_texts = any(row.kind == "text" for row in rows)
+    cut = f" and cut to {TEXT_PROMPT_TOKENS} tokens" if has_cut_texts else ""
+    logger.warning(
+        "%d prompts of %s are plain text%s, although the target has a chat template:"
+        " `user` or `messages` rows are rendered with it",
+        num_plain,
+        source,
+        cut,
+    )
+
+
+def _check_known_tokens(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Raise UserError for a token of a prompt that is not in the target's embedding."""
+    for token in prompt.token_ids:
+        if token >= vocab_size:
+            raise UserError(
+                "target.model",
+                got=(
+                    f"{tokenizer.convert_ids_to_tokens(token)!r} in prompt {prompt.id}, token"
+                    f" {token} of its tokenizer"
+                ),
+                expected=f"a tokenizer of the model, which has {vocab_size} tokens",
+            )
 
 
 def cut_prompts(
@@ -392,7 +398,7 @@ def cut_prompts(
 
     # Select the prompts that are long enough to be cut to every length.
     num_tokens = {
-        row.id: len(_tokenize(row, tokenizer, is_whole=True).token_ids) for row in suite.rows
+        row.id: len(_tokenize_row(row, tokenizer, is_whole=True).token_ids) for row in suite.rows
     }
     rows = [row for row in suite.rows if num_tokens[row.id] >= longest]
     if not rows:
@@ -410,7 +416,7 @@ def cut_prompts(
     chosen = select_evenly(rows, [row.category for row in rows], num_prompts)
     prompts_by_length = {}
     for length in lengths:
-        prompts_by_length[length] = [_cut(row, tokenizer, length) for row in chosen]
+        prompts_by_length[length] = [_cut_prompt(row, tokenizer, length) for row in chosen]
     return prompts_by_length
 
 
@@ -426,28 +432,27 @@ def select_evenly(items: Sequence[T], groups: Sequence[Hashable], count: int | N
         The chosen items, in their order.
     """
     # Collect the indices of the items of each group.
-    members: dict[Hashable, list[int]] = {}
+    indices_by_group: dict[Hashable, list[int]] = {}
     for index, group in enumerate(groups):
-        members.setdefault(group, []).append(index)
+        indices_by_group.setdefault(group, []).append(index)
 
     # Find how many items each group gives: take the first item of each group, then the second of
     # each, and so on, until there are `count`. A group without further items is passed over.
     turns = []
-    for order, indices in enumerate(members.values()):
-        turns += [(turn, order) for turn in range(len(indices))]
+    for group_number, indices in enumerate(indices_by_group.values()):
+        turns += [(turn, group_number) for turn in range(len(indices))]
     turns.sort()
-    quota = Counter(order for _, order in turns[:count])
+    quotas = Counter(group_number for _, group_number in turns[:count])
 
     # Spread the quota of a group evenly over its items.
     chosen: list[int] = []
-    for order, indices in enumerate(members.values()):
-        chosen += [
-            indices[position * len(indices) // quota[order]] for position in range(quota[order])
-        ]
+    for group_number, indices in enumerate(indices_by_group.values()):
+        quota = quotas[group_number]
+        chosen += [indices[position * len(indices) // quota] for position in range(quota)]
     return [items[index] for index in sorted(chosen)]
 
 
-def _find(name: str | None, target: str = "pico", key: str = "eval.suite") -> Path:
+def _find_suite_file(name: str | None, target: str = "pico", key: str = "eval.suite") -> Path:
     """Find the YAML or jsonl file of a suite, by its path or name.
 
     Args:
@@ -490,18 +495,18 @@ def _read_header(path: Path) -> SuiteHeader:
     return header
 
 
-def _cut(row: SuiteRow, tokenizer: Tokenizer, length: int) -> Prompt:
+def _cut_prompt(row: SuiteRow, tokenizer: Tokenizer, length: int) -> Prompt:
     """Return the prompt of a row, cut to at most `length` tokens."""
     # A conversation is cut inside one of its messages, other prompts at one of their ends.
-    prompt = _tokenize(row, tokenizer, is_whole=True)
+    prompt = _tokenize_row(row, tokenizer, is_whole=True)
     if row.kind == "messages":
         return _cut_messages(row, tokenizer, length, prompt)
     if row.kind == "text":
         ids = prompt.token_ids[:length]
     else:
         # A BOS token stays at the beginning.
-        starts = prompt.token_ids[:1] == (tokenizer.bos_token_id,)
-        ids = prompt.token_ids[:starts] + prompt.token_ids[-length + starts :]
+        num_bos = int(prompt.token_ids[:1] == (tokenizer.bos_token_id,))
+        ids = prompt.token_ids[:num_bos] + prompt.token_ids[-length + num_bos :]
     return Prompt(
         row.id, row.category, tokenizer.decode(ids, skip_special_tokens=True), ids, row.cluster
     )
@@ -535,7 +540,7 @@ def _cut_messages(row: SuiteRow, tokenizer: Tokenizer, length: int, prompt: Prom
             )
         messages = [*row.content]
         messages[longest] = {**messages[longest], "content": tokenizer.decode(kept_ids)}
-        prompt = _tokenize(replace(row, content=messages), tokenizer)
+        prompt = _tokenize_row(replace(row, content=messages), tokenizer)
     return prompt
 
 
@@ -556,20 +561,22 @@ def _split_turns(row: SuiteRow, categories: str | None) -> Iterator[SuiteRow]:
         )
 
     # Make a prompt of the messages before each turn of the assistant.
-    turns = [number for number, message in enumerate(row.content) if message["role"] == "assistant"]
-    for number, place in enumerate(turns, 1):
+    turn_indices = [
+        index for index, message in enumerate(row.content) if message["role"] == "assistant"
+    ]
+    for number, index in enumerate(turn_indices, 1):
         # Later turns are rarer, so the categories by number double: 1, 2 to 3, 4 to 7, …
         first = 2 ** (number.bit_length() - 1)
         names = {
             "turn": f"turn_{first}" + f"_to_{2 * first - 1}" * (first > 1),
-            "kind": _find_kind(row.content[place]),
+            "kind": _find_kind(row.content[index]),
         }
         category = names[categories] if categories else row.category
         yield SuiteRow(
             f"{row.id}/{number}",
             category,
             row.kind,
-            row.content[:place],
+            row.content[:index],
             tools=row.tools,
             cluster=row.id,
         )
@@ -580,16 +587,15 @@ def _find_kind(message: Message) -> str:
 
     It is tool_call, reasoning, structured_output (the content is a JSON object or list) or prose.
     """
-    if "tool_calls" in message or REASONING[0] in message:
-        return "tool_call" if "tool_calls" in message else "reasoning"
+    if "tool_calls" in message:
+        return "tool_call"
+    if REASONING[0] in message:
+        return "reasoning"
     try:
-        return (
-            "structured_output"
-            if isinstance(parse_json(message["content"]), dict | list)
-            else "prose"
-        )
+        content = parse_json(message["content"])
     except ValueError:
         return "prose"
+    return "structured_output" if isinstance(content, dict | list) else "prose"
 
 
 def _read_turn_text(turn: Message) -> object:
@@ -621,15 +627,15 @@ def _convert_programming_row(entry: FileRow, place: str) -> FileRow:
         )
 
     # Keep the id and the category. The assertions follow the question.
-    shown = "\n".join(tests)
+    assertions = "\n".join(tests)
     converted: FileRow = {key: entry[key] for key in ("id", "task_id", "category") if key in entry}
     return {
         **converted,
-        "user": f"{question}\n\nThe Python code has to pass these tests:\n\n{shown}",
+        "user": f"{question}\n\nThe Python code has to pass these tests:\n\n{assertions}",
     }
 
 
-def _tokenize(row: SuiteRow, tokenizer: Tokenizer, is_whole: bool = False) -> Prompt:
+def _tokenize_row(row: SuiteRow, tokenizer: Tokenizer, is_whole: bool = False) -> Prompt:
     """Tokenize the prompt of a row.
 
     The prompt of a `text` row is its first TEXT_PROMPT_TOKENS tokens, or all of them if `is_whole`.
@@ -720,13 +726,13 @@ def parse_suite_file(
     rows = []
     for number, entry in _read_objects(name, content):
         place = f"{PurePosixPath(name).name}:{number}"  # for error messages
-        lacking = next((column for column in columns.values() if column not in entry), None)
-        if lacking:
+        missing_columns = [column for column in columns.values() if column not in entry]
+        if missing_columns:
             raise UserError(
                 "eval.suite",
-                got=f"{place} without {lacking}",
+                got=f"{place} without {missing_columns[0]}",
                 expected=f"one of {', '.join(entry)}",
-                nearest=find_nearest(lacking, list(entry)),
+                nearest=find_nearest(missing_columns[0], list(entry)),
             )
         renamed = {ours: entry[column] for ours, column in columns.items()}
         row = _convert_row(number, place, renamed or entry, placeholder)
@@ -737,11 +743,11 @@ def parse_suite_file(
     if not rows:
         raise UserError("eval.suite", got=f"{name}, which is empty", expected="at least one prompt")
     counts = Counter(row.id for row in rows)
-    repeated = next((id for id, count in counts.items() if count > 1), None)
-    if repeated is not None:
+    repeated_ids = [id for id, count in counts.items() if count > 1]
+    if repeated_ids:
         raise UserError(
             "eval.suite",
-            got=f"{name} with the id {repeated} twice",
+            got=f"{name} with the id {repeated_ids[0]} twice",
             expected="a different id for each prompt",
         )
     return tuple(rows)
@@ -809,47 +815,27 @@ def _convert_row(
 
     Args:
         number: the number of the row, from 1.
-        place: the file and the number, for errors.
-        entry: the row, with the suite's names of columns.
-        placeholder: how the text begins of rows that are left out; None for none.
+        place: the name of the file and the number of the row, for errors.
+        entry: the row, with our names of columns.
+        placeholder: the beginning of texts whose rows are left out; None for none.
 
     Returns:
         The prompt; None for a row that is left out.
     """
-    # Some published files have columns of their own.
-    if "test_list" in entry:
-        entry = _convert_programming_row(entry, place)
-    if isinstance(entry.get("question"), list):
-        entry = {**entry, "user": entry["question"], "tools": entry.get("function")}
-    # Find the column with the prompt, or else the columns of training data.
-    kind = next((kind for kind in KINDS if kind in entry), None)
-    if kind is None:
-        entry = _from_training_columns(entry)
-        kind = next((kind for kind in KINDS if kind in entry), None)
-    if kind is None:
-        raise UserError(
-            "eval.suite",
-            got=f"{place} with {', '.join(entry) or 'no keys'}",
-            expected=(
-                f"one of {', '.join(KINDS)}; a suite's YAML names other columns, e.g. columns:"
-                " {user: turns}"
-            ),
-            nearest=next((close for key in entry if (close := find_nearest(key, KINDS))), None),
-        )
-    # Bring the content to a text or a list of messages, and check that it says something.
+    # Find the column with the prompt.
+    entry, kind = _find_prompt_column(entry, place)
     content = entry[kind]
-    texts: list[Any] = []
+
+    # A question of a user becomes a conversation of one message, or is one already.
     if kind == "user":
-        first = content[0] if isinstance(content, list) and content else content
         kind = "messages"
-        content = first if isinstance(first, list) else [{"role": "user", "content": first}]
-    if kind == "messages":
-        valid = isinstance(content, list) and all(
-            isinstance(turn, dict) and {"role", "from"} & turn.keys() for turn in content
+        question = content[0] if isinstance(content, list) and content else content
+        content = (
+            question if isinstance(question, list) else [{"role": "user", "content": question}]
         )
-        texts = [_read_turn_text(turn) for turn in content] if valid else []
-    else:
-        texts = [content]
+
+    # Check that the prompt and the reference are not empty.
+    texts = _list_texts(kind, content)
     if not texts or not all(isinstance(text, str) and text for text in texts):
         raise UserError(
             "eval.suite",
@@ -885,3 +871,52 @@ def _convert_row(
             expected="another, as `all` stands for the whole suite",
         )
     return None if placeholder is not None and texts[0].startswith(placeholder) else row
+
+
+def _find_prompt_column(entry: FileRow, place: str) -> tuple[FileRow, str]:
+    """Return a row with one of the columns KINDS, and the name of that column.
+
+    Rows of other known forms are converted first: MBPP, BFCL and training data.
+
+    Raises:
+        UserError: for a row without a prompt.
+    """
+    # MBPP has a list of tests, and BFCL a list of conversations.
+    if "test_list" in entry:
+        entry = _convert_programming_row(entry, place)
+    if isinstance(entry.get("question"), list):
+        entry = {**entry, "user": entry["question"], "tools": entry.get("function")}
+
+    # Otherwise the row may have the columns of training data.
+    if not any(kind in entry for kind in KINDS):
+        entry = _from_training_columns(entry)
+    for kind in KINDS:
+        if kind in entry:
+            return entry, kind
+
+    # Nothing was found. Suggest a name that is close to one of the row's columns.
+    close_names = [find_nearest(column, KINDS) for column in entry]
+    raise UserError(
+        "eval.suite",
+        got=f"{place} with {', '.join(entry) or 'no keys'}",
+        expected=(
+            f"one of {', '.join(KINDS)}; a suite's YAML names other columns, e.g. columns:"
+            " {user: turns}"
+        ),
+        nearest=next((name for name in close_names if name), None),
+    )
+
+
+def _list_texts(kind: str, content: Any) -> list[Any]:
+    """Return the texts of a prompt: that of each message, or the prompt itself.
+
+    The list is empty for messages that are not a list of {role, content} or {from, value}.
+    """
+    if kind != "messages":
+        return [content]
+    if not isinstance(content, list):
+        return []
+    for turn in content:
+        if not isinstance(turn, dict) or not {"role", "from"} & turn.keys():
+            return []
+    return [_read_turn_text(turn) for turn in content]
