@@ -47,8 +47,9 @@ from specdistill.targets.loading import convert_gguf
 SERVE_MD = Path(__file__).with_name("serve.md.j2")
 # The training data of a draft that is created before any data exist.
 NO_ROWS = Dataset.from_dict({column: [] for column in COLUMNS})
-RECIPE_DRAFT_NAME = "the recipe's draft"
-DEFAULT_NUM_TOKENS = 3  # K, where no report says which K was measured
+RECIPE_DRAFT_NAME = "the recipe's draft"  # the name of an untrained draft in errors
+# K, if no report says which K was measured. A small K costs little where a draft accepts little.
+DEFAULT_NUM_TOKENS = 3
 
 
 def export(
@@ -159,13 +160,14 @@ def export(
 
 
 def load_safetensors_target(target: TargetFiles, dtype: str) -> TargetFiles:
-    """Return the copy of a GGUF target in safetensors, which other engines load.
+    """Return a GGUF target as its copy in safetensors, which engines other than llama.cpp load.
 
-    Return the target itself where no copy can be written.
+    The copy is written if it does not exist. If it cannot be written, the target itself is
+    returned.
 
     Args:
         target: a target that is a GGUF file.
-        dtype: of the weights in the copy.
+        dtype: the dtype of the weights in the copy.
     """
     assert target.gguf is not None, target.name
     folder = find_converted(target.gguf) or convert_gguf(target.gguf, dtype)
@@ -179,12 +181,16 @@ def merge_target_adapter(target: TargetFiles, output: Path, dtype: str) -> Targe
 
     Args:
         target: a target with an adapter.
-        output: the new folder.
-        dtype: of the weights.
+        output: the new folder of the copy.
+        dtype: the dtype of the weights in the copy.
+
+    Returns:
+        The copy, as a target without an adapter.
 
     Raises:
         UserError: as `FrozenTarget.load` does, and for a folder that exists.
     """
+    # Loading a target merges its adapter into the weights, so the model is saved as it is.
     check_new(output)
     adapted = FrozenTarget.load(
         target.name,
@@ -200,21 +206,24 @@ def merge_target_adapter(target: TargetFiles, output: Path, dtype: str) -> Targe
 
 
 def find_serving(engine: str, method: str, draft: Path | str) -> tuple[Serving, Layout]:
-    """Return how an engine is given drafts of a method, and the layout of such a draft.
+    """Return how an engine loads drafts of a method, and the layout of such a draft's folder.
 
     Args:
-        engine: its name.
+        engine: the name of the engine.
         method: the draft's method.
-        draft: what the error calls the draft.
+        draft: the name of the draft in the error.
 
     Raises:
         UserError: if no draft of this method is exported for the engine.
     """
+    # Collect the engines for which drafts of this method are exported.
     able = {
         name: (serving, serving.layout)
         for name, serving in METHODS[method].serving().items()
         if serving.layout
     }
+
+    # An engine may use the layouts of another engine.
     name = ENGINES[engine].layouts or engine
     if name not in able:
         raise UserError(
@@ -226,15 +235,18 @@ def find_serving(engine: str, method: str, draft: Path | str) -> tuple[Serving, 
 
 
 def check_engine_names(recipe: TrainedRecipe) -> dict[str, str]:
-    """Check the engines that a recipe names, and return them by the recipe key that names each.
+    """Check the engines that a recipe names, and return them: recipe key -> name of the engine.
 
     Raises:
-        UserError: for an engine that cannot be given a draft of the recipe's method.
+        UserError: for an engine that cannot load a draft of the recipe's method.
     """
+    # A recipe names engines to export for, and the engine to measure in.
     names_by_key = {
         f"publish.exports[{index}]": engine for index, engine in enumerate(recipe.publish.exports)
     }
     names_by_key |= {"eval.engine": recipe.eval.engine} if recipe.eval.engine in ENGINES else {}
+
+    # Check that each of them loads drafts of the method.
     if names_by_key:
         check_exports(recipe.publish.exports, recipe.method, "publish.exports")
     for key, engine in names_by_key.items():
@@ -246,24 +258,30 @@ def check_engine_names(recipe: TrainedRecipe) -> dict[str, str]:
 def check_engines(
     recipe: TrainedRecipe, target: FrozenTarget, draft: nn.Module | None = None
 ) -> None:
-    """Check that the engines that a recipe names can be given its draft.
+    """Check that the engines that a recipe names can load its draft.
 
-    An untrained draft is checked, so this finds only what does not depend on training.
+    The check uses an untrained draft, so it runs before training and finds every problem that does
+    not depend on the trained weights.
 
     Args:
         recipe: the recipe.
-        target: its target.
+        target: the target of the recipe.
         draft: an untrained draft, if one has been created already.
 
     Raises:
-        UserError: for an engine that cannot be given the draft.
+        UserError: for an engine that cannot load the draft.
     """
     names_by_key = check_engine_names(recipe)
     if not names_by_key:
         return
+
+    # Create an untrained draft. The state of the random numbers is restored afterwards, so that the
+    # check does not change the initialization of the draft that is trained.
     if draft is None:
         with torch.random.fork_rng():
             draft = load_method(recipe.method).create(recipe, target, NO_ROWS)
+
+    # Check the settings that each engine's layout can express, and what the method itself requires.
     for key, engine in names_by_key.items():
         with _report_engine_key(key):
             _, layout = find_serving(engine, recipe.method, RECIPE_DRAFT_NAME)
@@ -273,7 +291,7 @@ def check_engines(
 
 @contextmanager
 def _report_engine_key(key: str) -> Iterator[None]:
-    """Name the recipe key that an engine came from in errors."""
+    """Replace `engine` in the errors of the block by the recipe key that names the engine."""
     try:
         yield
     except UserError as error:
@@ -282,13 +300,13 @@ def _report_engine_key(key: str) -> Iterator[None]:
 
 
 def check_exports(engines: Sequence[str], method: str, key: str) -> None:
-    """Raise UserError if exports to be published would hold the whole target.
+    """Raise UserError if an export that is to be published would contain the whole target.
 
-    That is so for methods whose draft is in the target's checkpoint.
+    It would for methods whose draft is inside the target's checkpoint.
 
     Args:
-        engines: whose exports are to be published.
-        method: of the draft.
+        engines: the names of the engines to export for.
+        method: the method of the draft.
         key: the recipe key that the error names.
     """
     if engines and METHODS[method].in_target:
@@ -308,15 +326,17 @@ def list_measured_fields(
     lengths: Sequence[DraftLength],
     num_tokens: int,
 ) -> dict[str, Any]:
-    """Return the fields of `Served` that say how a draft was measured, as far as they are known.
+    """Return the fields of `Served` that follow from the measurement and from the target's files.
+
+    Fields that are not known are absent, so that `Served` has its defaults.
 
     Args:
-        report: the draft's report.
-        target: the target's files.
-        lengths: the draft lengths of the report from which K is chosen.
-        num_tokens: K where there are no lengths, or where no draft is faster.
+        report: the draft's report; None if there is none.
+        target: the target's files; None if they are not known.
+        lengths: the best draft length of each load, from which K is chosen; may be empty.
+        num_tokens: K if there are no lengths, or if no draft is faster at the measured load.
     """
-    # What is known of the target, of the report and of the engine that measured it.
+    # Read the dtype of the target's weights from the report.
     config = target.text_config if target else {}
     report_keys = report or {}
     settings = report_keys.get("settings", {})
@@ -325,10 +345,13 @@ def list_measured_fields(
     # The dtype of a llama.cpp measurement is a type of GGUF files, which no other engine knows.
     dtype = None if engine.get("name") == "llama.cpp" else dtype
 
-    # How many GPUs the engine had, and the best K at the measured load.
+    # Read the number of GPUs from the command that started the engine: vLLM has
+    # --tensor-parallel-size, SGLang --tp-size. Then find the best K at the measured load.
     gpus = re.search(r"--(?:tensor-parallel-size|tp-size) (\d+)", engine.get("command", ""))
     k_of_batch_size = {length.batch_size: length.k for length in lengths}
     best = k_of_batch_size[report_keys["results"][0]["batch_size"]] if k_of_batch_size else None
+
+    # Collect the fields. A table of K by load is needed only if K differs between loads.
     fitting = {
         "revision": target.commit if target else None,
         "max_length": config.get("max_position_embeddings"),
@@ -347,13 +370,13 @@ def list_measured_fields(
 
 
 def read_measured_lookup(settings: Mapping[str, Any]) -> LookupFirstConfig | None:
-    """Return the lookup that stood in front of the draft in a measurement with these settings.
+    """Return the lookup that drafted before the draft in a measurement.
 
     Args:
-        settings: of a report.
+        settings: the settings of the report.
 
     Returns:
-        The lookup; None if there was none.
+        The settings of the lookup; None if there was none.
 
     Raises:
         ValueError: for settings that describe no lookup.
@@ -363,12 +386,13 @@ def read_measured_lookup(settings: Mapping[str, Any]) -> LookupFirstConfig | Non
 
 
 def write_untrained(recipe: Recipe, folder: Path) -> None:
-    """Create the draft as its training script would, without data, and save it.
+    """Create the untrained draft of a recipe without any data, and save it.
 
-    What data would choose is arbitrary here: a pruned vocabulary holds the first tokens.
+    Choices that training makes from data are arbitrary here: a pruned draft vocabulary has the
+    first tokens of the target's vocabulary.
 
     Raises:
-        UserError: where training would raise it.
+        UserError: for a recipe that cannot be trained.
     """
     recipe = check_trainable(recipe)
     check_initialization(recipe, TargetFiles.from_config(recipe.target))
@@ -384,18 +408,21 @@ def serve_md(
     findings: Sequence[Finding] = (),
     engines: str = "",
 ) -> str:
-    """Return the text of SERVE.md.
+    """Return the text of SERVE.md, which says how to serve an exported draft.
 
     Args:
         engine: the engine that serves.
-        served: the facts for its commands.
-        report: a report.json of the draft, if there is one.
-        lengths: the draft lengths of the report from which K is chosen.
-        findings: of the check of the draft against its target.
-        engines: which engines serve such a draft for the target, where that is special.
+        served: the facts for the commands.
+        report: the report of the draft; None if there is none.
+        lengths: the best draft length of each load, from which K is chosen; may be empty.
+        findings: the findings of the check of the draft against its target.
+        engines: a sentence about which engines serve such a draft; empty if all of them do.
     """
+    # The template fills the lengths and the dtype into the engine's flags.
     assert engine.serve_command is not None
     fitting = {"length": served.max_length, "total": 4 * served.max_length, "dtype": served.dtype}
+
+    # A report that was measured in an engine has loads of its own, which are shown instead.
     in_engine = report is not None and report.get("engine", {}).get("name") in ENGINES
     templates = Environment(
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined
@@ -428,11 +455,10 @@ def serve_md(
 
 
 def list_caveats(report: phrases.Report | None, engine: Engine, k: int) -> list[str]:
-    """Return what speaks against serving the draft, one or more sentences for each reason.
+    """Return the reasons against serving a draft, as one or more sentences for each reason.
 
     The reasons are a gate that the draft did not pass, and a speed below that of plain decoding.
-    For a draft that was measured behind a lookup, this also says what the engine does about the
-    lookup.
+    For a draft that was measured behind a lookup, a text says whether the engine has such a lookup.
 
     Args:
         report: the draft's report; None gives no caveats.
@@ -441,6 +467,8 @@ def list_caveats(report: phrases.Report | None, engine: Engine, k: int) -> list[
     """
     if report is None:
         return []
+
+    # A gate that the draft did not pass.
     caveats = []
     row = report["results"][0]
     if "gate" in report and (judged := phrases.format_verdict(report)) not in (
@@ -450,6 +478,8 @@ def list_caveats(report: phrases.Report | None, engine: Engine, k: int) -> list[
         caveats.append(
             escape_markdown(f"Its gate: {judged}. {phrases.describe_failed_rules(report)}")
         )
+
+    # A draft that slows decoding down.
     if row.get("speedup", 1) < 1:
         caveats.append(
             escape_markdown(
@@ -458,6 +488,8 @@ def list_caveats(report: phrases.Report | None, engine: Engine, k: int) -> list[
                 f"{phrases.format_bracketed_interval(row, 'speedup')}."
             )
         )
+
+    # A lookup, without which the measured numbers do not hold.
     lookup = phrases.lookup_first(report["settings"])
     if lookup:
         needed = describe_lookup([engine], read_measured_lookup(report["settings"]), k)
@@ -466,13 +498,14 @@ def list_caveats(report: phrases.Report | None, engine: Engine, k: int) -> list[
 
 
 def describe_lookup(engines: Iterable[Engine], lookup: LookupFirstConfig | None, k: int) -> str:
-    """Say what engines need for a lookup in front of a draft, and which ones start without it.
+    """Say how engines serve a lookup in front of a draft, and which engines serve without it.
 
     Args:
         engines: the engines that serve.
         lookup: the lookup; None for none.
         k: K, the most tokens that the lookup drafts per round.
     """
+    # An engine that cannot express the lookup starts the draft alone.
     fronts = {engine.title: engine.describe_front(lookup, k) for engine in engines}
     alone = " and ".join(title for title, front in fronts.items() if not front)
     notes = [front.note for front in fronts.values() if front]
@@ -484,23 +517,26 @@ def describe_lookup(engines: Iterable[Engine], lookup: LookupFirstConfig | None,
 
 
 def find_report(draft: Path, report: Path | None, method: str) -> phrases.Report | None:
-    """Find a draft's report.json.
+    """Find and read the report.json of a draft.
 
     Args:
-        draft: its folder.
-        report: the file or its folder, if it was named. None: `<run>/report` of `<run>/draft`.
-        method: of the draft.
+        draft: the folder of the draft.
+        report: the path of the report or its folder. None: the folder `report` next to the draft's
+            folder, where training and evaluation put it.
+        method: the method of the draft.
 
     Returns:
-        The report; None where none was named and none is there.
+        The report; None if `report` is None and there is no report next to the draft.
 
     Raises:
-        UserError: if the report was named and is not there, cannot be read, or is of a draft of
-            another method.
+        UserError: if the report that `report` names does not exist, and for a report that cannot be
+            read or that is of a draft of another method.
     """
     path = report or draft.absolute().parent / "report"
     if report is None and not (path / "report.json").is_file():
         return None
+
+    # A report of another method cannot be of this draft.
     read = read_document(path)
     measured = read["draft"]["method"]
     if measured != method:

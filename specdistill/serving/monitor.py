@@ -38,24 +38,32 @@ from specdistill.serving.engines import ENGINES, list_engines_with
 from specdistill.serving.engines.client import Client, Counters
 from specdistill.serving.engines.server import Server
 
-# The longest mean duration of a request, as a share of a part, and the largest jump of a counter,
-# as a share of its growth in a part (see above).
+# The longest mean duration of a request, as a share of a part of the time. Longer requests extend
+# over several parts, which are then not independent, and the interval is too narrow. A smaller
+# share would make users wait longer for an interval.
 MAX_BLUR_SHARE = 0.25
+# The largest jump of a counter, as a share of its growth in a part. It bounds the error of the
+# numbers by rounding to 1 %.
 MAX_BLUR = 0.01
 # Metric -> (lowest, highest possible value).
 POSSIBLE_RANGES = {"acceptance_length_vllm": (1.0, np.inf), "acceptance_rate": (0.0, 1.0)}
 
 
 def find_engine(server: Server) -> tuple[str, Client]:
-    """Return the engine whose page of counters a server has, and its client.
+    """Find out which engine runs a server, by the names of the counters on its /metrics page.
+
+    Returns:
+        The name of the engine, and its client.
 
     Raises:
-        ResourceError: for a server without such a page.
+        ResourceError: for a server without the counters of a known engine.
     """
     clients = {
         name: client for name in list_engines_with("client") if (client := ENGINES[name].client)
     }
     hint = "; ".join(client.hint for client in clients.values())
+
+    # The names of an engine's counters begin with its prefix, e.g. `vllm:`.
     page = server.read_samples(hint)
     for engine, client in clients.items():
         if any(name.startswith(f"{client.prefix}:") for name, _, _ in page):
@@ -68,20 +76,22 @@ def find_engine(server: Server) -> tuple[str, Client]:
 def summarize_acceptance(
     client: Client, pages: Sequence[Counters], seconds: float
 ) -> dict[str, Any]:
-    """Return what was counted from the first page to the last, and the verdict on it.
+    """Compute the acceptance of a server from readings of its counters, and judge it.
 
     Args:
-        client: of the engine.
-        pages: the counters at the ends of equal parts of time, the first one before the first part.
-        seconds: between the first page and the last.
+        client: the client of the engine.
+        pages: the readings of the counters, after equal parts of time. The first reading is at the
+            beginning of the first part.
+        seconds: the time between the first reading and the last.
 
     Returns:
         The counts and the metrics that follow from them, named as in a report's row, with `verdict`
         and `reason`.
 
     Raises:
-        ResourceError: as `Client.drafted` does, and for more accepted than drafted tokens.
+        ResourceError: as `Client.compute_drafted` does, and for more accepted than drafted tokens.
     """
+    # Count what was drafted over the whole time. Rounded counters may be off by a little.
     row = client.compute_drafted(pages[0], pages[-1])
     num_drafts = row["num_drafts"]
     drafted = row["num_draft_tokens"]
@@ -91,15 +101,18 @@ def summarize_acceptance(
             f"the server says that it accepted {accepted} of {drafted} draft tokens",
             next_step="look at its /metrics",
         )
-    # SGLang has no counters of drafts until a request has ended. Of the pages before that, only the
-    # first one is used, as the start.
+
+    # Count what was drafted in each part. SGLang has no counters of drafts until a request has
+    # ended. Of the readings before that, only the first one is used, as the start.
     idle = list(takewhile(lambda page: not page.keys() >= set(client.drafting), pages))
     grown = (client.compute_drafted(*pair) for pair in pairwise([*idle[:1], *pages[len(idle) :]]))
     parts = [part for part in grown if part["num_drafts"] and part["num_draft_tokens"]]
     lacking = _explain_missing_numbers(client, pages, seconds)
     if lacking:
         return {**row, "verdict": "inconclusive", "reason": lacking}
-    # The metrics, and their intervals from the sums of each part.
+
+    # Compute the metrics, and their intervals from the sums of each part. The parts take the place
+    # of prompts here.
     sums = {}
     for name in row:
         if name != "accepted_per_position":
@@ -107,6 +120,8 @@ def summarize_acceptance(
     row["acceptance_rate_per_position"] = [
         count / num_drafts for count in row["accepted_per_position"] if num_drafts
     ]
+
+    # Student's t may leave the possible range, so the ends of an interval are cut to it.
     lacking = _explain_missing_interval(client, pages, seconds, num_drafts, len(parts))
     for name, (least, most) in POSSIBLE_RANGES.items():
         point = compute_value(METRICS[name], sums)
@@ -116,7 +131,9 @@ def summarize_acceptance(
             bounds := compute_macro_interval(METRICS[name], sums, ["all"] * len(parts))
         ):
             row[f"{name}_ci95"] = [min(max(end, least), most) for end in bounds]
-    # The verdict is that of the default gate's rule for the acceptance rate.
+
+    # The verdict is that of the default gate's rule for the acceptance rate. Without an interval it
+    # is inconclusive.
     verdict = "inconclusive"
     reason = lacking
     bounds = row.get("acceptance_rate_ci95")
@@ -129,17 +146,30 @@ def summarize_acceptance(
 
 
 def _estimate_blur(client: Client, page: Counters, name: str) -> float:
-    """Return how far off a counter's growth may be.
+    """Return by how much the growth of a counter may be wrong, because the page rounds it.
 
-    That is a unit of the last digit that is printed, or 0 while the page prints all digits.
+    It is a unit of the last digit that is printed, or 0 while the page prints all digits.
+
+    Args:
+        client: the client of the engine, which says how the page rounds.
+        page: a reading of the counters.
+        name: the name of the counter.
     """
     unit: float = 10 ** math.floor(math.log10(max(1.0, client.rounding * page[name])))
     return unit if unit > 1 else 0
 
 
 def _explain_missing_numbers(client: Client, pages: Sequence[Counters], seconds: float) -> str:
-    """Say why the counts give no numbers; return an empty text if they do."""
-    needed = 0.0  # as a multiple of `seconds`
+    """Say why the counters are too coarse to compute metrics; empty if they are not.
+
+    Args:
+        client: the client of the engine.
+        pages: the readings of the counters.
+        seconds: the time between the first reading and the last.
+    """
+    # Find how long to watch, as a multiple of `seconds`, so that a jump of each counter is at most
+    # MAX_BLUR of its growth in a part.
+    needed = 0.0
     for name in client.drafting[:2]:
         growth = pages[-1][name] - pages[0].get(name, 0.0)
         most = _estimate_blur(client, pages[-1], name) * (len(pages) - 1) / MAX_BLUR
@@ -150,26 +180,30 @@ def _explain_missing_numbers(client: Client, pages: Sequence[Counters], seconds:
 
 
 def _suggest_longer_time(seconds: float) -> str:
-    """Say for how many seconds to watch instead."""
+    """Say how long to watch the server instead, as the setting `seconds`."""
     return f"use seconds={math.ceil(seconds)} or more" if seconds < math.inf else "raise seconds"
 
 
 def _explain_missing_interval(
     client: Client, pages: Sequence[Counters], seconds: float, num_drafts: int, num_parts: int
 ) -> str:
-    """Say why there is no confidence interval; return an empty text if there is one.
+    """Say why there is no confidence interval; empty if there is one.
 
     Args:
-        client: of the engine.
-        pages: as of `acceptance`.
-        seconds: between the first page and the last.
-        num_drafts: drafts in that time.
-        num_parts: parts in which something was drafted.
+        client: the client of the engine.
+        pages: the readings of the counters.
+        seconds: the time between the first reading and the last.
+        num_drafts: the number of drafts in that time.
+        num_parts: the number of parts in which something was drafted.
     """
+    # An interval needs enough drafts, in at least two parts.
     if num_drafts < MIN_BUCKET_ROUNDS:
         return f"{num_drafts} drafts are too few, at least {MIN_BUCKET_ROUNDS}"
     if num_parts < 2:
         return "drafts in one part have no interval"
+
+    # Requests must be short in comparison with a part. An engine without a histogram of durations
+    # counts a request when it ends, so each request is in one part anyway.
     total, ended = (
         pages[-1].get(name, 0.0) - pages[0].get(name, 0.0)
         for name in (f"{client.latency}_sum", f"{client.latency}_count")

@@ -44,11 +44,14 @@ DRAFTS = ("eagle", "eagle3", "mtp", "draft_model")
 
 @cache
 def register() -> None:
-    """Put the lookup that the environment describes in front of the draft, when a worker starts.
+    """Register the plugin: from now on, vLLM's workers start with the lookup of the environment.
+
+    vLLM calls this function in each of its processes. Without the environment variable
+    LOOKUP_VARIABLE nothing changes.
 
     Raises:
-        UserError: for keys that describe no lookup, and for a version of vLLM in whose sources this
-            was not read.
+        UserError: for keys that describe no lookup, and for a version of vLLM that the plugin was
+            not written for.
     """
     lookup_text = os.environ.get(LOOKUP_VARIABLE)
     if not lookup_text:
@@ -56,14 +59,18 @@ def register() -> None:
     import vllm
     from vllm.v1.worker.worker_base import WorkerBase
 
+    # Read the lookup, and refuse a version of vLLM whose internals may differ.
     config = read_parameters(lookup_text)
     begin = WorkerBase.__init__
     check_version(vllm.__version__)
 
+    # Install the lookup when a worker is created: its constructor receives vLLM's configuration,
+    # which is checked first.
     @wraps(begin)
     def checked(
         worker: WorkerBase, vllm_config: "VllmConfig", *arguments: object, **options: object
     ) -> None:
+        """Check vLLM's options, install the lookup, and create the worker as usual."""
         check_vllm(vllm_config, config)
         put_in_front(config)
         begin(worker, vllm_config, *arguments, **options)
@@ -72,19 +79,22 @@ def register() -> None:
 
 
 def read_parameters(lookup_text: str) -> LookupFirstConfig:
-    """Parse the lookup that the environment variable describes.
+    """Parse the settings of the lookup from the environment variable.
 
     Args:
         lookup_text: the keys of `eval.lookup_first` as JSON.
 
     Raises:
-        UserError: for JSON that is no `eval.lookup_first`, and for a lookup that vLLM cannot be
-            given.
+        UserError: for JSON that is no `eval.lookup_first`, and for a lookup that vLLM cannot
+            express.
     """
+    # Parse the JSON.
     with convert_errors(
         ValueError, LOOKUP_VARIABLE, lookup_text, "the keys of eval.lookup_first as JSON"
     ):
         config = LookupFirstConfig.model_validate(parse_json(lookup_text.encode()))
+
+    # Refuse settings that vLLM cannot express, such as a tree.
     assert VLLM.lookup is not None
     lacking = VLLM.lookup.find_missing_key(config)
     if lacking:
@@ -94,7 +104,11 @@ def read_parameters(lookup_text: str) -> LookupFirstConfig:
 
 
 def check_version(version: str) -> None:
-    """Raise UserError for a version of vLLM in whose sources this plugin was not read."""
+    """Raise UserError for a version of vLLM that this plugin was not written for.
+
+    The plugin replaces methods of vLLM, so it knows only the versions whose sources were read.
+    """
+    # `VLLM.versions` is a text, e.g. "0.32 and 0.33". Patch releases are accepted.
     if ".".join(version.split(".")[:2]) not in re.findall(r"\d+\.\d+", VLLM.versions):
         raise UserError(
             LOOKUP_VARIABLE,
@@ -106,7 +120,8 @@ def check_version(version: str) -> None:
 def check_vllm(vllm_config: "VllmConfig", config: LookupFirstConfig) -> None:
     """Raise UserError if vLLM was started with options under which a lookup does not work.
 
-    Either tokens could not be looked up, or they would not be verified as the tokens that they are.
+    With such options, tokens could not be looked up, or vLLM would verify them with the
+    distributions of other tokens. The module's docstring gives the reasons.
     """
     # vLLM must have been started with a draft.
     draft = vllm_config.speculative_config
@@ -117,7 +132,7 @@ def check_vllm(vllm_config: "VllmConfig", config: LookupFirstConfig) -> None:
             expected=f"--speculative-config, or no {LOOKUP_VARIABLE}",
         )
 
-    # Each refusal: whether it applies, what vLLM has, and what is needed.
+    # Go through the options: whether the value is refused, the value, and what is needed instead.
     k = draft.num_speculative_tokens
     for is_refused, got, expected in (
         (
@@ -158,7 +173,10 @@ def check_vllm(vllm_config: "VllmConfig", config: LookupFirstConfig) -> None:
 
 @cache
 def put_in_front(config: LookupFirstConfig) -> None:
-    """Put the lookup in front of the draft in this process, which runs the model, and log that."""
+    """Install the lookup in this process, which runs the model, and print that it is installed.
+
+    The line in vLLM's log is how a measurement knows that the lookup is there.
+    """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     GPUModelRunner.propose_draft_token_ids = wrap_propose(
@@ -170,11 +188,11 @@ def put_in_front(config: LookupFirstConfig) -> None:
 def wrap_propose(
     propose: Callable[..., "Tensor"], config: LookupFirstConfig
 ) -> Callable[..., list[list[int]]]:
-    """Wrap `GPUModelRunner.propose_draft_token_ids`, so that a lookup comes first.
+    """Wrap `GPUModelRunner.propose_draft_token_ids`, so that a lookup drafts before the draft.
 
     Args:
-        propose: the method.
-        config: the lookup.
+        propose: the method to wrap.
+        config: the settings of the lookup.
 
     Returns:
         A method that returns the draft tokens of each row, which may differ in number.
@@ -187,11 +205,15 @@ def wrap_propose(
         sampled_token_ids: "Tensor",
         *remaining_arguments: object,
     ) -> list[list[int]]:
-        # The draft drafts its own number of tokens, whatever the lookup may draft.
+        """Return the looked-up tokens of each row, or the draft's tokens if nothing is found."""
+        # Let the draft draft its own number of tokens in every row, so that its KV cache is the
+        # same as without a lookup. It gets a copy of the scheduler's output with that number.
         verified_output = copy.copy(scheduler_output)
         k = scheduler_output.num_spec_tokens_to_schedule
         verified_output.num_spec_tokens_to_schedule = min(k, config.levels)
         drafted = propose(runner, verified_output, sampled_token_ids, *remaining_arguments).tolist()
+
+        # Rows for which the lookup finds tokens get these instead, up to K.
         return [
             tokens or row
             for tokens, row in zip(
@@ -205,28 +227,35 @@ def wrap_propose(
 def look_up_tokens(
     runner: "GPUModelRunner", sampled: list[list[int]], k: int, config: LookupFirstConfig
 ) -> Iterator[list[int]]:
-    """Yield up to k looked-up tokens for each row.
+    """Yield up to k looked-up tokens for each row of the batch.
 
-    A row gets none if nothing is found, or if its prompt has not been read to its end. A request
-    carries its index, which ends with it.
+    A row gets none if nothing is found, or if its prompt has not been read to its end. The index of
+    the lookup is an attribute of the request, so it is dropped together with the request.
 
     Args:
         runner: vLLM's model runner.
-        sampled: of each row, the tokens of this round, which its text does not hold yet. What is no
-            token of the vocabulary was rejected.
-        k: the most tokens.
-        config: the lookup.
+        sampled: for each row, the tokens of this round, which are not in the row's text yet. vLLM
+            marks rejected tokens with numbers outside of the vocabulary.
+        k: the most tokens to look up.
+        config: the settings of the lookup.
     """
     batch = runner.input_batch
     for row, (name, tokens) in enumerate(zip(batch.req_ids, sampled, strict=True)):
         request = runner.requests[name]
         length = int(batch.num_tokens_no_spec[row])
+
+        # A row whose prompt is still being read has no next token yet.
         if runner.discard_request_mask.np[row]:
             yield []
             continue
+
+        # Take the text and the index of the request. Begin new ones for a new request, and if vLLM
+        # has removed tokens of the text.
         text, lookup = getattr(request, "specdistill", ([], None))
-        if lookup is None or len(text) > length:  # vLLM may take tokens of a text back.
+        if lookup is None or len(text) > length:
             text, lookup = request.specdistill = [], NgramLookup(config.min, config.max)
+
+        # Append the tokens since the last round, and those of this round.
         text += batch.token_ids_cpu[row, len(text) : length].tolist()
         text += [token for token in tokens if 0 <= token < batch.vocab_size]
         yield lookup.find(text, k)

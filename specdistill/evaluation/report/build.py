@@ -48,6 +48,8 @@ Numbers = dict[str, Any]  # numbers by their names in the report's schema
 # Parts of a report that name files and servers of the machine.
 NAMING = ("engine", "suite", "target", "draft", "not_measured")
 PREDICTED_METRICS = ("predicted_speedup", "prediction_gap")
+# Metrics that a report gives without an interval. They explain the speedup, and a bootstrap of each
+# would take time.
 METRICS_WITHOUT_INTERVAL = (
     "draft_ms",
     "verify_ms",
@@ -59,6 +61,7 @@ METRICS_WITHOUT_INTERVAL = (
 ACCEPTANCE = ("acceptance_length_vllm", "acceptance_rate")
 SPEEDS = ("tokens_per_second", "baseline_tokens_per_second", "speedup")
 METRICS_WITH_INTERVAL = ("mean_acceptance_length", *ACCEPTANCE, *SPEEDS)
+# Metrics that a row lacks if nothing was drafted.
 METRICS_OF_DRAFTS = (
     *ACCEPTANCE,
     "acceptance_rate_per_position",
@@ -66,6 +69,7 @@ METRICS_OF_DRAFTS = (
     "draft_ms",
     *PREDICTED_METRICS,
 )
+# Metrics that a row lacks if no prompt had a round, because its first token ended it.
 METRICS_OF_ROUNDS = (
     "mean_acceptance_length",
     "overhead_factor",
@@ -73,10 +77,15 @@ METRICS_OF_ROUNDS = (
     "baseline_step_ms",
     "decode_speedup",
 )
-# Below this share of the speed of transformers' `generate()`, the baseline flatters the draft.
+# Below this share of the speed of transformers' `generate()`, the baseline flatters the draft. The
+# 5 % below 1 leave room for noise in the two timings.
 SLOW_BASELINE = 0.95
-MAX_PREDICTION_GAP = {"cpu": 0.10, "cuda": 0.03}  # by device: times on a CPU vary more
-WIDE_INTERVAL = 0.05  # half-width, as a share of the speedup
+# The largest gap between measured and predicted speedup that is no finding, by device. A lower
+# bound finds more mistakes and reports more noise. Times on a CPU vary more.
+MAX_PREDICTION_GAP = {"cpu": 0.10, "cuda": 0.03}
+# The half-width of an interval, as a share of the speedup, above which the reader is told. With
+# more than ±5 %, the first decimal of a usual speedup is uncertain.
+WIDE_INTERVAL = 0.05
 
 
 def build_report(
@@ -105,16 +114,18 @@ def build_report(
         sections: target, draft, hardware, software, settings, results, context and lossless, as
             the report has them.
     """
-    # Say why each absent part is absent.
-    absent = {
-        **({} if git_revision else {"git_revision": "the code is not in a git checkout"}),
-        **({} if theory else {"theory": "nothing was drafted"}),
-        **not_measured,
-        **({"incomplete": incomplete} if incomplete else {}),
-    }
+    # Collect the reason for each absent part.
+    reasons: dict[str, str] = {}
+    if not git_revision:
+        reasons["git_revision"] = "the code is not in a git checkout"
+    if not theory:
+        reasons["theory"] = "nothing was drafted"
+    reasons |= not_measured
+    if incomplete:
+        reasons["incomplete"] = incomplete
     optional = {"git_revision": git_revision, "incomplete": bool(incomplete), "theory": theory}
 
-    # The parts that stand in every report, then the measured sections.
+    # Put together the parts that every report has, and the measured sections.
     report: Numbers = {
         "schema_version": 3,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -131,11 +142,13 @@ def build_report(
         "headline": headline,
         **sections,
         "gate": {"verdict": None, "passed": False, "rules": []},
-        "not_measured": absent,
+        "not_measured": reasons,
     }
 
-    # Names of folders on this machine are not for publication.
+    # Remove folder names and server addresses of this machine, which must not be published.
     report |= remove_places({name: report[name] for name in NAMING})
+
+    # The findings are sentences about the finished numbers, so they come last.
     return {
         **report,
         "findings": [
@@ -152,10 +165,10 @@ def build_result_rows(
     seed: int,
     reasons: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Numbers]:
-    """Build the rows of a configuration from its records.
+    """Build the result rows of a configuration from its records.
 
-    The first is the suite's row (`category: all`). The others are one for each category, in the
-    suite's order.
+    The first row is that of the whole suite (`category: all`). One row for each category follows,
+    in the suite's order.
 
     Args:
         records: the records of the configuration.
@@ -164,9 +177,12 @@ def build_result_rows(
         seed: the seed of the bootstrap.
         reasons: why this way of measuring cannot give some numbers, by their names.
     """
+    # Group the records: all of them, then those of each category.
     groups = {ALL_PROMPTS: list(records)}
     for record in records:
         groups.setdefault(record.category, []).append(record)
+
+    # Each row has the suite, the configuration, and the numbers computed from its group.
     return [
         {
             "suite": suite.name,
@@ -180,7 +196,11 @@ def build_result_rows(
 
 
 def build_context_rows(records: Sequence[PromptRecord]) -> list[ContextBucketDocument]:
-    """Return the acceptance length by the number of tokens before a round, in powers of two."""
+    """Return the acceptance length for each range of context lengths, in powers of two.
+
+    The context length of a round is the number of tokens before it. A range is `64-127`, for
+    example.
+    """
     rows: list[ContextBucketDocument] = []
     for bucket, emitted in sorted(group_rounds_by_context(records).items()):
         rows.append(
@@ -200,10 +220,11 @@ def build_theory(
     *,
     depends_on_width: bool = False,
 ) -> Numbers | None:
-    """Return what the suite's row implies: alpha, v and c at K, and the speedup to expect.
+    """Return the report's section `theory`: alpha, the costs v and c, and the predicted speedup.
 
-    The curve has the speedup to expect at K' up to K. Means are over all rounds, so the curve at K
-    is the row's prediction. For a tree, K is the depth, and c·K the cost of drafting all its nodes.
+    specdistill.evaluation.statistics.theory defines these symbols. The curve has the predicted
+    speedup at each K' up to K. Means are over all rounds, so the curve at K is the row's
+    prediction. For a tree, K is the depth, and c·K the cost of drafting all its nodes.
 
     Args:
         row: the row of the whole suite.
@@ -215,7 +236,7 @@ def build_theory(
     Returns:
         The section `theory` of the report; None without drafts.
     """
-    # The theory needs all of these numbers.
+    # Without one of these numbers there is no theory, for example if nothing was drafted.
     needed = (
         "mean_acceptance_length",
         "verify_ms",
@@ -225,14 +246,16 @@ def build_theory(
     )
     if any(name not in row for name in needed):
         return None
+
+    # The mean cost of a round. `draft_ms` in the row is per draft token, and a round may have fewer
+    # than K of these (the draft stopped early) or more (all nodes of a tree).
     step_ms = row["baseline_step_ms"]
     k = row["num_speculative_tokens"]
-    # The cost of all nodes of a tree. It is less where a draft stops early.
     draft_ms = row["draft_ms"] * row["num_draft_tokens"] / row["num_rounds"]
     cost = RoundCost(k, row["verify_ms"], draft_ms)
 
-    # If the cost of a pass depends on K, the times of shorter drafts say nothing about the longer
-    # one.
+    # Predict the speedup at each K' that was timed. If acceptance depends on K, it is known at K
+    # alone, so no shorter draft can be predicted.
     shorter = () if depends_on_width else costs
     curve = compute_speedup_curve(
         row["emitted_per_position"], row["num_drafts"], step_ms, cost, shorter
@@ -257,37 +280,37 @@ def select_headline(rows: Sequence[Numbers], records: Sequence[PromptRecord]) ->
     its time.
     """
     # Only numbers that every category has can be averaged over the categories.
-    # Quote only metrics that every category has.
-    by_category = [row for row in rows if row["category"] != ALL_PROMPTS]
-    quoted = []
+    category_rows = [row for row in rows if row["category"] != ALL_PROMPTS]
+    quoted_names = []
     for name in ("mean_acceptance_length", "speedup"):
-        if by_category and all(name in row for row in by_category):
-            quoted.append(name)
-    if not quoted:
+        if category_rows and all(name in row for row in category_rows):
+            quoted_names.append(name)
+    if not quoted_names:
         return {}
+
+    # The macro-average: every category counts the same.
     sums = collect_prompt_sums(records)
     categories = [record.category for record in records]
     macro: Numbers = {}
-    for name in quoted:
-        macro[name] = sum(row[name] for row in by_category) / len(by_category)
+    for name in quoted_names:
+        macro[name] = sum(row[name] for row in category_rows) / len(category_rows)
         bounds = compute_macro_interval(METRICS[name], sums, categories)
         if bounds:
             macro[f"{name}_ci95"] = list(bounds)
-    return {
-        **macro,
-        "average": (
-            f"macro over {len(by_category)} categories, each a micro-average over its rounds"
-        ),
-        "micro": {
-            **{
-                key: rows[0][key]
-                for name in quoted
-                for key in (name, f"{name}_ci95")
-                if key in rows[0]
-            },
-            "average": f"micro over {rows[0]['num_new_tokens']} tokens of {len(records)} prompts",
-        },
-    }
+
+    macro["average"] = (
+        f"macro over {len(category_rows)} categories, each a micro-average over its rounds"
+    )
+
+    # The micro-average: the numbers of the suite's row, where every round counts the same.
+    suite_row = rows[0]
+    micro: Numbers = {}
+    for name in quoted_names:
+        for key in (name, f"{name}_ci95"):
+            if key in suite_row:
+                micro[key] = suite_row[key]
+    micro["average"] = f"micro over {suite_row['num_new_tokens']} tokens of {len(records)} prompts"
+    return {**macro, "micro": micro}
 
 
 def _compute_row_numbers(
@@ -296,94 +319,103 @@ def _compute_row_numbers(
     seed: int,
     reasons: Mapping[str, str],
 ) -> Numbers:
-    """Return the numbers of a row, computed from its records, and why others are absent."""
-    # Counts and metrics are computed from the sums over prompts.
+    """Compute the counts and metrics of a row, and the reason for each absent number."""
+    # Collect the numbers of each prompt. All metrics are formulas over sums of these.
     sums = collect_prompt_sums(records)
-    timed = sum(record.hf_generate is not None for record in records)
+    num_timed_by_hf = sum(record.hf_generate is not None for record in records)
+
+    # Count prompts, tokens and rounds. A server shows no rounds, and some servers no token ids, so
+    # their numbers are left out.
     row: Numbers = {
         "num_prompts": len(records),
         "num_batches": len(np.unique(sums["batch"])) if "batch" in sums else len(records),
         "num_new_tokens": int(sums["num_tokens"].sum()),
-        **(
-            {}
-            if np.isnan(sums["num_rounds"]).any()
-            else {"num_rounds": int(sums["num_rounds"].sum())}
-        ),
-        **(
-            {"num_looping": sum(map(is_looping, records))}
-            if all(record.token_ids for record in records)
-            else {}
-        ),
-        **({"hf_generate_num_prompts": timed} if timed else {}),
-        "num_empty": int((sums["num_tokens"] <= 1).sum()),
-        "num_disturbed_rounds": int(
-            sum(np.nansum(sums[f"{side}num_disturbed_rounds"]) for side in ("", "baseline_"))
-        ),
-        **count_acceptance(records, configuration.num_speculative_tokens),
-        **_estimate_metrics(sums, seed),
     }
+    if not np.isnan(sums["num_rounds"]).any():
+        row["num_rounds"] = int(sums["num_rounds"].sum())
+    if all(record.token_ids for record in records):
+        row["num_looping"] = sum(map(is_looping, records))
+    if num_timed_by_hf:
+        row["hf_generate_num_prompts"] = num_timed_by_hf
+    row["num_empty"] = int((sums["num_tokens"] <= 1).sum())
+    row["num_disturbed_rounds"] = int(
+        np.nansum(sums["num_disturbed_rounds"]) + np.nansum(sums["baseline_num_disturbed_rounds"])
+    )
 
-    # A number that is present needs no reason for its absence.
-    absent = {**_list_reasons(row), **reasons}
-    return {
-        **row,
-        "not_measured": {name: reason for name, reason in absent.items() if name not in row},
-    }
+    # Count what was accepted, and estimate the metrics.
+    row |= count_acceptance(records, configuration.num_speculative_tokens)
+    row |= _estimate_metrics(sums, seed)
+
+    # Keep the reasons of numbers that are absent.
+    all_reasons = {**_list_reasons(row), **reasons}
+    not_measured = {name: reason for name, reason in all_reasons.items() if name not in row}
+    return {**row, "not_measured": not_measured}
 
 
 def _estimate_metrics(sums: PromptSums, seed: int) -> Numbers:
-    """Return each metric that was measured, with its interval.
+    """Return the value of each measured metric, and its interval if the report quotes one.
 
     The speedup over transformers' `generate()` is only included if the baseline is slower than
-    that.
+    `generate()`: otherwise the speedup over the baseline is the stricter number.
     """
     numbers: Numbers = {}
     is_slow = (compute_value(METRICS["baseline_over_hf_generate"], sums) or 1.0) < SLOW_BASELINE
     for name, metric in METRICS.items():
-        if (is_slow or name != "speedup_over_hf_generate") and (
-            point := compute_value(metric, sums)
-        ) is not None:
-            numbers[name] = point
-            if name not in METRICS_WITHOUT_INTERVAL and (
-                bounds := compute_interval(metric, sums, seed=seed)
-            ):
-                numbers[f"{name}_ci95"] = list(bounds)
+        if name == "speedup_over_hf_generate" and not is_slow:
+            continue
+        point = compute_value(metric, sums)
+        if point is None:
+            continue
+        numbers[name] = point
+        if name in METRICS_WITHOUT_INTERVAL:
+            continue
+        bounds = compute_interval(metric, sums, seed=seed)
+        if bounds is not None:
+            numbers[f"{name}_ci95"] = list(bounds)
     return numbers
 
 
 def is_looping(record: PromptRecord) -> bool:
     """Return whether the completion ends in a loop, which inflates acceptance.
 
-    It does if its last 48 tokens repeat with a period of at most 16.
+    A completion ends in a loop if its last 48 tokens repeat with a period of at most 16.
     """
+    # 48 tokens are three periods of the longest loop, so ordinary lists rarely count as loops.
     tail = record.token_ids[-48:]
     return len(tail) == 48 and any(tail[period:] == tail[:-period] for period in range(1, 17))
 
 
 def _list_reasons(row: Numbers) -> dict[str, str]:
-    """Return the reason for each number that a row may lack."""
-    # The reasons of the numbers that compare with transformers' `generate()`.
-    hf = "none of these prompts was among those timed"
-    fast = (
+    """Return, for each number that a row may lack, the sentence that says why it is absent."""
+    # Reasons for numbers that compare with transformers' `generate()`.
+    untimed_reason = "none of these prompts was among those timed"
+    fast_reason = (
         "the baseline is as fast as transformers' generate()"
         if "baseline_over_hf_generate" in row
-        else hf
+        else untimed_reason
     )
 
-    # The reasons of absent intervals.
-    few = (
+    # Reasons for absent intervals. Prompts of one batch share its time, so one batch gives no
+    # interval of a speed.
+    interval_reason = (
         "fewer than two prompts"
         if row["num_prompts"] < 2
         else "its resamples are undefined: too few prompts or conversations"
     )
-    one_batch = row["num_batches"] == 1 < row["num_prompts"]
-    timed = "its prompts share the times of one batch" if one_batch else few
+    is_one_batch = row["num_batches"] == 1 < row["num_prompts"]
+    timed_interval_reason = (
+        "its prompts share the times of one batch" if is_one_batch else interval_reason
+    )
+
+    # The caller uses only the reasons of numbers that the row does lack.
     return {
         **dict.fromkeys(SPEEDS, "no time was measured"),
         **dict.fromkeys(METRICS_OF_DRAFTS, "nothing was drafted"),
         **dict.fromkeys(METRICS_OF_ROUNDS, "every completion ended with its first token"),
-        **dict.fromkeys(("hf_generate_tokens_per_second", "baseline_over_hf_generate"), hf),
-        "speedup_over_hf_generate": fast,
+        **dict.fromkeys(
+            ("hf_generate_tokens_per_second", "baseline_over_hf_generate"), untimed_reason
+        ),
+        "speedup_over_hf_generate": fast_reason,
         "context_ratio": (
             "too few drafts at a long or a short context"
             if row["num_drafts"]
@@ -391,7 +423,7 @@ def _list_reasons(row: Numbers) -> dict[str, str]:
         ),
         "vocabulary_coverage": "this method can propose any token",
         **{
-            f"{name}_ci95": timed if METRICS[name].is_timed else few
+            f"{name}_ci95": timed_interval_reason if METRICS[name].is_timed else interval_reason
             for name in METRICS_WITH_INTERVAL
             if name in row
         },
@@ -399,7 +431,7 @@ def _list_reasons(row: Numbers) -> dict[str, str]:
 
 
 def list_findings(report: Report) -> dict[str, str]:
-    """Return findings, one sentence by name each: what the numbers alone do not show."""
+    """Return the findings of a report, name -> sentence: facts that the numbers do not show."""
     return {
         **dict(_list_timing_findings(report)),
         **dict(_list_losslessness_findings(report)),
@@ -411,13 +443,15 @@ def _list_timing_findings(report: Report) -> Iterator[tuple[str, str]]:
     """Yield findings about how far the times can be trusted."""
     row = report["results"][0]
 
-    # Findings about an interrupted measurement, and about times that do not add up.
+    # An interrupted measurement.
     if report.get("incomplete"):
         yield (
             "incomplete",
             f"The measurement was cut short: {report['not_measured']['incomplete']}. Its numbers"
             " are those of a part.",
         )
+
+    # Times that do not add up: the measured speedup is not the one that acceptance and costs give.
     bound = MAX_PREDICTION_GAP.get(report["hardware"]["device"], MAX_PREDICTION_GAP["cpu"])
     if "speedup" in row and row.get("prediction_gap", 0) > bound:
         yield (
@@ -428,6 +462,8 @@ def _list_timing_findings(report: Report) -> Iterator[tuple[str, str]]:
                 f" without prefill it is {row['decode_speedup']:.2f}×."
             ),
         )
+
+    # A baseline that is slower than it should be.
     if row.get("baseline_over_hf_generate", 1) < SLOW_BASELINE:
         yield (
             "slow_baseline",
@@ -438,7 +474,7 @@ def _list_timing_findings(report: Report) -> Iterator[tuple[str, str]]:
             ),
         )
 
-    # Findings about noise: stalls, and too few prompts.
+    # Noise: rounds that were disturbed, and too few prompts.
     count = row.get("num_disturbed_rounds")
     if count:
         yield (
@@ -447,11 +483,11 @@ def _list_timing_findings(report: Report) -> Iterator[tuple[str, str]]:
             " probably by other work on the machine; their prompts were timed again.",
         )
     low, high = row.get("speedup_ci95", (0.0, 0.0))
-    half = (high - low) / 2 / row.get("speedup", 1.0)
-    if half > WIDE_INTERVAL:
+    half_width = (high - low) / 2 / row.get("speedup", 1.0)
+    if half_width > WIDE_INTERVAL:
         yield (
             "wide_interval",
-            f"{row['num_prompts']} prompts: the speedup is only known to ±{half:.0%}.",
+            f"{row['num_prompts']} prompts: the speedup is only known to ±{half_width:.0%}.",
         )
 
 
@@ -462,18 +498,19 @@ def _list_losslessness_findings(report: Report) -> Iterator[tuple[str, str]]:
     lossless = report["lossless"]
     engine = ENGINES.get(report.get("engine", {}).get("name", ""))
 
-    # Findings about how tokens were counted.
+    # An engine that counts more accepted tokens than a completion has. In the worst case each
+    # prompt has K such tokens, so the acceptance length is too high by prompts · K / drafts.
     if engine and engine.counts_past_end and row["num_drafts"]:
-        most = row["num_prompts"] * settings["num_speculative_tokens"] / row["num_drafts"]
+        max_excess = row["num_prompts"] * settings["num_speculative_tokens"] / row["num_drafts"]
         yield (
             "past_the_end",
             (
                 f"{engine.title} also counts tokens that it accepts past the end of a completion: "
-                f"acceptance_length_vllm is up to {most:.2f} too high."
+                f"acceptance_length_vllm is up to {max_excess:.2f} too high."
             ),
         )
 
-    # Findings about differences between the outputs.
+    # Differences between the outputs with and without the draft.
     count = lossless.get("unexplained_divergences")
     if count:
         yield (
@@ -490,6 +527,8 @@ def _list_losslessness_findings(report: Report) -> Iterator[tuple[str, str]]:
                 " logits."
             ),
         )
+
+    # A sampling test that does not even reject a wrong rule.
     if lossless.get("sampling_test", {}).get("negative_control_p_value", 0) > 0.05:
         yield (
             "insensitive_sampling_test",
@@ -499,23 +538,24 @@ def _list_losslessness_findings(report: Report) -> Iterator[tuple[str, str]]:
 
 
 def _list_drafting_findings(report: Report) -> Iterator[tuple[str, str]]:
-    """Yield findings about what drafting did, and about what would be better."""
-    # Findings about rounds that drafted nothing, and about completions that say little.
+    """Yield findings about rounds without a draft, odd completions, and a K that may be better."""
+    # Rounds that drafted nothing. More than one in 20 makes the two acceptance lengths differ
+    # visibly.
     row = report["results"][0]
-    without = (
-        1 - row["num_drafts"] / row["num_rounds"]
-        if row["num_drafts"] and "num_rounds" in row
-        else 0.0
-    )
-    if without > 0.05:
+    share_without_draft = 0.0
+    if row["num_drafts"] and "num_rounds" in row:
+        share_without_draft = 1 - row["num_drafts"] / row["num_rounds"]
+    if share_without_draft > 0.05:
         yield (
             "rounds_without_draft",
             (
-                f"Nothing was drafted in {without:.0%} of the rounds. The acceptance length "
-                f"({row['mean_acceptance_length']:.2f}) counts these rounds; "
-                f"1 + accepted / drafts is {row['acceptance_length_vllm']:.2f}."
+                f"Nothing was drafted in {share_without_draft:.0%} of the rounds. The acceptance"
+                f" length ({row['mean_acceptance_length']:.2f}) counts these rounds;"
+                f" 1 + accepted / drafts is {row['acceptance_length_vllm']:.2f}."
             ),
         )
+
+    # Completions that say little about a draft: empty ones, and loops, which are easy to predict.
     if row["num_empty"]:
         yield (
             "empty_completions",
@@ -529,17 +569,16 @@ def _list_drafting_findings(report: Report) -> Iterator[tuple[str, str]]:
             " which inflates acceptance.",
         )
 
-    # Another K is recommended only if it is clearly faster.
+    # Another K, if it is predicted to be faster by more than the uncertainty of the prediction.
     theory = report.get("theory")
     if theory and theory["best_k"] != theory["K"]:
-        best = select_best_point(theory["curve"])["predicted_speedup"]
+        best_speedup = select_best_point(theory["curve"])["predicted_speedup"]
         low, high = row.get("speedup_ci95", (0.0, 0.0))
         uncertainty = (high - low) / 2 / row.get("speedup", 1.0)
-        if best > theory["predicted"] * (
-            1 + max(BETTER_K_GAIN, uncertainty, theory.get("cost_deviation", 0.0))
-        ):
+        margin = max(BETTER_K_GAIN, uncertainty, theory.get("cost_deviation", 0.0))
+        if best_speedup > theory["predicted"] * (1 + margin):
             yield (
                 "best_k",
-                f"K = {theory['best_k']} is predicted to be faster ({best:.2f}×) than the"
+                f"K = {theory['best_k']} is predicted to be faster ({best_speedup:.2f}×) than the"
                 f" K = {theory['K']} measured.",
             )

@@ -19,13 +19,16 @@ from specdistill.evaluation.report.phrases import (
     format_times,
 )
 
+# All lengths are in units of the SVG's viewBox. The browser scales a plot to its column.
 WIDTH = 420
 LEFT, RIGHT = 46, 22  # margins of plots with a vertical axis
 TOP = 22
 BOTTOM_MARGIN = 30
 AXIS = 16  # the height of an axis's name
-LETTER = 7.6  # the width that a character of a label takes, generously
-# The height of a name above what it names, and the number of characters that fit there.
+# The width of a character of a label. It is a generous estimate, because SVG text is only measured
+# by the browser: too small a value makes labels overlap.
+LETTER = 7.6
+# The height of a row's name above its line, and the number of characters that fit there.
 LABEL_OFFSET = 14
 MAX_LABEL_CHARACTERS = int(WIDTH / LETTER)
 
@@ -49,21 +52,24 @@ class Scale:
 
 
 def draw_acceptance_by_position(row: ResultRow) -> Markup | None:
-    """Draw the acceptance rate of each position.
+    """Draw a bar chart of the acceptance rate at each position in the draft.
 
     A bar shows the unconditional rate, and a dot the rate once the position is reached.
     """
-    # Without rates there is no chart.
+    # If nothing was drafted, there is no chart.
     rates: Sequence[float | None] = row.get("acceptance_rate_per_position", [])
     if not rates:
         return None
 
-    # The scale, and the width of a bar.
+    # Set the scale and the width of a bar. Each position gets a slot; few positions get bars that
+    # are not wider than 56 units.
     height = 230
     y = Scale(0, 1, height - BOTTOM_MARGIN - AXIS, TOP)
     slot = (WIDTH - LEFT - RIGHT) / len(rates)
     width = round(min(slot * 0.56, 56), 1)
-    drawn = _draw_y_axis(y, [(share, format_percent(share)) for share in (0, 0.25, 0.5, 0.75, 1)])
+    elements = _draw_y_axis(
+        y, [(share, format_percent(share)) for share in (0, 0.25, 0.5, 0.75, 1)]
+    )
     titles = []
 
     # Draw a bar for each position, with its conditional rate as a dot.
@@ -76,10 +82,10 @@ def draw_acceptance_by_position(row: ResultRow) -> Markup | None:
         titles.append(
             f"position {index + 1}: {label} of drafts, {format_percent(conditional)} once reached"
         )
-        drawn.append(
-            _tag(
+        elements.append(
+            _make_element(
                 "rect",
-                _tag("title", titles[-1]),
+                _make_element("title", titles[-1]),
                 x=round(centre - width / 2, 1),
                 y=top,
                 width=width,
@@ -87,22 +93,29 @@ def draw_acceptance_by_position(row: ResultRow) -> Markup | None:
                 fill="var(--bar)",
             )
         )
+        # The rate stands inside the bar if there is room.
         if width > 4 * LETTER and y.start - top > 20:
-            drawn.append(_draw_text(centre, y.start - 7, label, anchor="middle", kind="strong"))
+            elements.append(_draw_text(centre, y.start - 7, label, anchor="middle", kind="strong"))
         if conditional is not None:
-            drawn.append(_draw_dot(centre, y(conditional), 4.5, "paper", "mine"))
+            elements.append(_draw_dot(centre, y(conditional), 4.5, "paper", "mine"))
+        # If the slots are narrow, only every fourth position is labelled.
         name = index + 1 if slot > 2 * LETTER or index % 4 == 0 else ""
-        drawn.append(_draw_text(centre, y.start + 17, name, anchor="middle"))
-    drawn.append(
+        elements.append(_draw_text(centre, y.start + 17, name, anchor="middle"))
+    elements.append(
         _draw_text((LEFT + WIDTH - RIGHT) / 2, height - 6, "position in the draft", anchor="middle")
     )
-    return _draw_figure(height, "Acceptance rate by position in the draft", drawn, titles)
+    return _draw_figure(height, "Acceptance rate by position in the draft", elements, titles)
 
 
 def draw_acceptance_by(what: str, named_rows: NamedRows, k: int) -> Markup | None:
-    """Draw a line for each row: its acceptance length and the interval.
+    """Draw the acceptance length of each row as a dot on the line of its interval.
 
     The axis goes from 1 (no gain) to K + 1 (all draft tokens accepted).
+
+    Args:
+        what: what distinguishes the rows, for the chart's name.
+        named_rows: the rows, each with the name that is shown.
+        k: K, draft tokens per round.
     """
     x = Scale(1, k + 1, 16, WIDTH - 52)
     return _draw_lines(
@@ -117,7 +130,16 @@ def draw_acceptance_by(what: str, named_rows: NamedRows, k: int) -> Markup | Non
 
 
 def draw_speedup_by(what: str, named_rows: NamedRows, axis: str) -> Markup | None:
-    """Draw a line for each row: its speedup and the interval. Plain decoding is dashed."""
+    """Draw the speedup of each row as a dot on the line of its interval.
+
+    A dashed line shows plain decoding.
+
+    Args:
+        what: what distinguishes the rows, for the chart's name.
+        named_rows: the rows, each with the name that is shown.
+        axis: the name of the horizontal axis.
+    """
+    # The axis has room for every interval, and for 1, the speed of plain decoding.
     ends = [1.0]
     for _, row in named_rows:
         if "speedup" in row:
@@ -136,116 +158,155 @@ def _draw_lines(
     label: str,
     axis: str,
 ) -> Markup | None:
-    """Draw a line for each row that has the metric: its value and interval, below its name."""
+    """Draw the metric of each row as a dot on the line of its interval, below the row's name.
+
+    Args:
+        named_rows: the rows, each with its name. Rows without the metric are left out.
+        metric: the name of the metric.
+        formatted: writes a value of the metric as text.
+        x: the scale of the horizontal axis.
+        ticks: the ticks of the horizontal axis.
+        label: the name of the chart.
+        axis: the name of the horizontal axis.
+    """
     named_rows = [(name, row) for name, row in named_rows if metric in row]
     if not named_rows:
         return None
     step = 30 + LABEL_OFFSET
     top = 12
     bottom = top + step * len(named_rows)
-    # Draw the axis with its ticks.
-    drawn = [_draw_line(x(value), top, x(value), bottom, "line") for value, _ in ticks]
-    drawn += [_draw_text(x(value), bottom + 17, shown, anchor="middle") for value, shown in ticks]
+
+    # Draw the axis with its ticks, and a dashed line where the speed is that of plain decoding.
+    elements = [_draw_line(x(value), top, x(value), bottom, "line") for value, _ in ticks]
+    elements += [
+        _draw_text(x(value), bottom + 17, tick_label, anchor="middle")
+        for value, tick_label in ticks
+    ]
     if metric == "speedup":
-        drawn.append(_draw_line(x(1.0), top, x(1.0), bottom, "muted", stroke_dasharray="3 4"))
-    # Draw for each row its name, the interval, and the value.
+        elements.append(_draw_line(x(1.0), top, x(1.0), bottom, "muted", stroke_dasharray="3 4"))
+
+    # Draw for each row its name, the interval, and the value. A long name loses its beginning.
     for index, (name, row) in enumerate(named_rows):
         y = top + step * index + LABEL_OFFSET + 15
-        shown = (
-            name if len(name) <= MAX_LABEL_CHARACTERS else f"…{name[1 - MAX_LABEL_CHARACTERS :]}"
-        )
+        short_name = name
+        if len(name) > MAX_LABEL_CHARACTERS:
+            short_name = f"…{name[1 - MAX_LABEL_CHARACTERS :]}"
         low, high = _read_interval(row, metric)
-        drawn += [
-            # The name hides the lines of the ticks behind it.
-            _tag(
+        elements += [
+            # A rectangle in the colour of the paper hides the ticks behind the name.
+            _make_element(
                 "rect",
                 x=0,
                 y=y - 22,
-                width=round(len(shown) * LETTER),
+                width=round(len(short_name) * LETTER),
                 height=14,
                 fill="var(--paper)",
             ),
-            _draw_text(0, y - 11, shown),
+            _draw_text(0, y - 11, short_name),
             _draw_line(x(low), y, x(high), y, "bar", stroke_width=6, stroke_linecap="round"),
             _draw_dot(x(row[metric]), y, 4.5, "good"),
             _draw_text(WIDTH, y + 4, formatted(row[metric]), anchor="end", kind="strong"),
         ]
-    drawn.append(
+    elements.append(
         _draw_text((x(ticks[0][0]) + x(ticks[-1][0])) / 2, bottom + 34, axis, anchor="middle")
     )
+
+    # Write the same values as text, for readers who do not see the chart.
     values = (
         f"{name}: {formatted(row[metric])}{format_bracketed_interval(row, metric)}"
         for name, row in named_rows
     )
-    return _draw_figure(bottom + 40, label, drawn, values)
+    return _draw_figure(bottom + 40, label, elements, values)
 
 
 def draw_speedup_by_k(theory: Mapping[str, Any] | None, rows: Sequence[ResultRow]) -> Markup | None:
-    """Draw the speedup over K': predicted, its ceiling, and measured.
+    """Draw the speedup against the number of draft tokens K': predicted, its ceiling, and measured.
 
     The ceiling is the speedup of a draft without cost: the acceptance length. The measured speedup
     of each row has its interval. Returns None with neither a prediction nor a second measured K.
+
+    Args:
+        theory: the report's section `theory`; None if nothing was drafted.
+        rows: result rows that differ in K alone.
     """
-    measured = [row for row in rows if "speedup" in row]
-    if theory is None and len(measured) < 2:
+    measured_rows = [row for row in rows if "speedup" in row]
+    if theory is None and len(measured_rows) < 2:
         return None
 
-    # Collect what is shown: the predicted curve, the ceiling by K, and the measured intervals.
+    # Collect the values to draw: the predicted curve, the ceiling by K, and the measured intervals.
     curve: list[dict[str, float]] = theory["curve"] if theory else []
     ceiling = {point["k"]: point["mean_acceptance_length"] for point in curve} or {0: 1.0}
-    ceiling |= {
-        row["num_speculative_tokens"]: row["mean_acceptance_length"]
-        for row in rows
-        if "mean_acceptance_length" in row
-    }
-    intervals = [_read_interval(row, "speedup") for row in measured]
+    for row in rows:
+        if "mean_acceptance_length" in row:
+            ceiling[row["num_speculative_tokens"]] = row["mean_acceptance_length"]
+    intervals = [_read_interval(row, "speedup") for row in measured_rows]
 
-    # Draw the axes, with a dashed line for plain decoding.
+    # Set the scales: K' from 0 to the longest draft, and a speedup that every value fits in.
     height = 260
-    longest = max(1, int(max(ceiling)), *(row["num_speculative_tokens"] for row in measured))
+    measured_ks = [row["num_speculative_tokens"] for row in measured_rows]
+    longest = max(1, int(max(ceiling)), *measured_ks)
+    predicted_speedups = [point["predicted_speedup"] for point in curve]
+    speedups = [1.0, *ceiling.values(), *predicted_speedups, *itertools.chain(*intervals)]
     x = Scale(0, longest, LEFT + 8, WIDTH - RIGHT - 14)
-    ends = [
-        1.0,
-        *ceiling.values(),
-        *(point["predicted_speedup"] for point in curve),
-        *itertools.chain(*intervals),
-    ]
-    y = Scale(*_round_bounds(ends), height - BOTTOM_MARGIN - AXIS, TOP)
-    drawn = _draw_y_axis(y, [(value, f"{value:g}×") for value in _choose_ticks(y.low, y.high)])
-    drawn += [
-        _draw_text(x(k), y.start + 17, k, anchor="middle")
-        for k in range(0, longest + 1, 1 + longest // 13)
-    ]
-    drawn.append(_draw_line(LEFT, y(1.0), WIDTH - RIGHT, y(1.0), "muted", stroke_dasharray="3 4"))
+    y = Scale(*_round_bounds(speedups), height - BOTTOM_MARGIN - AXIS, TOP)
 
-    # Draw the ceiling, the prediction with its best K, and the measured speedups.
-    highest = [(x(k), y(length)) for k, length in sorted(ceiling.items())]
-    predicted = [(x(point["k"]), y(point["predicted_speedup"])) for point in curve]
-    drawn.append(_draw_path(highest, "muted", stroke_width=1.5, stroke_dasharray="6 3"))
-    drawn.append(_draw_path(predicted, "bar", stroke_width=2.5))
-    for point, place in zip(curve, predicted, strict=True):
-        best = theory is not None and point["k"] == theory["best_k"]
-        drawn.append(_draw_dot(*place, 5 if best else 3.5, "good" if best else "bar"))
-    for row, (low, high) in zip(measured, intervals, strict=True):
-        along = x(row["num_speculative_tokens"])
-        drawn.append(_draw_line(along, y(low), along, y(high), "mine", stroke_width=2))
-        drawn.append(
-            _draw_dot(along, y(row["speedup"]), 4.5, "paper", "mine", format_speedup_at_k(row))
-        )
-    drawn.append(
+    # Draw the axes, the ceiling, the prediction with its best K, and the measured speedups.
+    elements = _draw_axes_by_k(x, y, longest)
+    ceiling_points = [(x(k), y(length)) for k, length in sorted(ceiling.items())]
+    elements.append(_draw_path(ceiling_points, "muted", stroke_width=1.5, stroke_dasharray="6 3"))
+    elements += _draw_predicted_curve(x, y, curve, theory["best_k"] if theory else None)
+    for row, interval in zip(measured_rows, intervals, strict=True):
+        elements += _draw_measured_speedup(x, y, row, interval)
+    elements.append(
         _draw_text(
             (LEFT + WIDTH - RIGHT) / 2, height - 6, "K, tokens drafted per round", anchor="middle"
         )
     )
 
-    # The values are listed as text, too.
-    values = [f"measured at {format_speedup_at_k(row)}" for row in measured] + [
-        f"predicted at K = {point['k']}: {format_times(point['predicted_speedup'])}"
-        for point in curve
-    ]
+    # Write the same values as text, for readers who do not see the chart.
+    values = [f"measured at {format_speedup_at_k(row)}" for row in measured_rows]
+    for point in curve:
+        values.append(f"predicted at K = {point['k']}: {format_times(point['predicted_speedup'])}")
     return _draw_figure(
-        height, "Speedup against K: predicted, its ceiling, and measured", drawn, values
+        height, "Speedup against K: predicted, its ceiling, and measured", elements, values
     )
+
+
+def _draw_axes_by_k(x: Scale, y: Scale, longest: int) -> list[Markup]:
+    """Draw the axes of a chart over K', with a dashed line for plain decoding."""
+    elements = _draw_y_axis(y, [(value, f"{value:g}×") for value in _choose_ticks(y.low, y.high)])
+    # If there are more than 13 draft tokens, not every K' is labelled.
+    for k in range(0, longest + 1, 1 + longest // 13):
+        elements.append(_draw_text(x(k), y.start + 17, k, anchor="middle"))
+    elements.append(
+        _draw_line(LEFT, y(1.0), WIDTH - RIGHT, y(1.0), "muted", stroke_dasharray="3 4")
+    )
+    return elements
+
+
+def _draw_predicted_curve(
+    x: Scale, y: Scale, curve: Sequence[Mapping[str, float]], best_k: int | None
+) -> list[Markup]:
+    """Draw the curve of predicted speedups, with a larger dot at the best K."""
+    points = [(x(point["k"]), y(point["predicted_speedup"])) for point in curve]
+    elements = [_draw_path(points, "bar", stroke_width=2.5)]
+    for point, (dot_x, dot_y) in zip(curve, points, strict=True):
+        is_best = point["k"] == best_k
+        radius = 5 if is_best else 3.5
+        elements.append(_draw_dot(dot_x, dot_y, radius, "good" if is_best else "bar"))
+    return elements
+
+
+def _draw_measured_speedup(
+    x: Scale, y: Scale, row: ResultRow, interval: tuple[float, float]
+) -> list[Markup]:
+    """Draw the measured speedup of a row as a dot on the vertical line of its interval."""
+    low, high = interval
+    dot_x = x(row["num_speculative_tokens"])
+    return [
+        _draw_line(dot_x, y(low), dot_x, y(high), "mine", stroke_width=2),
+        _draw_dot(dot_x, y(row["speedup"]), 4.5, "paper", "mine", format_speedup_at_k(row)),
+    ]
 
 
 def format_speedup_at_k(row: ResultRow) -> str:
@@ -254,58 +315,62 @@ def format_speedup_at_k(row: ResultRow) -> str:
     return f"K = {row['num_speculative_tokens']}: {speedup}"
 
 
-def _tag(name: str, content: object = "", **attributes: object) -> Markup:
-    """Return an SVG element whose values are all escaped.
+def _make_element(name: str, content: object = "", **attributes: object) -> Markup:
+    """Return an SVG element, with its content and all attribute values escaped.
 
     The argument `stroke_width` sets the attribute stroke-width. An attribute with the value None is
     left out.
     """
-    given_attributes = {
+    escaped_attributes = {
         key.replace("_", "-"): escape(value)
         for key, value in attributes.items()
         if value is not None
     }
-    written = "".join(f' {key}="{value}"' for key, value in given_attributes.items())
-    return Markup(f"<{name}{written}>{escape(content)}</{name}>")
+    attribute_text = "".join(f' {key}="{value}"' for key, value in escaped_attributes.items())
+    return Markup(f"<{name}{attribute_text}>{escape(content)}</{name}>")
 
 
 def _draw_figure(
-    height: float, label: str, drawn: Iterable[Markup], values: Iterable[str]
+    height: float, label: str, elements: Iterable[Markup], values: Iterable[str]
 ) -> Markup:
-    """Return a figure.
+    """Return the SVG of a chart, with a description for readers who do not see it.
 
     Args:
-        height: its height, in the units of WIDTH.
-        label: its name.
-        drawn: its elements.
-        values: what it shows, in words, for readers who do not see it.
+        height: the height of the chart, in the units of WIDTH.
+        label: the name of the chart.
+        elements: the elements of the chart.
+        values: the values that the chart shows, as text.
     """
-    inside = Markup("\n").join([_tag("desc", "; ".join(values)), *drawn])
-    return _tag("svg", inside, viewBox=f"0 0 {WIDTH} {height}", role="img", aria_label=label)
+    content = Markup("\n").join([_make_element("desc", "; ".join(values)), *elements])
+    return _make_element(
+        "svg", content, viewBox=f"0 0 {WIDTH} {height}", role="img", aria_label=label
+    )
 
 
 def _draw_text(
     x: float, y: float, content: object, *, anchor: str | None = None, kind: str | None = None
 ) -> Markup:
-    return _tag("text", content, **{"class": kind}, x=x, y=y, text_anchor=anchor)
+    return _make_element("text", content, **{"class": kind}, x=x, y=y, text_anchor=anchor)
 
 
 def _draw_line(x1: float, y1: float, x2: float, y2: float, colour: str, **style: object) -> Markup:
-    return _tag("line", x1=x1, y1=y1, x2=x2, y2=y2, stroke=f"var(--{colour})", **style)
+    return _make_element("line", x1=x1, y1=y1, x2=x2, y2=y2, stroke=f"var(--{colour})", **style)
 
 
 def _draw_path(points: Iterable[tuple[float, float]], colour: str, **style: object) -> Markup:
-    written = " ".join(f"{along},{up}" for along, up in points)
-    return _tag("polyline", points=written, fill="none", stroke=f"var(--{colour})", **style)
+    coordinates = " ".join(f"{x},{y}" for x, y in points)
+    return _make_element(
+        "polyline", points=coordinates, fill="none", stroke=f"var(--{colour})", **style
+    )
 
 
 def _draw_dot(
     x: float, y: float, radius: float, fill: str, stroke: str = "", title: str = ""
 ) -> Markup:
     edge = {"stroke": f"var(--{stroke})", "stroke_width": 2} if stroke else {}
-    return _tag(
+    return _make_element(
         "circle",
-        _tag("title", title) if title else "",
+        _make_element("title", title) if title else "",
         cx=x,
         cy=y,
         r=radius,
@@ -328,16 +393,23 @@ def _read_interval(row: ResultRow, metric: str) -> tuple[float, float]:
 
 
 def _round_bounds(values: Sequence[float]) -> tuple[float, float]:
-    """Return bounds of an axis: the next tenths outside of the values, with some room."""
-    return max(0.0, int(min(values) * 10 - 1) / 10), int(max(values) * 10 + 1.999) / 10
+    """Return bounds for an axis: the next tenths outside of the values, with some room."""
+    # 1 and 1.999 tenths widen a range whose ends already are tenths, so no dot is on the border.
+    low = max(0.0, int(min(values) * 10 - 1) / 10)
+    high = int(max(values) * 10 + 1.999) / 10
+    return low, high
 
 
 def _choose_ticks(low: float, high: float) -> list[float]:
     """Return round values for the ticks of an axis: seven at most."""
+    # Choose the smallest of the round steps 0.005, 0.01, 0.02, 0.025, 0.05, … with few ticks.
     steps = [0.005]
     for power in range(-2, 9):
         steps += [digits * 10**power for digits in (1, 2, 2.5, 5)]
     step = next(step for step in steps if (high - low) / step <= 6)
+
+    # Begin at the first multiple of the step. The small constants keep rounding errors of float
+    # division from adding or losing a tick at an end.
     first = int(low / step + 0.999999) * step
     return [
         round(first + index * step, 3) for index in range(int((high - first) / step + 1e-9) + 1)

@@ -52,15 +52,18 @@ from specdistill.evaluation.suites.suite import select_evenly
 REPORT = "report.json"
 SAMPLES = "samples.jsonl"
 FILES = (REPORT, SAMPLES, "report.md", "report.html", "junit.xml")
-# Parts of a report that change when it is judged again, and the hash of all other parts.
+# Parts of a report that change when the gate judges it again, and `digest`, the hash of all other
+# parts.
 JUDGED_PARTS = ("gate", "baseline", "digest")
-SCALARS = ("number", "integer", "boolean")
+SCALARS = ("number", "integer", "boolean")  # types of JSON Schema that a gate's rule can test
 # Numbers of a row that belong to its configuration.
 ROW_IDENTITY = ("num_speculative_tokens", "temperature", "batch_size")
 Sample = dict[str, object]  # a prompt of the token view, as its script reads it
 SummaryNumbers = dict[str, Any]  # the numbers of one report, by column
 MAX_BYTES = 4_000_000  # of the embedded JSON, so that a page stays below 5 MB and opens at once
-PROMPT_CHARACTERS = 400  # how much of a long prompt's end is shown
+# How many characters of a long prompt are shown: its end, which the completion follows. More would
+# push the completion off the screen.
+PROMPT_CHARACTERS = 400
 # The columns of the table of several reports.
 SUMMARY_HEAD = (
     "method",
@@ -79,8 +82,15 @@ def write_report(folder: Path, report: Report, records: Sequence[PromptRecord]) 
     """Write report.json, samples.jsonl and the files that are rendered from them.
 
     Nothing appears in `folder` before everything is ready.
+
+    Args:
+        folder: the folder of the report, which is created if it does not exist.
+        report: the report.
+        records: the records of all prompts.
     """
     validate_report(report)
+
+    # Write the two JSON files, then render the pages from them, as `render` would do later.
     with stage_files(folder) as staging:
         text = json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
         (staging / REPORT).write_text(text, encoding="utf-8")
@@ -89,7 +99,7 @@ def write_report(folder: Path, report: Report, records: Sequence[PromptRecord]) 
 
 
 def check_replaceable(folder: Path, key: str, names: Sequence[str] = FILES) -> None:
-    """Check that files can be written to a folder without overwriting files of somebody else.
+    """Check that report files can be written to a folder without overwriting foreign files.
 
     Args:
         folder: the folder, which need not exist.
@@ -98,17 +108,20 @@ def check_replaceable(folder: Path, key: str, names: Sequence[str] = FILES) -> N
             earlier files are from specdistill.
 
     Raises:
-        UserError: for a folder that cannot be written, and for files of somebody else.
+        UserError: for a folder that cannot be written, and for existing files that specdistill did
+            not write.
     """
     check_writable(folder, key)
-    existing_name = next((name for name in names if (folder / name).exists()), None)
-    is_own = False
+
+    # Files may be replaced if the JSON document among them says that specdistill wrote it.
+    existing_names = [name for name in names if (folder / name).exists()]
+    is_from_specdistill = False
     with suppress(OSError, ValueError, TypeError):
-        is_own = "specdistill_version" in read_json(folder / names[0])
-    if existing_name is not None and not is_own:
+        is_from_specdistill = "specdistill_version" in read_json(folder / names[0])
+    if existing_names and not is_from_specdistill:
         raise UserError(
             key,
-            got=f"{folder}, which holds {existing_name} and no {names[0]} of specdistill",
+            got=f"{folder}, which holds {existing_names[0]} and no {names[0]} of specdistill",
             expected="a new folder",
         )
 
@@ -121,9 +134,12 @@ def stage_files(folder: Path) -> Iterator[Path]:
         ResourceError: when the disk fails.
     """
     try:
+        # The temporary folder is inside the final one, so files move within one file system.
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".report-") as name:
             yield Path(name)
+
+            # The pages are rendered from the JSON files, so a page is never newer than its data.
             for path in sorted(Path(name).iterdir(), key=lambda path: path.suffix != ".json"):
                 os.replace(path, folder / path.name)
     except OSError as error:
@@ -133,9 +149,10 @@ def stage_files(folder: Path) -> Iterator[Path]:
 
 
 def compute_digest(report: Report, records: Sequence[PromptRecord]) -> str:
-    """Return the sha256 of what was measured: a report without its verdict, and its records.
+    """Return the sha256 of a measurement: the report without its verdict, and all records.
 
-    It is to be taken right after the measurement. The parts in JUDGED_PARTS are left out.
+    A release compares this digest with the files, so that nobody edits them unnoticed. Compute it
+    right after the measurement. The parts in JUDGED_PARTS are left out, because they may change.
     """
     measured = {name: part for name, part in report.items() if name not in JUDGED_PARTS}
     content = json.dumps(
@@ -172,37 +189,49 @@ def read_document(path: Path, key: str = "report") -> Report:
 
 
 def render(folder: Path) -> None:
-    """Render report.md, report.html and junit.xml, from report.json and samples.jsonl alone."""
+    """Render report.md, report.html and junit.xml from the report.json and samples.jsonl here.
+
+    Nothing else is read, so a report can be rendered again on another machine.
+    """
     report, records = read_report(folder)
+
+    # Render the three pages.
     (folder / "report.md").write_text(to_markdown(report), encoding="utf-8")
     (folder / "report.html").write_text(to_html(report, records), encoding="utf-8")
     junit = load_template("evaluation/report/junit.xml.j2").render(report=report)
-    # XML cannot hold the characters that `printable` replaces.
+    # XML 1.0 forbids control characters, which `make_printable` replaces.
     (folder / "junit.xml").write_text(f"{make_printable(junit)}\n", encoding="utf-8")
 
 
 @cache
 def _build_adapter() -> TypeAdapter[ReportDocument]:
+    """Return the pydantic validator of reports, which takes long to build and is built once."""
     return TypeAdapter(ReportDocument)
 
 
 def validate_report(report: object, name: str = "report.json", key: str = "report") -> None:
-    """Raise UserError, naming the first field, if a report does not fit the schema."""
+    """Raise UserError for the first field of a report that does not fit the schema.
+
+    Args:
+        report: the content of a report.json.
+        name: the name of the file, for the error.
+        key: the key that the error names.
+    """
     try:
         _build_adapter().validate_python(report)
     except ValidationError as error:
-        wrong = error.errors()[0]
-        place = ".".join(map(str, wrong["loc"])) or "the whole document"
+        first_error = error.errors()[0]
+        field = ".".join(map(str, first_error["loc"])) or "the whole document"
         raise UserError(
             key,
-            got=f"{name} with {place}: {wrong['msg'][:200]}",
+            got=f"{name} with {field}: {first_error['msg'][:200]}",
             expected="a report of schema version 3: measure again with this specdistill",
         ) from error
 
 
 @cache
 def list_row_metrics() -> tuple[str, ...]:
-    """Return the names of the numbers of a result row that a rule can test."""
+    """Return the names of the numbers in a result row that a rule of the gate can test."""
     fields = build_schema()["$defs"]["ResultDocument"]["properties"]
     return tuple(
         name
@@ -221,10 +250,15 @@ def list_document_metrics() -> tuple[str, ...]:
 
 
 def _list_scalars(node: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted paths of the numbers and booleans below a node of the JSON Schema."""
     for name, field in node.get("properties", {}).items():
-        field = (
-            build_schema()["$defs"][field["$ref"].rpartition("/")[2]] if "$ref" in field else field
-        )
+        # A field with `$ref` is described under `$defs`.
+        if "$ref" in field:
+            definition_name = field["$ref"].rpartition("/")[2]
+            field = build_schema()["$defs"][definition_name]
+
+        # Numbers at the top level describe the file, and the gate is the verdict itself, so neither
+        # can be tested by a rule.
         if field.get("type") in SCALARS and prefix:
             yield f"{prefix}{name}"
         elif name != "gate":
@@ -233,10 +267,11 @@ def _list_scalars(node: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 @cache
 def load_template(name: str) -> Template:
-    """Load a template by its path in the package.
+    """Load a Jinja template by its path in the package, with the filters that reports use.
 
     All values are escaped. A missing value is an error.
     """
+    # Values are escaped because names and model output come from outside.
     templates = Environment(
         loader=PackageLoader("specdistill", "."),
         autoescape=True,
@@ -244,7 +279,11 @@ def load_template(name: str) -> Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+
+    # JSON in a page is compact and keeps Unicode characters, so that more prompts fit.
     templates.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":")}
+
+    # Templates write numbers with the same functions as the other formats.
     templates.filters |= {
         "number": phrases.format_number,
         "times": phrases.format_times,
@@ -257,20 +296,21 @@ def load_template(name: str) -> Template:
 
 
 def to_html(report: Report, records: Sequence[PromptRecord]) -> str:
-    """Return the content of report.html."""
+    """Return the content of report.html, which is one self-contained page."""
     row = report["results"][0]
     main_records = select_records(row, records)
 
-    # Contexts with few rounds are not drawn.
+    # Ranges of context lengths with few rounds are not drawn, as they are mostly noise.
     contexts = [
         context for context in report["context"] if context["num_rounds"] >= MIN_BUCKET_ROUNDS
     ]
 
-    def swept(setting: str, shown: str) -> list[tuple[str, phrases.ResultRow]]:
+    def list_swept_rows(setting: str, name_format: str) -> list[tuple[str, phrases.ResultRow]]:
+        """Return the rows of a sweep over a setting, each with its name."""
         return [
-            (shown.format(line[setting]), line)
-            for line in tables.sweep(report, setting)
-            if line[setting] != ALL_PROMPTS
+            (name_format.format(swept_row[setting]), swept_row)
+            for swept_row in tables.sweep(report, setting)
+            if swept_row[setting] != ALL_PROMPTS
         ]
 
     return load_template("evaluation/report/report.html.j2").render(
@@ -281,7 +321,7 @@ def to_html(report: Report, records: Sequence[PromptRecord]) -> str:
         report=report,
         row=row,
         named=[(phrases.name_row(line), line) for line in tables.select_main_rows(report)],
-        swept=swept,
+        swept=list_swept_rows,
         contexts=[(context["bucket"].replace("-", " to "), context) for context in contexts],
         min_rounds=MIN_BUCKET_ROUNDS,
         by_k=tables.sweep(report, "num_speculative_tokens") or [row],
@@ -293,108 +333,118 @@ def to_html(report: Report, records: Sequence[PromptRecord]) -> str:
 
 
 def to_picture(report: Report, records: Sequence[PromptRecord]) -> str:
-    """Return the report as one SVG, for pages that are kept elsewhere.
+    """Return the main content of a report as one SVG, for its model card.
 
-    It shows the verdict, the numbers, a marked completion, and acceptance by position.
+    The picture shows the verdict, the numbers, a marked completion, and acceptance by position.
     """
     row = report["results"][0]
-    # The completion with the most different tokens comes first, because a loop shows little.
-    varied = sorted(select_records(row, records), key=lambda record: -len(set(record.token_ids)))
-    return make_printable(
-        load_template("evaluation/report/picture.svg.j2").render(
-            report=report, row=row, sample=next(iter(select_samples(varied)), None)
-        )
-    )
+    # Show the completion with the most different tokens, because a loop shows little.
+    main_records = select_records(row, records)
+    main_records.sort(key=lambda record: -len(set(record.token_ids)))
+    samples = select_samples(main_records)
+    template = load_template("evaluation/report/picture.svg.j2")
+    picture = template.render(report=report, row=row, sample=samples[0] if samples else None)
+    return make_printable(picture)
 
 
 def select_samples(records: Sequence[PromptRecord], max_bytes: int = MAX_BYTES) -> list[Sample]:
-    """Return a sample for each prompt whose rounds are known, in the order of the records.
+    """Return the samples of the token view, one for each prompt whose rounds are known.
 
     If the samples would take more than `max_bytes` of JSON, only as many as fit are returned,
-    chosen evenly over the categories.
+    chosen evenly over the categories. They are in the order of the records.
     """
+    # Build all samples and measure their JSON. A server's records have counts and no rounds.
     records = [record for record in records if record.counts is None]
-    every = [_sample(record) for record in records]
+    samples = [_build_sample(record) for record in records]
     sizes = [
         len(json.dumps(sample, ensure_ascii=False, separators=(",", ":")).encode()) + 1
-        for sample in every
+        for sample in samples
     ]
-    # Choose fewer samples, evenly over the categories, until they fit.
-    chosen = list(range(len(every)))
+
+    # Choose fewer samples, evenly over the categories, until they fit. Sizes differ, so the number
+    # that fits is estimated from the mean size and found by repetition.
+    categories = [record.category for record in records]
+    chosen = list(range(len(samples)))
     while (size := sum(sizes[index] for index in chosen)) > max_bytes:
         count = min(len(chosen) - 1, len(chosen) * max_bytes // size)
-        chosen = select_evenly(range(len(every)), [record.category for record in records], count)
-    return [every[index] for index in chosen]
+        chosen = select_evenly(range(len(samples)), categories, count)
+    return [samples[index] for index in chosen]
 
 
-def _sample(record: PromptRecord) -> Sample:
-    """Return the sample of a prompt for the token view.
+def _build_sample(record: PromptRecord) -> Sample:
+    """Return the completion of a prompt, round by round, as the script of the token view reads it.
 
     A round is [emitted tokens, how many of them were drafted, rejected draft tokens], with tokens
     as text. For a tree these follow one path, and the number of other nodes is appended. The
     speedup is None without a baseline. It is also None in a batch, whose prompts share its times.
     """
-    # Times of a batch are shared, so they are shown for single prompts only.
-    rounds = record.rounds
-    ours = record.speculative
-    plain = record.baseline if record.configuration.batch_size == 1 else None
+    # List the rounds, and count the tokens that they emitted.
+    rounds: list[list[object]] = []
+    num_emitted = 0
+    for round_record in record.rounds:
+        num_accepted = len(round_record.accepted)
+        rejected_text = round_record.drafted_text[num_accepted:]
+        num_off_path = [round_record.num_off_path] if round_record.num_off_path else []
+        rounds.append([round_record.emitted_text, num_accepted, rejected_text, *num_off_path])
+        num_emitted += len(round_record.emitted)
+
+    # The prompts of a batch share its time, so a speedup is shown for single prompts only.
+    speculative = record.speculative
+    baseline = record.baseline if record.configuration.batch_size == 1 else None
+    speedup = None
+    if baseline:
+        tokens_per_second = speculative.num_tokens / speculative.seconds
+        speedup = round(tokens_per_second / (baseline.num_tokens / baseline.seconds), 2)
+
+    # Only the end of a long prompt is shown.
+    prompt = record.prompt
+    if len(prompt) > PROMPT_CHARACTERS:
+        prompt = f"…{prompt[-PROMPT_CHARACTERS:]}"
     return {
         "id": record.id,
         "category": record.category.replace("_", " "),
-        "prompt": record.prompt
-        if len(record.prompt) <= PROMPT_CHARACTERS
-        else f"…{record.prompt[-PROMPT_CHARACTERS:]}",
+        "prompt": prompt,
         "first": record.first_token_text,
-        "rounds": [
-            [
-                round_record.emitted_text,
-                len(round_record.accepted),
-                round_record.drafted_text[len(round_record.accepted) :],
-                *filter(None, [round_record.num_off_path]),
-            ]
-            for round_record in record.rounds
-        ],
-        "length": round(sum(len(round_record.emitted) for round_record in rounds) / len(rounds), 2)
-        if rounds
-        else None,
-        "speedup": round((ours.num_tokens / ours.seconds) / (plain.num_tokens / plain.seconds), 2)
-        if plain
-        else None,
+        "rounds": rounds,
+        "length": round(num_emitted / len(rounds), 2) if rounds else None,
+        "speedup": speedup,
     }
 
 
 def summarize_reports(places: Sequence[str]) -> tuple[str, list[SummaryNumbers]]:
-    """Return the table of reports in Markdown, and its numbers.
+    """Return a Markdown table with a row for each report, and the same numbers as dictionaries.
 
     Args:
-        places: report.json files, their folders, or folders of these.
+        places: paths of report.json files, of their folders, or of folders that hold such folders.
 
     Raises:
-        UserError: for a place without a report.
+        UserError: for a path without a report.
     """
+    # Read the reports, in the order of the paths.
     reports = []
     for place in places:
         for path in _find_reports(Path(place)):
             reports.append(read_document(path, "reports"))
+
+    # Write a row of the table for each report.
     rows = []
     for report in reports:
         rows.append([escape_markdown(cell) for cell in _format_summary_cells(report)])
-    return format_table(SUMMARY_HEAD, rows), [_select_summary_numbers(report) for report in reports]
+    numbers = [_select_summary_numbers(report) for report in reports]
+    return format_table(SUMMARY_HEAD, rows), numbers
 
 
 def _find_reports(place: Path) -> Sequence[Path]:
-    """Find the reports of a place: a report.json, that of a folder, or those of its subfolders.
+    """Find the reports at a path: a report.json, that of a folder, or those of its subfolders.
 
-    The subfolders may be those of a run or of a comparison.
+    The folder may be that of a run or of a comparison, whose subfolders hold reports.
 
     Raises:
         UserError: if there is no report.
     """
-    reports = (
-        [place]
-        if place.is_file() or (place / REPORT).is_file()
-        else sorted(place.glob(f"*/{REPORT}"))
-    )
+    if place.is_file() or (place / REPORT).is_file():
+        return [place]
+    reports = sorted(place.glob(f"*/{REPORT}"))
     if not reports:
         raise UserError(
             "reports", got=str(place), expected="a report.json, its folder, or a folder of reports"
@@ -403,31 +453,32 @@ def _find_reports(place: Path) -> Sequence[Path]:
 
 
 def _select_summary_numbers(report: Report) -> SummaryNumbers:
-    """Return the numbers of the whole suite in the main configuration; None if not measured."""
+    """Return the numbers of a report for the summary, with None for what was not measured.
+
+    They are those of the whole suite in the main configuration.
+    """
     row = report["results"][0]
     draft = report["draft"]
-    numbers = {"acceptance_length": "mean_acceptance_length", "speedup": "speedup"}
-    values = {
-        name: (row.get(metric), *row.get(f"{metric}_ci95", (None, None)))
-        for name, metric in numbers.items()
-    }
+
+    # Each metric gets three columns: its value and the ends of its interval.
+    metric_values: dict[str, float | None] = {}
+    for name, metric in (("acceptance_length", "mean_acceptance_length"), ("speedup", "speedup")):
+        low, high = row.get(f"{metric}_ci95", (None, None))
+        metric_values |= {name: row.get(metric), f"{name}_low": low, f"{name}_high": high}
     return {
         "method": draft["method"],
         "draft": "@".join(filter(None, (draft["model"], draft["revision"]))) or draft["method"],
         "target": report["target"]["model"],
         "suite": row["suite"],
         "K": row["num_speculative_tokens"],
-        **{
-            f"{name}{end}": value
-            for name, of in values.items()
-            for end, value in zip(("", "_low", "_high"), of, strict=True)
-        },
+        **metric_values,
         "lossless": is_lossless(report),
         "verdict": report["gate"]["verdict"],
     }
 
 
 def _format_summary_cells(report: Report) -> list[str]:
+    """Return the cells of a report's row, in the order of SUMMARY_HEAD."""
     numbers = _select_summary_numbers(report)
     row = report["results"][0]
     length = (

@@ -3,6 +3,7 @@
 These are the verdict, sentences, names of rows and rules, and `–` for None.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,8 +14,9 @@ from specdistill.evaluation.statistics.records import ALL_PROMPTS
 Report = dict[str, Any]  # as `ReportDocument` describes it
 ResultRow = Mapping[str, Any]  # a row of a report's results: numbers by the names of metrics
 Settings = Mapping[str, Any]  # the settings of a report
-DEFAULT_CONFIDENCE = 0.95  # of a rule
-# The highest estimate of how many prompts a rule needs: nobody measures more.
+DEFAULT_CONFIDENCE = 0.95  # the confidence of a rule that states none
+# The highest estimate of needed prompts that is written as a number. Nobody measures more prompts
+# than that, so "more than 10,000" says enough.
 MAX_ESTIMATED_PROMPTS = 10_000
 
 
@@ -24,7 +26,7 @@ def format_times(value: float | None) -> str:
 
 
 def format_number(value: float | None, digits: int = 2) -> str:
-    """Format a number with this many digits after the point."""
+    """Format a number with `digits` digits after the decimal point."""
     return "–" if value is None else f"{value:,.{digits}f}"
 
 
@@ -39,49 +41,52 @@ def format_signed(change: float) -> str:
 
 
 def format_interval(row: ResultRow, name: str) -> str:
-    """Format a metric's interval, e.g. 1.43 to 1.65; empty if there is none."""
+    """Format the 95 % interval of a metric, e.g. 1.43 to 1.65; empty if there is none."""
     return " to ".join(f"{end:.2f}" for end in row.get(f"{name}_ci95") or ())
 
 
 def format_bracketed_interval(row: ResultRow, name: str) -> str:
-    """Format `interval` in brackets, to follow the number."""
-    shown = format_interval(row, name)
-    return f" ({shown})" if shown else ""
+    """Format the 95 % interval of a metric in brackets, to follow the number; may be empty."""
+    interval = format_interval(row, name)
+    return f" ({interval})" if interval else ""
 
 
 def format_count(count: int, noun: str) -> str:
     """Format a count with its noun, in the plural unless the count is 1."""
-    return f"{count} {noun}{'' if count == 1 else 'es' if noun.endswith('ch') else 's'}"
+    plural_ending = "es" if noun.endswith("ch") else "s"
+    return f"{count} {noun}{'' if count == 1 else plural_ending}"
 
 
 def format_duration(seconds: float | None) -> str:
     """Format a duration in its two largest units that are not zero, e.g. 2 min 21 s."""
-    if seconds is None or seconds < 9.95:
-        return "–" if seconds is None else f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
+    # Below 9.95 s one decimal is shown; anything longer is rounded to whole seconds.
+    if seconds is None:
+        return "–"
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    minutes, remaining_seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
         return f"{hours} h {minutes} min"
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+    return f"{minutes} min {remaining_seconds} s" if minutes else f"{remaining_seconds} s"
 
 
 def format_size(num_bytes: int) -> str:
-    """Format bytes in KiB, MiB or GiB."""
-    unit, power = (
-        ("GiB", 30) if num_bytes >= 2**30 else ("MiB", 20) if num_bytes >= 2**20 else ("KiB", 10)
-    )
-    return f"{num_bytes / 2**power:,.1f} {unit}" if num_bytes else "none"
+    """Format a number of bytes in KiB, MiB or GiB, whichever is the largest that fits."""
+    if not num_bytes:
+        return "none"
+    if num_bytes >= 2**30:
+        return f"{num_bytes / 2**30:,.1f} GiB"
+    if num_bytes >= 2**20:
+        return f"{num_bytes / 2**20:,.1f} MiB"
+    return f"{num_bytes / 2**10:,.1f} KiB"
 
 
 def format_scalar(value: object) -> str:
-    """Format a number, a truth value or a name that a rule is about."""
-    return (
-        f"{value:.4g}"
-        if isinstance(value, float)
-        else str(value).lower()
-        if isinstance(value, bool)
-        else str(value)
-    )
+    """Format the value of a rule: a number, true or false, or a name."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 # For metrics that rules name: the title, the format of the value, the unit, and the factor that
@@ -129,7 +134,13 @@ METRICS = {
 
 
 def format_in_unit(metric: str, value: Any, style: str = "") -> tuple[str, str]:
-    """Return a metric's value as it is written, and its unit."""
+    """Return a metric's value as text, and its unit, e.g. ("1.54", "×").
+
+    Args:
+        metric: the name of the metric.
+        value: the value, in the unit of the report.
+        style: a format specification that replaces the metric's own; empty for none.
+    """
     if isinstance(value, bool | str) or metric not in METRICS:
         return format_scalar(value), ""
     if metric == "tokens_per_second" and not style:
@@ -139,7 +150,7 @@ def format_in_unit(metric: str, value: Any, style: str = "") -> tuple[str, str]:
 
 
 def format_title(report: Report) -> str:
-    """Return the title of a report: the method of the draft and its target."""
+    """Return the title of a report, e.g. eagle3 draft for org/name."""
     return f"{report['draft']['method']} draft for {report['target']['model']}"
 
 
@@ -149,21 +160,27 @@ def format_verdict(report: Report) -> str:
 
 
 def format_summary(report: Report) -> str:
-    """Say in one sentence the speedup, how sure it is, and whether the output is the target's."""
+    """Say in one sentence the speedup with its interval, and whether the output is the target's."""
     row = report["results"][0]
     lossless = report["lossless"]
-    checked = f"{lossless['prompts_checked']} greedy completions"
-    judge = name_reference(report)
+    completions = f"{lossless['prompts_checked']} greedy completions"
+    reference = name_reference(report)
+
+    # Say what the comparison of greedy completions found.
     if not lossless["prompts_checked"]:
-        same = f"no completion compared with {judge}"
+        comparison = f"no completion compared with {reference}"
     elif lossless["greedy_identical"]:
-        same = f"all {checked} identical to {judge}"
+        comparison = f"all {completions} identical to {reference}"
     elif lossless.get("unexplained_divergences") == 0:
-        same = f"{checked} equal to {judge} up to {lossless['near_ties']} near-ties"
+        near_ties = lossless["near_ties"]
+        comparison = f"{completions} equal to {reference} up to {near_ties} near-ties"
     else:
-        same = f"{lossless['divergences']} of {checked} DIFFERENT from {judge}"
-    why = describe_absence(row, "speedup")
-    return f"Speed not measured ({why}), {same}." if why else f"{format_gain(row)}, {same}."
+        comparison = f"{lossless['divergences']} of {completions} DIFFERENT from {reference}"
+
+    # Put the speedup in front of it, or the reason why there is none.
+    reason = describe_absence(row, "speedup")
+    speed = f"Speed not measured ({reason})" if reason else format_gain(row)
+    return f"{speed}, {comparison}."
 
 
 def is_lossless(report: Report) -> bool | None:
@@ -171,12 +188,16 @@ def is_lossless(report: Report) -> bool | None:
 
     Rounding explains near-ties. Returns None if the completions were not compared.
     """
-    unexplained = report["lossless"].get("unexplained_divergences")
-    return report["lossless"].get("greedy_identical") if unexplained is None else not unexplained
+    # Reports that do not count near-ties only say whether all completions are identical.
+    num_unexplained = report["lossless"].get("unexplained_divergences")
+    if num_unexplained is None:
+        is_identical: bool | None = report["lossless"].get("greedy_identical")
+        return is_identical
+    return not num_unexplained
 
 
 def name_reference(report: Report) -> str:
-    """Name what generated the completions that those with the draft must equal."""
+    """Name the program whose completions the completions with the draft must equal."""
     return "transformers' generate()" if _is_specdistill(report) else "the server without a draft"
 
 
@@ -187,34 +208,39 @@ def format_gain(row: ResultRow) -> str:
 
 
 def describe_losslessness(report: Report) -> tuple[str, str]:
-    """Say what the greedy comparison and the sampling test found, or why there was none."""
+    """Return two sentences: the result of the greedy comparison, and of the sampling test.
+
+    If one of them was not made, its sentence gives the reason.
+    """
+    # Describe the completions that differ, if there are any.
     lossless = report["lossless"]
-    absent = report["not_measured"]
-    greedy = f"not compared ({absent.get('lossless.greedy_identical')})"
-    same = "all identical"
+    reasons = report["not_measured"]
+    differences = "all identical"
     first = lossless.get("first_divergence")
     if first:
-        ties = (
+        near_ties = (
             f"{lossless['near_ties']} of them"
             if "near_ties" in lossless
-            else f"number unknown ({absent.get('lossless.near_ties')})"
+            else f"number unknown ({reasons.get('lossless.near_ties')})"
         )
         gap = f" (gap {first['top2_gap']:.4f})" if "top2_gap" in first else ""
-        where = f"the first is {first['prompt_id']} at token {first.get('position', '–')}{gap}"
-        same = (
-            f"{lossless['divergences']} differ (at near-ties of the target's best logits: {ties});"
-            f" {where}"
+        differences = (
+            f"{lossless['divergences']} differ (at near-ties of the target's best logits:"
+            f" {near_ties}); the first is {first['prompt_id']} at token"
+            f" {first.get('position', '–')}{gap}"
         )
 
-    # The greedy comparison, if there was one.
-    checked = lossless["prompts_checked"]
-    if checked:
+    # Describe the greedy comparison, if there was one.
+    greedy = f"not compared ({reasons.get('lossless.greedy_identical')})"
+    num_checked = lossless["prompts_checked"]
+    if num_checked:
         greedy = (
-            f"{checked} completions compared token for token with {name_reference(report)}, {same}"
+            f"{num_checked} completions compared token for token with {name_reference(report)},"
+            f" {differences}"
         )
 
-    # The sampling test, if there was one.
-    sampled = f"not measured ({absent.get('lossless.sampling_test')})"
+    # Describe the sampling test, if there was one.
+    sampled = f"not measured ({reasons.get('lossless.sampling_test')})"
     test = lossless.get("sampling_test")
     if test:
         sampled = (
@@ -227,43 +253,47 @@ def describe_losslessness(report: Report) -> tuple[str, str]:
 
 def format_about(count: int) -> str:
     """Format an estimated number of prompts, rounded up to two digits, e.g. about 800."""
+    if count > MAX_ESTIMATED_PROMPTS:
+        return f"more than {MAX_ESTIMATED_PROMPTS:,}"
     step = 10 ** max(0, len(str(count)) - 2)
-    return (
-        f"more than {MAX_ESTIMATED_PROMPTS:,}"
-        if count > MAX_ESTIMATED_PROMPTS
-        else f"about {-(-count // step) * step:,}"
-    )
+    return f"about {math.ceil(count / step) * step:,}"
 
 
 def describe_undecided(report: Report) -> str:
-    """Say what an inconclusive verdict lacks and the key that gets it; empty for other verdicts."""
-    rules = [rule for rule in report["gate"]["rules"] if find_outcome(rule) == "inconclusive"]
+    """Say which rules an inconclusive verdict leaves open, and how many prompts could decide them.
+
+    The text is empty for other verdicts.
+    """
     if report["gate"]["verdict"] != "inconclusive":
         return ""
+    rules = [rule for rule in report["gate"]["rules"] if find_outcome(rule) == "inconclusive"]
     names = ", ".join(dict.fromkeys(map(name_metric, rules)))
-    needed = [rule["prompts_needed"] for rule in rules]
-    if None in needed or (enough := max(needed)) <= report["results"][0]["num_prompts"]:
+
+    # More prompts do not help if the estimate is unknown, or not above what was measured.
+    estimates = [rule["prompts_needed"] for rule in rules]
+    needed = 0 if None in estimates else max(estimates)
+    if needed <= report["results"][0]["num_prompts"]:
         return f"The evidence cannot decide {names}."
-    name = report["suite"]["name"]
-    has = report["suite"]["num_prompts"]
-    how = (
-        f"eval.num_prompts={enough}"
-        if enough <= has
-        else f"a suite with more than the {has} of {name}"
-    )
-    how = "it is too close to the requirement" if enough > MAX_ESTIMATED_PROMPTS else how
-    return f"The evidence cannot decide {names}: {format_about(enough)} prompts could ({how})."
+
+    # Say how to get that many prompts: from this suite, if it has them, or from a larger one.
+    suite = report["suite"]
+    if needed > MAX_ESTIMATED_PROMPTS:
+        advice = "it is too close to the requirement"
+    elif needed <= suite["num_prompts"]:
+        advice = f"eval.num_prompts={needed}"
+    else:
+        advice = f"a suite with more than the {suite['num_prompts']} of {suite['name']}"
+    return f"The evidence cannot decide {names}: {format_about(needed)} prompts could ({advice})."
 
 
 def describe_failed_rules(report: Report) -> str:
     """Say which rules failed the gate, or which it cannot decide; empty if it passed."""
     rules = report["gate"]["rules"]
-    failed = [name_metric(rule) for rule in rules if find_outcome(rule) == "failed"]
-    return (
-        f"{len(failed)} of {len(rules)} rules failed: {', '.join(dict.fromkeys(failed))}."
-        if failed
-        else describe_undecided(report)
-    )
+    failed_names = [name_metric(rule) for rule in rules if find_outcome(rule) == "failed"]
+    if not failed_names:
+        return describe_undecided(report)
+    distinct_names = ", ".join(dict.fromkeys(failed_names))
+    return f"{len(failed_names)} of {len(rules)} rules failed: {distinct_names}."
 
 
 def describe_absence(row: ResultRow, name: str) -> str:
@@ -272,13 +302,16 @@ def describe_absence(row: ResultRow, name: str) -> str:
 
 
 def describe_absences(row: ResultRow, names: Sequence[str]) -> str:
-    """Say which of `names` were not measured, grouped by reason; empty if there are none."""
-    absent: dict[str, list[str]] = {}
+    """Say which of the metrics `names` are absent, grouped by reason; empty if none is absent."""
+    names_by_reason: dict[str, list[str]] = {}
     for name in names:
-        why = describe_absence(row, name)
-        if why:
-            absent.setdefault(why, []).append(name.replace("_ms", "").replace("_", " "))
-    groups = "; ".join(f"{', '.join(group)} ({why})" for why, group in absent.items())
+        reason = describe_absence(row, name)
+        if reason:
+            words = name.replace("_ms", "").replace("_", " ")
+            names_by_reason.setdefault(reason, []).append(words)
+    groups = "; ".join(
+        f"{', '.join(group)} ({reason})" for reason, group in names_by_reason.items()
+    )
     return f"Not measured: {groups}." if groups else ""
 
 
@@ -291,9 +324,9 @@ def format_other_speeds(row: ResultRow) -> str:
 
 
 def format_averages(report: Report) -> list[str]:
-    """Format the macro- and the micro-average of acceptance length and speedup.
+    """Return a line for the macro-average and one for the micro-average of the main numbers.
 
-    Each says how it was averaged.
+    Each line says how it was averaged, and has the acceptance length and the speedup.
     """
     headline = report["headline"]
     return [
@@ -307,7 +340,7 @@ def format_averages(report: Report) -> list[str]:
 
 
 def name_row(row: ResultRow) -> str:
-    """Return the name of a row: its category, or its suite for the whole suite."""
+    """Return the name of a result row: its category, or "all of SUITE" for the whole suite."""
     return (
         f"all of {row['suite']}"
         if row["category"] == ALL_PROMPTS
@@ -316,20 +349,17 @@ def name_row(row: ResultRow) -> str:
 
 
 def name_configuration(row: ResultRow) -> str:
-    """Say how a row was measured, e.g. simulated, K = 4, greedy, batch 1."""
-    shape = describe_tree(row.get("tree"))
-    cut = (
-        ""
-        if row["context_bucket"] == ALL_PROMPTS
-        else f"prompts cut to {row['context_bucket']} tokens"
-    )
+    """Return the configuration of a row in words, e.g. SUITE, K = 4, greedy, batch 1."""
+    context = ""
+    if row["context_bucket"] != ALL_PROMPTS:
+        context = f"prompts cut to {row['context_bucket']} tokens"
     parts = (
         row["suite"],
         f"K = {row['num_speculative_tokens']}",
-        shape,
+        describe_tree(row.get("tree")),
         _format_sampling(row),
         f"batch {row['batch_size']}",
-        cut,
+        context,
     )
     return ", ".join(filter(None, parts))
 
@@ -347,18 +377,14 @@ def describe_tree(settings: Settings | None) -> str:
 
 
 def format_acceptance_length(row: ResultRow) -> str:
-    """Format the acceptance length with its interval.
+    """Format the acceptance length of a row with its interval.
 
-    If rounds are unknown, it is that of vLLM's counters, and the text says so.
+    If the rounds are unknown, the text has the acceptance length by vLLM's counters and says so.
     """
-    if "mean_acceptance_length" in row or "acceptance_length_vllm" not in row:
-        return format_number(row.get("mean_acceptance_length")) + format_bracketed_interval(
-            row, "mean_acceptance_length"
-        )
-    return (
-        f"{format_number(row['acceptance_length_vllm'])}"
-        f"{format_bracketed_interval(row, 'acceptance_length_vllm')} by vLLM's counters"
-    )
+    has_rounds = "mean_acceptance_length" in row or "acceptance_length_vllm" not in row
+    metric = "mean_acceptance_length" if has_rounds else "acceptance_length_vllm"
+    text = format_number(row.get(metric)) + format_bracketed_interval(row, metric)
+    return text if has_rounds else f"{text} by vLLM's counters"
 
 
 def format_per_position(row: ResultRow) -> str:
@@ -367,13 +393,14 @@ def format_per_position(row: ResultRow) -> str:
 
 
 def name_metric(rule: RuleDocument) -> str:
-    """Return the name of a rule's metric, in words."""
+    """Return the name of a rule's metric in words, e.g. acceptance length."""
     metric = rule["metric"]
     return METRICS[metric][0] if metric in METRICS else metric.replace("_", " ").replace(".", " ")
 
 
 def format_requirement(rule: RuleDocument) -> str:
-    """Format what a rule requires, e.g. ≥ 1.2×."""
+    """Format the requirement of a rule, e.g. ≥ 1.2×."""
+    # A requirement is a dictionary of one entry, kind -> threshold.
     ((kind, threshold),) = rule["requirement"].items()
     sign = {"min": "≥", "max": "≤", "equals": "=", "max_regression": "loss ≤"}[kind]
     if kind == "max_regression":
@@ -382,12 +409,15 @@ def format_requirement(rule: RuleDocument) -> str:
 
 
 def format_scope(rule: RuleDocument) -> str:
-    """Format the scope of a rule; "all" for the whole suite."""
+    """Format the scope of a rule, the rows that it tests; "all" for the whole suite."""
     return ", ".join(map(str, rule["scope"].values())) or "all"
 
 
 def identify_rule(rule: RuleDocument) -> str:
-    """Return an id that does not depend on the threshold, e.g. speedup.min[category=chat]."""
+    """Return an id of a rule without its threshold, e.g. speedup.min[category=chat].
+
+    CI systems follow a test case by its id, which stays the same when the threshold is changed.
+    """
     (kind,) = rule["requirement"]
     scope = ",".join(f"{name}={value}" for name, value in rule["scope"].items())
     confidence = "" if rule["confidence"] == DEFAULT_CONFIDENCE else f"@{rule['confidence']:g}"
@@ -395,52 +425,56 @@ def identify_rule(rule: RuleDocument) -> str:
 
 
 def name_rule(rule: RuleDocument) -> str:
-    """Format the metric of a rule, what it requires, and its scope."""
-    return f"{name_metric(rule)} {format_requirement(rule)}" + (
-        f" [{format_scope(rule)}]" if rule["scope"] else ""
-    )
+    """Format a rule: its metric, its requirement and its scope, e.g. speedup ≥ 1.2× [chat]."""
+    scope = f" [{format_scope(rule)}]" if rule["scope"] else ""
+    return f"{name_metric(rule)} {format_requirement(rule)}{scope}"
 
 
 def format_measured(rule: RuleDocument) -> str:
-    """Format the value of a rule with its unit and interval."""
+    """Format the measured value of a rule with its unit and interval, e.g. 1.54× (1.43 to 1.65)."""
     if rule["value"] is None:
         return "no evidence"
+
+    # Write the value and the ends of its interval. A change is a signed percentage.
     is_change = "max_regression" in rule["requirement"]
-    values = (rule["value"], *(rule["ci95"] or ()))
-    (value, unit), *ends = (
-        (format_signed(value), "") if is_change else format_in_unit(rule["metric"], value)
-        for value in values
-    )
-    return f"{value}{unit}" + (f" ({ends[0][0]} to {ends[1][0]})" if ends else "")
+    texts = []
+    unit = ""
+    for value in (rule["value"], *(rule["ci95"] or ())):
+        if is_change:
+            text = format_signed(value)
+        else:
+            text, unit = format_in_unit(rule["metric"], value)
+        texts.append(text)
+    interval = f" ({texts[1]} to {texts[2]})" if rule["ci95"] else ""
+    return f"{texts[0]}{unit}{interval}"
 
 
 def note(rule: RuleDocument) -> str:
-    """Say what value and requirement do not show of a rule that is not passed.
+    """Return a short remark on a rule that did not pass; empty if it passed.
 
-    This is why there is no evidence, or how many prompts could decide.
+    The remark says why there is no evidence, or at which confidence the rule tests and how many
+    prompts could decide it.
     """
-    if rule["passed"] or rule["reason"].startswith("no evidence: "):
-        return "" if rule["passed"] else str(rule["reason"]).removeprefix("no evidence: ")
-    at = (
-        ""
-        if rule["confidence"] in (0, DEFAULT_CONFIDENCE)
-        else f"at {rule['confidence']:.0%} confidence"
-    )
-    could = (
-        f"{format_about(rule['prompts_needed'])} prompts could decide"
-        if rule["prompts_needed"]
-        else ""
-    )
-    return ", ".join(filter(None, (at, could)))
+    if rule["passed"]:
+        return ""
+    if rule["reason"].startswith("no evidence: "):
+        return rule["reason"].removeprefix("no evidence: ")
+    remarks = []
+    if rule["confidence"] not in (0, DEFAULT_CONFIDENCE):
+        remarks.append(f"at {rule['confidence']:.0%} confidence")
+    if rule["prompts_needed"]:
+        remarks.append(f"{format_about(rule['prompts_needed'])} prompts could decide")
+    return ", ".join(remarks)
 
 
 def format_evidence(rule: RuleDocument) -> str:
     """Format the measured value of a rule, followed by its note."""
-    return format_measured(rule) + (f"; {note(rule)}" if note(rule) else "")
+    remark = note(rule)
+    return f"{format_measured(rule)}; {remark}" if remark else format_measured(rule)
 
 
 def list_warnings(report: Report) -> list[str]:
-    """Return a sentence for each rule that warns."""
+    """Return a sentence for each rule that only warns and did not pass."""
     return [
         f"Warning: {name_rule(rule)} is not shown: {format_evidence(rule)}."
         for rule in report["gate"]["rules"]
@@ -454,7 +488,7 @@ def find_outcome(rule: RuleDocument) -> str:
 
 
 def find_direction(change: ChangeDocument) -> str:
-    """Return better or worse if the interval of a change excludes 0, and open otherwise."""
+    """Return "better" or "worse" if the interval of a change excludes 0, and "open" otherwise."""
     low, high = change.get("ci95", (0.0, 0.0))
     if low <= 0 <= high:
         return "open"
@@ -462,133 +496,127 @@ def find_direction(change: ChangeDocument) -> str:
 
 
 def describe_baseline(report: Report) -> str:
-    """Say what the report was compared with, and how many numbers changed."""
+    """Say which release a report was compared with, and how many numbers changed."""
     baseline = report["baseline"]
-    draft = report["baseline"]["draft"]
+    draft = baseline["draft"]
     name = "@".join(filter(None, (draft["model"] or draft["method"], draft["revision"])))
     intro = f"Compared with {name}, measured {baseline['created'][:10]}"
     if "reason" in baseline:
         return f"{intro}: not comparable ({baseline['reason']})."
+
+    # Count the changes by direction.
     directions = [find_direction(change) for change in baseline["changes"] if "ci95" in change]
-    better, worse, still = (directions.count(name) for name in ("better", "worse", "open"))
     return (
-        f"{intro}, {len(directions)} numbers prompt by prompt: {better} better, {worse} worse,"
-        f" {still} open (the 95 % interval includes 0)."
+        f"{intro}, {len(directions)} numbers prompt by prompt: {directions.count('better')} better,"
+        f" {directions.count('worse')} worse, {directions.count('open')} open (the 95 % interval"
+        " includes 0)."
     )
 
 
 def lookup_first(settings: Settings) -> str:
-    """Describe the lookup that stood in front of the draft; empty if there was none.
+    """Describe the lookup that drafts before the draft does; empty if there was none.
 
-    With a lookup the numbers are not the draft's own.
+    With such a lookup the numbers of a report are those of lookup and draft together.
     """
     lookup = settings.get("drafting", {}).get("lookup_first")
     if not lookup:
         return ""
-    behind = (
-        f"a {describe_tree(lookup['draft_tree'])}"
-        if "draft_tree" in lookup
-        else f"a chain of {lookup['draft_tokens']}"
-    )
+    proposal = f"chain of {lookup['draft_tokens']}"
+    if "draft_tree" in lookup:
+        proposal = describe_tree(lookup["draft_tree"])
     return (
         f"{lookup['method']} lookup of {lookup['min']} to {lookup['max']} tokens first, behind it"
-        f" {behind}"
+        f" a {proposal}"
     )
 
 
 def describe_shape(settings: Settings) -> str:
-    """Describe what a round drafts in place of a chain of K tokens; empty for a chain."""
+    """Describe the lookup or the tree that drafts instead of a chain; empty for a chain."""
     return lookup_first(settings) or describe_tree(settings["tree"])
 
 
 def format_settings(report: Report) -> str:
-    """Return the settings in short.
+    """Return the main settings of a report in one line.
 
-    They are those that a comparison shares, the engine, and how drafts are proposed.
+    These are K, the sampling, the suite, the machine, the engine, and how drafts are proposed.
     """
-    # What decoded: this package, or an engine with requests in flight.
+    # Name the engine, if it is not this package, and the number of sequences at once.
     settings = report["settings"]
-    engine = (
-        ""
-        if _is_specdistill(report)
-        else f"{report['engine']['name']} {report['engine']['version']}"
-    )
     size = settings["batch_size"]
-    batch_text = "batches of {}" if _is_specdistill(report) else "{} requests in flight"
-    batches = batch_text.format(size) if size > 1 else ""
+    if _is_specdistill(report):
+        engine = ""
+        load = f"batches of {size}"
+    else:
+        engine = f"{report['engine']['name']} {report['engine']['version']}"
+        load = f"{size} requests in flight"
 
-    # What drafted, beyond K.
-    parts = {
-        name: value
-        for name, value in settings.get("drafting", {}).items()
-        if name != "lookup_first"
-    }
-    drafting = "; ".join(
-        filter(
-            None, (f"drafting: {_format_listed(parts)}" if parts else "", lookup_first(settings))
-        )
+    # Describe the drafting beyond K: the proposer's own settings, and a lookup.
+    proposer_settings = dict(settings.get("drafting", {}))
+    proposer_settings.pop("lookup_first", None)
+    proposer = f"drafting: {_format_listed(proposer_settings)}" if proposer_settings else ""
+    drafting = "; ".join(filter(None, (proposer, lookup_first(settings))))
+
+    # Join the parts that are not empty.
+    parts = (
+        format_shared_settings(report),
+        engine,
+        describe_tree(settings["tree"]),
+        load if size > 1 else "",
+        "compiled" if settings.get("compile") else "",
+        drafting,
     )
-    return " · ".join(
-        filter(
-            None,
-            (
-                format_shared_settings(report),
-                engine,
-                describe_tree(settings["tree"]),
-                batches,
-                "compiled" if settings.get("compile") else "",
-                drafting,
-            ),
-        )
-    )
+    return " · ".join(filter(None, parts))
 
 
 def format_shared_settings(*reports: Report) -> str:
-    """Return the settings that all drafts of a comparison share, after the K of each."""
-    first, *_ = reports
-    settings = first["settings"]
-    suite = f"suite {first['suite']['name']}"
+    """Return the settings that all reports of a comparison share, after the range of their K."""
     values_of_k = sorted({report["settings"]["num_speculative_tokens"] for report in reports})
-    k = (
-        f"K = {values_of_k[0]}"
-        if len(values_of_k) == 1
-        else f"K = {values_of_k[0]} to {values_of_k[-1]}"
-    )
-    return " · ".join((k, _format_sampling(settings), suite, first["hardware"]["name"]))
+    k = f"K = {values_of_k[0]}"
+    if len(values_of_k) > 1:
+        k += f" to {values_of_k[-1]}"
+
+    # The other settings are the same in all reports, so those of the first one are shown.
+    first = reports[0]
+    suite = f"suite {first['suite']['name']}"
+    sampling = _format_sampling(first["settings"])
+    return " · ".join((k, sampling, suite, first["hardware"]["name"]))
 
 
 def list_settings(settings: Settings) -> str:
-    """Return all settings that are a single value; `format_settings` has the others."""
-    return _format_listed(
-        {name: value for name, value in settings.items() if not isinstance(value, Mapping)}
-    )
+    """Return all settings that are a single value, e.g. seed 0, warmup 2.
+
+    `format_settings` describes the settings that have several values.
+    """
+    single_values = {
+        name: value for name, value in settings.items() if not isinstance(value, Mapping)
+    }
+    return _format_listed(single_values)
 
 
 def describe_procedure(report: Report) -> str:
-    """Say in sentences how the numbers were measured."""
+    """Say in a few sentences how the speeds of a report were measured."""
     settings = report["settings"]
     engine = report.get("engine", {})
     size = settings["batch_size"]
     repeats = format_count(settings["repeats"], "time")
 
-    # This package's decoder interleaves the arms; a server is measured as it stands.
-    is_own_decoder = _is_specdistill(report)
-    warmup = format_count(
-        settings["warmup"], "warm-up batch" if is_own_decoder and size > 1 else "warm-up prompt"
-    )
-    if is_own_decoder:
-        batches = (
-            f" They were decoded {size} at a time; a prompt's times are its shares of its batch's."
-            if size > 1
-            else ""
-        )
+    # This package's decoder runs each prompt with and without the draft in turn.
+    if _is_specdistill(report):
+        warmup_noun = "warm-up batch" if size > 1 else "warm-up prompt"
+        warmup = format_count(settings["warmup"], warmup_noun)
+        batches = ""
+        if size > 1:
+            batches = (
+                f" They were decoded {size} at a time; a prompt's times are its shares of its"
+                " batch's."
+            )
         return (
             f"Every prompt was decoded with and without the draft, interleaved, {repeats} after"
             f" {warmup}; of each round the lower median counts.{batches} The baseline is the same"
             " decoder without a draft."
         )
 
-    # How a server with the draft and one without it were compared.
+    # A server is measured as it runs. Say how the servers with and without the draft took turns.
     order = "There is no baseline."
     if "command" in engine:
         order = (
@@ -597,11 +625,10 @@ def describe_procedure(report: Report) -> str:
         )
     elif engine.get("baseline_server"):
         order = "Running servers with and without the draft were measured in alternation."
-    load = (
-        f" With {size} requests in flight a prompt's time is its share of the server's."
-        if size > 1
-        else ""
-    )
+    load = ""
+    if size > 1:
+        load = f" With {size} requests in flight a prompt's time is its share of the server's."
+    warmup = format_count(settings["warmup"], "warm-up prompt")
     return (
         f"{order} Every prompt was sent {repeats} after {warmup}; the median of each prompt"
         f" counts.{load}"
@@ -610,14 +637,17 @@ def describe_procedure(report: Report) -> str:
 
 def _is_specdistill(report: Report) -> bool:
     """Return whether this package decoded, not an inference engine."""
+    # The key `engine` is optional; a report without it is of this package.
     return "engine" not in report or report["engine"]["name"] == "specdistill"
 
 
 def _format_sampling(settings: Settings) -> str:
+    """Format the sampling temperature; "greedy" for 0."""
     return f"T = {settings['temperature']:g}" if settings["temperature"] else "greedy"
 
 
 def _format_listed(settings: Settings) -> str:
+    """Format settings as a list of names and values, without those that are None."""
     return ", ".join(
         f"{name.replace('_', ' ')} {value}" for name, value in settings.items() if value is not None
     )

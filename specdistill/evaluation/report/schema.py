@@ -16,6 +16,8 @@ from typing_extensions import TypedDict
 
 from specdistill.recipe.fields import AtLeastOne, NonNegative
 
+# Types of numbers. The schema refuses a value outside of its range, so a report with a speed of 0,
+# or a share above 1, is never written.
 Count = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
@@ -29,7 +31,8 @@ ConfidenceInterval = Annotated[
 
 
 def describe_field(description: str) -> FieldInfo:
-    """Describe a field for the printed schema."""
+    """Describe a field of the report in words, for the JSON Schema and the documentation."""
+    # The annotation tells mypy the type: pydantic declares that `Field` returns Any.
     field: FieldInfo = Field(description=description)
     return field
 
@@ -43,6 +46,7 @@ class UntitledSchema(GenerateJsonSchema):
     """A generator of JSON Schema that omits titles, as names of fields say the same."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
+        """Return whether a field gets a title. Pydantic calls this method."""
         return False
 
 
@@ -89,6 +93,8 @@ class ScoresDocument(DocumentBase):
 class ResultDocument(DocumentBase, total=False):
     """A row of the results: a configuration, and the whole suite or a category."""
 
+    # The identity of the row: suite, category and configuration. `records.Configuration` has the
+    # same fields.
     suite: Required[Annotated[str, describe_field("suite name")]]
     suite_version: Required[Annotated[str, describe_field("suite version")]]
     category: Required[
@@ -112,6 +118,8 @@ class ResultDocument(DocumentBase, total=False):
             describe_field("tokens that prompts were cut to; `all`: prompts as the suite has them"),
         ]
     ]
+
+    # Counts of prompts, rounds, drafts and tokens.
     num_prompts: Required[Annotated[Count, describe_field("prompts")]]
     num_batches: Annotated[
         AtLeastOne,
@@ -146,6 +154,8 @@ class ResultDocument(DocumentBase, total=False):
             ),
         ]
     ]
+
+    # Acceptance. `statistics.metrics` has the formulas of this and the following metrics.
     mean_acceptance_length: Annotated[
         Length,
         describe_field("tokens emitted in rounds / num_rounds, rounds without a draft included"),
@@ -165,6 +175,8 @@ class ResultDocument(DocumentBase, total=False):
         list[Share | None],
         describe_field("[K] accepted / emitted tokens at position k; null where none was emitted"),
     ]
+
+    # Speed with the draft and without it.
     tokens_per_second: Annotated[Positive, describe_field("with the draft, prefill included")]
     tokens_per_second_ci95: ConfidenceInterval
     baseline_tokens_per_second: Annotated[
@@ -176,6 +188,8 @@ class ResultDocument(DocumentBase, total=False):
     ]
     speedup_ci95: ConfidenceInterval
     decode_speedup: Annotated[float, describe_field("speedup without the prefill")]
+
+    # Times of the steps, and the speedup that they predict.
     draft_ms: Annotated[float, describe_field("milliseconds of draft work for one draft token")]
     verify_ms: Annotated[
         float,
@@ -189,6 +203,8 @@ class ResultDocument(DocumentBase, total=False):
     prediction_gap: Annotated[
         NonNegative, describe_field("|speedup - predicted_speedup| / predicted_speedup")
     ]
+
+    # Comparison with transformers' `generate()`, on a part of the prompts.
     hf_generate_tokens_per_second: Annotated[
         float, describe_field("of generate(), greedy, on hf_generate_num_prompts")
     ]
@@ -205,6 +221,8 @@ class ResultDocument(DocumentBase, total=False):
         describe_field("over generate(), on those prompts; given where the baseline is slower"),
     ]
     speedup_over_hf_generate_ci95: ConfidenceInterval
+
+    # Limits of the draft: long contexts, and tokens outside of its vocabulary.
     context_ratio: Annotated[
         float, describe_field("acceptance length at long context / at shorter context")
     ]
@@ -213,10 +231,12 @@ class ResultDocument(DocumentBase, total=False):
         Share, describe_field("share of the baseline's tokens that the draft can propose")
     ]
     vocabulary_coverage_ci95: ConfidenceInterval
+
+    # The reasons of absent fields, by their names.
     not_measured: Required[dict[str, str]]
 
 
-# [K] of a result
+# The fields of a result row that are lists of K numbers, one for each position in the draft.
 PER_POSITION = (
     "accepted_per_position",
     "acceptance_rate_per_position",
@@ -225,7 +245,7 @@ PER_POSITION = (
 
 
 def check_positions(row: dict[str, Any]) -> dict[str, Any]:
-    """Check that the row's lists by position have K numbers.
+    """Check that the lists by position in a result row have K numbers, and return the row.
 
     Raises:
         PydanticCustomError: naming a list of another length.
@@ -405,6 +425,8 @@ class SettingsDocument(DocumentBase):
             ),
         ]
     ]
+
+    # How the prompts were decoded and timed.
     batch_size: Annotated[
         AtLeastOne, describe_field("prompts decoded together; of a server, requests in flight")
     ]
@@ -418,6 +440,8 @@ class SettingsDocument(DocumentBase):
     repeats: Annotated[
         AtLeastOne, describe_field("timed repetitions; of each round the lower median counts")
     ]
+
+    # Earlier versions wrote these two keys. They are read, so that old reports can be compared.
     interim_analyses: NotRequired[
         Annotated[
             Literal[False], describe_field("it could not stop earlier; of reports before 0.2.0")
@@ -621,6 +645,7 @@ class GateDocument(DocumentBase):
 class ReportDocument(DocumentBase):
     """The content of report.json."""
 
+    # The origin of the report.
     schema_version: Literal[3]
     created: Annotated[str, describe_field("UTC, ISO 8601")]
     specdistill_version: Annotated[str, describe_field("version of the package")]
@@ -635,6 +660,8 @@ class ReportDocument(DocumentBase):
             bool, describe_field("the run was cut short: true fails every gate; absent: it was not")
         ]
     ]
+
+    # What was measured, on which machine, and with which settings.
     measurement: NotRequired[MeasurementDocument]
     target: TargetDocument
     draft: DraftDocument
@@ -643,12 +670,16 @@ class ReportDocument(DocumentBase):
     settings: SettingsDocument
     engine: NotRequired[EngineDocument]
     suite: SuiteDocument
+
+    # The numbers. The first row of `results` is the whole suite in the main configuration.
     headline: HeadlineDocument
     results: Annotated[
         list[Annotated[ResultDocument, AfterValidator(check_positions)]], Field(min_length=1)
     ]
     lossless: LosslessDocument
     context: list[ContextBucketDocument]
+
+    # The conclusions from the numbers.
     baseline: NotRequired[BaselineDocument]
     theory: NotRequired[TheoryDocument]
     quality: NotRequired[QualityDocument]
@@ -661,13 +692,14 @@ class ReportDocument(DocumentBase):
 
 @cache
 def build_schema() -> dict[str, Any]:
-    """Return the JSON Schema of report.json."""
+    """Return the JSON Schema of report.json, as report.schema.json holds it."""
     return {
         **TypeAdapter(ReportDocument).json_schema(schema_generator=UntitledSchema),
         "title": "specdistill report",
     }
 
 
+# Write report.schema.json, which lies next to this file. A test checks that it is up to date.
 if __name__ == "__main__":
     text = json.dumps(build_schema(), indent=2, ensure_ascii=False)
     Path(__file__).with_name("report.schema.json").write_text(f"{text}\n", encoding="utf-8")

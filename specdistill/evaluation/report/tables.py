@@ -30,6 +30,7 @@ from specdistill.evaluation.statistics.metrics import collect_prompt_sums
 from specdistill.evaluation.statistics.records import ALL_PROMPTS, CONFIGURATION_KEYS, PromptRecord
 from specdistill.evaluation.statistics.theory import BETTER_K_GAIN, RoundCost, compute_speedup_curve
 
+# The numbers of a row that the cost model needs.
 COSTS = ("emitted_per_position", "verify_ms", "draft_ms", "baseline_step_ms", "predicted_speedup")
 Cell = tuple[str, ...]
 
@@ -52,33 +53,33 @@ def select_whole_rows(report: Report) -> list[ResultRow]:
 
 
 def sweep(report: Report, setting: str) -> list[ResultRow]:
-    """Return the first row and those that differ from it in `setting` alone, by its value.
+    """Return the rows of a sweep over one setting, in the order of its values.
 
-    The list is empty if the setting was not swept.
+    They are the first row of the report and the rows that differ from it in this setting alone. The
+    list is empty if the setting was not swept.
     """
     rows = _select_rows_like_first(report, setting)
+    if len(rows) < 2:
+        return []
+
     # A context bucket is a number of tokens as text, or `all`, which comes last.
-    return (
-        sorted(
-            rows, key=lambda row: math.inf if row[setting] == ALL_PROMPTS else float(row[setting])
-        )
-        if len(rows) > 1
-        else []
+    return sorted(
+        rows, key=lambda row: math.inf if row[setting] == ALL_PROMPTS else float(row[setting])
     )
 
 
 def select_chain_rows(report: Report) -> list[ResultRow]:
-    """Return the first row and those that differ from it in K or the batch size alone."""
+    """Return the first row of a report and those that differ from it in K or batch size alone."""
     return _select_rows_like_first(report, "num_speculative_tokens", "batch_size")
 
 
 def _select_rows_like_first(report: Report, *varied: str) -> list[ResultRow]:
-    """Return the first row and those that differ from it in `varied` alone."""
-    first, *remaining = report["results"]
-    same = {"suite", "category", *CONFIGURATION_KEYS} - {*varied}
-    rows = [first]
-    for row in remaining:
-        if all(row[name] == first[name] for name in same):
+    """Return the first row of a report and the rows that differ from it in `varied` alone."""
+    first = report["results"][0]
+    fixed_keys = {"suite", "category", *CONFIGURATION_KEYS} - {*varied}
+    rows = []
+    for row in report["results"]:
+        if all(row[key] == first[key] for key in fixed_keys):
             rows.append(row)
     return rows
 
@@ -89,7 +90,7 @@ def tabulate_by_category(report: Report) -> Table:
 
 
 def tabulate_whole_suite(report: Report) -> Table:
-    """Return the table `tabulate_by_category` without the categories."""
+    """Return the numbers of the main configuration, for the whole suite alone."""
     return _tabulate_numbers("suite", phrases.name_row, select_main_rows(report)[:1])
 
 
@@ -99,11 +100,17 @@ def tabulate_by_configuration(report: Report) -> Table:
 
 
 def _tabulate_numbers(
-    what: str, name: Callable[[ResultRow], str], rows: Sequence[ResultRow]
+    first_column: str, name: Callable[[ResultRow], str], rows: Sequence[ResultRow]
 ) -> Table:
-    """Return the table of the main numbers of rows; `what` is the title of the first column."""
+    """Return the table of acceptance and speed with a line for each result row.
+
+    Args:
+        first_column: the title of the first column.
+        name: returns the text of the first column.
+        rows: the result rows.
+    """
     head = (
-        what,
+        first_column,
         "prompts",
         "acceptance length",
         "rate",
@@ -132,10 +139,11 @@ def _tabulate_numbers(
 
 
 def join_cell(value: str, *notes: str) -> Cell:
-    """Return a cell without its empty notes."""
+    """Return a cell: its value, and below it the notes that are not empty."""
     return (value, *filter(None, notes))
 
 
+# The metrics whose change against an earlier report is shown.
 CHANGED_METRICS = (
     "mean_acceptance_length",
     "acceptance_rate",
@@ -147,81 +155,74 @@ CHANGED_METRICS = (
 
 
 def tabulate_changes(report: Report) -> Table:
-    """Return the table of changes: each number before and now, and its change.
+    """Return the table of changes since the baseline report: each number before and now.
 
     The last column says whether the change is better, worse or open.
     """
     rows: list[tuple[Cell, ...]] = []
-
-    # One row for each number that both reports have.
     for change in report["baseline"]["changes"]:
+        # Describe the change: its category, its size, and its interval or why there is none.
         metric = change["metric"]
-        reading = phrases.find_direction(change)
-        category = (
-            "" if change["category"] == ALL_PROMPTS else f", {change['category'].replace('_', ' ')}"
-        )
-        note = (
-            " to ".join(map(format_signed, change["ci95"]))
-            if "ci95" in change
-            else change.get("reason", "")
-        )
-        relative = format_signed(change["change"]) if "change" in change else "–"
-        old, new = (
-            "".join(phrases.format_in_unit(metric, change[side])) if side in change else "–"
-            for side in ("old", "new")
-        )
-        rows.append(
-            (
-                (f"{phrases.METRICS[metric][0]}{category}",),
-                (old,),
-                (new,),
-                join_cell(relative, note),
-                (reading,),
-            )
-        )
+        name = phrases.METRICS[metric][0]
+        if change["category"] != ALL_PROMPTS:
+            name += f", {change['category'].replace('_', ' ')}"
+        note = change.get("reason", "")
+        if "ci95" in change:
+            note = " to ".join(map(format_signed, change["ci95"]))
+        relative_change = format_signed(change["change"]) if "change" in change else "–"
+
+        # Write both values with the unit of the metric.
+        values = []
+        for side in ("old", "new"):
+            text = "".join(phrases.format_in_unit(metric, change[side])) if side in change else "–"
+            values.append((text,))
+        direction = phrases.find_direction(change)
+        rows.append(((name,), *values, join_cell(relative_change, note), (direction,)))
     return Table(("number", "before", "now", "change", "reading"), rows)
 
 
 def tabulate_training(report: Report) -> Table:
     """Return the table of acceptance lengths before and after training.
 
-    The first is measured before the first step of training, the second on the draft that training
-    left. The table is empty if there was no measurement before.
+    The length before is measured before the first step of training, the length after on the draft
+    that training saved. The table is empty if nothing was measured before training.
     """
-    gained = report["draft"].get("training", {})
+    gains = report["draft"].get("training", {})
     head = (
         "acceptance length",
         "before training",
-        f"after {phrases.format_count(gained.get('steps', 0), 'step')}",
+        f"after {phrases.format_count(gains.get('steps', 0), 'step')}",
     )
-    names = {
+    titles = {
         "simulated": "simulated, on held-out rows",
         "decoded": "decoded, on the prompts of selection",
     }
-    pairs = ((names[name], gained[name]) for name in names if name in gained)
-    return Table(
-        head,
-        [
-            ((name,), (format_number(pair["before"]),), (format_number(pair["after"]),))
-            for name, pair in pairs
-        ],
-    )
+    rows = []
+    for key, title in titles.items():
+        if key in gains:
+            before = format_number(gains[key]["before"])
+            after = format_number(gains[key]["after"])
+            rows.append(((title,), (before,), (after,)))
+    return Table(head, rows)
 
 
 def tabulate_quality(report: Report) -> Table:
-    """Return the share of completions that succeed with the draft and without, for each metric."""
+    """Return the table of task quality: the share of correct completions with and without draft."""
     rows: list[tuple[Cell, ...]] = []
-
-    # One row for each metric of quality.
     for name, scores in report.get("quality", {}).items():
-        ends = scores.get("difference_ci95", ())
-        points, *bounds = (format_signed(share)[:-1] for share in (scores["difference"], *ends))
-        reading = (
-            "open"
-            if not ends
-            else "equal within the interval"
-            if ends[0] <= 0 <= ends[1]
-            else "different"
+        # The difference in percentage points. If its interval includes 0, the draft changes nothing
+        # that the completions can show.
+        difference = format_signed(scores["difference"]).removesuffix("%")
+        interval = "too few completions"
+        reading = "open"
+        if "difference_ci95" in scores:
+            low, high = scores["difference_ci95"]
+            bounds = [format_signed(bound).removesuffix("%") for bound in (low, high)]
+            interval = " to ".join(bounds)
+            reading = "equal within the interval" if low <= 0 <= high else "different"
+        counts = (
+            f"{scores['only_with_draft']} only with it,"
+            f" {scores['only_without_draft']} only without it"
         )
         rows.append(
             (
@@ -229,33 +230,25 @@ def tabulate_quality(report: Report) -> Table:
                 (str(scores["num_prompts"]),),
                 (f"{scores['without_draft']:.1%}",),
                 (f"{scores['with_draft']:.1%}",),
-                (points, " to ".join(bounds) or "too few completions"),
-                (
-                    reading,
-                    (
-                        f"{scores['only_with_draft']} only with it,"
-                        f" {scores['only_without_draft']} only without it"
-                    ),
-                ),
+                (difference, interval),
+                (reading, counts),
             )
         )
-    return Table(
-        (
-            "succeed by",
-            "completions",
-            "without draft",
-            "with draft",
-            "difference, points",
-            "reading",
-        ),
-        rows,
+    head = (
+        "succeed by",
+        "completions",
+        "without draft",
+        "with draft",
+        "difference, points",
+        "reading",
     )
+    return Table(head, rows)
 
 
 def tabulate_latency(records: Sequence[PromptRecord]) -> Table:
-    """Return the table of milliseconds, plain and with the draft.
+    """Return the table of milliseconds of plain decoding and of decoding with the draft.
 
-    It shows the prefill of a prompt, the parts of a round, and a token. Records of a server are
+    The rows are the prefill of a prompt, the parts of a round, and a token. Records of a server are
     left out, because a server does not show what its time is spent on.
     """
     # Only records of this package's decoder have the times of steps.
@@ -264,34 +257,35 @@ def tabulate_latency(records: Sequence[PromptRecord]) -> Table:
     )
     rows: dict[str, list[float]] = {}
     for side in ("baseline_", "") if sums else ():
+        # Add up the times of all prompts on this side: plain decoding, or with the draft.
         total = {
             name.removeprefix(side): float(column.sum())
             for name, column in sums.items()
             if name.startswith(side)
         }
-        # Plain decoding drafts nothing. What the clock shows there belongs to the loop.
-        draft = 0.0 if side else total["draft_seconds"]
-        prefill = total["prefill_seconds"]
-        target = total["verify_seconds"]
+        # Plain decoding drafts nothing. The little time that its clock shows belongs to the loop.
+        draft_seconds = 0.0 if side else total["draft_seconds"]
+        prefill_seconds = total["prefill_seconds"]
+        verify_seconds = total["verify_seconds"]
+        other_seconds = total["seconds"] - prefill_seconds - draft_seconds - verify_seconds
+
+        # Divide each time by the number of prompts, rounds or tokens that it was spent on.
+        num_rounds = total["num_rounds"]
         for name, seconds, count in (
-            ("prefill of a prompt", prefill, sums["num_prompts"].sum()),
-            ("drafting, per round", draft, total["num_rounds"]),
-            ("target's step, per round", target, total["num_rounds"]),
-            (
-                "rest, per round",
-                max(total["seconds"] - prefill - draft - target, 0.0),
-                total["num_rounds"],
-            ),
+            ("prefill of a prompt", prefill_seconds, sums["num_prompts"].sum()),
+            ("drafting, per round", draft_seconds, num_rounds),
+            ("target's step, per round", verify_seconds, num_rounds),
+            ("rest, per round", max(other_seconds, 0.0), num_rounds),
             ("per token, in all", total["seconds"], total["num_tokens"]),
         ):
             rows.setdefault(name, []).append(1000 * seconds / (count or math.inf))
 
-    # Leave out what took no time.
-    shown = []
+    # Leave out rows without any time.
+    lines = []
     for name, times in rows.items():
         if any(times):
-            shown.append(((name,), *((format_number(time or None),) for time in times)))
-    return Table(("milliseconds", "plain", "with draft"), shown)
+            lines.append(((name,), *((format_number(time or None),) for time in times)))
+    return Table(("milliseconds", "plain", "with draft"), lines)
 
 
 class DraftLength(NamedTuple):
@@ -311,26 +305,33 @@ class DraftLength(NamedTuple):
 
 
 def draft_lengths(report: Report | None) -> tuple[DraftLength, ...]:
-    """Return `find_fastest_lengths`, for an engine.
+    """Return the best draft length of each load, if an engine can be started with it.
 
-    The result is also empty if a round does not draft a chain of K tokens.
+    An engine can be told K only for chains. So the result is also empty for a tree, and for a
+    lookup in front of the draft.
+
+    Args:
+        report: the draft's report; None gives no draft lengths.
     """
-    if (
-        report is None
-        or report["settings"].get("tree")
-        or "lookup_first" in report["settings"].get("drafting", {})
-    ):
+    if report is None:
+        return ()
+    settings = report["settings"]
+    if settings.get("tree") or "lookup_first" in settings.get("drafting", {}):
         return ()
     return find_fastest_lengths(report)
 
 
 def find_fastest_lengths(report: Report) -> tuple[DraftLength, ...]:
-    """Return the best draft length of each load, by its size.
+    """Return the best draft length of each load, from the smallest load to the largest.
 
-    The result is empty without a sweep of K or of the load.
+    A load is a number of sequences decoded at once. The result is empty without a sweep of K or of
+    the load.
     """
+    # Find the loads that were measured. A single row is no sweep.
     rows = [row for row in select_chain_rows(report) if "speedup" in row]
     loads = sorted({row["batch_size"] for row in rows}) if len(rows) > 1 else []
+
+    # Choose the best draft length for each load.
     lengths = []
     for size in loads:
         rows_of_load = [row for row in rows if row["batch_size"] == size]
@@ -342,23 +343,36 @@ def _select_best_length(rows: Sequence[ResultRow], report: Report) -> DraftLengt
     """Return the draft length with the highest speedup, measured or modelled, for one load.
 
     A modelled speedup counts for less, by the margin within which the model may be wrong.
+
+    Args:
+        rows: the result rows of this load.
+        report: the report that has these rows, for its section `theory`.
     """
-    modelled = {}
+    # Collect the speedup at each K, and whether it was measured. A measured one replaces a
+    # modelled one.
+    speedups: dict[int, tuple[float, bool]] = {}
     for row in rows:
-        for length, predicted_speedup in _model_shorter_lengths(row, report):
-            modelled[length] = (predicted_speedup, False)
-    speedups = {
-        **modelled,
-        **{row["num_speculative_tokens"]: (row["speedup"], True) for row in rows},
-    }
+        for k, predicted_speedup in _model_shorter_lengths(row, report):
+            speedups[k] = (predicted_speedup, False)
+    for row in rows:
+        speedups[row["num_speculative_tokens"]] = (row["speedup"], True)
+
+    # Choose the highest speedup, with the modelled ones reduced by the margin.
     margin = max(BETTER_K_GAIN, report.get("theory", {}).get("cost_deviation", 0.0))
-    k = max(speedups, key=lambda k: speedups[k][0] * (1 if speedups[k][1] else 1 - margin))
-    speedup, is_measured = speedups[k]
-    return DraftLength(rows[0]["batch_size"], k if speedup > 1 else 0, speedup, is_measured)
+
+    def weigh_speedup(k: int) -> float:
+        speedup, is_measured = speedups[k]
+        return speedup if is_measured else speedup * (1 - margin)
+
+    best_k = max(speedups, key=weigh_speedup)
+    speedup, is_measured = speedups[best_k]
+    return DraftLength(rows[0]["batch_size"], best_k if speedup > 1 else 0, speedup, is_measured)
 
 
 def _model_shorter_lengths(row: ResultRow, report: Report) -> Iterator[tuple[int, float]]:
-    """Yield (K', speedup) for the shorter drafts that the report timed, from the row of its own K.
+    """Yield (K', modelled speedup) for drafts that are shorter than those of a measured row.
+
+    Only the K' that the report timed are modelled, and only from a row with the report's own K.
 
     The cost of a pass over K' + 1 tokens is interpolated in proportion to K', between the passes
     over 1 and over K + 1 tokens that were timed at this load. The cost of drafting is in proportion
@@ -367,26 +381,30 @@ def _model_shorter_lengths(row: ResultRow, report: Report) -> Iterator[tuple[int
     theory = report.get("theory", {})
     if row["num_speculative_tokens"] != theory.get("K") or any(name not in row for name in COSTS):
         return
-    # Estimate the costs of rounds with fewer draft tokens, at this load.
+
+    # The mean costs of a round of this row, and the passes of the draft in a round with K' tokens.
     k = theory["K"]
-    step = row["baseline_step_ms"]
-    verify = row["verify_ms"]
+    step_ms = row["baseline_step_ms"]
+    verify_ms = row["verify_ms"]
+    draft_ms = row["draft_ms"] * row["num_draft_tokens"] / row["num_rounds"]
     passes = {point["k"]: max(point["draft_passes"], 1) for point in theory["curve"] if point["k"]}
-    draft = row["draft_ms"] * row["num_draft_tokens"] / row["num_rounds"]
-    timed = [
-        RoundCost(n, step + (verify - step) * n / k, draft * passes[n] / passes[k]) for n in passes
-    ]
+
+    # Estimate the costs of rounds with fewer draft tokens, at this load.
+    costs = []
+    for n, num_passes in passes.items():
+        verify_ms_at_n = step_ms + (verify_ms - step_ms) * n / k
+        costs.append(RoundCost(n, verify_ms_at_n, draft_ms * num_passes / passes[k]))
+    cost = RoundCost(k, verify_ms, draft_ms)
     curve = compute_speedup_curve(
-        row["emitted_per_position"], row["num_drafts"], step, RoundCost(k, verify, draft), timed
+        row["emitted_per_position"], row["num_drafts"], step_ms, cost, costs
     )
-    # The first row's curve is that of the report. Every curve is scaled by how much of its
-    # predicted speedup the row reached.
+
+    # Scale every curve by the share of its predicted speedup that the row reached. The curve of the
+    # report's first row is in the report already.
     for point in theory["curve"] if row is report["results"][0] else curve:
         if 0 < point["k"] < k:
-            yield (
-                int(point["k"]),
-                point["predicted_speedup"] * row["speedup"] / row["predicted_speedup"],
-            )
+            scaled_speedup = point["predicted_speedup"] * row["speedup"] / row["predicted_speedup"]
+            yield int(point["k"]), scaled_speedup
 
 
 def tabulate_by_load(lengths: Sequence[DraftLength]) -> Table:

@@ -32,106 +32,111 @@ COLOURS = {
     "not judged": "yellow",
     "warning": "yellow",
 }
+# Characters that are markup in GitHub's Markdown. An underscore inside a word is none.
 MARKUP = re.compile(r"[\\`*\[\]<>|#~&$]|(?<![^\W_])_|_(?![^\W_])")
-# What GitHub takes for mentions, links and issues. It finds them in rendered text, where escapes
-# and entities are gone, so a zero-width space after these stops them. `org/name@v1` is not a
-# mention, and can be copied.
+# The characters with which GitHub begins a mention, a link or the number of an issue. GitHub looks
+# for them in the rendered text, where escapes no longer exist. A zero-width space after the
+# character stops it. `org/name@v1` is no mention and stays as it is, so that it can be copied.
 REFERENCE_PATTERN = re.compile(
     r"(?<![A-Za-z0-9_])@|@(?!v?\d)|#(?=\w)|\bGH-|:(?=//)|\bwww(?=\.)", re.IGNORECASE
 )
 
 
 def to_markdown(report: Report) -> str:
-    """Return the content of report.md."""
+    """Return the content of report.md: the verdict as its title, then the sections."""
     head = (
         f"{phrases.format_verdict(report)}: {phrases.format_title(report)}",
         phrases.format_summary(report),
         phrases.describe_failed_rules(report),
     )
-    return (
-        "# "
-        + "\n\n".join([*map(escape_markdown, filter(None, head)), format_measurement(report)])
-        + "\n"
-    )
+    paragraphs = [escape_markdown(paragraph) for paragraph in head if paragraph]
+    paragraphs.append(format_measurement(report))
+    return "# " + "\n\n".join(paragraphs) + "\n"
 
 
 def format_measurement(report: Report) -> str:
-    """Return what follows the verdict in `to_markdown`, for a page with its own beginning."""
+    """Return report.md without its title and summary, for a page that has its own."""
     return "\n\n".join(section for section in _list_sections(report) if section)
 
 
 def _list_sections(report: Report) -> Iterator[str]:
     """Yield the sections of report.md after the verdict, in Markdown; some may be empty."""
     # The settings, the findings and the warnings come first.
-    rules = report["gate"]["rules"]
     yield escape_markdown(phrases.format_settings(report))
-    yield _list(
+    yield _format_list(
         f"**{escape_markdown(finding['name'])}**: {escape_markdown(finding['message'])}"
         for finding in report["findings"]
     )
-    yield _list(map(escape_markdown, phrases.list_warnings(report)))
+    yield _format_list(map(escape_markdown, phrases.list_warnings(report)))
 
     # What changed since the release before, and how the gate judged it.
     if "baseline" in report:
         yield "## Since the last release"
         yield escape_markdown(phrases.describe_baseline(report))
         yield format_cells(tables.tabulate_changes(report))
-    if rules:
+    if report["gate"]["rules"]:
         yield "## Gate"
-        columns = (
-            phrases.find_outcome,
-            phrases.name_metric,
-            phrases.format_scope,
-            phrases.format_requirement,
-            phrases.format_measured,
-            phrases.note,
-        )
-        rule_rows = []
-        for rule in rules:
-            rule_rows.append([escape_markdown(column(rule)) for column in columns])
-        yield format_table(("", "rule", "scope", "required", "measured", "note"), rule_rows)
+        yield _format_rules(report["gate"]["rules"])
 
-    # The numbers of the main configuration.
-    yield "## Results"
-    yield format_cells(tables.tabulate_by_category(report))
-    yield _list(
-        map(
-            escape_markdown,
-            [
-                *phrases.format_averages(report),
-                f"Accepted per position: {phrases.format_per_position(report['results'][0])}",
-            ],
-        )
-    )
-    yield escape_markdown(
-        phrases.describe_absences(
-            report["results"][0], ("mean_acceptance_length", "speedup", "predicted_speedup")
-        )
-    )
+    # The numbers of the main configuration, and of the other ones.
+    yield from _list_result_sections(report)
 
-    # The other configurations, and what training changed.
-    if len(tables.select_whole_rows(report)) > 1:
-        yield "## Configurations"
-        yield format_cells(tables.tabulate_by_configuration(report))
-        yield format_cells(tabulate_by_load(find_fastest_lengths(report)))
+    # What training changed.
     if "training" in report["draft"]:
         yield "## Before and after training"
         yield format_cells(tables.tabulate_training(report))
 
     # Whether the output is the target's, and how good it is.
     yield "## Losslessness"
-    yield _list(map(escape_markdown, phrases.describe_losslessness(report)))
+    yield _format_list(map(escape_markdown, phrases.describe_losslessness(report)))
     if report.get("quality"):
         yield "## Task quality"
         yield format_cells(tables.tabulate_quality(report))
 
 
-def _list(items: Iterable[str]) -> str:
+def _format_rules(rules: Iterable[RuleDocument]) -> str:
+    """Return the table of the gate's rules in Markdown, with a row for each rule."""
+    columns = (
+        phrases.find_outcome,
+        phrases.name_metric,
+        phrases.format_scope,
+        phrases.format_requirement,
+        phrases.format_measured,
+        phrases.note,
+    )
+    rows = []
+    for rule in rules:
+        rows.append([escape_markdown(column(rule)) for column in columns])
+    return format_table(("", "rule", "scope", "required", "measured", "note"), rows)
+
+
+def _list_result_sections(report: Report) -> Iterator[str]:
+    """Yield the sections with the numbers of all configurations, in Markdown."""
+    # The main configuration: its table, the averages, and the reasons of absent numbers.
+    row = report["results"][0]
+    yield "## Results"
+    yield format_cells(tables.tabulate_by_category(report))
+    per_position = f"Accepted per position: {phrases.format_per_position(row)}"
+    yield _format_list(map(escape_markdown, [*phrases.format_averages(report), per_position]))
+    absences = phrases.describe_absences(
+        row, ("mean_acceptance_length", "speedup", "predicted_speedup")
+    )
+    yield escape_markdown(absences)
+
+    # The other configurations, if a sweep measured any.
+    if len(tables.select_whole_rows(report)) > 1:
+        yield "## Configurations"
+        yield format_cells(tables.tabulate_by_configuration(report))
+        yield format_cells(tabulate_by_load(find_fastest_lengths(report)))
+
+
+def _format_list(items: Iterable[str]) -> str:
+    """Return a bullet list in Markdown; empty without items."""
     return "\n".join(f"- {item}" for item in items)
 
 
 def format_cells(content: tables.Table) -> str:
-    """Return a table in Markdown; each cell has its notes in brackets."""
+    """Return a table in Markdown, with the notes of each cell in brackets after its value."""
     rows = []
     for row in content.rows:
         cells = []
@@ -143,25 +148,27 @@ def format_cells(content: tables.Table) -> str:
 
 
 def format_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table in Markdown, from a head and rows that are Markdown; empty without rows."""
+    """Return a Markdown table of cells that are already escaped; empty without rows."""
     lines = [f"| {' | '.join(row)} |" for row in rows]
-    return (
-        "\n".join([f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}", *lines]) if lines else ""
-    )
+    if not lines:
+        return ""
+    head_lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
+    return "\n".join([*head_lines, *lines])
 
 
 def escape_markdown(text: str) -> str:
-    """Escape a text so that nothing in it is markup, a mention or a link.
+    """Escape a text for Markdown, so that nothing in it is markup, a mention or a link.
 
-    Names come from outside. GitHub would make mentions and links of some of them.
+    Names of models and prompts come from outside, and GitHub would notify people whom they mention.
     """
-    return REFERENCE_PATTERN.sub(
-        "\\g<0>\N{ZERO WIDTH SPACE}", MARKUP.sub(r"\\\g<0>", make_printable(" ".join(text.split())))
-    )
+    # First make one printable line, then escape markup, then break mentions and links.
+    line = make_printable(" ".join(text.split()))
+    escaped_line = MARKUP.sub(r"\\\g<0>", line)
+    return REFERENCE_PATTERN.sub("\\g<0>\N{ZERO WIDTH SPACE}", escaped_line)
 
 
 def print_report(report: Report, folder: Path) -> None:
-    """Print the main numbers, the findings, the rules not passed, and where the report is."""
+    """Print the main numbers, the findings, the rules that did not pass, and the report's path."""
     row = report["results"][0]
     console = Console()
     grid = rich.table.Table(
@@ -171,7 +178,7 @@ def print_report(report: Report, folder: Path) -> None:
         title_justify="left",
     )
 
-    # The numbers to quote, and the verdict.
+    # Print the numbers to quote, and the verdict.
     lines = {
         "acceptance length": phrases.format_acceptance_length(row),
         "accepted per position": phrases.format_per_position(row),
@@ -188,7 +195,7 @@ def print_report(report: Report, folder: Path) -> None:
     console.print(grid)
     console.print(Text(phrases.format_summary(report)), soft_wrap=True)
 
-    # What a reader should know before quoting them.
+    # Print what a reader should know before quoting these numbers, and where the full report is.
     for finding in report["findings"]:
         console.print(Text(f"note: {finding['message']}", style="yellow"), soft_wrap=True)
     _print_rules(console, report, [rule for rule in report["gate"]["rules"] if not rule["passed"]])
@@ -196,19 +203,18 @@ def print_report(report: Report, folder: Path) -> None:
 
 
 def print_power_analysis(clusters: Sequence[str]) -> None:
-    """Print the change that a run can detect, before it runs.
+    """Print the smallest change of the acceptance length that a run can detect, before it runs.
 
     Args:
         clusters: the cluster of each prompt; prompts of one cluster are not independent.
     """
+    # Only independent prompts count, so each cluster counts once.
     num_prompts = len(set(clusters))
-    of = (
-        f"{len(clusters)} prompts, of them {num_prompts} drawn alone,"
-        if num_prompts < len(clusters)
-        else f"{num_prompts} prompts"
-    )
+    subject = f"{num_prompts} prompts"
+    if num_prompts < len(clusters):
+        subject = f"{len(clusters)} prompts ({num_prompts} of them independent)"
     sentence = (
-        f"{of} can detect a change of {estimate_detectable_change(num_prompts):.1%} of the"
+        f"{subject} can detect a change of {estimate_detectable_change(num_prompts):.1%} of the"
         f" acceptance length ({POWER:.0%} power, two-sided α = {SIGNIFICANCE:g}, assumed standard"
         f" deviation between prompts {ASSUMED_SPREAD:.0%})."
     )
@@ -224,7 +230,7 @@ def print_gate(report: Report) -> None:
 
 
 def _print_rules(console: Console, report: Report, rules: Iterable[RuleDocument]) -> None:
-    """Print the rules with their evidence, and what an inconclusive verdict lacks."""
+    """Print rules with their evidence, and how many prompts could decide the undecided ones."""
     for rule in rules:
         outcome = phrases.find_outcome(rule)
         console.print(

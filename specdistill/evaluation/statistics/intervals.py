@@ -23,8 +23,10 @@ from specdistill.evaluation.statistics.metrics import (
     select_measured,
 )
 
+# Bootstrap resamples of an interval. More make the ends of the interval steadier and take longer.
 NUM_RESAMPLES = 4_000
 MIN_EXPECTED = 5.0  # the usual bound; below it the chi-square approximation is poor
+# The usual power and significance level of a comparison.
 POWER = 0.8
 SIGNIFICANCE = 0.05
 # The assumed standard deviation of the acceptance length between prompts. With it, 80 prompts
@@ -38,51 +40,66 @@ Outcome = TypeVar("Outcome", bound=Hashable)
 def compute_interval(
     metric: Metric, sums: PromptSums, *, confidence: float = 0.95, seed: int = 0
 ) -> Interval | None:
-    """Return the metric's bias-corrected (BCa) bootstrap interval.
+    """Return the bias-corrected and accelerated (BCa) bootstrap interval of a metric.
 
-    Returns None for fewer than two prompts, or units that are drawn together, and if resamples are
-    undefined.
+    Returns None for fewer than two prompts (or clusters, or batches, which are drawn as a whole),
+    and if the metric is undefined on some resamples.
+
+    Args:
+        metric: the metric.
+        sums: the sums of the prompts, by name.
+        confidence: the confidence level.
+        seed: the seed of the resampling.
     """
+    # One array [P] for each sum that the metric reads, over P prompts, clusters or batches.
     data = select_measured(metric, sums)
     if data[0].size < 2:
         return None
 
-    def statistic(*resampled: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
+    def compute_statistic(*resampled: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
+        """Return the metric of each resample: add up the prompts, then apply the formula."""
         result: NDArray[np.float64] = metric.formula(
             *(column.sum(axis=axis) for column in resampled)
         )
         return result
 
+    # Resample whole prompts with all of their sums (`paired`). A resample without any draft divides
+    # by zero, which is dealt with below.
     with warnings.catch_warnings(), np.errstate(divide="ignore", invalid="ignore"):
         warnings.simplefilter("ignore", stats.DegenerateDataWarning)  # handled below
         result = stats.bootstrap(
             data,
-            statistic,
+            compute_statistic,
             paired=True,
             vectorized=True,
             n_resamples=NUM_RESAMPLES,
-            batch=1_000,
+            batch=1_000,  # resamples at once, which bounds the memory
             confidence_level=confidence,
             method="BCa",
             rng=np.random.default_rng(seed),
         )
-        point = float(statistic(*data, axis=-1))
+        point = float(compute_statistic(*data, axis=-1))
     low, high = (float(end) for end in result.confidence_interval)
     if np.isfinite([low, high]).all():
         return low, high
-    # If the resamples have no spread at all, there is no bias to correct, and the interval is the
-    # value. In any other case the interval is not known.
-    return (point, point) if np.allclose(result.bootstrap_distribution, point, rtol=1e-12) else None
+
+    # BCa gives no finite interval. If all resamples have the same value, that value is the
+    # interval. In any other case the interval is not known.
+    is_constant = np.allclose(result.bootstrap_distribution, point, rtol=1e-12)
+    return (point, point) if is_constant else None
 
 
 def compute_standard_error(metric: Metric, sums: PromptSums) -> float | None:
-    """Return the metric's jackknife standard error; None below two prompts.
+    """Return the jackknife standard error of a metric; None for fewer than two prompts.
 
-    It is √((n - 1) / n · Σ_p (metric without prompt p - their mean)²).
+    error = √((n - 1) / n · Σ_p (metric without prompt p - mean of these)²)
     """
     data = select_measured(metric, sums)
     if data[0].size < 2:
         return None
+
+    # The total without a prompt is the total minus the prompt's sum, for all prompts at once. The
+    # standard deviation divides by n already, so √(n - 1) remains.
     with np.errstate(divide="ignore", invalid="ignore"):
         without_one = metric.formula(*(column.sum() - column for column in data))
         error = float(np.sqrt(data[0].size - 1) * without_one.std())
@@ -92,11 +109,12 @@ def compute_standard_error(metric: Metric, sums: PromptSums) -> float | None:
 def compute_macro_interval(
     metric: Metric, sums: PromptSums, categories: Sequence[str], *, confidence: float = 0.95
 ) -> Interval | None:
-    """Return the interval of the mean over categories of the metric in each.
+    """Return the interval of a macro-average: the mean over categories of the metric in each.
 
     Categories are fixed and prompts are drawn within them. So their jackknife variances add up. The
     interval uses Student's t with Welch's and Satterthwaite's degrees of freedom. If clusters or
-    batches hold prompts of several categories, the jackknife leaves out one of these at a time.
+    batches hold prompts of several categories, the jackknife leaves out one cluster or batch at a
+    time.
 
     Args:
         metric: the metric.
@@ -107,29 +125,41 @@ def compute_macro_interval(
     Returns:
         The interval. None if a category has fewer than two prompts, or conversations, or no number.
     """
+    # Keep the prompts for which every sum of the metric was measured. Every category needs some.
     is_measured = ~np.isnan([sums[name] for name in metric.sums]).any(axis=0)
     sums = {name: column[is_measured] for name, column in sums.items()}
     category_P = np.array(categories)[is_measured]
     if len(set(category_P)) < len(set(categories)):
         return None
+
+    # If a cluster or batch has prompts of several categories, categories are not independent.
     units = list_units(metric, sums)
     if units is not None and len(set(zip(units, category_P, strict=True))) > len(set(units)):
         return _compute_crossed_interval(metric, sums, category_P, units, confidence)
+
+    # The value and the jackknife variance of each category.
     groups = _split_by_category(sums, category_P)
-    values = [point for group in groups if (point := compute_value(metric, group)) is not None]
-    variances = [
-        error**2 for group in groups if (error := compute_standard_error(metric, group)) is not None
-    ]
-    if not len(values) == len(variances) == len(groups) > 0:
+    values = []
+    variances = []
+    for group in groups:
+        value = compute_value(metric, group)
+        error = compute_standard_error(metric, group)
+        if value is None or error is None:
+            return None
+        values.append(value)
+        variances.append(error**2)
+    if not groups:
         return None
-    # Welch and Satterthwaite: the degrees of freedom are variance² / parts.
+
+    # Welch and Satterthwaite: the degrees of freedom are variance² / Σ (variance_i² / (n_i - 1)).
+    # `parts` is that sum. If no category has any spread, the interval is the mean itself.
     variance = sum(variances)
     sizes = [select_measured(metric, group)[0].size for group in groups]
     parts = sum(part**2 / (size - 1) for part, size in zip(variances, sizes, strict=True))
     quantile = float(stats.t.ppf((1 + confidence) / 2, variance**2 / parts)) if parts else 0.0
     mean = sum(values) / len(groups)
-    half = quantile * float(np.sqrt(variance)) / len(groups)
-    return mean - half, mean + half
+    half_width = quantile * float(np.sqrt(variance)) / len(groups)
+    return mean - half_width, mean + half_width
 
 
 def _compute_crossed_interval(
@@ -139,31 +169,42 @@ def _compute_crossed_interval(
     units: NDArray[np.float64],
     confidence: float,
 ) -> Interval | None:
-    """Return the interval of `compute_macro_interval` if units hold prompts of several categories.
+    """Return the interval of a macro-average whose categories share clusters or batches.
 
-    The jackknife leaves out one unit after the other, with all its prompts in any category.
+    The jackknife leaves out one cluster or batch (a unit) after the other, with all its prompts in
+    any category. `compute_macro_interval` has the simpler case.
+
+    Args:
+        metric: the metric.
+        sums: the sums of the P prompts, by name.
+        category_P: [P], the category of each prompt.
+        units: [P], the number of each prompt's unit.
+        confidence: the confidence level.
     """
     num_categories = len(set(category_P))
 
-    def average(is_kept: NDArray[np.bool_]) -> float:
-        groups = _split_by_category(
-            {name: column[is_kept] for name, column in sums.items()}, category_P[is_kept]
-        )
-        values = [
-            np.nan if (point := compute_value(metric, group)) is None else point for group in groups
-        ]
-        return float(np.mean(values)) if len(groups) == num_categories else np.nan
+    def compute_average(is_included_P: NDArray[np.bool_]) -> float:
+        """Return the macro-average over the included prompts; NaN if a category has no value."""
+        included_sums = {name: column[is_included_P] for name, column in sums.items()}
+        groups = _split_by_category(included_sums, category_P[is_included_P])
+        if len(groups) < num_categories:
+            return np.nan
+        values = [compute_value(metric, group) for group in groups]
+        return float(np.mean([np.nan if value is None else value for value in values]))
 
-    mean = average(units >= 0)
-    without_one = [average(units != unit) for unit in np.unique(units)]
+    # The jackknife over units: the macro-average of all prompts, and without each unit.
+    mean = compute_average(units >= 0)
+    without_one = [compute_average(units != unit) for unit in np.unique(units)]
     error = float(np.sqrt(len(without_one) - 1) * np.std(without_one))
     if len(without_one) < 2 or not np.isfinite(error):
         return None
-    half = float(stats.t.ppf((1 + confidence) / 2, len(without_one) - 1)) * error
-    return mean - half, mean + half
+    quantile = float(stats.t.ppf((1 + confidence) / 2, len(without_one) - 1))
+    half_width = quantile * error
+    return mean - half_width, mean + half_width
 
 
 def _split_by_category(sums: PromptSums, category_P: NDArray[np.str_]) -> list[PromptSums]:
+    """Split the sums [P] of all prompts into those of each category."""
     sums_by_category = []
     for group in dict.fromkeys(category_P.tolist()):
         is_in_group_P = category_P == group
@@ -179,10 +220,19 @@ def compute_relative_change(
     confidence: float = 0.95,
     seed: int = 0,
 ) -> tuple[float, Interval | None]:
-    """Return metric / baseline's metric - 1, and its interval.
+    """Return the relative change of a metric against a baseline, new / old - 1, and its interval.
 
-    The two are paired: entry p of both belongs to the same prompt.
+    The two measurements are paired: entry p of both belongs to the same prompt. The noise that they
+    share cancels out, so the interval is narrower than that of two independent measurements.
+
+    Args:
+        metric: the metric.
+        sums: the sums of the new measurement.
+        baseline: the sums of the baseline.
+        confidence: the confidence level.
+        seed: the seed of the resampling.
     """
+    # Define the change as a metric of its own. Its formula reads the new sums, then the old ones.
     width = len(metric.sums)
     new_names = [f"{name}_new" for name in metric.sums]
     old_names = [f"{name}_old" for name in metric.sums]
@@ -190,20 +240,25 @@ def compute_relative_change(
         (*new_names, *old_names),
         lambda *all_sums: metric.formula(*all_sums[:width]) / metric.formula(*all_sums[width:]) - 1,
     )
-    paired = {}
-    for side, part in (("new", sums), ("old", baseline)):
+
+    # Put both measurements in one table of prompts, so that a resample draws both sides together.
+    paired_sums = {}
+    for side, side_sums in (("new", sums), ("old", baseline)):
         for name in metric.sums:
-            paired[f"{name}_{side}"] = part[name]
-    paired |= {name: sums[name] for name in ("batch", "cluster") if name in sums}
-    change = float(ratio.formula(*(column.sum() for column in select_measured(ratio, paired))))
-    return change, compute_interval(ratio, paired, confidence=confidence, seed=seed)
+            paired_sums[f"{name}_{side}"] = side_sums[name]
+    paired_sums |= {name: sums[name] for name in ("batch", "cluster") if name in sums}
+
+    # Apply the formula to all prompts, and to resamples.
+    totals = [column.sum() for column in select_measured(ratio, paired_sums)]
+    change = float(ratio.formula(*totals))
+    return change, compute_interval(ratio, paired_sums, confidence=confidence, seed=seed)
 
 
 def estimate_detectable_change(num_prompts: int) -> float:
     """Return the smallest relative change of the acceptance length that a comparison detects.
 
-    To detect it means that its interval excludes 0 with probability POWER. The normal approximation
-    gives
+    A change is detected if its interval excludes 0, which must happen with probability POWER. The
+    normal approximation gives
 
         (z(1 - significance / 2) + z(power)) · spread / √n
 
@@ -215,7 +270,11 @@ def estimate_detectable_change(num_prompts: int) -> float:
 
 
 def can_compare(probabilities: Mapping[Outcome, float], size: int) -> bool:
-    """Return whether `run_chi_square_test` finds two cells in any sample of this size."""
+    """Return whether a sample of this size is large enough for `run_chi_square_test`.
+
+    The test needs two cells with enough expected outcomes each.
+    """
+    # Two frequent outcomes are enough, or one whose complement is frequent, too.
     frequent = [p for p in probabilities.values() if size * p >= MIN_EXPECTED]
     return len(frequent) > 1 or (len(frequent) == 1 and size * (1 - frequent[0]) >= MIN_EXPECTED)
 
@@ -225,26 +284,37 @@ def run_chi_square_test(
 ) -> tuple[float, float, int] | None:
     """Test whether a sample follows a distribution, by Pearson's chi-square test.
 
-    Outcomes without a probability share what is left to 1. Outcomes expected fewer than five times
-    are pooled with them.
+    Outcomes without a probability share the remaining probability, 1 minus the sum of the others.
+    They are pooled with the outcomes that are expected fewer than five times.
+
+    Args:
+        outcomes: the sample.
+        probabilities: the distribution, outcome -> probability.
 
     Returns:
         The statistic, its p-value and the number of cells. None if fewer than two cells remain:
         then the sample cannot tell.
     """
-    # Frequent outcomes have a cell each; all others share the rest.
+    # Each frequent outcome has a cell (expected, observed). All other outcomes share one cell.
     counts = Counter(outcomes)
     size = len(outcomes)
     expected = {
         outcome: size * p for outcome, p in probabilities.items() if size * p >= MIN_EXPECTED
     }
     cells = sorted((count, counts[outcome]) for outcome, count in expected.items())
-    rest = size - sum(expected.values()), size - sum(counts[outcome] for outcome in expected)
-    # If the pool is too rare as well, it joins the smallest cell.
-    if rest[0] < MIN_EXPECTED and cells:
-        rest = rest[0] + cells[0][0], rest[1] + cells.pop(0)[1]
-    cells.append(rest)
+    shared_expected = size - sum(expected.values())
+    shared_observed = size - sum(counts[outcome] for outcome in expected)
+
+    # If the shared cell is too rare as well, it joins the smallest cell.
+    if shared_expected < MIN_EXPECTED and cells:
+        smallest_expected, smallest_observed = cells.pop(0)
+        shared_expected += smallest_expected
+        shared_observed += smallest_observed
+    cells.append((shared_expected, shared_observed))
     if len(cells) < 2:
         return None
-    result = stats.chisquare([observed for _, observed in cells], [count for count, _ in cells])
+
+    # Compare the observed with the expected counts.
+    expected_counts, observed_counts = zip(*cells, strict=True)
+    result = stats.chisquare(observed_counts, expected_counts)
     return float(result.statistic), float(result.pvalue), len(cells)

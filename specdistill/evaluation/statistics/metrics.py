@@ -33,46 +33,60 @@ PromptSums = dict[str, NDArray[np.float64]]
 # A sum over prompts, or [R] for R resamples at once.
 Total = NDArray[np.float64]
 
-MIN_BUCKET_ROUNDS = 30  # below this a bucket's acceptance length is mostly noise
+# The fewest rounds from which an acceptance length is computed. With fewer it is mostly noise; a
+# higher bound would leave out the long contexts of small suites.
+MIN_BUCKET_ROUNDS = 30
 
 
 def collect_prompt_sums(records: Sequence[PromptRecord]) -> PromptSums:
-    """Return by name each sum's values [P], one for each prompt; NaN if it was not measured.
+    """Return a table of numbers to sum over prompts: name -> values [P], one for each prompt.
 
-    Two entries are not sums. If prompts were decoded together, `batch` has the number of each
-    prompt's batch. If prompts were drawn together, `cluster` has the number of each one's cluster.
+    A value is NaN if it was not measured. Two entries are not sums. If prompts were decoded
+    together, `batch` has the number of each prompt's batch. If prompts were drawn together,
+    `cluster` has the number of each prompt's cluster.
     """
+    # Collect the numbers of each prompt.
     long_from = find_long_context_start(records)
     rows = [
         {**_collect_sums(record), **_count_long_and_short(record, long_from)} for record in records
     ]
-    # What was not measured is None, which becomes NaN.
+
+    # Turn them into one array for each name. A number that was not measured is None, which becomes
+    # NaN.
     sums = {}
     for name in rows[0] if rows else ():
         sums[name] = np.array([row[name] for row in rows], dtype=np.float64)
+
+    # Number the batches and clusters, which are resampled as a whole.
     if any(record.batch is not None for record in records):
         sums["batch"] = np.array([record.batch for record in records], dtype=np.float64)
     if any(record.cluster is not None for record in records):
-        drawn = [record.cluster or record.id for record in records]
-        sums["cluster"] = np.unique(drawn, return_inverse=True)[1].astype(np.float64)
+        cluster_ids = [record.cluster or record.id for record in records]
+        sums["cluster"] = np.unique(cluster_ids, return_inverse=True)[1].astype(np.float64)
     return sums
 
 
 def group_rounds_by_context(records: Sequence[PromptRecord]) -> dict[int, list[int]]:
-    """Return, by context bucket, how many tokens each round emitted that began in it."""
+    """Group rounds by the number of tokens before them: bucket -> tokens emitted by each round.
+
+    Bucket b holds the rounds that began with b to 2b - 1 tokens before them.
+    """
     emitted = defaultdict(list)
     for record in records:
+        # The first round follows the prompt and the token of the prefill.
         context = record.num_prompt_tokens + 1
         for round in record.rounds:
+            # The highest power of two that is not above the context is the bucket.
             emitted[1 << (context.bit_length() - 1)].append(len(round.emitted))
             context += len(round.emitted)
     return emitted
 
 
 def find_long_context_start(records: Sequence[PromptRecord]) -> int | None:
-    """Return where long contexts begin.
+    """Return the number of tokens from which contexts count as long; None if none do.
 
-    This is the highest bucket that has enough rounds in it and below it; None if there is none.
+    It is the highest context bucket that has at least MIN_BUCKET_ROUNDS rounds, and as many below
+    it to compare with.
     """
     counts = {bucket: len(emitted) for bucket, emitted in group_rounds_by_context(records).items()}
     for bucket in sorted(counts, reverse=True):
@@ -83,15 +97,16 @@ def find_long_context_start(records: Sequence[PromptRecord]) -> int | None:
 
 
 def _collect_sums(record: PromptRecord) -> dict[str, float | None]:
-    """Return the sums of a prompt, by name; None for what was not measured."""
+    """Return the numbers of a prompt that are summed, by name; None for what was not measured."""
+    # A prompt without a baseline has None for each of its times.
+    baseline: dict[str, float | None] = {field.name: None for field in fields(Timing)}
+    if record.baseline:
+        baseline = asdict(record.baseline)
+
+    # Counts by position need rounds, which a server does not show.
     drafts = record.list_drafts()
-    hf = record.hf_generate
+    hf_generate = record.hf_generate
     rounds = [round for round in record.rounds if round.drafted]
-    baseline = (
-        asdict(record.baseline)
-        if record.baseline
-        else {field.name: None for field in fields(Timing)}
-    )
     return {
         "num_prompts": 1,
         "num_drafts": len(drafts),
@@ -106,24 +121,24 @@ def _collect_sums(record: PromptRecord) -> dict[str, float | None]:
         ),
         **asdict(record.speculative),
         **{f"baseline_{name}": number for name, number in baseline.items()},
-        "hf_num_tokens": hf.num_tokens if hf else None,
-        "hf_seconds": hf.seconds if hf else None,
+        "hf_num_tokens": hf_generate.num_tokens if hf_generate else None,
+        "hf_seconds": hf_generate.seconds if hf_generate else None,
         "num_in_draft_vocabulary": record.num_in_draft_vocabulary,
     }
 
 
 def _count_long_and_short(record: PromptRecord, long_from: int | None) -> dict[str, float]:
-    """Count rounds and their tokens at long and at shorter contexts.
+    """Count the rounds of a prompt and their tokens, at long and at shorter contexts.
 
-    The counts are NaN if the suite has no long contexts.
+    Args:
+        record: the record of the prompt.
+        long_from: the number of tokens from which contexts are long. None: the suite has no long
+            contexts, and all counts are NaN.
     """
-    sums = {
-        f"num_{what}_{length}": np.nan
-        for what in ("rounds", "emitted")
-        for length in ("long", "short")
-    }
+    names = ("num_rounds_long", "num_rounds_short", "num_emitted_long", "num_emitted_short")
+    sums = dict.fromkeys(names, np.nan)
     if long_from is not None:
-        sums = dict.fromkeys(sums, 0.0)
+        sums = dict.fromkeys(names, 0.0)
         for bucket, emitted in group_rounds_by_context([record]).items():
             length = "long" if bucket >= long_from else "short"
             sums[f"num_rounds_{length}"] += len(emitted)
@@ -155,16 +170,16 @@ class Metric:
 def _define_metric(
     formula: Callable[..., Total], better: Literal["higher", "lower"] = "higher"
 ) -> Metric:
-    """Return the metric of a formula whose parameters have the names of its sums."""
+    """Return a metric whose sums are named by the parameters of its formula."""
     return Metric(tuple(inspect.signature(formula).parameters), formula, better)
 
 
 def _compute_speedup(
     num_tokens: Total, seconds: Total, baseline_num_tokens: Total, baseline_seconds: Total
 ) -> Total:
-    """Return tokens per second with the draft divided by tokens per second without.
+    """Return tokens per second with the draft divided by tokens per second without it.
 
-    Over the same tokens this is the ratio of times.
+    If both sides generated the same tokens, this is the ratio of their times.
     """
     return (num_tokens / seconds) / (baseline_num_tokens / baseline_seconds)
 
@@ -187,12 +202,15 @@ def _compute_predicted_speedup(
     baseline_num_rounds: Total,
     baseline_verify_seconds: Total,
 ) -> Total:
-    """Return `theory.predicted_speedup` of the means over all rounds.
+    """Return the speedup that the cost model predicts from mean acceptance and mean costs.
 
-    AL, v and d also count the rounds in which nothing was drafted.
+    The means are over all rounds, also those in which nothing was drafted (see
+    `theory.predicted_speedup`).
     """
+    # The time of a step of plain decoding is the unit of all costs.
     step = baseline_verify_seconds / baseline_num_rounds
-    # If nothing was drafted, this is undefined, and with it the prediction.
+
+    # The cost of a draft token. If nothing was drafted, this is 0 / 0, and the prediction is NaN.
     draft_token = draft_seconds / num_draft_tokens / step
     return predicted_speedup(
         _compute_acceptance_length(num_tokens, num_prompts, num_rounds),
@@ -277,43 +295,47 @@ METRICS: dict[str, Metric] = {
 
 
 def select_measured(metric: Metric, sums: PromptSums) -> list[NDArray[np.float64]]:
-    """Return the metric's sums [P] of the prompts for which all of them were measured.
+    """Return the sums [P] that a metric reads, for the prompts where all of them were measured.
 
     The prompts of a cluster are not independent, and neither are the times of a batch. They are
     added up, so that the sums are [number of clusters] or [number of batches].
     """
-    chosen = np.stack([sums[name] for name in metric.sums])
-    complete = ~np.isnan(chosen).any(axis=0)
-    chosen = chosen[:, complete]
+    # Leave out prompts with a NaN. `measured_sums` is [sums, P].
+    all_sums = np.stack([sums[name] for name in metric.sums])
+    is_measured = ~np.isnan(all_sums).any(axis=0)
+    measured_sums = all_sums[:, is_measured]
+
+    # Add up the prompts of each cluster or batch.
     units = list_units(metric, sums)
     if units is not None:
-        different, unit_of = np.unique(units[complete], return_inverse=True)
-        chosen = np.stack([np.bincount(unit_of, column, len(different)) for column in chosen])
-    return list(chosen)
+        unit_numbers, unit_indices = np.unique(units[is_measured], return_inverse=True)
+        num_units = len(unit_numbers)
+        totals = [np.bincount(unit_indices, column, num_units) for column in measured_sums]
+        measured_sums = np.stack(totals)
+    return list(measured_sums)
 
 
 def list_units(metric: Metric, sums: PromptSums) -> NDArray[np.float64] | None:
-    """Return the unit [P], a batch or a cluster, that resamples draw each prompt with.
+    """Return the number [P] of each prompt's unit: the batch or cluster that is resampled whole.
 
-    Times may have both. Then the units are whichever are fewer: joining the batches that share a
-    cluster would join nearly all of them.
+    Metrics of time may have both batches and clusters. Then the units are whichever are fewer:
+    joining the batches that share a cluster would join nearly all of them.
 
     Returns:
         The number of each prompt's unit; None if each prompt is drawn alone.
     """
     names = ("batch", "cluster") if metric.is_timed else ("cluster",)
-    return min(
-        (sums[name] for name in names if name in sums),
-        key=lambda units: len(np.unique(units)),
-        default=None,
-    )
+    candidates = [sums[name] for name in names if name in sums]
+    return min(candidates, key=lambda units: len(np.unique(units)), default=None)
 
 
 def compute_value(metric: Metric, sums: PromptSums) -> float | None:
-    """Return the metric over all prompts; None if nothing that it needs was measured."""
+    """Return the value of a metric over all prompts; None if its sums were not measured."""
+    # A sum over no prompts is 0, and 0 / 0 is NaN, which is not a value.
+    totals = [column.sum() for column in select_measured(metric, sums)]
     with np.errstate(divide="ignore", invalid="ignore"):
-        result = float(metric.formula(*(column.sum() for column in select_measured(metric, sums))))
-    return result if np.isfinite(result) else None
+        value = float(metric.formula(*totals))
+    return value if np.isfinite(value) else None
 
 
 class AcceptanceCounts(TypedDict):
@@ -329,7 +351,7 @@ class AcceptanceCounts(TypedDict):
 
 
 def count_acceptance(records: Sequence[PromptRecord], num_positions: int) -> AcceptanceCounts:
-    """Count drafts, their tokens and what each position accepted, with the rates by position.
+    """Count drafts, draft tokens and accepted tokens, and compute the rates by position.
 
     `accepted_per_position` [K] counts the drafts whose position k was accepted.
     `emitted_per_position` [K + 1] counts the rounds that emitted at least k tokens. It is absent
@@ -339,6 +361,10 @@ def count_acceptance(records: Sequence[PromptRecord], num_positions: int) -> Acc
     positions that a stop token or the length limit cut off do not count. The unconditional rate k
     is the product of the conditional rates up to k: the Kaplan-Meier estimate. Without such cuts it
     is accepted_per_position / num_drafts. A rate is None if nothing was emitted at its position.
+
+    Args:
+        records: the records of the prompts.
+        num_positions: K.
     """
     # Count the drafts that accepted at least k tokens, for each position k.
     drafts = []
@@ -354,10 +380,11 @@ def count_acceptance(records: Sequence[PromptRecord], num_positions: int) -> Acc
         "accepted_per_position": accepted_per_position,
     }
 
-    # A position is reached if all earlier ones were accepted.
+    # Count the drafts that reached each position: those that accepted all earlier positions.
     reached_per_position = [len(drafts), *accepted_per_position[:-1]]
 
-    # Records of this package know every round. Counts of a server do not.
+    # The records of this package have every round, so rounds that were cut off can be left out. A
+    # server returns totals only.
     if all(record.counts is None for record in records):
         emitted = []
         for record in records:
@@ -373,7 +400,7 @@ def count_acceptance(records: Sequence[PromptRecord], num_positions: int) -> Acc
     if not drafts:
         return counts
 
-    # The rate given that the position was reached, and its product with the earlier ones.
+    # Compute the conditional rates and their products. Fractions keep the products exact.
     conditional_rates = [
         Fraction(accepted, reached) if reached else None
         for accepted, reached in zip(accepted_per_position, reached_per_position, strict=True)
@@ -390,9 +417,9 @@ def count_acceptance(records: Sequence[PromptRecord], num_positions: int) -> Acc
 
 
 def _multiply_rates(conditional_rates: Sequence[Fraction | None]) -> list[Fraction | None]:
-    """Return the products of the rates up to each position.
+    """Return for each position the product of the rates up to it.
 
-    From the first unknown rate on the products are None, unless they are already 0.
+    From the first unknown rate (None) on, the products are None, unless they are already 0.
     """
     product: Fraction | None = Fraction(1)
     products = []

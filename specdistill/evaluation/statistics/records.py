@@ -99,9 +99,9 @@ class Timing:
 
 @dataclass(frozen=True)
 class HFGenerate:
-    """The time of decoding the same prompt by transformers' `generate()`, sampled as the rest.
+    """The time of decoding the same prompt by transformers' `generate()`.
 
-    It is greedy if the measurement is.
+    It samples with the settings of the measurement, so it is greedy if the measurement is.
     """
 
     __pydantic_config__ = STRICT_CONFIG
@@ -160,25 +160,34 @@ class PromptRecord:
 
         A server returns totals only. Its draft tokens are divided evenly among the drafts.
         """
+        # This package's decoder has recorded every round.
         if self.counts is None:
             return [
                 (round.num_drafted, len(round.accepted)) for round in self.rounds if round.drafted
             ]
-        number = self.counts.num_drafts
-        total = self.counts.num_draft_tokens
-        reached = self.counts.accepted_per_position
+
+        # Of a server, reconstruct drafts that have the same totals.
+        num_drafts = self.counts.num_drafts
+        num_draft_tokens = self.counts.num_draft_tokens
+        accepted_per_position = self.counts.accepted_per_position
+
         # Positions are accepted in order. So the drafts can be ordered such that the first
-        # reached[k] drafts have position k accepted.
-        accepted = []
-        for draft in range(number):
-            accepted.append(sum(draft < count for count in reached))
-        return [
-            (total // number + (draft < total % number), accepted[draft]) for draft in range(number)
-        ]
+        # accepted_per_position[k] drafts have position k accepted. The first drafts also get one
+        # token more if the draft tokens cannot be divided evenly.
+        drafts = []
+        for draft in range(num_drafts):
+            gets_one_more = draft < num_draft_tokens % num_drafts
+            num_drafted = num_draft_tokens // num_drafts + gets_one_more
+            num_accepted = sum(draft < count for count in accepted_per_position)
+            drafts.append((num_drafted, num_accepted))
+        return drafts
 
 
 def select_records(row: Mapping[str, Any], records: Sequence[PromptRecord]) -> list[PromptRecord]:
-    """Return the records that a report's row is computed from."""
+    """Return the records from which a row of a report is computed.
+
+    They are the records of the row's suite, configuration and category.
+    """
     suite = row["suite"]
     category = row["category"]
     configuration = Configuration(**{name: row[name] for name in CONFIGURATION_KEYS})
@@ -193,6 +202,7 @@ def select_records(row: Mapping[str, Any], records: Sequence[PromptRecord]) -> l
 
 def write_records(records: Iterable[PromptRecord], path: Path) -> None:
     """Write records to a file, one JSON object per line."""
+    # NaN is refused, because it is no JSON and other programs could not read the file.
     lines = [
         json.dumps(asdict(record), ensure_ascii=False, allow_nan=False) + "\n" for record in records
     ]
@@ -219,5 +229,5 @@ def read_records(path: Path, key: str) -> list[PromptRecord]:
     return records
 
 
-# Makes a record from its JSON object; raises a ValueError for any other object.
+# A function that makes a record from its JSON object, and raises a ValueError for any other object.
 read_record = TypeAdapter(PromptRecord).validate_python

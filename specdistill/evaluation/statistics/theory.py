@@ -23,6 +23,7 @@ from scipy.optimize import brentq, isotonic_regression
 Number = TypeVar("Number", float, NDArray[np.float64])
 
 # A K that was not measured counts as better only if it is predicted to gain more than this share.
+# A smaller share would recommend differences that a measurement cannot confirm.
 BETTER_K_GAIN = 0.02
 
 
@@ -36,6 +37,7 @@ def predicted_speedup(acceptance_length: Number, v: Number, d: Number) -> Number
 
 def expected_acceptance_length(alpha: float, k: int) -> float:
     """Return AL = 1 + alpha + … + alpha^K = (1 - alpha^(K+1)) / (1 - alpha)."""
+    # The sum has no division by zero at alpha = 1.
     return float(sum(alpha**i for i in range(k + 1)))
 
 
@@ -48,6 +50,8 @@ def alpha_from_acceptance_length(acceptance_length: float, k: int) -> float:
         return 0.0
     if acceptance_length >= k + 1:
         return 1.0
+
+    # The acceptance length rises with alpha, so there is one root, which brentq finds.
     return float(
         brentq(lambda alpha: expected_acceptance_length(alpha, k) - acceptance_length, 0.0, 1.0)
     )
@@ -77,6 +81,8 @@ def compute_deviation_from_rising(timed: Sequence[RoundCost]) -> float:
     """
     if not timed:
         return 0.0
+
+    # Fit the closest curve that never falls, and compare each time with it.
     verify_ms = [cost.verify_ms for cost in sorted(timed, key=lambda cost: cost.k)]
     rising_ms = isotonic_regression(verify_ms).x
     return float(
@@ -114,24 +120,28 @@ def compute_speedup_curve(
     num_tokens = sum(emitted_per_position)
     num_plain_steps = num_rounds - num_drafts
     tokens_of_drafts = num_tokens - num_plain_steps
-    # These are means over the rounds with a draft alone.
+
+    # Take the plain steps out of the mean costs, which then are means over rounds with a draft.
     verify_ms = (cost.verify_ms * num_rounds - step_ms * num_plain_steps) / num_drafts
     draft_ms = cost.draft_ms * num_rounds / num_drafts
 
-    def point(num_rounds: float, cost: RoundCost) -> dict[str, float]:
+    def make_point(num_rounds: float, cost: RoundCost) -> dict[str, float]:
+        """Return the point of the curve at which all tokens take this many rounds of this cost."""
         length = num_tokens / num_rounds
         speedup = predicted_speedup(length, cost.verify_ms / step_ms, cost.draft_ms / step_ms)
         return {"mean_acceptance_length": length, **vars(cost), "predicted_speedup": speedup}
 
-    # K' = 0 is plain decoding.
-    curve = [point(num_tokens, RoundCost(0, step_ms, 0.0))]
+    # At K' = 0, plain decoding, each token takes a step. A shorter draft can be predicted only if
+    # it was timed, and if rounds at K were timed in the same way.
+    curve = [make_point(num_tokens, RoundCost(0, step_ms, 0.0))]
     cost_of_k = {entry.k: entry for entry in timed}
     longest = cost_of_k.get(cost.k)
     for k in range(1, cost.k):
         if longest is None or k not in cost_of_k:
             continue
 
-        # With K' draft tokens, a round emits what the first K' positions emitted.
+        # With K' draft tokens, a round emits the tokens of its first K' + 1 positions. So the same
+        # tokens take more rounds.
         tokens_per_draft = (num_drafts + sum(emitted_per_position[1 : k + 1])) / num_drafts
         num_drafts_at_k = tokens_of_drafts / tokens_per_draft
         num_rounds_at_k = num_plain_steps + num_drafts_at_k
@@ -144,8 +154,8 @@ def compute_speedup_curve(
             (step_ms * num_plain_steps + verify_ms_at_k * num_drafts_at_k) / num_rounds_at_k,
             draft_ms_at_k * num_drafts_at_k / num_rounds_at_k,
         )
-        curve.append(point(num_rounds_at_k, mean_cost))
-    curve.append(point(num_rounds, cost))
+        curve.append(make_point(num_rounds_at_k, mean_cost))
+    curve.append(make_point(num_rounds, cost))
     return curve
 
 

@@ -66,7 +66,9 @@ REMOTE = ("https://", "http://", "hf://")
 # How many prompts of a file that is no suite are measured by default. They are enough to know an
 # acceptance length to a few percent.
 FILE_PROMPTS = 200
-TEXT_PROMPT_TOKENS = 32  # tokens of a `text` row that are the prompt
+# How many tokens of a `text` row are the prompt. It is short, so that nearly every text is long
+# enough, and gives the target something to continue.
+TEXT_PROMPT_TOKENS = 32
 
 T = TypeVar("T")
 FileRow = dict[str, Any]  # a row of a prompts' file, which may hold anything
@@ -168,7 +170,7 @@ class Prompt:
 
 
 def load_suite(name: str | None, target: str = "pico", *, key: str = "eval.suite") -> Suite:
-    """Load a suite by its name or path.
+    """Load a suite and its prompts, by name or path, and check the hash of the prompts.
 
     Args:
         name: the name or path. None stands for pico's own prompts, which say nothing about another
@@ -181,9 +183,9 @@ def load_suite(name: str | None, target: str = "pico", *, key: str = "eval.suite
             and for a row without a prompt.
         ResourceError: for a URL that cannot be read.
     """
-    path = _find("pico" if name is None and target == "pico" else name, target, key)
+    path = _find_suite_file("pico" if name is None and target == "pico" else name, target, key)
 
-    # A file of prompts is a suite of its own, without a licence.
+    # A plain file of prompts is a suite without a licence. The hash of the file is its version.
     if path.suffix == ".jsonl":
         content = read_prompts(str(path))
         digest = hashlib.sha256(content).hexdigest()
@@ -197,7 +199,7 @@ def load_suite(name: str | None, target: str = "pico", *, key: str = "eval.suite
             is_file=True,
         )
 
-    # A suite's YAML file names the file of its prompts, and its hash.
+    # A suite's YAML file names the file of its prompts, and the hash that this file must have.
     header = _read_header(path)
     prompts = (
         header.prompts if header.prompts.startswith(REMOTE) else str(path.parent / header.prompts)
@@ -210,6 +212,8 @@ def load_suite(name: str | None, target: str = "pico", *, key: str = "eval.suite
             got=f"{prompts} with sha256 {digest}",
             expected=f"the content that {path.name} names by its sha256 {header.sha256}",
         )
+
+    # Convert the rows. With `turns: all`, a conversation becomes several prompts.
     rows = parse_suite_file(prompts, content, header.columns, header.placeholder)
     if header.turns == "all":
         rows = tuple(chain.from_iterable(_split_turns(row, header.categories) for row in rows))
@@ -230,6 +234,10 @@ def check_suite(name: str | None, *, key: str = "eval.suite") -> Suite | None:
 
     Prompts elsewhere are not fetched, so that a check needs no network.
 
+    Args:
+        name: the name or path of the suite; None for no suite.
+        key: the recipe key that errors name.
+
     Returns:
         The suite; None if `name` is None, or if the prompts are not on this machine.
 
@@ -238,7 +246,7 @@ def check_suite(name: str | None, *, key: str = "eval.suite") -> Suite | None:
     """
     if name is None:
         return None
-    path = _find(name, key=key)
+    path = _find_suite_file(name, key=key)
     is_here = path.suffix == ".jsonl" or not _read_header(path).prompts.startswith(REMOTE)
     return load_suite(name) if is_here else None
 
@@ -246,8 +254,13 @@ def check_suite(name: str | None, *, key: str = "eval.suite") -> Suite | None:
 def count_measured(suite: Suite, num_prompts: int | None, *, logs: bool = True) -> int | None:
     """Return how many prompts of a suite are measured; None stands for all.
 
-    This is `num_prompts`, if that is given. Of a file without a suite YAML, FILE_PROMPTS are
-    measured by default, and a log line says so if `logs`.
+    This is `num_prompts`, unless it is None and the suite is a plain file of prompts. Such a file
+    may be very long, so only FILE_PROMPTS of its prompts are measured by default.
+
+    Args:
+        suite: the suite.
+        num_prompts: the number that the user asks for; None if the user gives none.
+        logs: whether to log that only a part of the file is measured.
     """
     if not suite.is_file or num_prompts is not None or len(suite.rows) <= FILE_PROMPTS:
         return num_prompts
@@ -287,38 +300,14 @@ def tokenize(
     """
     # Choose the prompts, evenly over the categories.
     rows = select_evenly(suite.rows, [row.category for row in suite.rows], num_prompts)
-    if (
-        logs
-        and suite.is_file
-        and tokenizer.chat_template
-        and (plain := sum(row.kind in ("prompt", "text") for row in rows))
-    ):
-        cut = f" and cut to {TEXT_PROMPT_TOKENS} tokens" * any(row.kind == "text" for row in rows)
-        logger.warning(
-            (
-                "%d prompts of %s are plain text%s, although the target has a chat template:"
-                " `user` or"
-                " `messages` rows are rendered with it"
-            ),
-            plain,
-            suite.source,
-            cut,
-        )
+    if logs and suite.is_file and tokenizer.chat_template:
+        _warn_of_plain_text(rows, suite.source)
 
-    # Tokenize them, and refuse a prompt that the target cannot take.
-    prompts = [_tokenize(row, tokenizer) for row in rows]
+    # Tokenize them, and refuse a prompt that the target cannot read.
+    prompts = [_tokenize_row(row, tokenizer) for row in rows]
     for prompt in prompts:
-        if vocab_size is not None and (
-            unknown := next((token for token in prompt.token_ids if token >= vocab_size), None)
-        ):
-            raise UserError(
-                "target.model",
-                got=(
-                    f"{tokenizer.convert_ids_to_tokens(unknown)!r} in prompt {prompt.id}, token"
-                    f" {unknown} of its tokenizer"
-                ),
-                expected=f"a tokenizer of the model, which has {vocab_size} tokens",
-            )
+        if vocab_size is not None:
+            _check_known_tokens(prompt, tokenizer, vocab_size)
         if not prompt.token_ids:
             raise UserError(
                 "eval.suite",
@@ -336,6 +325,36 @@ def tokenize(
                 expected=f"at most {max_length} tokens together, the target's context",
             )
     return prompts
+
+
+def _warn_of_plain_text(rows: Sequence[SuiteRow], source: str) -> None:
+    """Log a warning if a target with a chat template gets prompts that are plain text."""
+    num_plain = sum(row.kind in ("prompt", "text") for row in rows)
+    if not num_plain:
+        return
+    has_cut_texts = any(row.kind == "text" for row in rows)
+    cut = f" and cut to {TEXT_PROMPT_TOKENS} tokens" if has_cut_texts else ""
+    logger.warning(
+        "%d prompts of %s are plain text%s, although the target has a chat template:"
+        " `user` or `messages` rows are rendered with it",
+        num_plain,
+        source,
+        cut,
+    )
+
+
+def _check_known_tokens(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Raise UserError for a token of a prompt that is not in the target's embedding."""
+    for token in prompt.token_ids:
+        if token >= vocab_size:
+            raise UserError(
+                "target.model",
+                got=(
+                    f"{tokenizer.convert_ids_to_tokens(token)!r} in prompt {prompt.id}, token"
+                    f" {token} of its tokenizer"
+                ),
+                expected=f"a tokenizer of the model, which has {vocab_size} tokens",
+            )
 
 
 def cut_prompts(
@@ -377,9 +396,9 @@ def cut_prompts(
             expected=f"at most {max_length} tokens together, the target's context",
         )
 
-    # Only prompts that are long enough can be cut to every length.
+    # Select the prompts that are long enough to be cut to every length.
     num_tokens = {
-        row.id: len(_tokenize(row, tokenizer, is_whole=True).token_ids) for row in suite.rows
+        row.id: len(_tokenize_row(row, tokenizer, is_whole=True).token_ids) for row in suite.rows
     }
     rows = [row for row in suite.rows if num_tokens[row.id] >= longest]
     if not rows:
@@ -392,10 +411,12 @@ def cut_prompts(
             ),
             expected="lengths that at least one prompt reaches",
         )
+
+    # Cut the same prompts to each length.
     chosen = select_evenly(rows, [row.category for row in rows], num_prompts)
     prompts_by_length = {}
     for length in lengths:
-        prompts_by_length[length] = [_cut(row, tokenizer, length) for row in chosen]
+        prompts_by_length[length] = [_cut_prompt(row, tokenizer, length) for row in chosen]
     return prompts_by_length
 
 
@@ -410,29 +431,44 @@ def select_evenly(items: Sequence[T], groups: Sequence[Hashable], count: int | N
     Returns:
         The chosen items, in their order.
     """
-    members: dict[Hashable, list[int]] = {}
+    # Collect the indices of the items of each group.
+    indices_by_group: dict[Hashable, list[int]] = {}
     for index, group in enumerate(groups):
-        members.setdefault(group, []).append(index)
-    # Take the first item of each group, then the second of each, and so on, to find how many items
-    # each group gives. These are then spread evenly over the items of the group.
+        indices_by_group.setdefault(group, []).append(index)
+
+    # Find how many items each group gives: take the first item of each group, then the second of
+    # each, and so on, until there are `count`. A group without further items is passed over.
     turns = []
-    for order, indices in enumerate(members.values()):
-        turns += [(turn, order) for turn in range(len(indices))]
+    for group_number, indices in enumerate(indices_by_group.values()):
+        turns += [(turn, group_number) for turn in range(len(indices))]
     turns.sort()
-    quota = Counter(order for _, order in turns[:count])
+    quotas = Counter(group_number for _, group_number in turns[:count])
+
+    # Spread the quota of a group evenly over its items.
     chosen: list[int] = []
-    for order, indices in enumerate(members.values()):
-        chosen += [
-            indices[position * len(indices) // quota[order]] for position in range(quota[order])
-        ]
+    for group_number, indices in enumerate(indices_by_group.values()):
+        quota = quotas[group_number]
+        chosen += [indices[position * len(indices) // quota] for position in range(quota)]
     return [items[index] for index in sorted(chosen)]
 
 
-def _find(name: str | None, target: str = "pico", key: str = "eval.suite") -> Path:
-    """Return the file of a suite, a YAML or jsonl file, by its path or name."""
+def _find_suite_file(name: str | None, target: str = "pico", key: str = "eval.suite") -> Path:
+    """Find the YAML or jsonl file of a suite, by its path or name.
+
+    Args:
+        name: the path, or the name of a file under `eval/suites`; None if the user gives none.
+        target: the name of the target, which the error names.
+        key: the recipe key that errors name.
+
+    Raises:
+        UserError: if there is no such file.
+    """
+    # A path comes before the name of a suite.
     for candidate in (Path(name), SUITES / f"{name}.yaml") if name else ():
         if candidate.suffix in (".yaml", ".yml", ".jsonl") and candidate.is_file():
             return candidate
+
+    # Nothing was found. Say which suites there are, and how to convert a CSV file.
     known_suites = sorted(path.stem for path in SUITES.glob("*.yaml"))
     expected = f"one of {', '.join(known_suites)}, a suite YAML or a jsonl file"
     if not name:
@@ -446,6 +482,8 @@ def _read_header(path: Path) -> SuiteHeader:
     """Read a suite's YAML file, and check its keys."""
     with convert_errors(ValueError, "eval.suite", path, "a readable YAML file"):
         header = validate_recipe(SuiteHeader, parse_yaml(read_prompts(str(path))), f"{path.name}: ")
+
+    # A name in `columns` that is none of ours would never be read.
     unknown = next((name for name in header.columns if name not in COLUMNS), None)
     if unknown:
         raise UserError(
@@ -457,17 +495,18 @@ def _read_header(path: Path) -> SuiteHeader:
     return header
 
 
-def _cut(row: SuiteRow, tokenizer: Tokenizer, length: int) -> Prompt:
-    """Return a row's prompt, cut to at most `length` tokens."""
-    prompt = _tokenize(row, tokenizer, is_whole=True)
+def _cut_prompt(row: SuiteRow, tokenizer: Tokenizer, length: int) -> Prompt:
+    """Return the prompt of a row, cut to at most `length` tokens."""
+    # A conversation is cut inside one of its messages, other prompts at one of their ends.
+    prompt = _tokenize_row(row, tokenizer, is_whole=True)
     if row.kind == "messages":
         return _cut_messages(row, tokenizer, length, prompt)
     if row.kind == "text":
         ids = prompt.token_ids[:length]
     else:
         # A BOS token stays at the beginning.
-        starts = prompt.token_ids[:1] == (tokenizer.bos_token_id,)
-        ids = prompt.token_ids[:starts] + prompt.token_ids[-length + starts :]
+        num_bos = int(prompt.token_ids[:1] == (tokenizer.bos_token_id,))
+        ids = prompt.token_ids[:num_bos] + prompt.token_ids[-length + num_bos :]
     return Prompt(
         row.id, row.category, tokenizer.decode(ids, skip_special_tokens=True), ids, row.cluster
     )
@@ -477,11 +516,20 @@ def _cut_messages(row: SuiteRow, tokenizer: Tokenizer, length: int, prompt: Prom
     """Cut the beginning of a conversation's longest message until it has at most `length` tokens.
 
     Text that is cut may have another number of tokens than expected, so this is repeated.
+
+    Args:
+        row: the row with the whole conversation.
+        tokenizer: the target's tokenizer.
+        length: the most tokens of the prompt.
+        prompt: the prompt of the whole conversation.
     """
+    # Find the longest message. The other messages stay as they are.
     longest = max(
         range(len(row.content)), key=lambda index: len(row.content[index]["content"] or "")
     )
     kept_ids = tokenizer(row.content[longest]["content"], add_special_tokens=False)["input_ids"]
+
+    # Remove as many of its first tokens as the prompt has too many, and tokenize again.
     while (excess := len(prompt.token_ids) - length) > 0:
         kept_ids = kept_ids[excess:]
         if not kept_ids:
@@ -492,18 +540,18 @@ def _cut_messages(row: SuiteRow, tokenizer: Tokenizer, length: int, prompt: Prom
             )
         messages = [*row.content]
         messages[longest] = {**messages[longest], "content": tokenizer.decode(kept_ids)}
-        prompt = _tokenize(replace(row, content=messages), tokenizer)
+        prompt = _tokenize_row(replace(row, content=messages), tokenizer)
     return prompt
 
 
 def _split_turns(row: SuiteRow, categories: str | None) -> Iterator[SuiteRow]:
     """Yield a prompt for each turn of the assistant in a conversation: the turns before it.
 
-    Its id ends with the turn's number.
+    The id of a prompt ends with the number of the turn.
 
     Args:
         row: the conversation.
-        categories: as in `SuiteHeader`.
+        categories: `turn`, `kind` or None, as in `SuiteHeader`.
     """
     if row.kind != "messages" or all(message["role"] != "assistant" for message in row.content):
         raise UserError(
@@ -511,49 +559,60 @@ def _split_turns(row: SuiteRow, categories: str | None) -> Iterator[SuiteRow]:
             got=f"all for prompt {row.id}, without turns of the assistant",
             expected="messages with turns of the assistant, or turns: last",
         )
-    turns = [number for number, message in enumerate(row.content) if message["role"] == "assistant"]
-    for number, place in enumerate(turns, 1):
-        first = 2 ** (number.bit_length() - 1)  # 1, 2 to 3, 4 to 7, …
+
+    # Make a prompt of the messages before each turn of the assistant.
+    turn_indices = [
+        index for index, message in enumerate(row.content) if message["role"] == "assistant"
+    ]
+    for number, index in enumerate(turn_indices, 1):
+        # Later turns are rarer, so the categories by number double: 1, 2 to 3, 4 to 7, …
+        first = 2 ** (number.bit_length() - 1)
         names = {
             "turn": f"turn_{first}" + f"_to_{2 * first - 1}" * (first > 1),
-            "kind": _find_kind(row.content[place]),
+            "kind": _find_kind(row.content[index]),
         }
         category = names[categories] if categories else row.category
         yield SuiteRow(
             f"{row.id}/{number}",
             category,
             row.kind,
-            row.content[:place],
+            row.content[:index],
             tools=row.tools,
             cluster=row.id,
         )
 
 
 def _find_kind(message: Message) -> str:
-    """Return what a turn of the assistant is, as a category of `categories: kind`."""
-    if "tool_calls" in message or REASONING[0] in message:
-        return "tool_call" if "tool_calls" in message else "reasoning"
+    """Return the category of an assistant's turn for `categories: kind`.
+
+    It is tool_call, reasoning, structured_output (the content is a JSON object or list) or prose.
+    """
+    if "tool_calls" in message:
+        return "tool_call"
+    if REASONING[0] in message:
+        return "reasoning"
     try:
-        return (
-            "structured_output"
-            if isinstance(parse_json(message["content"]), dict | list)
-            else "prose"
-        )
+        content = parse_json(message["content"])
     except ValueError:
         return "prose"
+    return "structured_output" if isinstance(content, dict | list) else "prose"
 
 
 def _read_turn_text(turn: Message) -> object:
-    """Return what a turn says: its content, "calls" if it only calls tools, or None."""
+    """Return the content of a turn; "calls" if it only calls tools, and None if it is empty."""
     return turn.get("content", turn.get("value")) or ("calls" if turn.get("tool_calls") else None)
 
 
 def _convert_programming_row(entry: FileRow, place: str) -> FileRow:
-    """Convert a row of MBPP into one with `user`.
+    """Convert a row of MBPP into a row with `user`, whose text has the question and the tests.
 
-    Such a row has a question and a list of assertions that a program must pass. The user's message
-    shows both.
+    A row of MBPP has a question and a list of assertions that a program must pass.
+
+    Args:
+        entry: the row.
+        place: the file and row number, which the error names.
     """
+    # Check that the question and the assertions are there.
     question = entry.get("prompt", entry.get("text"))
     tests = entry["test_list"]
     if (
@@ -566,20 +625,23 @@ def _convert_programming_row(entry: FileRow, place: str) -> FileRow:
             got=f"{place} with test_list",
             expected="a question as prompt or text, and a list of assertions",
         )
-    shown = "\n".join(tests)
+
+    # Keep the id and the category. The assertions follow the question.
+    assertions = "\n".join(tests)
     converted: FileRow = {key: entry[key] for key in ("id", "task_id", "category") if key in entry}
     return {
         **converted,
-        "user": f"{question}\n\nThe Python code has to pass these tests:\n\n{shown}",
+        "user": f"{question}\n\nThe Python code has to pass these tests:\n\n{assertions}",
     }
 
 
-def _tokenize(row: SuiteRow, tokenizer: Tokenizer, is_whole: bool = False) -> Prompt:
-    """Return a row's prompt.
+def _tokenize_row(row: SuiteRow, tokenizer: Tokenizer, is_whole: bool = False) -> Prompt:
+    """Tokenize the prompt of a row.
 
     The prompt of a `text` row is its first TEXT_PROMPT_TOKENS tokens, or all of them if `is_whole`.
     """
-    # Messages go through the chat template, which must keep everything in them.
+    # Messages are rendered with the chat template, which must not ignore a part of them. The
+    # template writes the special tokens itself, so the tokenizer adds none.
     if row.kind == "messages":
         if not tokenizer.chat_template:
             raise UserError(
@@ -598,7 +660,8 @@ def _tokenize(row: SuiteRow, tokenizer: Tokenizer, is_whole: bool = False) -> Pr
             row.cluster,
         )
 
-    # A text is cut to its beginning. A prompt is taken as it is.
+    # A text is cut to its beginning. A prompt is used as it is. `verbose=False` silences the
+    # warning of transformers about long inputs, which `tokenize` checks itself.
     ids = tokenizer(row.content, verbose=False)["input_ids"]
     if row.kind == "text":
         ids = ids if is_whole else ids[:TEXT_PROMPT_TOKENS]
@@ -613,7 +676,7 @@ def _tokenize(row: SuiteRow, tokenizer: Tokenizer, is_whole: bool = False) -> Pr
 
 
 def read_prompts(place: str, *, is_pinned: bool = False) -> bytes:
-    """Read a file, or a URL, whose content is kept in the cache of the datasets library.
+    """Return the content of a file or URL. A URL is cached by the datasets library.
 
     Args:
         place: the path or URL.
@@ -627,6 +690,7 @@ def read_prompts(place: str, *, is_pinned: bool = False) -> bytes:
     if not place.startswith(REMOTE):
         with convert_errors(OSError, "eval.suite", place, "a readable file"):
             return Path(place).read_bytes()
+
     # The library is imported here because that is slow, and reports do not need it.
     from datasets import DownloadConfig, DownloadManager
 
@@ -658,18 +722,17 @@ def parse_suite_file(
         UserError: for a file without prompts, for a row without a prompt or without one of the
             columns, and for an id that two rows have.
     """
-    rows = []
-
     # Convert each row, with the columns that the suite's YAML file names.
+    rows = []
     for number, entry in _read_objects(name, content):
         place = f"{PurePosixPath(name).name}:{number}"  # for error messages
-        lacking = next((column for column in columns.values() if column not in entry), None)
-        if lacking:
+        missing_columns = [column for column in columns.values() if column not in entry]
+        if missing_columns:
             raise UserError(
                 "eval.suite",
-                got=f"{place} without {lacking}",
+                got=f"{place} without {missing_columns[0]}",
                 expected=f"one of {', '.join(entry)}",
-                nearest=find_nearest(lacking, list(entry)),
+                nearest=find_nearest(missing_columns[0], list(entry)),
             )
         renamed = {ours: entry[column] for ours, column in columns.items()}
         row = _convert_row(number, place, renamed or entry, placeholder)
@@ -680,18 +743,19 @@ def parse_suite_file(
     if not rows:
         raise UserError("eval.suite", got=f"{name}, which is empty", expected="at least one prompt")
     counts = Counter(row.id for row in rows)
-    repeated = next((id for id, count in counts.items() if count > 1), None)
-    if repeated is not None:
+    repeated_ids = [id for id, count in counts.items() if count > 1]
+    if repeated_ids:
         raise UserError(
             "eval.suite",
-            got=f"{name} with the id {repeated} twice",
+            got=f"{name} with the id {repeated_ids[0]} twice",
             expected="a different id for each prompt",
         )
     return tuple(rows)
 
 
 def _read_objects(name: str, content: bytes) -> Iterator[tuple[int, FileRow]]:
-    """Yield each row of a file: its number, from 1, and its content."""
+    """Yield the number, from 1, and the content of each row of a Parquet or jsonl file."""
+    # The ending of the name decides how the content is read.
     stream: IO[bytes] = io.BytesIO(content)
     unreadable = pyarrow.ArrowException, OSError, EOFError, ValueError, zlib.error
     with convert_errors(
@@ -715,20 +779,23 @@ def _from_training_columns(entry: FileRow) -> FileRow:
 
     A last turn of the assistant is left out, because the target writes it.
     """
+    # A conversation, in one of the columns that training data have.
     conversation_column = next((name for name in CONVERSATIONS if name in entry), None)
     if conversation_column is not None:
         messages = entry[conversation_column]
         if isinstance(messages, list) and all(isinstance(turn, str) for turn in messages):
             # The column holds the turns of a user, with a reference for each, as in MT-bench. The
-            # first turn is the prompt.
+            # first turn is the prompt, so the first reference is taken. It may be in a list of
+            # references of one turn, inside the list of all turns.
             reference = entry.get("reference")
-            # A list holds the references of each turn, or several for one turn.
             while isinstance(reference, list):
                 reference = next(iter(reference), None)
             return {**entry, "user": messages, "reference": reference or None}
         if isinstance(messages, list) and messages and _is_answer(messages[-1]):
             messages = messages[:-1]
         return {**entry, "messages": messages}
+
+    # Otherwise a question, to which some data sets add an input or a context.
     question_column = next((name for name in PROMPTS if name in entry), None)
     if question_column is None:
         return entry
@@ -737,7 +804,7 @@ def _from_training_columns(entry: FileRow) -> FileRow:
 
 
 def _is_answer(turn: object) -> bool:
-    """Return whether a recorded turn is the assistant's, which the target should write."""
+    """Return whether a recorded turn is one of the assistant, which the target should write."""
     return isinstance(turn, dict) and (turn.get("role") or turn.get("from")) in ("assistant", "gpt")
 
 
@@ -748,47 +815,27 @@ def _convert_row(
 
     Args:
         number: the number of the row, from 1.
-        place: the file and the number, for errors.
-        entry: the row, with the suite's names of columns.
-        placeholder: how the text begins of rows that are left out; None for none.
+        place: the name of the file and the number of the row, for errors.
+        entry: the row, with our names of columns.
+        placeholder: the beginning of texts whose rows are left out; None for none.
 
     Returns:
         The prompt; None for a row that is left out.
     """
-    # Some published files have columns of their own.
-    if "test_list" in entry:
-        entry = _convert_programming_row(entry, place)
-    if isinstance(entry.get("question"), list):
-        entry = {**entry, "user": entry["question"], "tools": entry.get("function")}
-    # Find the column with the prompt, or else the columns of training data.
-    kind = next((kind for kind in KINDS if kind in entry), None)
-    if kind is None:
-        entry = _from_training_columns(entry)
-        kind = next((kind for kind in KINDS if kind in entry), None)
-    if kind is None:
-        raise UserError(
-            "eval.suite",
-            got=f"{place} with {', '.join(entry) or 'no keys'}",
-            expected=(
-                f"one of {', '.join(KINDS)}; a suite's YAML names other columns, e.g. columns:"
-                " {user: turns}"
-            ),
-            nearest=next((close for key in entry if (close := find_nearest(key, KINDS))), None),
-        )
-    # Bring the content to a text or a list of messages, and check that it says something.
+    # Find the column with the prompt.
+    entry, kind = _find_prompt_column(entry, place)
     content = entry[kind]
-    texts: list[Any] = []
+
+    # A question of a user becomes a conversation of one message, or is one already.
     if kind == "user":
-        first = content[0] if isinstance(content, list) and content else content
         kind = "messages"
-        content = first if isinstance(first, list) else [{"role": "user", "content": first}]
-    if kind == "messages":
-        valid = isinstance(content, list) and all(
-            isinstance(turn, dict) and {"role", "from"} & turn.keys() for turn in content
+        question = content[0] if isinstance(content, list) and content else content
+        content = (
+            question if isinstance(question, list) else [{"role": "user", "content": question}]
         )
-        texts = [_read_turn_text(turn) for turn in content] if valid else []
-    else:
-        texts = [content]
+
+    # Check that the prompt and the reference are not empty.
+    texts = _list_texts(kind, content)
     if not texts or not all(isinstance(text, str) and text for text in texts):
         raise UserError(
             "eval.suite",
@@ -824,3 +871,52 @@ def _convert_row(
             expected="another, as `all` stands for the whole suite",
         )
     return None if placeholder is not None and texts[0].startswith(placeholder) else row
+
+
+def _find_prompt_column(entry: FileRow, place: str) -> tuple[FileRow, str]:
+    """Return a row with one of the columns KINDS, and the name of that column.
+
+    Rows of other known forms are converted first: MBPP, BFCL and training data.
+
+    Raises:
+        UserError: for a row without a prompt.
+    """
+    # MBPP has a list of tests, and BFCL a list of conversations.
+    if "test_list" in entry:
+        entry = _convert_programming_row(entry, place)
+    if isinstance(entry.get("question"), list):
+        entry = {**entry, "user": entry["question"], "tools": entry.get("function")}
+
+    # Otherwise the row may have the columns of training data.
+    if not any(kind in entry for kind in KINDS):
+        entry = _from_training_columns(entry)
+    for kind in KINDS:
+        if kind in entry:
+            return entry, kind
+
+    # Nothing was found. Suggest a name that is close to one of the row's columns.
+    close_names = [find_nearest(column, KINDS) for column in entry]
+    raise UserError(
+        "eval.suite",
+        got=f"{place} with {', '.join(entry) or 'no keys'}",
+        expected=(
+            f"one of {', '.join(KINDS)}; a suite's YAML names other columns, e.g. columns:"
+            " {user: turns}"
+        ),
+        nearest=next((name for name in close_names if name), None),
+    )
+
+
+def _list_texts(kind: str, content: Any) -> list[Any]:
+    """Return the texts of a prompt: that of each message, or the prompt itself.
+
+    The list is empty for messages that are not a list of {role, content} or {from, value}.
+    """
+    if kind != "messages":
+        return [content]
+    if not isinstance(content, list):
+        return []
+    for turn in content:
+        if not isinstance(turn, dict) or not {"role", "from"} & turn.keys():
+            return []
+    return [_read_turn_text(turn) for turn in content]

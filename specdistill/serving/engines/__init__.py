@@ -9,10 +9,10 @@ from specdistill.serving.engines.llama_cpp import GGUF, LLAMA_CPP
 from specdistill.serving.engines.sglang import SGLANG
 from specdistill.serving.engines.vllm import SPECULATORS, VLLM
 
-# TensorRT-LLM's PyTorch backend, read in modeling_speculative.py and speculative/eagle3.py. Drafts
-# are checked for it, not exported. It reads what ModelOpt writes (`layers.0.*`, without t2d and
-# embedding) and SpecForge's names. The layers that a head reads are a separate argument. A missing
-# tensor is an error, an unknown one is not.
+# TensorRT-LLM's PyTorch backend. The facts were read in modeling_speculative.py and
+# speculative/eagle3.py. Drafts are checked for it, not exported. It reads the tensor names that
+# ModelOpt writes (`layers.0.*`, without t2d and embedding) and those of SpecForge. The layers that
+# a head reads are a separate argument. A missing tensor is an error, an unknown one is not.
 TENSORRT_LLM = Engine(
     name="trtllm",
     title="TensorRT-LLM",
@@ -25,7 +25,7 @@ ENGINES: dict[str, Engine] = {
 
 
 def list_engines_with(part: str) -> list[str]:
-    """Return the names of the engines that have a part.
+    """Return the names of the engines that support a feature, given by a field of `Engine`.
 
     Args:
         part: a field of `Engine`: `serve_command` (drafts are exported for the engine),

@@ -23,6 +23,8 @@ from specdistill.serving.engines.server import (
     Server,
 )
 
+# How long the page of counters may lag behind an answer. Longer, and a measurement waits for a
+# server that will never count the tokens.
 MAX_DELAY_SECONDS = 10.0
 # Counters that vLLM and llama.cpp share: drafts, draft tokens and accepted tokens, and the accepted
 # tokens of each position.
@@ -40,11 +42,11 @@ class ServerIdentity:
     """A server's description of itself.
 
     Attributes:
-        version: of the engine.
-        models: the names and the folder of what it serves. The first one is the name to ask for.
-        max_length: the most tokens of a sequence; None where it does not say.
+        version: the version of the engine.
+        models: the names and the folder of the served model. A request names the first one.
+        max_length: the most tokens of a sequence; None if the server does not say.
         num_speculative_tokens: K; None for a server that does not draft, or does not say K.
-        hides_k: whether it drafts and does not say K.
+        hides_k: whether the server drafts and does not say K.
     """
 
     version: str
@@ -60,12 +62,12 @@ class CompletionRequest:
 
     Attributes:
         model: the name of the model.
-        prompt_ids: token ids of the prompt.
-        max_new_tokens: of the completion.
-        temperature: 0 is greedy.
-        top_p: 1 keeps every token.
-        top_k: 0 keeps every token.
-        seed: of the random numbers, for engines that take one.
+        prompt_ids: the token ids of the prompt.
+        max_new_tokens: the most tokens of the completion.
+        temperature: the sampling temperature; 0 is greedy.
+        top_p: nucleus sampling; 1 keeps every token.
+        top_k: top-k sampling; 0 keeps every token.
+        seed: the seed of the sampling, for engines whose requests have one.
     """
 
     model: str
@@ -82,11 +84,11 @@ class ServerCounts:
     """A server's counts for one completion; it does not show its rounds.
 
     Attributes:
-        token_ids: of the completion; empty where the server does not say.
-        num_drafts: proposals.
-        num_draft_tokens: tokens in them.
-        num_accepted_tokens: accepted tokens among these.
-        accepted_per_position: [K], drafts whose position k was accepted.
+        token_ids: the tokens of the completion; empty if the server does not return them.
+        num_drafts: the number of proposals.
+        num_draft_tokens: the number of draft tokens in all proposals.
+        num_accepted_tokens: the number of accepted draft tokens.
+        accepted_per_position: [K], the number of drafts whose position k was accepted.
     """
 
     token_ids: tuple[int, ...]
@@ -101,10 +103,10 @@ class EngineCompletion:
     """A completion from a server.
 
     Attributes:
-        text: as the server spells it.
-        num_tokens: of the completion.
-        seconds: from the request to the whole answer.
-        counts: what the server counted.
+        text: the text of the completion.
+        num_tokens: the number of tokens of the completion.
+        seconds: the time from the request to the whole answer.
+        counts: the drafts and draft tokens that the server counted.
     """
 
     text: str
@@ -117,13 +119,13 @@ class CompletionAnswer(JsonAnswer):
     """An answer to a completion request. A subclass for each engine says where each field is.
 
     Attributes:
-        text: of the completion.
-        num_tokens: of the completion.
-        token_ids: of the completion.
-        num_drafts: proposals.
-        num_draft_tokens: tokens in them.
-        num_accepted_tokens: accepted tokens among these.
-        histogram: drafts of which 0, 1, … K tokens were accepted.
+        text: the text of the completion.
+        num_tokens: the number of tokens of the completion.
+        token_ids: the tokens of the completion.
+        num_drafts: the number of proposals.
+        num_draft_tokens: the number of draft tokens in all proposals.
+        num_accepted_tokens: the number of accepted draft tokens.
+        histogram: how many drafts had 0, 1, … K accepted tokens.
     """
 
     text: str
@@ -135,21 +137,25 @@ class CompletionAnswer(JsonAnswer):
     histogram: list[Count] | None
 
     def counts(self, k: int) -> ServerCounts | None:
-        """Return the counts of a server that drafts `k` tokens per round.
+        """Return the counts of this answer, from a server that drafts `k` tokens per round.
 
         Returns:
-            None where the server does not say what it drafted, or says what cannot be.
+            The counts. None if the answer lacks one of them, or if they contradict each other.
         """
         ids = tuple(self.token_ids or ())
         histogram = self.histogram or []
         drafts = self.num_drafts
         drafted = self.num_draft_tokens
         accepted = self.num_accepted_tokens
+
+        # A server without a draft counts nothing, and a completion may have no round with a draft.
         if not k or drafts == 0:
             return ServerCounts(ids, 0, 0, 0, ())
         if drafts is None or drafted is None or accepted is None or not 0 < len(histogram) <= k + 1:
             return None
-        # A draft whose first n tokens were accepted reached each position up to n.
+
+        # A draft with n accepted tokens accepted each position up to n. So position k was accepted
+        # by the drafts with at least k accepted tokens.
         reached = tuple(sum(histogram[position:]) for position in range(1, len(histogram)))
         is_possible = max(reached, default=0) <= drafts <= self.num_tokens and accepted <= drafted
         return ServerCounts(ids, drafts, drafted, accepted, reached) if is_possible else None
@@ -157,26 +163,26 @@ class CompletionAnswer(JsonAnswer):
 
 @dataclass(frozen=True)
 class Client:
-    """The client of an engine's server: how to ask it, and where it counts what it drafts.
+    """The client of an engine's server: how to request completions, and where drafts are counted.
 
     Methods raise ResourceError if the server does not answer as it should.
 
     Attributes:
-        prefix: of the names on its page of counters, `/metrics`.
+        prefix: the prefix of all names on the server's page of counters, `/metrics`.
         hint: how to start a server that has this page.
-        describe: (server, counters) -> what the server says of itself.
-        path: where a request is posted.
-        body: the JSON of a request.
-        parse: (response, K) -> the answer.
-        counts_hint: how to start a server that counts in its answers.
+        describe: (server, counters) -> the server's description of itself.
+        path: the path to which a request is posted.
+        body: request -> the JSON of the request.
+        parse: (response, K) -> the parsed answer.
+        counts_hint: how to start a server that counts drafts in its answers.
         name_option: the server's option that gives its model another name.
-        generated: the counter of generated tokens.
-        rounding: how far off `generated` may be, as a share of itself.
-        drafting: names on the page from which drafts are counted.
-        latency: the histogram of a request's seconds, for engines that count drafts while a request
-            runs. Empty: they count them when it has ended.
-        drafted_by: (how far each of `drafting` grew, or where a gauge stands) -> drafts, draft
-            tokens, accepted tokens.
+        generated: the name of the counter of generated tokens.
+        rounding: the largest rounding error of `generated`, as a share of its value.
+        drafting: the names of the counters from which drafts are counted.
+        latency: the name of the histogram of the seconds of a request, for engines that count
+            drafts while a request runs. Empty for engines that count them when it has ended.
+        drafted_by: (growth of each counter in `drafting`, or value of a gauge) -> the number of
+            drafts, draft tokens and accepted tokens.
     """
 
     prefix: str
@@ -198,20 +204,20 @@ class Client:
     )
 
     def identify(self, server: Server) -> ServerIdentity:
-        """Return what a server says of itself."""
+        """Ask a server for its engine's version, its model, its context and K."""
         return self.describe(server, self.read(server))
 
     def complete(self, server: Server, request: CompletionRequest, k: int) -> EngineCompletion:
-        """Complete a prompt. Several threads may ask at once.
+        """Request the completion of a prompt. Several threads may call this at once.
 
         Args:
-            server: to ask.
-            request: what to complete.
+            server: the server.
+            request: the prompt and how to sample.
             k: K, draft tokens per round; 0 without a draft.
 
         Raises:
-            ResourceError: also if the server does not count what it accepted, or if its counts are
-                impossible.
+            ResourceError: also if the answer lacks the counts of draft tokens, or if the counts
+                contradict each other.
         """
         response = server.ask(self.path, self.body(request), hint=SEE_LOG_HINT)
         answer = self.parse(response, k)
@@ -227,18 +233,19 @@ class Client:
         return EngineCompletion(answer.text, answer.num_tokens, response.seconds, counts)
 
     def read_counters(self, server: Server) -> Counters:
-        """Return the page of counters as it stands, without the prefix of their names."""
+        """Read the page of counters: name without the prefix -> value."""
         counters: dict[str, float] = defaultdict(float)
         for name, labels, value in server.read_samples(self.hint):
             if name.startswith(f"{self.prefix}:"):
-                # Several lines may have one name: one for each rank of the server.
+                # Each rank of a server may have a line of its own. Counters add up over ranks; of
+                # gauges the largest value counts.
                 key = name.removeprefix(f"{self.prefix}:") + labels.get("position", "")
                 is_sum = name.endswith(("_total", "_sum", "_count"))
                 counters[key] = counters[key] + value if is_sum else max(counters[key], value)
         return dict(counters)
 
     def read(self, server: Server) -> Counters:
-        """Return the counters of a server, which must count the tokens that it generates."""
+        """Read the page of counters, and check that it counts generated tokens."""
         counters = self.read_counters(server)
         if not 0 <= counters.get(self.generated, math.nan) < math.inf:
             raise ResourceError(
@@ -248,11 +255,11 @@ class Client:
         return counters
 
     def compute_drafted(self, before: Counters, after: Counters) -> dict[str, Any]:
-        """Return what a server drafted between two pages of counters.
+        """Compute the number of drafts and draft tokens between two readings of the counters.
 
         Args:
-            before: the first page. If it is empty, everything since the server started counts.
-            after: the second page.
+            before: the first reading. If it is empty, everything since the server started counts.
+            after: the second reading.
 
         Returns:
             num_drafts, num_draft_tokens, num_accepted_tokens and accepted_per_position [K]. The
@@ -261,8 +268,8 @@ class Client:
         Raises:
             ResourceError: for a page that lacks a counter, and for counters that went back.
         """
-        # Sorted by length first, so that position 10 comes after position 9.
-        # Servers that count by position have a counter for each.
+        # Find the counters by position, which some engines have. Their names end in the position,
+        # and are sorted by length first, so that position 10 comes after position 9.
         positions = sorted(
             {name for name in (*before, *after) if PER_POSITION in name},
             key=lambda name: (len(name), name),
@@ -275,7 +282,9 @@ class Client:
                     "start it with a draft; SGLang counts from the end of the first request on"
                 ),
             )
-        # Counters count from page to page. Of gauges the larger value is taken.
+
+        # A counter (`_total`) has grown from the first reading to the second. A gauge has a current
+        # value, and the larger of its two values is taken.
         pairs = {
             name: (before.get(name, 0.0), after.get(name, 0.0))
             for name in (*self.drafting, *positions)
@@ -285,7 +294,7 @@ class Client:
             for name, (then, now) in pairs.items()
         }
 
-        # A counter that falls, or is no number, has nothing to say.
+        # A counter that falls, or is no number, cannot be used: the server probably restarted.
         for name, growth in grown.items():
             if not 0 <= growth < math.inf:
                 raise ResourceError(
@@ -295,6 +304,8 @@ class Client:
                         " then start again"
                     ),
                 )
+
+        # Convert the growth to numbers of drafts and tokens, by the formula of the engine.
         drafts, drafted, accepted = self.drafted_by(*(grown[name] for name in self.drafting))
         reached = [int(grown[name]) for name in positions]
         return {
@@ -305,19 +316,20 @@ class Client:
         }
 
     def check_alone(self, server: Server, before: Counters, num_tokens: int) -> None:
-        """Raise ResourceError if the server generated other tokens than those of this process.
+        """Raise ResourceError if the server generated tokens for other clients in the meantime.
 
         Args:
-            server: to ask.
-            before: its counters before the requests.
-            num_tokens: that were generated for this process since then.
+            server: the server.
+            before: the reading of its counters before the requests of this process.
+            num_tokens: the number of tokens that this process has received since then.
         """
+        # The counters lag behind the answers, so read them until they have caught up.
         deadline = time.monotonic() + MAX_DELAY_SECONDS
         while True:
             after = self.read(server)[self.generated]
             counted = int(after - before[self.generated])
-            unknown = int(self.rounding * after)
             # A page with rounded counters may be off by this many tokens.
+            unknown = int(self.rounding * after)
             if abs(counted - num_tokens) <= unknown:
                 return
             if counted > num_tokens:

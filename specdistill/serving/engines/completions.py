@@ -15,17 +15,17 @@ from specdistill.serving.engines.server import Count, JsonAnswer, ServedModels, 
 
 KEY = "data.regenerate.server"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-# A server that has refused so many questions, without one answer, is taken to be wrong itself: the
-# fault is no longer with the questions.
+# After this many refused requests without one answer, the fault is with the server, not with the
+# requests. A smaller number would give up a good server if the first prompts are too long.
 MAX_REFUSED_PROMPTS = 32
 # Seconds that a server may fail, without one answer in between, before the other servers continue
-# without it.
+# without it. It is long enough for a server to restart and load its weights.
 RETRY_TIMEOUT_S = 600.0
 # Seconds before a server that failed is asked again. The delay doubles with each failure.
 FIRST_DELAY = 0.5
 LONGEST_DELAY = 60.0
-# HTTP statuses that say that the question is wrong, and those that say that the server cannot be
-# used.
+# HTTP statuses of a wrong request (the next one may succeed), and of a server that cannot be used
+# (none will succeed: a wrong key or address).
 REQUEST_ERROR_CODES = {400, 413, 422}
 SERVER_ERROR_CODES = {401, 403, 404, 405, 501}
 
@@ -34,11 +34,11 @@ class Choice(JsonAnswer):
     """A completion.
 
     Attributes:
-        text: of the completion.
-        token_ids: of vLLM and SGLang.
-        tokens: the token ids of llama.cpp.
+        text: the text of the completion.
+        token_ids: the token ids, from vLLM and SGLang.
+        tokens: the token ids, from llama.cpp.
         finish_reason: why the completion ended.
-        states: vLLM's file of hidden states.
+        states: the path of the file to which vLLM wrote the hidden states.
     """
 
     text: str = locate_field("choices", 0, "text")
@@ -52,7 +52,7 @@ class UnavailableError(Exception):
     """An error of a server that may answer later.
 
     Attributes:
-        seconds: until then; None if the server does not say.
+        seconds: the time until the server may be asked again; None if it does not say.
     """
 
     def __init__(self, why: str, seconds: float | None = None) -> None:
@@ -61,23 +61,24 @@ class UnavailableError(Exception):
 
 
 class CompletionServer:
-    """A server of completions at an address.
+    """A server that generates training data, at an address.
 
     Attributes:
         model: the name of its model, once `find_model` has asked for it.
-        num_answers: how many completions it has answered.
-        until: when the server may be asked again, by `time.monotonic`. While it fails, all of its
-            threads wait together.
-        states: the folder in which the hidden states of its completions wait. None: they are not
-            asked for.
+        num_answers: the number of completions that the server has returned.
+        until: the time, by `time.monotonic`, before which the server is not asked again. While it
+            fails, all of its threads wait together.
+        states: the folder to which the server writes the hidden states of its completions. None:
+            hidden states are not requested.
 
     Args:
         address: `http://host:port`.
-        timeout: seconds that an answer may take.
-        states: see above.
+        timeout: the most seconds that an answer may take.
+        states: the folder of hidden states, or None.
     """
 
     def __init__(self, address: str, timeout: float, states: Path | None = None) -> None:
+        # Users often give the address of OpenAI's API, which ends in /v1.
         address = address.rstrip("/").removesuffix("/v1")
         self.server = Server(
             address, key=KEY, timeout=timeout, timeout_key="data.regenerate.timeout"
@@ -86,7 +87,7 @@ class CompletionServer:
         self.model = ""
         self.states = states
 
-        # A key is sent only encrypted, or to this machine.
+        # Send the key of this address, if the user has set one: only encrypted, or to this machine.
         key = read_server_keys().get(self.address)
         if key:
             if (
@@ -105,6 +106,8 @@ class CompletionServer:
                     expected="ASCII",
                 )
             self.server.session.headers["Authorization"] = f"Bearer {key}"
+
+        # The threads that ask the server share these counts, under the lock.
         self.num_answers = 0
         self._num_refused = 0
         self._failures = 0
@@ -113,11 +116,14 @@ class CompletionServer:
         self._lock = threading.Lock()
 
     def find_model(self, names: Sequence[str]) -> None:
-        """Find the model to ask for: the one that has one of these names, or the only one.
+        """Find the served model that has one of these names, or else the only model.
+
+        Args:
+            names: the possible names of the target.
 
         Raises:
-            UserError: if the server has several others.
-            ResourceError: if the server does not say what it has.
+            UserError: if the server has several models and not exactly one of them is named.
+            ResourceError: if the server does not list its models.
         """
         served = [model.id for model in self.server.json("/v1/models", ServedModels).data]
         matching_names = [name for name in served if name in names] or served
@@ -130,25 +136,27 @@ class CompletionServer:
         (self.model,) = matching_names
 
     def complete(self, body: Mapping[str, object]) -> Choice | str:
-        """Ask for a completion.
+        """Request a completion, and tell the kinds of failure apart.
 
         Args:
-            body: of the request.
+            body: the JSON of the request.
 
         Returns:
-            The completion, or what the server has against the question.
+            The completion. If the server refuses the request, its answer as a text.
 
         Raises:
             UnavailableError: if the server may answer later.
             ResourceError: if it never will.
         """
+        # Without a whole answer, the server may be restarting.
         try:
             response = self.server.ask("/v1/completions", body)
             choice = response.json(Choice) if response.status == 200 else None
         except ResourceError as error:
             raise UnavailableError(str(error)) from error
-        # A server that has answered before, or refused few questions so far, may be right that the
-        # question is wrong.
+
+        # An answer ends a series of failures. A refusal is the fault of the request if the server
+        # has answered others, or has refused only few so far.
         with self._lock:
             if choice is not None:
                 self.num_answers = self.num_answers + 1
@@ -158,20 +166,24 @@ class CompletionServer:
                 self._num_refused += 1
                 if self.num_answers or self._num_refused < MAX_REFUSED_PROMPTS:
                     return str(response)
+
+        # The server cannot be used at all.
         if response.status in REQUEST_ERROR_CODES | SERVER_ERROR_CODES:
             raise ResourceError(
                 f"{response.url} answered {response}",
                 next_step=f"check the address, and {SERVER_KEYS} if it asks for one",
             )
+
+        # Any other status, such as 429 or 503, is temporary. Wait as long as the server says.
         after = response.headers.get("Retry-After", "")
         raise UnavailableError(
             str(response), min(float(after), RETRY_TIMEOUT_S) if after.isdecimal() else None
         )
 
     def record_failure(self, error: UnavailableError) -> bool:
-        """Record a failure, and return whether the server is worth asking again.
+        """Record a failure, and return whether the server should be asked again.
 
-        All of the server's threads fail at once, which counts as one failure.
+        All threads that ask a server fail at about the same time, which counts as one failure.
         """
         with self._lock:
             now = time.monotonic()

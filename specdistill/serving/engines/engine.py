@@ -21,8 +21,8 @@ class HeadExport:
 
     Attributes:
         llama: the keys of a Llama.
-        head: the head's own config.
-        target: its `TargetFiles`, or None where the layout needs none.
+        head: the config of the head.
+        target: the `TargetFiles` of the head's target; None if the layout does not need it.
         num_speculative_tokens: K, draft tokens per round.
     """
 
@@ -41,8 +41,8 @@ class Layout:
     Attributes:
         config: builds the config.json of a head.
         limits: settings that a head cannot have; the first one that applies is reported.
-        first_layer: how names of tensors in the first layer of an EAGLE-3 head begin.
-        needs_target: why a head's folder repeats the target's embedding; empty where it does not.
+        first_layer: the prefix of tensor names in the first layer of an EAGLE-3 head.
+        needs_target: why a head's folder repeats the target's embedding; empty if it does not.
         fc_bias: whether an EAGLE-1 head always has a bias in `fc`. A head without one gets zeros.
     """
 
@@ -53,12 +53,12 @@ class Layout:
     fc_bias: bool = False
 
     def check(self, engine: str, head: object, folder: Path | str) -> None:
-        """Raise UserError for a head that the engine cannot express.
+        """Raise UserError for a head that the engine cannot load in this layout.
 
         Args:
-            engine: its name.
-            head: the head's config.
-            folder: what the error calls the draft.
+            engine: the name of the engine.
+            head: the config of the head.
+            folder: the name of the draft in the error.
         """
         for limit in self.limits:
             if limit.has(head):
@@ -76,12 +76,12 @@ class Serving:
     A method's `serving.py` has one `Serving` for each engine that takes its drafts.
 
     Attributes:
-        name: what the engine calls the method.
-        layout: of an exported draft. None: nothing is exported for the engine.
-        loaders: how the engine loads a folder. The first one whose `inner` key is None or in
-            config.json is taken.
-        options: (config.json of a draft, or a method's settings) -> further options that the
-            engine's server is started with.
+        name: the engine's name of the method.
+        layout: the layout of an exported draft. None: nothing is exported for the engine.
+        loaders: the ways in which the engine loads a folder. The first one whose `inner` key is
+            None or in config.json is used.
+        options: (config.json of a draft, or a method's settings) -> further options with which the
+            engine's server is started.
     """
 
     name: str = ""
@@ -95,26 +95,26 @@ class Served:
     """The facts that a command to serve a draft, or the target alone, is built from.
 
     Attributes:
-        method: None serves the target without a draft.
-        output: the folder of the draft, or what the engine loads if `in_target`.
-        target: the name that an engine is given; None where it is not known.
+        method: the method of the draft; None to serve the target without a draft.
+        output: the folder of the draft. If `in_target`, the model that the engine loads.
+        target: the name or folder of the target; None if it is not known.
         num_tokens: K, draft tokens per round.
-        samples: whether the draft was measured with drafts that are drawn, not greedy.
+        samples: whether the draft was measured with draft tokens that are drawn, not greedy.
         config: the config.json that was written. For a method without a draft: its settings.
-        serving: how the engine is given the method's drafts.
+        serving: how the engine loads the method's drafts.
         in_target: whether the draft has no folder of its own. It is then in the target's
             checkpoint, which is `output`, or needs no file.
         lookup_first: the `LookupFirstConfig` of the lookup in front of the draft; None for none.
         chat_template: the file of the template that the draft was trained with; None for the
             target's own.
-        gguf: the GGUF file that the target is. `target` is then its copy in safetensors.
-        revision: of the target on the Hub, a commit or a tag.
-        draft_revision: of the draft on the Hub, a commit or a tag.
-        lengths: (sequences at once, K) where K changes with the load. Each K holds from its number
-            of sequences on.
-        max_length: the most tokens of a sequence that the target has room for.
-        dtype: of the target's weights.
-        num_gpus: how many GPUs share the target.
+        gguf: the GGUF file of the target, if it is one. `target` is then its copy in safetensors.
+        revision: the commit or tag of the target on the Hub.
+        draft_revision: the commit or tag of the draft on the Hub.
+        lengths: pairs (sequences at once, K) if K changes with the load. Each K holds from its
+            number of sequences on.
+        max_length: the most tokens of a sequence, the target's context.
+        dtype: the dtype of the target's weights.
+        num_gpus: the number of GPUs that share the target.
     """
 
     method: str | None
@@ -147,7 +147,7 @@ class Served:
 
     @property
     def most_tokens(self) -> int:
-        """The most draft tokens per round, for an engine that takes `lengths`."""
+        """The largest K at any load, for an engine whose K changes with the load."""
         return max((k for _, k in self.lengths), default=self.num_tokens)
 
     @property
@@ -157,15 +157,14 @@ class Served:
 
 
 def build_server_options(target: Any, config: Any, longest: int) -> list[str]:
-    """Return the options of an engine's server that a recipe's `target` and `eval` ask for.
-
-    They are in the words that vLLM and SGLang share.
+    """Return the options of a vLLM or SGLang server that follow from a recipe.
 
     Args:
         target: the recipe's section `target`.
         config: the recipe's section `eval`.
-        longest: tokens of the longest sequence. It is not used here.
+        longest: the number of tokens of the longest sequence. It is not used here.
     """
+    # Both engines have options of these names.
     words = ["--dtype", target.dtype]
     words += (
         ["--tensor-parallel-size", str(config.tensor_parallel)] if config.tensor_parallel else []
@@ -179,10 +178,10 @@ class Program:
 
     Attributes:
         command: the command as users type it.
-        arguments: (served) -> what users add for a target and its draft.
-        measured: options that measuring needs, also of the target alone.
-        measured_draft: options that measuring a server with a draft needs besides.
-        variables: (served) -> the environment variables that users set for it.
+        arguments: (served) -> the arguments for a target and its draft.
+        measured: options that a server needs to be measured, with or without a draft.
+        measured_draft: further options that a server with a draft needs to be measured.
+        variables: (served) -> the environment variables that users set for the program.
         settings: (a recipe's `target`, its `eval`, tokens of the longest sequence) -> options.
     """
 
@@ -195,6 +194,7 @@ class Program:
 
     def format_command(self, served: Served) -> str:
         """Return the command for a shell, with a line for each variable and each option."""
+        # Words that begin with -- start a line of their own; their values stay on that line.
         words = [shlex.quote(word) for word in self.arguments(served)]
         options = (f"\\\n    {word}" if word.startswith("--") else word for word in words)
         surroundings = (
@@ -210,10 +210,10 @@ class FrontLookup:
     The engine's program reads the lookup's settings from `Served.lookup_first`.
 
     Attributes:
-        note: what serving with a lookup needs and does, for SERVE.md and cards.
-        mark: a text in the log of a server that looks up; empty where there is none.
-        limit: (a `LookupFirstConfig`, K or None where it is not known) -> the first key of it that
-            the engine cannot express, and what is expected instead. None if there is no such key.
+        note: sentences about serving with a lookup, for SERVE.md and model cards.
+        mark: a text in the log of a server that has a lookup; empty if the log does not say.
+        limit: (a `LookupFirstConfig`, K or None if it is not known) -> the first key that the
+            engine cannot express, and what is expected instead. None if there is no such key.
     """
 
     note: str
@@ -227,10 +227,10 @@ class FrontLookup:
 
         Args:
             lookup: a `LookupFirstConfig`.
-            k: K, draft tokens per round; None where it is not known.
+            k: K, draft tokens per round; None if it is not known.
 
         Returns:
-            The key and what is expected instead.
+            The key and what is expected instead; None if the engine can express the lookup.
         """
         return (
             ("draft_tree", "draft_tokens: engines draft chains")
@@ -244,21 +244,23 @@ class Engine:
     """One inference engine.
 
     Attributes:
-        name: in commands and recipes.
-        title: in prose.
-        versions: those in whose sources the facts about the engine were read.
-        serve_command: lines for a shell. None: drafts are checked for the engine, not exported.
-        counters: a sentence about where a running engine says what it accepts.
-        flags: what else can be set when the engine is started, and how. The texts may hold
-            {length}, {total} (of four sequences) and {dtype}, which are filled in for a target.
-        snippet: code that serves in Python.
-        program: of its server; None where the server is not started here.
-        loader_version: the version whose loaders the doctor checks drafts against; empty where none
+        name: the name in commands and recipes.
+        title: the name in sentences.
+        versions: the versions in whose sources the facts about the engine were read.
+        serve_command: (served) -> lines for a shell. None: drafts are checked for the engine, not
+            exported.
+        counters: a sentence that says where a running engine shows what it accepts.
+        flags: other settings of the server, in words -> the options that set them. The texts may
+            hold {length}, {total} (of four sequences) and {dtype}, which are filled in for a
+            target.
+        snippet: (served) -> Python code that serves.
+        program: the program of the server; None if specdistill does not start the server.
+        loader_version: the version whose loaders the doctor checks drafts against; empty if none
             were read.
-        client: of its server; None where the server is not measured.
-        counts_past_end: whether it counts draft tokens that it accepts past a completion's end.
-        lookup: in front of a draft; None where the engine has none.
-        layouts: the engine by whose name its drafts' layouts go, where that is not its own.
+        client: the client of the server; None if the server is not measured.
+        counts_past_end: whether the server counts accepted tokens after the end of a completion.
+        lookup: the lookup in front of a draft; None if the engine has none.
+        layouts: the name of the engine whose layouts this engine reads; empty for its own.
     """
 
     name: str
@@ -276,11 +278,11 @@ class Engine:
     layouts: str = ""
 
     def describe_front(self, lookup: Any, k: int | None = None) -> FrontLookup | None:
-        """Return how the engine puts a lookup in front of a draft.
+        """Return the engine's lookup in front of a draft, if it can express this lookup.
 
         Args:
             lookup: a `LookupFirstConfig`; None for no lookup.
-            k: K, the most draft tokens per round; None where it is not known.
+            k: K, the most draft tokens per round; None if it is not known.
 
         Returns:
             The lookup of the engine; None if it cannot express this one, and for no lookup.
@@ -292,13 +294,13 @@ class Engine:
         )
 
     def drafting(self, k: int, lookup: Any) -> tuple[int, Any]:
-        """Return the K and the lookup that the engine is started with, in place of those measured.
+        """Return the K and the lookup with which the engine is started.
 
-        Where the engine cannot express the lookup, it starts the draft alone, with the draft's own
-        number of tokens.
+        They are those of the measurement. If the engine cannot express the lookup, it starts the
+        draft alone, with the number of tokens that the draft drafts without a lookup.
 
         Args:
-            k: K with which the draft was measured.
+            k: the K with which the draft was measured.
             lookup: the `LookupFirstConfig` with which it was measured; None for none.
         """
         return (

@@ -21,10 +21,14 @@ import psutil
 
 
 def main(grace_seconds: str, *command: str) -> None:
-    """Run a command until it ends or standard input closes, then end what it started."""
+    """Run a command until it ends or standard input closes, then end all processes it started."""
+    # Check ten times a second whether the engine has ended or standard input was closed, which
+    # makes it readable.
     engine = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=build_environment(command[0]))
     while engine.poll() is None and not select.select([sys.stdin], [], [], 0.1)[0]:
         pass
+
+    # Write to the engine's log how the engine ended.
     print(
         f"ended with status {engine.poll()}" if engine.poll() is not None else "ended from outside",
         flush=True,
@@ -33,9 +37,10 @@ def main(grace_seconds: str, *command: str) -> None:
 
 
 def build_environment(program: str) -> dict[str, str]:
-    """Return the environment of a program that runs in another Python than this one.
+    """Return the environment for a program that may run in another Python environment.
 
-    The program sees none of this Python's variables, and finds the tools next to it.
+    The variables of this Python environment are removed, and the program's folder is the first one
+    on the PATH, so that it finds the tools that are installed with it.
     """
     kept_variables = {
         name: value
@@ -48,12 +53,13 @@ def build_environment(program: str) -> dict[str, str]:
 
 
 def end_session(session: int, grace_seconds: float) -> None:
-    """End the processes of a session except its leader.
+    """End all processes of a session except its leader.
 
-    They get SIGTERM first, so that they give back what they share, and after the grace period
-    SIGKILL.
+    They get SIGTERM first, so that they can free GPU memory and shared memory. After the grace
+    period they get SIGKILL.
     """
     for number in (signal.SIGTERM, signal.SIGKILL):
+        # Send the signal, then wait until all have ended or the time is over.
         deadline = time.monotonic() + grace_seconds
         for process in list_members(session):
             with suppress(psutil.NoSuchProcess):
@@ -63,10 +69,11 @@ def end_session(session: int, grace_seconds: float) -> None:
 
 
 def list_members(session: int) -> list[psutil.Process]:
-    """Return the processes of a session except its leader.
+    """Return the running processes of a session except its leader.
 
-    Dead processes that nobody has waited for do not count.
+    Zombies do not count: they have ended, and only wait for their parent.
     """
+    # A process may end while this looks at it, which raises one of these errors.
     members = []
     for process in psutil.process_iter():
         with suppress(ProcessLookupError, PermissionError, psutil.NoSuchProcess):

@@ -39,26 +39,29 @@ from specdistill.serving.engines.server import (
     locate_field,
 )
 
+# Values of --spec-type: a lookup, an EAGLE-3 head, and a draft model.
 NGRAM_SIMPLE = "ngram-simple"
 EAGLE3 = "draft-eagle3"
 MODEL = "draft-simple"
 CONTEXT_STEP = 256  # llama.cpp rounds the context of a slot up to a multiple of so many tokens.
 FILES = ("model", "model_draft")  # keys of eval.llama_cpp whose values `Served` has
-EVENT = b"data: "
+EVENT = b"data: "  # the beginning of each line of a streamed answer (server-sent events)
 
 
 def build_speculation_options(served: Served, draft: str) -> list[str]:
-    """Return the options that say how the server drafts, K tokens per round.
+    """Return the options of llama-server that say how it drafts.
 
     Args:
         served: the facts for the command.
-        draft: the draft's file, or what stands for it in a shell.
+        draft: the GGUF file of the draft.
     """
     types = []
     options = []
     k = served.num_tokens
     has_draft = served.serving.name != NGRAM_SIMPLE
     lookup = served.lookup_first
+
+    # A lookup, alone or in front of a draft. It compares n tokens and drafts m.
     if not has_draft or lookup:
         compared = lookup.max if lookup else served.config["max"]
         types += [NGRAM_SIMPLE]
@@ -68,9 +71,13 @@ def build_speculation_options(served: Served, draft: str) -> list[str]:
             "--spec-ngram-simple-size-m",
             str(k),
         ]
+
+    # A draft. Behind a lookup it drafts its own number of tokens.
     if has_draft:
         types += [served.serving.name]
         options += ["--spec-draft-n-max", str(min(lookup.levels, k) if lookup else k)]
+        # llama.cpp (llama-cpp-python 0.3.36) almost never accepts the tokens of an EAGLE-3 head
+        # that it samples in the backend while several requests are in flight.
         options += ["--no-spec-draft-backend-sampling"] if served.serving.name == EAGLE3 else []
     return [*(["-md", draft] if has_draft else []), "--spec-type", ",".join(types), *options]
 
@@ -85,25 +92,28 @@ def serve_arguments(served: Served) -> list[str]:
 
 
 def build_server_settings(target: object, config: Any, longest: int) -> list[str]:
-    """Return the options that a recipe's `eval` asks for.
+    """Return the options of llama-server that follow from a recipe's section `eval`.
 
-    Each request in flight gets a slot with room for a sequence. `eval.llama_cpp` may say otherwise.
+    Each request in flight gets a slot with room for the longest sequence. Keys in `eval.llama_cpp`
+    replace these options.
 
     Args:
         target: the recipe's target. It is not used: a GGUF file has a dtype of its own.
         config: the recipe's section `eval`.
-        longest: tokens of the longest sequence.
+        longest: the number of tokens of the longest sequence.
 
     Raises:
         UserError: for a context that is too small for the slots.
     """
+    # The keys that the recipe sets, and the number of slots.
     given_options = {
         name: value
         for name, value in vars(config.llama_cpp).items()
         if value is not None and name not in FILES
     }
     parallel = given_options.get("parallel", max([config.concurrency, *config.sweep.concurrency]))
-    # llama.cpp leaves two tokens of a context free.
+
+    # The context is divided among the slots. llama.cpp leaves two tokens of each free.
     room = -(-(longest + 2) // CONTEXT_STEP) * CONTEXT_STEP
     if given_options.get("ctx_size", parallel * room) < parallel * room:
         raise UserError(
@@ -113,6 +123,8 @@ def build_server_settings(target: object, config: Any, longest: int) -> list[str
                 f"at least {parallel * room}: {parallel} slots of {room}, or completions end early"
             ),
         )
+
+    # Write the options as words of a command line.
     options = {"parallel": parallel, "ctx_size": parallel * room, **given_options}
     words = []
     for name, value in options.items():
@@ -121,16 +133,21 @@ def build_server_settings(target: object, config: Any, longest: int) -> list[str
 
 
 def serve_command(served: Served) -> str:
-    """Return the lines that convert target and draft to GGUF files and start the server."""
+    """Return the shell lines that convert target and draft to GGUF files and start the server."""
+    # The converter takes a folder, not a Hub id, so a pinned target is downloaded first.
     target = shlex.quote(served.target_name)
     output = shlex.quote(str(served.output))
-    if served.revision and served.gguf is None:  # The converter takes a folder, not a Hub id.
+    if served.revision and served.gguf is None:
         target = f'"$(hf download {target} --revision {served.revision})"'
+
+    # Convert the draft, and the target unless it is a GGUF file already.
     commands = [convert(served, output, target)]
     if served.gguf is None:
         commands.insert(
             0, f"python convert_hf_to_gguf.py {target} --outtype f16 --outfile target.gguf"
         )
+
+    # Start the server, with the chat template that the draft was trained with.
     file = shlex.quote(served.gguf or "target.gguf")
     template = (
         ["--jinja", "--chat-template-file", served.chat_template] if served.chat_template else []
@@ -145,9 +162,9 @@ def serve_command(served: Served) -> str:
 
 
 def convert(served: Served, draft: str, target: str) -> str:
-    """Return the shell command that makes a GGUF file of an exported draft.
+    """Return the shell command that converts an exported draft to a GGUF file.
 
-    A head takes its vocabulary from the target.
+    A head has no tokenizer, so its vocabulary is that of the target.
 
     Args:
         served: the facts for the command.
@@ -159,7 +176,7 @@ def convert(served: Served, draft: str, target: str) -> str:
 
 
 class Props(JsonAnswer):
-    """The answer of /props."""
+    """The answer of /props, with the properties of the server."""
 
     version: str = locate_field("build_info")
     path: str = locate_field("model_path")
@@ -168,13 +185,13 @@ class Props(JsonAnswer):
 
 
 class Slots(JsonAnswer):
-    """The answer of /slots, as the list `slots` of an object."""
+    """The answer of /slots, a list, which is put under the key `slots` to be parsed."""
 
     drafts: bool = locate_field("slots", 0, "speculative")
 
 
 class Event(JsonAnswer):
-    """A part of a streamed answer, with the sums so far."""
+    """A part of a streamed answer, with the counts from the beginning of the answer."""
 
     content: str
     tokens: list[Count]
@@ -184,16 +201,19 @@ class Event(JsonAnswer):
     num_accepted_tokens: Count = locate_field("timings", "draft_n_accepted", default=0)
 
 
+# The counts before the first part of an answer.
 FIRST_EVENT = Event.model_construct(num_tokens=0, num_draft_tokens=0, num_accepted_tokens=0)
 
 
 def describe_server(server: Server, counters: Counters) -> ServerIdentity:
-    """Return what a llama.cpp server says of itself.
+    """Ask a llama.cpp server for its version, its model, its context and K.
 
-    It says its K only once it has drafted.
+    The server shows its K only once it has drafted, by the number of its counters by position.
     """
     # llama.cpp may close a connection that is kept alive just when the next request is sent.
     server.session.headers["Connection"] = "close"
+
+    # A slot says whether it drafts, but not how many tokens.
     props = server.json("/props", Props)
     response = server.ask("/slots", hint="start llama-server without --no-slots")
     slots = response._replace(content=b'{"slots": %b}' % response.content).json(Slots)
@@ -212,6 +232,8 @@ def request_body(request: CompletionRequest) -> dict[str, object]:
 
     The samplers are in vLLM's order. Other samplers of llama.cpp are left out.
     """
+    # The answer is streamed, because only its parts show the rounds. The cache of prompts is off,
+    # so that repetitions of a prompt take the same time.
     return {
         "prompt": list(request.prompt_ids),
         "n_predict": request.max_new_tokens,
@@ -226,22 +248,24 @@ def request_body(request: CompletionRequest) -> dict[str, object]:
 
 
 def parse_events(response: Response, k: int) -> CompletionAnswer:
-    """Parse a streamed answer, and count its rounds.
+    """Parse a streamed answer, and count its rounds from the counts in its parts.
 
-    If no token was sent between some rounds, they are taken to draft K tokens each, and to accept
-    theirs as late as possible. Of the last round, what the completion does not hold is not counted.
+    Several rounds may pass between two parts of the answer. They are assumed to have drafted K
+    tokens each, and to have accepted tokens as late as possible. Accepted tokens after the end of
+    the completion are not counted.
 
     Args:
         response: the answer.
         k: K, draft tokens per round.
 
     Returns:
-        The completion. Its token_ids are None where some were not sent, and its histogram is None
-        for counts that cannot be.
+        The completion. Its token_ids are None if some were not sent, and its histogram is None if
+        the counts contradict each other.
 
     Raises:
         ResourceError: for an answer that breaks off.
     """
+    # Parse the parts of the answer. The last one must say that the completion has ended.
     parts = [
         line.removeprefix(EVENT) for line in response.content.splitlines() if line.startswith(EVENT)
     ]
@@ -251,8 +275,8 @@ def parse_events(response: Response, k: int) -> CompletionAnswer:
             f"{response.url} broke off its answer", next_step="look at the server's log"
         )
 
-    # A round begins where the number of draft tokens grows. `accepted` has the accepted tokens of
-    # each round, and `begun` is the number of tokens before the last round.
+    # Find the rounds. A round begins where the number of draft tokens grows. `accepted` has the
+    # accepted tokens of each round, and `begun` is the number of tokens before the last round.
     accepted = []
     begun = 0
     is_possible = True
@@ -261,6 +285,8 @@ def parse_events(response: Response, k: int) -> CompletionAnswer:
         drafted = now.num_draft_tokens - before.num_draft_tokens
         if drafted:
             num_accepted = now.num_accepted_tokens - before.num_accepted_tokens
+            # This many rounds drafted K tokens each. The last of them accepts as many tokens as it
+            # can, then the one before it, and so on.
             rounds = -(-drafted // max(k, 1))
             accepted += [
                 min(k, max(0, num_accepted - k * later)) for later in reversed(range(rounds))
@@ -268,8 +294,11 @@ def parse_events(response: Response, k: int) -> CompletionAnswer:
             # The last of these rounds began within the tokens that this event sends.
             begun = before.num_tokens + max(0, num_accepted - k) + rounds - 1
             is_possible &= 0 <= num_accepted <= drafted and begun < now.num_tokens
-    # Accepted tokens of the last round that are past the completion's end do not count.
+
+    # Leave out accepted tokens of the last round that are past the completion's end.
     accepted[-1:] = [min(count, max(0, last.num_tokens - begun)) for count in accepted[-1:]]
+
+    # Join the parts.
     ids = []
     for event in events:
         ids.extend(event.tokens)
@@ -287,12 +316,12 @@ def parse_events(response: Response, k: int) -> CompletionAnswer:
 def limit(lookup: Any, k: int | None) -> tuple[str, str] | None:
     """Return the first key of a lookup that llama.cpp cannot express, and what is expected instead.
 
-    llama.cpp compares exactly as many tokens as it is told, not fewer, and drafts only where as
-    many follow.
+    llama.cpp compares exactly n tokens, not fewer, and drafts only if at least n tokens follow the
+    earlier occurrence.
 
     Args:
         lookup: a `LookupFirstConfig`.
-        k: K, draft tokens per round; None where it is not known.
+        k: K, draft tokens per round; None if it is not known.
 
     Returns:
         None if llama.cpp can express the lookup.
@@ -343,7 +372,7 @@ LLAMA_CPP = Engine(
         counts_hint="use the K that the server drafts with",
         name_option="--alias",
         generated="tokens_predicted_total",
-        rounding=1e-5,
+        rounding=1e-5,  # the page prints six digits
     ),
     lookup=FrontLookup(
         note=(
@@ -354,6 +383,7 @@ LLAMA_CPP = Engine(
     ),
     layouts="gguf",
 )
+# The export of GGUF files goes by the name `gguf`; measuring a server goes by `llama.cpp`.
 GGUF = replace(
     LLAMA_CPP, name="gguf", serve_command=serve_command, program=None, client=None, layouts=""
 )

@@ -14,12 +14,12 @@ from typing import Any, Literal
 
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 TensorShape = tuple[int, ...]
-# What an engine does about a tensor that should not be there, or is missing: it stops with an error
-# ("refused"), or continues without a message ("silent").
+# How an engine reacts to an unknown or a missing tensor: it stops with an error ("refused"), or
+# continues without a message ("silent").
 LoadOutcome = Literal["refused", "silent"]
-# Where a parameter's values come from. "file": the file. "shared": the file, or the target where
-# the file has none and the shape is the same. "target": the target, whatever the file has.
-# "unused": the file, but nothing reads them.
+# Where a parameter's values come from. "file": the file. "shared": the file, or the target if the
+# file has none and the shape is the same. "target": the target, whatever the file has. "unused":
+# the file, but nothing reads them.
 TensorSource = Literal["file", "shared", "target", "unused"]
 
 
@@ -29,7 +29,7 @@ def choose_aux_layers(num_layers: int) -> list[int]:
     These are a low, a middle and a high one: after 2, n//2 and n-3 layers.
 
     Args:
-        num_layers: n, layers of the target.
+        num_layers: n, the number of layers of the target.
     """
     return [2, num_layers // 2, num_layers - 3]
 
@@ -39,9 +39,9 @@ class Limit:
     """A setting that an engine cannot express.
 
     Attributes:
-        setting: its name in words.
-        has: whether a head, given by its config, has it.
-        instead: what heads must have instead.
+        setting: the name of the setting, in words.
+        has: (a head's config) -> whether the head has this setting.
+        instead: the setting that heads must have instead.
     """
 
     setting: str
@@ -54,12 +54,13 @@ class Slot:
     """A parameter of an engine's model of a draft.
 
     Attributes:
-        name: {i} stands for a layer after the first, {a} for an auxiliary state.
-        shape: sizes, as in `H A*D`. H: draft hidden, D: target hidden, A: auxiliary states, I:
-            intermediate, Q and K: rows of queries and keys, E: head size, V and W: target and draft
-            vocabulary, R: rank of a correction.
-        when: a switch that must be on, or after `!` off, for the parameter to exist.
-        source: where its values come from.
+        name: the name of the tensor. {i} stands for a layer after the first, {a} for an auxiliary
+            hidden state.
+        shape: the sizes of the axes, as in `H A*D`. H: draft hidden, D: target hidden, A: number of
+            auxiliary states, I: intermediate, Q and K: rows of queries and keys, E: head size, V
+            and W: target and draft vocabulary, R: rank of a correction.
+        when: a switch that must be on for the parameter to exist, or off if it begins with `!`.
+        source: where the values come from.
     """
 
     name: str
@@ -73,10 +74,10 @@ class Setting:
     """A setting that is read from config.json.
 
     Attributes:
-        keys: dotted keys. The first one that is there and not null has the value. A key that ends
-            in `#` stands for the length of a list. Without keys the engine always takes the
+        keys: dotted keys. The first one that exists and is not null has the value. A key that ends
+            in `#` stands for the length of a list. Without keys the engine always uses the
             default.
-        default: the value where no key has one.
+        default: the value if no key has one.
     """
 
     keys: tuple[str, ...] = ()
@@ -88,23 +89,24 @@ class Loader:
     """The way an engine loads the drafts of one method in one layout.
 
     Attributes:
-        architectures: those that lead to this loader; empty where it is chosen otherwise.
-        slots: the parameters.
-        unknown: what the engine does about a tensor without a parameter.
-        unset: what it does about a parameter without a tensor.
-        settings: what it reads of config.json, by the setting's name in the head's config.
-        aux_layers: where each version of the engine finds the auxiliary layers: dotted keys, and
-            what is added to each layer found there. The sum counts "after L layers". Layers are
+        architectures: the values of `architectures` for which the engine uses this loader; empty if
+            it does not look at them.
+        slots: the parameters of the engine's model.
+        unknown: how the engine reacts to a tensor without a parameter.
+        unset: how the engine reacts to a parameter without a tensor.
+        settings: what the engine reads of config.json, by the setting's name in the head's config.
+        aux_layers: version of the engine -> where it finds the auxiliary layers: dotted keys, and
+            the number that is added to each layer. The sum counts "after L layers". Layers are
             read in ascending order. Without such a key they are 2, n//2 and n-3.
-        inner: the key of the dictionary that holds the Llama's keys.
+        inner: the key of the dictionary that holds the Llama's keys; None if they are at the top.
         taken: keys outside of that dictionary that are read together with it.
         required: keys without which the engine stops.
         never_null: keys that may be left out but may not be null.
         renamed: (part of a tensor's name, its replacement, the switch that must be on; empty:
             always).
-        ignored: parts of names of tensors that are left alone.
-        arguments: settings that the engine takes on its command line instead, and the words there.
-        limits: settings that its code cannot express, whatever the folder holds.
+        ignored: parts of names of tensors that the engine skips.
+        arguments: settings that the engine takes from its command line instead -> the option.
+        limits: settings that the engine's code cannot express, whatever the folder holds.
     """
 
     architectures: frozenset[str]
@@ -127,9 +129,9 @@ def list_layer_slots(prefix: str, width: str, *norms: str) -> tuple[Slot, ...]:
     """Return the parameters of a Llama layer.
 
     Args:
-        prefix: of the names.
-        width: what queries, keys and values are projected from, as a size of `Slot.shape`.
-        norms: names of the layer's norms, besides `post_attention_layernorm`.
+        prefix: the prefix of all names.
+        width: the input size of the projections to queries, keys and values, as in `Slot.shape`.
+        norms: the names of the layer's norms, besides `post_attention_layernorm`.
     """
     shapes = {
         "self_attn.q_proj": f"Q {width}",
@@ -167,7 +169,7 @@ COMMON_HEAD_SETTINGS = {
     "bias": False,
     "use_aux_hidden_state": True,
 }
-MISSING_VALUE = object()
+MISSING_VALUE = object()  # stands for a key that is not there, since None is a value of JSON
 
 
 @dataclass
@@ -176,9 +178,9 @@ class LoaderCheck:
 
     Attributes:
         loader: the loader.
-        refused: why the engine stops.
-        silent: what it loads differently from what the draft expects, without an error.
-        notes: what users should know.
+        refused: the reasons why the engine stops.
+        silent: the things that the engine loads wrongly without an error.
+        notes: facts that users should know.
         settings: the settings as the engine reads them from config.json.
     """
 
@@ -190,7 +192,8 @@ class LoaderCheck:
 
 
 def find_loader(loaders: Sequence[Loader], config: Mapping[str, object]) -> Loader | None:
-    """Return the loader that takes a draft with this config.json, or None if none does."""
+    """Return the first loader that loads a draft with this config.json, or None."""
+    # Drafts in speculators' layout have a loader of their own, chosen before all others.
     if "speculators_model_type" in config:
         loaders = [loader for loader in loaders if loader.inner == "transformer_layer_config"]
     return next(
@@ -205,14 +208,17 @@ def check_loader(
     head: object,
     target: Any = None,
 ) -> LoaderCheck:
-    """Check what a loader makes of a folder.
+    """Check how an engine would load the folder of a draft, without running the engine.
 
     Args:
-        loader: of the engine, for the draft's method and layout.
+        loader: the engine's loader for the draft's method and layout.
         config: the folder's config.json.
-        shapes: of its tensors, by name.
-        head: the config of the head in it, which says how it was trained.
-        target: its `FrozenTarget` or `TargetFiles`; None where it is not known.
+        shapes: tensor name -> shape, for the tensors in the folder.
+        head: the config of the head, which says how it was trained.
+        target: the `FrozenTarget` or `TargetFiles` of the draft; None if it is not known.
+
+    Returns:
+        The result: errors, silent differences, and notes.
     """
     # Check the keys of config.json that decide whether the engine loads the folder at all.
     result = LoaderCheck(loader)
@@ -279,7 +285,7 @@ def check_loader(
 
 
 def _get(config: Any, key: str) -> Any:
-    """Return the value of a dotted key, or MISSING_VALUE; a number in the key is a list index."""
+    """Return the value of a dotted key, or MISSING_VALUE; a number in a key is a list index."""
     for part in key.split("."):
         try:
             config = config[int(part) if part.isdigit() else part]
@@ -290,6 +296,7 @@ def _get(config: Any, key: str) -> Any:
 
 def _read(config: Mapping[str, object], keys: Sequence[str], default: object) -> Any:
     """Return the value of the first key that has one, or the default; see `Setting`."""
+    # An empty list counts as no value where its length is read.
     for key in keys:
         value, is_length = _get(config, key.removesuffix("#")), key.endswith("#")
         if value is not MISSING_VALUE and value is not None and (value or not is_length):
@@ -300,14 +307,15 @@ def _read(config: Mapping[str, object], keys: Sequence[str], default: object) ->
 def _check_aux_layers(
     result: LoaderCheck, config: Mapping[str, Any], trained: Mapping[str, Any], target: Any
 ) -> None:
-    """Compare the target's layers that each version of the engine reads with those trained on.
+    """Compare the auxiliary layers that each version of an engine reads with those of training.
 
     Args:
-        result: receives what differs.
+        result: the result, to which differences are added.
         config: the folder's config.json.
         trained: the settings that the draft was trained with.
-        target: as of `check_loader`.
+        target: the target; None if it is not known.
     """
+    # Some engines take the layers from their command line, and need no option for the default.
     wanted_layers = list(trained["aux_layers"])
     default = choose_aux_layers(target.num_layers if target else trained["target_num_layers"])
     argument = result.loader.arguments.get("aux_layers")
@@ -319,6 +327,9 @@ def _check_aux_layers(
                 f" no layers"
                 " from the file"
             )
+
+    # Other engines read them from config.json. Each version looks under keys of its own, and the
+    # first list that is not empty counts.
     for version, keys in result.loader.aux_layers.items():
         stated_layers = (
             [layer + added for layer in _read(config, [key], [])] for key, added in keys.items()
@@ -335,14 +346,14 @@ def _check_aux_layers(
 def _read_slot_sizes(
     read: dict[str, Any], config: Mapping[str, Any], target: Any
 ) -> dict[str, int]:
-    """Return the sizes that shapes are built from, and the switches that slots ask for.
+    """Return the size of each letter in `Slot.shape`, and the value of each switch in `Slot.when`.
 
     Args:
-        read: the settings. This fills in their `head_dim` where it is not given.
+        read: the settings as the engine reads them. A missing `head_dim` is filled in.
         config: the folder's config.json.
-        target: as of `check_loader`.
+        target: the target; None if it is not known.
     """
-    # The letters of the slots' shapes, as numbers.
+    # The sizes that every draft has. Without `head_dim` it is hidden size / heads, as in Llama.
     read["head_dim"] = read["head_dim"] or read["hidden_size"] // read["num_attention_heads"]
     sizes = {
         "H": read["hidden_size"],
@@ -355,6 +366,8 @@ def _read_slot_sizes(
         "bias": read["bias"],
         "one_layer": read["num_layers"] == 1,
     }
+
+    # Heads also have sizes of the target and of the draft vocabulary.
     if "draft_vocab_size" in read:
         sizes |= {
             "W": read["draft_vocab_size"],
@@ -374,19 +387,20 @@ def _read_slot_sizes(
 def _check_tensors(
     result: LoaderCheck, shapes: Mapping[str, TensorShape], sizes: dict[str, int]
 ) -> None:
-    """Compare the folder's tensors with the loader's parameters.
+    """Compare the tensors of a folder with the parameters of the engine's model.
 
     Args:
-        result: receives what differs.
-        shapes: of the folder's tensors, by name.
-        sizes: as `_sizes` returns them.
+        result: the result, to which differences are added.
+        shapes: tensor name -> shape, for the tensors in the folder.
+        sizes: the sizes and switches from `_read_slot_sizes`.
     """
+    # The loader says whether a missing or unknown tensor is an error or passes silently.
     loader = result.loader
     unset = getattr(result, loader.unset)
     unknown = getattr(result, loader.unknown)
     without = "it must be" if loader.unset == "refused" else "it stays uninitialized"
 
-    # The tensors of the file, by the names that the engine gives them.
+    # Rename the tensors of the file as the engine does.
     stored = {}
     for name_in_file, shape in shapes.items():
         name = name_in_file
@@ -395,7 +409,8 @@ def _check_tensors(
                 name = name.replace(part, becomes)
         stored[name] = (name_in_file, shape)
 
-    # The parameters that the engine has with these settings, by name.
+    # List the parameters that the engine's model has with these settings: one for each layer, or
+    # for each auxiliary hidden state.
     slots: dict[str, Slot] = {}
     for slot in loader.slots:
         if not slot.when or bool(sizes[slot.when.removeprefix("!")]) != slot.when.startswith("!"):
@@ -403,7 +418,8 @@ def _check_tensors(
             numbers = range(1, result.settings["num_layers"]) if "{i}" in slot.name else states
             slots |= {slot.name.format(i=number, a=number): slot for number in numbers}
 
-    # Compare each parameter with the tensor of its name, and find tensors without a parameter.
+    # Compare the shape of each parameter with that of its tensor. A missing tensor is fine if the
+    # values come from the target, unless the target's tensor has another shape.
     for name, slot in slots.items():
         axes = []
         for axis in slot.shape.split():
@@ -427,6 +443,8 @@ def _check_tensors(
             )
         elif slot.source == "file":
             unset.append(f"{name} {list(shape)} is not in the file: {without}")
+
+    # Find the tensors without a parameter.
     unknown += [
         f"it has no parameter for {name_in_file}"
         for name, (name_in_file, _) in stored.items()

@@ -22,14 +22,16 @@ from pydantic import AliasPath, BaseModel, ConfigDict, Field, ValidationError
 from specdistill.common.documents import parse_json
 from specdistill.common.errors import ResourceError, UserError, join_lines
 
-CONNECT_SECONDS = 10.0
-MAX_ANSWER_MIB = 64  # the largest answer, decoded
+CONNECT_SECONDS = 10.0  # how long a connection may take; a running server needs milliseconds
+# The largest answer, decoded. It protects the memory against an address that is no such server; a
+# long completion with all its counts is far smaller.
+MAX_ANSWER_MIB = 64
 SHOWN_CHARACTERS = 200  # how much of an answer an error shows
 SEE_LOG_HINT = "look at the server's log"
 WRONG_SERVER_HINT = "is it this engine's server?"
-POLL_SECONDS = 0.01
-MAX_IN_FLIGHT = 512  # requests to one server
-# A line of a Prometheus page: name{label="…",…} value, and the time of the reading.
+POLL_SECONDS = 0.01  # the pause between two readings of a server's counters
+MAX_IN_FLIGHT = 512  # the most requests to one server at once; all connections are kept open
+# A line of a Prometheus page: name{label="…",…} value, and optionally a timestamp.
 SAMPLE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?")
 LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
@@ -46,12 +48,12 @@ class JsonAnswer(BaseModel):
 
 
 def locate_field(first: str, *remaining_path: str | int, **options: Any) -> Any:
-    """Describe a field that lies deeper in an answer.
+    """Describe a field that is nested in an answer, by the path to it.
 
     Args:
         first: the outermost key.
         remaining_path: the keys and list indices below it.
-        options: of pydantic's `Field`.
+        options: more arguments of pydantic's `Field`.
     """
     return Field(validation_alias=AliasPath(first, *remaining_path), **options)
 
@@ -77,11 +79,11 @@ class Response(NamedTuple):
     """An answer with its address and how long it took.
 
     Attributes:
-        url: the address that was asked.
+        url: the address of the request.
         status: the HTTP status.
-        headers: of the answer.
+        headers: the headers of the answer.
         content: the body, decoded.
-        seconds: from the request to the whole answer.
+        seconds: the time from the request to the whole answer.
     """
 
     url: str
@@ -91,6 +93,7 @@ class Response(NamedTuple):
     seconds: float
 
     def __str__(self) -> str:
+        """Return the status and the beginning of the content, for error messages."""
         shown = join_lines(self.content[: 4 * SHOWN_CHARACTERS].decode(errors="replace"))[
             :SHOWN_CHARACTERS
         ]
@@ -99,9 +102,13 @@ class Response(NamedTuple):
     def json(self, answer: type[A]) -> A:
         """Parse the content as a JSON answer.
 
+        Args:
+            answer: the class that describes the answer.
+
         Raises:
             ResourceError: for content that is no such answer. It names the field.
         """
+        # Both kinds of error end in the same message: the content is no JSON, or a field is wrong.
         try:
             return answer.model_validate(parse_json(self.content))
         except ValidationError as error:
@@ -123,7 +130,7 @@ class Server:
     Args:
         address: `http://host:port` or `https://…`.
         key: the key that gave the address; errors name it.
-        timeout: seconds that one answer may take.
+        timeout: the most seconds that one answer may take.
         timeout_key: the key that sets the timeout.
     """
 
@@ -138,6 +145,8 @@ class Server:
             )
         import httpx2  # It is imported here because it is slow to import.
 
+        # The session keeps connections open. The timeout of a whole answer is set in `_ask`:
+        # httpx only limits the time between two pieces of it.
         self.address = address.rstrip("/")
         self.timeout = timeout
         self.timeout_key = timeout_key
@@ -149,31 +158,38 @@ class Server:
         self._loop = loop = _start_event_loop()
         self._in_flight: set[Future[Response]] = set()
         self.is_closed = False
-        # Connections that are kept alive end with this object, or with the process.
+
+        # Close the connections when this object is collected. At the end of the process the system
+        # closes them, and the event loop no longer runs (`atexit = False`).
         weakref.finalize(
             self, lambda: asyncio.run_coroutine_threadsafe(session.aclose(), loop)
         ).atexit = False
 
     def json(self, path: str, answer: type[A], body: Mapping[str, object] | None = None) -> A:
-        """Return the JSON answer at a path.
+        """Send a request and return its parsed JSON answer.
 
         Args:
-            path: of the address.
+            path: the path below the server's address.
             answer: the class that describes the answer.
-            body: a JSON body to send. None sends a GET request.
+            body: a JSON body to post. None sends a GET request.
         """
         return self.ask(path, body, hint=SEE_LOG_HINT).json(answer)
 
     def read_samples(self, hint: str) -> list[Sample]:
-        """Return the lines of the server's page of counters, /metrics.
+        """Read the server's page of counters, /metrics, which is in Prometheus format.
 
         Args:
-            hint: what to do when there is no such page.
+            hint: what the user can do if there is no such page.
+
+        Returns:
+            For each line its name, its labels and its value.
 
         Raises:
             ResourceError: as `ask` does, and for a page that is not in Prometheus format.
         """
         page = self.ask("/metrics", hint=hint).content.decode(errors="replace")
+
+        # Lines that begin with # are comments.
         samples: list[Sample] = []
         try:
             for line in map(str.strip, page.splitlines()):
@@ -192,18 +208,20 @@ class Server:
     def ask(
         self, path: str, body: Mapping[str, object] | None = None, *, hint: str = ""
     ) -> Response:
-        """Ask the server and return its answer.
+        """Send a request and wait for its answer. Several threads may call this at once.
 
         Args:
-            path: of the address.
-            body: a JSON body to send. None sends a GET request.
-            hint: what to do about an answer that is an error. Empty: such an answer is returned.
+            path: the path below the server's address.
+            body: a JSON body to post. None sends a GET request.
+            hint: what the user can do about an answer that is an error, which is then raised.
+                Empty: such an answer is returned.
 
         Raises:
-            ResourceError: without a whole answer in time, or, with a hint, for an answer that is an
-                error.
+            ResourceError: if there is no whole answer in time; with a hint, also for an answer that
+                is an error.
             CancelledError: once the server object is closed.
         """
+        # Run the request in the event loop, and wait for it in this thread. `close` cancels it.
         request = asyncio.run_coroutine_threadsafe(
             self._ask(f"{self.address}{path}", body), self._loop
         )
@@ -215,16 +233,18 @@ class Server:
         finally:
             request.cancel()  # This matters if the thread was interrupted.
             self._in_flight.discard(request)
+
+        # Report an answer that is an error.
         if hint and response.status != 200:
             raise ResourceError(f"{response.url} answered {response}", next_step=hint)
         return response
 
     async def _ask(self, url: str, body: Mapping[str, object] | None) -> Response:
-        """Send one request, and return its answer.
+        """Send one request and read its answer, in the event loop.
 
         Raises:
-            ResourceError: without an answer within the timeout, and for one of more than
-                MAX_ANSWER_MIB.
+            ResourceError: if there is no whole answer within the timeout, and for an answer of more
+                than MAX_ANSWER_MIB.
         """
         import httpx2
 
@@ -256,12 +276,14 @@ class Server:
             raise ResourceError(
                 f"{url} does not answer ({why})", next_step="start the server, or look at its log"
             ) from error
+
+        # The time ends with the last byte.
         return Response(
             url, response.status_code, response.headers, bytes(content), time.perf_counter() - start
         )
 
     def close(self) -> None:
-        """Give up the requests in flight, and send no more."""
+        """Cancel the requests in flight, and let all later requests fail."""
         self.is_closed = True
         for request in list(self._in_flight):
             request.cancel()
@@ -269,9 +291,9 @@ class Server:
 
 @cache
 def _load_certificates() -> ssl.SSLContext:
-    """Load the certificates of this machine, once.
+    """Load the TLS certificates of this machine, once.
 
-    Loading takes as long as a server takes to answer.
+    Loading takes as long as a server takes to answer, so all servers share them.
     """
     import httpx2
 
@@ -280,7 +302,7 @@ def _load_certificates() -> ssl.SSLContext:
 
 @cache
 def _start_event_loop() -> asyncio.AbstractEventLoop:
-    """Start the event loop of all requests, in a thread of its own."""
+    """Start the event loop in which all requests run, in a thread of its own, once."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="requests", daemon=True).start()
     return loop
@@ -292,19 +314,20 @@ os.register_at_fork(after_in_child=_start_event_loop.cache_clear)
 
 @contextmanager
 def start_request_threads(number: int, *servers: Server) -> Iterator[ThreadPoolExecutor]:
-    """Yield threads that ask servers.
+    """Yield a pool of threads that send requests to servers.
 
-    If the block is left by an exception, they end at once: waiting requests are dropped, and those
-    in flight are given up.
+    If an exception leaves the block, the threads end at once: waiting requests are dropped, and
+    requests in flight are cancelled.
 
     Args:
-        number: of threads.
-        servers: the servers that they ask.
+        number: the number of threads.
+        servers: the servers to which they send requests.
     """
     pool = ThreadPoolExecutor(number)
     try:
         yield pool
     except BaseException:
+        # Threads wait for their answers. Cancelling the requests wakes them.
         for server in servers:
             server.close()
         raise

@@ -43,27 +43,31 @@ from specdistill.serving.engines.vllm import build_sampling_parameters
 ADAPTIVE = ("EAGLE", "EAGLE3")  # algorithms with which SGLang can change K
 # Algorithms that draft whole blocks. The draft's config says how long a block is.
 BLOCKS = ("DFLASH", "DSPARK")
-LENGTHS_FILE = "draft_lengths.json"
+LENGTHS_FILE = "draft_lengths.json"  # the file with the K of each load, which the server reads
 
 
 def build_sglang_options(served: Served) -> dict[str, object]:
-    """Return the server's options, by their names in `Engine`.
+    """Return the options of an SGLang server, named as the arguments of `sglang.Engine`.
 
-    On the command line the names have dashes.
+    On the command line the same names have dashes.
     """
-    # A draft whose K adapts to the load starts with the largest one.
+    # If K changes with the load, the server starts with the largest K. A draft that is not part of
+    # the target has a folder of its own.
     drafts = served.method is not None
     changes = served.serving.name in ADAPTIVE and bool(served.lengths)
     k = served.most_tokens if changes else served.num_tokens
     folder = drafts and not served.in_target
 
-    # The options of the target, then those of the draft.
+    # The options of the target.
     options = {
         "model_path": served.model,
         "revision": served.pinned,
         "tp_size": served.num_gpus if served.num_gpus > 1 else None,
         "chat_template": served.chat_template,
     }
+
+    # The options of the draft. A chain of K tokens is a tree of top-k 1. SGLang counts the last
+    # token of the sequence, too, in the number of draft tokens.
     chain = {
         "speculative_num_steps": k,
         "speculative_eagle_topk": 1,
@@ -78,6 +82,8 @@ def build_sglang_options(served: Served) -> dict[str, object]:
         "speculative_adaptive_config": LENGTHS_FILE if changes else None,
         **served.serving.options(served.config),
     }
+
+    # Leave out the options that are not set.
     return {
         name: value
         for name, value in {**options, **(drafting if drafts else {})}.items()
@@ -86,7 +92,8 @@ def build_sglang_options(served: Served) -> dict[str, object]:
 
 
 def serve_arguments(served: Served) -> list[str]:
-    """Return the arguments of the server's command line."""
+    """Return the options of `build_sglang_options` as words of a command line."""
+    # A switch is a word without a value.
     named_arguments = {
         f"--{name.replace('_', '-')}": value for name, value in build_sglang_options(served).items()
     }
@@ -97,17 +104,20 @@ def serve_arguments(served: Served) -> list[str]:
 
 
 def serve_command(served: Served) -> str:
-    """Return the lines that start the server; where K changes, the first line writes its file."""
+    """Return the shell lines that start the server.
+
+    If K changes with the load, the first line writes the file that holds K.
+    """
     command = PROGRAM.format_command(served)
     slots = format_slots(served)
     return f"echo {shlex.quote(slots)} > {LENGTHS_FILE}\n{command}" if slots else command
 
 
 def format_slots(served: Served) -> str:
-    """Return the JSON file of K, or an empty text where K does not change.
+    """Return the JSON that tells SGLang the K of each load; empty if K does not change.
 
-    The file has a slot for each number of sequences at once, which holds from that number on, with
-    one K.
+    For each number of sequences at once there is a slot with one K, which holds from that number
+    on.
     """
     slots = {str(size): {"candidate_steps": [k]} for size, k in served.lengths}
     return json.dumps(slots) if "speculative_adaptive" in build_sglang_options(served) else ""
@@ -148,7 +158,7 @@ FLAGS = {
 
 
 class ServerInfo(JsonAnswer):
-    """The answer of /server_info."""
+    """The answer of /server_info, with the server's own settings."""
 
     version: str
     model_path: str | None = None
@@ -166,6 +176,7 @@ def describe_counter(*names: str) -> Any:
 class Generated(CompletionAnswer):
     """A completion of SGLang."""
 
+    # The counts are in `meta_info`. An answer without a number of drafts drafted nothing.
     text: str
     num_tokens: Positive = locate_field("meta_info", "completion_tokens")
     token_ids: list[Count] | None = locate_field("output_ids", default=None)
@@ -182,7 +193,7 @@ class Generated(CompletionAnswer):
 
 
 def describe_server(server: Server, counters: Counters) -> ServerIdentity:
-    """Return what an SGLang server says of itself."""
+    """Ask an SGLang server for its version, its model, its context and K."""
     info = server.json("/server_info", ServerInfo)
     served = server.json("/v1/models", ServedModels).data[0]
     return ServerIdentity(
@@ -198,7 +209,7 @@ def describe_server(server: Server, counters: Counters) -> ServerIdentity:
 def request_body(request: CompletionRequest) -> dict[str, object]:
     """Return the JSON of a completion request.
 
-    Model and seed play no part: a server has one model, and SGLang seeds its sampling when it
+    It has no model and no seed: a server has one model, and SGLang seeds its sampling when it
     starts.
     """
     return {
@@ -234,6 +245,8 @@ SGLANG = Engine(
             "num_requests_total",
             "spec_num_draft_tokens",
         ),
+        # Each verification reads K draft tokens and one more, and generates the accepted tokens and
+        # one more. The prefill of each request generates another token.
         drafted_by=lambda drafts, tokens, requests, verified: (
             drafts,
             drafts * (verified - 1),

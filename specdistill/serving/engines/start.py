@@ -19,13 +19,16 @@ from specdistill.serving.engines.guard import end_session
 from specdistill.serving.engines.server import Server
 
 GUARD = Path(__file__).with_name("guard.py")
-HOST = "127.0.0.1"
-HEALTH_SECONDS = 5.0  # for the answer to one question whether the engine is ready
-START_SECONDS = 3600.0  # Large weights take minutes to load, and engines compile.
-GRACE_SECONDS = 20.0  # from SIGTERM to SIGKILL
+HOST = "127.0.0.1"  # only this machine can reach the server
+HEALTH_SECONDS = 5.0  # the timeout of one request that asks whether the engine is ready
+# The most time until the engine is ready. Large weights take minutes to load, and engines compile.
+START_SECONDS = 3600.0
+# The time from SIGTERM to SIGKILL. Engines need some seconds to free GPU and shared memory.
+GRACE_SECONDS = 20.0
 # How much is shown of the log of an engine that failed.
 SHOWN_LINES = 30
 SHOWN_CHARACTERS = 300
+# An exception in a log, with its message, as Python prints it.
 EXCEPTION = re.compile(r"\b[A-Z]\w*(Error|Exception): .+")
 
 
@@ -35,13 +38,13 @@ def start_server(
 ) -> Iterator[str]:
     """Start a server, yield its address once it answers, and end it.
 
-    If the block is left by a ResourceError, the last lines of the server's log are shown.
+    If a ResourceError leaves the block, the last lines of the server's log are shown.
 
     Args:
-        command: that starts the server.
+        command: the program that starts the server, and its arguments without host and port.
         log: the file for the engine's output.
-        key: the recipe key that names the command.
-        variables: added to the environment, which holds no other variables of this project.
+        key: the recipe key that names the command, for errors.
+        variables: environment variables to add. Other variables of this project are removed.
 
     Raises:
         UserError: if there is no such program.
@@ -55,11 +58,12 @@ def start_server(
             expected="a program on the PATH, or the path of one, that starts the engine",
         )
 
-    # Ask for a free port, and start the engine there, behind its guard.
+    # Let the system choose a free port.
     with socket.create_server((HOST, 0)) as probe:
         port = str(probe.getsockname()[1])
 
-    # The engine gets this process's environment, without our own variables.
+    # Start the guard, which starts the engine. The engine inherits the environment without the
+    # variables of this project.
     inherited = {
         name: value for name, value in os.environ.items() if not name.startswith("SPECDISTILL_")
     }
@@ -85,7 +89,8 @@ def start_server(
         )
     address = f"http://{HOST}:{port}"
 
-    # After Ctrl-C this does not wait for the engine's end.
+    # Wait until the server answers, and lend it to the block. After Ctrl-C the guard ends the
+    # engine, and this process does not wait for it.
     try:
         wait_until_ready(guard, address, log)
         yield address
@@ -98,13 +103,20 @@ def start_server(
 
 
 def wait_until_ready(guard: "subprocess.Popen[bytes]", address: str, log: Path) -> None:
-    """Wait until the server answers.
+    """Wait until the server answers that it is ready.
+
+    Args:
+        guard: the process of guard.py, which ends when the engine ends.
+        address: the address of the server.
+        log: the file of the engine's output.
 
     Raises:
         ResourceError: if the engine ends first, or does not answer within START_SECONDS.
     """
     server = Server(address, key="", timeout=HEALTH_SECONDS)
     deadline = time.monotonic() + START_SECONDS
+
+    # An engine answers /health with status 200 once it has loaded the model.
     while True:
         with suppress(ResourceError):
             if server.ask("/health").status == 200:
@@ -123,12 +135,13 @@ def wait_until_ready(guard: "subprocess.Popen[bytes]", address: str, log: Path) 
 
 
 def end(guard: "subprocess.Popen[bytes]", *, waits: bool = True) -> None:
-    """End the engine through its guard, and without the guard if that has not ended everything.
+    """End the engine through its guard, then end processes that the guard has left.
 
     Args:
         guard: the process of guard.py.
         waits: whether to wait until the engine has ended, which may take GRACE_SECONDS.
     """
+    # The guard ends the engine when its standard input closes.
     assert guard.stdin is not None
     guard.stdin.close()
     if waits:
@@ -137,10 +150,10 @@ def end(guard: "subprocess.Popen[bytes]", *, waits: bool = True) -> None:
 
 
 def find_cause(log: Path) -> str:
-    """Return the likely cause of a failure that a log names.
+    """Find the likely cause of a failure in a log.
 
-    That is the first exception, because the others follow from it, with the line below it if that
-    is indented. Without an exception it is the last line.
+    It is the first exception, because later ones follow from it, together with the line below if
+    that line is indented. Without an exception it is the last line.
     """
     lines = read_lines(log) or ["it printed nothing"]
     for line, below in zip(lines, [*lines[1:], ""], strict=True):

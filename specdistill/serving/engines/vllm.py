@@ -42,9 +42,9 @@ DRAFTING = ("metrics", "speculative_decoding")  # the keys under which an answer
 # The environment variable that holds the lookup. All of vLLM's processes inherit it.
 LOOKUP_VARIABLE = "SPECDISTILL_LOOKUP_FIRST"
 LOOKUP_MARK = "specdistill looks up first:"  # in the log of a vLLM that looks up
-# Sampling from the model's own distribution, in the words that vLLM and SGLang share; -1 keeps all
-# tokens. All values are sent, because a server takes what a request leaves out from the model's
-# generation_config.json. That holds for greedy requests, too, which a penalty would change.
+# Parameters that sample from the model's own distribution, by the names that vLLM and SGLang share;
+# -1 keeps all tokens. All of them are sent, because a server replaces missing ones by those of the
+# model's generation_config.json. Greedy requests need them, too: a penalty would change the output.
 PLAIN_SAMPLING: Mapping[str, float] = {
     "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
     "frequency_penalty": 0.0
@@ -52,7 +52,9 @@ PLAIN_SAMPLING: Mapping[str, float] = {
 
 
 def build_served_config(served: Served) -> dict[str, object]:
-    """Return the speculative config."""
+    """Return the value of vLLM's option --speculative-config."""
+    # Parts that only some drafts need: the folder, the revision on the Hub, drawn draft tokens, and
+    # a K for each load.
     folder = {} if served.in_target else {"model": str(served.output)}
     sampled = (
         {"draft_sample_method": "probabilistic"}
@@ -77,10 +79,14 @@ def build_served_config(served: Served) -> dict[str, object]:
 
 
 def list_ranges(lengths: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """Return the ranges [first, last, K] of sequences at once, from the first number of each K.
+    """Return ranges [first, last, K]: the K for `first` to `last` sequences at once.
 
     The first range begins at 1. Above the last range its K still holds.
+
+    Args:
+        lengths: pairs (number of sequences, K), where K holds from that number on.
     """
+    # A range ends before the next one begins.
     firsts = [1, *(size for size, _ in lengths[1:])]
     lasts = [*(size - 1 for size in firsts[1:]), max(lengths[-1][0], 1)]
     return [[first, last, k] for first, last, (_, k) in zip(firsts, lasts, lengths, strict=True)]
@@ -88,6 +94,7 @@ def list_ranges(lengths: Sequence[tuple[int, int]]) -> list[list[int]]:
 
 def serve_arguments(served: Served) -> list[str]:
     """Return the arguments of `vllm serve`."""
+    # Options that only some targets or drafts need.
     pinned = ["--revision", served.pinned] if served.pinned else []
     shared = ["--tensor-parallel-size", str(served.num_gpus)] if served.num_gpus > 1 else []
     drafting = (
@@ -95,6 +102,7 @@ def serve_arguments(served: Served) -> list[str]:
         if served.method is not None
         else []
     )
+    # The plugin must know the next tokens when it looks up, so scheduling is not asynchronous.
     looked_up = ["--no-async-scheduling"] if drafting and served.lookup_first else []
     template = ["--chat-template", served.chat_template] if served.chat_template else []
     return [served.model, *pinned, *shared, *drafting, *looked_up, *template]
@@ -104,6 +112,8 @@ def list_variables(served: Served) -> dict[str, str]:
     """Return the environment variables that a server with a lookup needs."""
     if served.method is None or served.lookup_first is None:
         return {}
+
+    # The plugin replaces a method of model runner V1, so V2 is switched off.
     lookup = {
         **served.lookup_first.described,
         "draft_tokens": min(served.lookup_first.levels, served.num_tokens),
@@ -135,6 +145,7 @@ FLAGS = {
 
 def format_snippet(served: Served) -> str:
     """Return Python code that serves with vLLM and prints the acceptance length."""
+    # Leave out arguments that are not set.
     variables = list_variables(served)
     engine_arguments = {
         "revision": served.pinned,
@@ -165,6 +176,7 @@ class Version(JsonAnswer):
 class Completed(CompletionAnswer):
     """A completion of vLLM."""
 
+    # The counts are in the answer only if the server was started with the option for them.
     text: str = locate_field("choices", 0, "text")
     num_tokens: Positive = locate_field("usage", "completion_tokens")
     token_ids: list[Count] | None = locate_field("choices", 0, "token_ids", default=None)
@@ -177,7 +189,10 @@ class Completed(CompletionAnswer):
 
 
 def describe_server(server: Server, counters: Counters) -> ServerIdentity:
-    """Return what a vLLM server says of itself."""
+    """Ask a vLLM server for its version, its model, its context and K.
+
+    K is the number of its counters by position.
+    """
     served = server.json("/v1/models", ServedModels).data[0]
     return ServerIdentity(
         version=server.json("/version", Version).version,
@@ -188,7 +203,7 @@ def describe_server(server: Server, counters: Counters) -> ServerIdentity:
 
 
 def request_body(request: CompletionRequest) -> dict[str, object]:
-    """Return the JSON of a completion request."""
+    """Return the JSON of a request to /v1/completions."""
     return {
         "model": request.model,
         "prompt": list(request.prompt_ids),
@@ -200,7 +215,7 @@ def request_body(request: CompletionRequest) -> dict[str, object]:
 
 
 def build_sampling_parameters(request: CompletionRequest) -> dict[str, float]:
-    """Return how to sample, in the words that vLLM and SGLang share."""
+    """Return the sampling parameters of a request, by the names that vLLM and SGLang share."""
     return {
         **PLAIN_SAMPLING,
         "temperature": request.temperature,
@@ -252,14 +267,16 @@ def build_speculators_config(
 ) -> dict[str, object]:
     """Return the config.json of a draft in the layout of speculators.
 
-    vLLM takes the target and the number of draft tokens from it.
+    vLLM reads the target and the number of draft tokens from this file, so it needs no other
+    options.
 
     Args:
-        export: what it is built from.
-        kind: `speculators_model_type`.
+        export: the head, its target and K.
+        kind: the value of `speculators_model_type`.
         architecture: the draft's architecture.
         layers: the config of the draft's layers.
     """
+    # Greedy proposals, and plain acceptance without tolerance, so that the output is the target's.
     target = export.target
     num = export.num_speculative_tokens
     proposal = {
