@@ -40,6 +40,9 @@ class CompiledSteps:
         self.logits = head.logits
         self.cache = cache
         cache.allocate(size)
+
+        # Compile the pass once per width, with static shapes. On a GPU, torch's "reduce-overhead"
+        # mode records CUDA graphs.
         allow_graphs()
         mode = "reduce-overhead" if self.logits.linear.weight.is_cuda else None
         self._graph = torch.compile(self._run_padded, fullgraph=True, dynamic=False, mode=mode)
@@ -52,13 +55,19 @@ class CompiledSteps:
         """
         count = next_ids_1T.shape[1]
         device = next_ids_1T.device
-        # New tensors instead of padded views, because a graph is made for each memory layout.
+        # Pad the input to the width of the graph. These are new tensors instead of padded views,
+        # because a graph is made for each memory layout.
         ids = next_ids_1T.new_zeros(1, width)
         hidden = hidden_1TH.new_zeros(1, width, hidden_1TH.shape[-1])
         ids[:, :count] = next_ids_1T
         hidden[:, :count] = hidden_1TH
+
+        # A CUDA graph may only write to buffers whose address does not change.
         for buffer in self.cache.buffers if device.type == "cuda" else ():
-            torch._dynamo.mark_static_address(buffer)  # so that a CUDA graph may write to it
+            torch._dynamo.mark_static_address(buffer)
+
+        # Run the graph. Numbers are passed as tensors: a graph would be made for each plain number.
+        # Then forget the padding.
         (length,) = self.cache.lengths
         num_cached, last = (torch.tensor(number, device=device) for number in (length, count - 1))
         logits_1W, next_hidden_1H = self._graph(ids, hidden, num_cached, last)
@@ -81,6 +90,7 @@ class CompiledSteps:
         """
         rotary, slots = self.cache.begin_graph(num_cached, ids_1T.shape[1])
         normed, next_hidden = self.head(ids_1T, hidden_1TH, rotary, slots)
+        # Of both outputs [1, T, H], only the last position is needed.
         normed_1H, next_hidden_1H = (
             x.index_select(1, last.unsqueeze(0)).squeeze(1) for x in (normed, next_hidden)
         )
@@ -100,10 +110,15 @@ class HeadProposer(FeatureProposer[Head]):
         self._graph: CompiledSteps | None = None
 
     def begin(self, max_lengths: Sequence[int]) -> None:
+        """Start new sequences with an empty KV cache, and with compiled passes if possible."""
+        # Graphs are compiled for one sequence only.
         self._graph = None
         if not (self.compiled and len(max_lengths) == 1):
             super().begin(max_lengths)
             return
+
+        # Reuse the graphs of an earlier sequence whose cache had the same size. Sizes are rounded
+        # up, so that there are few of them.
         size = round_up_cache_size(*max_lengths)
         if size not in self._graphs:
             cache = DraftKVCache(1, self.rotary, self.device, self.config.sliding_window)
@@ -115,11 +130,14 @@ class HeadProposer(FeatureProposer[Head]):
     def propose(
         self, state: DecodingState, k: int, sampling: Sampling, generators: Generators
     ) -> list[Proposal]:
+        """Draft a chain of up to k tokens for each row, one pass of the head for each token."""
         check_window(self.draft.config, k, key="eval.num_speculative_tokens")
+        # The first pass reads what was committed since the last round.
         next_ids, hidden, committed = self._select_fresh(state)
         counts = state.num_fresh
 
         def next_logits(step: int, index_B: Tensor | None) -> Tensor:
+            """Run one pass of the head; later passes read the token drafted in the pass before."""
             nonlocal next_ids, hidden, counts
             if index_B is not None:
                 next_ids = self.map_to_target(index_B).unsqueeze(1)
@@ -136,14 +154,24 @@ class HeadProposer(FeatureProposer[Head]):
     def propose_tree(
         self, state: DecodingState, shape: TreeShape, sampling: Sampling, generators: Generators
     ) -> list[Proposal]:
+        """Draft a tree for each row, one pass of the head for each level."""
         check_window(self.draft.config, shape.depth, key="eval.tree.depth")
+        # The first pass reads what was committed since the last round, and gives the candidates of
+        # the first level. It runs without graphs.
         next_ids, hidden, committed = self._select_fresh(state)
         logits_BW, hidden_BH = self._step(next_ids, hidden, state.num_fresh, 0)
         hidden_BTH = hidden_BH.unsqueeze(1)
         step = TreePass.begin_at_root(committed, self.device)
 
         def expand(index_BT: Tensor, rows_BT: Tensor) -> Tensor:
+            """Return the logits [B, T, W] after the T nodes of the next level.
+
+            Args:
+                index_BT: the tokens of the nodes, as indices among the draft's W tokens.
+                rows_BT: the parent of each node, as an index into the level before.
+            """
             nonlocal hidden_BTH, step
+            # A node sees its ancestors, and reads the hidden state that its parent returned.
             step = step.add_level(rows_BT)
             rotary = self.cache.begin_level(step)
             above_BTH = gather_nodes(hidden_BTH, rows_BT)
@@ -152,6 +180,7 @@ class HeadProposer(FeatureProposer[Head]):
             )
             return self.draft.logits(normed)
 
+        # Grow the trees level by level, then forget all drafted positions.
         drafts = shape.grow(logits_BW, expand, sampling, generators)
         self.cache.truncate(committed)
         return [self.build_proposal(index_N, probs_NW, tree) for index_N, tree, probs_NW in drafts]
@@ -159,7 +188,9 @@ class HeadProposer(FeatureProposer[Head]):
     def _step(
         self, next_ids_BT: Tensor, hidden_BTH: Tensor, counts: Sequence[int], width: int
     ) -> tuple[Tensor, Tensor]:
-        """Return logits [B, W] and the next hidden state [B, H] at each row's last position.
+        """Run the head once; return logits [B, W] and next hidden state [B, H] of each row.
+
+        Both are those after the last position of the row.
 
         Args:
             next_ids_BT: the next tokens.
@@ -168,21 +199,25 @@ class HeadProposer(FeatureProposer[Head]):
             width: tokens of the wider graph; 0 for a pass without graphs. A prompt is read without
                 them.
         """
+        # Use a graph if one fits. The first pass after `begin` reads a prompt, whose length varies.
         if self._graph is not None and self.cache.lengths != [0] and max(counts) <= width:
             return self._graph.read(next_ids_BT, hidden_BTH, 1 if max(counts) == 1 else width)
+
+        # Rows with fewer positions than the longest are padded on the right.
         normed, next_hidden = self.draft(
             next_ids_BT, hidden_BTH, self.cache.begin_chain(counts), self.cache
         )
         return self.draft.logits(gather_last(normed, counts)), gather_last(next_hidden, counts)
 
     def _select_fresh(self, state: DecodingState) -> tuple[Tensor, Tensor, list[int]]:
-        """Return what the first step reads of the freshly committed positions.
+        """Return the head's input for the positions committed since the last round.
 
         Returns:
             The next tokens [B, F], the hidden states [B, F, H], and the number of committed
             positions of each row in all.
         """
-        # The pairs (x_{t+1}, g_t) exist for t < committed.
+        # A head reads pairs (x_{t+1}, g_t) of a token and the features before it. The features g_t
+        # exist for t < committed, so the next tokens are the last ones of each row.
         counts = state.num_fresh
         committed = self.count_committed(state)
         next_ids = pad_rows(

@@ -10,6 +10,7 @@ request 23976).
 from specdistill.methods import METHODS
 from specdistill.serving.engines.loader import Limit
 
+# Switches of EAGLE-3 heads that some engines do not have.
 NORM_BEFORE_RESIDUAL = Limit(
     "norm_before_residual",
     lambda head: head.norm_before_residual,
@@ -19,6 +20,7 @@ FC_NORM = Limit("fc_norm", lambda head: head.fc_norm, "a head without the norms 
 NORM_OUTPUT = Limit(
     "norm_output", lambda head: head.norm_output, "a head that feeds back the state before its norm"
 )
+# Shapes that some engines do not have.
 SEVERAL_LAYERS = Limit(
     "more than one layer",
     lambda head: head.num_layers > 1,
@@ -27,11 +29,14 @@ SEVERAL_LAYERS = Limit(
 SLIDING_WINDOW = Limit(
     "a sliding window", lambda head: head.sliding_window is not None, "attention to all positions"
 )
+# An engine that always takes the target's embedding would run the head with the wrong one.
 OWN_EMBEDDING = Limit(
     "an embedding of its own, as wide as the target's",
     lambda head: head.own_embedding,
     "the target's embedding; target= tells a copy of it from another",
 )
+# Which layers of the target the head reads. Engines that list states as they enter a layer have
+# none for the state after the last layer.
 NOT_THREE_LAYERS_READ = Limit(
     "other than three auxiliary layers", lambda head: len(head.aux_layers) != 3, "three"
 )
@@ -45,6 +50,7 @@ LAYERS_OUT_OF_ORDER = Limit(
     lambda head: list(head.aux_layers) != sorted(set(head.aux_layers)),
     "ascending layers",
 )
+# SGLang and TensorRT-LLM skip fc if its input is as wide as its output.
 WIDTH_OF_FC_INPUT = Limit(
     "a state as wide as what fc reads",
     lambda head: len(head.aux_layers) * head.target_hidden_size == head.hidden_size,
@@ -60,10 +66,11 @@ NOTES = {
 
 
 def describe_head_engines(method: str, model_type: str | None) -> str:
-    """Return which engines serve a method's heads for this type of text model.
+    """Return a note on which engines serve a method's heads for this type of text model.
 
-    The text is empty if no exception is known.
+    The note is empty if every engine does, as far as it is known here.
     """
+    # Heads are drafts that read features, are files of their own and are served by some engine.
     row = METHODS[method]
     is_head = bool(row.features) and not row.in_target and bool(row.serving())
     for beginning, note in NOTES.items():
