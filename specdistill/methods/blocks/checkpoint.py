@@ -35,7 +35,8 @@ MASK_EMBEDDING = "mask_embedding.pt"
 
 
 def save_block(draft: BlockDraft, kind: Kind, folder: Path) -> None:
-    """Write a draft, so that `load` reads it back bit for bit."""
+    """Write a draft into a folder; `load_block` reads it back bit for bit."""
+    # Leave out the target's own tables, and the map of a vocabulary that is not pruned.
     tensors = {
         name: tensor for name, tensor in draft.state_dict().items() if name not in draft.shared
     }
@@ -72,7 +73,7 @@ def check_block(
     key: str,
     name: Path | str,
 ) -> tuple[BlockConfig, dict[str, Tensor]]:
-    """Return a draft's config and its own tensors, after checking them.
+    """Check a draft's config and tensors against each other and against its target.
 
     Args:
         kind: the method of block drafting.
@@ -82,8 +83,12 @@ def check_block(
         key: the recipe key that errors name.
         name: what errors call the draft.
 
+    Returns:
+        The config, and the tensors that are the draft's own: without copies of the target's tables,
+        and without maps of a vocabulary that is not pruned.
+
     Raises:
-        UserError: as `load`, as far as tensors without content tell.
+        UserError: as `load_block`, as far as tensors without content tell.
     """
     config = read_block_config(
         kind,
@@ -152,7 +157,7 @@ def export_block(
     target: TargetFiles | None,
     num_speculative_tokens: int,
 ) -> None:
-    """Write a draft for an engine.
+    """Write a draft in the layout of an engine.
 
     Args:
         kind: the method of block drafting.
@@ -166,10 +171,13 @@ def export_block(
     Raises:
         UserError: before anything is written, for what the engine cannot express.
     """
+    # Check the draft, and that the engine can express it.
     config, tensors = check_block(
         kind, draft, checkpoint.read_tensors(draft, "draft"), target, key="draft", name=draft
     )
     layout.check(engine, config, draft)
+
+    # Write it. Engines read both maps of a pruned vocabulary.
     dtype = checkpoint.choose_stored_dtype(tensors.values())
     if config.prunes_vocabulary:
         tensors |= checkpoint.build_vocabulary_maps(tensors["d2t"], config.vocab_size)
@@ -183,6 +191,8 @@ def export_block(
 
 def write_block_config(config: BlockConfig, kind: Kind, dtype: torch.dtype) -> dict[str, object]:
     """Return the config.json of a draft in the layout of the method's authors."""
+    # The keys of the method are written twice, because engines read them at the top level or in
+    # `dflash_config`. The authors count layers from 0.
     method_fields = {name: getattr(config, name) for name in kind.own_fields}
     method_fields["target_layer_ids"] = [layer - 1 for layer in config.aux_layers]
     layer = "full_attention" if config.sliding_window is None else "sliding_attention"
@@ -202,9 +212,9 @@ def write_block_config(config: BlockConfig, kind: Kind, dtype: torch.dtype) -> d
 def read_block_config(
     kind: Kind, raw: RawConfig, target_num_layers: int | None, key: str
 ) -> BlockConfig:
-    """Read a draft's config from config.json in any layout: the inverse of `write_block_config`.
+    """Read a draft's config from config.json, in the layout of the authors or of speculators.
 
-    Absent keys have the defaults that engines assume.
+    This is the inverse of `write_block_config`. Absent keys have the defaults that engines assume.
 
     Args:
         kind: the method of block drafting.
@@ -221,7 +231,8 @@ def read_block_config(
         layer + 1 for layer in nested.get("target_layer_ids") or raw.get("target_layer_ids") or ()
     ]
 
-    # The layout of speculators nests the keys of the layers.
+    # The layout of speculators nests the keys of the layers. Its drafts are causal if they have a
+    # window, unless the file says otherwise.
     inner = checkpoint.read_speculators_layers(raw, kind.name, key)
     if inner:
         layers = list(read_stated(raw, "aux_hidden_state_layer_ids", list[int], key) or ())
@@ -232,7 +243,8 @@ def read_block_config(
             **raw,
         }
 
-    # Read the shape, and what both layouts have in common.
+    # Read the shape, and the keys that both layouts have: causality, the target's depth, the mask
+    # and the layers that are read.
     keys = {**raw, **nested}
     shape = checkpoint.read_shape(raw, key, what=f"a {kind.name} draft")
     causal = next(
@@ -251,7 +263,8 @@ def read_block_config(
             expected="the target: the draft's config.json does not say how deep it is",
         )
 
-    # Read the keys that only this method has.
+    # Read the keys that only this method has. A file without `block_size` has blocks of 16, as
+    # engines assume. Without a key for causality, layers with a window are causal.
     method_fields: dict[str, Any] = {"block_size": 16}
     method_fields |= {name: keys[name] for name in kind.own_fields if keys.get(name) is not None}
     method_fields |= {

@@ -61,11 +61,13 @@ class BlockRecipe(FeatureRecipe):
 
     @property
     def num_positions(self) -> int:
+        """The drafted positions of a block: all slots but the anchor's."""
         return self.draft.block_size - 1
 
     @model_validator(mode="after")
     def _check_position_weights(self) -> "BlockRecipe":
         """Raise UserError if both `loss.step_decay` and `loss.d_pace` weigh the positions."""
+        # `step_decay` has a default, so it only counts if the recipe states it.
         if self.loss.d_pace is not None and "step_decay" in self.loss.model_fields_set:
             raise UserError(
                 "loss.step_decay",

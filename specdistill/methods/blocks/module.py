@@ -116,16 +116,21 @@ class BlockDraft(FeatureDraft):
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
         self.config = config
+        # The context: the states of the A layers side by side, projected to one state and normed.
         self.fc = nn.Linear(
             len(config.aux_layers) * config.hidden_size, config.hidden_size, bias=False
         )
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+        # The layers, between the target's embedding and LM head, which are not trained.
         self.embed_tokens = Embedding(config).requires_grad_(False)
         self.layers = nn.ModuleList(
             [BlockLayer(config, index) for index in range(config.num_layers)]
         )
         self.end_with_head(config)
         self.lm_head.requires_grad_(False)
+
+        # A subclass may replace these.
         self.markov_head: Any = None
         self.confidence_head: Any = None
 
@@ -142,7 +147,7 @@ class BlockDraft(FeatureDraft):
         return output
 
     def remember(self, features: Features, rotary: Rotation, kv_cache: KVCache) -> None:
-        """Add the keys and values of committed positions to the cache, in decoding."""
+        """Store the keys and values of committed positions in the cache, when decoding."""
         context_BTH = self.context(features)
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, BlockLayer)
@@ -166,8 +171,11 @@ class BlockDraft(FeatureDraft):
         Returns:
             Hidden states [N, P, H], which `logits` reads.
         """
+        # The input of a block: its anchor's token, then masks.
         ids_NP = anchor_ids_N.new_full(rotary[0].shape[:2], self.config.mask_token_id)
         ids_NP[:, 0] = anchor_ids_N
+
+        # Run the layers, in which the slots see the context and one another.
         hidden = self.embed_tokens(ids_NP)
         for layer in self.layers:
             hidden = layer(hidden, rotary, kv_cache, context)
@@ -175,6 +183,7 @@ class BlockDraft(FeatureDraft):
         return output
 
 
+# Fields that every draft of features has.
 COMMON_FIELDS = {field.name for field in fields(FeatureShape)}
 
 
@@ -209,7 +218,7 @@ def build_block_draft(
     aux_layers: Sequence[int] | None = None,
     **options: object,
 ) -> BlockDraft:
-    """Build a draft before training.
+    """Build a fresh block drafter, initialized from its target.
 
     Args:
         kind: the method of block drafting.
@@ -224,12 +233,16 @@ def build_block_draft(
     """
     width = target.vocab_size if draft_vocabulary is None else len(draft_vocabulary)
     config = kind.config(**block_config(target, width, aux_layers=aux_layers, **options))
-    # Try it on one token: the target may refuse to give the states of these layers.
+
+    # Read one token's states: the target's class may not give the states of these layers.
     target.features(torch.zeros(1, 1, dtype=torch.long, device=target.device), config.aux_layers)
+
+    # Build the draft with random weights, and copy the target's tables.
     draft = build_initialized(lambda: kind.draft(config), seed)
     draft.begin(target, draft_vocabulary)
+
     # The LM head is the target's, and engines do not scale a draft's logits. So the draft's final
-    # norm has the scale.
+    # norm gets the scale of the target's logits.
     with torch.no_grad():
         draft.norm.weight.mul_(target.logits.scale)
     if draft.markov_head is not None:
@@ -255,6 +268,7 @@ def block_config(
     Raises:
         UserError: for layers that the target does not have, and as `plan_head_shape`.
     """
+    # Engines read the layers in ascending order, whatever order a file states.
     layers = choose_default_layers(target.num_layers) if aux_layers is None else list(aux_layers)
     if (
         not layers
@@ -278,10 +292,11 @@ def block_config(
 
 
 def choose_default_layers(num_layers: int, count: int = 5) -> list[int]:
-    """Return layers spread evenly from 2 to num_layers - 2, as DFlash's.
+    """Return layers spread evenly from 2 to num_layers - 2, as DFlash spreads them.
 
     Layers count "after L layers". There are fewer than `count` if the target is too shallow.
     """
+    # In a shallow target several of the numbers round to the same layer, or to one outside.
     last = max(num_layers - 2, 1)
     spread = (round(2 + index * (last - 2) / (count - 1)) for index in range(count))
     return sorted({min(max(layer, 1), num_layers) for layer in spread})

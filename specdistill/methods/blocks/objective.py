@@ -39,20 +39,24 @@ from specdistill.training.objective import (
     compute_geometric_weights,
 )
 
-ROWS = 256  # slots of the blocks that attend together on a CPU
-SIZES = 8  # how many different numbers of blocks batches are padded to
+# Slots of the blocks that attend together on a CPU. More slots share a mask that is mostly empty;
+# fewer make many small products.
+ROWS = 256
+# How many different numbers of blocks batches are padded to. More sizes waste less padding, but a
+# step is compiled again for each of them.
+SIZES = 8
 
 
 def draw_blocks(
     batch: Mapping[str, Tensor], num_anchors: int, num_drafted: int, seed: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Draw the blocks of a batch: their anchors, and which tokens after each anchor are learned.
+    """Draw the anchors of a batch, and decide which tokens after each anchor are learned.
 
-    A token can be an anchor if the next token is in its document and has a loss. So every loss
+    A token can be an anchor if the next token is in the same document and has a loss. So every loss
     token can be learned, from the token before it, unless it is the first of its document. Slot j
-    of the anchor t predicts token t + j. It is learned if the tokens t + 1 to t + j are all in the
-    document of t and have a loss, because drafting reaches token t + j only through those before
-    it.
+    of the anchor t predicts token t + j. The slot is learned if the tokens t + 1 to t + j are all
+    in the document of t and have a loss, because drafting reaches token t + j only through the
+    tokens before it.
 
     Args:
         batch: packed rows [B, T], with their loss positions.
@@ -62,16 +66,18 @@ def draw_blocks(
         seed: the seed of the draw; None takes anchors at even distances.
 
     Returns:
-        The anchors, ascending positions [N] in the flattened batch, and what is learned, [N, K]
-        bool.
+        The anchors, ascending positions [N] in the flattened batch, and which slots are learned,
+        [N, K] bool.
     """
+    # Mark the loss tokens of the flattened batch. They are never the first of a document, so a run
+    # of them is in one document. K positions past the end, without loss, spare a bounds check.
     num_tokens = batch["position_ids"].numel()
-    # Loss positions are never the first of a document. So a run of them is in one document. Nothing
-    # past the end has a loss.
     has_loss_S = torch.zeros(num_tokens + num_drafted, dtype=torch.bool).index_fill(
         0, batch["loss_positions"], True
     )
     has_loss_S[0] = False  # loss positions are padded with 0
+
+    # Find the tokens before a loss token. If there are too many, draw some, or take every n-th.
     possible = has_loss_S[1:num_tokens].nonzero().flatten()
     most = min(num_anchors * len(batch["position_ids"]), num_tokens)
     if len(possible) > most:
@@ -82,13 +88,16 @@ def draw_blocks(
             else sorted(random.Random(seed).sample(range(len(possible)), most))
         )
         possible = possible[chosen]
-    # A step is compiled for each number of anchors, so there are few such numbers. The padding
-    # repeats an anchor and learns nothing.
+
+    # Pad the number of anchors to one of a few sizes, because a step is compiled for each of them.
+    # The padding repeats an anchor and learns nothing.
     step = max(1, most // SIZES)
     size = max(1, -(-len(possible) // step)) * step
     anchors_N = F.pad(
         possible, (0, size - len(possible)), value=int(possible[-1]) if len(possible) else 1
     )
+
+    # A slot is learned if its token and all tokens between anchor and token have a loss.
     label_NK = anchors_N.unsqueeze(1) + torch.arange(1, num_drafted + 1)
     is_learned_NK = has_loss_S[label_NK].cumprod(1).bool()
     is_learned_NK[len(possible) :] = False
@@ -98,10 +107,10 @@ def draw_blocks(
 def split_blocks(
     batch: Mapping[str, Tensor], anchors_N: Tensor, block_size: int
 ) -> list[tuple[int, int, int, int]]:
-    """Return the chunks of blocks that attend together on a CPU.
+    """Split the blocks of a batch into the chunks that attend together on a CPU.
 
-    They are whole numbers that are computed before the step, so that nothing in the step depends on
-    data.
+    The chunks are plain integers that are computed before the step, so that nothing in the step
+    depends on data.
 
     Args:
         batch: packed rows [B, T].
@@ -112,7 +121,11 @@ def split_blocks(
         For each chunk: the first block, the block after the last, and the first position and the
         end of what the blocks see of the flattened batch.
     """
+    # A block sees its document up to its anchor. The document begins as many positions before the
+    # anchor as the anchor's position says.
     starts_N = anchors_N - batch["position_ids"].flatten()[anchors_N]
+
+    # A chunk sees from the first of its documents to the last of its anchors.
     size = max(1, ROWS // block_size)
     chunks = enumerate(zip(starts_N.split(size), anchors_N.split(size), strict=True))
     return [
@@ -122,7 +135,7 @@ def split_blocks(
 
 
 class BlockObjective(Objective):
-    """The training of a block drafter: target features in, loss sums per drafted position out."""
+    """The objective of a block drafter: computes the loss of many blocks from target features."""
 
     def __init__(
         self,
@@ -162,7 +175,9 @@ class BlockObjective(Objective):
         self.confidence_weight = confidence_weight
 
     def prepare(self, batch: dict[str, Tensor], number: int | None) -> dict[str, object]:
-        """Return the batch with its blocks, which are drawn anew each time that a row is read."""
+        """Add the blocks of a batch to it; they are drawn anew each time that a row is read."""
+        # Each batch of the run has its own seed. The factor is a prime above the usual number of
+        # batches, so that runs with other seeds draw other blocks. Evaluation draws nothing.
         seed = None if number is None else self.seed * 1_000_003 + number
         anchors_N, has_loss_NK = draw_blocks(batch, self.num_anchors, len(self.step_weights), seed)
         return batch | {
@@ -172,11 +187,11 @@ class BlockObjective(Objective):
         }
 
     def count_loss_tokens(self, batch: dict[str, Tensor]) -> Tensor:
-        """Return the number of blocks, by which the loss of a batch is divided."""
+        """Return the number of blocks that learn, by which the loss of a batch is divided."""
         return batch["has_loss"][:, 0].sum()
 
     def read_target(self, target: FrozenTarget, inputs: dict[str, Tensor]) -> dict[str, object]:
-        """Return the target's features, and its distributions where slots predict."""
+        """Return the target's features, and its distributions of the tokens that slots predict."""
         return self.read_target_outputs(
             target,
             inputs,
@@ -202,7 +217,7 @@ class BlockObjective(Objective):
             position_ids: [B, T], positions within the documents.
             anchors: [N], see `draw_blocks`.
             has_loss: [N, K], which slots are learned.
-            spans: see `spans`.
+            spans: see `split_blocks`.
             features: the target's features at all positions.
             soft_targets: the target's distributions before the tokens that slots predict.
             measure: whether to also fill the metrics that cost time.
@@ -287,7 +302,7 @@ class BlockObjective(Objective):
         return total, sums
 
     def compute_row_losses(self, logits_rW: Tensor, targets: Any, k: int) -> tuple[Tensor, Tensor]:
-        """Return losses and metrics of rows, as all objectives do, weighed by D-PACE if it is used.
+        """Return losses and metrics of rows; with D-PACE, weigh each loss by its position.
 
         Args:
             logits_rW: logits of whole blocks.
@@ -299,9 +314,11 @@ class BlockObjective(Objective):
         losses_r, metrics_Mr = super().compute_row_losses(logits_rW, soft, k)
         if self.alpha is None:
             return losses_r, metrics_Mr
+
+        # D-PACE weighs a position by how likely the draft reaches it. The weights take no gradient.
         with torch.no_grad():
-            # Compute the chance of the text's token. It is 0 for a token that is not in the draft
-            # vocabulary.
+            # Compute the draft's probability of the text's token. It is 0 for a token that is not
+            # in the draft vocabulary, whose ids are sorted.
             logits_rW = logits_rW / self.temperature
             ids_W = self.draft.target_ids_W
             index_r = torch.searchsorted(ids_W, token_r).clamp_max(len(ids_W) - 1)
@@ -309,6 +326,7 @@ class BlockObjective(Objective):
                 1
             ) - logits_rW.float().logsumexp(1)
             chance_r = log_q_r.exp() * (ids_W[index_r] == token_r)
+            # The rows are whole blocks of K slots.
             blocks = (-1, len(self.step_weights))
             weights_r = compute_d_pace_weights(
                 chance_r.view(blocks), has_loss_r.view(blocks), self.alpha

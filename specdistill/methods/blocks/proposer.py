@@ -32,18 +32,22 @@ class BlockProposer(FeatureProposer[BlockDraft]):
 
     def __init__(self, draft: BlockDraft) -> None:
         super().__init__(draft)
+        # Slots that see each other draft other tokens in a wider block.
         self.depends_on_width = not draft.config.is_causal
         self.settings = {"block_size": draft.config.block_size}
 
     def count_passes(self, k: int) -> int:
+        """Return the draft's passes in a round: one, however many tokens are drafted."""
         return 1 if k else 0
 
     def propose(
         self, state: DecodingState, k: int, sampling: Sampling, generators: Generators
     ) -> list[Proposal]:
+        """Draft a chain of up to k tokens for each row, from one pass over a block."""
         slots = self._block(state, k, key="eval.num_speculative_tokens")
 
         def next_logits(step: int, index_B: Tensor | None) -> Tensor:
+            """Return the logits [B, W] of a slot, corrected by the token drafted before it."""
             return slots.next(
                 step, None if index_B is None else self.map_to_target(index_B).unsqueeze(1)
             )[:, 0]
@@ -53,21 +57,29 @@ class BlockProposer(FeatureProposer[BlockDraft]):
     def propose_tree(
         self, state: DecodingState, shape: TreeShape, sampling: Sampling, generators: Generators
     ) -> list[Proposal]:
+        """Draft a tree for each row, from one pass over a block; a slot is a level of the tree."""
         slots = self._block(state, shape.depth, key="eval.tree.depth")
         levels = itertools.count(1)
 
         def expand(index_BT: Tensor, rows_BT: Tensor) -> Tensor:
+            """Return the logits [B, T, W] after the T nodes of the next level.
+
+            Args:
+                index_BT: the tokens of the nodes, as indices among the draft's W tokens.
+                rows_BT: the parent of each node, as an index into the level before.
+            """
             slots.follow(rows_BT)
             return slots.next(next(levels), self.map_to_target(index_BT))
 
+        # The first slot gives the candidates of the first level.
         logits_B1W = slots.next(0, None)
         drafts = shape.grow(logits_B1W[:, 0], expand, sampling, generators)
         return [self.build_proposal(index_N, probs_NW, tree) for index_N, tree, probs_NW in drafts]
 
     def _block(self, state: DecodingState, k: int, *, key: str) -> "_Slots":
-        """Run the pass over the block of each row.
+        """Run the draft once over a block for each row, and return the slots that predict.
 
-        Before it, what was committed since the last pass is added to the cache.
+        The positions that were committed since the last pass enter the cache first.
 
         Args:
             state: the sequences.
@@ -84,11 +96,16 @@ class BlockProposer(FeatureProposer[BlockDraft]):
                 got=f"{k} with a draft of blocks of {config.block_size}",
                 expected=f"at most {config.num_drafted}",
             )
+
+        # Add keys and values of the fresh positions to the cache.
         counts = state.num_fresh
         committed = self.count_committed(state)
         self.draft.remember(
             state.fresh.first(max(counts)), self.cache.begin_chain(counts), self.cache
         )
+
+        # Run the draft over one block per row, which begins at the last token of the row. Then
+        # forget the keys and values of the block.
         anchor_ids_B = torch.tensor([ids[-1] for ids in state.token_ids], device=self.device)
         rotary = self.cache.begin_chain(
             [k + config.first_slot] * len(counts), is_causal=config.is_causal
@@ -99,9 +116,10 @@ class BlockProposer(FeatureProposer[BlockDraft]):
 
 
 class _Slots:
-    """A block after its pass, which gives the logits slot by slot, corrected by the tokens before.
+    """The predicting slots of a block after its pass, read one slot at a time.
 
-    It does so for one node of each row, or for T nodes of each row's tree.
+    The logits of a slot are corrected by the token drafted before it, if the draft has a
+    correction. They are computed for one token of each row, or for T nodes of each row's tree.
     """
 
     def __init__(self, draft: BlockDraft, hidden_BKH: Tensor, anchor_ids_B: Tensor) -> None:
@@ -114,7 +132,7 @@ class _Slots:
         )
 
     def follow(self, rows_BT: Tensor) -> None:
-        """Continue with the nodes of the next level.
+        """Give each node of the next level the state of its parent.
 
         Args:
             rows_BT: the parent of each node, as an index into the level before.
@@ -122,12 +140,13 @@ class _Slots:
         self.state_BTE = None if self.state_BTE is None else gather_nodes(self.state_BTE, rows_BT)
 
     def next(self, slot: int, token_BT: Tensor | None) -> Tensor:
-        """Return the logits [B, T, W] of a slot.
+        """Return the logits [B, T, W] of a slot, given the tokens drafted before it.
 
         Args:
-            slot: the slot.
+            slot: the index of the slot among those that predict.
             token_BT: the tokens drafted in the slot before; None: the anchor.
         """
+        # All T nodes of a level share the slot's logits and hidden state.
         draft = self.draft
         previous_BT = self.previous_B1 if token_BT is None else token_BT
         logits_BTW, hidden_BTH = (
@@ -136,6 +155,8 @@ class _Slots:
         )
         if draft.markov_head is None:
             return logits_BTW
+
+        # Add the correction of rank E by the token before.
         assert self.state_BTE is not None
         correction_BTE, _, self.state_BTE = draft.markov_head.step(
             hidden_BTH, previous_BT, self.state_BTE

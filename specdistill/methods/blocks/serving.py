@@ -20,6 +20,7 @@ from specdistill.serving.engines.loader import (
 )
 from specdistill.serving.engines.vllm import build_speculators_config
 
+# What some engines cannot express: (what the draft has, a test for it, what it must have instead).
 PRUNED_VOCABULARY_LIMIT = Limit(
     "a pruned vocabulary",
     lambda draft: draft.draft_vocab_size < draft.vocab_size,
@@ -45,6 +46,8 @@ CAUSALITY = Limit(
     lambda draft: draft.is_causal != (draft.sliding_window is not None),
     "a window exactly where slots are causal: SGLang goes by that alone",
 )
+# The tensors that vLLM loads for a block drafter. All layers have the same ones: Llama's, and norms
+# of query and key heads.
 SLOTS = (
     Slot("fc.weight", "H A*D"),
     Slot("hidden_norm.weight", "H"),
@@ -62,6 +65,7 @@ SLOTS = (
     Slot("d2t", "W", "pruned"),
 )
 NESTED_CONFIG_KEY = "dflash_config"
+# The keys of config.json that vLLM reads, in the order in which it looks for them.
 SETTINGS = {
     **LLAMA_SETTINGS,
     "draft_vocab_size": Setting(("draft_vocab_size", "vocab_size")),
@@ -83,7 +87,15 @@ def build_vllm_loader(
     ignored: tuple[str, ...] = (),
     limits: tuple[Limit, ...] = (),
 ) -> Loader:
-    """Return vLLM's loader for the layout of a method's authors."""
+    """Describe how vLLM loads a block drafter in the layout of the method's authors.
+
+    Args:
+        *slots: tensors that the method has in addition to `SLOTS`.
+        architecture: the name in config.json that leads to this loader.
+        settings: keys of config.json that vLLM reads for this method in addition to `SETTINGS`.
+        ignored: parts of names of tensors that vLLM leaves alone, besides `t2d`.
+        limits: what vLLM's code cannot express.
+    """
     return Loader(
         architectures=frozenset({architecture}),
         slots=(*SLOTS, *slots),
@@ -97,17 +109,24 @@ def build_vllm_loader(
 
 
 def build_speculators_layout(kind: str, architecture: str) -> Layout:
-    """Return the layout of a folder of speculators.
+    """Describe the folder of a block drafter in the layout of the speculators library.
 
-    From it vLLM takes the target and how many tokens to draft.
+    Such a folder also names the target and the number of draft tokens, which vLLM reads from it.
+
+    Args:
+        kind: the `speculators_model_type` of the method.
+        architecture: the name of the architecture in config.json.
     """
 
     def config(export: HeadExport) -> dict[str, object]:
+        """Return the config.json: the method's keys at the top level, a Llama's keys nested."""
+        # Speculators has other keys for causality and layers, which are added below.
         method_keys = {
             name: value
             for name, value in export.llama[NESTED_CONFIG_KEY].items()
             if name not in ("is_causal", "causal", "target_layer_ids")
         }
+        # All other keys describe the layers.
         layers = {
             name: value
             for name, value in export.llama.items()

@@ -36,6 +36,7 @@ class DSparkRecipe(BlockRecipe):
 
     @property
     def num_positions(self) -> int:
+        """The drafted positions of a block: all slots, because the anchor's slot predicts too."""
         return self.draft.block_size
 
 
