@@ -58,11 +58,13 @@ FIXED_SETTINGS = {
 
 def save_eagle3(draft: Eagle3Draft, folder: Path) -> None:
     """Write a head into a folder; `load_eagle3` reads it back bit for bit."""
+    # SpecForge and SGLang call the first layer `midlayer`.
     tensors = {
         name.replace("layers.0.", "midlayer."): tensor
         for name, tensor in draft.state_dict().items()
         if name not in {*draft.shared, "d2t"}
     }
+    # Only a pruned vocabulary has maps.
     if draft.config.prunes_vocabulary:
         tensors |= checkpoint.build_vocabulary_maps(draft.d2t.cpu(), draft.config.vocab_size)
     checkpoint.write_draft(
@@ -172,18 +174,23 @@ def export_eagle3(
     Raises:
         UserError: before anything is written, for what the engine cannot express.
     """
+    # Check the head, and that the engine can express it. Without the target, an embedding in the
+    # file could be a copy of the target's; it then counts as the head's own.
     config, tensors = check_eagle3(
         draft, checkpoint.read_tensors(draft, "draft"), target, key="draft", name=draft
     )
     if target is None and EMBEDDING in tensors and config.hidden_size == config.target_hidden_size:
-        # Without the target nothing shows whether it is a copy.
         config = dataclasses.replace(config, own_embedding=True)
     layout.check(engine, config, draft)
+
+    # Add what the engines expect in the file: an LM head, and both maps of a pruned vocabulary.
     dtype = checkpoint.choose_stored_dtype(tensors.values())
     if HEAD not in tensors:
         tensors[HEAD] = require_target(target, f"{draft} has no {HEAD}").tensor(HEAD).to(dtype)
     if config.prunes_vocabulary:
         tensors |= checkpoint.build_vocabulary_maps(tensors["d2t"], config.vocab_size)
+
+    # Write the head, with the engine's name for the first layer.
     head = HeadExport(checkpoint.write_shape(config, dtype), config, target, num_speculative_tokens)
     renamed = {
         name.replace("layers.0.", layout.first_layer): tensor for name, tensor in tensors.items()
@@ -192,7 +199,11 @@ def export_eagle3(
 
 
 def write_eagle3_config(config: Eagle3Config, dtype: torch.dtype) -> dict[str, object]:
-    """Return the config.json of `LlamaForCausalLMEagle3`, with the target's number of layers."""
+    """Return the config.json of a head in the layout that SpecForge and SGLang share.
+
+    In addition it states the target's number of layers.
+    """
+    # `build_head_config` is that of exports. It needs no target and no K for this layout.
     head = HeadExport(
         checkpoint.write_shape(config, dtype), config, target=None, num_speculative_tokens=0
     )
@@ -207,7 +218,7 @@ def write_eagle3_config(config: Eagle3Config, dtype: torch.dtype) -> dict[str, o
 def read_eagle3_config(raw: RawConfig, target_num_layers: int | None, key: str) -> Eagle3Config:
     """Read a head's config from its config.json, in any of the layouts.
 
-    It is the inverse of `write_eagle3_config`. Absent keys have the defaults that engines assume.
+    This is the inverse of `write_eagle3_config`. Absent keys have the defaults that engines assume.
 
     Args:
         raw: the content of config.json.
@@ -219,14 +230,16 @@ def read_eagle3_config(raw: RawConfig, target_num_layers: int | None, key: str) 
         UserError: if the number of the target's layers is not known, as `read_shape`, and for
             settings that a head cannot have or that contradict each other.
     """
+    # Bring the keys of all layouts to the top level. speculators nests a Llama's keys in
+    # `transformer_layer_config`, and vLLM nests all keys in `model`.
     layer = checkpoint.read_speculators_layers(raw, "eagle3", key)
     if layer:
         raw = {"norm_before_residual": True, **layer, **raw}
     else:
-        # vLLM nests the keys in `model`.
         raw = raw.get("model") or raw
 
-    # Some layouts nest the keys of EAGLE-3, and none of them may contradict another.
+    # Some layouts nest the keys of EAGLE-3 in `eagle_config`. Of ModelOpt's many switches there,
+    # only the usual values are supported.
     nested = read_stated(raw, "eagle_config", dict[str, Any], key) or {}
     checkpoint.check_settings(nested, FIXED_SETTINGS, key, what=DESCRIPTION)
     num_layers = raw.get("num_target_layers") or target_num_layers
@@ -237,7 +250,8 @@ def read_eagle3_config(raw: RawConfig, target_num_layers: int | None, key: str) 
             expected="the target: the draft's config.json does not say how deep it is",
         )
 
-    # The shape is that of a Llama. The rest are the head's own switches.
+    # Read the shape, which is that of a Llama, and the head's own sizes and switches. A switch may
+    # have two names.
     shape = checkpoint.read_shape(raw, key, what=DESCRIPTION)
     config = Eagle3Config(
         **vars(shape),
@@ -260,11 +274,19 @@ def read_eagle3_config(raw: RawConfig, target_num_layers: int | None, key: str) 
 def _read_aux_layers(
     raw: RawConfig, nested: RawConfig, num_layers: int, key: str
 ) -> tuple[int, ...]:
-    """Return the layers of the target after which the head reads.
+    """Return the layers of the target that a head reads, counted as "after L layers".
+
+    Args:
+        raw: the content of config.json.
+        nested: its section `eagle_config`.
+        num_layers: how many layers the target has.
+        key: the recipe key that errors name.
 
     Raises:
         UserError: if two places of the config do not agree.
     """
+    # The layers may be stated at the top level and in `eagle_config`, which counts L - 1. If both
+    # state them, they must agree. If none does, engines assume the default layers.
     top_level, inner = (
         read_stated(keys, AUX_LAYERS, list[int], key) or () for keys in (raw, nested)
     )
@@ -276,6 +298,8 @@ def _read_aux_layers(
             expected="the same layers: the nested list counts one less",
         )
     (layers,) = places or {tuple(choose_aux_layers(num_layers))}
+
+    # Some files also state the number of layers.
     count = raw.get("num_aux_hidden_states")
     if count is not None and count != len(layers):
         raise UserError(
