@@ -28,10 +28,10 @@ HeadT = TypeVar("HeadT", bound=Head)
 
 
 class Repair(NamedTuple):
-    """A likely cause of low acceptance, and a function that repairs it in a draft."""
+    """A likely cause of low acceptance, and a function that repairs a draft with this cause."""
 
     cause: str
-    revert: Callable[[Any], None]
+    apply: Callable[[Any], None]
 
 
 class ChainAdvice(Advice[HeadT]):
@@ -64,7 +64,7 @@ def repair_copies(
     # Every repair gets a fresh copy of the memo, because deepcopy adds to it.
     for repair in repairs:
         repaired = copy.deepcopy(draft, dict(shared))
-        repair.revert(repaired)
+        repair.apply(repaired)
         yield repair.cause, repaired
 
 
@@ -98,8 +98,8 @@ def find_shape_causes(draft: DraftModule, target: FrozenTarget) -> Iterator[Repa
     scaling = None if rope.get("rope_type", "default") == "default" else rope
     if theta is not None and (float(theta), scaling) != (config.rope_theta, config.rope_scaling):
         yield Repair(
-            f"its rotary base (rope_theta) is {config.rope_theta:g}: it was trained with the"
-            f" target's, {theta:g}",
+            f"the draft's rotary base (rope_theta) is {config.rope_theta:g}, but the draft was"
+            f" trained with the target's, {theta:g}",
             partial(configure, fields={"rope_theta": float(theta), "rope_scaling": scaling}),
         )
 
@@ -113,8 +113,8 @@ def find_shape_causes(draft: DraftModule, target: FrozenTarget) -> Iterator[Repa
     key_size = config.num_key_value_heads * config.head_dim
     if size != config.head_dim and query_size % size == 0 and key_size % size == 0:
         cause = (
-            f"its heads are of {config.head_dim} (num_attention_heads"
-            f" {config.num_attention_heads}): it was trained with {size}"
+            f"the draft's attention heads have the size {config.head_dim} (num_attention_heads"
+            f" {config.num_attention_heads}), but the draft was trained with the size {size}"
         )
         fields = {
             "head_dim": size,

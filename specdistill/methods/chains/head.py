@@ -119,21 +119,21 @@ def _check_target(target: FrozenTarget, rope: Mapping[str, object]) -> None:
     """Raise UserError if a target has no RMS norms, rotary embedding or plain embedding table."""
     # Sizes that the target's config must state.
     source = target.config
-    lacking = []
+    missing = []
     for name in ("num_attention_heads", "num_key_value_heads", "rms_norm_eps", "intermediate_size"):
         kind = float if name == "rms_norm_eps" else int
         if not isinstance(read_size(source, name), kind):
-            lacking.append(name)
+            missing.append(name)
 
     # The head copies the embedding table. A factorized or padded one has another shape.
     embedding = target.tensor("embed_tokens.weight").shape
     if embedding != (target.vocab_size, target.hidden_size):
-        lacking.append("an embedding of its vocabulary and hidden size")
+        missing.append("an embedding of its vocabulary and hidden size")
 
     # The head's layers rotate queries and keys as the target's do.
     has_rope = rope.get("rope_theta") is not None and rope.get("rope_type", "default") in ROPE_TYPES
-    if lacking or not has_rope:
-        what = f"without {' and '.join(lacking)}" if lacking else f"with rope_parameters {rope}"
+    if missing or not has_rope:
+        what = f"without {' and '.join(missing)}" if missing else f"with rope_parameters {rope}"
         raise UserError(
             "target.model",
             got=f"{target.name}, a {source.model_type} {what}",
@@ -150,10 +150,11 @@ def count_parameters(head: DraftModule, once_per_round: Set[str] = frozenset()) 
     """
     # A step reads a few rows of the embedding table, which count as nothing.
     sizes = {name: parameter.numel() for name, parameter in head.named_parameters()}
-    copied = sum(sizes[name] for name in head.shared)
-    unread = {"embed_tokens.weight", *once_per_round}
-    read = sum(size for name, size in sizes.items() if name not in unread)
-    return ParameterCounts(sum(sizes.values()) - copied, read, head.config.num_layers, copied)
+    num_copied = sum(sizes[name] for name in head.shared)
+    not_counted = {"embed_tokens.weight", *once_per_round}
+    num_read = sum(size for name, size in sizes.items() if name not in not_counted)
+    num_own = sum(sizes.values()) - num_copied
+    return ParameterCounts(num_own, num_read, head.config.num_layers, num_copied)
 
 
 def build_initialized(build: Callable[[], T], seed: int) -> T:
@@ -181,7 +182,7 @@ def create_or_load(
     target: FrozenTarget,
     build: Callable[..., T],
     load: Callable[..., T],
-    longest: str = "",
+    chain_length_key: str = "",
     rows: Dataset | None = None,
 ) -> T:
     """Return the draft of a recipe before its first step: fresh, or loaded from `draft.init`.
@@ -191,8 +192,8 @@ def create_or_load(
         target: the target.
         build: a function (target, seed=, and keys of `draft:`) -> a fresh draft.
         load: a function (folder, target, key=) -> a trained draft.
-        longest: the key of `draft:` that says how many positions a chain has. They must fit into
-            the sliding window of the draft, if it has one. Empty for no check.
+        chain_length_key: the key of `draft:` that says how many positions a chain has. They must
+            fit into the sliding window of the draft, if it has one. Empty for no check.
         rows: training data, by which a draft vocabulary is chosen; None for a draft without one.
 
     Raises:
@@ -213,9 +214,10 @@ def create_or_load(
                 rows, target.vocab_size, settings.vocab_size
             )
         head = build(target, seed=recipe.seed, **options)
-    if longest:
+    if chain_length_key:
         config: Any = head.config
-        check_window(config, getattr(settings, longest), key=f"draft.{longest}")
+        chain_length = getattr(settings, chain_length_key)
+        check_window(config, chain_length, key=f"draft.{chain_length_key}")
     return head
 
 

@@ -178,7 +178,7 @@ class ChainAttention(torch.autograd.Function):
         # Add the gradients of the chain's entries: ds_j = p_j (do v_j - do o), from which follow
         # dq += ds_j k_j, dk_j = ds_j q and dv_j = p_j do. A key or value of a group is shared by n
         # query heads, so its gradient is summed over them.
-        of_steps = [dk_SGd, dv_SGe]
+        step_grads = [dk_SGd, dv_SGe]
         q, g, dq = (_group_heads(x, key) for x in (query, grad, dq_SNd))
         row_sums = (g * _group_heads(output, key)).sum(-1, keepdim=True)
         for p, k, v in zip(weights[1:], chain[::2], chain[1::2], strict=True):
@@ -188,10 +188,10 @@ class ChainAttention(torch.autograd.Function):
                 * query.shape[-1] ** -0.5
             )
             dq = dq + ds * k.unsqueeze(2)
-            of_steps += [(ds * q).sum(2).to(k.dtype), (p * g).sum(2).to(v.dtype)]
+            step_grads += [(ds * q).sum(2).to(k.dtype), (p * g).sum(2).to(v.dtype)]
 
         # Lengths, longest and window have no gradient.
-        return dq.flatten(1, 2).to(query.dtype), None, None, None, *of_steps
+        return dq.flatten(1, 2).to(query.dtype), None, None, None, *step_grads
 
 
 def _group_heads(x_SNd: Tensor, key_SGd: Tensor) -> Tensor:
@@ -249,7 +249,7 @@ class TrainingTimeTest(Objective):
         features: Features,
         soft_targets: SoftTargets,
         measure: bool = False,
-        **unread: object,  # the batch's other columns
+        **other_columns: object,
     ) -> tuple[Tensor, StepSums]:
         """Unroll the head over packed rows [B, T] and compute the loss of all steps.
 
@@ -266,11 +266,55 @@ class TrainingTimeTest(Objective):
             soft_targets: the target's distributions before the loss tokens.
             measure: whether to also fill the metrics that cost time (correct tokens, acceptance and
                 chains).
-            **unread: the other columns of the batch.
+            **other_columns: columns of the batch that are not read.
 
         Returns:
             The weighted sum of the losses of all steps over all loss tokens, not divided yet, and
             the sums of each step.
+        """
+        # Run the head K times. Row r of step k is its output before the loss token r.
+        rows_KRH, has_loss_KR, feature_error = self._unroll(
+            input_ids,
+            position_ids,
+            loss_positions,
+            cumulative_lengths,
+            longest,
+            features,
+            soft_targets,
+        )
+
+        # Compute the loss of all steps together.
+        total, metrics_MKR = compute_head_loss(
+            rows_KRH,
+            has_loss_KR * self.step_weights.unsqueeze(1),
+            self.draft.logits,
+            partial(soft_targets.at, measure=measure),
+            self.compute_row_losses,
+        )
+
+        # Sum the metrics of each step, and along each chain.
+        by_chain = partial(_move_to_roots, loss_positions, position_ids.numel())
+        sums = StepSums.from_losses(has_loss_KR, *(metrics_MKR * has_loss_KR), by_chain=by_chain)
+        return total + self.feature_weight * feature_error, sums
+
+    def _unroll(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        loss_positions: Tensor,
+        cumulative_lengths: Tensor,
+        longest: int,
+        features: Features,
+        soft_targets: SoftTargets,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Run the head K times, each time on its own hidden states of the step before.
+
+        The arguments are those of `forward`.
+
+        Returns:
+            The head's output before each loss token [K, R, H], which loss tokens count in each step
+            [K, R], and the weighted error of the predicted features, a scalar (0 if it has no
+            weight).
         """
         shape = self.draft.config
         kv_cache = UnrollKVCache(
@@ -285,7 +329,7 @@ class TrainingTimeTest(Objective):
         # Run the steps, and collect the head's output before each loss token.
         rows = []
         has_loss = []
-        errors = hidden.new_zeros((), dtype=torch.float32)
+        feature_error = hidden.new_zeros((), dtype=torch.float32)
         for k in range(self.num_steps):
             # Step k reads the token that step k - 1 predicted, here the true one, and its own
             # state.
@@ -296,36 +340,27 @@ class TrainingTimeTest(Objective):
             if self.feature_weight:
                 # Compare the hidden state that the head returned with the target's feature 1 + k
                 # positions on: a mean over H, summed over the loss tokens.
-                pair_RH = (
-                    gather_before(hidden, loss_positions, 2 + k).float(),
-                    soft_targets.hidden_RD.float(),
-                )
-                error_R = F.smooth_l1_loss(*pair_RH, reduction="none").mean(-1)
-                errors = errors + self.step_weights[k] * (error_R * has_loss[k]).sum()
+                predicted_RH = gather_before(hidden, loss_positions, 2 + k).float()
+                target_RH = soft_targets.hidden_RD.float()
+                error_R = F.smooth_l1_loss(predicted_RH, target_RH, reduction="none").mean(-1)
+                step_error = self.step_weights[k] * (error_R * has_loss[k]).sum()
+                feature_error = feature_error + step_error
+        return torch.stack(rows), torch.stack(has_loss).float(), feature_error
 
-        # Compute the loss of all steps together.
-        rows_KRH = torch.stack(rows)
-        has_loss_KR = torch.stack(has_loss).float()
-        total, metrics_MKR = compute_head_loss(
-            rows_KRH,
-            has_loss_KR * self.step_weights.unsqueeze(1),
-            self.draft.logits,
-            partial(soft_targets.at, measure=measure),
-            self.compute_row_losses,
-        )
 
-        def by_chain(values_KR: Tensor) -> Tensor:
-            """Move each loss token's value to the root of its chain; all other values are 0.
+def _move_to_roots(loss_positions: Tensor, num_positions: int, values_KR: Tensor) -> Tensor:
+    """Move the value of each loss token to the root of its chain; all other values are 0.
 
-            The root is 2 + k positions before the token that step k predicts.
-            """
-            roots_KR = torch.stack(
-                [loss_positions - 2 - k for k in range(self.num_steps)]
-            ).clamp_min(0)
-            return values_KR.new_zeros(self.num_steps, position_ids.numel()).scatter_add(
-                1, roots_KR, values_KR
-            )
+    The root is 2 + k positions before the token that step k predicts.
 
-        return total + self.feature_weight * errors, StepSums.from_losses(
-            has_loss_KR, *(metrics_MKR * has_loss_KR), by_chain=by_chain
-        )
+    Args:
+        loss_positions: [R], positions of the loss tokens in the flattened rows.
+        num_positions: S, all positions of the rows. Each is the root of a chain.
+        values_KR: a value for each step and loss token.
+
+    Returns:
+        The values by root, [K, S].
+    """
+    num_steps = len(values_KR)
+    roots_KR = torch.stack([loss_positions - 2 - k for k in range(num_steps)]).clamp_min(0)
+    return values_KR.new_zeros(num_steps, num_positions).scatter_add(1, roots_KR, values_KR)

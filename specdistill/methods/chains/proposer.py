@@ -63,13 +63,15 @@ class CompiledSteps:
         hidden[:, :count] = hidden_1TH
 
         # A CUDA graph may only write to buffers whose address does not change.
-        for buffer in self.cache.buffers if device.type == "cuda" else ():
-            torch._dynamo.mark_static_address(buffer)
+        if device.type == "cuda":
+            for buffer in self.cache.buffers:
+                torch._dynamo.mark_static_address(buffer)
 
         # Run the graph. Numbers are passed as tensors: a graph would be made for each plain number.
         # Then forget the padding.
         (length,) = self.cache.lengths
-        num_cached, last = (torch.tensor(number, device=device) for number in (length, count - 1))
+        num_cached = torch.tensor(length, device=device)
+        last = torch.tensor(count - 1, device=device)
         logits_1W, next_hidden_1H = self._graph(ids, hidden, num_cached, last)
         self.cache.truncate([length + count])
         return logits_1W, next_hidden_1H
@@ -91,9 +93,8 @@ class CompiledSteps:
         rotary, slots = self.cache.begin_graph(num_cached, ids_1T.shape[1])
         normed, next_hidden = self.head(ids_1T, hidden_1TH, rotary, slots)
         # Of both outputs [1, T, H], only the last position is needed.
-        normed_1H, next_hidden_1H = (
-            x.index_select(1, last.unsqueeze(0)).squeeze(1) for x in (normed, next_hidden)
-        )
+        normed_1H = normed.index_select(1, last.unsqueeze(0)).squeeze(1)
+        next_hidden_1H = next_hidden.index_select(1, last.unsqueeze(0)).squeeze(1)
         return self.logits(normed_1H), next_hidden_1H
 
 
@@ -133,7 +134,7 @@ class HeadProposer(FeatureProposer[Head]):
         """Draft a chain of up to k tokens for each row, one pass of the head for each token."""
         check_window(self.draft.config, k, key="eval.num_speculative_tokens")
         # The first pass reads what was committed since the last round.
-        next_ids, hidden, committed = self._select_fresh(state)
+        next_ids, hidden, num_committed = self._gather_fresh(state)
         counts = state.num_fresh
 
         def next_logits(step: int, index_B: Tensor | None) -> Tensor:
@@ -142,13 +143,13 @@ class HeadProposer(FeatureProposer[Head]):
             if index_B is not None:
                 next_ids = self.map_to_target(index_B).unsqueeze(1)
                 counts = [1] * len(counts)
-            logits_BW, hidden_BH = self._step(next_ids, hidden, counts, 1 + k)
+            logits_BW, hidden_BH = self._run_head(next_ids, hidden, counts, 1 + k)
             hidden = hidden_BH.unsqueeze(1)
             return logits_BW
 
         proposals = self.chains(k, sampling, generators, next_logits)
         # At drafted positions the head read its own states, so these positions are forgotten.
-        self.cache.truncate(committed)
+        self.cache.truncate(num_committed)
         return proposals
 
     def propose_tree(
@@ -158,10 +159,10 @@ class HeadProposer(FeatureProposer[Head]):
         check_window(self.draft.config, shape.depth, key="eval.tree.depth")
         # The first pass reads what was committed since the last round, and gives the candidates of
         # the first level. It runs without graphs.
-        next_ids, hidden, committed = self._select_fresh(state)
-        logits_BW, hidden_BH = self._step(next_ids, hidden, state.num_fresh, 0)
+        next_ids, hidden, num_committed = self._gather_fresh(state)
+        logits_BW, hidden_BH = self._run_head(next_ids, hidden, state.num_fresh, 0)
         hidden_BTH = hidden_BH.unsqueeze(1)
-        step = TreePass.begin_at_root(committed, self.device)
+        tree_pass = TreePass.begin_at_root(num_committed, self.device)
 
         def expand(index_BT: Tensor, rows_BT: Tensor) -> Tensor:
             """Return the logits [B, T, W] after the T nodes of the next level.
@@ -170,22 +171,22 @@ class HeadProposer(FeatureProposer[Head]):
                 index_BT: the tokens of the nodes, as indices among the draft's W tokens.
                 rows_BT: the parent of each node, as an index into the level before.
             """
-            nonlocal hidden_BTH, step
+            nonlocal hidden_BTH, tree_pass
             # A node sees its ancestors, and reads the hidden state that its parent returned.
-            step = step.add_level(rows_BT)
-            rotary = self.cache.begin_level(step)
-            above_BTH = gather_nodes(hidden_BTH, rows_BT)
+            tree_pass = tree_pass.add_level(rows_BT)
+            rotary = self.cache.begin_level(tree_pass)
+            parent_hidden_BTH = gather_nodes(hidden_BTH, rows_BT)
             normed, hidden_BTH = self.draft(
-                self.map_to_target(index_BT), above_BTH, rotary, self.cache
+                self.map_to_target(index_BT), parent_hidden_BTH, rotary, self.cache
             )
             return self.draft.logits(normed)
 
         # Grow the trees level by level, then forget all drafted positions.
         drafts = shape.grow(logits_BW, expand, sampling, generators)
-        self.cache.truncate(committed)
+        self.cache.truncate(num_committed)
         return [self.build_proposal(index_N, probs_NW, tree) for index_N, tree, probs_NW in drafts]
 
-    def _step(
+    def _run_head(
         self, next_ids_BT: Tensor, hidden_BTH: Tensor, counts: Sequence[int], width: int
     ) -> tuple[Tensor, Tensor]:
         """Run the head once; return logits [B, W] and next hidden state [B, H] of each row.
@@ -209,7 +210,7 @@ class HeadProposer(FeatureProposer[Head]):
         )
         return self.draft.logits(gather_last(normed, counts)), gather_last(next_hidden, counts)
 
-    def _select_fresh(self, state: DecodingState) -> tuple[Tensor, Tensor, list[int]]:
+    def _gather_fresh(self, state: DecodingState) -> tuple[Tensor, Tensor, list[int]]:
         """Return the head's input for the positions committed since the last round.
 
         Returns:
@@ -217,10 +218,10 @@ class HeadProposer(FeatureProposer[Head]):
             positions of each row in all.
         """
         # A head reads pairs (x_{t+1}, g_t) of a token and the features before it. The features g_t
-        # exist for t < committed, so the next tokens are the last ones of each row.
+        # exist for t < num_committed, so the next tokens are the last ones of each row.
         counts = state.num_fresh
-        committed = self.count_committed(state)
+        num_committed = self.count_committed(state)
         next_ids = pad_rows(
             [ids[-count:] for ids, count in zip(state.token_ids, counts, strict=True)], self.device
         )
-        return next_ids, self.draft.fuse(state.fresh.first(max(counts))), committed
+        return next_ids, self.draft.fuse(state.fresh.first(max(counts))), num_committed
