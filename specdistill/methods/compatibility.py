@@ -137,9 +137,13 @@ def find_mismatches(
     """
     # Compare config.json with the weights and with itself. Some layouts nest the keys of the model
     # in a section of config.json.
-    inner: RawConfig = next((config[part] for part in NESTED_SECTIONS if config.get(part)), config)
-    yield from _check_dtype(config, inner, tensors)
-    contradiction = find_contradiction(inner)
+    model_config = config
+    for section in NESTED_SECTIONS:
+        if config.get(section):
+            model_config = config[section]
+            break
+    yield from _check_dtype(config, model_config, tensors)
+    contradiction = find_contradiction(model_config)
     if contradiction:
         yield problem(f"config.json says {contradiction}", READERS)
 
@@ -149,53 +153,54 @@ def find_mismatches(
         yield from _check_maps(tensors, shape)
     if target is None:
         return
+    vocab_size = model_config.get("vocab_size")
     if not METHODS[method].standalone:
-        yield from _compare_rope(inner, shape, target)
-    elif inner.get("vocab_size") != target.vocab_size and not options.get("heterogeneous_vocab"):
+        yield from _compare_rope(model_config, shape, target)
+    elif vocab_size != target.vocab_size and not options.get("heterogeneous_vocab"):
         yield warning(
-            f"the draft's vocabulary is {inner.get('vocab_size')} wide, the target's"
+            f"the draft's vocabulary is {vocab_size} wide, the target's"
             f" {target.vocab_size}: the same tokens, padded",
             "engines need the same width; training from the draft (draft.init) gives it that",
         )
 
     # Compare the longest sequences that both can read.
-    own_length = (
+    draft_length = (
         shape.max_position_embeddings
         if isinstance(shape, HeadShape)
-        else inner.get("max_position_embeddings")
+        else model_config.get("max_position_embeddings")
     )
-    length = target.text_config.get("max_position_embeddings")
-    if own_length is not None and length is not None and own_length < length:
+    target_length = target.text_config.get("max_position_embeddings")
+    if draft_length is not None and target_length is not None and draft_length < target_length:
         yield warning(
-            f"the draft's context (max_position_embeddings) is {own_length:,} tokens, the target's"
-            f" {length:,}",
+            f"the draft's context (max_position_embeddings) is {draft_length:,} tokens, the"
+            f" target's {target_length:,}",
             "beyond that, engines stop drafting or use positions that were never trained; train"
             " from this draft (draft.init) with a larger data.max_length",
         )
 
 
 def _check_dtype(
-    config: RawConfig, inner: RawConfig, tensors: Mapping[str, Tensor]
+    config: RawConfig, model_config: RawConfig, tensors: Mapping[str, Tensor]
 ) -> Iterator[Finding]:
     """Yield a warning if config.json names another dtype than the weights have.
 
     Quantized drafts are not compared, because their weights have integer dtypes.
     """
     # Collect the dtypes of the weights as config.json writes them, such as `bfloat16`.
-    in_weights = {
+    weight_dtypes = {
         str(tensor.dtype).removeprefix("torch.")
         for tensor in tensors.values()
         if tensor.is_floating_point()
     }
     # Read the dtype at the top level first. If a draft is a layer of its target (mtp), the nested
     # section describes the target, which may have another dtype.
-    part = config if config.get("dtype") or config.get("torch_dtype") else inner
-    in_config = {part[name] for name in ("dtype", "torch_dtype") if part.get(name)}
-    is_quantized = config.get("quantization_config") or inner.get("quantization_config")
-    if in_weights and in_config - in_weights and not is_quantized:
+    section = config if config.get("dtype") or config.get("torch_dtype") else model_config
+    stated_dtypes = {section[name] for name in ("dtype", "torch_dtype") if section.get(name)}
+    is_quantized = config.get("quantization_config") or model_config.get("quantization_config")
+    if weight_dtypes and stated_dtypes - weight_dtypes and not is_quantized:
         yield warning(
-            f"config.json says {' and '.join(sorted(in_config))}, the weights are"
-            f" {' and '.join(sorted(in_weights))}",
+            f"config.json says {' and '.join(sorted(stated_dtypes))}, the weights are"
+            f" {' and '.join(sorted(weight_dtypes))}",
             "engines load the weights in config.json's dtype; if that is not intended, correct"
             " dtype there",
         )
@@ -216,11 +221,8 @@ def _check_maps(tensors: Mapping[str, Tensor], shape: FeatureShape) -> Iterator[
 
     # Check d2t by itself: its tokens must ascend within the target's vocabulary.
     target_ids = torch.arange(num_tokens) + d2t
-    if (
-        target_ids[0] < 0
-        or target_ids[-1] >= shape.vocab_size
-        or bool((target_ids.diff() <= 0).any())
-    ):
+    is_inside = target_ids[0] >= 0 and target_ids[-1] < shape.vocab_size
+    if not is_inside or bool((target_ids.diff() <= 0).any()):
         yield problem(
             "d2t does not lead to ascending tokens of the target",
             f"make it offsets to ids from 0 to {shape.vocab_size - 1}",
@@ -249,7 +251,7 @@ def _check_maps(tensors: Mapping[str, Tensor], shape: FeatureShape) -> Iterator[
 
 
 def _compare_rope(
-    inner: RawConfig, shape: HeadShape | None, target: TargetFiles
+    model_config: RawConfig, shape: HeadShape | None, target: TargetFiles
 ) -> Iterator[Finding]:
     """Yield a warning for each rotary setting of a head or layer that differs from the target's.
 
@@ -258,10 +260,11 @@ def _compare_rope(
     """
     # Read the rotary settings of the draft: from the shape of a head, else from config.json. A
     # config.json that states none has nothing to compare.
+    entries = []
     if isinstance(shape, HeadShape):
         entries = [normalize({**(shape.rope_scaling or {}), THETA: shape.rope_theta}, vars(shape))]
-    else:
-        entries = read_entries(inner) if inner.get("rope_parameters") or inner.get(THETA) else []
+    elif model_config.get("rope_parameters") or model_config.get(THETA):
+        entries = read_entries(model_config)
 
     # Read the settings of the target. For a target with several kinds of layers, a fresh head gets
     # the entry that `choose_entry` returns, so this one is allowed too.

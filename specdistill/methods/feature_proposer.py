@@ -96,30 +96,29 @@ class TokenProposer(Generic[DraftT]):
         lengths = lengths or [k] * len(generators)
 
         # Draft one token of every row in each step: the most probable one, or one that is drawn.
-        chosen: list[Tensor] = []
+        tokens_by_step: list[Tensor] = []
         distributions: list[Tensor] = []
         for step in range(max(lengths)):
-            logits_BW = next_logits(step, chosen[-1] if chosen else None)
+            logits_BW = next_logits(step, tokens_by_step[-1] if tokens_by_step else None)
             if uniforms_BK is None:
-                chosen.append(logits_BW.argmax(-1))
+                tokens_by_step.append(logits_BW.argmax(-1))
             else:
-                distributions.append(sampling.compute_probabilities(logits_BW))
-                chosen.append(
-                    draw_tokens(distributions[-1], uniforms_BK[:, step].to(logits_BW.device))
-                )
+                probs_BW = sampling.compute_probabilities(logits_BW)
+                uniforms_B = uniforms_BK[:, step].to(logits_BW.device)
+                tokens_by_step.append(draw_tokens(probs_BW, uniforms_B))
+                distributions.append(probs_BW)
 
         # Cut each row's chain to its length. Verification needs the distributions that tokens were
         # drawn from, [K, W] for each row.
         proposals = [Proposal([])] * len(lengths)
         for b, length in enumerate(lengths):
-            if length:
-                index_K = torch.stack([index_B[b] for index_B in chosen[:length]])
-                probs_KW = (
-                    torch.stack([probs_BW[b] for probs_BW in distributions[:length]])
-                    if distributions
-                    else None
-                )
-                proposals[b] = self.build_proposal(index_K, probs_KW)
+            if not length:
+                continue
+            index_K = torch.stack([index_B[b] for index_B in tokens_by_step[:length]])
+            probs_KW = None
+            if distributions:
+                probs_KW = torch.stack([probs_BW[b] for probs_BW in distributions[:length]])
+            proposals[b] = self.build_proposal(index_K, probs_KW)
         return proposals
 
     def build_proposal(
@@ -178,10 +177,14 @@ class FeatureProposer(TokenProposer[ModuleT]):
         The cache must hold all of these positions except the fresh ones.
         """
         # The target has not read the last token yet: it reads that in the next round.
-        committed = [len(ids) - 1 for ids in state.token_ids]
+        num_committed = [len(ids) - 1 for ids in state.token_ids]
         # The fresh positions were committed in the last round, and the draft reads them now.
         num_cached = [
-            length - count for length, count in zip(committed, state.num_fresh, strict=True)
+            count - fresh for count, fresh in zip(num_committed, state.num_fresh, strict=True)
         ]
-        assert self.cache.lengths == num_cached, (self.cache.lengths, committed, state.num_fresh)
-        return committed
+        assert self.cache.lengths == num_cached, (
+            self.cache.lengths,
+            num_committed,
+            state.num_fresh,
+        )
+        return num_committed

@@ -82,20 +82,10 @@ def check_first_loss(
         inputs = {**batch, **objective.read_target(target, batch)}
         loss = _measure(objective, inputs)
 
-        # Scale a fresh draft's output down if its loss is far too high. Stop when the loss is that
-        # of an even guess, or when a further step hardly lowers it.
-        last_loss = math.inf
-        num_factors = 0
-        is_scaled = is_fresh and loss > even_loss * (
-            MAX_LOSS_LARGE if is_large else MAX_LOSS_ORDINARY
-        )
-        while is_scaled and num_factors < MAX_FACTORS:
-            if max(loss - even_loss, last_loss - loss) < TOLERANCE * even_loss:
-                break
-            objective.scale_output(SCALE_STEP)
-            num_factors += 1
-            last_loss = loss
-            loss = _measure(objective, inputs)
+        # Scale a fresh draft's output down if its loss is far too high.
+        max_loss = even_loss * (MAX_LOSS_LARGE if is_large else MAX_LOSS_ORDINARY)
+        if is_fresh and loss > max_loss:
+            loss = _scale_down(objective, inputs, loss, even_loss)
 
     # Warn of a first loss above that of an even guess.
     objective.draft.train(was_training)
@@ -113,6 +103,28 @@ def check_first_loss(
             f"The draft begins with a loss of {loss:.1f}, worse than guessing evenly among its"
             f" tokens ({even_loss:.1f}). {remedy}"
         )
+
+
+def _scale_down(objective: Any, inputs: dict[str, object], loss: float, even_loss: float) -> float:
+    """Scale the draft's output down until it guesses nearly evenly, and return the last loss.
+
+    Args:
+        objective: the draft with its loss.
+        inputs: the batch on which the loss is measured.
+        loss: the loss before scaling.
+        even_loss: the loss of an even guess, ln W.
+    """
+    tolerance = TOLERANCE * even_loss
+    last_loss = math.inf
+    for _ in range(MAX_FACTORS):
+        # Stop when the loss is no worse than an even guess and the last step hardly lowered it.
+        is_even = loss - even_loss < tolerance
+        if is_even and last_loss - loss < tolerance:
+            break
+        objective.scale_output(SCALE_STEP)
+        last_loss = loss
+        loss = _measure(objective, inputs)
+    return loss
 
 
 def _compute_output_scale(target: FrozenTarget) -> float:

@@ -142,8 +142,8 @@ def scale_norm(norm: nn.Module, factor: float) -> None:
     # is.
     offset = float(is_one_plus_weight(norm))
     for name, parameter in norm.named_parameters():
-        added = offset if name == "weight" else 0.0
-        parameter.copy_((parameter + added) * factor - added)
+        addend = offset if name == "weight" else 0.0
+        parameter.copy_((parameter + addend) * factor - addend)
 
 
 class KVCache(Protocol):
@@ -187,9 +187,8 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(
             config.num_attention_heads * config.head_dim, config.hidden_size, bias=False
         )
-        self.q_norm, self.k_norm = (
-            RMSNorm(config.head_dim, config.rms_norm_eps) if head_norms else None for _ in range(2)
-        )
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if head_norms else None
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if head_norms else None
 
     def forward(
         self, x_BTI: Tensor, rotary: tuple[Tensor, Tensor], layer: int, kv_cache: KVCache
@@ -206,12 +205,13 @@ class Attention(nn.Module):
             The attention output after the output projection, [B, T, H].
         """
         # Queries [B, N, T, d] and keys [B, G, T, d], rotated to their positions.
-        query = self.heads(self.q_proj, self.q_norm, x_BTI)
-        key = self.heads(self.k_proj, self.k_norm, x_BTI)
+        query = self.project_heads(self.q_proj, self.q_norm, x_BTI)
+        key = self.project_heads(self.k_proj, self.k_norm, x_BTI)
         query, key = apply_rotary_pos_emb(query, key, *rotary)
 
         # The cache computes the attention. Put the heads side by side and project them to H.
-        context_BNTd = kv_cache.attend(layer, query, key, self.heads(self.v_proj, None, x_BTI))
+        value = self.project_heads(self.v_proj, None, x_BTI)
+        context_BNTd = kv_cache.attend(layer, query, key, value)
         output: Tensor = self.o_proj(context_BNTd.transpose(1, 2).flatten(2))
         return output
 
@@ -219,16 +219,13 @@ class Attention(nn.Module):
         self, context_BTI: Tensor, rotary: tuple[Tensor, Tensor], layer: int, kv_cache: KVCache
     ) -> None:
         """Store the keys and values of a context in the cache; the context has no queries."""
-        key = self.heads(self.k_proj, self.k_norm, context_BTI)
+        key = self.project_heads(self.k_proj, self.k_norm, context_BTI)
         # transformers' function rotates queries and keys together. There are no queries, so the
         # keys take both places.
-        kv_cache.append(
-            layer,
-            apply_rotary_pos_emb(key, key, *rotary)[0],
-            self.heads(self.v_proj, None, context_BTI),
-        )
+        key, _ = apply_rotary_pos_emb(key, key, *rotary)
+        kv_cache.append(layer, key, self.project_heads(self.v_proj, None, context_BTI))
 
-    def heads(self, project: nn.Linear, norm: nn.Module | None, x_BTI: Tensor) -> Tensor:
+    def project_heads(self, project: nn.Linear, norm: nn.Module | None, x_BTI: Tensor) -> Tensor:
         """Project the input and split the result into heads [B, N or G, T, d].
 
         Each head is normalized if a norm is given.
@@ -321,7 +318,7 @@ class FeatureDraft(DraftModule):
     embed_tokens: nn.Embedding
     d2t: Tensor
 
-    def end_with_head(self, config: FeatureShape) -> None:
+    def create_output_modules(self, config: FeatureShape) -> None:
         """Create the modules after the layers: final norm, LM head, rotary embedding and `d2t`."""
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
@@ -329,7 +326,7 @@ class FeatureDraft(DraftModule):
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
 
     @torch.no_grad()
-    def begin(
+    def initialize_from_target(
         self, target: FrozenTarget, draft_vocabulary: Tensor | None, scale: float = 1.0
     ) -> None:
         """Initialize draft vocabulary, embedding, LM head and final norm from the target.
@@ -352,8 +349,9 @@ class FeatureDraft(DraftModule):
         if self.config.hidden_size == target.hidden_size:
             self.embed_tokens.weight.copy_(target.tensor("embed_tokens.weight"))
             self.lm_head.weight.copy_(target.tensor("lm_head.weight")[self.target_ids_W] * scale)
-            if (final := getattr(target.norm, "weight", None)) is not None:  # some norms have none
-                self.norm.weight.copy_(final)
+            norm_weight = getattr(target.norm, "weight", None)
+            if norm_weight is not None:  # some norms have none
+                self.norm.weight.copy_(norm_weight)
 
     def scale_output(self, factor: float) -> None:
         """Multiply the logits by a factor, through the final norm before the LM head."""

@@ -92,8 +92,8 @@ def check_initialization(recipe: TrainedRecipe, target: TargetFiles | None) -> N
     """
     # Words such as `layers` and GGUF files name no trained draft in a folder.
     init = str(getattr(recipe.draft, "init", None))
-    is_named = Path(init).is_dir() or "/" in init or init == "pico"
-    if target is None or not is_named or split_gguf(init)[1]:
+    names_draft = Path(init).is_dir() or "/" in init or init == "pico"
+    if target is None or not names_draft or split_gguf(init)[1]:
         return
 
     # Check the method of the draft, then the draft itself.
@@ -224,11 +224,12 @@ def locate(
 
 def draft_files(folder: Path) -> list[Path]:
     """Return the sorted files of a folder that belong to the draft, by the names in DRAFT_FILES."""
-    return sorted(
-        path
-        for path in folder.iterdir()
-        if path.is_file() and any(fnmatch(path.name, name) for name in DRAFT_FILES)
-    )
+    paths = []
+    for path in folder.iterdir():
+        is_draft_file = any(fnmatch(path.name, pattern) for pattern in DRAFT_FILES)
+        if is_draft_file and path.is_file():
+            paths.append(path)
+    return sorted(paths)
 
 
 def draft_hash(folder: Path) -> str:
@@ -258,25 +259,23 @@ def describe_draft(draft: str | None, method: str) -> dict[str, object]:
 
     # Identify the draft. The Hub's cache keeps each commit in a folder of its name.
     folder = locate(draft)
-    is_here = Path(resolve(split_revision(draft)[0])).is_dir()
-    described = {
+    is_local = Path(resolve(split_revision(draft)[0])).is_dir()
+    identity: dict[str, object] = {
         "model": draft,
-        "revision": None if is_here else folder.name,
+        "revision": None if is_local else folder.name,
         "method": method,
         "weights": draft_hash(folder),
     }
 
     # Add what the history of the run says, if the draft was trained by specdistill.
     history = read_history(folder, key="eval.draft")
-    description = (
-        {
-            "training": history.compare_before_and_after(),
-            "acceptance_curve": history.list_acceptance_curve(),
-        }
-        if history
-        else {}
-    )
-    return described | {name: part for name, part in description.items() if part}
+    if history is None:
+        return identity
+    training = {
+        "training": history.compare_before_and_after(),
+        "acceptance_curve": history.list_acceptance_curve(),
+    }
+    return identity | {name: part for name, part in training.items() if part}
 
 
 def find_method(folder: Path, *, key: str = "eval.draft") -> str:
@@ -316,7 +315,8 @@ def recognize_method(config: RawConfig, names: Set[str], *, name: Path | str, ke
             return method_name
 
     # No method recognizes the draft. Name the method of another project, or say what was found.
-    if names and (foreign_method := find_foreign_method(config)):
+    foreign_method = find_foreign_method(config)
+    if names and foreign_method:
         raise UserError(
             key,
             got=f"{name}, a draft of method {foreign_method}, which is not decoded here yet",
@@ -333,13 +333,12 @@ def find_foreign_method(config: RawConfig) -> str | None:
 
     Drafts of these methods are made by other projects and are not decoded here.
     """
-    stated_names = " ".join(
-        map(str, [*(config.get("architectures") or []), config.get("speculators_model_type")])
-    ).lower()
-    return next(
-        (method for method, pattern in OTHER_METHODS.items() if re.search(pattern, stated_names)),
-        None,
-    )
+    stated_names = [*(config.get("architectures") or []), config.get("speculators_model_type")]
+    text = " ".join(map(str, stated_names)).lower()
+    for method, pattern in OTHER_METHODS.items():
+        if re.search(pattern, text):
+            return method
+    return None
 
 
 def _read_tensor_names(folder: Path, key: str) -> set[str]:
@@ -353,8 +352,10 @@ def _read_tensor_names(folder: Path, key: str) -> set[str]:
     if (folder / PICKLE_FILE).is_file():
         return set(load_pickle(folder / PICKLE_FILE, key, device="meta"))
     # Shards that are pickles have an index of another name.
-    index = next(iter(sorted(folder.glob("*.index.json"))), None)
+    indexes = sorted(folder.glob("*.index.json"))
+    if not indexes:
+        return set()
     with convert_errors(
-        (ValueError, KeyError, TypeError, OSError), key, index, "an index with a weight_map"
+        (ValueError, KeyError, TypeError, OSError), key, indexes[0], "an index with a weight_map"
     ):
-        return set(read_json(index)["weight_map"]) if index else set()
+        return set(read_json(indexes[0])["weight_map"])

@@ -127,7 +127,7 @@ class BlockDraft(FeatureDraft):
         self.layers = nn.ModuleList(
             [BlockLayer(config, index) for index in range(config.num_layers)]
         )
-        self.end_with_head(config)
+        self.create_output_modules(config)
         self.lm_head.requires_grad_(False)
 
         # A subclass may replace these.
@@ -239,14 +239,14 @@ def build_block_draft(
 
     # Build the draft with random weights, and copy the target's tables.
     draft = build_initialized(lambda: kind.draft(config), seed)
-    draft.begin(target, draft_vocabulary)
+    draft.initialize_from_target(target, draft_vocabulary)
 
     # The LM head is the target's, and engines do not scale a draft's logits. So the draft's final
     # norm gets the scale of the target's logits.
     with torch.no_grad():
         draft.norm.weight.mul_(target.logits.scale)
     if draft.markov_head is not None:
-        draft.markov_head.begin(draft.embed_tokens.weight, draft.lm_head.weight)
+        draft.markov_head.initialize_from_target(draft.embed_tokens.weight, draft.lm_head.weight)
     return draft.to(target.device)
 
 

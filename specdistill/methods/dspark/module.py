@@ -66,7 +66,7 @@ class MarkovHead(nn.Module):
             self.joint_proj = nn.Linear(2 * rank + config.hidden_size, 3 * rank)
 
     @torch.no_grad()
-    def begin(self, embedding_VH: Tensor, head_WH: Tensor) -> None:
+    def initialize_from_target(self, embedding_VH: Tensor, head_WH: Tensor) -> None:
         """Initialize the correction from the target, so that it changes no logits at first.
 
         Tokens start as the target embeds them, in the directions in which its head differs most.

@@ -137,7 +137,7 @@ class Eagle3Draft(FeatureDraft, Head):
                 *(PlainLayer(config, index) for index in range(1, config.num_layers)),
             ]
         )
-        self.end_with_head(config)
+        self.create_output_modules(config)
 
     @property
     def shared(self) -> frozenset[str]:
@@ -237,7 +237,7 @@ def build_eagle3(
     # Build the head with random weights, and copy the target's tables. Engines do not scale the
     # logits of a head, so its LM head gets the scale of the target's logits.
     draft = build_initialized(lambda: Eagle3Draft(config), seed)
-    draft.begin(target, draft_vocabulary, scale=target.logits.scale)
+    draft.initialize_from_target(target, draft_vocabulary, scale=target.logits.scale)
     return draft.to(target.device)
 
 
