@@ -174,15 +174,11 @@ def read_outline(folder: Path, key: str) -> dict[str, Tensor]:
 def check_finite(tensors: Mapping[str, Tensor], folder: Path | str, key: str) -> None:
     """Raise UserError if a weight is NaN or infinite."""
     # Least and greatest number of a tensor are finite only if all its numbers are.
-    floats = ((name, tensor) for name, tensor in tensors.items() if tensor.dtype in FLOATS)
-    broken = next(
-        (name for name, tensor in floats if not all(map(math.isfinite, find_extremes(tensor)))),
-        None,
-    )
-    if broken:
-        raise UserError(
-            key, got=f"{folder} with NaN or infinity in {broken}", expected="finite weights"
-        )
+    for name, tensor in tensors.items():
+        if tensor.dtype in FLOATS and not all(map(math.isfinite, find_extremes(tensor))):
+            raise UserError(
+                key, got=f"{folder} with NaN or infinity in {name}", expected="finite weights"
+            )
 
 
 def find_extremes(tensor: Tensor) -> tuple[float, float]:
@@ -219,7 +215,7 @@ def load_pickle(path: Path, key: str, device: str = "cpu") -> dict[str, Tensor]:
     ):
         raise UserError(
             key,
-            got=f"{path}, which holds other things",
+            got=f"{path}, which holds other objects than tensors",
             expected="plain tensors by name (weights_only)",
         )
     return tensors
@@ -259,22 +255,21 @@ def check_tensors(
     }
     problems |= {f"with unknown {name}": "" for name in sorted(tensors.keys() - expected.keys())}
     for name in sorted(expected.keys() & tensors.keys()):
-        wanted_shape = expected[name]
-        actual = tensors[name]
-        if wanted_shape.shape != actual.shape:
-            problems[f"with {name} of shape {tuple(actual.shape)}"] = (
-                f"{name} of shape {tuple(wanted_shape.shape)}"
-            )
-        if _name_dtype_kind(wanted_shape) != _name_dtype_kind(actual):
-            problems[f"with {name} in {actual.dtype}"] = (
-                f"{name} in {_name_dtype_kind(wanted_shape)}"
-            )
+        shape = tuple(tensors[name].shape)
+        expected_shape = tuple(expected[name].shape)
+        if shape != expected_shape:
+            problems[f"with {name} of shape {shape}"] = f"{name} of shape {expected_shape}"
+        expected_kind = _name_dtype_kind(expected[name])
+        if _name_dtype_kind(tensors[name]) != expected_kind:
+            problems[f"with {name} in {tensors[name].dtype}"] = f"{name} in {expected_kind}"
 
     # Report the first three problems. The list of all of them can have hundreds of lines.
     if problems:
-        instead = list(filter(None, problems.values()))[:3] or [f"the tensors of {what} alone"]
+        expectations = [expectation for expectation in problems.values() if expectation][:3]
+        if not expectations:
+            expectations = [f"the tensors of {what} alone"]
         raise UserError(
-            key, got=f"{folder} {', '.join(list(problems)[:3])}", expected="; ".join(instead)
+            key, got=f"{folder} {', '.join(list(problems)[:3])}", expected="; ".join(expectations)
         )
 
 
@@ -285,7 +280,7 @@ def _name_dtype_kind(tensor: Tensor) -> str:
     return "integers" if tensor.dtype in (torch.int64, torch.int32) else str(tensor.dtype)
 
 
-def load_reading(
+def load_feature_draft(
     check: Callable[..., tuple[ConfigT, Mapping[str, Tensor]]],
     make: Callable[[ConfigT], DraftT],
     folder: Path | str,
@@ -353,10 +348,11 @@ def is_copy(draft_tensor: Tensor, target_tensor: Tensor) -> bool:
         draft_tensor: the tensor that may be a copy.
         target_tensor: the original.
     """
+    if draft_tensor.shape != target_tensor.shape:
+        return False
     # Round the original to the dtype of the copy, then compare both in the original's dtype.
-    return draft_tensor.shape == target_tensor.shape and torch.equal(
-        draft_tensor.to(target_tensor), target_tensor.to(draft_tensor.dtype).to(target_tensor)
-    )
+    rounded_original = target_tensor.to(draft_tensor.dtype).to(target_tensor)
+    return torch.equal(draft_tensor.to(target_tensor), rounded_original)
 
 
 def check_fit(
@@ -401,11 +397,9 @@ def write_shape(shape: HeadShape, dtype: torch.dtype) -> dict[str, object]:
     """
     # A shape with a sliding window states the kind of every layer, because vLLM applies the window
     # only to layers that `layer_types` marks.
-    windowed = (
-        {}
-        if shape.sliding_window is None
-        else {"layer_types": ["sliding_attention"] * shape.num_layers}
-    )
+    layer_types = {}
+    if shape.sliding_window is not None:
+        layer_types = {"layer_types": ["sliding_attention"] * shape.num_layers}
 
     # Most fields of the shape have the same name in config.json. The scale of embeddings is written
     # only if it is not 1.
@@ -431,7 +425,7 @@ def write_shape(shape: HeadShape, dtype: torch.dtype) -> dict[str, object]:
         "torch_dtype": str(dtype).removeprefix("torch."),
         "use_cache": True,
         **{name: getattr(shape, name) for name in same_names},
-        **windowed,
+        **layer_types,
     }
 
 
@@ -479,20 +473,7 @@ def read_shape(raw: RawConfig, key: str, *, what: str) -> HeadShape:
     # A null means the same as an absent key.
     raw = {name: value for name, value in raw.items() if value is not None}
     check_settings(raw, FIXED_SETTINGS, key, what=what)
-
-    # Read the rotary embedding. transformers 5 writes `rope_parameters`, earlier versions write
-    # `rope_scaling` and `rope_theta`. If both are present, transformers takes `rope_scaling`.
-    rope = {**(raw.get("rope_parameters") or {}), **(raw.get("rope_scaling") or {})}
-    older_name = rope.pop("type", None)
-    rope["rope_type"] = rope.get("rope_type") or older_name or "default"
-    theta = rope.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0
-    check_settings(rope, FIXED_SETTINGS, key, what=what)
-    if rope["rope_type"] not in ROPE_TYPES:
-        raise UserError(
-            key,
-            got=f"a config.json with rope_type {rope['rope_type']}",
-            expected=f"one of {', '.join(ROPE_TYPES)}",
-        )
+    rope, theta = _read_rope(raw, key, what=what)
 
     # All layers must have full attention, or all must have a sliding window.
     kinds = set(raw.get("layer_types") or ["full_attention"])
@@ -505,7 +486,7 @@ def read_shape(raw: RawConfig, key: str, *, what: str) -> HeadShape:
     # defaults of engines.
     read_stated(raw, "embedding_scale", float, key)
     read_sizes(raw, SIZES, key, what=what)
-    read_sizes(raw, filter(raw.__contains__, OPTIONAL_SIZES), key, what=what)
+    read_sizes(raw, [name for name in OPTIONAL_SIZES if name in raw], key, what=what)
     fields = {
         field.name: raw[field.name] for field in dataclasses.fields(HeadShape) if field.name in raw
     } | {
@@ -530,6 +511,32 @@ def read_shape(raw: RawConfig, key: str, *, what: str) -> HeadShape:
     return shape
 
 
+def _read_rope(raw: RawConfig, key: str, *, what: str) -> tuple[dict[str, Any], float]:
+    """Read the rotary embedding from config.json.
+
+    transformers 5 writes `rope_parameters`, earlier versions write `rope_scaling` and `rope_theta`.
+    If both are present, transformers takes `rope_scaling`.
+
+    Returns:
+        The settings with their `rope_type`, and the base (theta).
+
+    Raises:
+        UserError: for a kind of rotary embedding that is not supported.
+    """
+    rope = {**(raw.get("rope_parameters") or {}), **(raw.get("rope_scaling") or {})}
+    older_name = rope.pop("type", None)
+    rope["rope_type"] = rope.get("rope_type") or older_name or "default"
+    theta = rope.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0
+    check_settings(rope, FIXED_SETTINGS, key, what=what)
+    if rope["rope_type"] not in ROPE_TYPES:
+        raise UserError(
+            key,
+            got=f"a config.json with rope_type {rope['rope_type']}",
+            expected=f"one of {', '.join(ROPE_TYPES)}",
+        )
+    return rope, theta
+
+
 def read_sizes(raw: RawConfig, names: Iterable[str], key: str, *, what: str) -> dict[str, int]:
     """Return the sizes of these names in a config.json.
 
@@ -543,9 +550,11 @@ def read_sizes(raw: RawConfig, names: Iterable[str], key: str, *, what: str) -> 
         UserError: for a size that is missing, and for a value that is not a size.
     """
     sizes = {name: read_stated(raw, name, define_size_type(1), key) for name in names}
-    missing = next((name for name, size in sizes.items() if size is None), None)
-    if missing:
-        raise UserError(key, got=f"a config.json without {missing}", expected=f"the keys of {what}")
+    for name, size in sizes.items():
+        if size is None:
+            raise UserError(
+                key, got=f"a config.json without {name}", expected=f"the keys of {what}"
+            )
     return sizes
 
 

@@ -59,9 +59,11 @@ def load_block(
         key: the recipe key that errors name.
 
     Raises:
-        UserError: as `load_reading`, and for a mask or layers that the target does not have.
+        UserError: as `load_feature_draft`, and for a mask or layers that the target does not have.
     """
-    return checkpoint.load_reading(partial(check_block, kind), kind.draft, folder, target, key=key)
+    return checkpoint.load_feature_draft(
+        partial(check_block, kind), kind.draft, folder, target, key=key
+    )
 
 
 def check_block(
@@ -90,12 +92,9 @@ def check_block(
     Raises:
         UserError: as `load_block`, as far as tensors without content tell.
     """
-    config = read_block_config(
-        kind,
-        checkpoint.read_config(folder, key),
-        None if target is None else target.num_layers,
-        key,
-    )
+    # Compare the sizes of draft and target.
+    raw = checkpoint.read_config(folder, key)
+    config = read_block_config(kind, raw, None if target is None else target.num_layers, key)
     if target is not None:
         sizes = {
             "hidden_size": config.hidden_size,
@@ -103,8 +102,34 @@ def check_block(
             "num_target_layers": config.target_num_layers,
         }
         checkpoint.check_fit(sizes, target, name, key)
+    _check_mask_and_layers(config, folder, name, key)
 
-    # A mask needs a row in the target's embedding.
+    # Compare the tensors with those of a draft of this config.
+    draft_tensors = {name: tensor for name, tensor in tensors.items() if name != "t2d"}
+    with torch.device("meta"):
+        expected = kind.draft(config).state_dict()
+    optional = {EMBEDDING} if config.prunes_vocabulary else {EMBEDDING, HEAD, "d2t"}
+    checkpoint.check_tensors(
+        expected, draft_tensors, name, key, what=f"a {kind.name} draft", optional=optional
+    )
+
+    # Leave out copies of the target's embedding and LM head. Refuse other tables.
+    if target is not None:
+        for table_name in {EMBEDDING, HEAD} & optional & draft_tensors.keys():
+            table = draft_tensors.pop(table_name)
+            if not table.is_meta and not checkpoint.is_copy(table, target.tensor(table_name)):
+                raise UserError(
+                    key, got=f"{name} with a {table_name} of its own", expected="the target's"
+                )
+    if not config.prunes_vocabulary:
+        draft_tensors.pop("d2t", None)
+    return config, draft_tensors
+
+
+def _check_mask_and_layers(config: BlockConfig, folder: Path, name: Path | str, key: str) -> None:
+    """Raise UserError if the target does not have the mask token or a layer of a draft."""
+    # The mask's embedding must be a row of the target's embedding. Some drafts ship one of their
+    # own in a file.
     if (folder / MASK_EMBEDDING).is_file():
         raise UserError(
             key,
@@ -123,29 +148,6 @@ def check_block(
             got=f"{name}, which reads the target after layers {list(config.aux_layers)}",
             expected=f"1..{config.target_num_layers}",
         )
-
-    # Compare the tensors with those of a draft of this config.
-    draft_tensors = {name: tensor for name, tensor in tensors.items() if name != "t2d"}
-    with torch.device("meta"):
-        expected = kind.draft(config).state_dict()
-    optional = {EMBEDDING} if config.prunes_vocabulary else {EMBEDDING, HEAD, "d2t"}
-    checkpoint.check_tensors(
-        expected, draft_tensors, name, key, what=f"a {kind.name} draft", optional=optional
-    )
-
-    # A copy of the target's embedding or head is left out. Another one is refused.
-    if target is not None:
-        for shared in {EMBEDDING, HEAD} & optional & draft_tensors.keys():
-            if not draft_tensors[shared].is_meta and not checkpoint.is_copy(
-                draft_tensors[shared], target.tensor(shared)
-            ):
-                raise UserError(
-                    key, got=f"{name} with a {shared} of its own", expected="the target's"
-                )
-            del draft_tensors[shared]
-    if not config.prunes_vocabulary:
-        draft_tensors.pop("d2t", None)
-    return config, draft_tensors
 
 
 def export_block(
@@ -227,29 +229,25 @@ def read_block_config(
     """
     # The layout of the method's authors nests its keys, and counts layers from 0.
     nested = dict(read_stated(raw, NESTED_CONFIG_KEY, dict[str, Any], key) or {})
-    layers = [
-        layer + 1 for layer in nested.get("target_layer_ids") or raw.get("target_layer_ids") or ()
-    ]
+    layer_ids = nested.get("target_layer_ids") or raw.get("target_layer_ids") or ()
+    layers = [layer_id + 1 for layer_id in layer_ids]
 
     # The layout of speculators nests the keys of the layers. Its drafts are causal if they have a
     # window, unless the file says otherwise.
     inner = checkpoint.read_speculators_layers(raw, kind.name, key)
     if inner:
         layers = list(read_stated(raw, "aux_hidden_state_layer_ids", list[int], key) or ())
-        windows = "sliding_attention" in (inner.get("layer_types") or ())
-        raw = {
-            "is_causal": windows and not raw.get("sliding_window_non_causal", False),
-            **inner,
-            **raw,
-        }
+        has_window = "sliding_attention" in (inner.get("layer_types") or ())
+        is_causal = has_window and not raw.get("sliding_window_non_causal", False)
+        raw = {"is_causal": is_causal, **inner, **raw}
 
     # Read the shape, and the keys that both layouts have: causality, the target's depth, the mask
     # and the layers that are read.
     keys = {**raw, **nested}
     shape = checkpoint.read_shape(raw, key, what=f"a {kind.name} draft")
-    causal = next(
-        (value for value in (raw.get("is_causal"), nested.get("causal")) if value is not None), None
-    )
+    causal = raw.get("is_causal")
+    if causal is None:
+        causal = nested.get("causal")
     num_layers = raw.get("num_target_layers") or target_num_layers
     if keys.get("mask_token_id") is None or not layers:
         missing = "target_layer_ids" if keys.get("mask_token_id") is not None else "mask_token_id"

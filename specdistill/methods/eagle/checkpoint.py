@@ -39,11 +39,11 @@ def load_eagle(folder: Path | str, target: FrozenTarget, *, key: str = "eval.dra
     """Load a head for a target.
 
     Raises:
-        UserError: as `load_reading` does, for a head that states another scale of logits than the
-            target has, and for a head with an embedding or an output layer that is not the
+        UserError: as `load_feature_draft` does, for a head that states another scale of logits than
+            the target has, and for a head with an embedding or an output layer that is not the
             target's.
     """
-    draft = checkpoint.load_reading(check_eagle, EagleDraft, folder, target, key=key)
+    draft = checkpoint.load_feature_draft(check_eagle, EagleDraft, folder, target, key=key)
 
     # The scale of logits must be the target's, up to the rounding of a number in config.json. A
     # head that states none is used with the target's.
@@ -94,9 +94,11 @@ def check_eagle(
     # Treat a bias of zeros as no bias. SafeAILab's files have a bias, vLLM loads none.
     tensors = dict(tensors)
     bias = tensors.get("fc.bias")
-    if bias is not None and not (config.fc_bias if bias.is_meta else bias.any()):
-        del tensors["fc.bias"]
-        config = dataclasses.replace(config, fc_bias=False)
+    if bias is not None:
+        has_bias = config.fc_bias if bias.is_meta else bool(bias.any())
+        if not has_bias:
+            del tensors["fc.bias"]
+            config = dataclasses.replace(config, fc_bias=False)
 
     # Compare the tensors with those of a head of this config.
     with torch.device("meta"):
@@ -107,15 +109,13 @@ def check_eagle(
 
     # Embedding and LM head, if the file has them, must be copies of the target's.
     if target is not None:
-        for shared in sorted(EagleDraft.shared & tensors.keys()):
-            shared_tensor = tensors.pop(shared)
-            if not shared_tensor.is_meta and not checkpoint.is_copy(
-                shared_tensor, target.tensor(shared)
-            ):
+        for table_name in sorted(EagleDraft.shared & tensors.keys()):
+            table = tensors.pop(table_name)
+            if not table.is_meta and not checkpoint.is_copy(table, target.tensor(table_name)):
                 raise UserError(
                     key,
-                    got=f"{name} with another {shared} than {target.name} has",
-                    expected="a head made for it",
+                    got=f"{name} with another {table_name} than {target.name} has",
+                    expected="a head made for this target",
                 )
     return config, tensors
 

@@ -100,16 +100,18 @@ def check_eagle3(
         from `d2t`, and without `d2t` if the vocabulary is whole.
 
     Raises:
-        UserError: as `load_reading` does.
+        UserError: as `load_feature_draft` does.
     """
-    config = read_eagle3_config(
-        checkpoint.read_config(folder, key), None if target is None else target.num_layers, key
-    )
+    # Compare the sizes and layers of head and target.
+    raw = checkpoint.read_config(folder, key)
+    config = read_eagle3_config(raw, None if target is None else target.num_layers, key)
     if target is not None:
-        sizes = {"target_hidden_size": config.target_hidden_size, "vocab_size": config.vocab_size}
-        checkpoint.check_fit(
-            sizes | {"num_target_layers": config.target_num_layers}, target, name, key
-        )
+        sizes = {
+            "target_hidden_size": config.target_hidden_size,
+            "vocab_size": config.vocab_size,
+            "num_target_layers": config.target_num_layers,
+        }
+        checkpoint.check_fit(sizes, target, name, key)
     if not all(0 <= layer <= config.target_num_layers for layer in config.aux_layers):
         raise UserError(
             key,
@@ -117,48 +119,54 @@ def check_eagle3(
             expected=f"0..{config.target_num_layers}",
         )
 
-    # Give the tensors our names.
-    result: dict[str, Tensor] = {}
-    for in_file, tensor in tensors.items():
-        draft_name = in_file
-        for file_part, part in RENAMED_PARTS.items():
-            draft_name = draft_name.replace(file_part, part)
-        if draft_name in result:
-            raise UserError(
-                key,
-                got=f"{name} with {in_file} and {draft_name}",
-                expected="one name for each tensor",
-            )
-        result[draft_name] = tensor
-
-    # Compare the tensors with those of a head of this config.
+    # Compare the tensors with those of a head of this config. A head that is as wide as its target
+    # may omit the target's tables.
+    head_tensors = _rename_tensors(tensors, name, key)
     with torch.device("meta"):
-        expected = Eagle3Draft(config).state_dict() | {
-            "t2d": torch.empty(config.vocab_size, dtype=torch.bool)
-        }
-    own_width = config.hidden_size != config.target_hidden_size
-    optional = {"t2d"} | (set() if own_width else {EMBEDDING})
+        expected = Eagle3Draft(config).state_dict()
+        expected["t2d"] = torch.empty(config.vocab_size, dtype=torch.bool)
+    is_as_wide = config.hidden_size == config.target_hidden_size
+    optional = {"t2d", EMBEDDING} if is_as_wide else {"t2d"}
     if not config.prunes_vocabulary:
-        optional |= {"d2t"} | (set() if own_width else {HEAD})
-    checkpoint.check_tensors(expected, result, name, key, what=DESCRIPTION, optional=optional)
-    result.pop("t2d", None)
+        optional |= {"d2t", HEAD} if is_as_wide else {"d2t"}
+    checkpoint.check_tensors(expected, head_tensors, name, key, what=DESCRIPTION, optional=optional)
+
+    # Leave out the maps that follow from the others, and an embedding that is the target's.
+    head_tensors.pop("t2d", None)
     if not config.prunes_vocabulary:
-        result.pop("d2t", None)
-    if (
-        target is not None
-        and EMBEDDING in result
-        and not own_width
-        and not result[EMBEDDING].is_meta
-    ):
-        if checkpoint.is_copy(result[EMBEDDING], target.tensor(EMBEDDING)):
-            del result[EMBEDDING]
+        head_tensors.pop("d2t", None)
+    embedding = head_tensors.get(EMBEDDING)
+    if target is not None and is_as_wide and embedding is not None and not embedding.is_meta:
+        if checkpoint.is_copy(embedding, target.tensor(EMBEDDING)):
+            del head_tensors[EMBEDDING]
         else:
             config = dataclasses.replace(config, own_embedding=True)
-    return config, result
+    return config, head_tensors
+
+
+def _rename_tensors(tensors: Mapping[str, Tensor], name: Path | str, key: str) -> dict[str, Tensor]:
+    """Return a file's tensors by the names that they have in an `Eagle3Draft`.
+
+    Raises:
+        UserError: if a file has a tensor twice, by an old and a new name.
+    """
+    head_tensors: dict[str, Tensor] = {}
+    for file_name, tensor in tensors.items():
+        draft_name = file_name
+        for file_part, part in RENAMED_PARTS.items():
+            draft_name = draft_name.replace(file_part, part)
+        if draft_name in head_tensors:
+            raise UserError(
+                key,
+                got=f"{name} with {file_name} and {draft_name}",
+                expected="one name for each tensor",
+            )
+        head_tensors[draft_name] = tensor
+    return head_tensors
 
 
 # Loads a head from any of the layouts that are read (see the module).
-load_eagle3 = partial(checkpoint.load_reading, check_eagle3, Eagle3Draft)
+load_eagle3 = partial(checkpoint.load_feature_draft, check_eagle3, Eagle3Draft)
 
 
 def export_eagle3(
@@ -287,17 +295,16 @@ def _read_aux_layers(
     """
     # The layers may be stated at the top level and in `eagle_config`, which counts L - 1. If both
     # state them, they must agree. If none does, engines assume the default layers.
-    top_level, inner = (
-        read_stated(keys, AUX_LAYERS, list[int], key) or () for keys in (raw, nested)
-    )
-    places = {tuple(top_level), tuple(layer + 1 for layer in inner)} - {()}
-    if len(places) > 1:
+    top_level_layers = tuple(read_stated(raw, AUX_LAYERS, list[int], key) or ())
+    nested_list = read_stated(nested, AUX_LAYERS, list[int], key) or ()
+    nested_layers = tuple(layer + 1 for layer in nested_list)
+    if top_level_layers and nested_layers and top_level_layers != nested_layers:
         raise UserError(
             key,
             got=f"{AUX_LAYERS} {raw[AUX_LAYERS]}, and {nested[AUX_LAYERS]} in eagle_config",
             expected="the same layers: the nested list counts one less",
         )
-    (layers,) = places or {tuple(choose_aux_layers(num_layers))}
+    layers = top_level_layers or nested_layers or tuple(choose_aux_layers(num_layers))
 
     # Some files also state the number of layers.
     count = raw.get("num_aux_hidden_states")

@@ -39,9 +39,9 @@ def load_exit(folder: Path | str, target: FrozenTarget, *, key: str = "eval.draf
     """Load an exit for a target.
 
     Raises:
-        UserError: as `load_reading` does.
+        UserError: as `load_feature_draft` does.
     """
-    draft = checkpoint.load_reading(
+    draft = checkpoint.load_feature_draft(
         check_exit, partial(ExitDraft, target=target), folder, target, key=key
     )
     return draft.to(target.device)

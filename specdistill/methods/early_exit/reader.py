@@ -47,8 +47,8 @@ class SplitTarget(CachedTarget):
         with convert_errors(CLASS_ERRORS, "target.model", what, EXPECTED):
             self._lower = select_layers(target, 0, exit_layer)
             self._upper = select_layers(target, exit_layer, target.num_layers)
-            reads_alike = self._reads_alike()
-        if not reads_alike:
+            matches_one_pass = self._matches_one_pass()
+        if not matches_one_pass:
             raise UserError(
                 "target.model",
                 got=f"{what}, which reads differently in two parts",
@@ -83,17 +83,19 @@ class SplitTarget(CachedTarget):
         """
         # Run the first layers over the tokens that `advance` has not seen, which are the last ones.
         ids_1T = torch.tensor(token_ids, device=self.target.device)
-        more = ids_1T.shape[1] - sum(state.shape[1] for state in self._states)
-        if more:
-            self.advance(ids_1T[:, -more:])
+        num_seen = sum(state.shape[1] for state in self._states)
+        num_unseen = ids_1T.shape[1] - num_seen
+        if num_unseen:
+            self.advance(ids_1T[:, -num_unseen:])
         state = torch.cat(self._states, dim=1)
         self._states = []
 
         # A model asks the first layer of a cache how many tokens it holds. The layers below E have
         # read more already, so the cache of layer E takes the place of theirs.
         cached_layer = self.cache.layers[self.exit_layer]
-        behind = copy.copy(self.cache)
-        behind.layers = [cached_layer] * self.exit_layer + self.cache.layers[self.exit_layer :]
+        upper_cache = copy.copy(self.cache)
+        upper_cache.layers = [cached_layer] * self.exit_layer
+        upper_cache.layers += self.cache.layers[self.exit_layer :]
 
         # The other layers start from the states after layer E, not from embeddings.
         def enter(
@@ -101,16 +103,16 @@ class SplitTarget(CachedTarget):
         ) -> tuple[object, dict[str, object]]:
             """Replace the hidden states that enter layer E by the remembered states."""
             # Some classes pass hidden states by position, others by name.
-            return (
-                ((state, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": state})
-            )
+            if args:
+                return (state, *args[1:]), kwargs
+            return args, {**kwargs, "hidden_states": state}
 
         with self.target.layers[self.exit_layer].register_forward_pre_hook(enter, with_kwargs=True):
-            output = self._upper(input_ids=ids_1T, past_key_values=behind, use_cache=True)
+            output = self._upper(input_ids=ids_1T, past_key_values=upper_cache, use_cache=True)
         return Features((), output.last_hidden_state)
 
     @torch.inference_mode()
-    def _reads_alike(self) -> bool:
+    def _matches_one_pass(self) -> bool:
         """Return whether a short sequence with a rejection gives the target's own hidden states."""
         # Read the root and a draft token in two parts, then two more draft tokens. Reject all draft
         # tokens, and read the token that follows the root instead.
@@ -154,8 +156,8 @@ def select_layers(target: FrozenTarget, start: int, stop: int) -> nn.Module:
 
     # The model looks the kind of a layer up by the layer's place in the view.
     view.config = copy.copy(view.config)
-    kinds = getattr(view.config, "layer_types", None)
-    if kinds:
-        view.config.layer_types = kinds[start:]
+    layer_types = getattr(view.config, "layer_types", None)
+    if layer_types:
+        view.config.layer_types = layer_types[start:]
     decoder: nn.Module = view
     return decoder
