@@ -36,8 +36,8 @@ class Advice(ABC, Generic[DraftT]):
     """
 
     likely_cause: ClassVar[str] = (
-        "the features it was trained on came from elsewhere (other layers, quantised, before the"
-        " final norm)"
+        "the draft was trained on other features than it reads now (other layers, a quantized"
+        " target, or states before the final norm)"
     )
 
     @abstractmethod

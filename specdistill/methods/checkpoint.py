@@ -266,8 +266,7 @@ def check_tensors(
     # Report the first three problems. The list of all of them can have hundreds of lines.
     if problems:
         expectations = [expectation for expectation in problems.values() if expectation][:3]
-        if not expectations:
-            expectations = [f"the tensors of {what} alone"]
+        expectations = expectations or [f"the tensors of {what} alone"]
         raise UserError(
             key, got=f"{folder} {', '.join(list(problems)[:3])}", expected="; ".join(expectations)
         )
@@ -348,11 +347,10 @@ def is_copy(draft_tensor: Tensor, target_tensor: Tensor) -> bool:
         draft_tensor: the tensor that may be a copy.
         target_tensor: the original.
     """
-    if draft_tensor.shape != target_tensor.shape:
-        return False
     # Round the original to the dtype of the copy, then compare both in the original's dtype.
-    rounded_original = target_tensor.to(draft_tensor.dtype).to(target_tensor)
-    return torch.equal(draft_tensor.to(target_tensor), rounded_original)
+    return draft_tensor.shape == target_tensor.shape and torch.equal(
+        draft_tensor.to(target_tensor), target_tensor.to(draft_tensor.dtype).to(target_tensor)
+    )
 
 
 def check_fit(
@@ -397,9 +395,11 @@ def write_shape(shape: HeadShape, dtype: torch.dtype) -> dict[str, object]:
     """
     # A shape with a sliding window states the kind of every layer, because vLLM applies the window
     # only to layers that `layer_types` marks.
-    layer_types = {}
-    if shape.sliding_window is not None:
-        layer_types = {"layer_types": ["sliding_attention"] * shape.num_layers}
+    layer_types = (
+        {}
+        if shape.sliding_window is None
+        else {"layer_types": ["sliding_attention"] * shape.num_layers}
+    )
 
     # Most fields of the shape have the same name in config.json. The scale of embeddings is written
     # only if it is not 1.
@@ -454,7 +454,7 @@ def read_speculators_layers(raw: RawConfig, kind: str, key: str) -> RawConfig | 
                 f"speculators_model_type {method_name} with {'a' if layers else 'no'}"
                 " transformer_layer_config"
             ),
-            expected=f"{kind}, with one",
+            expected=f"{kind} with a transformer_layer_config",
         )
     return layers
 

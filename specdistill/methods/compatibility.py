@@ -137,11 +137,8 @@ def find_mismatches(
     """
     # Compare config.json with the weights and with itself. Some layouts nest the keys of the model
     # in a section of config.json.
-    model_config = config
-    for section in NESTED_SECTIONS:
-        if config.get(section):
-            model_config = config[section]
-            break
+    sections = [config[section] for section in NESTED_SECTIONS if config.get(section)]
+    model_config = sections[0] if sections else config
     yield from _check_dtype(config, model_config, tensors)
     contradiction = find_contradiction(model_config)
     if contradiction:
@@ -236,7 +233,7 @@ def _check_maps(tensors: Mapping[str, Tensor], shape: FeatureShape) -> Iterator[
         yield warning(
             f"d2t grows with every token, so no two of the {num_tokens} draft tokens stand side by"
             " side in the target's vocabulary",
-            "d2t holds offsets, target id - draft id: it seems to hold the ids themselves",
+            "store target id - draft id in d2t; it seems to hold the target ids themselves",
         )
     if t2d is None or t2d.is_meta:
         return
@@ -260,11 +257,11 @@ def _compare_rope(
     """
     # Read the rotary settings of the draft: from the shape of a head, else from config.json. A
     # config.json that states none has nothing to compare.
-    entries = []
     if isinstance(shape, HeadShape):
         entries = [normalize({**(shape.rope_scaling or {}), THETA: shape.rope_theta}, vars(shape))]
-    elif model_config.get("rope_parameters") or model_config.get(THETA):
-        entries = read_entries(model_config)
+    else:
+        has_rope = model_config.get("rope_parameters") or model_config.get(THETA)
+        entries = read_entries(model_config) if has_rope else []
 
     # Read the settings of the target. For a target with several kinds of layers, a fresh head gets
     # the entry that `choose_entry` returns, so this one is allowed too.

@@ -104,21 +104,21 @@ class TokenProposer(Generic[DraftT]):
                 tokens_by_step.append(logits_BW.argmax(-1))
             else:
                 probs_BW = sampling.compute_probabilities(logits_BW)
-                uniforms_B = uniforms_BK[:, step].to(logits_BW.device)
-                tokens_by_step.append(draw_tokens(probs_BW, uniforms_B))
+                tokens_by_step.append(
+                    draw_tokens(probs_BW, uniforms_BK[:, step].to(probs_BW.device))
+                )
                 distributions.append(probs_BW)
 
         # Cut each row's chain to its length. Verification needs the distributions that tokens were
         # drawn from, [K, W] for each row.
         proposals = [Proposal([])] * len(lengths)
         for b, length in enumerate(lengths):
-            if not length:
-                continue
-            index_K = torch.stack([index_B[b] for index_B in tokens_by_step[:length]])
-            probs_KW = None
-            if distributions:
-                probs_KW = torch.stack([probs_BW[b] for probs_BW in distributions[:length]])
-            proposals[b] = self.build_proposal(index_K, probs_KW)
+            if length:
+                index_K = torch.stack([index_B[b] for index_B in tokens_by_step[:length]])
+                probs_KW = None
+                if distributions:
+                    probs_KW = torch.stack([probs_BW[b] for probs_BW in distributions[:length]])
+                proposals[b] = self.build_proposal(index_K, probs_KW)
         return proposals
 
     def build_proposal(

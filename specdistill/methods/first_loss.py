@@ -118,8 +118,7 @@ def _scale_down(objective: Any, inputs: dict[str, object], loss: float, even_los
     last_loss = math.inf
     for _ in range(MAX_FACTORS):
         # Stop when the loss is no worse than an even guess and the last step hardly lowered it.
-        is_even = loss - even_loss < tolerance
-        if is_even and last_loss - loss < tolerance:
+        if loss - even_loss < tolerance and last_loss - loss < tolerance:
             break
         objective.scale_output(SCALE_STEP)
         last_loss = loss

@@ -177,7 +177,7 @@ def locate_trained(method: str, draft: Path | str | None, *, key: str) -> Path |
         raise UserError(
             key,
             got=f"{draft}, which holds a draft of method {method_name}",
-            expected=f"one of method {method}",
+            expected=f"a draft of method {method}",
         )
     return folder
 
@@ -224,12 +224,12 @@ def locate(
 
 def draft_files(folder: Path) -> list[Path]:
     """Return the sorted files of a folder that belong to the draft, by the names in DRAFT_FILES."""
-    paths = []
-    for path in folder.iterdir():
-        is_draft_file = any(fnmatch(path.name, pattern) for pattern in DRAFT_FILES)
-        if is_draft_file and path.is_file():
-            paths.append(path)
-    return sorted(paths)
+    return sorted(path for path in folder.iterdir() if path.is_file() and _is_draft_file(path))
+
+
+def _is_draft_file(path: Path) -> bool:
+    """Return whether the name of a file matches one of the patterns in DRAFT_FILES."""
+    return any(fnmatch(path.name, pattern) for pattern in DRAFT_FILES)
 
 
 def draft_hash(folder: Path) -> str:
@@ -334,9 +334,8 @@ def find_foreign_method(config: RawConfig) -> str | None:
     Drafts of these methods are made by other projects and are not decoded here.
     """
     stated_names = [*(config.get("architectures") or []), config.get("speculators_model_type")]
-    text = " ".join(map(str, stated_names)).lower()
     for method, pattern in OTHER_METHODS.items():
-        if re.search(pattern, text):
+        if re.search(pattern, " ".join(map(str, stated_names)).lower()):
             return method
     return None
 

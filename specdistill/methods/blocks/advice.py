@@ -112,19 +112,20 @@ def find_causes(draft: BlockDraft, target: FrozenTarget) -> Iterator[Repair]:
         layers = tuple(layer + offset for layer in config.aux_layers)
         if all(0 < layer <= target.num_layers for layer in layers):
             yield Repair(
-                f"it reads the target after layers {list(config.aux_layers)}: it was trained on"
-                f" {list(layers)}",
+                f"the draft reads the target after layers {list(config.aux_layers)}, but was"
+                f" trained on {list(layers)}",
                 partial(configure, fields={"aux_layers": layers}),
             )
 
     # Two switches, each of which may have been the other way in training.
     yield Repair(
-        f"sample_from_anchor is {config.sample_from_anchor}: it was trained with the other",
+        f"sample_from_anchor is {config.sample_from_anchor}, but the draft was trained with"
+        f" {not config.sample_from_anchor}",
         partial(configure, fields={"sample_from_anchor": not config.sample_from_anchor}),
     )
-    visible_slots = "those before them" if config.is_causal else "all of their block"
     yield Repair(
-        f"its slots see {visible_slots}: it was trained with the other",
+        f"is_causal is {config.is_causal} (whether a slot sees only the slots before it), but the"
+        f" draft was trained with {not config.is_causal}",
         partial(configure, fields={"is_causal": not config.is_causal}),
     )
 

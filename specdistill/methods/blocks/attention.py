@@ -70,11 +70,9 @@ class BlockKVCache:
         dtype = value_NGPd.dtype
         inputs = (query_NhPd.to(dtype), key_NGPd.to(dtype), value_NGPd, *self._context[layer])
         # On a GPU a kernel skips what no slot sees. On a CPU the blocks attend in chunks instead.
-        return (
-            self.attend_in_one_call(*inputs)
-            if query_NhPd.is_cuda
-            else self.attend_in_chunks(*inputs)
-        )
+        if query_NhPd.is_cuda:
+            return self.attend_in_one_call(*inputs)
+        return self.attend_in_chunks(*inputs)
 
     def attend_in_chunks(
         self, query: Tensor, key: Tensor, value: Tensor, key_GSd: Tensor, value_GSd: Tensor
@@ -88,41 +86,44 @@ class BlockKVCache:
             key_GSd: keys of the context.
             value_GSd: values of the context.
         """
-        # Build the mask [slots, context and slots] of each chunk. The first layer does this for all
-        # layers.
-        num_tokens = key_GSd.shape[1]
-        for first, last, start, end in () if self._chunks else self.spans:
-            slot = torch.arange(first * self.block_size, last * self.block_size, device=key.device)
-            context = torch.arange(start, end, device=key.device)
-            mask = self.is_visible(
-                slot.unsqueeze(1), torch.cat((context, num_tokens + slot)), num_tokens
-            )
-            self._chunks.append((slice(first, last), slice(start, end), mask))
+        # The first layer builds the masks for all layers.
+        if not self._chunks:
+            self._build_chunks(key_GSd.shape[1], key.device)
 
         # Attend chunk by chunk. The slots of a chunk are the queries. Its context and its own slots
         # are the keys.
-        groups = key.shape[1]
-        heads = query.shape[1] // groups
+        num_groups = key.shape[1]
+        num_heads = query.shape[1] // num_groups
         outputs = []
         for blocks, context_span, mask in self._chunks:
             # Queries [G, h / G, slots, d]: the heads that share keys and values stand together.
-            q = query[blocks].unflatten(1, (groups, heads)).permute(1, 2, 0, 3, 4).flatten(2, 3)
+            q = query[blocks].unflatten(1, (num_groups, num_heads))
+            q = q.permute(1, 2, 0, 3, 4).flatten(2, 3)
             # Keys and values [G, h / G, context and slots, d], without copies for the h / G heads.
-            k, v = (
-                torch.cat(
-                    (context[:, context_span], block_values[blocks].transpose(0, 1).flatten(1, 2)),
-                    1,
-                )
-                .unsqueeze(1)
-                .expand(-1, heads, -1, -1)
-                for context, block_values in ((key_GSd, key), (value_GSd, value))
-            )
+            k = _join_context_and_slots(key_GSd[:, context_span], key[blocks]).unsqueeze(1)
+            v = _join_context_and_slots(value_GSd[:, context_span], value[blocks]).unsqueeze(1)
+            k, v = (x.expand(-1, num_heads, -1, -1) for x in (k, v))
             output = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
             # Back to blocks: [blocks of the chunk, h, P, d].
             outputs.append(
                 output.unflatten(2, (-1, self.block_size)).permute(2, 0, 1, 3, 4).flatten(1, 2)
             )
         return torch.cat(outputs)
+
+    def _build_chunks(self, num_tokens: int, device: torch.device) -> None:
+        """Build the mask [slots, context and slots] of each chunk of blocks.
+
+        Args:
+            num_tokens: S.
+            device: where the masks are made.
+        """
+        for first, last, start, end in self.spans:
+            slot = torch.arange(first * self.block_size, last * self.block_size, device=device)
+            context = torch.arange(start, end, device=device)
+            mask = self.is_visible(
+                slot.unsqueeze(1), torch.cat((context, num_tokens + slot)), num_tokens
+            )
+            self._chunks.append((slice(first, last), slice(start, end), mask))
 
     def attend_in_one_call(
         self, query: Tensor, key: Tensor, value: Tensor, key_GSd: Tensor, value_GSd: Tensor
@@ -144,16 +145,16 @@ class BlockKVCache:
                 return self.is_visible(slot, index, num_tokens)
 
             num_slots = query.shape[0] * self.block_size
-            make = compile_once(create_block_mask) if query.is_cuda else create_block_mask
-            self._mask = make(
+            build_mask = compile_once(create_block_mask) if query.is_cuda else create_block_mask
+            self._mask = build_mask(
                 mask_mod, None, None, num_slots, num_tokens + num_slots, device=query.device
             )
 
         # Lay the slots of all blocks in a row: they are the queries [h, N P, d]. The context and
         # then all slots are the keys and values [G, S + N P, d].
-        q, own_key, own_value = (x.transpose(0, 1).flatten(1, 2) for x in (query, key, value))
-        k = torch.cat((key_GSd, own_key), 1)
-        v = torch.cat((value_GSd, own_value), 1)
+        q = query.transpose(0, 1).flatten(1, 2)
+        k = _join_context_and_slots(key_GSd, key)
+        v = _join_context_and_slots(value_GSd, value)
         attend = compile_once(flex_attention) if query.is_cuda else flex_attention
         output_hSd = attend(
             q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), block_mask=self._mask, enable_gqa=True
@@ -190,6 +191,11 @@ class BlockKVCache:
         if self.window is not None:
             is_visible_context = is_visible_context & (index > anchor + k - self.window)
         return is_visible_slot | is_visible_context
+
+
+def _join_context_and_slots(context_GSd: Tensor, blocks_NGPd: Tensor) -> Tensor:
+    """Append the slots of all blocks to the positions of the context, [G, S + N P, d]."""
+    return torch.cat((context_GSd, blocks_NGPd.transpose(0, 1).flatten(1, 2)), 1)
 
 
 @cache

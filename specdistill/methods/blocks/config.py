@@ -32,8 +32,8 @@ class BlockDraftConfig(LayerSizes):
     )
     mask_token_id: int | None = option(
         None,
-        "token in the place of what is not drafted yet; null: that of draft.init, the tokenizer's"
-        " mask, or a token that texts do not hold",
+        "mask token, the input of slots whose token is not drafted yet; null: that of draft.init,"
+        " the tokenizer's mask, or a token that does not occur in texts",
         ge=0,
     )
     is_causal: bool = option(

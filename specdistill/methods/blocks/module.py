@@ -51,7 +51,7 @@ class BlockConfig(FeatureShape):
 
     Attributes:
         block_size: P, slots of a block.
-        mask_token_id: the token in the place of what is not drafted yet.
+        mask_token_id: the token in slots whose own token is not drafted yet.
         is_causal: whether a slot sees only the slots up to itself.
         sample_from_anchor: whether the anchor's slot predicts, too.
     """

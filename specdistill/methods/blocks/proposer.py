@@ -44,13 +44,12 @@ class BlockProposer(FeatureProposer[BlockDraft]):
         self, state: DecodingState, k: int, sampling: Sampling, generators: Generators
     ) -> list[Proposal]:
         """Draft a chain of up to k tokens for each row, from one pass over a block."""
-        slots = self._block(state, k, key="eval.num_speculative_tokens")
+        slots = self._run_block(state, k, key="eval.num_speculative_tokens")
 
         def next_logits(step: int, index_B: Tensor | None) -> Tensor:
             """Return the logits [B, W] of a slot, corrected by the token drafted before it."""
-            return slots.next(
-                step, None if index_B is None else self.map_to_target(index_B).unsqueeze(1)
-            )[:, 0]
+            token_B1 = None if index_B is None else self.map_to_target(index_B).unsqueeze(1)
+            return slots.compute_logits(step, token_B1)[:, 0]
 
         return self.chains(k, sampling, generators, next_logits)
 
@@ -58,7 +57,7 @@ class BlockProposer(FeatureProposer[BlockDraft]):
         self, state: DecodingState, shape: TreeShape, sampling: Sampling, generators: Generators
     ) -> list[Proposal]:
         """Draft a tree for each row, from one pass over a block; a slot is a level of the tree."""
-        slots = self._block(state, shape.depth, key="eval.tree.depth")
+        slots = self._run_block(state, shape.depth, key="eval.tree.depth")
         levels = itertools.count(1)
 
         def expand(index_BT: Tensor, rows_BT: Tensor) -> Tensor:
@@ -68,15 +67,15 @@ class BlockProposer(FeatureProposer[BlockDraft]):
                 index_BT: the tokens of the nodes, as indices among the draft's W tokens.
                 rows_BT: the parent of each node, as an index into the level before.
             """
-            slots.follow(rows_BT)
-            return slots.next(next(levels), self.map_to_target(index_BT))
+            slots.inherit_states(rows_BT)
+            return slots.compute_logits(next(levels), self.map_to_target(index_BT))
 
         # The first slot gives the candidates of the first level.
-        logits_B1W = slots.next(0, None)
+        logits_B1W = slots.compute_logits(0, None)
         drafts = shape.grow(logits_B1W[:, 0], expand, sampling, generators)
         return [self.build_proposal(index_N, probs_NW, tree) for index_N, tree, probs_NW in drafts]
 
-    def _block(self, state: DecodingState, k: int, *, key: str) -> "_Slots":
+    def _run_block(self, state: DecodingState, k: int, *, key: str) -> "_Slots":
         """Run the draft once over a block for each row, and return the slots that predict.
 
         The positions that were committed since the last pass enter the cache first.
@@ -99,7 +98,7 @@ class BlockProposer(FeatureProposer[BlockDraft]):
 
         # Add keys and values of the fresh positions to the cache.
         counts = state.num_fresh
-        committed = self.count_committed(state)
+        num_committed = self.count_committed(state)
         self.draft.remember(
             state.fresh.first(max(counts)), self.cache.begin_chain(counts), self.cache
         )
@@ -111,7 +110,7 @@ class BlockProposer(FeatureProposer[BlockDraft]):
             [k + config.first_slot] * len(counts), is_causal=config.is_causal
         )
         hidden_BKH = self.draft(anchor_ids_B, rotary, self.cache)[:, config.first_slot :]
-        self.cache.truncate(committed)
+        self.cache.truncate(num_committed)
         return _Slots(self.draft, hidden_BKH, anchor_ids_B)
 
 
@@ -131,15 +130,16 @@ class _Slots:
             draft.markov_head.start(hidden_BKH).unsqueeze(1) if draft.markov_head else None
         )
 
-    def follow(self, rows_BT: Tensor) -> None:
+    def inherit_states(self, rows_BT: Tensor) -> None:
         """Give each node of the next level the state of its parent.
 
         Args:
             rows_BT: the parent of each node, as an index into the level before.
         """
-        self.state_BTE = None if self.state_BTE is None else gather_nodes(self.state_BTE, rows_BT)
+        if self.state_BTE is not None:
+            self.state_BTE = gather_nodes(self.state_BTE, rows_BT)
 
-    def next(self, slot: int, token_BT: Tensor | None) -> Tensor:
+    def compute_logits(self, slot: int, token_BT: Tensor | None) -> Tensor:
         """Return the logits [B, T, W] of a slot, given the tokens drafted before it.
 
         Args:
@@ -149,10 +149,9 @@ class _Slots:
         # All T nodes of a level share the slot's logits and hidden state.
         draft = self.draft
         previous_BT = self.previous_B1 if token_BT is None else token_BT
-        logits_BTW, hidden_BTH = (
-            of_slots[:, slot : slot + 1].expand(-1, previous_BT.shape[1], -1)
-            for of_slots in (self.logits_BKW, self.hidden_BKH)
-        )
+        num_nodes = previous_BT.shape[1]
+        logits_BTW = self.logits_BKW[:, slot : slot + 1].expand(-1, num_nodes, -1)
+        hidden_BTH = self.hidden_BKH[:, slot : slot + 1].expand(-1, num_nodes, -1)
         if draft.markov_head is None:
             return logits_BTW
 

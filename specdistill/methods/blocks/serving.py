@@ -27,24 +27,24 @@ PRUNED_VOCABULARY_LIMIT = Limit(
     "the target's vocabulary",
 )
 CORRECTION = Limit(
-    "a correction by more than the token before",
+    "a correction that reads more than the token before (markov_head_type)",
     lambda draft: draft.markov_head_type != "vanilla",
-    "vanilla",
+    "markov_head_type vanilla",
 )
 SCALED_EMBEDDING = Limit(
     "a scaled embedding",
     lambda draft: draft.embedding_scale != 1,
-    "a target that does not scale its own, or method=eagle3",
+    "a target that does not scale its embedding, or method=eagle3",
 )
 CAUSAL = Limit(
     "causal slots and no window",
     lambda draft: draft.is_causal and draft.sliding_window is None,
-    "slots that see all of their block: speculators has no others without a window",
+    "slots that see all of their block, because causal slots need a window in speculators",
 )
 CAUSALITY = Limit(
-    "causal slots without a window, or a window without them",
+    "causal slots without a window, or a window without causal slots",
     lambda draft: draft.is_causal != (draft.sliding_window is not None),
-    "a window exactly where slots are causal: SGLang goes by that alone",
+    "both or neither, because SGLang makes slots causal if there is a window",
 )
 # The tensors that vLLM loads for a block drafter. All layers have the same ones: Llama's, and norms
 # of query and key heads.
@@ -52,14 +52,12 @@ SLOTS = (
     Slot("fc.weight", "H A*D"),
     Slot("hidden_norm.weight", "H"),
     Slot("norm.weight", "H"),
-    *(
-        slot
-        for layer in ("layers.0", "layers.{i}")
-        for slot in (
-            *list_layer_slots(layer, "H", "input_layernorm"),
-            *(Slot(f"{layer}.self_attn.{norm}.weight", "E") for norm in ("q_norm", "k_norm")),
-        )
-    ),
+    *list_layer_slots("layers.0", "H", "input_layernorm"),
+    Slot("layers.0.self_attn.q_norm.weight", "E"),
+    Slot("layers.0.self_attn.k_norm.weight", "E"),
+    *list_layer_slots("layers.{i}", "H", "input_layernorm"),
+    Slot("layers.{i}.self_attn.q_norm.weight", "E"),
+    Slot("layers.{i}.self_attn.k_norm.weight", "E"),
     Slot("lm_head.weight", "W H", source="shared"),
     Slot("embed_tokens.weight", "V H", source="shared"),
     Slot("d2t", "W", "pruned"),

@@ -153,8 +153,9 @@ def count_parameters(head: DraftModule, once_per_round: Set[str] = frozenset()) 
     num_copied = sum(sizes[name] for name in head.shared)
     not_counted = {"embed_tokens.weight", *once_per_round}
     num_read = sum(size for name, size in sizes.items() if name not in not_counted)
-    num_own = sum(sizes.values()) - num_copied
-    return ParameterCounts(num_own, num_read, head.config.num_layers, num_copied)
+    return ParameterCounts(
+        sum(sizes.values()) - num_copied, num_read, head.config.num_layers, num_copied
+    )
 
 
 def build_initialized(build: Callable[[], T], seed: int) -> T:
@@ -216,8 +217,7 @@ def create_or_load(
         head = build(target, seed=recipe.seed, **options)
     if chain_length_key:
         config: Any = head.config
-        chain_length = getattr(settings, chain_length_key)
-        check_window(config, chain_length, key=f"draft.{chain_length_key}")
+        check_window(config, getattr(settings, chain_length_key), key=f"draft.{chain_length_key}")
     return head
 
 

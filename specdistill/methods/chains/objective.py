@@ -343,8 +343,7 @@ class TrainingTimeTest(Objective):
                 predicted_RH = gather_before(hidden, loss_positions, 2 + k).float()
                 target_RH = soft_targets.hidden_RD.float()
                 error_R = F.smooth_l1_loss(predicted_RH, target_RH, reduction="none").mean(-1)
-                step_error = self.step_weights[k] * (error_R * has_loss[k]).sum()
-                feature_error = feature_error + step_error
+                feature_error = feature_error + self.step_weights[k] * (error_R * has_loss[k]).sum()
         return torch.stack(rows), torch.stack(has_loss).float(), feature_error
 
 

@@ -24,7 +24,7 @@ NORM_OUTPUT = Limit(
 SEVERAL_LAYERS = Limit(
     "more than one layer",
     lambda head: head.num_layers > 1,
-    "one layer: there are no others, or others with other norms",
+    "one layer, because the engine has no further layers, or further layers with other norms",
 )
 SLIDING_WINDOW = Limit(
     "a sliding window", lambda head: head.sliding_window is not None, "attention to all positions"
@@ -33,7 +33,7 @@ SLIDING_WINDOW = Limit(
 OWN_EMBEDDING = Limit(
     "an embedding of its own, as wide as the target's",
     lambda head: head.own_embedding,
-    "the target's embedding; target= tells a copy of it from another",
+    "the target's embedding; pass target= to show that this embedding is a copy of it",
 )
 # Which layers of the target the head reads. Engines that list states as they enter a layer have
 # none for the state after the last layer.
@@ -43,7 +43,7 @@ NOT_THREE_LAYERS_READ = Limit(
 LAST_STATE_READ = Limit(
     "the state after the target's last layer",
     lambda head: head.target_num_layers in head.aux_layers,
-    "states that enter a layer",
+    "layers below the target's last one",
 )
 LAYERS_OUT_OF_ORDER = Limit(
     "auxiliary layers out of order",
@@ -52,11 +52,11 @@ LAYERS_OUT_OF_ORDER = Limit(
 )
 # SGLang and TensorRT-LLM skip fc if its input is as wide as its output.
 WIDTH_OF_FC_INPUT = Limit(
-    "a state as wide as what fc reads",
+    "a hidden state as wide as the input of fc",
     lambda head: len(head.aux_layers) * head.target_hidden_size == head.hidden_size,
-    "different widths: with equal ones fc is omitted",
+    "different widths, because the engine omits fc if they are equal",
 )
-FC_BIAS = Limit("a bias in fc", lambda head: head.fc_bias, "a head without one")
+FC_BIAS = Limit("a bias in fc", lambda head: head.fc_bias, "a head without a bias in fc")
 
 # The beginning of the `model_type` of a target's text model -> which engines serve heads for it.
 NOTES = {

@@ -14,8 +14,8 @@ class DSparkDraftConfig(BlockDraftConfig):
     )
     markov_head_type: Literal["vanilla", "gated", "rnn"] = option(
         "vanilla",
-        "correction by the token before; gated: by the hidden state too; rnn: by all tokens of the"
-        " block; vLLM has vanilla",
+        "what the correction reads; vanilla: the token before; gated: the hidden state too; rnn:"
+        " all tokens of the block before; vLLM supports vanilla only",
     )
     enable_confidence_head: bool = option(True, "estimate each draft token's chance of acceptance")
 

@@ -115,18 +115,16 @@ class MarkovHead(nn.Module):
         if self.kind == "vanilla":
             return embedded, embedded, state_BE
         if self.kind == "gated":
-            return (
-                self.gate_proj(torch.cat((hidden_BH, embedded), -1)).sigmoid() * embedded,
-                embedded,
-                state_BE,
-            )
+            gate = self.gate_proj(torch.cat((hidden_BH, embedded), -1)).sigmoid()
+            return gate * embedded, embedded, state_BE
 
         # rnn: one projection gives the gate, the candidate of the next state, and the output.
-        gate, candidate, output = self.joint_proj(
-            torch.cat((state_BE, embedded, hidden_BH), -1)
-        ).chunk(3, -1)
-        kept_share = gate.sigmoid()
-        return output.tanh(), embedded, kept_share * state_BE + (1 - kept_share) * candidate.tanh()
+        joint = self.joint_proj(torch.cat((state_BE, embedded, hidden_BH), -1))
+        gate, candidate, output = joint.chunk(3, -1)
+        gate = gate.sigmoid()
+        correction_BE = output.tanh()
+        next_state_BE = gate * state_BE + (1 - gate) * candidate.tanh()
+        return correction_BE, embedded, next_state_BE
 
     def forward(self, hidden_NKH: Tensor, previous_ids_NK: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the corrections of all slots in training, where every token is known.
@@ -170,10 +168,9 @@ class ConfidenceHead(nn.Module):
             hidden: [..., H], hidden states of the slots.
             embedded: [..., E], embeddings of the tokens before the slots.
         """
-        logits: Tensor = self.proj(
-            torch.cat((hidden, embedded), -1) if self.with_markov else hidden
-        ).squeeze(-1)
-        return logits
+        inputs = torch.cat((hidden, embedded), -1) if self.with_markov else hidden
+        chance_logits: Tensor = self.proj(inputs).squeeze(-1)
+        return chance_logits
 
 
 class DSparkDraft(BlockDraft):

@@ -87,7 +87,7 @@ class EagleAdvice(ChainAdvice[EagleDraft]):
         """Yield likely causes of low acceptance in an EAGLE-1 head whose files are right."""
         # Embedding and hidden state are equally wide, so swapped halves raise no error.
         yield Repair(
-            "the two halves that fc reads, embedding and hidden state, are swapped",
+            "in fc, the halves for embedding and hidden state are swapped",
             partial(swap_halves, names=["fc"]),
         )
 

@@ -94,11 +94,9 @@ def check_eagle(
     # Treat a bias of zeros as no bias. SafeAILab's files have a bias, vLLM loads none.
     tensors = dict(tensors)
     bias = tensors.get("fc.bias")
-    if bias is not None:
-        has_bias = config.fc_bias if bias.is_meta else bool(bias.any())
-        if not has_bias:
-            del tensors["fc.bias"]
-            config = dataclasses.replace(config, fc_bias=False)
+    if bias is not None and not (config.fc_bias if bias.is_meta else bias.any()):
+        del tensors["fc.bias"]
+        config = dataclasses.replace(config, fc_bias=False)
 
     # Compare the tensors with those of a head of this config.
     with torch.device("meta"):

@@ -118,11 +118,13 @@ class Eagle3Advice(ChainAdvice[Eagle3Draft]):
         # Switches that may have been the other way in training.
         config = head.config
         yield Repair(
-            f"norm_before_residual is {config.norm_before_residual}: it was trained with the other",
+            f"norm_before_residual is {config.norm_before_residual}, but the head was trained with"
+            f" {not config.norm_before_residual}",
             switch_residual_source,
         )
         yield Repair(
-            f"norm_output is {config.norm_output}: it was trained with the other",
+            f"norm_output is {config.norm_output}, but the head was trained with"
+            f" {not config.norm_output}",
             partial(configure, fields={"norm_output": not config.norm_output}),
         )
 
@@ -136,7 +138,7 @@ class Eagle3Advice(ChainAdvice[Eagle3Draft]):
                 partial(swap_weights, first=f"layers.0.{first}", second=f"layers.0.{second}"),
             )
         yield Repair(
-            "the halves that the first layer's q, k and v read, embedding and hidden state, are"
+            "in the first layer's q, k and v, the halves for embedding and hidden state are"
             " swapped",
             partial(swap_halves, names=[f"layers.0.self_attn.{part}_proj" for part in "qkv"]),
         )
@@ -147,7 +149,7 @@ class Eagle3Advice(ChainAdvice[Eagle3Draft]):
         if config.own_embedding:
             name = "embed_tokens.weight"
             yield Repair(
-                "its embedding is not the target's: it was trained with that",
+                "the head has an embedding of its own, but was trained with the target's",
                 partial(set_weight, name=name, weight=target.tensor(name)),
             )
 
@@ -186,7 +188,7 @@ def _find_other_layers(head: Eagle3Draft, target: FrozenTarget) -> Iterator[Repa
         is_possible = all(0 <= layer <= target.num_layers for layer in layers)
         if layers != aux_layers and is_possible:
             yield Repair(
-                f"it reads the target after layers {list(aux_layers)}: it was trained on"
+                f"the head reads the target after layers {list(aux_layers)}, but was trained on"
                 f" {list(layers)}",
                 partial(configure, fields={"aux_layers": layers}),
             )
@@ -208,7 +210,7 @@ def _find_other_orders(head: Eagle3Draft) -> Iterator[Repair]:
     for order in orders:
         if order != in_order:
             cause = (
-                "fc reads the auxiliary states in another order than it was trained on:"
+                "fc was trained on the auxiliary states in another order:"
                 f" {[index + 1 for index in order]}"
             )
             weight = torch.cat([blocks[index] for index in order], dim=1)

@@ -296,8 +296,9 @@ def _read_aux_layers(
     # The layers may be stated at the top level and in `eagle_config`, which counts L - 1. If both
     # state them, they must agree. If none does, engines assume the default layers.
     top_level_layers = tuple(read_stated(raw, AUX_LAYERS, list[int], key) or ())
-    nested_list = read_stated(nested, AUX_LAYERS, list[int], key) or ()
-    nested_layers = tuple(layer + 1 for layer in nested_list)
+    nested_layers = tuple(
+        layer + 1 for layer in read_stated(nested, AUX_LAYERS, list[int], key) or ()
+    )
     if top_level_layers and nested_layers and top_level_layers != nested_layers:
         raise UserError(
             key,

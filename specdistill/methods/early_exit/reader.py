@@ -92,10 +92,9 @@ class SplitTarget(CachedTarget):
 
         # A model asks the first layer of a cache how many tokens it holds. The layers below E have
         # read more already, so the cache of layer E takes the place of theirs.
-        cached_layer = self.cache.layers[self.exit_layer]
         upper_cache = copy.copy(self.cache)
-        upper_cache.layers = [cached_layer] * self.exit_layer
-        upper_cache.layers += self.cache.layers[self.exit_layer :]
+        upper_layers = self.cache.layers[self.exit_layer :]
+        upper_cache.layers = [upper_layers[0]] * self.exit_layer + upper_layers
 
         # The other layers start from the states after layer E, not from embeddings.
         def enter(
