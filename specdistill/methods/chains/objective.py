@@ -117,7 +117,11 @@ class UnrollKVCache:
 
 
 class ChainAttention(torch.autograd.Function):
-    """The attention of step k of the unroll: to step 0 by a kernel, merged with the chain's steps.
+    """The attention of step k of the unroll, with a backward pass of its own.
+
+    A query sees the keys of step 0 up to the root of its chain, and the keys of the later steps of
+    its own chain. A kernel computes the first part. The second part is merged into it by one
+    softmax over both.
 
     (query [S, N, d], cumulative_lengths, longest, window, key_0 [S, G, d], value_0 [S, G, e],
     key_1, value_1, ...) -> [S, N, e].
@@ -135,7 +139,10 @@ class ChainAttention(torch.autograd.Function):
         window: int | None,
         *steps: Tensor,
     ) -> Tensor:
-        """Compute the attention output [S, N, e] by the equations at the top of this file."""
+        """Attend to step 0 with a kernel, and merge later steps of each chain by one softmax.
+
+        The equations are at the top of this file. Returns the attention output [S, N, e].
+        """
         # Attend to step 0 with the kernel: its output o_0 and log-sum-exp L_0.
         key, value, *chain = steps
         root_output, root_lse_NS = attend_packed(
@@ -148,7 +155,8 @@ class ChainAttention(torch.autograd.Function):
         o_0 = _group_heads(root_output, key)
         scores = [(q * k.unsqueeze(2)).sum(-1) * query.shape[-1] ** -0.5 for k in chain[::2]]
 
-        # Merge all of them by one softmax: L, the weights exp(score - L), and the weighted sum o.
+        # Merge o_0 and the chain's values v_j by one softmax: L is the log-sum-exp of L_0 and the
+        # scores, the weights are exp(score - L), and o is the weighted sum.
         scores_SGn = torch.stack([root_lse_NS.T.unflatten(1, q.shape[1:3]), *scores])
         lse_SGn = scores_SGn.logsumexp(0)
         weights = (scores_SGn - lse_SGn).exp().unsqueeze(-1)
