@@ -75,7 +75,7 @@ class MethodInfo:
         return serving
 
     def load(self) -> "Method[TrainedRecipe, nn.Module]":
-        """Import the package of the method, and torch with it, and return its `METHOD`.
+        """Import the method's package, which imports torch, and return its `METHOD`.
 
         The return type stands for every trained method, so the type checker cannot tell methods
         apart. The caller must pass only recipes and drafts of this method to it.

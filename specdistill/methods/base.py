@@ -113,7 +113,7 @@ class Method(ABC, Generic[RecipeT, DraftT]):
     advice: Advice[DraftT]
 
     def has_tensors(self, names: Set[str]) -> bool:
-        """Return whether only a draft of this method has tensors of these names."""
+        """Return whether these tensor names prove that a folder holds a draft of this method."""
         return False
 
     def is_named(self, config: RawConfig, names: Set[str]) -> bool:
@@ -292,7 +292,7 @@ class FeatureMethod(Method[RecipeT, DraftT]):
 
     @abstractmethod
     def build_proposer(self, draft: DraftT, target: FrozenTarget) -> Proposer:
-        """Build the proposer of a draft that is loaded."""
+        """Build the proposer that decodes with a loaded draft."""
 
     def load_proposer(
         self, folder: Path | None, target: FrozenTarget, *, key: str, **options: object

@@ -154,6 +154,7 @@ class FeatureProposer(TokenProposer[ModuleT]):
     cache: DraftKVCache
 
     def __init__(self, draft: ModuleT) -> None:
+        """Prepare a draft for decoding."""
         super().__init__(draft, draft.target_ids_W, draft.config.vocab_size, draft.shared)
         self.config = draft.config
         self.aux_layers = draft.aux_layers

@@ -98,6 +98,7 @@ class Embedding(nn.Embedding):
     """The target's embedding table, with its embeddings scaled as the target scales them."""
 
     def __init__(self, config: HeadShape) -> None:
+        """Create a random table of the target's vocabulary."""
         super().__init__(config.vocab_size, config.hidden_size)
         self.scale = config.embedding_scale
 
@@ -244,6 +245,14 @@ class PlainLayer(nn.Module):
     def __init__(
         self, config: HeadShape, index: int, *, input_norm: bool = True, head_norms: bool = False
     ) -> None:
+        """Create the layer.
+
+        Args:
+            config: the shape of the draft.
+            index: the place of the layer in the draft, from 0.
+            input_norm: whether there is a norm before the attention.
+            head_norms: whether each query and key head is normalized.
+        """
         super().__init__()
         self.index = index
         self.input_layernorm = (
@@ -359,10 +368,12 @@ class FeatureDraft(DraftModule):
 
     @property
     def logits(self) -> LogitsHead:
+        """The map [..., H] -> [..., W] to logits: the draft's own LM head, not scaled."""
         return LogitsHead(self.lm_head)
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
+        """The target's layers that the draft reads, as its config states them."""
         aux_layers: tuple[int, ...] = self.config.aux_layers
         return aux_layers
 
@@ -383,6 +394,7 @@ class Rotary(LlamaRotaryEmbedding):
     """
 
     def __init__(self, shape: HeadShape) -> None:
+        """Compute the frequencies for the head size and the rotary settings of a shape."""
         # transformers computes the frequencies from a config. Only these keys matter for them.
         super().__init__(
             LlamaConfig(

@@ -142,6 +142,7 @@ class BlockKVCache:
         if self._mask is None:
 
             def mask_mod(batch: Tensor, head: Tensor, slot: Tensor, index: Tensor) -> Tensor:
+                """Return which keys slots see; it is the same for all heads."""
                 return self.is_visible(slot, index, num_tokens)
 
             num_slots = query.shape[0] * self.block_size

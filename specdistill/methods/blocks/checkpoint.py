@@ -50,7 +50,7 @@ def save_block(draft: BlockDraft, kind: Kind, folder: Path) -> None:
 def load_block(
     kind: Kind, folder: Path | str, target: FrozenTarget, *, key: str = "eval.draft"
 ) -> BlockDraft:
-    """Load a draft for a target.
+    """Load a block drafter, and check that it fits the target.
 
     Args:
         kind: the method of block drafting.

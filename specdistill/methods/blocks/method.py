@@ -46,7 +46,7 @@ class BlockMethod(FeatureMethod[BlockRecipe, BlockDraft]):
     proposer: ClassVar[type[BlockProposer]]
 
     def has_tensors(self, names: Set[str]) -> bool:
-        """Return whether only a draft of this kind has tensors of these names."""
+        """Return whether these tensor names prove that a folder holds a draft of this kind."""
         return bool(self.own_tensors) and names >= TENSORS | self.own_tensors
 
     def is_named(self, config: RawConfig, names: Set[str]) -> bool:
@@ -71,7 +71,7 @@ class BlockMethod(FeatureMethod[BlockRecipe, BlockDraft]):
     def build_objective(
         self, draft: BlockDraft, recipe: BlockRecipe, target: FrozenTarget
     ) -> BlockObjective:
-        """Build the objective that a recipe describes."""
+        """Build the objective with the divergence and the weights that a recipe states."""
         return self.objective(
             draft,
             build_divergence(recipe.loss.divergence),
@@ -86,7 +86,7 @@ class BlockMethod(FeatureMethod[BlockRecipe, BlockDraft]):
         return self.proposer(draft)
 
     def save(self, draft: BlockDraft, target: FrozenTarget, folder: Path) -> None:
-        """Write a draft."""
+        """Write a draft into a folder, in the layout of the method's authors."""
         checkpoint.save_block(draft, self.kind, folder)
 
     def load(self, folder: Path, target: FrozenTarget, *, key: str) -> BlockDraft:
@@ -107,7 +107,7 @@ class BlockMethod(FeatureMethod[BlockRecipe, BlockDraft]):
         name: Path | str,
         **options: object,
     ) -> BlockConfig:
-        """Check a draft by its headers."""
+        """Check a draft by config.json and the headers of its weights."""
         config, _ = checkpoint.check_block(self.kind, folder, tensors, target, key=key, name=name)
         return config
 

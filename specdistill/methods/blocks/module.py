@@ -76,6 +76,7 @@ class BlockLayer(PlainLayer):
     """A Llama layer with norms of query and key heads, which reads a context and a block."""
 
     def __init__(self, config: BlockConfig, index: int) -> None:
+        """Create layer `index` with norms of query and key heads."""
         super().__init__(config, index, head_norms=True)
 
     def forward(
@@ -85,15 +86,15 @@ class BlockLayer(PlainLayer):
         kv_cache: KVCache,
         context: tuple[Tensor, Rotation] | None = None,
     ) -> Tensor:
-        """Run the layer over blocks.
+        """Run the layer over blocks, whose slots see the context and one another.
 
         Args:
             hidden_NPH: the hidden states of the slots.
             rotary: cos and sin [N, P, d] of the slots.
             kv_cache: keys and values of the context.
             context: the context [B, T, H] and its rotary tables, if its keys and values are not in
-                the cache yet. They are made here because a sharded layer has its whole weights only
-                during `forward`.
+                the cache yet. They are computed here because a layer that FSDP shards has its whole
+                weights only during `forward`.
         """
         if context is not None:
             self.self_attn.remember(*context, self.index, kv_cache)
@@ -114,6 +115,7 @@ class BlockDraft(FeatureDraft):
     config: BlockConfig
 
     def __init__(self, config: BlockConfig) -> None:
+        """Create the modules of the draft, with random weights."""
         super().__init__()
         self.config = config
         # The context: the states of the A layers side by side, projected to one state and normed.
@@ -136,6 +138,7 @@ class BlockDraft(FeatureDraft):
 
     @property
     def shared(self) -> frozenset[str]:
+        """The tensors that are the target's: the embedding, and the LM head if it is whole."""
         return frozenset(
             {"embed_tokens.weight"}
             | (set() if self.config.prunes_vocabulary else {"lm_head.weight"})
@@ -160,7 +163,7 @@ class BlockDraft(FeatureDraft):
         kv_cache: KVCache,
         context: tuple[Tensor, Rotation] | None = None,
     ) -> Tensor:
-        """Run the draft over blocks.
+        """Run the draft over blocks, each an anchor's token followed by masks.
 
         Args:
             anchor_ids_N: the tokens of the anchors.
@@ -257,7 +260,7 @@ def block_config(
     aux_layers: Sequence[int] | None = None,
     **options: object,
 ) -> dict[str, Any]:
-    """Return the fields of `BlockConfig` from the keys of a recipe and the mask.
+    """Return the fields of a fresh draft's `BlockConfig` from the keys of a recipe's `draft:`.
 
     Args:
         target: the target.

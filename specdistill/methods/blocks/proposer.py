@@ -31,6 +31,7 @@ class BlockProposer(FeatureProposer[BlockDraft]):
     """
 
     def __init__(self, draft: BlockDraft) -> None:
+        """Prepare a draft for decoding."""
         super().__init__(draft)
         # Slots that see each other draft other tokens in a wider block.
         self.depends_on_width = not draft.config.is_causal
@@ -122,6 +123,13 @@ class _Slots:
     """
 
     def __init__(self, draft: BlockDraft, hidden_BKH: Tensor, anchor_ids_B: Tensor) -> None:
+        """Compute the logits of all slots, without corrections.
+
+        Args:
+            draft: the draft.
+            hidden_BKH: the hidden states of the slots that predict.
+            anchor_ids_B: the anchors' tokens, which come before the first slot.
+        """
         self.draft = draft
         self.hidden_BKH = hidden_BKH
         self.previous_B1 = anchor_ids_B.unsqueeze(1)

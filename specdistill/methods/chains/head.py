@@ -34,7 +34,7 @@ PARALLEL_DRAFT_TENSORS = {"mask_hidden", "hidden_norm.weight"}
 
 
 def is_chain_draft(names: Set[str]) -> bool:
-    """Return whether tensors of these names may be a head, which drafts one token per pass.
+    """Return whether a draft with these tensor names may be a head (one token per pass).
 
     Drafts of P-EAGLE and DFlash share most names with heads, but draft all tokens in one pass.
     """

@@ -36,6 +36,7 @@ class CompiledSteps:
     """
 
     def __init__(self, head: Head, cache: DraftKVCache, size: int) -> None:
+        """Allocate the KV cache for `size` positions, and compile the pass of a head."""
         self.head = head
         self.logits = head.logits
         self.cache = cache
@@ -105,6 +106,7 @@ class HeadProposer(FeatureProposer[Head]):
     """
 
     def __init__(self, head: Head) -> None:
+        """Prepare a head for decoding."""
         super().__init__(head)
         self.compiled = False  # whether passes for one sequence are compiled as graphs
         self._graphs: dict[int, CompiledSteps] = {}  # by the number of positions of the KV cache

@@ -53,6 +53,7 @@ class MarkovHead(nn.Module):
     """
 
     def __init__(self, config: DSparkConfig) -> None:
+        """Create the layers that this kind of correction needs."""
         super().__init__()
         # W1 embeds the token before with E numbers, and W2 turns E numbers into corrections of all
         # logits. The other layers exist only for their kind (see the equations in the module).
@@ -157,6 +158,7 @@ class ConfidenceHead(nn.Module):
     """A linear layer that estimates the chance that a draft token is accepted, as logits."""
 
     def __init__(self, config: DSparkConfig) -> None:
+        """Create the linear layer, which may also read the embedding of the token before."""
         super().__init__()
         self.with_markov = config.confidence_head_with_markov
         self.proj = nn.Linear(config.hidden_size + config.markov_rank * self.with_markov, 1)
@@ -177,6 +179,7 @@ class DSparkDraft(BlockDraft):
     """A block drafter with a correction and, if the config says so, a confidence head."""
 
     def __init__(self, config: DSparkConfig) -> None:
+        """Create a block drafter, and add the correction and the confidence head."""
         super().__init__(config)
         self.markov_head = MarkovHead(config)
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None

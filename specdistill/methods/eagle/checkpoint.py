@@ -36,7 +36,7 @@ def save_eagle(draft: EagleDraft, folder: Path) -> None:
 
 
 def load_eagle(folder: Path | str, target: FrozenTarget, *, key: str = "eval.draft") -> EagleDraft:
-    """Load a head for a target.
+    """Load an EAGLE-1 head, and check that it fits the target.
 
     Raises:
         UserError: as `load_feature_draft` does, for a head that states another scale of logits than

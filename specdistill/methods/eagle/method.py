@@ -40,7 +40,7 @@ class Eagle(ChainMethod[EagleRecipe, EagleDraft]):
     advice = EagleAdvice()
 
     def has_tensors(self, names: Set[str]) -> bool:
-        """Return whether only an EAGLE-1 head has tensors of these names."""
+        """Return whether these tensor names prove that a folder holds an EAGLE-1 head."""
         # An EAGLE-3 head has `fc` and layers, too, and a norm of the hidden state in the first.
         is_eagle = {"fc.weight", QUERY} <= names and "layers.0.hidden_norm.weight" not in names
         return is_chain_draft(names) and is_eagle
@@ -58,7 +58,7 @@ class Eagle(ChainMethod[EagleRecipe, EagleDraft]):
         return create_or_load(recipe, target, build_eagle, load_eagle, "ttt_steps")
 
     def save(self, draft: EagleDraft, target: FrozenTarget, folder: Path) -> None:
-        """Write a head."""
+        """Write a head into a folder, in the layout of SafeAILab."""
         save_eagle(draft, folder)
 
     def load(self, folder: Path, target: FrozenTarget, *, key: str) -> EagleDraft:
@@ -79,7 +79,7 @@ class Eagle(ChainMethod[EagleRecipe, EagleDraft]):
         name: Path | str,
         **options: object,
     ) -> EagleConfig:
-        """Check a head by its headers."""
+        """Check a head by config.json and the headers of its weights."""
         config, _ = check_eagle(folder, tensors, target, key=key, name=name)
         return config
 

@@ -54,6 +54,7 @@ class EagleDraft(Head):
     shared = frozenset({"embed_tokens.weight", "lm_head.weight"})
 
     def __init__(self, config: EagleConfig) -> None:
+        """Create the modules of the head; embedding and LM head are not trained."""
         super().__init__()
         self.config = config
         self.embed_tokens = Embedding(config).requires_grad_(False)

@@ -44,7 +44,7 @@ class Eagle3(ChainMethod[Eagle3Recipe, Eagle3Draft]):
     advice = Eagle3Advice()
 
     def has_tensors(self, names: Set[str]) -> bool:
-        """Return whether only an EAGLE-3 head has tensors of these names."""
+        """Return whether these tensor names prove that a folder holds an EAGLE-3 head."""
         return is_chain_draft(names) and any(needed <= names for needed in TENSORS)
 
     def is_named(self, config: RawConfig, names: Set[str]) -> bool:
@@ -72,7 +72,7 @@ class Eagle3(ChainMethod[Eagle3Recipe, Eagle3Draft]):
         return head
 
     def save(self, draft: Eagle3Draft, target: FrozenTarget, folder: Path) -> None:
-        """Write a head."""
+        """Write a head into a folder, in the layout of SpecForge and SGLang."""
         save_eagle3(draft, folder)
 
     def load(self, folder: Path, target: FrozenTarget, *, key: str) -> Eagle3Draft:
@@ -93,7 +93,7 @@ class Eagle3(ChainMethod[Eagle3Recipe, Eagle3Draft]):
         name: Path | str,
         **options: object,
     ) -> Eagle3Config:
-        """Check a head by its headers."""
+        """Check a head by config.json and the headers of its weights."""
         config, _ = check_eagle3(folder, tensors, target, key=key, name=name)
         return config
 

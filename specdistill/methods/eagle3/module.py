@@ -73,6 +73,7 @@ class FirstLayer(nn.Module):
     """The layer that reads embedding and hidden state side by side; its q, k and v are 2H wide."""
 
     def __init__(self, config: Eagle3Config) -> None:
+        """Create the layer: Llama's modules, and a norm for each half of the input."""
         super().__init__()
         self.norm_before_residual = config.norm_before_residual
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -114,6 +115,7 @@ class Eagle3Draft(FeatureDraft, Head):
     config: Eagle3Config
 
     def __init__(self, config: Eagle3Config) -> None:
+        """Create the modules of the head, with random weights."""
         super().__init__()
         self.config = config
 
@@ -141,6 +143,7 @@ class Eagle3Draft(FeatureDraft, Head):
 
     @property
     def shared(self) -> frozenset[str]:
+        """The tensors that are the target's: the embedding, unless the head has its own."""
         return frozenset() if self.config.owns_embedding else frozenset({"embed_tokens.weight"})
 
     def fuse(self, features: Features) -> Tensor:

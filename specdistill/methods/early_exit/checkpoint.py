@@ -36,7 +36,7 @@ def save_exit(draft: ExitDraft, folder: Path) -> None:
 
 
 def load_exit(folder: Path | str, target: FrozenTarget, *, key: str = "eval.draft") -> ExitDraft:
-    """Load an exit for a target.
+    """Load an early exit, and check that it fits the target.
 
     Raises:
         UserError: as `load_feature_draft` does.

@@ -44,6 +44,7 @@ class ExitProposer(TokenProposer[ExitDraft]):
     reader: SplitTarget
 
     def __init__(self, draft: ExitDraft, target: FrozenTarget) -> None:
+        """Prepare an exit for decoding with its target."""
         super().__init__(draft)
         self.reader = SplitTarget(target, draft.config.exit_layer)
         self.settings = {"exit_layer": draft.config.exit_layer}
@@ -64,11 +65,12 @@ class ExitProposer(TokenProposer[ExitDraft]):
         self, state: DecodingState, k: int, sampling: Sampling, generators: Generators
     ) -> list[Proposal]:
         """Draft a chain of k tokens with the target's first layers and the exit."""
-        last_1 = torch.tensor([state.token_ids[0][-1]], device=self.reader.target.device)
+        last_token_1 = torch.tensor([state.token_ids[0][-1]], device=self.reader.target.device)
 
         def next_logits(step: int, token_1: Tensor | None) -> Tensor:
             """Run the first layers over the last token, and return the exit's logits [1, V]."""
-            hidden_11H = self.reader.advance((last_1 if token_1 is None else token_1).unsqueeze(0))
+            next_token_1 = last_token_1 if token_1 is None else token_1
+            hidden_11H = self.reader.advance(next_token_1.unsqueeze(0))
             return self.draft.logits(self.draft(hidden_11H[:, -1]))
 
         return self.chains(k, sampling, generators, next_logits)
@@ -91,7 +93,7 @@ class EarlyExit(FeatureMethod[ExitRecipe, ExitDraft]):
     def build_objective(
         self, draft: ExitDraft, recipe: ExitRecipe, target: FrozenTarget
     ) -> ExitDistillation:
-        """Build the objective that a recipe describes."""
+        """Build the objective with the divergence and the temperature that a recipe states."""
         return ExitDistillation(
             draft,
             build_divergence(recipe.loss.divergence),
@@ -104,7 +106,7 @@ class EarlyExit(FeatureMethod[ExitRecipe, ExitDraft]):
         return ExitProposer(draft, target)
 
     def save(self, draft: ExitDraft, target: FrozenTarget, folder: Path) -> None:
-        """Write an exit."""
+        """Write an exit into a folder, in specdistill's own layout."""
         save_exit(draft, folder)
 
     def load(self, folder: Path, target: FrozenTarget, *, key: str) -> ExitDraft:
@@ -121,7 +123,7 @@ class EarlyExit(FeatureMethod[ExitRecipe, ExitDraft]):
         name: Path | str,
         **options: object,
     ) -> None:
-        """Check an exit by its headers.
+        """Check an exit by config.json and the headers of its weights.
 
         The result is None, because an exit is no head whose shape could be compared further.
         """

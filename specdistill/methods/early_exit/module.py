@@ -63,6 +63,7 @@ class ExitLayer(nn.Module):
     """The trained part of an exit: a norm, an MLP and, if the config says so, a gain."""
 
     def __init__(self, config: ExitConfig) -> None:
+        """Create norm and MLP, and a gain of ones if the config says so."""
         super().__init__()
         # 1e-6 is the usual epsilon of Llama's norms.
         self.exit_norm = RMSNorm(config.hidden_size, 1e-6)
@@ -88,6 +89,7 @@ class ExitDraft(nn.Module):
     logits: LogitsHead
 
     def __init__(self, config: ExitConfig, target: FrozenTarget) -> None:
+        """Create the trained layer, and refer to the target's final norm and LM head."""
         super().__init__()
         self.config = config
         self.aux_layers = (config.exit_layer,)

@@ -38,6 +38,7 @@ class ExitDistillation(Objective):
     def __init__(
         self, draft: ExitDraft, divergence: Divergence, num_positions: int, temperature: float = 1.0
     ) -> None:
+        """Create the objective, which trains one position with weight 1 at every token."""
         super().__init__(draft, divergence, temperature, torch.ones(1))
         self.num_positions = num_positions
 

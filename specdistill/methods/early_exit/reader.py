@@ -34,6 +34,7 @@ class SplitTarget(CachedTarget):
     """
 
     def __init__(self, target: FrozenTarget, exit_layer: int) -> None:
+        """Split the target after its first `exit_layer` layers, and test that it can be split."""
         super().__init__(target, ())
         self.exit_layer = exit_layer
         # States [1, T, D] after layer E, of tokens that the other layers have not read yet.
