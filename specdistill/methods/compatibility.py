@@ -157,7 +157,7 @@ def find_mismatches(
         yield warning(
             f"the draft's vocabulary is {vocab_size} wide, the target's"
             f" {target.vocab_size}: the same tokens, padded",
-            "engines need the same width; training from the draft (draft.init) gives it that",
+            "engines need the same width; train from this draft (draft.init) to give it that width",
         )
 
     # Compare the longest sequences that both can read.
@@ -222,7 +222,8 @@ def _check_maps(tensors: Mapping[str, Tensor], shape: FeatureShape) -> Iterator[
     if not is_inside or bool((target_ids.diff() <= 0).any()):
         yield problem(
             "d2t does not lead to ascending tokens of the target",
-            f"make it offsets to ids from 0 to {shape.vocab_size - 1}",
+            "store target id - draft id in d2t, for ascending target ids from 0 to"
+            f" {shape.vocab_size - 1}",
         )
         return
 
@@ -243,7 +244,7 @@ def _check_maps(tensors: Mapping[str, Tensor], shape: FeatureShape) -> Iterator[
     if t2d.shape != (shape.vocab_size,) or not torch.equal(marked, target_ids.to(marked)):
         yield problem(
             "d2t and t2d name different tokens",
-            "make d2t again: the ids that t2d marks, less 0, 1, 2, …",
+            "rebuild d2t: entry i is the i-th id that t2d marks, minus i (from 0)",
         )
 
 

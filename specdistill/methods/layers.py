@@ -89,7 +89,7 @@ def check_window(shape: HeadShape, num_steps: int, *, key: str) -> None:
     if shape.sliding_window is not None and num_steps > shape.sliding_window:
         raise UserError(
             key,
-            got=f"{num_steps} steps with a draft that sees {shape.sliding_window} positions",
+            got=f"{num_steps} steps with a draft whose window is {shape.sliding_window} positions",
             expected=f"at most {shape.sliding_window}",
         )
 

@@ -34,7 +34,7 @@ from specdistill.training.history import read_history
 
 # Values of `draft.init` for drafts that are made from the target alone.
 FRESH_INITIALIZATIONS = (None, "layers", "scratch")
-EXPECTED = "a draft: an EAGLE or MTP head or a causal language model, config.json and weights"
+EXPECTED = "a draft: config.json and weights of a head, a block drafter or a causal language model"
 # Methods that are not decoded here, and the pattern by which the config.json of their drafts is
 # recognized.
 OTHER_METHODS = {"peagle": r"p-?eagle", "dflash2": r"dflash2"}

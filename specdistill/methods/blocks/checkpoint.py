@@ -119,7 +119,9 @@ def check_block(
             table = draft_tensors.pop(table_name)
             if not table.is_meta and not checkpoint.is_copy(table, target.tensor(table_name)):
                 raise UserError(
-                    key, got=f"{name} with a {table_name} of its own", expected="the target's"
+                    key,
+                    got=f"{name} with a {table_name} of its own",
+                    expected="none, or a copy of the target's",
                 )
     if not config.prunes_vocabulary:
         draft_tensors.pop("d2t", None)
@@ -134,7 +136,7 @@ def _check_mask_and_layers(config: BlockConfig, folder: Path, name: Path | str, 
         raise UserError(
             key,
             got=f"{name} with {MASK_EMBEDDING}",
-            expected="a mask that is a row of the target's embedding",
+            expected="a draft whose mask is a token of the target (mask_token_id)",
         )
     if not 0 <= config.mask_token_id < config.vocab_size:
         raise UserError(
@@ -234,12 +236,12 @@ def read_block_config(
 
     # The layout of speculators nests the keys of the layers. Its drafts are causal if they have a
     # window, unless the file says otherwise.
-    inner = checkpoint.read_speculators_layers(raw, kind.name, key)
-    if inner:
+    layer_config = checkpoint.read_speculators_layers(raw, kind.name, key)
+    if layer_config:
         layers = list(read_stated(raw, "aux_hidden_state_layer_ids", list[int], key) or ())
-        has_window = "sliding_attention" in (inner.get("layer_types") or ())
+        has_window = "sliding_attention" in (layer_config.get("layer_types") or ())
         is_causal = has_window and not raw.get("sliding_window_non_causal", False)
-        raw = {"is_causal": is_causal, **inner, **raw}
+        raw = {"is_causal": is_causal, **layer_config, **raw}
 
     # Read the shape, and the keys that both layouts have: causality, the target's depth, the mask
     # and the layers that are read.
@@ -258,7 +260,7 @@ def read_block_config(
         raise UserError(
             "target.model",
             got="nothing",
-            expected="the target: the draft's config.json does not say how deep it is",
+            expected="the draft's config.json does not say how many layers the target has",
         )
 
     # Read the keys that only this method has. A file without `block_size` has blocks of 16, as

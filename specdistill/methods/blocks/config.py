@@ -72,7 +72,7 @@ class BlockRecipe(FeatureRecipe):
             raise UserError(
                 "loss.step_decay",
                 got=f"{self.loss.step_decay} with loss.d_pace={self.loss.d_pace}",
-                expected="one of the two",
+                expected="only one of the two keys",
             )
         return self
 

@@ -93,7 +93,7 @@ class BlockProposer(FeatureProposer[BlockDraft]):
         if k > config.num_drafted:
             raise UserError(
                 key,
-                got=f"{k} with a draft of blocks of {config.block_size}",
+                got=f"{k} with a draft whose block_size is {config.block_size}",
                 expected=f"at most {config.num_drafted}",
             )
 

@@ -24,7 +24,7 @@ class DSparkLossConfig(BlockLossConfig):
     """The section `loss:` of a DSpark recipe."""
 
     confidence_weight: float = option(
-        1.0, "weight of the confidence's cross-entropy, added to the divergence", ge=0
+        1.0, "weight of the confidence head's loss, added to the divergence", ge=0
     )
 
 

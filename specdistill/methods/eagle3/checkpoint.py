@@ -240,9 +240,9 @@ def read_eagle3_config(raw: RawConfig, target_num_layers: int | None, key: str) 
     """
     # Bring the keys of all layouts to the top level. speculators nests a Llama's keys in
     # `transformer_layer_config`, and vLLM nests all keys in `model`.
-    layer = checkpoint.read_speculators_layers(raw, "eagle3", key)
-    if layer:
-        raw = {"norm_before_residual": True, **layer, **raw}
+    layer_config = checkpoint.read_speculators_layers(raw, "eagle3", key)
+    if layer_config:
+        raw = {"norm_before_residual": True, **layer_config, **raw}
     else:
         raw = raw.get("model") or raw
 
@@ -255,7 +255,7 @@ def read_eagle3_config(raw: RawConfig, target_num_layers: int | None, key: str) 
         raise UserError(
             "target.model",
             got="nothing",
-            expected="the target: the draft's config.json does not say how deep it is",
+            expected="the draft's config.json does not say how many layers the target has",
         )
 
     # Read the shape, which is that of a Llama, and the head's own sizes and switches. A switch may

@@ -52,7 +52,7 @@ class SplitTarget(CachedTarget):
         if not matches_one_pass:
             raise UserError(
                 "target.model",
-                got=f"{what}, which reads differently in two parts",
+                got=f"{what}, whose hidden states differ if its layers are run in two parts",
                 expected=EXPECTED,
             )
 
