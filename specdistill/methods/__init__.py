@@ -56,6 +56,7 @@ class MethodInfo:
 
     def recipe(self) -> "type[Recipe]":
         """Return the schema of the method's recipes."""
+        # A method without recipe keys of its own has no `config` module; its family has one.
         has_own = find_spec(f"{self.package}.config") is not None
         recipe_class: type[Recipe] = import_module(
             f"{self.package if has_own else self.family}.config"
@@ -65,24 +66,27 @@ class MethodInfo:
     def serving(self) -> "Mapping[str, Serving]":
         """Return how each engine is given this method's drafts, by the engine's name.
 
-        The mapping is empty if no engine takes them.
+        The mapping is empty if no engine takes such drafts.
         """
+        # Only methods that an engine can serve have a `serving` module.
         if find_spec(f"{self.package}.serving") is None:
             return {}
         serving: Mapping[str, Serving] = import_module(f"{self.package}.serving").SERVING
         return serving
 
     def load(self) -> "Method[TrainedRecipe, nn.Module]":
-        """Import the method and return it. This imports torch.
+        """Import the method's package, which imports torch, and return its `METHOD`.
 
-        The return type is that of any trained method. So a caller must pass it only recipes and
-        drafts of this method.
+        The return type stands for every trained method, so the type checker cannot tell methods
+        apart. The caller must pass only recipes and drafts of this method to it.
         """
         method: Method[TrainedRecipe, nn.Module] = import_module(f"{self.package}.method").METHOD
         return method
 
 
 # A draft belongs to the first method that recognizes it. So heads come before whole models.
+# `features` and `positions` are those of the default recipe; `specdistill plan` estimates memory
+# and time of training from them.
 ROWS = {
     "eagle3": MethodInfo(
         "a head that reads three of the target's layers (arXiv 2503.01840)",
@@ -156,6 +160,7 @@ ROWS = {
         family="lookups",
     ),
 }
+# The packages of a method and of its family are folders next to this file.
 METHODS = {
     name: replace(row, package=f"{__name__}.{name}", family=f"{__name__}.{row.family}")
     for name, row in ROWS.items()

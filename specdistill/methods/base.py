@@ -29,22 +29,22 @@ DraftSettings = Mapping[str, Any]  # keys of a recipe's `draft:`
 
 
 class Advice(ABC, Generic[DraftT]):
-    """The part of a method that answers `specdistill plan` and `specdistill doctor`.
+    """The answers of a method to the commands `specdistill plan` and `specdistill doctor`.
 
     Attributes:
         likely_cause: why a draft of this method may accept little, if no repair explains it.
     """
 
     likely_cause: ClassVar[str] = (
-        "the features it was trained on came from elsewhere (other layers, quantised, before the"
-        " final norm)"
+        "the draft was trained on other features than it reads now (other layers, a quantized"
+        " target, or states before the final norm)"
     )
 
     @abstractmethod
     def plan_draft(
         self, target: ModelConfigInfo, draft_info: ModelConfigInfo | None, settings: DraftSettings
     ) -> PlannedDraft:
-        """Describe the draft that is given, or the one that a recipe would train.
+        """Describe the size and the cost of a given draft, or of the one a recipe would train.
 
         Args:
             target: the target, described by its config.json.
@@ -59,7 +59,7 @@ class Advice(ABC, Generic[DraftT]):
         """
 
     def is_described(self, draft: ModelConfigInfo, target: ModelConfigInfo) -> bool:
-        """Return whether the config.json of a draft is one of this method."""
+        """Return whether a draft's config.json says that this method made the draft."""
         return False
 
     def find_native_layers(
@@ -82,7 +82,7 @@ class Advice(ABC, Generic[DraftT]):
     def build_simulation(self, draft: DraftT, num_tokens: int) -> nn.Module | None:
         """Build an objective that simulates drafting on completions of the target.
 
-        The doctor uses it to find out why a draft accepts little.
+        `specdistill doctor` uses it to find out why few tokens of a draft are accepted.
 
         Args:
             draft: the draft.
@@ -94,15 +94,15 @@ class Advice(ABC, Generic[DraftT]):
         return None
 
     def find_repairs(self, draft: DraftT, target: FrozenTarget) -> Iterator[tuple[str, DraftT]]:
-        """Yield likely causes of low acceptance, each with a copy of the draft that is repaired."""
+        """Yield likely causes of low acceptance, each with a repaired copy of the draft."""
         return iter(())
 
 
 class Method(ABC, Generic[RecipeT, DraftT]):
     """A way to draft: how its drafts are recognized, created, trained, decoded with and exported.
 
-    A method overrides what it supports. Other operations raise a UserError that names the method.
-    Those that only look for something find nothing.
+    A method overrides the operations that it supports. An operation that is not overridden raises a
+    UserError that names the method. A search that is not overridden finds nothing.
 
     Attributes:
         name: the name of the method's row in the table.
@@ -113,11 +113,13 @@ class Method(ABC, Generic[RecipeT, DraftT]):
     advice: Advice[DraftT]
 
     def has_tensors(self, names: Set[str]) -> bool:
-        """Return whether tensors of these names are a draft of this method beyond doubt."""
+        """Return whether these tensor names prove that a folder holds a draft of this method."""
         return False
 
     def is_named(self, config: RawConfig, names: Set[str]) -> bool:
-        """Return whether a folder calls itself a draft of this method.
+        """Return whether a folder's config.json or tensor names claim that it is such a draft.
+
+        This is weaker evidence than `has_tensors`, and is only asked if no method has that.
 
         Args:
             config: the content of the folder's config.json.
@@ -142,7 +144,7 @@ class Method(ABC, Generic[RecipeT, DraftT]):
         raise self._make_unsupported_error("training")
 
     def build_objective(self, draft: DraftT, recipe: RecipeT, target: FrozenTarget) -> nn.Module:
-        """Build the draft with its loss, as the trainer uses it.
+        """Build the module that holds the draft and computes its loss, as the trainer uses it.
 
         Returns:
             A `specdistill.training.objective.Objective`, or a module with the same interface.
@@ -170,7 +172,7 @@ class Method(ABC, Generic[RecipeT, DraftT]):
         """
 
     def build_lookup(self, min_tokens: int, max_tokens: int) -> Proposer:
-        """Build a proposer that can stand in front of a draft.
+        """Build a lookup that proposes first; the draft proposes where the lookup finds nothing.
 
         Args:
             min_tokens: the fewest tokens that must agree with the last ones.
@@ -201,7 +203,9 @@ class Method(ABC, Generic[RecipeT, DraftT]):
         name: Path | str,
         **options: object,
     ) -> HeadShape | None:
-        """Check a draft by its headers, even if its weights are not downloaded yet.
+        """Check a draft by config.json and the headers of its weights, which need no content.
+
+        So a draft can be checked before its weights are downloaded.
 
         Args:
             folder: the folder, with config.json and, for whole models, the tokenizer.
@@ -220,7 +224,7 @@ class Method(ABC, Generic[RecipeT, DraftT]):
         return None
 
     def check_native(self, shapes: Mapping[str, Size], target: TargetFiles) -> int:
-        """Check the draft in a target's own checkpoint.
+        """Check the draft that is part of a target's own checkpoint.
 
         Args:
             shapes: the shapes of the checkpoint's tensors, by name.
@@ -288,7 +292,7 @@ class FeatureMethod(Method[RecipeT, DraftT]):
 
     @abstractmethod
     def build_proposer(self, draft: DraftT, target: FrozenTarget) -> Proposer:
-        """Build the proposer of a draft that is loaded."""
+        """Build the proposer that decodes with a loaded draft."""
 
     def load_proposer(
         self, folder: Path | None, target: FrozenTarget, *, key: str, **options: object
@@ -296,5 +300,6 @@ class FeatureMethod(Method[RecipeT, DraftT]):
         """Load a draft for decoding, in the target's dtype and on its device."""
         assert folder is not None  # only methods without weights have none
         draft = self.load(folder, target, key=key)
+        # The file may have another dtype than the target, whose features the draft reads.
         draft.to(device=target.device, dtype=target.model.dtype)
         return self.build_proposer(draft, target)

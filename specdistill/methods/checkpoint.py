@@ -48,6 +48,7 @@ read_config = functools.partial(
 PICKLE_FILE = "pytorch_model.bin"
 MAPS = {"d2t", "t2d"}  # maps between the vocabularies of a head and its target
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+# Sizes that every config.json must state, and sizes that have a default.
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
 OPTIONAL_SIZES = (
     "num_key_value_heads", "head_dim", "num_hidden_layers", "max_position_embeddings",
@@ -83,6 +84,7 @@ def link(source: Path, link: Path) -> None:
 def write_draft(folder: Path, config: RawConfig, tensors: Mapping[str, Tensor]) -> None:
     """Write config.json and model.safetensors of a draft into a folder, which is created."""
     folder.mkdir(parents=True, exist_ok=True)
+    # safetensors refuses tensors that are not contiguous.
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     save_file(plain, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -94,9 +96,16 @@ def write_head(output: Path, layout: Layout, head: HeadExport, tensors: dict[str
     If the layout needs the target, the target's embedding is written too, unless the head has its
     own.
 
+    Args:
+        output: the folder to write.
+        layout: the engine's layout.
+        head: the data that config.json is built from.
+        tensors: the tensors of the head, by their names in the layout.
+
     Raises:
-        UserError: if the layout needs the target and it is not given (see `needed`).
+        UserError: if the layout needs the target and it is not given (see `require_target`).
     """
+    # The head's own embedding comes last in the mapping, so that it replaces the target's.
     if layout.needs_target:
         embedding = require_target(head.target, layout.needs_target).tensor(EMBEDDING)
         tensors = {EMBEDDING: embedding.to(choose_stored_dtype(tensors.values())), **tensors}
@@ -104,9 +113,9 @@ def write_head(output: Path, layout: Layout, head: HeadExport, tensors: dict[str
 
 
 def read_tensors(folder: Path, key: str) -> dict[str, Tensor]:
-    """Load the weights of a folder, from one file or from shards.
+    """Load the weights of a draft's folder, from one safetensors file, its shards, or a pickle.
 
-    A pickle may hold plain tensors only (`weights_only`).
+    A pickle may hold plain tensors only, because other objects could run code when they are loaded.
 
     Args:
         folder: the folder of the draft.
@@ -136,9 +145,9 @@ def read_tensors(folder: Path, key: str) -> dict[str, Tensor]:
 
 
 def read_outline(folder: Path, key: str) -> dict[str, Tensor]:
-    """Read names, shapes and dtypes of a folder's weights, as tensors without content.
+    """Read names, shapes and dtypes of a folder's weights, as tensors on the meta device.
 
-    The vocabulary maps have their content. A pickle that has them is loaded whole.
+    Only the vocabulary maps have their content. A pickle that holds such maps is loaded whole.
 
     Args:
         folder: the folder of the draft.
@@ -150,27 +159,26 @@ def read_outline(folder: Path, key: str) -> dict[str, Tensor]:
     Raises:
         UserError: as `read_tensors`, except for errors in the content of weights.
     """
+    # The headers of safetensors hold all that is needed except the maps.
     if (folder / INDEX).is_file() or (folder / SINGLE).is_file():
         shards = Shards.open(folder, key)
         shards.check()
         return {**shards.build_without_content(), **shards.load(MAPS & shards.file_of.keys())}
     if not (folder / PICKLE_FILE).is_file():
         return {}
+    # A pickle cannot be read in part.
     outline = load_pickle(folder / PICKLE_FILE, key, device="meta")
     return load_pickle(folder / PICKLE_FILE, key) if MAPS & outline.keys() else outline
 
 
 def check_finite(tensors: Mapping[str, Tensor], folder: Path | str, key: str) -> None:
     """Raise UserError if a weight is NaN or infinite."""
-    floats = ((name, tensor) for name, tensor in tensors.items() if tensor.dtype in FLOATS)
-    broken = next(
-        (name for name, tensor in floats if not all(map(math.isfinite, find_extremes(tensor)))),
-        None,
-    )
-    if broken:
-        raise UserError(
-            key, got=f"{folder} with NaN or infinity in {broken}", expected="finite weights"
-        )
+    # Least and greatest number of a tensor are finite only if all its numbers are.
+    for name, tensor in tensors.items():
+        if tensor.dtype in FLOATS and not all(map(math.isfinite, find_extremes(tensor))):
+            raise UserError(
+                key, got=f"{folder} with NaN or infinity in {name}", expected="finite weights"
+            )
 
 
 def find_extremes(tensor: Tensor) -> tuple[float, float]:
@@ -207,7 +215,7 @@ def load_pickle(path: Path, key: str, device: str = "cpu") -> dict[str, Tensor]:
     ):
         raise UserError(
             key,
-            got=f"{path}, which holds other things",
+            got=f"{path}, which holds other objects than tensors",
             expected="plain tensors by name (weights_only)",
         )
     return tensors
@@ -222,7 +230,7 @@ def check_tensors(
     what: str,
     optional: Collection[str] = (),
 ) -> None:
-    """Check that a draft has the expected tensors, with the expected shapes and kinds of dtypes.
+    """Check that a draft has exactly the expected tensors, with their shapes and kinds of dtypes.
 
     All floating-point dtypes count as the same kind, and so do int64 and int32.
 
@@ -238,6 +246,8 @@ def check_tensors(
         UserError: if a tensor is missing and not optional, is unknown, or has another shape or
             kind.
     """
+    # Collect all problems as two parts of an error, what was got -> what was expected: missing
+    # tensors first, then unknown ones, then wrong shapes and dtypes.
     missing = expected.keys() - tensors.keys() - set(optional)
     problems = {
         f"without {name}": f"{name} of shape {tuple(expected[name].shape)}"
@@ -245,20 +255,20 @@ def check_tensors(
     }
     problems |= {f"with unknown {name}": "" for name in sorted(tensors.keys() - expected.keys())}
     for name in sorted(expected.keys() & tensors.keys()):
-        wanted_shape = expected[name]
-        actual = tensors[name]
-        if wanted_shape.shape != actual.shape:
-            problems[f"with {name} of shape {tuple(actual.shape)}"] = (
-                f"{name} of shape {tuple(wanted_shape.shape)}"
-            )
-        if _name_dtype_kind(wanted_shape) != _name_dtype_kind(actual):
-            problems[f"with {name} in {actual.dtype}"] = (
-                f"{name} in {_name_dtype_kind(wanted_shape)}"
-            )
+        shape = tuple(tensors[name].shape)
+        expected_shape = tuple(expected[name].shape)
+        if shape != expected_shape:
+            problems[f"with {name} of shape {shape}"] = f"{name} of shape {expected_shape}"
+        expected_kind = _name_dtype_kind(expected[name])
+        if _name_dtype_kind(tensors[name]) != expected_kind:
+            problems[f"with {name} in {tensors[name].dtype}"] = f"{name} in {expected_kind}"
+
+    # Report the first three problems. The list of all of them can have hundreds of lines.
     if problems:
-        instead = list(filter(None, problems.values()))[:3] or [f"the tensors of {what} alone"]
+        expectations = [expectation for expectation in problems.values() if expectation][:3]
+        expectations = expectations or [f"the tensors of {what} alone"]
         raise UserError(
-            key, got=f"{folder} {', '.join(list(problems)[:3])}", expected="; ".join(instead)
+            key, got=f"{folder} {', '.join(list(problems)[:3])}", expected="; ".join(expectations)
         )
 
 
@@ -269,7 +279,7 @@ def _name_dtype_kind(tensor: Tensor) -> str:
     return "integers" if tensor.dtype in (torch.int64, torch.int32) else str(tensor.dtype)
 
 
-def load_reading(
+def load_feature_draft(
     check: Callable[..., tuple[ConfigT, Mapping[str, Tensor]]],
     make: Callable[[ConfigT], DraftT],
     folder: Path | str,
@@ -277,13 +287,14 @@ def load_reading(
     *,
     key: str = "eval.draft",
 ) -> DraftT:
-    """Load a draft that reads the target's features.
+    """Load a draft that reads the target's features, after checking it.
 
-    Tables that the draft's files omit are taken from the target.
+    If the draft's files omit embedding or LM head, the target's are taken.
 
     Args:
-        check: (folder, tensors, target, key=, name=) -> config and tensors, checked.
-        make: config -> draft.
+        check: the check of the method: (folder, tensors, target, key=, name=) -> config and
+            tensors.
+        make: the class of the draft: config -> draft.
         folder: the folder of the draft.
         target: the target.
         key: the recipe key that the folder came from.
@@ -299,9 +310,14 @@ def load_reading(
     config, tensors = check(
         Path(folder), read_tensors(Path(folder), key), target, key=key, name=folder
     )
+
+    # Create the draft filled with NaN, so that a weight that is not loaded shows at once.
     draft = make(config)
     for parameter in draft.parameters():
         nn.init.constant_(parameter, torch.nan)
+
+    # Load the weights. The draft's own tables replace the target's. `strict` is off because a draft
+    # may have no use for one of the target's tables; `check` has compared the names.
     tensors_with_target = {
         EMBEDDING: target.tensor(EMBEDDING),
         HEAD: target.tensor(HEAD),
@@ -316,7 +332,8 @@ def load_reading(
 def choose_stored_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
     """Return the smallest dtype that holds all weights exactly.
 
-    If all weights have the same dtype, it is that one.
+    If all weights have the same dtype, this is the result. Integer tensors such as `d2t` do not
+    count.
     """
     return functools.reduce(
         torch.promote_types, [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
@@ -330,6 +347,7 @@ def is_copy(draft_tensor: Tensor, target_tensor: Tensor) -> bool:
         draft_tensor: the tensor that may be a copy.
         target_tensor: the original.
     """
+    # Round the original to the dtype of the copy, then compare both in the original's dtype.
     return draft_tensor.shape == target_tensor.shape and torch.equal(
         draft_tensor.to(target_tensor), target_tensor.to(draft_tensor.dtype).to(target_tensor)
     )
@@ -365,22 +383,26 @@ def build_vocabulary_maps(d2t_W: Tensor, vocab_size: int) -> dict[str, Tensor]:
         `d2t` [W] int64, the same offsets, and `t2d` [V] bool, the target tokens that the draft can
         propose.
     """
+    # An offset is target id minus draft id.
     target_ids = torch.arange(len(d2t_W)) + d2t_W
     return {"d2t": d2t_W.long(), "t2d": torch.isin(torch.arange(vocab_size), target_ids)}
 
 
 def write_shape(shape: HeadShape, dtype: torch.dtype) -> dict[str, object]:
-    """Return the keys of a Llama's config.json for a shape.
+    """Return the keys of a Llama's config.json that describe a shape.
 
-    The rotary embedding is written for readers of transformers 5 and for earlier ones.
+    The rotary embedding is written in the spellings of transformers 5 and of earlier versions.
     """
-    # vLLM gives a layer its window by `layer_types` alone.
-    # A windowed shape states the kind of each of its layers.
-    windowed = (
+    # A shape with a sliding window states the kind of every layer, because vLLM applies the window
+    # only to layers that `layer_types` marks.
+    layer_types = (
         {}
         if shape.sliding_window is None
         else {"layer_types": ["sliding_attention"] * shape.num_layers}
     )
+
+    # Most fields of the shape have the same name in config.json. The scale of embeddings is written
+    # only if it is not 1.
     same_names = [
         field.name for field in dataclasses.fields(HeadShape) if field.name != "num_layers"
     ]
@@ -403,12 +425,12 @@ def write_shape(shape: HeadShape, dtype: torch.dtype) -> dict[str, object]:
         "torch_dtype": str(dtype).removeprefix("torch."),
         "use_cache": True,
         **{name: getattr(shape, name) for name in same_names},
-        **windowed,
+        **layer_types,
     }
 
 
 def read_speculators_layers(raw: RawConfig, kind: str, key: str) -> RawConfig | None:
-    """Return what config.json says of a draft's layers in a folder of speculators.
+    """Return the section of a speculators config.json that describes the draft's layers.
 
     Args:
         raw: the content of config.json.
@@ -416,10 +438,10 @@ def read_speculators_layers(raw: RawConfig, kind: str, key: str) -> RawConfig | 
         key: the recipe key that errors name.
 
     Returns:
-        The part `transformer_layer_config`; None for a folder that is not speculators'.
+        The section `transformer_layer_config`; None for a folder that is not speculators'.
 
     Raises:
-        UserError: for a draft of another `speculators_model_type`, and for one without that part.
+        UserError: for a draft of another `speculators_model_type`, and for one without the section.
     """
     method_name = raw.get("speculators_model_type")
     if method_name is None:
@@ -432,13 +454,13 @@ def read_speculators_layers(raw: RawConfig, kind: str, key: str) -> RawConfig | 
                 f"speculators_model_type {method_name} with {'a' if layers else 'no'}"
                 " transformer_layer_config"
             ),
-            expected=f"{kind}, with one",
+            expected=f"{kind} with a transformer_layer_config",
         )
     return layers
 
 
 def read_shape(raw: RawConfig, key: str, *, what: str) -> HeadShape:
-    """Return the shape in a config.json, with the defaults that engines assume for absent keys.
+    """Read a draft's shape from config.json, with the defaults that engines assume.
 
     Args:
         raw: the content of config.json.
@@ -449,10 +471,58 @@ def read_shape(raw: RawConfig, key: str, *, what: str) -> HeadShape:
         UserError: for a size that is missing, and for a setting that a head cannot have.
     """
     # A null means the same as an absent key.
-    # Read the rotary embedding, under the names of both versions of transformers.
     raw = {name: value for name, value in raw.items() if value is not None}
     check_settings(raw, FIXED_SETTINGS, key, what=what)
-    # If both are present, transformers takes the second.
+    rope, theta = _read_rope(raw, key, what=what)
+
+    # All layers must have full attention, or all must have a sliding window.
+    kinds = set(raw.get("layer_types") or ["full_attention"])
+    if len(kinds) > 1 or not kinds <= {"full_attention", "sliding_attention"}:
+        raise UserError(
+            key, got=f"layer_types {raw['layer_types']}", expected=f"one kind of layer in {what}"
+        )
+
+    # Check that each size is a valid number, then collect the fields. Absent sizes have the
+    # defaults of engines.
+    read_stated(raw, "embedding_scale", float, key)
+    read_sizes(raw, SIZES, key, what=what)
+    read_sizes(raw, [name for name in OPTIONAL_SIZES if name in raw], key, what=what)
+    fields = {
+        field.name: raw[field.name] for field in dataclasses.fields(HeadShape) if field.name in raw
+    } | {
+        "num_key_value_heads": raw.get("num_key_value_heads") or raw["num_attention_heads"],
+        "head_dim": raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
+        "num_layers": raw.get("num_hidden_layers", 1),
+        "rope_theta": theta,
+        "rope_scaling": None if rope["rope_type"] == "default" else rope,
+        # Many configs state a window although none of their layers has one.
+        "sliding_window": raw.get("sliding_window") if kinds == {"sliding_attention"} else None,
+    }
+
+    # Compute the rotary frequencies once, because only that shows whether the settings are valid.
+    with convert_errors(
+        (KeyError, ValueError, TypeError),
+        key,
+        f"rotary frequencies {rope}",
+        "those of a Llama in transformers",
+    ):
+        shape = HeadShape(**fields)
+        Rotary(shape)
+    return shape
+
+
+def _read_rope(raw: RawConfig, key: str, *, what: str) -> tuple[dict[str, Any], float]:
+    """Read the rotary embedding from config.json.
+
+    transformers 5 writes `rope_parameters`, earlier versions write `rope_scaling` and `rope_theta`.
+    If both are present, transformers takes `rope_scaling`.
+
+    Returns:
+        The settings with their `rope_type`, and the base (theta).
+
+    Raises:
+        UserError: for a kind of rotary embedding that is not supported.
+    """
     rope = {**(raw.get("rope_parameters") or {}), **(raw.get("rope_scaling") or {})}
     older_name = rope.pop("type", None)
     rope["rope_type"] = rope.get("rope_type") or older_name or "default"
@@ -464,40 +534,7 @@ def read_shape(raw: RawConfig, key: str, *, what: str) -> HeadShape:
             got=f"a config.json with rope_type {rope['rope_type']}",
             expected=f"one of {', '.join(ROPE_TYPES)}",
         )
-
-    # All layers must be of one kind.
-    kinds = set(raw.get("layer_types") or ["full_attention"])
-    if len(kinds) > 1 or not kinds <= {"full_attention", "sliding_attention"}:
-        raise UserError(
-            key, got=f"layer_types {raw['layer_types']}", expected=f"one kind of layer in {what}"
-        )
-
-    # Read the sizes, with the defaults of engines.
-    read_stated(raw, "embedding_scale", float, key)
-    read_sizes(raw, SIZES, key, what=what)
-    read_sizes(raw, filter(raw.__contains__, OPTIONAL_SIZES), key, what=what)
-    fields = {
-        field.name: raw[field.name] for field in dataclasses.fields(HeadShape) if field.name in raw
-    } | {
-        "num_key_value_heads": raw.get("num_key_value_heads") or raw["num_attention_heads"],
-        "head_dim": raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
-        "num_layers": raw.get("num_hidden_layers", 1),
-        "rope_theta": theta,
-        "rope_scaling": None if rope["rope_type"] == "default" else rope,
-        # Many configs repeat a window that no layer has.
-        "sliding_window": raw.get("sliding_window") if kinds == {"sliding_attention"} else None,
-    }
-
-    # Rotary computes the frequencies once, to see whether they are valid.
-    with convert_errors(
-        (KeyError, ValueError, TypeError),
-        key,
-        f"rotary frequencies {rope}",
-        "those of a Llama in transformers",
-    ):
-        shape = HeadShape(**fields)
-        Rotary(shape)
-    return shape
+    return rope, theta
 
 
 def read_sizes(raw: RawConfig, names: Iterable[str], key: str, *, what: str) -> dict[str, int]:
@@ -513,17 +550,20 @@ def read_sizes(raw: RawConfig, names: Iterable[str], key: str, *, what: str) -> 
         UserError: for a size that is missing, and for a value that is not a size.
     """
     sizes = {name: read_stated(raw, name, define_size_type(1), key) for name in names}
-    missing = next((name for name, size in sizes.items() if size is None), None)
-    if missing:
-        raise UserError(key, got=f"a config.json without {missing}", expected=f"the keys of {what}")
+    for name, size in sizes.items():
+        if size is None:
+            raise UserError(
+                key, got=f"a config.json without {name}", expected=f"the keys of {what}"
+            )
     return sizes
 
 
 @functools.cache
 def define_size_type(least: int) -> Any:
-    """Return the pydantic type of a size of at least `least` and below 2 ** 31.
+    """Return the pydantic type of an integer that is at least `least` and below 2 ** 31.
 
-    The upper bound keeps the product of two sizes within what torch can hold.
+    The upper bound keeps the product of two sizes within the 64 bits in which torch counts
+    elements.
     """
     return Annotated[int, Field(ge=least, lt=2**31)]
 

@@ -44,7 +44,7 @@ class Finding:
         severity: `problem` if the draft cannot be used as it is, `warning` if it may draft worse,
             `note` for information.
         what: the fact.
-        do: what the user can do about it; empty if unknown.
+        do: what the user can do about the fact; empty if unknown.
     """
 
     severity: Literal["problem", "warning", "note"]
@@ -87,11 +87,19 @@ def check_draft(
         UserError: naming `key`, for a draft that is broken or not one for the target.
     """
     name = name or folder
+
+    # A draft records the target that it was trained for. Compare that first: the error is clearer
+    # than the errors about sizes that would follow from a wrong target.
     if target is not None and reads_record:
         check_target(folder, target, key, **options)
+
+    # Check what only the method knows: its tensors, sizes and layers.
     if tensors is None:
         tensors = read_outline(folder, key)
     shape = METHODS[method].load().check(folder, tensors, target, key=key, name=name, **options)
+
+    # Check what all methods have in common. The first problem is an error; warnings are logged by
+    # one process only.
     findings = list(
         find_mismatches(method, read_config(folder, key), tensors, shape, target, **options)
     )
@@ -127,127 +135,143 @@ def find_mismatches(
         target: as in `check_draft`.
         **options: as in `check_draft`.
     """
-    # What the file says of itself.
-    inner: RawConfig = next((config[part] for part in NESTED_SECTIONS if config.get(part)), config)
-    yield from _check_dtype(config, inner, tensors)
-    contradiction = find_contradiction(inner)
+    # Compare config.json with the weights and with itself. Some layouts nest the keys of the model
+    # in a section of config.json.
+    sections = [config[section] for section in NESTED_SECTIONS if config.get(section)]
+    model_config = sections[0] if sections else config
+    yield from _check_dtype(config, model_config, tensors)
+    contradiction = find_contradiction(model_config)
     if contradiction:
         yield problem(f"config.json says {contradiction}", READERS)
 
-    # How the draft fits its target.
+    # Compare the draft with its target: vocabulary and rotary embedding. A draft model (standalone)
+    # may be padded to another width, and has a rotary embedding of its own.
     if isinstance(shape, FeatureShape):
         yield from _check_maps(tensors, shape)
     if target is None:
         return
+    vocab_size = model_config.get("vocab_size")
     if not METHODS[method].standalone:
-        yield from _compare_rope(inner, shape, target)
-    elif inner.get("vocab_size") != target.vocab_size and not options.get("heterogeneous_vocab"):
+        yield from _compare_rope(model_config, shape, target)
+    elif vocab_size != target.vocab_size and not options.get("heterogeneous_vocab"):
         yield warning(
-            f"the draft's vocabulary is {inner.get('vocab_size')} wide, the target's"
+            f"the draft's vocabulary is {vocab_size} wide, the target's"
             f" {target.vocab_size}: the same tokens, padded",
-            "engines need the same width; training from the draft (draft.init) gives it that",
+            "engines need the same width; train from this draft (draft.init) to give it that width",
         )
 
-    # How far the draft can follow the target.
-    own_length = (
+    # Compare the longest sequences that both can read.
+    draft_length = (
         shape.max_position_embeddings
         if isinstance(shape, HeadShape)
-        else inner.get("max_position_embeddings")
+        else model_config.get("max_position_embeddings")
     )
-    length = target.text_config.get("max_position_embeddings")
-    if own_length is not None and length is not None and own_length < length:
+    target_length = target.text_config.get("max_position_embeddings")
+    if draft_length is not None and target_length is not None and draft_length < target_length:
         yield warning(
-            f"the draft's context (max_position_embeddings) is {own_length:,} tokens, the target's"
-            f" {length:,}",
+            f"the draft's context (max_position_embeddings) is {draft_length:,} tokens, the"
+            f" target's {target_length:,}",
             "beyond that, engines stop drafting or use positions that were never trained; train"
             " from this draft (draft.init) with a larger data.max_length",
         )
 
 
 def _check_dtype(
-    config: RawConfig, inner: RawConfig, tensors: Mapping[str, Tensor]
+    config: RawConfig, model_config: RawConfig, tensors: Mapping[str, Tensor]
 ) -> Iterator[Finding]:
-    """Compare the dtype in config.json with the dtypes of the weights.
+    """Yield a warning if config.json names another dtype than the weights have.
 
-    Quantized drafts are not compared.
+    Quantized drafts are not compared, because their weights have integer dtypes.
     """
-    in_weights = {
+    # Collect the dtypes of the weights as config.json writes them, such as `bfloat16`.
+    weight_dtypes = {
         str(tensor.dtype).removeprefix("torch.")
         for tensor in tensors.values()
         if tensor.is_floating_point()
     }
-    # The inner part of a draft that is a layer of its target describes the target, which may have
-    # another dtype.
-    part = config if config.get("dtype") or config.get("torch_dtype") else inner
-    in_config = {part[name] for name in ("dtype", "torch_dtype") if part.get(name)}
-    is_quantized = config.get("quantization_config") or inner.get("quantization_config")
-    if in_weights and in_config - in_weights and not is_quantized:
+    # Read the dtype at the top level first. If a draft is a layer of its target (mtp), the nested
+    # section describes the target, which may have another dtype.
+    section = config if config.get("dtype") or config.get("torch_dtype") else model_config
+    stated_dtypes = {section[name] for name in ("dtype", "torch_dtype") if section.get(name)}
+    is_quantized = config.get("quantization_config") or model_config.get("quantization_config")
+    if weight_dtypes and stated_dtypes - weight_dtypes and not is_quantized:
         yield warning(
-            f"config.json says {' and '.join(sorted(in_config))}, the weights are"
-            f" {' and '.join(sorted(in_weights))}",
+            f"config.json says {' and '.join(sorted(stated_dtypes))}, the weights are"
+            f" {' and '.join(sorted(weight_dtypes))}",
             "engines load the weights in config.json's dtype; if that is not intended, correct"
             " dtype there",
         )
 
 
 def _check_maps(tensors: Mapping[str, Tensor], shape: FeatureShape) -> Iterator[Finding]:
-    """Check the vocabulary maps.
+    """Yield problems of the maps between draft and target vocabulary, `d2t` and `t2d`.
 
     `d2t` must hold offsets to ascending tokens of the target, and `t2d` must mark the same tokens.
     """
-    # Check d2t by itself: its tokens must ascend within the target's vocabulary.
+    # A draft without `d2t` has the target's vocabulary, which is the same as offsets of zero. A map
+    # without content cannot be checked. The method's own check has compared shape and dtype.
     num_tokens = shape.draft_vocab_size
     d2t = tensors.get("d2t", torch.zeros(num_tokens, dtype=torch.long))
     t2d = tensors.get("t2d")
     if d2t.is_meta or d2t.shape != (num_tokens,) or d2t.is_floating_point():
         return
+
+    # Check d2t by itself: its tokens must ascend within the target's vocabulary.
     target_ids = torch.arange(num_tokens) + d2t
-    if (
-        target_ids[0] < 0
-        or target_ids[-1] >= shape.vocab_size
-        or bool((target_ids.diff() <= 0).any())
-    ):
+    is_inside = target_ids[0] >= 0 and target_ids[-1] < shape.vocab_size
+    if not is_inside or bool((target_ids.diff() <= 0).any()):
         yield problem(
             "d2t does not lead to ascending tokens of the target",
-            f"make it offsets to ids from 0 to {shape.vocab_size - 1}",
+            "store target id - draft id in d2t, for ascending target ids from 0 to"
+            f" {shape.vocab_size - 1}",
         )
         return
 
-    # Offsets that grow with every token are probably ids.
+    # Warn if the file probably holds ids instead of offsets. Ids grow with every token. Offsets do
+    # not grow between two tokens that are neighbours in the target's vocabulary, and among the most
+    # frequent tokens there are neighbours.
     if shape.prunes_vocabulary and num_tokens > 1 and bool((d2t.diff() > 0).all()):
         yield warning(
             f"d2t grows with every token, so no two of the {num_tokens} draft tokens stand side by"
             " side in the target's vocabulary",
-            "d2t holds offsets, target id - draft id: it seems to hold the ids themselves",
+            "store target id - draft id in d2t; it seems to hold the target ids themselves",
         )
     if t2d is None or t2d.is_meta:
         return
 
-    # Check t2d against d2t.
+    # Check that t2d marks the tokens that d2t leads to.
     marked = t2d.nonzero().flatten()
     if t2d.shape != (shape.vocab_size,) or not torch.equal(marked, target_ids.to(marked)):
         yield problem(
             "d2t and t2d name different tokens",
-            "make d2t again: the ids that t2d marks, less 0, 1, 2, …",
+            "rebuild d2t: entry i is the i-th id that t2d marks, minus i (from 0)",
         )
 
 
 def _compare_rope(
-    inner: RawConfig, shape: HeadShape | None, target: TargetFiles
+    model_config: RawConfig, shape: HeadShape | None, target: TargetFiles
 ) -> Iterator[Finding]:
-    """Compare the rotary embedding of a head or a layer with the target's.
+    """Yield a warning for each rotary setting of a head or layer that differs from the target's.
 
     Heads and layers are usually trained with the target's rotary embedding. A draft model has its
     own, which is just as good, so it is not compared.
     """
+    # Read the rotary settings of the draft: from the shape of a head, else from config.json. A
+    # config.json that states none has nothing to compare.
     if isinstance(shape, HeadShape):
         entries = [normalize({**(shape.rope_scaling or {}), THETA: shape.rope_theta}, vars(shape))]
     else:
-        entries = read_entries(inner) if inner.get("rope_parameters") or inner.get(THETA) else []
+        has_rope = model_config.get("rope_parameters") or model_config.get(THETA)
+        entries = read_entries(model_config) if has_rope else []
+
+    # Read the settings of the target. For a target with several kinds of layers, a fresh head gets
+    # the entry that `choose_entry` returns, so this one is allowed too.
     parameters = target.text_config.get("rope_parameters")
     expected = read_entries(target.text_config)
     if isinstance(shape, HeadShape) and parameters:
         expected.append(normalize(choose_entry(parameters), target.text_config))
+
+    # Compare each setting of the draft with the closest setting of the target.
     for entry in entries:
         # A target may have one rotary embedding for each kind of layer, and a head may use any of
         # them.

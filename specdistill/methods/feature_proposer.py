@@ -27,6 +27,9 @@ class TokenProposer(Generic[DraftT]):
     The draft takes one pass for each token, unless a subclass overrides `count_passes`.
     """
 
+    # Defaults of the attributes that `Proposer` (specdistill.decoding.proposer) asks for: the draft
+    # reads no auxiliary layers, drafts the same whatever K is, and does not replace the reader of
+    # the target.
     aux_layers: tuple[int, ...] = ()
     depends_on_width = False
     has_drawn_candidates = staticmethod(has_drawn_candidates)
@@ -50,14 +53,19 @@ class TokenProposer(Generic[DraftT]):
         """
         self.draft = draft.eval()
         self.settings: dict[str, object] = {}
+
+        # Count what is shipped with the draft, which excludes copies of the target's weights.
         shipped = [parameter for name, parameter in draft.named_parameters() if name not in shared]
         self.num_parameters = sum(parameter.numel() for parameter in shipped)
         self.num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in shipped)
+
+        # The tokens of the target that the draft can propose; None for all of them.
         self.target_ids_W = target_ids_W
         self.target_vocab_size = target_vocab_size
         self.vocabulary = None if target_ids_W is None else frozenset(target_ids_W.tolist())
 
     def count_passes(self, k: int) -> int:
+        """Return the draft's passes in a round of k draft tokens: one for each token."""
         return k
 
     def chains(
@@ -68,59 +76,71 @@ class TokenProposer(Generic[DraftT]):
         next_logits: Callable[[int, Tensor | None], Tensor],
         lengths: Sequence[int] | None = None,
     ) -> list[Proposal]:
-        """Draft a chain for each row.
+        """Draft a chain of tokens for each row, all rows together.
 
         Args:
             k: the most draft tokens of a chain.
             sampling: how draft tokens are chosen.
-            generators: of random numbers, one for each row.
-            next_logits: (step, indices [B] into the W tokens of the step before, or None in the
-                first step) -> logits [B, W].
-            lengths: draft tokens of each row, if some rows have room for fewer than k.
+            generators: random number generators, one for each row.
+            next_logits: a function (step, tokens) -> logits [B, W]. The tokens [B] are those of the
+                step before, as indices among the draft's W tokens; None in the first step.
+            lengths: the number of draft tokens of each row, if some rows have room for fewer than
+                k.
+
+        Returns:
+            The proposal of each row. It is empty for a row of length 0.
         """
-        # Draft one token of all rows at each step, then cut each row's chain to its length.
+        # All random numbers are drawn at the start, so that a row's numbers do not depend on the
+        # lengths of other rows. Greedy drafting needs none.
         uniforms_BK = None if sampling.is_greedy else draw_uniforms(k, generators)
         lengths = lengths or [k] * len(generators)
-        chosen: list[Tensor] = []
+
+        # Draft one token of every row in each step: the most probable one, or one that is drawn.
+        tokens_by_step: list[Tensor] = []
         distributions: list[Tensor] = []
         for step in range(max(lengths)):
-            logits_BW = next_logits(step, chosen[-1] if chosen else None)
+            logits_BW = next_logits(step, tokens_by_step[-1] if tokens_by_step else None)
             if uniforms_BK is None:
-                chosen.append(logits_BW.argmax(-1))
+                tokens_by_step.append(logits_BW.argmax(-1))
             else:
-                distributions.append(sampling.compute_probabilities(logits_BW))
-                chosen.append(
-                    draw_tokens(distributions[-1], uniforms_BK[:, step].to(logits_BW.device))
+                probs_BW = sampling.compute_probabilities(logits_BW)
+                tokens_by_step.append(
+                    draw_tokens(probs_BW, uniforms_BK[:, step].to(probs_BW.device))
                 )
+                distributions.append(probs_BW)
+
+        # Cut each row's chain to its length. Verification needs the distributions that tokens were
+        # drawn from, [K, W] for each row.
         proposals = [Proposal([])] * len(lengths)
         for b, length in enumerate(lengths):
             if length:
-                index_K = torch.stack([index_B[b] for index_B in chosen[:length]])
-                probs_KW = (
-                    torch.stack([probs_BW[b] for probs_BW in distributions[:length]])
-                    if distributions
-                    else None
-                )
+                index_K = torch.stack([index_B[b] for index_B in tokens_by_step[:length]])
+                probs_KW = None
+                if distributions:
+                    probs_KW = torch.stack([probs_BW[b] for probs_BW in distributions[:length]])
                 proposals[b] = self.build_proposal(index_K, probs_KW)
         return proposals
 
     def build_proposal(
         self, index_N: Tensor, probs_NW: Tensor | None, tree: Tree | None = None
     ) -> Proposal:
-        """Build a proposal in the target's ids.
+        """Build a proposal in the target's ids from tokens of the draft vocabulary.
 
         Args:
-            index_N: indices of the draft tokens among the W.
-            probs_NW: the distributions that they were drawn from; None if they were not drawn.
-            tree: the tree that they form; None for a chain.
+            index_N: the draft tokens, as indices among the draft's W tokens.
+            probs_NW: the distributions that the tokens were drawn from; None if they were not
+                drawn.
+            tree: the tree that the tokens form; None for a chain.
         """
+        # Spread distributions over the target's vocabulary: tokens that the draft does not have get
+        # the probability 0.
         if self.target_ids_W is not None and probs_NW is not None:
             probs_NV = probs_NW.new_zeros(len(probs_NW), self.target_vocab_size)
             probs_NW = probs_NV.index_copy_(1, self.target_ids_W, probs_NW)
         return Proposal(self.map_to_target(index_N).tolist(), probs_NW, tree)
 
     def map_to_target(self, index: Tensor) -> Tensor:
-        """Return the target's ids of tokens that are given by their indices among the W."""
+        """Return the target's ids of tokens given as indices among the draft's W tokens."""
         return index if self.target_ids_W is None else self.target_ids_W[index]
 
 
@@ -134,28 +154,38 @@ class FeatureProposer(TokenProposer[ModuleT]):
     cache: DraftKVCache
 
     def __init__(self, draft: ModuleT) -> None:
+        """Prepare a draft for decoding."""
         super().__init__(draft, draft.target_ids_W, draft.config.vocab_size, draft.shared)
         self.config = draft.config
         self.aux_layers = draft.aux_layers
+        # Rotary tables are computed in the dtype and on the device of the draft's weights.
         self.rotary = partial(draft.rotary, draft.fc.weight)
         self.device = draft.fc.weight.device
 
     def begin(self, max_lengths: Sequence[int]) -> None:
+        """Create an empty KV cache for a new batch of sequences."""
         self.cache = DraftKVCache(
             len(max_lengths), self.rotary, self.device, self.config.sliding_window
         )
 
     def keep(self, rows: Sequence[int]) -> None:
+        """Keep only these rows of the KV cache; the other sequences have ended."""
         self.cache.keep(rows)
 
     def count_committed(self, state: DecodingState) -> list[int]:
-        """Return how many positions of each row have features: all but the last.
+        """Return how many positions of each row have features of the target: all but the last.
 
         The cache must hold all of these positions except the fresh ones.
         """
-        committed = [len(ids) - 1 for ids in state.token_ids]
+        # The target has not read the last token yet: it reads that in the next round.
+        num_committed = [len(ids) - 1 for ids in state.token_ids]
+        # The fresh positions were committed in the last round, and the draft reads them now.
         num_cached = [
-            length - count for length, count in zip(committed, state.num_fresh, strict=True)
+            count - fresh for count, fresh in zip(num_committed, state.num_fresh, strict=True)
         ]
-        assert self.cache.lengths == num_cached, (self.cache.lengths, committed, state.num_fresh)
-        return committed
+        assert self.cache.lengths == num_cached, (
+            self.cache.lengths,
+            num_committed,
+            state.num_fresh,
+        )
+        return num_committed

@@ -30,16 +30,21 @@ from specdistill.training.losses.divergence import forward_kl
 MAX_ROWS = 8
 NUM_TOKENS = 64
 MAX_LOGITS = 2**24
-SCALE_STEP = 0.25  # each round multiplies the draft's output by this
-# Enough for logits in the ten thousands. At zero the layers would have no gradient.
+# Each step of scaling multiplies the draft's output by this. A smaller number would take fewer
+# steps and scale down further than necessary.
+SCALE_STEP = 0.25
+# The most steps. Together they divide by 4 ** 8 = 65,536, enough for logits in the ten thousands.
+# The limit keeps the output away from zero, where the layers would have no gradient.
 MAX_FACTORS = 8
 # Scaling stops when a further factor lowers the loss by less than this share of ln W. An even guess
 # can reach ln W exactly, so the warning uses the same tolerance.
 TOLERANCE = 0.001
-# Scale of the final norm's weights times that of the logits: 1.1 for pico, 1 for random models, 26
-# for Gemma.
+# Up to this output scale a target counts as ordinary. It is the scale of the final norm's weights
+# times that of the logits: 1.1 for pico, 1 for random models, 26 for Gemma.
 ORDINARY_SCALE = 2.0
-# Losses, in units of ln W, above which a fresh draft is scaled down.
+# Losses, in units of ln W, above which a fresh draft is scaled down. With an ordinary output scale
+# the limit is above the first losses of 1.2 to 1.5 ln W that were better kept (see the module).
+# With a large one it is below ln W, because such a draft is far too sure of its guesses.
 MAX_LOSS_ORDINARY = 2.0
 MAX_LOSS_LARGE = 0.8
 
@@ -57,11 +62,12 @@ def check_first_loss(
         rows: packed training rows, of which a few are read. If empty, random tokens are read.
         is_fresh: whether the draft may be scaled.
     """
-    # An even guess has the loss ln W.
+    # An even guess among the draft's W tokens has the loss ln W.
     target_ids = getattr(objective.draft, "target_ids_W", None)
     even_loss = math.log(target.vocab_size if target_ids is None else len(target_ids))
     is_large = _compute_output_scale(target) > ORDINARY_SCALE
     dtype = getattr(torch, target.dtype)
+
     # ln W says nothing about other divergences, so the loss is measured by forward KL.
     objective.divergence = forward_kl
     was_training = objective.draft.training
@@ -76,19 +82,10 @@ def check_first_loss(
         inputs = {**batch, **objective.read_target(target, batch)}
         loss = _measure(objective, inputs)
 
-        # Scale a fresh draft's output down, as long as that lowers a loss that is far too high.
-        last_loss = math.inf
-        num_factors = 0
-        is_scaled = is_fresh and loss > even_loss * (
-            MAX_LOSS_LARGE if is_large else MAX_LOSS_ORDINARY
-        )
-        while is_scaled and num_factors < MAX_FACTORS:
-            if max(loss - even_loss, last_loss - loss) < TOLERANCE * even_loss:
-                break
-            objective.scale_output(SCALE_STEP)
-            num_factors += 1
-            last_loss = loss
-            loss = _measure(objective, inputs)
+        # Scale a fresh draft's output down if its loss is far too high.
+        max_loss = even_loss * (MAX_LOSS_LARGE if is_large else MAX_LOSS_ORDINARY)
+        if is_fresh and loss > max_loss:
+            loss = _scale_down(objective, inputs, loss, even_loss)
 
     # Warn of a first loss above that of an even guess.
     objective.draft.train(was_training)
@@ -108,8 +105,34 @@ def check_first_loss(
         )
 
 
+def _scale_down(objective: Any, inputs: dict[str, object], loss: float, even_loss: float) -> float:
+    """Scale the draft's output down until it guesses nearly evenly, and return the last loss.
+
+    Args:
+        objective: the draft with its loss.
+        inputs: the batch on which the loss is measured.
+        loss: the loss before scaling.
+        even_loss: the loss of an even guess, ln W.
+    """
+    tolerance = TOLERANCE * even_loss
+    last_loss = math.inf
+    for _ in range(MAX_FACTORS):
+        # Stop when the loss is no worse than an even guess and the last step hardly lowered it.
+        if loss - even_loss < tolerance and last_loss - loss < tolerance:
+            break
+        objective.scale_output(SCALE_STEP)
+        last_loss = loss
+        loss = _measure(objective, inputs)
+    return loss
+
+
 def _compute_output_scale(target: FrozenTarget) -> float:
-    """Return the root mean square weight of the final norm times the scale of the logits."""
+    """Return the root mean square weight of the final norm times the scale of the logits.
+
+    A hidden state after the final norm is about as large as the norm's weights, so this number says
+    how large the target's logits are, compared with those of an ordinary target.
+    """
+    # Some norms have no weights; they count as 1. Some multiply by 1 + weight, as Gemma's do.
     gain = getattr(target.norm, "weight", None)
     if gain is None:
         return abs(target.logits.scale)
@@ -120,14 +143,20 @@ def _compute_output_scale(target: FrozenTarget) -> float:
 
 
 def _measure(objective: nn.Module, inputs: dict[str, object]) -> float:
-    """Return the largest of the mean losses of the drafted positions, in nats."""
+    """Return the mean loss of the drafted position with the largest one, in nats per token."""
     _, sums = objective(**inputs)
     return float((sums.loss / sums.loss_tokens.clamp_min(1)).max())
 
 
 def _build_probe(target: FrozenTarget, rows: Dataset) -> dict[str, Tensor]:
-    """Return a batch of the first tokens of some rows, all of them with a loss."""
+    """Return a batch of the first tokens of a few rows, every token of which has a loss.
+
+    Without training rows the batch holds random tokens.
+    """
+    # Take fewer rows for a large vocabulary, so that the logits fit into memory.
     num_rows = min(max(MAX_LOGITS // (NUM_TOKENS * target.vocab_size), 1), MAX_ROWS)
+
+    # Begin with one document of random tokens per row, [rows, NUM_TOKENS].
     ids = torch.randint(
         target.vocab_size, (num_rows, NUM_TOKENS), generator=torch.Generator().manual_seed(0)
     )
@@ -137,8 +166,12 @@ def _build_probe(target: FrozenTarget, rows: Dataset) -> dict[str, Tensor]:
         "position_ids": order,
         "document_ids": torch.zeros_like(ids),
     }
+
+    # Replace them by rows at even distances in the training data.
     if len(rows):
         picked = rows.select([index * len(rows) // num_rows for index in range(num_rows)])
         batch = {name: torch.tensor(picked[name])[:, :NUM_TOKENS] for name in batch}
+
+    # Give every token a loss except padding, whatever the loss mask of the rows says.
     batch["loss_mask"] = (batch["document_ids"] != PADDING_DOCUMENT).long()
     return index_batch({name: tensor.to(target.device) for name, tensor in batch.items()})

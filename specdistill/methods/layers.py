@@ -60,7 +60,7 @@ class FeatureShape(HeadShape):
     """The shape of a draft that reads several layers of the target.
 
     Attributes:
-        draft_vocab_size: W.
+        draft_vocab_size: W, the number of tokens that the draft can propose.
         aux_layers: the layers that are read, counted as "after L layers" (see
             specdistill.targets.frozen).
         target_num_layers: the depth of the target.
@@ -77,9 +77,9 @@ class FeatureShape(HeadShape):
 
 
 def check_window(shape: HeadShape, num_steps: int, *, key: str) -> None:
-    """Raise UserError if a chain of draft steps is longer than the draft's window.
+    """Raise UserError if a chain of draft steps is longer than the draft's sliding window.
 
-    The window must hold the whole chain.
+    A draft step must see all earlier steps of its own chain.
 
     Args:
         shape: the shape of the draft.
@@ -89,7 +89,7 @@ def check_window(shape: HeadShape, num_steps: int, *, key: str) -> None:
     if shape.sliding_window is not None and num_steps > shape.sliding_window:
         raise UserError(
             key,
-            got=f"{num_steps} steps with a draft that sees {shape.sliding_window} positions",
+            got=f"{num_steps} steps with a draft whose window is {shape.sliding_window} positions",
             expected=f"at most {shape.sliding_window}",
         )
 
@@ -98,10 +98,12 @@ class Embedding(nn.Embedding):
     """The target's embedding table, with its embeddings scaled as the target scales them."""
 
     def __init__(self, config: HeadShape) -> None:
+        """Create a random table of the target's vocabulary."""
         super().__init__(config.vocab_size, config.hidden_size)
         self.scale = config.embedding_scale
 
     def forward(self, ids: Tensor) -> Tensor:
+        """Look up embeddings and scale them, as Gemma does by the root of its hidden size."""
         embedded = super().forward(ids)
         return embedded if self.scale == 1 else embedded * self.scale
 
@@ -114,6 +116,7 @@ class RMSNorm(nn.RMSNorm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalize the last dimension, and return the result in the dtype of the input."""
         return super().forward(x.to(torch.promote_types(x.dtype, self.weight.dtype))).to(x.dtype)
 
 
@@ -121,8 +124,9 @@ class RMSNorm(nn.RMSNorm):
 def is_one_plus_weight(norm: nn.Module) -> bool:
     """Return whether a norm multiplies by 1 + weight, as Gemma's norms do.
 
-    For such a norm a weight of zero changes nothing.
+    For such a norm a weight of zero means a factor of one.
     """
+    # Set all parameters of a copy to zero. An ordinary norm then returns zeros.
     probe = copy.deepcopy(norm)
     for parameter in probe.parameters():
         parameter.zero_()
@@ -134,26 +138,25 @@ def is_one_plus_weight(norm: nn.Module) -> bool:
 
 @torch.no_grad()
 def scale_norm(norm: nn.Module, factor: float) -> None:
-    """Scale the output of a norm by a factor, by changing its parameters."""
+    """Scale the output of a norm by a factor, by changing its parameters in place."""
+    # A norm that multiplies by 1 + weight must become (1 + weight) * factor. A bias is scaled as it
+    # is.
     offset = float(is_one_plus_weight(norm))
     for name, parameter in norm.named_parameters():
-        added = offset if name == "weight" else 0.0
-        parameter.copy_((parameter + added) * factor - added)
+        addend = offset if name == "weight" else 0.0
+        parameter.copy_((parameter + addend) * factor - addend)
 
 
 class KVCache(Protocol):
-    """A store of keys and values that decides what each query may see."""
+    """The keys and values of all layers; the cache decides which of them each query may see."""
 
     def append(self, layer: int, key_BGTd: Tensor, value_BGTd: Tensor) -> None:
-        """Add keys and values of this step, without queries.
-
-        This is for a context that is only read.
-        """
+        """Store keys and values of a context that has no queries of its own."""
 
     def attend(
         self, layer: int, query_BNTd: Tensor, key_BGTd: Tensor, value_BGTd: Tensor
     ) -> Tensor:
-        """Add keys and values of this step and compute the attention of its queries.
+        """Store the keys and values of this step, and compute the attention of its queries.
 
         Returns:
             The attention output [B, N, T, d of the values].
@@ -185,35 +188,48 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(
             config.num_attention_heads * config.head_dim, config.hidden_size, bias=False
         )
-        self.q_norm, self.k_norm = (
-            RMSNorm(config.head_dim, config.rms_norm_eps) if head_norms else None for _ in range(2)
-        )
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if head_norms else None
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if head_norms else None
 
     def forward(
         self, x_BTI: Tensor, rotary: tuple[Tensor, Tensor], layer: int, kv_cache: KVCache
     ) -> Tensor:
-        query = self.heads(self.q_proj, self.q_norm, x_BTI)
-        key = self.heads(self.k_proj, self.k_norm, x_BTI)
+        """Compute the attention of T new positions, whose keys and values enter the cache.
+
+        Args:
+            x_BTI: the input of the projections.
+            rotary: cos and sin [B, T, d] of the positions.
+            layer: the index of the layer, under which the cache stores keys and values.
+            kv_cache: the cache, which also decides what each query may see.
+
+        Returns:
+            The attention output after the output projection, [B, T, H].
+        """
+        # Queries [B, N, T, d] and keys [B, G, T, d], rotated to their positions.
+        query = self.project_heads(self.q_proj, self.q_norm, x_BTI)
+        key = self.project_heads(self.k_proj, self.k_norm, x_BTI)
         query, key = apply_rotary_pos_emb(query, key, *rotary)
-        context_BNTd = kv_cache.attend(layer, query, key, self.heads(self.v_proj, None, x_BTI))
+
+        # The cache computes the attention. Put the heads side by side and project them to H.
+        value = self.project_heads(self.v_proj, None, x_BTI)
+        context_BNTd = kv_cache.attend(layer, query, key, value)
         output: Tensor = self.o_proj(context_BNTd.transpose(1, 2).flatten(2))
         return output
 
     def remember(
         self, context_BTI: Tensor, rotary: tuple[Tensor, Tensor], layer: int, kv_cache: KVCache
     ) -> None:
-        """Add keys and values of a context that has no queries to the cache."""
-        key = self.heads(self.k_proj, self.k_norm, context_BTI)
-        kv_cache.append(
-            layer,
-            apply_rotary_pos_emb(key, key, *rotary)[0],
-            self.heads(self.v_proj, None, context_BTI),
-        )
+        """Store the keys and values of a context in the cache; the context has no queries."""
+        key = self.project_heads(self.k_proj, self.k_norm, context_BTI)
+        # transformers' function rotates queries and keys together. There are no queries, so the
+        # keys take both places.
+        key, _ = apply_rotary_pos_emb(key, key, *rotary)
+        kv_cache.append(layer, key, self.project_heads(self.v_proj, None, context_BTI))
 
-    def heads(self, project: nn.Linear, norm: nn.Module | None, x_BTI: Tensor) -> Tensor:
-        """Project the input and split it into heads [B, N or G, T, d].
+    def project_heads(self, project: nn.Linear, norm: nn.Module | None, x_BTI: Tensor) -> Tensor:
+        """Project the input and split the result into heads [B, N or G, T, d].
 
-        The heads are normalized if there is a norm.
+        Each head is normalized if a norm is given.
         """
         x = project(x_BTI).unflatten(-1, (-1, self.head_dim))
         output: Tensor = (x if norm is None else norm(x)).transpose(1, 2)
@@ -229,6 +245,14 @@ class PlainLayer(nn.Module):
     def __init__(
         self, config: HeadShape, index: int, *, input_norm: bool = True, head_norms: bool = False
     ) -> None:
+        """Create the layer.
+
+        Args:
+            config: the shape of the draft.
+            index: the place of the layer in the draft, from 0.
+            input_norm: whether there is a norm before the attention.
+            head_norms: whether each query and key head is normalized.
+        """
         super().__init__()
         self.index = index
         self.input_layernorm = (
@@ -241,6 +265,7 @@ class PlainLayer(nn.Module):
     def forward(
         self, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], kv_cache: KVCache
     ) -> Tensor:
+        """Add the outputs of attention and MLP to the hidden states, each after its norm."""
         hidden = hidden_BTH + self.self_attn(
             self.input_layernorm(hidden_BTH), rotary, self.index, kv_cache
         )
@@ -249,13 +274,13 @@ class PlainLayer(nn.Module):
 
 
 class DraftModule(nn.Module):
-    """A draft that reads the target's features, as training, decoding and the doctor see it.
+    """A draft that reads the target's features: what training, decoding and the doctor use of it.
 
     Attributes:
         config: the shape of the draft. `vocab_size` (V), `num_layers` and `sliding_window` (in
             positions; None for all of them) are read.
         layers: the decoder layers.
-        fc: the projection of what is read to one hidden state.
+        fc: the projection of the target's features to one hidden state of the draft.
         rotary: (tensor, positions [B, T]) -> (cos, sin) [B, T, d] in the dtype of the tensor.
     """
 
@@ -302,7 +327,7 @@ class FeatureDraft(DraftModule):
     embed_tokens: nn.Embedding
     d2t: Tensor
 
-    def end_with_head(self, config: FeatureShape) -> None:
+    def create_output_modules(self, config: FeatureShape) -> None:
         """Create the modules after the layers: final norm, LM head, rotary embedding and `d2t`."""
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
@@ -310,39 +335,45 @@ class FeatureDraft(DraftModule):
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
 
     @torch.no_grad()
-    def begin(
+    def initialize_from_target(
         self, target: FrozenTarget, draft_vocabulary: Tensor | None, scale: float = 1.0
     ) -> None:
-        """Initialize from the target: the draft vocabulary, and embedding, LM head and final norm.
+        """Initialize draft vocabulary, embedding, LM head and final norm from the target.
 
-        The tables and the norm are only copied if the draft is as wide as the target.
+        Embedding, LM head and norm are only copied if the draft is as wide as the target.
 
         Args:
             target: the target.
             draft_vocabulary: sorted target ids [W]; None for all.
             scale: the factor for the rows of the LM head.
         """
+        # `d2t` holds offsets: target id minus draft id.
         if draft_vocabulary is not None:
             self.d2t.copy_(
                 draft_vocabulary
                 - torch.arange(len(draft_vocabulary), device=draft_vocabulary.device)
             )
+
+        # Copy the tables. Of the target's LM head, take the rows of the draft vocabulary.
         if self.config.hidden_size == target.hidden_size:
             self.embed_tokens.weight.copy_(target.tensor("embed_tokens.weight"))
             self.lm_head.weight.copy_(target.tensor("lm_head.weight")[self.target_ids_W] * scale)
-            if (final := getattr(target.norm, "weight", None)) is not None:  # some norms have none
-                self.norm.weight.copy_(final)
+            norm_weight = getattr(target.norm, "weight", None)
+            if norm_weight is not None:  # some norms have none
+                self.norm.weight.copy_(norm_weight)
 
     def scale_output(self, factor: float) -> None:
-        """Multiply the logits by a factor."""
+        """Multiply the logits by a factor, through the final norm before the LM head."""
         scale_norm(self.norm, factor)
 
     @property
     def logits(self) -> LogitsHead:
+        """The map [..., H] -> [..., W] to logits: the draft's own LM head, not scaled."""
         return LogitsHead(self.lm_head)
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
+        """The target's layers that the draft reads, as its config states them."""
         aux_layers: tuple[int, ...] = self.config.aux_layers
         return aux_layers
 
@@ -353,16 +384,18 @@ class FeatureDraft(DraftModule):
 
 
 class Rotary(LlamaRotaryEmbedding):
-    """Llama's rotary embedding for a shape.
+    """Llama's rotary embedding for the shape of a draft.
 
-    It is called with a tensor and positions [B, T], and returns (cos, sin) [B, T, d] in the dtype
-    of the tensor.
+    The module is called with a tensor and positions [B, T], and returns (cos, sin) [B, T, d] in the
+    dtype of the tensor.
 
     `.to(bfloat16)` of a draft leaves the frequencies in float32. If they were rounded, angles would
     be off by a tenth at position 512.
     """
 
     def __init__(self, shape: HeadShape) -> None:
+        """Compute the frequencies for the head size and the rotary settings of a shape."""
+        # transformers computes the frequencies from a config. Only these keys matter for them.
         super().__init__(
             LlamaConfig(
                 hidden_size=shape.hidden_size,
@@ -378,7 +411,11 @@ class Rotary(LlamaRotaryEmbedding):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Rotary":
-        """Move or convert the module, but keep the dtype of its frequencies."""
+        """Move or convert the module, but keep the dtype of its frequencies.
+
+        torch calls this for `.to()`, `.float()`, `.cuda()` and so on.
+        """
+        # Convert everything, then put back the frequencies on the new device.
         exact = dict(self.named_buffers())
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, moved in list(self.named_buffers()):

@@ -34,10 +34,12 @@ from specdistill.training.history import read_history
 
 # Values of `draft.init` for drafts that are made from the target alone.
 FRESH_INITIALIZATIONS = (None, "layers", "scratch")
-EXPECTED = "a draft: an EAGLE or MTP head or a causal language model, config.json and weights"
+EXPECTED = "a draft: config.json and weights of a head, a block drafter or a causal language model"
 # Methods that are not decoded here, and the pattern by which the config.json of their drafts is
 # recognized.
 OTHER_METHODS = {"peagle": r"p-?eagle", "dflash2": r"dflash2"}
+# Name patterns of the files that belong to a draft. Only these are fetched from the Hub and hashed,
+# so that a README or a log in the folder does not change the draft's hash.
 WEIGHTS = ("*.safetensors", "*.index.json", "pytorch_model*.bin")
 TOKENIZER = (
     "tokenizer*",
@@ -53,10 +55,10 @@ DRAFT_FILES = ("config.json", "generation_config.json", *WEIGHTS, *TOKENIZER)
 
 
 def create_draft(recipe: TrainedRecipe, target: FrozenTarget, rows: Dataset) -> nn.Module:
-    """Create the draft that a recipe describes, before its first step.
+    """Create the draft that a recipe describes, as it is before its first training step.
 
-    It is fresh, or continues the draft of `draft.init`. A fresh draft begins no worse than one that
-    guesses evenly (see `first_loss`).
+    The draft is fresh, or continues the draft of `draft.init`. A fresh draft begins no worse than
+    one that guesses evenly (see `first_loss`).
 
     Args:
         recipe: the recipe.
@@ -71,6 +73,7 @@ def create_draft(recipe: TrainedRecipe, target: FrozenTarget, rows: Dataset) -> 
     """
     method = load_method(recipe.method)
     draft = method.create(recipe, target, rows).float()
+    # The check changes its objective, so it gets one of its own.
     check_first_loss(
         method.build_objective(draft, recipe, target), target, rows, is_fresh=recipe.is_fresh
     )
@@ -87,10 +90,13 @@ def check_initialization(recipe: TrainedRecipe, target: TargetFiles | None) -> N
     Raises:
         UserError: for a draft that does not fit.
     """
+    # Words such as `layers` and GGUF files name no trained draft in a folder.
     init = str(getattr(recipe.draft, "init", None))
-    is_named = Path(init).is_dir() or "/" in init or init == "pico"
-    if target is None or not is_named or split_gguf(init)[1]:
+    names_draft = Path(init).is_dir() or "/" in init or init == "pico"
+    if target is None or not names_draft or split_gguf(init)[1]:
         return
+
+    # Check the method of the draft, then the draft itself.
     folder = locate(init, key="draft.init")
     method_name = find_method(folder, key="draft.init")
     if method_name != recipe.method and not (
@@ -134,14 +140,20 @@ def load_proposer(
         UserError: if the method is unknown, or if the draft is for another target or does not fit.
         ResourceError: if the Hub fails.
     """
+    # Find the draft, and check it against the target before its weights are loaded. A target that
+    # was made in memory has no files to check against.
     folder = locate_trained(method, draft, key=key)
     files = made_for or target.files
-    # A target that was made in memory has no files to check against.
     if folder is not None and files is not None:
         check_draft(method, folder, files, key, logs=logs, **options)
+
+    # Load it. Only some proposers can compile their passes.
     proposer = load_method(method).load_proposer(folder, target, key=key, **options)
     if hasattr(proposer, "compiled"):
         proposer.compiled = compile
+
+    # Put the lookup in front. Where it finds nothing, the draft may draft trees, which the target
+    # must be able to read.
     if lookup_first:
         if lookup_first.draft_tree:
             check_reads_trees(target)
@@ -151,7 +163,7 @@ def load_proposer(
 
 
 def locate_trained(method: str, draft: Path | str | None, *, key: str) -> Path | None:
-    """Return the folder of a draft of this method; None for a method that is not trained.
+    """Return the folder of a draft, which must be of this method; None if the method has no drafts.
 
     Raises:
         UserError: if the method is unknown, or if the folder holds no draft of this method.
@@ -165,13 +177,13 @@ def locate_trained(method: str, draft: Path | str | None, *, key: str) -> Path |
         raise UserError(
             key,
             got=f"{draft}, which holds a draft of method {method_name}",
-            expected=f"one of method {method}",
+            expected=f"a draft of method {method}",
         )
     return folder
 
 
 def load_method(name: str) -> Method[TrainedRecipe, nn.Module]:
-    """Import a method.
+    """Import the package of a method and return its `Method` object.
 
     Raises:
         UserError: for an unknown name.
@@ -212,26 +224,27 @@ def locate(
 
 def draft_files(folder: Path) -> list[Path]:
     """Return the sorted files of a folder that belong to the draft, by the names in DRAFT_FILES."""
-    return sorted(
-        path
-        for path in folder.iterdir()
-        if path.is_file() and any(fnmatch(path.name, name) for name in DRAFT_FILES)
-    )
+    return sorted(path for path in folder.iterdir() if path.is_file() and _is_draft_file(path))
+
+
+def _is_draft_file(path: Path) -> bool:
+    """Return whether the name of a file matches one of the patterns in DRAFT_FILES."""
+    return any(fnmatch(path.name, pattern) for pattern in DRAFT_FILES)
 
 
 def draft_hash(folder: Path) -> str:
-    """Return the sha256 of a draft: of the names and contents of its files.
+    """Return the sha256 of the names and contents of a draft's files.
 
-    It does not depend on where the folder is or on what else it holds.
+    The hash does not depend on where the folder is or on what else the folder holds.
     """
     return hash_contents(draft_files(folder))
 
 
 def describe_draft(draft: str | None, method: str) -> dict[str, object]:
-    """Return the `draft` section of a report, as far as the draft's name and files tell.
+    """Return the `draft` section of a report, from the draft's name and its files.
 
-    It has the folder or Hub id, the commit of the latter, the hash of the files, and what the
-    history of the run says about training.
+    The section holds the folder or Hub id, the commit if it is a Hub id, the hash of the files, and
+    what the history of the run says about training.
 
     Args:
         draft: a folder or Hub id; None for a method without weights.
@@ -243,35 +256,37 @@ def describe_draft(draft: str | None, method: str) -> dict[str, object]:
     """
     if draft is None:
         return {"model": None, "revision": None, "method": method}
+
+    # Identify the draft. The Hub's cache keeps each commit in a folder of its name.
     folder = locate(draft)
-    is_here = Path(resolve(split_revision(draft)[0])).is_dir()
-    described = {
+    is_local = Path(resolve(split_revision(draft)[0])).is_dir()
+    identity: dict[str, object] = {
         "model": draft,
-        "revision": None if is_here else folder.name,
+        "revision": None if is_local else folder.name,
         "method": method,
         "weights": draft_hash(folder),
     }
+
+    # Add what the history of the run says, if the draft was trained by specdistill.
     history = read_history(folder, key="eval.draft")
-    description = (
-        {
-            "training": history.compare_before_and_after(),
-            "acceptance_curve": history.list_acceptance_curve(),
-        }
-        if history
-        else {}
-    )
-    return described | {name: part for name, part in description.items() if part}
+    if history is None:
+        return identity
+    training = {
+        "training": history.compare_before_and_after(),
+        "acceptance_curve": history.list_acceptance_curve(),
+    }
+    return identity | {name: part for name, part in training.items() if part}
 
 
 def find_method(folder: Path, *, key: str = "eval.draft") -> str:
-    """Return the method of the draft in a folder.
+    """Return the name of the method that made the draft in a folder.
 
     Args:
         folder: the folder.
         key: the recipe key that errors name.
 
     Raises:
-        UserError: for a folder without a draft of a known method. It says what was found.
+        UserError: for a folder without a draft of a known method. The error says what was found.
     """
     return recognize_method(
         read_config(folder, key), _read_tensor_names(folder, key), name=folder, key=key
@@ -288,8 +303,9 @@ def recognize_method(config: RawConfig, names: Set[str], *, name: Path | str, ke
         key: the recipe key that errors name.
 
     Raises:
-        UserError: if no method recognizes them. It says what was found.
+        UserError: if no method recognizes them. The error says what was found.
     """
+    # Ask every method about the tensors first, because configs are less reliable (see the module).
     methods = {method_name: row.load() for method_name, row in METHODS.items()} if names else {}
     for method_name, method in methods.items():
         if method.has_tensors(names):
@@ -297,7 +313,10 @@ def recognize_method(config: RawConfig, names: Set[str], *, name: Path | str, ke
     for method_name, method in methods.items():
         if method.is_named(config, names):
             return method_name
-    if names and (foreign_method := find_foreign_method(config)):
+
+    # No method recognizes the draft. Name the method of another project, or say what was found.
+    foreign_method = find_foreign_method(config)
+    if names and foreign_method:
         raise UserError(
             key,
             got=f"{name}, a draft of method {foreign_method}, which is not decoded here yet",
@@ -310,17 +329,15 @@ def recognize_method(config: RawConfig, names: Set[str], *, name: Path | str, ke
 
 
 def find_foreign_method(config: RawConfig) -> str | None:
-    """Return the method of another project that a draft's config.json names; None if it names none.
+    """Return the method in OTHER_METHODS that a draft's config.json names; None if it names none.
 
-    Only the methods in OTHER_METHODS are known.
+    Drafts of these methods are made by other projects and are not decoded here.
     """
-    stated_names = " ".join(
-        map(str, [*(config.get("architectures") or []), config.get("speculators_model_type")])
-    ).lower()
-    return next(
-        (method for method, pattern in OTHER_METHODS.items() if re.search(pattern, stated_names)),
-        None,
-    )
+    stated_names = [*(config.get("architectures") or []), config.get("speculators_model_type")]
+    for method, pattern in OTHER_METHODS.items():
+        if re.search(pattern, " ".join(map(str, stated_names)).lower()):
+            return method
+    return None
 
 
 def _read_tensor_names(folder: Path, key: str) -> set[str]:
@@ -328,13 +345,16 @@ def _read_tensor_names(folder: Path, key: str) -> set[str]:
 
     The result is empty if the folder has no weights.
     """
+    # Safetensors list their names in the index or the header. A pickle is loaded without content.
     if (folder / INDEX).is_file() or (folder / SINGLE).is_file():
         return set(Shards.open(folder, key).file_of)
     if (folder / PICKLE_FILE).is_file():
         return set(load_pickle(folder / PICKLE_FILE, key, device="meta"))
     # Shards that are pickles have an index of another name.
-    index = next(iter(sorted(folder.glob("*.index.json"))), None)
+    indexes = sorted(folder.glob("*.index.json"))
+    if not indexes:
+        return set()
     with convert_errors(
-        (ValueError, KeyError, TypeError, OSError), key, index, "an index with a weight_map"
+        (ValueError, KeyError, TypeError, OSError), key, indexes[0], "an index with a weight_map"
     ):
-        return set(read_json(index)["weight_map"]) if index else set()
+        return set(read_json(indexes[0])["weight_map"])

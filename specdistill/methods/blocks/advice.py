@@ -21,6 +21,7 @@ from specdistill.methods.chains.head import count_parameters
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.losses.divergence import forward_kl
 
+# More blocks than a row has tokens, so that a block begins at every token.
 ALL_ANCHORS = 1 << 20
 
 
@@ -51,17 +52,23 @@ class BlockAdvice(Advice[BlockDraft]):
         settings: DraftSettings,
     ) -> sizes.PlannedDraft:
         """Describe the draft that is given, or the one that a recipe would train."""
-        # The options of the draft: those of the recipe, and the method's defaults.
+        # Collect the options of the draft: those of the recipe, and the method's defaults. The
+        # choice of the mask token changes no count, so any id will do.
         options = {name: settings.get(name, value) for name, value in self.defaults.items()}
-        # Which token is the mask changes no count.
         options["mask_token_id"] = 0
+
+        # A tiny target shows whether a draft can be built for this class. It has few layers, so
+        # the layers that are read are left to the default.
         aux_layers = options.pop("aux_layers")
         target.build_on_tiny_target(lambda tiny: build_block_draft(self.kind, tiny, **options))
+
+        # Find the shape, and the width of the draft vocabulary.
         shape = sizes.plan_shape(target, draft_info, options)
         width = draft_info.raw.get("draft_vocab_size") if draft_info else settings.get("vocab_size")
         width = width or target.text.vocab_size
 
         def build(full: FrozenTarget) -> BlockDraft:
+            """Build the draft for the target at its full size."""
             fields = {**options, **vars(shape), "aux_layers": aux_layers}
             return self.kind.draft(self.kind.config(**block_config(full, width, **fields)))
 
@@ -82,39 +89,46 @@ class BlockAdvice(Advice[BlockDraft]):
         )
 
     def is_described(self, draft: sizes.ModelConfigInfo, target: sizes.ModelConfigInfo) -> bool:
-        """Return whether the config.json of a draft is one of this kind."""
+        """Return whether a draft's config.json says that this method made the draft."""
         return self.kind.name in draft.calls_itself
 
     def build_simulation(self, draft: BlockDraft, num_tokens: int) -> BlockObjective:
-        """Build the objective by forward KL, with a block at every token."""
+        """Build an objective with forward KL, whose blocks begin at every token."""
         return BlockObjective(draft, forward_kl, ALL_ANCHORS)
 
     def find_repairs(
         self, draft: BlockDraft, target: FrozenTarget
     ) -> Iterator[tuple[str, BlockDraft]]:
-        """Yield each likely cause, and a copy of the draft that is repaired."""
+        """Yield each likely cause of low acceptance, and a repaired copy of the draft."""
         return repair_copies(find_causes(draft, target), draft, target)
 
 
 def find_causes(draft: BlockDraft, target: FrozenTarget) -> Iterator[Repair]:
     """Yield likely causes of low acceptance in a block drafter whose files are right."""
+    # Layers are counted in two ways that differ by one, so a config may mean the layers next to the
+    # ones it states.
     config = draft.config
     for offset in (1, -1):
         layers = tuple(layer + offset for layer in config.aux_layers)
         if all(0 < layer <= target.num_layers for layer in layers):
             yield Repair(
-                f"it reads the target after layers {list(config.aux_layers)}: it was trained on"
-                f" {list(layers)}",
+                f"the draft reads the target after layers {list(config.aux_layers)}, but was"
+                f" trained on {list(layers)}",
                 partial(configure, fields={"aux_layers": layers}),
             )
+
+    # Two switches, each of which may have been the other way in training.
     yield Repair(
-        f"sample_from_anchor is {config.sample_from_anchor}: it was trained with the other",
+        f"sample_from_anchor is {config.sample_from_anchor}, but the draft was trained with"
+        f" {not config.sample_from_anchor}",
         partial(configure, fields={"sample_from_anchor": not config.sample_from_anchor}),
     )
-    visible_slots = "those before them" if config.is_causal else "all of their block"
     yield Repair(
-        f"its slots see {visible_slots}: it was trained with the other",
+        f"is_causal is {config.is_causal} (whether a slot sees only the slots before it), but the"
+        f" draft was trained with {not config.is_causal}",
         partial(configure, fields={"is_causal": not config.is_causal}),
     )
+
+    # Shape and weights, as for heads.
     yield from find_shape_causes(draft, target)
     yield from find_weight_causes(draft)

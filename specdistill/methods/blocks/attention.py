@@ -27,14 +27,14 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 @dataclass(eq=False)
 class BlockKVCache:
-    """A `KVCache` of one training step.
+    """The `KVCache` of one training step of a block drafter.
 
-    Each layer's context enters by `append`. Then the layer's blocks `attend`.
+    In each layer, the context enters by `append` first. Then the blocks `attend`.
 
     Attributes:
         anchors_N: flattened positions of the anchors, ascending.
         starts_N: where the documents of the anchors begin.
-        spans: the chunks of blocks on a CPU (see `objective.spans`).
+        spans: the chunks of blocks on a CPU (see `objective.split_blocks`).
         block_size: P.
         window: M; None for no window.
         is_causal: whether a slot sees only the slots up to itself.
@@ -48,13 +48,15 @@ class BlockKVCache:
     is_causal: bool
     # Keys and values [G, S, d] of the context, by layer.
     _context: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    # The mask of all slots over context and slots, for the one call on a GPU.
     _mask: BlockMask | None = None
     # For each chunk: its blocks, the context that any of them sees, and a mask of what each slot
     # sees of this context and of the chunk's own slots.
     _chunks: list[tuple[slice, slice, Tensor]] = field(default_factory=list)
 
     def append(self, layer: int, key_BGTd: Tensor, value_BGTd: Tensor) -> None:
-        """Add the keys and values of all tokens of the batch."""
+        """Store the keys and values of all tokens of the batch, the context of the blocks."""
+        # Lay the rows one after another: [B, G, T, d] becomes [G, S, d].
         key_GSd, value_GSd = (
             x.transpose(0, 1).flatten(1, 2).to(value_BGTd.dtype) for x in (key_BGTd, value_BGTd)
         )
@@ -64,68 +66,96 @@ class BlockKVCache:
         self, layer: int, query_NhPd: Tensor, key_NGPd: Tensor, value_NGPd: Tensor
     ) -> Tensor:
         """Return the attention output [N, h, P, d] of the blocks."""
-        dtype = value_NGPd.dtype  # float32 rotary tables widen queries and keys under autocast
+        # Float32 rotary tables widen queries and keys under autocast.
+        dtype = value_NGPd.dtype
         inputs = (query_NhPd.to(dtype), key_NGPd.to(dtype), value_NGPd, *self._context[layer])
-        return (
-            self.attend_in_one_call(*inputs)
-            if query_NhPd.is_cuda
-            else self.attend_in_chunks(*inputs)
-        )
+        # On a GPU a kernel skips what no slot sees. On a CPU the blocks attend in chunks instead.
+        if query_NhPd.is_cuda:
+            return self.attend_in_one_call(*inputs)
+        return self.attend_in_chunks(*inputs)
 
     def attend_in_chunks(
         self, query: Tensor, key: Tensor, value: Tensor, key_GSd: Tensor, value_GSd: Tensor
     ) -> Tensor:
-        """Compute the attention output [N, h, P, d] chunk by chunk, for a CPU."""
-        num_tokens = key_GSd.shape[1]
-        # The first layer makes the masks for all layers.
-        for first, last, start, end in () if self._chunks else self.spans:
-            slot = torch.arange(first * self.block_size, last * self.block_size, device=key.device)
-            context = torch.arange(start, end, device=key.device)
-            mask = self.is_visible(
-                slot.unsqueeze(1), torch.cat((context, num_tokens + slot)), num_tokens
-            )
-            self._chunks.append((slice(first, last), slice(start, end), mask))
-        # The slots of a chunk are the queries. Its context and its own slots are the keys.
-        groups = key.shape[1]
-        heads = query.shape[1] // groups
+        """Compute the attention output [N, h, P, d] chunk by chunk, for a CPU.
+
+        Args:
+            query: [N, h, P, d], of the slots.
+            key: [N, G, P, d], of the slots.
+            value: [N, G, P, d], of the slots.
+            key_GSd: keys of the context.
+            value_GSd: values of the context.
+        """
+        # The first layer builds the masks for all layers.
+        if not self._chunks:
+            self._build_chunks(key_GSd.shape[1], key.device)
+
+        # Attend chunk by chunk. The slots of a chunk are the queries. Its context and its own slots
+        # are the keys.
+        num_groups = key.shape[1]
+        num_heads = query.shape[1] // num_groups
         outputs = []
         for blocks, context_span, mask in self._chunks:
-            # [G, h / G, slots, d]
-            q = query[blocks].unflatten(1, (groups, heads)).permute(1, 2, 0, 3, 4).flatten(2, 3)
-            k, v = (
-                torch.cat(
-                    (context[:, context_span], block_values[blocks].transpose(0, 1).flatten(1, 2)),
-                    1,
-                )
-                .unsqueeze(1)
-                .expand(-1, heads, -1, -1)
-                for context, block_values in ((key_GSd, key), (value_GSd, value))
-            )
+            # Queries [G, h / G, slots, d]: the heads that share keys and values stand together.
+            q = query[blocks].unflatten(1, (num_groups, num_heads))
+            q = q.permute(1, 2, 0, 3, 4).flatten(2, 3)
+            # Keys and values [G, h / G, context and slots, d], without copies for the h / G heads.
+            k = _join_context_and_slots(key_GSd[:, context_span], key[blocks]).unsqueeze(1)
+            v = _join_context_and_slots(value_GSd[:, context_span], value[blocks]).unsqueeze(1)
+            k, v = (x.expand(-1, num_heads, -1, -1) for x in (k, v))
             output = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            # Back to blocks: [blocks of the chunk, h, P, d].
             outputs.append(
                 output.unflatten(2, (-1, self.block_size)).permute(2, 0, 1, 3, 4).flatten(1, 2)
             )
         return torch.cat(outputs)
 
+    def _build_chunks(self, num_tokens: int, device: torch.device) -> None:
+        """Build the mask [slots, context and slots] of each chunk of blocks.
+
+        Args:
+            num_tokens: S.
+            device: where the masks are made.
+        """
+        for first, last, start, end in self.spans:
+            slot = torch.arange(first * self.block_size, last * self.block_size, device=device)
+            context = torch.arange(start, end, device=device)
+            mask = self.is_visible(
+                slot.unsqueeze(1), torch.cat((context, num_tokens + slot)), num_tokens
+            )
+            self._chunks.append((slice(first, last), slice(start, end), mask))
+
     def attend_in_one_call(
         self, query: Tensor, key: Tensor, value: Tensor, key_GSd: Tensor, value_GSd: Tensor
     ) -> Tensor:
-        """Compute the attention output [N, h, P, d] by flex attention, for a GPU."""
+        """Compute the attention output [N, h, P, d] by one call of flex attention, for a GPU.
+
+        Args:
+            query: [N, h, P, d], of the slots.
+            key: [N, G, P, d], of the slots.
+            value: [N, G, P, d], of the slots.
+            key_GSd: keys of the context.
+            value_GSd: values of the context.
+        """
+        # Build the mask [N P, S + N P]. The first layer does this for all layers.
         num_tokens = key_GSd.shape[1]
         if self._mask is None:
 
             def mask_mod(batch: Tensor, head: Tensor, slot: Tensor, index: Tensor) -> Tensor:
+                """Return which keys slots see; it is the same for all heads."""
                 return self.is_visible(slot, index, num_tokens)
 
             num_slots = query.shape[0] * self.block_size
-            make = compile_once(create_block_mask) if query.is_cuda else create_block_mask
-            self._mask = make(
+            build_mask = compile_once(create_block_mask) if query.is_cuda else create_block_mask
+            self._mask = build_mask(
                 mask_mod, None, None, num_slots, num_tokens + num_slots, device=query.device
             )
-        # All slots in a row are the queries. The context and then all slots are the keys.
-        q, own_key, own_value = (x.transpose(0, 1).flatten(1, 2) for x in (query, key, value))
-        k = torch.cat((key_GSd, own_key), 1)
-        v = torch.cat((value_GSd, own_value), 1)
+
+        # Lay the slots of all blocks in a row: they are the queries [h, N P, d]. The context and
+        # then all slots are the keys and values [G, S + N P, d].
+        q = query.transpose(0, 1).flatten(1, 2)
+        k = _join_context_and_slots(key_GSd, key)
+        v = _join_context_and_slots(value_GSd, value)
         attend = compile_once(flex_attention) if query.is_cuda else flex_attention
         output_hSd = attend(
             q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), block_mask=self._mask, enable_gqa=True
@@ -134,31 +164,42 @@ class BlockKVCache:
         return context
 
     def is_visible(self, slot: Tensor, index: Tensor, num_tokens: int) -> Tensor:
-        """Return whether slots see positions.
+        """Return which keys each slot sees: the context before its anchor, and its own block.
 
         Args:
             slot: indices of slots among all N P slots.
-            index: positions: below `num_tokens` of the context, from there on of the slot `index -
-                num_tokens`.
+            index: indices of keys. Below `num_tokens` this is a token of the context, from there on
+                the slot `index - num_tokens`.
             num_tokens: S.
 
         Returns:
             Booleans of the shape that `slot` and `index` broadcast to.
         """
+        # The block of the slot, and its place k in the block.
         block = slot // self.block_size
         k = slot % self.block_size
+
+        # Slots of the same block are visible; if the draft is causal, only those up to the slot.
         slot_index = index - num_tokens
         anchor = self.anchors_N[block]
         is_visible_slot = (slot_index >= 0) & (slot_index // self.block_size == block)
         if self.is_causal:
             is_visible_slot = is_visible_slot & (slot_index <= slot)
+
+        # Of the context, the tokens of the anchor's document before the anchor are visible. A slot
+        # stands at position anchor + k, from which a window counts back.
         is_visible_context = (index >= self.starts_N[block]) & (index < anchor)
         if self.window is not None:
             is_visible_context = is_visible_context & (index > anchor + k - self.window)
         return is_visible_slot | is_visible_context
 
 
+def _join_context_and_slots(context_GSd: Tensor, blocks_NGPd: Tensor) -> Tensor:
+    """Append the slots of all blocks to the positions of the context, [G, S + N P, d]."""
+    return torch.cat((context_GSd, blocks_NGPd.transpose(0, 1).flatten(1, 2)), 1)
+
+
 @cache
 def compile_once(function: Any) -> Any:
-    """Return the function, compiled once for all calls."""
+    """Return the compiled function; it is compiled once in a process."""
     return torch.compile(function)

@@ -35,7 +35,8 @@ MASK_EMBEDDING = "mask_embedding.pt"
 
 
 def save_block(draft: BlockDraft, kind: Kind, folder: Path) -> None:
-    """Write a draft, so that `load` reads it back bit for bit."""
+    """Write a draft into a folder; `load_block` reads it back bit for bit."""
+    # Leave out the target's own tables, and the map of a vocabulary that is not pruned.
     tensors = {
         name: tensor for name, tensor in draft.state_dict().items() if name not in draft.shared
     }
@@ -49,7 +50,7 @@ def save_block(draft: BlockDraft, kind: Kind, folder: Path) -> None:
 def load_block(
     kind: Kind, folder: Path | str, target: FrozenTarget, *, key: str = "eval.draft"
 ) -> BlockDraft:
-    """Load a draft for a target.
+    """Load a block drafter, and check that it fits the target.
 
     Args:
         kind: the method of block drafting.
@@ -58,9 +59,11 @@ def load_block(
         key: the recipe key that errors name.
 
     Raises:
-        UserError: as `load_reading`, and for a mask or layers that the target does not have.
+        UserError: as `load_feature_draft`, and for a mask or layers that the target does not have.
     """
-    return checkpoint.load_reading(partial(check_block, kind), kind.draft, folder, target, key=key)
+    return checkpoint.load_feature_draft(
+        partial(check_block, kind), kind.draft, folder, target, key=key
+    )
 
 
 def check_block(
@@ -72,7 +75,7 @@ def check_block(
     key: str,
     name: Path | str,
 ) -> tuple[BlockConfig, dict[str, Tensor]]:
-    """Return a draft's config and its own tensors, after checking them.
+    """Check a draft's config and tensors against each other and against its target.
 
     Args:
         kind: the method of block drafting.
@@ -82,15 +85,16 @@ def check_block(
         key: the recipe key that errors name.
         name: what errors call the draft.
 
+    Returns:
+        The config, and the tensors that are the draft's own: without copies of the target's tables,
+        and without maps of a vocabulary that is not pruned.
+
     Raises:
-        UserError: as `load`, as far as tensors without content tell.
+        UserError: as `load_block`, as far as tensors without content tell.
     """
-    config = read_block_config(
-        kind,
-        checkpoint.read_config(folder, key),
-        None if target is None else target.num_layers,
-        key,
-    )
+    # Compare the sizes of draft and target.
+    raw = checkpoint.read_config(folder, key)
+    config = read_block_config(kind, raw, None if target is None else target.num_layers, key)
     if target is not None:
         sizes = {
             "hidden_size": config.hidden_size,
@@ -98,13 +102,41 @@ def check_block(
             "num_target_layers": config.target_num_layers,
         }
         checkpoint.check_fit(sizes, target, name, key)
+    _check_mask_and_layers(config, folder, name, key)
 
-    # A mask needs a row in the target's embedding.
+    # Compare the tensors with those of a draft of this config.
+    draft_tensors = {name: tensor for name, tensor in tensors.items() if name != "t2d"}
+    with torch.device("meta"):
+        expected = kind.draft(config).state_dict()
+    optional = {EMBEDDING} if config.prunes_vocabulary else {EMBEDDING, HEAD, "d2t"}
+    checkpoint.check_tensors(
+        expected, draft_tensors, name, key, what=f"a {kind.name} draft", optional=optional
+    )
+
+    # Leave out copies of the target's embedding and LM head. Refuse other tables.
+    if target is not None:
+        for table_name in {EMBEDDING, HEAD} & optional & draft_tensors.keys():
+            table = draft_tensors.pop(table_name)
+            if not table.is_meta and not checkpoint.is_copy(table, target.tensor(table_name)):
+                raise UserError(
+                    key,
+                    got=f"{name} with a {table_name} of its own",
+                    expected="none, or a copy of the target's",
+                )
+    if not config.prunes_vocabulary:
+        draft_tensors.pop("d2t", None)
+    return config, draft_tensors
+
+
+def _check_mask_and_layers(config: BlockConfig, folder: Path, name: Path | str, key: str) -> None:
+    """Raise UserError if the target does not have the mask token or a layer of a draft."""
+    # The mask's embedding must be a row of the target's embedding. Some drafts ship one of their
+    # own in a file.
     if (folder / MASK_EMBEDDING).is_file():
         raise UserError(
             key,
             got=f"{name} with {MASK_EMBEDDING}",
-            expected="a mask that is a row of the target's embedding",
+            expected="a draft whose mask is a token of the target (mask_token_id)",
         )
     if not 0 <= config.mask_token_id < config.vocab_size:
         raise UserError(
@@ -119,29 +151,6 @@ def check_block(
             expected=f"1..{config.target_num_layers}",
         )
 
-    # Compare the tensors with those of a draft of this config.
-    draft_tensors = {name: tensor for name, tensor in tensors.items() if name != "t2d"}
-    with torch.device("meta"):
-        expected = kind.draft(config).state_dict()
-    optional = {EMBEDDING} if config.prunes_vocabulary else {EMBEDDING, HEAD, "d2t"}
-    checkpoint.check_tensors(
-        expected, draft_tensors, name, key, what=f"a {kind.name} draft", optional=optional
-    )
-
-    # A copy of the target's embedding or head is left out. Another one is refused.
-    if target is not None:
-        for shared in {EMBEDDING, HEAD} & optional & draft_tensors.keys():
-            if not draft_tensors[shared].is_meta and not checkpoint.is_copy(
-                draft_tensors[shared], target.tensor(shared)
-            ):
-                raise UserError(
-                    key, got=f"{name} with a {shared} of its own", expected="the target's"
-                )
-            del draft_tensors[shared]
-    if not config.prunes_vocabulary:
-        draft_tensors.pop("d2t", None)
-    return config, draft_tensors
-
 
 def export_block(
     kind: Kind,
@@ -152,7 +161,7 @@ def export_block(
     target: TargetFiles | None,
     num_speculative_tokens: int,
 ) -> None:
-    """Write a draft for an engine.
+    """Write a draft in the layout of an engine.
 
     Args:
         kind: the method of block drafting.
@@ -166,10 +175,13 @@ def export_block(
     Raises:
         UserError: before anything is written, for what the engine cannot express.
     """
+    # Check the draft, and that the engine can express it.
     config, tensors = check_block(
         kind, draft, checkpoint.read_tensors(draft, "draft"), target, key="draft", name=draft
     )
     layout.check(engine, config, draft)
+
+    # Write it. Engines read both maps of a pruned vocabulary.
     dtype = checkpoint.choose_stored_dtype(tensors.values())
     if config.prunes_vocabulary:
         tensors |= checkpoint.build_vocabulary_maps(tensors["d2t"], config.vocab_size)
@@ -183,6 +195,8 @@ def export_block(
 
 def write_block_config(config: BlockConfig, kind: Kind, dtype: torch.dtype) -> dict[str, object]:
     """Return the config.json of a draft in the layout of the method's authors."""
+    # The keys of the method are written twice, because engines read them at the top level or in
+    # `dflash_config`. The authors count layers from 0.
     method_fields = {name: getattr(config, name) for name in kind.own_fields}
     method_fields["target_layer_ids"] = [layer - 1 for layer in config.aux_layers]
     layer = "full_attention" if config.sliding_window is None else "sliding_attention"
@@ -202,9 +216,9 @@ def write_block_config(config: BlockConfig, kind: Kind, dtype: torch.dtype) -> d
 def read_block_config(
     kind: Kind, raw: RawConfig, target_num_layers: int | None, key: str
 ) -> BlockConfig:
-    """Read a draft's config from config.json in any layout: the inverse of `write_block_config`.
+    """Read a draft's config from config.json, in the layout of the authors or of speculators.
 
-    Absent keys have the defaults that engines assume.
+    This is the inverse of `write_block_config`. Absent keys have the defaults that engines assume.
 
     Args:
         kind: the method of block drafting.
@@ -217,27 +231,25 @@ def read_block_config(
     """
     # The layout of the method's authors nests its keys, and counts layers from 0.
     nested = dict(read_stated(raw, NESTED_CONFIG_KEY, dict[str, Any], key) or {})
-    layers = [
-        layer + 1 for layer in nested.get("target_layer_ids") or raw.get("target_layer_ids") or ()
-    ]
+    layer_ids = nested.get("target_layer_ids") or raw.get("target_layer_ids") or ()
+    layers = [layer_id + 1 for layer_id in layer_ids]
 
-    # The layout of speculators nests the keys of the layers.
-    inner = checkpoint.read_speculators_layers(raw, kind.name, key)
-    if inner:
+    # The layout of speculators nests the keys of the layers. Its drafts are causal if they have a
+    # window, unless the file says otherwise.
+    layer_config = checkpoint.read_speculators_layers(raw, kind.name, key)
+    if layer_config:
         layers = list(read_stated(raw, "aux_hidden_state_layer_ids", list[int], key) or ())
-        windows = "sliding_attention" in (inner.get("layer_types") or ())
-        raw = {
-            "is_causal": windows and not raw.get("sliding_window_non_causal", False),
-            **inner,
-            **raw,
-        }
+        has_window = "sliding_attention" in (layer_config.get("layer_types") or ())
+        is_causal = has_window and not raw.get("sliding_window_non_causal", False)
+        raw = {"is_causal": is_causal, **layer_config, **raw}
 
-    # Read the shape, and what both layouts have in common.
+    # Read the shape, and the keys that both layouts have: causality, the target's depth, the mask
+    # and the layers that are read.
     keys = {**raw, **nested}
     shape = checkpoint.read_shape(raw, key, what=f"a {kind.name} draft")
-    causal = next(
-        (value for value in (raw.get("is_causal"), nested.get("causal")) if value is not None), None
-    )
+    causal = raw.get("is_causal")
+    if causal is None:
+        causal = nested.get("causal")
     num_layers = raw.get("num_target_layers") or target_num_layers
     if keys.get("mask_token_id") is None or not layers:
         missing = "target_layer_ids" if keys.get("mask_token_id") is not None else "mask_token_id"
@@ -248,10 +260,11 @@ def read_block_config(
         raise UserError(
             "target.model",
             got="nothing",
-            expected="the target: the draft's config.json does not say how deep it is",
+            expected="the draft's config.json does not say how many layers the target has",
         )
 
-    # Read the keys that only this method has.
+    # Read the keys that only this method has. A file without `block_size` has blocks of 16, as
+    # engines assume. Without a key for causality, layers with a window are causal.
     method_fields: dict[str, Any] = {"block_size": 16}
     method_fields |= {name: keys[name] for name in kind.own_fields if keys.get(name) is not None}
     method_fields |= {

@@ -32,8 +32,8 @@ class BlockDraftConfig(LayerSizes):
     )
     mask_token_id: int | None = option(
         None,
-        "token in the place of what is not drafted yet; null: that of draft.init, the tokenizer's"
-        " mask, or a token that texts do not hold",
+        "mask token, the input of slots whose token is not drafted yet; null: that of draft.init,"
+        " the tokenizer's mask, or a token that does not occur in texts",
         ge=0,
     )
     is_causal: bool = option(
@@ -61,16 +61,18 @@ class BlockRecipe(FeatureRecipe):
 
     @property
     def num_positions(self) -> int:
+        """The drafted positions of a block: all slots but the anchor's."""
         return self.draft.block_size - 1
 
     @model_validator(mode="after")
     def _check_position_weights(self) -> "BlockRecipe":
         """Raise UserError if both `loss.step_decay` and `loss.d_pace` weigh the positions."""
+        # `step_decay` has a default, so it only counts if the recipe states it.
         if self.loss.d_pace is not None and "step_decay" in self.loss.model_fields_set:
             raise UserError(
                 "loss.step_decay",
                 got=f"{self.loss.step_decay} with loss.d_pace={self.loss.d_pace}",
-                expected="one of the two",
+                expected="only one of the two keys",
             )
         return self
 

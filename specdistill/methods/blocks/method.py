@@ -26,6 +26,7 @@ from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.losses.divergence import build_divergence
 
+# Tensors that every block drafter has. All three together occur in no head.
 TENSORS = {"fc.weight", "hidden_norm.weight", "layers.0.self_attn.k_norm.weight"}
 
 
@@ -45,19 +46,22 @@ class BlockMethod(FeatureMethod[BlockRecipe, BlockDraft]):
     proposer: ClassVar[type[BlockProposer]]
 
     def has_tensors(self, names: Set[str]) -> bool:
-        """Return whether tensors of these names are a draft of this kind beyond doubt."""
+        """Return whether these tensor names prove that a folder holds a draft of this kind."""
         return bool(self.own_tensors) and names >= TENSORS | self.own_tensors
 
     def is_named(self, config: RawConfig, names: Set[str]) -> bool:
-        """Return whether a folder calls itself a draft of this kind."""
+        """Return whether a folder's config.json names this kind of draft."""
         stated_names = {*(config.get("architectures") or []), config.get("speculators_model_type")}
         return bool(stated_names & {*self.kind.architectures, self.kind.name})
 
     def create(self, recipe: BlockRecipe, target: FrozenTarget, rows: Dataset) -> BlockDraft:
-        """Create a fresh draft or continue one, and choose its mask token."""
+        """Create a fresh draft, or continue the one of `draft.init`, and choose its mask token."""
+        # The mask token changes no weight, so the draft is built with any id first.
         build = partial(build_block_draft, self.kind, mask_token_id=0)
         load = partial(checkpoint.load_block, self.kind)
         draft = create_or_load(recipe, target, build, load, "block_size", rows)
+
+        # Choose the mask: that of the recipe, that of the draft it continues, or a free token.
         init = recipe.draft.init
         inherited = draft.config.mask_token_id if init else None
         mask = choose_mask(recipe.draft.mask_token_id, init, inherited, target, rows)
@@ -67,7 +71,7 @@ class BlockMethod(FeatureMethod[BlockRecipe, BlockDraft]):
     def build_objective(
         self, draft: BlockDraft, recipe: BlockRecipe, target: FrozenTarget
     ) -> BlockObjective:
-        """Build the objective that a recipe describes."""
+        """Build the objective with the divergence and the weights that a recipe states."""
         return self.objective(
             draft,
             build_divergence(recipe.loss.divergence),
@@ -82,7 +86,7 @@ class BlockMethod(FeatureMethod[BlockRecipe, BlockDraft]):
         return self.proposer(draft)
 
     def save(self, draft: BlockDraft, target: FrozenTarget, folder: Path) -> None:
-        """Write a draft."""
+        """Write a draft into a folder, in the layout of the method's authors."""
         checkpoint.save_block(draft, self.kind, folder)
 
     def load(self, folder: Path, target: FrozenTarget, *, key: str) -> BlockDraft:
@@ -103,7 +107,7 @@ class BlockMethod(FeatureMethod[BlockRecipe, BlockDraft]):
         name: Path | str,
         **options: object,
     ) -> BlockConfig:
-        """Check a draft by its headers."""
+        """Check a draft by config.json and the headers of its weights."""
         config, _ = checkpoint.check_block(self.kind, folder, tensors, target, key=key, name=name)
         return config
 

@@ -51,7 +51,7 @@ class BlockConfig(FeatureShape):
 
     Attributes:
         block_size: P, slots of a block.
-        mask_token_id: the token in the place of what is not drafted yet.
+        mask_token_id: the token in slots whose own token is not drafted yet.
         is_causal: whether a slot sees only the slots up to itself.
         sample_from_anchor: whether the anchor's slot predicts, too.
     """
@@ -76,6 +76,7 @@ class BlockLayer(PlainLayer):
     """A Llama layer with norms of query and key heads, which reads a context and a block."""
 
     def __init__(self, config: BlockConfig, index: int) -> None:
+        """Create layer `index` with norms of query and key heads."""
         super().__init__(config, index, head_norms=True)
 
     def forward(
@@ -85,15 +86,15 @@ class BlockLayer(PlainLayer):
         kv_cache: KVCache,
         context: tuple[Tensor, Rotation] | None = None,
     ) -> Tensor:
-        """Run the layer over blocks.
+        """Run the layer over blocks, whose slots see the context and one another.
 
         Args:
             hidden_NPH: the hidden states of the slots.
             rotary: cos and sin [N, P, d] of the slots.
             kv_cache: keys and values of the context.
             context: the context [B, T, H] and its rotary tables, if its keys and values are not in
-                the cache yet. They are made here because a sharded layer has its whole weights only
-                during `forward`.
+                the cache yet. They are computed here because a layer that FSDP shards has its whole
+                weights only during `forward`.
         """
         if context is not None:
             self.self_attn.remember(*context, self.index, kv_cache)
@@ -114,23 +115,30 @@ class BlockDraft(FeatureDraft):
     config: BlockConfig
 
     def __init__(self, config: BlockConfig) -> None:
+        """Create the modules of the draft, with random weights."""
         super().__init__()
         self.config = config
+        # The context: the states of the A layers side by side, projected to one state and normed.
         self.fc = nn.Linear(
             len(config.aux_layers) * config.hidden_size, config.hidden_size, bias=False
         )
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+        # The layers, between the target's embedding and LM head, which are not trained.
         self.embed_tokens = Embedding(config).requires_grad_(False)
         self.layers = nn.ModuleList(
             [BlockLayer(config, index) for index in range(config.num_layers)]
         )
-        self.end_with_head(config)
+        self.create_output_modules(config)
         self.lm_head.requires_grad_(False)
+
+        # A subclass may replace these.
         self.markov_head: Any = None
         self.confidence_head: Any = None
 
     @property
     def shared(self) -> frozenset[str]:
+        """The tensors that are the target's: the embedding, and the LM head if it is whole."""
         return frozenset(
             {"embed_tokens.weight"}
             | (set() if self.config.prunes_vocabulary else {"lm_head.weight"})
@@ -142,7 +150,7 @@ class BlockDraft(FeatureDraft):
         return output
 
     def remember(self, features: Features, rotary: Rotation, kv_cache: KVCache) -> None:
-        """Add the keys and values of committed positions to the cache, in decoding."""
+        """Store the keys and values of committed positions in the cache, when decoding."""
         context_BTH = self.context(features)
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, BlockLayer)
@@ -155,7 +163,7 @@ class BlockDraft(FeatureDraft):
         kv_cache: KVCache,
         context: tuple[Tensor, Rotation] | None = None,
     ) -> Tensor:
-        """Run the draft over blocks.
+        """Run the draft over blocks, each an anchor's token followed by masks.
 
         Args:
             anchor_ids_N: the tokens of the anchors.
@@ -166,8 +174,11 @@ class BlockDraft(FeatureDraft):
         Returns:
             Hidden states [N, P, H], which `logits` reads.
         """
+        # The input of a block: its anchor's token, then masks.
         ids_NP = anchor_ids_N.new_full(rotary[0].shape[:2], self.config.mask_token_id)
         ids_NP[:, 0] = anchor_ids_N
+
+        # Run the layers, in which the slots see the context and one another.
         hidden = self.embed_tokens(ids_NP)
         for layer in self.layers:
             hidden = layer(hidden, rotary, kv_cache, context)
@@ -175,6 +186,7 @@ class BlockDraft(FeatureDraft):
         return output
 
 
+# Fields that every draft of features has.
 COMMON_FIELDS = {field.name for field in fields(FeatureShape)}
 
 
@@ -209,7 +221,7 @@ def build_block_draft(
     aux_layers: Sequence[int] | None = None,
     **options: object,
 ) -> BlockDraft:
-    """Build a draft before training.
+    """Build a fresh block drafter, initialized from its target.
 
     Args:
         kind: the method of block drafting.
@@ -224,16 +236,20 @@ def build_block_draft(
     """
     width = target.vocab_size if draft_vocabulary is None else len(draft_vocabulary)
     config = kind.config(**block_config(target, width, aux_layers=aux_layers, **options))
-    # Try it on one token: the target may refuse to give the states of these layers.
+
+    # Read one token's states: the target's class may not give the states of these layers.
     target.features(torch.zeros(1, 1, dtype=torch.long, device=target.device), config.aux_layers)
+
+    # Build the draft with random weights, and copy the target's tables.
     draft = build_initialized(lambda: kind.draft(config), seed)
-    draft.begin(target, draft_vocabulary)
+    draft.initialize_from_target(target, draft_vocabulary)
+
     # The LM head is the target's, and engines do not scale a draft's logits. So the draft's final
-    # norm has the scale.
+    # norm gets the scale of the target's logits.
     with torch.no_grad():
         draft.norm.weight.mul_(target.logits.scale)
     if draft.markov_head is not None:
-        draft.markov_head.begin(draft.embed_tokens.weight, draft.lm_head.weight)
+        draft.markov_head.initialize_from_target(draft.embed_tokens.weight, draft.lm_head.weight)
     return draft.to(target.device)
 
 
@@ -244,7 +260,7 @@ def block_config(
     aux_layers: Sequence[int] | None = None,
     **options: object,
 ) -> dict[str, Any]:
-    """Return the fields of `BlockConfig` from the keys of a recipe and the mask.
+    """Return the fields of a fresh draft's `BlockConfig` from the keys of a recipe's `draft:`.
 
     Args:
         target: the target.
@@ -255,6 +271,7 @@ def block_config(
     Raises:
         UserError: for layers that the target does not have, and as `plan_head_shape`.
     """
+    # Engines read the layers in ascending order, whatever order a file states.
     layers = choose_default_layers(target.num_layers) if aux_layers is None else list(aux_layers)
     if (
         not layers
@@ -278,10 +295,11 @@ def block_config(
 
 
 def choose_default_layers(num_layers: int, count: int = 5) -> list[int]:
-    """Return layers spread evenly from 2 to num_layers - 2, as DFlash's.
+    """Return layers spread evenly from 2 to num_layers - 2, as DFlash spreads them.
 
     Layers count "after L layers". There are fewer than `count` if the target is too shallow.
     """
+    # In a shallow target several of the numbers round to the same layer, or to one outside.
     last = max(num_layers - 2, 1)
     spread = (round(2 + index * (last - 2) / (count - 1)) for index in range(count))
     return sorted({min(max(layer, 1), num_layers) for layer in spread})

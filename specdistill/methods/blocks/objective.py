@@ -15,6 +15,7 @@ tokens before it are known, its own are not. In the first round after a prompt, 
 last token of the prompt. So the anchor of the first token of an answer has no loss itself.
 """
 
+import math
 import random
 from collections.abc import Mapping
 from functools import partial
@@ -39,20 +40,24 @@ from specdistill.training.objective import (
     compute_geometric_weights,
 )
 
-ROWS = 256  # slots of the blocks that attend together on a CPU
-SIZES = 8  # how many different numbers of blocks batches are padded to
+# Slots of the blocks that attend together on a CPU. More slots share a mask that is mostly empty;
+# fewer make many small products.
+SLOTS_PER_CHUNK = 256
+# How many different numbers of blocks batches are padded to. More sizes waste less padding, but a
+# step is compiled again for each of them.
+NUM_BATCH_SIZES = 8
 
 
 def draw_blocks(
     batch: Mapping[str, Tensor], num_anchors: int, num_drafted: int, seed: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Draw the blocks of a batch: their anchors, and which tokens after each anchor are learned.
+    """Draw the anchors of a batch, and decide which tokens after each anchor are learned.
 
-    A token can be an anchor if the next token is in its document and has a loss. So every loss
+    A token can be an anchor if the next token is in the same document and has a loss. So every loss
     token can be learned, from the token before it, unless it is the first of its document. Slot j
-    of the anchor t predicts token t + j. It is learned if the tokens t + 1 to t + j are all in the
-    document of t and have a loss, because drafting reaches token t + j only through those before
-    it.
+    of the anchor t predicts token t + j. The slot is learned if the tokens t + 1 to t + j are all
+    in the document of t and have a loss, because drafting reaches token t + j only through the
+    tokens before it.
 
     Args:
         batch: packed rows [B, T], with their loss positions.
@@ -62,46 +67,49 @@ def draw_blocks(
         seed: the seed of the draw; None takes anchors at even distances.
 
     Returns:
-        The anchors, ascending positions [N] in the flattened batch, and what is learned, [N, K]
-        bool.
+        The anchors, ascending positions [N] in the flattened batch, and which slots are learned,
+        [N, K] bool.
     """
+    # Mark the loss tokens of the flattened batch. They are never the first of a document, so a run
+    # of them is in one document. K positions past the end, without loss, spare a bounds check.
     num_tokens = batch["position_ids"].numel()
-    # Loss positions are never the first of a document. So a run of them is in one document. Nothing
-    # past the end has a loss.
     has_loss_S = torch.zeros(num_tokens + num_drafted, dtype=torch.bool).index_fill(
         0, batch["loss_positions"], True
     )
     has_loss_S[0] = False  # loss positions are padded with 0
-    possible = has_loss_S[1:num_tokens].nonzero().flatten()
-    most = min(num_anchors * len(batch["position_ids"]), num_tokens)
-    if len(possible) > most:
-        evenly = [index * len(possible) // most for index in range(most)]
-        chosen = (
-            evenly
-            if seed is None
-            else sorted(random.Random(seed).sample(range(len(possible)), most))
-        )
-        possible = possible[chosen]
-    # A step is compiled for each number of anchors, so there are few such numbers. The padding
-    # repeats an anchor and learns nothing.
-    step = max(1, most // SIZES)
-    size = max(1, -(-len(possible) // step)) * step
-    anchors_N = F.pad(
-        possible, (0, size - len(possible)), value=int(possible[-1]) if len(possible) else 1
-    )
+
+    # Find the tokens before a loss token. If there are too many, draw some, or take every n-th.
+    candidates = has_loss_S[1:num_tokens].nonzero().flatten()
+    max_anchors = min(num_anchors * len(batch["position_ids"]), num_tokens)
+    if len(candidates) > max_anchors:
+        if seed is None:
+            indices = [index * len(candidates) // max_anchors for index in range(max_anchors)]
+        else:
+            indices = sorted(random.Random(seed).sample(range(len(candidates)), max_anchors))
+        candidates = candidates[indices]
+
+    # Pad the number of anchors to one of a few sizes, because a step is compiled for each of them.
+    # The padding repeats an anchor and learns nothing.
+    num_learned = len(candidates)
+    step = max(1, max_anchors // NUM_BATCH_SIZES)
+    size = max(1, math.ceil(num_learned / step)) * step
+    padding_anchor = int(candidates[-1]) if num_learned else 1
+    anchors_N = F.pad(candidates, (0, size - num_learned), value=padding_anchor)
+
+    # A slot is learned if its token and all tokens between anchor and token have a loss.
     label_NK = anchors_N.unsqueeze(1) + torch.arange(1, num_drafted + 1)
     is_learned_NK = has_loss_S[label_NK].cumprod(1).bool()
-    is_learned_NK[len(possible) :] = False
+    is_learned_NK[num_learned:] = False
     return anchors_N, is_learned_NK
 
 
 def split_blocks(
     batch: Mapping[str, Tensor], anchors_N: Tensor, block_size: int
 ) -> list[tuple[int, int, int, int]]:
-    """Return the chunks of blocks that attend together on a CPU.
+    """Split the blocks of a batch into the chunks that attend together on a CPU.
 
-    They are whole numbers that are computed before the step, so that nothing in the step depends on
-    data.
+    The chunks are plain integers that are computed before the step, so that nothing in the step
+    depends on data.
 
     Args:
         batch: packed rows [B, T].
@@ -112,17 +120,22 @@ def split_blocks(
         For each chunk: the first block, the block after the last, and the first position and the
         end of what the blocks see of the flattened batch.
     """
+    # A block sees its document up to its anchor. The document begins as many positions before the
+    # anchor as the anchor's position says.
     starts_N = anchors_N - batch["position_ids"].flatten()[anchors_N]
-    size = max(1, ROWS // block_size)
-    chunks = enumerate(zip(starts_N.split(size), anchors_N.split(size), strict=True))
-    return [
-        (n * size, n * size + len(starts), int(starts.min()), int(anchors.max()))
-        for n, (starts, anchors) in chunks
-    ]
+
+    # A chunk sees from the first of its documents to the last of its anchors.
+    size = max(1, SLOTS_PER_CHUNK // block_size)
+    chunks = []
+    for first in range(0, len(anchors_N), size):
+        end = min(first + size, len(anchors_N))
+        start = int(starts_N[first:end].min())
+        chunks.append((first, end, start, int(anchors_N[first:end].max())))
+    return chunks
 
 
 class BlockObjective(Objective):
-    """The training of a block drafter: target features in, loss sums per drafted position out."""
+    """The objective of a block drafter: computes the loss of many blocks from target features."""
 
     def __init__(
         self,
@@ -162,7 +175,9 @@ class BlockObjective(Objective):
         self.confidence_weight = confidence_weight
 
     def prepare(self, batch: dict[str, Tensor], number: int | None) -> dict[str, object]:
-        """Return the batch with its blocks, which are drawn anew each time that a row is read."""
+        """Add the blocks of a batch to it; they are drawn anew each time that a row is read."""
+        # Each batch of the run has its own seed. The factor is a prime above the usual number of
+        # batches, so that runs with other seeds draw other blocks. Evaluation draws nothing.
         seed = None if number is None else self.seed * 1_000_003 + number
         anchors_N, has_loss_NK = draw_blocks(batch, self.num_anchors, len(self.step_weights), seed)
         return batch | {
@@ -172,16 +187,13 @@ class BlockObjective(Objective):
         }
 
     def count_loss_tokens(self, batch: dict[str, Tensor]) -> Tensor:
-        """Return the number of blocks, by which the loss of a batch is divided."""
+        """Return the number of blocks that learn, by which the loss of a batch is divided."""
         return batch["has_loss"][:, 0].sum()
 
     def read_target(self, target: FrozenTarget, inputs: dict[str, Tensor]) -> dict[str, object]:
-        """Return the target's features, and its distributions where slots predict."""
-        return self.read_target_outputs(
-            target,
-            inputs,
-            self._find_labels(inputs["anchors"], inputs["input_ids"].numel()).flatten(),
-        )
+        """Return the target's features, and its distributions of the tokens that slots predict."""
+        labels_NK = self._find_labels(inputs["anchors"], inputs["input_ids"].numel())
+        return self.read_target_outputs(target, inputs, labels_NK.flatten())
 
     def forward(
         self,
@@ -193,7 +205,7 @@ class BlockObjective(Objective):
         features: Features,
         soft_targets: SoftTargets,
         measure: bool = False,
-        **unread: object,  # the batch's other columns
+        **other_columns: object,
     ) -> tuple[Tensor, StepSums]:
         """Compute the loss of the blocks of packed rows [B, T] (see specdistill.data.rows.packing).
 
@@ -202,35 +214,22 @@ class BlockObjective(Objective):
             position_ids: [B, T], positions within the documents.
             anchors: [N], see `draw_blocks`.
             has_loss: [N, K], which slots are learned.
-            spans: see `spans`.
+            spans: see `split_blocks`.
             features: the target's features at all positions.
             soft_targets: the target's distributions before the tokens that slots predict.
             measure: whether to also fill the metrics that cost time.
-            **unread: the other columns of the batch.
+            **other_columns: columns of the batch that are not read.
 
         Returns:
             The loss, summed over the blocks, each the weighted sum over its slots, and the sums of
             each drafted position.
         """
-        # Run the draft over all blocks at once.
-        # Lay the anchors of all rows out in one flat sequence.
+        # Run the draft over all blocks, [N, K, H], and find the tokens that the slots predict.
         draft = self.draft
-        shape = self.draft.config
-        position_S = position_ids.flatten()
         ids_S = input_ids.flatten()
-        slots = torch.arange(shape.block_size, device=anchors.device)
-        starts = anchors - position_S[anchors]
-        memory = BlockKVCache(
-            anchors, starts, spans, shape.block_size, shape.sliding_window, shape.is_causal
-        )
-        like = features.last_hidden
-
-        # Every block attends to the context before its anchor, and within itself.
-        context = draft.context(features), draft.rotary(like, position_ids)
-        rotary = draft.rotary(like, position_S[anchors].unsqueeze(1) + slots)
-        normed_NPH = draft(ids_S[anchors], rotary, memory, context)
-        rows_NKH = normed_NPH[:, shape.first_slot :]
+        rows_NKH = self._run_draft(ids_S, position_ids, anchors, spans, features)
         labels_NK = self._find_labels(anchors, ids_S.numel())
+
         # The correction of a slot reads the token before the one that the slot predicts.
         correction = None
         if draft.markov_head is not None:
@@ -240,54 +239,92 @@ class BlockObjective(Objective):
                 draft.markov_head.markov_w2.weight,
             )
 
-        # The labels of all drafted positions, [N K] in one row.
-        confident = draft.confidence_head is not None and self.confidence_weight > 0
-        tokens_R = ids_S[labels_NK].flatten()
-        has_loss_R = has_loss.flatten()
+        # The confidence head learns from the expected acceptance, which is measured for it.
+        trains_confidence = draft.confidence_head is not None and self.confidence_weight > 0
+        select_targets = partial(
+            _select_targets,
+            soft_targets,
+            ids_S[labels_NK].flatten(),
+            has_loss.flatten(),
+            measure or trains_confidence,
+        )
 
-        def targets_of(rows: slice) -> tuple[TargetDistributions, Tensor, Tensor]:
-            return (
-                soft_targets.at(rows, measure=measure or confident),
-                tokens_R[rows],
-                has_loss_R[rows],
-            )
-
-        # Weigh the positions: by D-PACE within the loss, or by fixed weights here.
+        # Compute the loss of all slots, R = N K of them in one row. Positions are weighed by fixed
+        # weights here, or by D-PACE in `compute_row_losses`.
         weights_NK = has_loss * (1.0 if self.alpha is not None else self.step_weights)
-        weights_1R = weights_NK.flatten().float().unsqueeze(0)
-        losses = partial(
+        compute_loss = partial(
             compute_head_loss,
             rows_NKH.flatten(0, 1).unsqueeze(0),
-            weights_1R,
+            weights_NK.flatten().float().unsqueeze(0),
             draft.logits,
-            targets_of,
+            select_targets,
             self.compute_row_losses,
-            group_size=shape.num_drafted,
+            group_size=draft.config.num_drafted,
         )
-        total, metrics_M1R = losses(correction=correction)
-        losses_NK, *measured = metrics_M1R[:, 0].unflatten(1, has_loss.shape) * has_loss
+        total, metrics_M1R = compute_loss(correction=correction)
+        losses_NK, *measures = metrics_M1R[:, 0].unflatten(1, has_loss.shape) * has_loss
 
-        # The confidence head learns the chance that each token is accepted.
-        if confident:
+        # Add the cross-entropy of the stated confidence with the expected acceptance.
+        if trains_confidence:
             confidence_NK = draft.confidence_head(rows_NKH, embedded_NKE)
             error_NK = F.binary_cross_entropy_with_logits(
-                confidence_NK.float(), measured[1], reduction="none"
+                confidence_NK.float(), measures[1], reduction="none"
             )
             total = total + self.confidence_weight * (error_NK * has_loss * self.step_weights).sum()
         sums = StepSums.from_losses(
-            has_loss.float().T, losses_NK.T, *(values_NK.T for values_NK in measured if measure)
+            has_loss.float().T, losses_NK.T, *(values_NK.T for values_NK in measures if measure)
         )
 
-        # Without the Markov correction, how long would the accepted chains be?
+        # Measure how long the accepted chains would be without the correction.
         if measure and correction is not None:
-            _, uncorrected_M1R = losses()
-            sums.chain_uncorrected = chain_products(
-                (uncorrected_M1R[1, 0].unflatten(0, has_loss.shape) * has_loss).T
-            )
+            _, uncorrected_M1R = compute_loss()
+            accepted_NK = uncorrected_M1R[1, 0].unflatten(0, has_loss.shape) * has_loss
+            sums.chain_uncorrected = chain_products(accepted_NK.T)
         return total, sums
 
+    def _run_draft(
+        self,
+        ids_S: Tensor,
+        position_ids: Tensor,
+        anchors: Tensor,
+        spans: list[tuple[int, int, int, int]],
+        features: Features,
+    ) -> Tensor:
+        """Run the draft over all blocks at once; return the hidden states of slots that predict.
+
+        Args:
+            ids_S: the tokens of the flattened batch.
+            position_ids: [B, T], positions within the documents.
+            anchors: [N], positions of the anchors in the flattened batch.
+            spans: see `split_blocks`.
+            features: the target's features at all positions.
+
+        Returns:
+            [N, K, H], which `logits` reads.
+        """
+        draft = self.draft
+        shape = draft.config
+        position_S = position_ids.flatten()
+        kv_cache = BlockKVCache(
+            anchors,
+            anchors - position_S[anchors],
+            spans,
+            shape.block_size,
+            shape.sliding_window,
+            shape.is_causal,
+        )
+
+        # Every block attends to the context before its anchor, and within itself. Slot k stands at
+        # the position of the anchor + k. Rotary tables have the dtype of the features.
+        context = (draft.context(features), draft.rotary(features.last_hidden, position_ids))
+        slots = torch.arange(shape.block_size, device=anchors.device)
+        slot_position_NP = position_S[anchors].unsqueeze(1) + slots
+        slot_rotary = draft.rotary(features.last_hidden, slot_position_NP)
+        normed_NPH: Tensor = draft(ids_S[anchors], slot_rotary, kv_cache, context)
+        return normed_NPH[:, shape.first_slot :]
+
     def compute_row_losses(self, logits_rW: Tensor, targets: Any, k: int) -> tuple[Tensor, Tensor]:
-        """Return losses and metrics of rows, as all objectives do, weighed by D-PACE if it is used.
+        """Return losses and metrics of rows; with D-PACE, weigh each loss by its position.
 
         Args:
             logits_rW: logits of whole blocks.
@@ -299,16 +336,18 @@ class BlockObjective(Objective):
         losses_r, metrics_Mr = super().compute_row_losses(logits_rW, soft, k)
         if self.alpha is None:
             return losses_r, metrics_Mr
+
+        # D-PACE weighs a position by how likely the draft reaches it. The weights take no gradient.
         with torch.no_grad():
-            # Compute the chance of the text's token. It is 0 for a token that is not in the draft
-            # vocabulary.
+            # Compute the draft's probability of the text's token. It is 0 for a token that is not
+            # in the draft vocabulary, whose ids are sorted.
             logits_rW = logits_rW / self.temperature
             ids_W = self.draft.target_ids_W
             index_r = torch.searchsorted(ids_W, token_r).clamp_max(len(ids_W) - 1)
-            log_q_r = logits_rW.float().gather(1, index_r.unsqueeze(1)).squeeze(
-                1
-            ) - logits_rW.float().logsumexp(1)
+            logit_r = logits_rW.float().gather(1, index_r.unsqueeze(1)).squeeze(1)
+            log_q_r = logit_r - logits_rW.float().logsumexp(1)
             chance_r = log_q_r.exp() * (ids_W[index_r] == token_r)
+            # The rows are whole blocks of K slots.
             blocks = (-1, len(self.step_weights))
             weights_r = compute_d_pace_weights(
                 chance_r.view(blocks), has_loss_r.view(blocks), self.alpha
@@ -322,3 +361,18 @@ class BlockObjective(Objective):
         """
         ahead = torch.arange(1, 1 + len(self.step_weights), device=anchors_N.device)
         return (anchors_N.unsqueeze(1) + ahead).clamp_max(num_tokens - 1)
+
+
+def _select_targets(
+    soft_targets: SoftTargets, token_R: Tensor, has_loss_R: Tensor, measure: bool, rows: slice
+) -> tuple[TargetDistributions, Tensor, Tensor]:
+    """Return what `compute_row_losses` compares some rows of logits with.
+
+    Args:
+        soft_targets: the target's distributions.
+        token_R: the text's tokens.
+        has_loss_R: whether they have a loss.
+        measure: whether the target's whole vocabulary is needed, to measure acceptance.
+        rows: which of the R rows.
+    """
+    return soft_targets.at(rows, measure=measure), token_R[rows], has_loss_R[rows]

@@ -31,43 +31,55 @@ class BlockProposer(FeatureProposer[BlockDraft]):
     """
 
     def __init__(self, draft: BlockDraft) -> None:
+        """Prepare a draft for decoding."""
         super().__init__(draft)
+        # Slots that see each other draft other tokens in a wider block.
         self.depends_on_width = not draft.config.is_causal
         self.settings = {"block_size": draft.config.block_size}
 
     def count_passes(self, k: int) -> int:
+        """Return the draft's passes in a round: one, however many tokens are drafted."""
         return 1 if k else 0
 
     def propose(
         self, state: DecodingState, k: int, sampling: Sampling, generators: Generators
     ) -> list[Proposal]:
-        slots = self._block(state, k, key="eval.num_speculative_tokens")
+        """Draft a chain of up to k tokens for each row, from one pass over a block."""
+        slots = self._run_block(state, k, key="eval.num_speculative_tokens")
 
         def next_logits(step: int, index_B: Tensor | None) -> Tensor:
-            return slots.next(
-                step, None if index_B is None else self.map_to_target(index_B).unsqueeze(1)
-            )[:, 0]
+            """Return the logits [B, W] of a slot, corrected by the token drafted before it."""
+            token_B1 = None if index_B is None else self.map_to_target(index_B).unsqueeze(1)
+            return slots.compute_logits(step, token_B1)[:, 0]
 
         return self.chains(k, sampling, generators, next_logits)
 
     def propose_tree(
         self, state: DecodingState, shape: TreeShape, sampling: Sampling, generators: Generators
     ) -> list[Proposal]:
-        slots = self._block(state, shape.depth, key="eval.tree.depth")
+        """Draft a tree for each row, from one pass over a block; a slot is a level of the tree."""
+        slots = self._run_block(state, shape.depth, key="eval.tree.depth")
         levels = itertools.count(1)
 
         def expand(index_BT: Tensor, rows_BT: Tensor) -> Tensor:
-            slots.follow(rows_BT)
-            return slots.next(next(levels), self.map_to_target(index_BT))
+            """Return the logits [B, T, W] after the T nodes of the next level.
 
-        logits_B1W = slots.next(0, None)
+            Args:
+                index_BT: the tokens of the nodes, as indices among the draft's W tokens.
+                rows_BT: the parent of each node, as an index into the level before.
+            """
+            slots.inherit_states(rows_BT)
+            return slots.compute_logits(next(levels), self.map_to_target(index_BT))
+
+        # The first slot gives the candidates of the first level.
+        logits_B1W = slots.compute_logits(0, None)
         drafts = shape.grow(logits_B1W[:, 0], expand, sampling, generators)
         return [self.build_proposal(index_N, probs_NW, tree) for index_N, tree, probs_NW in drafts]
 
-    def _block(self, state: DecodingState, k: int, *, key: str) -> "_Slots":
-        """Run the pass over the block of each row.
+    def _run_block(self, state: DecodingState, k: int, *, key: str) -> "_Slots":
+        """Run the draft once over a block for each row, and return the slots that predict.
 
-        Before it, what was committed since the last pass is added to the cache.
+        The positions that were committed since the last pass enter the cache first.
 
         Args:
             state: the sequences.
@@ -81,30 +93,43 @@ class BlockProposer(FeatureProposer[BlockDraft]):
         if k > config.num_drafted:
             raise UserError(
                 key,
-                got=f"{k} with a draft of blocks of {config.block_size}",
+                got=f"{k} with a draft whose block_size is {config.block_size}",
                 expected=f"at most {config.num_drafted}",
             )
+
+        # Add keys and values of the fresh positions to the cache.
         counts = state.num_fresh
-        committed = self.count_committed(state)
+        num_committed = self.count_committed(state)
         self.draft.remember(
             state.fresh.first(max(counts)), self.cache.begin_chain(counts), self.cache
         )
+
+        # Run the draft over one block per row, which begins at the last token of the row. Then
+        # forget the keys and values of the block.
         anchor_ids_B = torch.tensor([ids[-1] for ids in state.token_ids], device=self.device)
         rotary = self.cache.begin_chain(
             [k + config.first_slot] * len(counts), is_causal=config.is_causal
         )
         hidden_BKH = self.draft(anchor_ids_B, rotary, self.cache)[:, config.first_slot :]
-        self.cache.truncate(committed)
+        self.cache.truncate(num_committed)
         return _Slots(self.draft, hidden_BKH, anchor_ids_B)
 
 
 class _Slots:
-    """A block after its pass, which gives the logits slot by slot, corrected by the tokens before.
+    """The predicting slots of a block after its pass, read one slot at a time.
 
-    It does so for one node of each row, or for T nodes of each row's tree.
+    The logits of a slot are corrected by the token drafted before it, if the draft has a
+    correction. They are computed for one token of each row, or for T nodes of each row's tree.
     """
 
     def __init__(self, draft: BlockDraft, hidden_BKH: Tensor, anchor_ids_B: Tensor) -> None:
+        """Compute the logits of all slots, without corrections.
+
+        Args:
+            draft: the draft.
+            hidden_BKH: the hidden states of the slots that predict.
+            anchor_ids_B: the anchors' tokens, which come before the first slot.
+        """
         self.draft = draft
         self.hidden_BKH = hidden_BKH
         self.previous_B1 = anchor_ids_B.unsqueeze(1)
@@ -113,29 +138,32 @@ class _Slots:
             draft.markov_head.start(hidden_BKH).unsqueeze(1) if draft.markov_head else None
         )
 
-    def follow(self, rows_BT: Tensor) -> None:
-        """Continue with the nodes of the next level.
+    def inherit_states(self, rows_BT: Tensor) -> None:
+        """Give each node of the next level the state of its parent.
 
         Args:
             rows_BT: the parent of each node, as an index into the level before.
         """
-        self.state_BTE = None if self.state_BTE is None else gather_nodes(self.state_BTE, rows_BT)
+        if self.state_BTE is not None:
+            self.state_BTE = gather_nodes(self.state_BTE, rows_BT)
 
-    def next(self, slot: int, token_BT: Tensor | None) -> Tensor:
-        """Return the logits [B, T, W] of a slot.
+    def compute_logits(self, slot: int, token_BT: Tensor | None) -> Tensor:
+        """Return the logits [B, T, W] of a slot, given the tokens drafted before it.
 
         Args:
-            slot: the slot.
+            slot: the index of the slot among those that predict.
             token_BT: the tokens drafted in the slot before; None: the anchor.
         """
+        # All T nodes of a level share the slot's logits and hidden state.
         draft = self.draft
         previous_BT = self.previous_B1 if token_BT is None else token_BT
-        logits_BTW, hidden_BTH = (
-            of_slots[:, slot : slot + 1].expand(-1, previous_BT.shape[1], -1)
-            for of_slots in (self.logits_BKW, self.hidden_BKH)
-        )
+        num_nodes = previous_BT.shape[1]
+        logits_BTW = self.logits_BKW[:, slot : slot + 1].expand(-1, num_nodes, -1)
+        hidden_BTH = self.hidden_BKH[:, slot : slot + 1].expand(-1, num_nodes, -1)
         if draft.markov_head is None:
             return logits_BTW
+
+        # Add the correction of rank E by the token before.
         assert self.state_BTE is not None
         correction_BTE, _, self.state_BTE = draft.markov_head.step(
             hidden_BTH, previous_BT, self.state_BTE

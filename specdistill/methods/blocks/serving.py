@@ -20,48 +20,50 @@ from specdistill.serving.engines.loader import (
 )
 from specdistill.serving.engines.vllm import build_speculators_config
 
+# What some engines cannot express: (what the draft has, a test for it, what it must have instead).
 PRUNED_VOCABULARY_LIMIT = Limit(
     "a pruned vocabulary",
     lambda draft: draft.draft_vocab_size < draft.vocab_size,
     "the target's vocabulary",
 )
 CORRECTION = Limit(
-    "a correction by more than the token before",
+    "a correction that reads more than the token before (markov_head_type)",
     lambda draft: draft.markov_head_type != "vanilla",
-    "vanilla",
+    "markov_head_type vanilla",
 )
 SCALED_EMBEDDING = Limit(
     "a scaled embedding",
     lambda draft: draft.embedding_scale != 1,
-    "a target that does not scale its own, or method=eagle3",
+    "a target that does not scale its embedding, or method=eagle3",
 )
 CAUSAL = Limit(
     "causal slots and no window",
     lambda draft: draft.is_causal and draft.sliding_window is None,
-    "slots that see all of their block: speculators has no others without a window",
+    "slots that see all of their block, because causal slots need a window in speculators",
 )
 CAUSALITY = Limit(
-    "causal slots without a window, or a window without them",
+    "causal slots without a window, or a window without causal slots",
     lambda draft: draft.is_causal != (draft.sliding_window is not None),
-    "a window exactly where slots are causal: SGLang goes by that alone",
+    "both or neither, because SGLang makes slots causal if there is a window",
 )
+# The tensors that vLLM loads for a block drafter. All layers have the same ones: Llama's, and norms
+# of query and key heads.
 SLOTS = (
     Slot("fc.weight", "H A*D"),
     Slot("hidden_norm.weight", "H"),
     Slot("norm.weight", "H"),
-    *(
-        slot
-        for layer in ("layers.0", "layers.{i}")
-        for slot in (
-            *list_layer_slots(layer, "H", "input_layernorm"),
-            *(Slot(f"{layer}.self_attn.{norm}.weight", "E") for norm in ("q_norm", "k_norm")),
-        )
-    ),
+    *list_layer_slots("layers.0", "H", "input_layernorm"),
+    Slot("layers.0.self_attn.q_norm.weight", "E"),
+    Slot("layers.0.self_attn.k_norm.weight", "E"),
+    *list_layer_slots("layers.{i}", "H", "input_layernorm"),
+    Slot("layers.{i}.self_attn.q_norm.weight", "E"),
+    Slot("layers.{i}.self_attn.k_norm.weight", "E"),
     Slot("lm_head.weight", "W H", source="shared"),
     Slot("embed_tokens.weight", "V H", source="shared"),
     Slot("d2t", "W", "pruned"),
 )
 NESTED_CONFIG_KEY = "dflash_config"
+# The keys of config.json that vLLM reads, in the order in which it looks for them.
 SETTINGS = {
     **LLAMA_SETTINGS,
     "draft_vocab_size": Setting(("draft_vocab_size", "vocab_size")),
@@ -83,7 +85,15 @@ def build_vllm_loader(
     ignored: tuple[str, ...] = (),
     limits: tuple[Limit, ...] = (),
 ) -> Loader:
-    """Return vLLM's loader for the layout of a method's authors."""
+    """Describe how vLLM loads a block drafter in the layout of the method's authors.
+
+    Args:
+        *slots: tensors that the method has in addition to `SLOTS`.
+        architecture: the name in config.json that leads to this loader.
+        settings: keys of config.json that vLLM reads for this method in addition to `SETTINGS`.
+        ignored: parts of names of tensors that vLLM leaves alone, besides `t2d`.
+        limits: what vLLM's code cannot express.
+    """
     return Loader(
         architectures=frozenset({architecture}),
         slots=(*SLOTS, *slots),
@@ -97,17 +107,24 @@ def build_vllm_loader(
 
 
 def build_speculators_layout(kind: str, architecture: str) -> Layout:
-    """Return the layout of a folder of speculators.
+    """Describe the folder of a block drafter in the layout of the speculators library.
 
-    From it vLLM takes the target and how many tokens to draft.
+    Such a folder also names the target and the number of draft tokens, which vLLM reads from it.
+
+    Args:
+        kind: the `speculators_model_type` of the method.
+        architecture: the name of the architecture in config.json.
     """
 
     def config(export: HeadExport) -> dict[str, object]:
+        """Return the config.json: the method's keys at the top level, a Llama's keys nested."""
+        # Speculators has other keys for causality and layers, which are added below.
         method_keys = {
             name: value
             for name, value in export.llama[NESTED_CONFIG_KEY].items()
             if name not in ("is_causal", "causal", "target_layer_ids")
         }
+        # All other keys describe the layers.
         layers = {
             name: value
             for name, value in export.llama.items()

@@ -28,10 +28,10 @@ HeadT = TypeVar("HeadT", bound=Head)
 
 
 class Repair(NamedTuple):
-    """A likely cause of low acceptance, and a function that repairs it in a draft."""
+    """A likely cause of low acceptance, and a function that repairs a draft with this cause."""
 
     cause: str
-    revert: Callable[[Any], None]
+    apply: Callable[[Any], None]
 
 
 class ChainAdvice(Advice[HeadT]):
@@ -53,19 +53,24 @@ class ChainAdvice(Advice[HeadT]):
 def repair_copies(
     repairs: Iterable[Repair], draft: ModuleT, target: FrozenTarget
 ) -> Iterator[tuple[str, ModuleT]]:
-    """Yield each likely cause, and a copy of the draft that is repaired and shares the weights."""
+    """Yield each likely cause, and a repaired copy of the draft that shares its weights."""
+    # deepcopy does not copy objects that are in its memo. So all weights of draft and target go
+    # into the memo, and the copies need no memory of their own.
     shared: dict[int, Tensor] = {}
     for module in (draft, target.model):
         for tensor in (*module.parameters(), *module.buffers()):
             shared[id(tensor)] = tensor
+
+    # Every repair gets a fresh copy of the memo, because deepcopy adds to it.
     for repair in repairs:
         repaired = copy.deepcopy(draft, dict(shared))
-        repair.revert(repaired)
+        repair.apply(repaired)
         yield repair.cause, repaired
 
 
 def find_weight_causes(draft: DraftModule) -> Iterator[Repair]:
-    """Yield repairs of matrices that may have been swapped or transposed."""
+    """Yield repairs of matrices that may have been swapped or transposed in the file."""
+    # gate_proj and up_proj have the same shape, so a swap raises no error.
     for index, layer in enumerate(draft.layers):
         if hasattr(getattr(layer, "mlp", None), "gate_proj"):
             mlp = f"layers.{index}.mlp"
@@ -73,6 +78,8 @@ def find_weight_causes(draft: DraftModule) -> Iterator[Repair]:
                 f"{mlp}.gate_proj and up_proj are swapped",
                 partial(swap_weights, first=f"{mlp}.gate_proj", second=f"{mlp}.up_proj"),
             )
+
+    # A square matrix keeps its shape when it is transposed.
     for name, parameter in draft.named_parameters():
         is_square = parameter.dim() == 2 and parameter.shape[0] == parameter.shape[1]
         if is_square and name not in draft.shared:
@@ -85,18 +92,19 @@ def find_shape_causes(draft: DraftModule, target: FrozenTarget) -> Iterator[Repa
     """Yield repairs of rotary frequencies and attention heads that differ from the target's."""
     config = draft.config
 
-    # Rotary frequencies
+    # The rotary frequencies may have been the target's in training.
     rope = choose_entry(getattr(target.config, "rope_parameters", None))
     theta = rope.pop("rope_theta", None)
     scaling = None if rope.get("rope_type", "default") == "default" else rope
     if theta is not None and (float(theta), scaling) != (config.rope_theta, config.rope_scaling):
         yield Repair(
-            f"its rotary base (rope_theta) is {config.rope_theta:g}: it was trained with the"
-            f" target's, {theta:g}",
+            f"the draft's rotary base (rope_theta) is {config.rope_theta:g}, but the draft was"
+            f" trained with the target's, {theta:g}",
             partial(configure, fields={"rope_theta": float(theta), "rope_scaling": scaling}),
         )
 
-    # The size of attention heads
+    # The attention heads may have had the target's size in training. Another size of heads splits
+    # the same matrices into another number of heads, so it raises no error.
     size = (
         read_size(target.config, "head_dim")
         or target.hidden_size // target.config.num_attention_heads
@@ -105,8 +113,8 @@ def find_shape_causes(draft: DraftModule, target: FrozenTarget) -> Iterator[Repa
     key_size = config.num_key_value_heads * config.head_dim
     if size != config.head_dim and query_size % size == 0 and key_size % size == 0:
         cause = (
-            f"its heads are of {config.head_dim} (num_attention_heads"
-            f" {config.num_attention_heads}): it was trained with {size}"
+            f"the draft's attention heads have the size {config.head_dim} (num_attention_heads"
+            f" {config.num_attention_heads}), but the draft was trained with the size {size}"
         )
         fields = {
             "head_dim": size,
@@ -119,6 +127,7 @@ def find_shape_causes(draft: DraftModule, target: FrozenTarget) -> Iterator[Repa
 def configure(draft: DraftModule, fields: dict[str, object]) -> None:
     """Change fields of a draft's config, and update the modules that depend on them."""
     draft.config = replace(draft.config, **fields)
+    # Rotary tables and attention were built from the old config.
     if fields.keys() & {"rope_theta", "head_dim"}:
         draft.rotary = Rotary(draft.config)
         for module in draft.modules():
@@ -127,7 +136,10 @@ def configure(draft: DraftModule, fields: dict[str, object]) -> None:
 
 
 def set_weight(draft: DraftModule, name: str, weight: Tensor) -> None:
-    """Replace a parameter without copying the data of a contiguous weight."""
+    """Replace a parameter of a draft by another tensor.
+
+    A contiguous tensor is not copied.
+    """
     module, _, last = name.rpartition(".")
     parameter = nn.Parameter(weight.detach().contiguous(), requires_grad=False)
     setattr(draft.get_submodule(module), last, parameter)
@@ -141,7 +153,11 @@ def swap_weights(draft: DraftModule, first: str, second: str) -> None:
 
 
 def swap_halves(draft: DraftModule, names: Sequence[str]) -> None:
-    """Swap the two halves of the input of each of these modules."""
+    """Swap the two halves of the input that each of these linear layers reads.
+
+    A head's first matrices read embedding and hidden state side by side.
+    """
+    # The columns of a weight [output, input] belong to the elements of the input.
     for name in names:
         weight = draft.get_parameter(f"{name}.weight")
         first, second = weight.chunk(2, dim=1)

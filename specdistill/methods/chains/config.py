@@ -26,4 +26,5 @@ class HeadRecipe(FeatureRecipe):
 
     @property
     def num_positions(self) -> int:
+        """The drafted positions in training: one for each unrolled step."""
         return self.draft.ttt_steps

@@ -34,7 +34,10 @@ PARALLEL_DRAFT_TENSORS = {"mask_hidden", "hidden_norm.weight"}
 
 
 def is_chain_draft(names: Set[str]) -> bool:
-    """Return whether a draft with tensors of these names may draft one token per pass."""
+    """Return whether a draft with these tensor names may be a head (one token per pass).
+
+    Drafts of P-EAGLE and DFlash share most names with heads, but draft all tokens in one pass.
+    """
     return not names & PARALLEL_DRAFT_TENSORS
 
 
@@ -70,7 +73,7 @@ class Head(DraftModule):
 def plan_head_shape(target: FrozenTarget, **options: object) -> dict[str, Any]:
     """Return the fields of a head's config from the keys of a recipe (see `HeadSizes.shape`).
 
-    Keys that are None, and all other fields of `HeadShape`, are as the target has them.
+    A key that is None has the target's value, and so have all other fields of `HeadShape`.
 
     Args:
         target: the target.
@@ -80,10 +83,13 @@ def plan_head_shape(target: FrozenTarget, **options: object) -> dict[str, Any]:
         UserError: for a target without RMS norms and a rotary embedding, and if the query heads
             cannot be shared out evenly among the key/value heads.
     """
+    # Read the rotary embedding of the target.
     source = target.config
     rope = choose_entry(getattr(source, "rope_parameters", None))
     _check_target(target, rope)
     theta = float(rope.pop("rope_theta"))
+
+    # A head has one layer of the target's sizes, unless the recipe says otherwise.
     sizes = {name: size for name, size in options.items() if size is not None}
     shape = {**vars(read_head_shape(source)), "num_layers": 1, "rope_theta": theta, **sizes}
     num_heads = shape["num_attention_heads"]
@@ -94,6 +100,9 @@ def plan_head_shape(target: FrozenTarget, **options: object) -> dict[str, Any]:
             got=num_key_value_heads,
             expected=f"a divisor of {num_heads} attention heads",
         )
+
+    # Take over what must be the same for draft and target: vocabulary, norms, positions and special
+    # tokens.
     return {
         **shape,
         "vocab_size": target.vocab_size,
@@ -107,19 +116,24 @@ def plan_head_shape(target: FrozenTarget, **options: object) -> dict[str, Any]:
 
 
 def _check_target(target: FrozenTarget, rope: Mapping[str, object]) -> None:
-    """Raise UserError if a target lacks what a head needs from it."""
+    """Raise UserError if a target has no RMS norms, rotary embedding or plain embedding table."""
+    # Sizes that the target's config must state.
     source = target.config
-    lacking = []
+    missing = []
     for name in ("num_attention_heads", "num_key_value_heads", "rms_norm_eps", "intermediate_size"):
         kind = float if name == "rms_norm_eps" else int
         if not isinstance(read_size(source, name), kind):
-            lacking.append(name)
+            missing.append(name)
+
+    # The head copies the embedding table. A factorized or padded one has another shape.
     embedding = target.tensor("embed_tokens.weight").shape
     if embedding != (target.vocab_size, target.hidden_size):
-        lacking.append("an embedding of its vocabulary and hidden size")
+        missing.append("an embedding of its vocabulary and hidden size")
+
+    # The head's layers rotate queries and keys as the target's do.
     has_rope = rope.get("rope_theta") is not None and rope.get("rope_type", "default") in ROPE_TYPES
-    if lacking or not has_rope:
-        what = f"without {' and '.join(lacking)}" if lacking else f"with rope_parameters {rope}"
+    if missing or not has_rope:
+        what = f"without {' and '.join(missing)}" if missing else f"with rope_parameters {rope}"
         raise UserError(
             "target.model",
             got=f"{target.name}, a {source.model_type} {what}",
@@ -128,24 +142,27 @@ def _check_target(target: FrozenTarget, rope: Mapping[str, object]) -> None:
 
 
 def count_parameters(head: DraftModule, once_per_round: Set[str] = frozenset()) -> ParameterCounts:
-    """Count the parameters of a head, whose tensors need have no content.
+    """Count the parameters of a head: in all, read in each draft step, and copied from the target.
 
     Args:
-        head: the head.
-        once_per_round: names of tensors that a draft step does not read.
+        head: the head. Its tensors may be on the meta device.
+        once_per_round: names of tensors that are read once in a round and not in each draft step.
     """
+    # A step reads a few rows of the embedding table, which count as nothing.
     sizes = {name: parameter.numel() for name, parameter in head.named_parameters()}
-    copied = sum(sizes[name] for name in head.shared)
-    unread = {"embed_tokens.weight", *once_per_round}
-    read = sum(size for name, size in sizes.items() if name not in unread)
-    return ParameterCounts(sum(sizes.values()) - copied, read, head.config.num_layers, copied)
+    num_copied = sum(sizes[name] for name in head.shared)
+    not_counted = {"embed_tokens.weight", *once_per_round}
+    num_read = sum(size for name, size in sizes.items() if name not in not_counted)
+    return ParameterCounts(
+        sum(sizes.values()) - num_copied, num_read, head.config.num_layers, num_copied
+    )
 
 
 def build_initialized(build: Callable[[], T], seed: int) -> T:
-    """Build a head with random matrices that keep the scale of what passes through them.
+    """Build a head with random matrices that keep the scale of their input.
 
-    The embedding table keeps its values. What the target gives is copied later, by the caller. The
-    random state of the process stays as it is.
+    The embedding table keeps its values, because the caller copies the target's into it. The random
+    state of the process is not changed.
 
     Args:
         build: builds the head.
@@ -154,6 +171,7 @@ def build_initialized(build: Callable[[], T], seed: int) -> T:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         draft = build()
+        # Normal numbers with the variance 1 / input size give an output as large as the input.
         for name, parameter in draft.named_parameters():
             if parameter.dim() == 2 and name != "embed_tokens.weight":
                 nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
@@ -165,7 +183,7 @@ def create_or_load(
     target: FrozenTarget,
     build: Callable[..., T],
     load: Callable[..., T],
-    longest: str = "",
+    chain_length_key: str = "",
     rows: Dataset | None = None,
 ) -> T:
     """Return the draft of a recipe before its first step: fresh, or loaded from `draft.init`.
@@ -173,10 +191,10 @@ def create_or_load(
     Args:
         recipe: a recipe of the method.
         target: the target.
-        build: (target, seed=, and keys of `draft:`) -> a fresh draft.
-        load: (folder, target, key=) -> a trained draft.
-        longest: for a head with a window, the key of `draft:` whose value must fit in it; empty for
-            none.
+        build: a function (target, seed=, and keys of `draft:`) -> a fresh draft.
+        load: a function (folder, target, key=) -> a trained draft.
+        chain_length_key: the key of `draft:` that says how many positions a chain has. They must
+            fit into the sliding window of the draft, if it has one. Empty for no check.
         rows: training data, by which a draft vocabulary is chosen; None for a draft without one.
 
     Raises:
@@ -186,29 +204,34 @@ def create_or_load(
     """
     settings = recipe.draft
     if settings.init:
+        # Continue a trained draft. A recipe cannot change its shape.
         head = load(locate(settings.init, key="draft.init"), target, key="draft.init")
         _check_shape(head, settings)
     else:
+        # Build a fresh draft. Its draft vocabulary is the most frequent tokens of the rows.
         options = settings.shape()
         if rows is not None:
             options["draft_vocabulary"] = draft_vocabulary(
                 rows, target.vocab_size, settings.vocab_size
             )
         head = build(target, seed=recipe.seed, **options)
-    if longest:
+    if chain_length_key:
         config: Any = head.config
-        check_window(config, getattr(settings, longest), key=f"draft.{longest}")
+        check_window(config, getattr(settings, chain_length_key), key=f"draft.{chain_length_key}")
     return head
 
 
 def _check_shape(head: nn.Module, settings: DraftSection) -> None:
     """Raise UserError if a recipe asks for another shape than the trained head has."""
+    # `shape()` leaves `vocab_size` out, which is compared only if the recipe states it.
     for name in (*settings.shape(), *({"vocab_size"} & settings.model_fields_set)):
         value = getattr(settings, name)
+        # Recipes have lists where configs have tuples.
         if isinstance(value, list):
             value = tuple(value)
         field = "draft_vocab_size" if name == "vocab_size" else name
         actual = getattr(head.config, field, None)
+        # A key with its default value counts as not stated.
         default = find_default(type(settings).model_fields[name])
         if value not in (default, actual):
             raise UserError(

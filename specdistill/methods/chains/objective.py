@@ -74,7 +74,7 @@ class UnrollKVCache:
     def __init__(
         self, cumulative_lengths: Tensor, longest: int, num_layers: int, window: int | None = None
     ) -> None:
-        """Create an empty cache.
+        """Create an empty cache for one unroll over a batch of packed rows.
 
         Args:
             cumulative_lengths: int32, the start of each document in the flattened rows, then S.
@@ -90,6 +90,7 @@ class UnrollKVCache:
         self.steps: list[list[Tensor]] = [[] for _ in range(num_layers)]
 
     def append(self, layer: int, key_BGTd: Tensor, value_BGTe: Tensor) -> None:
+        """Store key and value of one step for all chains, as [S, G, d] and [S, G, e]."""
         # Float32 rotary tables widen queries and keys under autocast; values are in the dtype that
         # projections compute in.
         self.steps[layer] += (
@@ -99,11 +100,15 @@ class UnrollKVCache:
     def attend(
         self, layer: int, query_BNTd: Tensor, key_BGTd: Tensor, value_BGTe: Tensor
     ) -> Tensor:
+        """Store key and value of the current step, and return the attention output [B, N, T, e]."""
+        # The list has two tensors for each earlier step, so this is step len(steps) // 2. Each step
+        # is one position further on, so it sees one position less of step 0.
         steps = self.steps[layer]
-        # Each step is one position further on, so it sees one position less of step 0.
         window = None if self.window is None else self.window - len(steps) // 2
         assert window is None or window > 0
         self.append(layer, key_BGTd, value_BGTe)
+
+        # Attend with the T positions of all rows as S chains, then restore the rows.
         query = query_BNTd.transpose(1, 2).flatten(0, 1).to(value_BGTe.dtype)
         attend: Callable[..., Tensor] = ChainAttention.apply
         output_SNe = attend(query, self.cumulative_lengths, self.longest, window, *steps)
@@ -112,13 +117,17 @@ class UnrollKVCache:
 
 
 class ChainAttention(torch.autograd.Function):
-    """The attention of step k: to step 0 by a kernel, merged with the entries of the chain.
+    """The attention of step k of the unroll, with a backward pass of its own.
+
+    A query sees the keys of step 0 up to the root of its chain, and the keys of the later steps of
+    its own chain. A kernel computes the first part. The second part is merged into it by one
+    softmax over both.
 
     (query [S, N, d], cumulative_lengths, longest, window, key_0 [S, G, d], value_0 [S, G, e],
     key_1, value_1, ...) -> [S, N, e].
 
-    `window` is that of step 0. For the backward pass it keeps, in addition to keys and values:
-    query, output, log-sum-exp and the weights of the chain.
+    `window` is that of step 0. For the backward pass the function keeps, in addition to keys and
+    values: query, output, log-sum-exp and the weights of the chain.
     """
 
     @staticmethod
@@ -130,14 +139,24 @@ class ChainAttention(torch.autograd.Function):
         window: int | None,
         *steps: Tensor,
     ) -> Tensor:
-        # Attend to step 0 with the kernel, and merge the chain's entries by the joint softmax.
+        """Attend to step 0 with a kernel, and merge later steps of each chain by one softmax.
+
+        The equations are at the top of this file. Returns the attention output [S, N, e].
+        """
+        # Attend to step 0 with the kernel: its output o_0 and log-sum-exp L_0.
         key, value, *chain = steps
         root_output, root_lse_NS = attend_packed(
             query, key, value, cumulative_lengths, longest, window
         )
+
+        # Compute the scores s_j of the chain's own keys, one for each root and head. `chain` holds
+        # key and value of each step in turn.
         q = _group_heads(query, key)
         o_0 = _group_heads(root_output, key)
         scores = [(q * k.unsqueeze(2)).sum(-1) * query.shape[-1] ** -0.5 for k in chain[::2]]
+
+        # Merge o_0 and the chain's values v_j by one softmax: L is the log-sum-exp of L_0 and the
+        # scores, the weights are exp(score - L), and o is the weighted sum.
         scores_SGn = torch.stack([root_lse_NS.T.unflatten(1, q.shape[1:3]), *scores])
         lse_SGn = scores_SGn.logsumexp(0)
         weights = (scores_SGn - lse_SGn).exp().unsqueeze(-1)
@@ -145,6 +164,8 @@ class ChainAttention(torch.autograd.Function):
         for p, v in zip(weights[1:], chain[1::2], strict=True):
             o = o + p * v.unsqueeze(2)
         output = o.flatten(1, 2).to(query.dtype)
+
+        # Backward needs the joint output and log-sum-exp in place of the kernel's own.
         ctx.save_for_backward(
             query, cumulative_lengths, output, lse_SGn.flatten(1).T.contiguous(), weights, *steps
         )
@@ -154,12 +175,18 @@ class ChainAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of query, keys and values from the gradient of the output."""
+        # The kernel's own backward pass gives the gradients of step 0's block. It is given the
+        # joint output and log-sum-exp, so its weights are those of the joint softmax.
         query, cumulative_lengths, output, lse_NS, weights, key, value, *chain = ctx.saved_tensors
         dq_SNd, dk_SGd, dv_SGe = attend_packed_backward(
             grad, query, key, value, output, lse_NS, cumulative_lengths, ctx.longest, ctx.window
         )
-        # Add the gradients of the chain's entries (see the equations above).
-        of_steps = [dk_SGd, dv_SGe]
+
+        # Add the gradients of the chain's entries: ds_j = p_j (do v_j - do o), from which follow
+        # dq += ds_j k_j, dk_j = ds_j q and dv_j = p_j do. A key or value of a group is shared by n
+        # query heads, so its gradient is summed over them.
+        step_grads = [dk_SGd, dv_SGe]
         q, g, dq = (_group_heads(x, key) for x in (query, grad, dq_SNd))
         row_sums = (g * _group_heads(output, key)).sum(-1, keepdim=True)
         for p, k, v in zip(weights[1:], chain[::2], chain[1::2], strict=True):
@@ -169,19 +196,25 @@ class ChainAttention(torch.autograd.Function):
                 * query.shape[-1] ** -0.5
             )
             dq = dq + ds * k.unsqueeze(2)
-            of_steps += [(ds * q).sum(2).to(k.dtype), (p * g).sum(2).to(v.dtype)]
-        return dq.flatten(1, 2).to(query.dtype), None, None, None, *of_steps
+            step_grads += [(ds * q).sum(2).to(k.dtype), (p * g).sum(2).to(v.dtype)]
+
+        # Lengths, longest and window have no gradient.
+        return dq.flatten(1, 2).to(query.dtype), None, None, None, *step_grads
 
 
 def _group_heads(x_SNd: Tensor, key_SGd: Tensor) -> Tensor:
-    """Group the heads by key/value head, [S, G, n, d], in the dtype in which sums are computed."""
+    """Group query heads by the key/value head that they share, [S, G, n, d].
+
+    The result has the wider dtype in which sums are computed.
+    """
     view: Tensor = x_SNd.unflatten(1, (key_SGd.shape[1], -1))
     return view.to(choose_wide_dtype(view.dtype))
 
 
 class TrainingTimeTest(Objective):
-    """The training of a head: target features in, loss sums of each step out."""
+    """The objective of a head: from the target's features it computes the loss of each step."""
 
+    # From position t a head predicts x_{t+2}: the first loss token of a document is its third.
     ahead = 2
 
     def __init__(
@@ -224,11 +257,12 @@ class TrainingTimeTest(Objective):
         features: Features,
         soft_targets: SoftTargets,
         measure: bool = False,
-        **unread: object,  # the batch's other columns
+        **other_columns: object,
     ) -> tuple[Tensor, StepSums]:
-        """Unroll `num_steps` steps over packed rows [B, T] (see specdistill.data.rows.packing).
+        """Unroll the head over packed rows [B, T] and compute the loss of all steps.
 
-        No operation depends on data.
+        See specdistill.data.rows.packing for packed rows. The sequence of operations does not
+        depend on the data, so that the step can be compiled.
 
         Args:
             input_ids: [B, T].
@@ -240,11 +274,55 @@ class TrainingTimeTest(Objective):
             soft_targets: the target's distributions before the loss tokens.
             measure: whether to also fill the metrics that cost time (correct tokens, acceptance and
                 chains).
-            **unread: the other columns of the batch.
+            **other_columns: columns of the batch that are not read.
 
         Returns:
             The weighted sum of the losses of all steps over all loss tokens, not divided yet, and
             the sums of each step.
+        """
+        # Run the head K times. Row r of step k is its output before the loss token r.
+        rows_KRH, has_loss_KR, feature_error = self._unroll(
+            input_ids,
+            position_ids,
+            loss_positions,
+            cumulative_lengths,
+            longest,
+            features,
+            soft_targets,
+        )
+
+        # Compute the loss of all steps together.
+        total, metrics_MKR = compute_head_loss(
+            rows_KRH,
+            has_loss_KR * self.step_weights.unsqueeze(1),
+            self.draft.logits,
+            partial(soft_targets.at, measure=measure),
+            self.compute_row_losses,
+        )
+
+        # Sum the metrics of each step, and along each chain.
+        by_chain = partial(_move_to_roots, loss_positions, position_ids.numel())
+        sums = StepSums.from_losses(has_loss_KR, *(metrics_MKR * has_loss_KR), by_chain=by_chain)
+        return total + self.feature_weight * feature_error, sums
+
+    def _unroll(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        loss_positions: Tensor,
+        cumulative_lengths: Tensor,
+        longest: int,
+        features: Features,
+        soft_targets: SoftTargets,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Run the head K times, each time on its own hidden states of the step before.
+
+        The arguments are those of `forward`.
+
+        Returns:
+            The head's output before each loss token [K, R, H], which loss tokens count in each step
+            [K, R], and the weighted error of the predicted features, a scalar (0 if it has no
+            weight).
         """
         shape = self.draft.config
         kv_cache = UnrollKVCache(
@@ -255,9 +333,11 @@ class TrainingTimeTest(Objective):
         hidden = self.draft.fuse(features)
         if self.training and self.noise:
             hidden = hidden + (2 * torch.rand_like(hidden) - 1) * self.noise
+
+        # Run the steps, and collect the head's output before each loss token.
         rows = []
         has_loss = []
-        errors = hidden.new_zeros((), dtype=torch.float32)
+        feature_error = hidden.new_zeros((), dtype=torch.float32)
         for k in range(self.num_steps):
             # Step k reads the token that step k - 1 predicted, here the true one, and its own
             # state.
@@ -268,36 +348,26 @@ class TrainingTimeTest(Objective):
             if self.feature_weight:
                 # Compare the hidden state that the head returned with the target's feature 1 + k
                 # positions on: a mean over H, summed over the loss tokens.
-                pair_RH = (
-                    gather_before(hidden, loss_positions, 2 + k).float(),
-                    soft_targets.hidden_RD.float(),
-                )
-                error_R = F.smooth_l1_loss(*pair_RH, reduction="none").mean(-1)
-                errors = errors + self.step_weights[k] * (error_R * has_loss[k]).sum()
+                predicted_RH = gather_before(hidden, loss_positions, 2 + k).float()
+                target_RH = soft_targets.hidden_RD.float()
+                error_R = F.smooth_l1_loss(predicted_RH, target_RH, reduction="none").mean(-1)
+                feature_error = feature_error + self.step_weights[k] * (error_R * has_loss[k]).sum()
+        return torch.stack(rows), torch.stack(has_loss).float(), feature_error
 
-        # Compute the loss of all steps together.
-        rows_KRH = torch.stack(rows)
-        has_loss_KR = torch.stack(has_loss).float()
-        total, metrics_MKR = compute_head_loss(
-            rows_KRH,
-            has_loss_KR * self.step_weights.unsqueeze(1),
-            self.draft.logits,
-            partial(soft_targets.at, measure=measure),
-            self.compute_row_losses,
-        )
 
-        def by_chain(values_KR: Tensor) -> Tensor:
-            """Move each loss token's value to the root of its chain; all other values are 0.
+def _move_to_roots(loss_positions: Tensor, num_positions: int, values_KR: Tensor) -> Tensor:
+    """Move the value of each loss token to the root of its chain; all other values are 0.
 
-            The root is 2 + k positions before the token that step k predicts.
-            """
-            roots_KR = torch.stack(
-                [loss_positions - 2 - k for k in range(self.num_steps)]
-            ).clamp_min(0)
-            return values_KR.new_zeros(self.num_steps, position_ids.numel()).scatter_add(
-                1, roots_KR, values_KR
-            )
+    The root is 2 + k positions before the token that step k predicts.
 
-        return total + self.feature_weight * errors, StepSums.from_losses(
-            has_loss_KR, *(metrics_MKR * has_loss_KR), by_chain=by_chain
-        )
+    Args:
+        loss_positions: [R], positions of the loss tokens in the flattened rows.
+        num_positions: S, all positions of the rows. Each is the root of a chain.
+        values_KR: a value for each step and loss token.
+
+    Returns:
+        The values by root, [K, S].
+    """
+    num_steps = len(values_KR)
+    roots_KR = torch.stack([loss_positions - 2 - k for k in range(num_steps)]).clamp_min(0)
+    return values_KR.new_zeros(num_steps, num_positions).scatter_add(1, roots_KR, values_KR)

@@ -36,10 +36,14 @@ class CompiledSteps:
     """
 
     def __init__(self, head: Head, cache: DraftKVCache, size: int) -> None:
+        """Allocate the KV cache for `size` positions, and compile the pass of a head."""
         self.head = head
         self.logits = head.logits
         self.cache = cache
         cache.allocate(size)
+
+        # Compile the pass once per width, with static shapes. On a GPU, torch's "reduce-overhead"
+        # mode records CUDA graphs.
         allow_graphs()
         mode = "reduce-overhead" if self.logits.linear.weight.is_cuda else None
         self._graph = torch.compile(self._run_padded, fullgraph=True, dynamic=False, mode=mode)
@@ -52,15 +56,23 @@ class CompiledSteps:
         """
         count = next_ids_1T.shape[1]
         device = next_ids_1T.device
-        # New tensors instead of padded views, because a graph is made for each memory layout.
+        # Pad the input to the width of the graph. These are new tensors instead of padded views,
+        # because a graph is made for each memory layout.
         ids = next_ids_1T.new_zeros(1, width)
         hidden = hidden_1TH.new_zeros(1, width, hidden_1TH.shape[-1])
         ids[:, :count] = next_ids_1T
         hidden[:, :count] = hidden_1TH
-        for buffer in self.cache.buffers if device.type == "cuda" else ():
-            torch._dynamo.mark_static_address(buffer)  # so that a CUDA graph may write to it
+
+        # A CUDA graph may only write to buffers whose address does not change.
+        if device.type == "cuda":
+            for buffer in self.cache.buffers:
+                torch._dynamo.mark_static_address(buffer)
+
+        # Run the graph. Numbers are passed as tensors: a graph would be made for each plain number.
+        # Then forget the padding.
         (length,) = self.cache.lengths
-        num_cached, last = (torch.tensor(number, device=device) for number in (length, count - 1))
+        num_cached = torch.tensor(length, device=device)
+        last = torch.tensor(count - 1, device=device)
         logits_1W, next_hidden_1H = self._graph(ids, hidden, num_cached, last)
         self.cache.truncate([length + count])
         return logits_1W, next_hidden_1H
@@ -81,9 +93,9 @@ class CompiledSteps:
         """
         rotary, slots = self.cache.begin_graph(num_cached, ids_1T.shape[1])
         normed, next_hidden = self.head(ids_1T, hidden_1TH, rotary, slots)
-        normed_1H, next_hidden_1H = (
-            x.index_select(1, last.unsqueeze(0)).squeeze(1) for x in (normed, next_hidden)
-        )
+        # Of both outputs [1, T, H], only the last position is needed.
+        normed_1H = normed.index_select(1, last.unsqueeze(0)).squeeze(1)
+        next_hidden_1H = next_hidden.index_select(1, last.unsqueeze(0)).squeeze(1)
         return self.logits(normed_1H), next_hidden_1H
 
 
@@ -94,16 +106,22 @@ class HeadProposer(FeatureProposer[Head]):
     """
 
     def __init__(self, head: Head) -> None:
+        """Prepare a head for decoding."""
         super().__init__(head)
         self.compiled = False  # whether passes for one sequence are compiled as graphs
         self._graphs: dict[int, CompiledSteps] = {}  # by the number of positions of the KV cache
         self._graph: CompiledSteps | None = None
 
     def begin(self, max_lengths: Sequence[int]) -> None:
+        """Start new sequences with an empty KV cache, and with compiled passes if possible."""
+        # Graphs are compiled for one sequence only.
         self._graph = None
         if not (self.compiled and len(max_lengths) == 1):
             super().begin(max_lengths)
             return
+
+        # Reuse the graphs of an earlier sequence whose cache had the same size. Sizes are rounded
+        # up, so that there are few of them.
         size = round_up_cache_size(*max_lengths)
         if size not in self._graphs:
             cache = DraftKVCache(1, self.rotary, self.device, self.config.sliding_window)
@@ -115,51 +133,67 @@ class HeadProposer(FeatureProposer[Head]):
     def propose(
         self, state: DecodingState, k: int, sampling: Sampling, generators: Generators
     ) -> list[Proposal]:
+        """Draft a chain of up to k tokens for each row, one pass of the head for each token."""
         check_window(self.draft.config, k, key="eval.num_speculative_tokens")
-        next_ids, hidden, committed = self._select_fresh(state)
+        # The first pass reads what was committed since the last round.
+        next_ids, hidden, num_committed = self._gather_fresh(state)
         counts = state.num_fresh
 
         def next_logits(step: int, index_B: Tensor | None) -> Tensor:
+            """Run one pass of the head; later passes read the token drafted in the pass before."""
             nonlocal next_ids, hidden, counts
             if index_B is not None:
                 next_ids = self.map_to_target(index_B).unsqueeze(1)
                 counts = [1] * len(counts)
-            logits_BW, hidden_BH = self._step(next_ids, hidden, counts, 1 + k)
+            logits_BW, hidden_BH = self._run_head(next_ids, hidden, counts, 1 + k)
             hidden = hidden_BH.unsqueeze(1)
             return logits_BW
 
         proposals = self.chains(k, sampling, generators, next_logits)
         # At drafted positions the head read its own states, so these positions are forgotten.
-        self.cache.truncate(committed)
+        self.cache.truncate(num_committed)
         return proposals
 
     def propose_tree(
         self, state: DecodingState, shape: TreeShape, sampling: Sampling, generators: Generators
     ) -> list[Proposal]:
+        """Draft a tree for each row, one pass of the head for each level."""
         check_window(self.draft.config, shape.depth, key="eval.tree.depth")
-        next_ids, hidden, committed = self._select_fresh(state)
-        logits_BW, hidden_BH = self._step(next_ids, hidden, state.num_fresh, 0)
+        # The first pass reads what was committed since the last round, and gives the candidates of
+        # the first level. It runs without graphs.
+        next_ids, hidden, num_committed = self._gather_fresh(state)
+        logits_BW, hidden_BH = self._run_head(next_ids, hidden, state.num_fresh, 0)
         hidden_BTH = hidden_BH.unsqueeze(1)
-        step = TreePass.begin_at_root(committed, self.device)
+        tree_pass = TreePass.begin_at_root(num_committed, self.device)
 
         def expand(index_BT: Tensor, rows_BT: Tensor) -> Tensor:
-            nonlocal hidden_BTH, step
-            step = step.add_level(rows_BT)
-            rotary = self.cache.begin_level(step)
-            above_BTH = gather_nodes(hidden_BTH, rows_BT)
+            """Return the logits [B, T, W] after the T nodes of the next level.
+
+            Args:
+                index_BT: the tokens of the nodes, as indices among the draft's W tokens.
+                rows_BT: the parent of each node, as an index into the level before.
+            """
+            nonlocal hidden_BTH, tree_pass
+            # A node sees its ancestors, and reads the hidden state that its parent returned.
+            tree_pass = tree_pass.add_level(rows_BT)
+            rotary = self.cache.begin_level(tree_pass)
+            parent_hidden_BTH = gather_nodes(hidden_BTH, rows_BT)
             normed, hidden_BTH = self.draft(
-                self.map_to_target(index_BT), above_BTH, rotary, self.cache
+                self.map_to_target(index_BT), parent_hidden_BTH, rotary, self.cache
             )
             return self.draft.logits(normed)
 
+        # Grow the trees level by level, then forget all drafted positions.
         drafts = shape.grow(logits_BW, expand, sampling, generators)
-        self.cache.truncate(committed)
+        self.cache.truncate(num_committed)
         return [self.build_proposal(index_N, probs_NW, tree) for index_N, tree, probs_NW in drafts]
 
-    def _step(
+    def _run_head(
         self, next_ids_BT: Tensor, hidden_BTH: Tensor, counts: Sequence[int], width: int
     ) -> tuple[Tensor, Tensor]:
-        """Return logits [B, W] and the next hidden state [B, H] at each row's last position.
+        """Run the head once; return logits [B, W] and next hidden state [B, H] of each row.
+
+        Both are those after the last position of the row.
 
         Args:
             next_ids_BT: the next tokens.
@@ -168,24 +202,28 @@ class HeadProposer(FeatureProposer[Head]):
             width: tokens of the wider graph; 0 for a pass without graphs. A prompt is read without
                 them.
         """
+        # Use a graph if one fits. The first pass after `begin` reads a prompt, whose length varies.
         if self._graph is not None and self.cache.lengths != [0] and max(counts) <= width:
             return self._graph.read(next_ids_BT, hidden_BTH, 1 if max(counts) == 1 else width)
+
+        # Rows with fewer positions than the longest are padded on the right.
         normed, next_hidden = self.draft(
             next_ids_BT, hidden_BTH, self.cache.begin_chain(counts), self.cache
         )
         return self.draft.logits(gather_last(normed, counts)), gather_last(next_hidden, counts)
 
-    def _select_fresh(self, state: DecodingState) -> tuple[Tensor, Tensor, list[int]]:
-        """Return what the first step reads of the freshly committed positions.
+    def _gather_fresh(self, state: DecodingState) -> tuple[Tensor, Tensor, list[int]]:
+        """Return the head's input for the positions committed since the last round.
 
         Returns:
             The next tokens [B, F], the hidden states [B, F, H], and the number of committed
             positions of each row in all.
         """
-        # The pairs (x_{t+1}, g_t) exist for t < committed.
+        # A head reads pairs (x_{t+1}, g_t) of a token and the features before it. The features g_t
+        # exist for t < num_committed, so the next tokens are the last ones of each row.
         counts = state.num_fresh
-        committed = self.count_committed(state)
+        num_committed = self.count_committed(state)
         next_ids = pad_rows(
             [ids[-count:] for ids, count in zip(state.token_ids, counts, strict=True)], self.device
         )
-        return next_ids, self.draft.fuse(state.fresh.first(max(counts))), committed
+        return next_ids, self.draft.fuse(state.fresh.first(max(counts))), num_committed

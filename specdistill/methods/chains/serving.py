@@ -10,6 +10,7 @@ request 23976).
 from specdistill.methods import METHODS
 from specdistill.serving.engines.loader import Limit
 
+# Switches of EAGLE-3 heads that some engines do not have.
 NORM_BEFORE_RESIDUAL = Limit(
     "norm_before_residual",
     lambda head: head.norm_before_residual,
@@ -19,38 +20,43 @@ FC_NORM = Limit("fc_norm", lambda head: head.fc_norm, "a head without the norms 
 NORM_OUTPUT = Limit(
     "norm_output", lambda head: head.norm_output, "a head that feeds back the state before its norm"
 )
+# Shapes that some engines do not have.
 SEVERAL_LAYERS = Limit(
     "more than one layer",
     lambda head: head.num_layers > 1,
-    "one layer: there are no others, or others with other norms",
+    "one layer, because the engine has no further layers, or further layers with other norms",
 )
 SLIDING_WINDOW = Limit(
     "a sliding window", lambda head: head.sliding_window is not None, "attention to all positions"
 )
+# An engine that always takes the target's embedding would run the head with the wrong one.
 OWN_EMBEDDING = Limit(
     "an embedding of its own, as wide as the target's",
     lambda head: head.own_embedding,
-    "the target's embedding; target= tells a copy of it from another",
+    "the target's embedding; pass target= to show that this embedding is a copy of it",
 )
+# Which layers of the target the head reads. Engines that list states as they enter a layer have
+# none for the state after the last layer.
 NOT_THREE_LAYERS_READ = Limit(
     "other than three auxiliary layers", lambda head: len(head.aux_layers) != 3, "three"
 )
 LAST_STATE_READ = Limit(
     "the state after the target's last layer",
     lambda head: head.target_num_layers in head.aux_layers,
-    "states that enter a layer",
+    "layers below the target's last one",
 )
 LAYERS_OUT_OF_ORDER = Limit(
     "auxiliary layers out of order",
     lambda head: list(head.aux_layers) != sorted(set(head.aux_layers)),
     "ascending layers",
 )
+# SGLang and TensorRT-LLM skip fc if its input is as wide as its output.
 WIDTH_OF_FC_INPUT = Limit(
-    "a state as wide as what fc reads",
+    "a hidden state as wide as the input of fc",
     lambda head: len(head.aux_layers) * head.target_hidden_size == head.hidden_size,
-    "different widths: with equal ones fc is omitted",
+    "different widths, because the engine omits fc if they are equal",
 )
-FC_BIAS = Limit("a bias in fc", lambda head: head.fc_bias, "a head without one")
+FC_BIAS = Limit("a bias in fc", lambda head: head.fc_bias, "a head without a bias in fc")
 
 # The beginning of the `model_type` of a target's text model -> which engines serve heads for it.
 NOTES = {
@@ -60,10 +66,11 @@ NOTES = {
 
 
 def describe_head_engines(method: str, model_type: str | None) -> str:
-    """Return which engines serve a method's heads for this type of text model.
+    """Return a note on which engines serve a method's heads for this type of text model.
 
-    The text is empty if no exception is known.
+    The note is empty if every engine does, as far as it is known here.
     """
+    # Heads are drafts that read features, are files of their own and are served by some engine.
     row = METHODS[method]
     is_head = bool(row.features) and not row.in_target and bool(row.serving())
     for beginning, note in NOTES.items():

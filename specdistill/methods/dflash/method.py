@@ -10,6 +10,8 @@ from specdistill.methods.blocks.objective import BlockObjective
 from specdistill.methods.blocks.proposer import BlockProposer
 
 KIND = Kind("dflash", ("DFlashDraftModel", "DFlashSpeculator"), BlockConfig, BlockDraft)
+# The range of published acceptance (two acceptance lengths, each with its K), where the figures are
+# from, and how much data was used. `specdistill plan` prints them.
 PUBLISHED_FIGURES = sizes.MethodFigures(
     (alpha_from_acceptance_length(2.98, 7), alpha_from_acceptance_length(3.48, 15)),
     "AL 2.98 at temperature 1, K = 7 (Gemma4-12B, arXiv 2607.05147) to 3.48 greedy, K = 15"

@@ -11,6 +11,7 @@ from specdistill.methods.blocks.serving import (
 from specdistill.serving.engines.engine import Layout, Serving
 from specdistill.serving.engines.loader import Setting
 
+# From vLLM's qwen3_dflash.py.
 VLLM = build_vllm_loader(
     architecture="DFlashDraftModel",
     settings={

@@ -14,8 +14,8 @@ class DSparkDraftConfig(BlockDraftConfig):
     )
     markov_head_type: Literal["vanilla", "gated", "rnn"] = option(
         "vanilla",
-        "correction by the token before; gated: by the hidden state too; rnn: by all tokens of the"
-        " block; vLLM has vanilla",
+        "what the correction reads; vanilla: the token before; gated: the hidden state too; rnn:"
+        " all tokens of the block before; vLLM supports vanilla only",
     )
     enable_confidence_head: bool = option(True, "estimate each draft token's chance of acceptance")
 
@@ -24,7 +24,7 @@ class DSparkLossConfig(BlockLossConfig):
     """The section `loss:` of a DSpark recipe."""
 
     confidence_weight: float = option(
-        1.0, "weight of the confidence's cross-entropy, added to the divergence", ge=0
+        1.0, "weight of the confidence head's loss, added to the divergence", ge=0
     )
 
 
@@ -36,6 +36,7 @@ class DSparkRecipe(BlockRecipe):
 
     @property
     def num_positions(self) -> int:
+        """The drafted positions of a block: all slots, because the anchor's slot predicts too."""
         return self.draft.block_size
 
 

@@ -11,6 +11,8 @@ from specdistill.methods.dspark.config import DSparkDraftConfig
 from specdistill.methods.dspark.module import DSparkConfig, DSparkDraft
 
 KIND = Kind("dspark", ("Qwen3DSparkModel", "DSparkSpeculator"), DSparkConfig, DSparkDraft)
+# The range of published acceptance (two acceptance lengths, each with its K), where the figures are
+# from, and how much data was used. `specdistill plan` prints them.
 PUBLISHED_FIGURES = sizes.MethodFigures(
     (alpha_from_acceptance_length(3.49, 7), alpha_from_acceptance_length(3.72, 7)),
     "AL 3.49 (Gemma4-12B) to 3.72 (Qwen3-8B), MT-bench at temperature 1, K = 7; up to 6.2 on"

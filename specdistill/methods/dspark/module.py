@@ -53,7 +53,10 @@ class MarkovHead(nn.Module):
     """
 
     def __init__(self, config: DSparkConfig) -> None:
+        """Create the layers that this kind of correction needs."""
         super().__init__()
+        # W1 embeds the token before with E numbers, and W2 turns E numbers into corrections of all
+        # logits. The other layers exist only for their kind (see the equations in the module).
         rank = config.markov_rank
         self.kind = config.markov_head_type
         self.markov_w1 = nn.Embedding(config.vocab_size, rank)
@@ -64,8 +67,8 @@ class MarkovHead(nn.Module):
             self.joint_proj = nn.Linear(2 * rank + config.hidden_size, 3 * rank)
 
     @torch.no_grad()
-    def begin(self, embedding_VH: Tensor, head_WH: Tensor) -> None:
-        """Initialize the correction from the target, so that it corrects nothing at first.
+    def initialize_from_target(self, embedding_VH: Tensor, head_WH: Tensor) -> None:
+        """Initialize the correction from the target, so that it changes no logits at first.
 
         Tokens start as the target embeds them, in the directions in which its head differs most.
 
@@ -73,10 +76,16 @@ class MarkovHead(nn.Module):
             embedding_VH: [V, H], the target's embedding.
             head_WH: [W, H], the target's head, cut to the draft vocabulary.
         """
+        # The first E right singular vectors of the head are the directions of hidden states that
+        # change the logits most. W1 gets the target's embedding in these directions, scaled to a
+        # root mean square of 1.
         width = min(self.markov_w1.embedding_dim, *head_WH.shape)
         directions_HE = torch.linalg.svd(head_WH.float(), full_matrices=False).Vh[:width].T
         embedded_VE = embedding_VH.float() @ directions_HE
         self.markov_w1.weight[:, :width] = embedded_VE / embedded_VE.square().mean().sqrt()
+
+        # Start with a correction of zero: the rnn's output o is zero, or else W2. The other factor
+        # of the product is not zero, so that the zero one gets a gradient.
         if self.kind == "rnn":
             self.markov_w2.weight[:, :width] = head_WH.float() @ directions_HE
             self.joint_proj.weight[-self.markov_w1.embedding_dim :] = 0  # the rows of o
@@ -85,13 +94,13 @@ class MarkovHead(nn.Module):
             self.markov_w2.weight.zero_()
 
     def start(self, hidden_BKH: Tensor) -> Tensor:
-        """Return the state [B, E] before the first slot."""
+        """Return the state [B, E] of the rnn before the first slot: zeros."""
         return hidden_BKH.new_zeros(len(hidden_BKH), self.markov_w1.embedding_dim)
 
     def step(
         self, hidden_BH: Tensor, previous_ids_B: Tensor, state_BE: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the correction of one slot.
+        """Compute the correction of one slot from its hidden state and the token before.
 
         Args:
             hidden_BH: [B, H], the slot's hidden states.
@@ -99,34 +108,37 @@ class MarkovHead(nn.Module):
             state_BE: [B, E], the state before the slot.
 
         Returns:
-            What markov_w2 is multiplied with, the embedding e of the token before, and the state
-            after the slot; [B, E] each.
+            The correction before its product with markov_w2, the embedding e of the token before,
+            and the state after the slot; [B, E] each.
         """
+        # vanilla: the embedding e itself. gated: e times a gate that reads the hidden state, too.
         embedded: Tensor = self.markov_w1(previous_ids_B)
         if self.kind == "vanilla":
             return embedded, embedded, state_BE
         if self.kind == "gated":
-            return (
-                self.gate_proj(torch.cat((hidden_BH, embedded), -1)).sigmoid() * embedded,
-                embedded,
-                state_BE,
-            )
-        gate, candidate, output = self.joint_proj(
-            torch.cat((state_BE, embedded, hidden_BH), -1)
-        ).chunk(3, -1)
-        kept_share = gate.sigmoid()
-        return output.tanh(), embedded, kept_share * state_BE + (1 - kept_share) * candidate.tanh()
+            gate = self.gate_proj(torch.cat((hidden_BH, embedded), -1)).sigmoid()
+            return gate * embedded, embedded, state_BE
+
+        # rnn: one projection gives the gate, the candidate of the next state, and the output.
+        joint = self.joint_proj(torch.cat((state_BE, embedded, hidden_BH), -1))
+        gate, candidate, output = joint.chunk(3, -1)
+        gate = gate.sigmoid()
+        correction_BE = output.tanh()
+        next_state_BE = gate * state_BE + (1 - gate) * candidate.tanh()
+        return correction_BE, embedded, next_state_BE
 
     def forward(self, hidden_NKH: Tensor, previous_ids_NK: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the corrections of all slots, if the token before each is known.
+        """Compute the corrections of all slots in training, where every token is known.
 
         Args:
             hidden_NKH: [N, K, H], the slots' hidden states.
             previous_ids_NK: [N, K], the tokens before the slots.
 
         Returns:
-            What markov_w2 is multiplied with, and the embeddings e; [N, K, E] each.
+            The corrections before their product with markov_w2, and the embeddings e; [N, K, E]
+            each.
         """
+        # Go through the slots in order, because the rnn's state passes from slot to slot.
         state_NE = self.start(hidden_NKH)
         outputs_by_slot = []
         for hidden_NH, previous_N in zip(
@@ -134,6 +146,8 @@ class MarkovHead(nn.Module):
         ):
             correction_NE, embedded_NE, state_NE = self.step(hidden_NH, previous_N, state_NE)
             outputs_by_slot.append((correction_NE, embedded_NE))
+
+        # Stack the K results of each kind.
         corrections, embedded = (
             torch.stack(part, 1) for part in zip(*outputs_by_slot, strict=True)
         )
@@ -141,24 +155,31 @@ class MarkovHead(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """Estimates the chance that a draft token is accepted; it returns logits."""
+    """A linear layer that estimates the chance that a draft token is accepted, as logits."""
 
     def __init__(self, config: DSparkConfig) -> None:
+        """Create the linear layer, which may also read the embedding of the token before."""
         super().__init__()
         self.with_markov = config.confidence_head_with_markov
         self.proj = nn.Linear(config.hidden_size + config.markov_rank * self.with_markov, 1)
 
     def forward(self, hidden: Tensor, embedded: Tensor) -> Tensor:
-        logits: Tensor = self.proj(
-            torch.cat((hidden, embedded), -1) if self.with_markov else hidden
-        ).squeeze(-1)
-        return logits
+        """Return logits [...] of the chance that each draft token is accepted.
+
+        Args:
+            hidden: [..., H], hidden states of the slots.
+            embedded: [..., E], embeddings of the tokens before the slots.
+        """
+        inputs = torch.cat((hidden, embedded), -1) if self.with_markov else hidden
+        chance_logits: Tensor = self.proj(inputs).squeeze(-1)
+        return chance_logits
 
 
 class DSparkDraft(BlockDraft):
     """A block drafter with a correction and, if the config says so, a confidence head."""
 
     def __init__(self, config: DSparkConfig) -> None:
+        """Create a block drafter, and add the correction and the confidence head."""
         super().__init__(config)
         self.markov_head = MarkovHead(config)
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None

@@ -27,6 +27,8 @@ VLLM = build_vllm_loader(
 )
 LIMITED_LAYOUT = Layout(limits=(CORRECTION,))
 
+# How each engine is given DSpark drafts: the engine's name of the method, the layout of the folder
+# and, if known, how the engine loads it.
 SERVING = {
     "vllm": Serving("dspark", LIMITED_LAYOUT, (VLLM,)),
     "sglang": Serving("DSPARK", Layout(limits=(CORRECTION, CAUSALITY, SCALED_EMBEDDING))),

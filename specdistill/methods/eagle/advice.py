@@ -19,6 +19,8 @@ from specdistill.methods.chains.head import count_parameters, plan_head_shape
 from specdistill.methods.eagle.module import EagleConfig, EagleDraft, build_eagle
 from specdistill.targets.frozen import FrozenTarget
 
+# The range of published acceptance (two acceptance lengths, each with its K), where the figures are
+# from, and how much data was used. `specdistill plan` prints them.
 PUBLISHED_FIGURES = sizes.MethodFigures(
     (alpha_from_acceptance_length(2.47, 7), alpha_from_acceptance_length(2.10, 2)),
     "AL 2.10 at K = 2 to 2.47 at K = 7 (Llama-3.1-8B, MT-bench, vLLM issue 20780)",
@@ -42,6 +44,7 @@ class EagleAdvice(ChainAdvice[EagleDraft]):
         shape = sizes.plan_shape(target, draft_info, settings)
 
         def build(full: FrozenTarget) -> EagleDraft:
+            """Build the head for the target at its full size."""
             draft = EagleDraft(
                 EagleConfig(**plan_head_shape(full, **vars(shape)), logit_scale=full.logits.scale)
             )
@@ -70,8 +73,8 @@ class EagleAdvice(ChainAdvice[EagleDraft]):
     def is_described(self, draft: sizes.ModelConfigInfo, target: sizes.ModelConfigInfo) -> bool:
         """Return whether a config.json is that of an EAGLE-1 head.
 
-        SafeAILab's heads call themselves plain Llama. Their sizes give them away: one layer, as
-        wide as the target.
+        The heads of SafeAILab call themselves plain Llama models, so they are recognized by their
+        sizes: one layer, as wide as the target.
         """
         is_as_wide = getattr(draft.text, "hidden_size", None) == getattr(
             target.text, "hidden_size", 0
@@ -81,10 +84,13 @@ class EagleAdvice(ChainAdvice[EagleDraft]):
         )
 
     def find_causes(self, head: EagleDraft, target: FrozenTarget) -> Iterator[Repair]:
-        """Yield what may be wrong with an EAGLE-1 head whose files are right."""
+        """Yield likely causes of low acceptance in an EAGLE-1 head whose files are right."""
+        # Embedding and hidden state are equally wide, so swapped halves raise no error.
         yield Repair(
-            "the two halves that fc reads, embedding and hidden state, are swapped",
+            "in fc, the halves for embedding and hidden state are swapped",
             partial(swap_halves, names=["fc"]),
         )
+
+        # Shape and weights, as for every head.
         yield from find_shape_causes(head, target)
         yield from find_weight_causes(head)

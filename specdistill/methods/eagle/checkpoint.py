@@ -28,6 +28,7 @@ DESCRIPTION = "an EAGLE-1 head"
 
 def save_eagle(draft: EagleDraft, folder: Path) -> None:
     """Write a head into a folder; `load_eagle` reads it back bit for bit."""
+    # Embedding and LM head are the target's, so they are left out.
     tensors = {
         name: tensor for name, tensor in draft.state_dict().items() if name not in draft.shared
     }
@@ -35,14 +36,17 @@ def save_eagle(draft: EagleDraft, folder: Path) -> None:
 
 
 def load_eagle(folder: Path | str, target: FrozenTarget, *, key: str = "eval.draft") -> EagleDraft:
-    """Load a head for a target.
+    """Load an EAGLE-1 head, and check that it fits the target.
 
     Raises:
-        UserError: as `load_reading` does, for a head that states another scale of logits than the
-            target has, and for a head with an embedding or an output layer that is not the
+        UserError: as `load_feature_draft` does, for a head that states another scale of logits than
+            the target has, and for a head with an embedding or an output layer that is not the
             target's.
     """
-    draft = checkpoint.load_reading(check_eagle, EagleDraft, folder, target, key=key)
+    draft = checkpoint.load_feature_draft(check_eagle, EagleDraft, folder, target, key=key)
+
+    # The scale of logits must be the target's, up to the rounding of a number in config.json. A
+    # head that states none is used with the target's.
     if draft.config.logit_scale != 1 and not math.isclose(
         draft.config.logit_scale, target.logits.scale, rel_tol=1e-4
     ):
@@ -80,13 +84,14 @@ def check_eagle(
     Raises:
         UserError: as `load_eagle` does, except for the scale of logits.
     """
+    # Compare the sizes of head and target.
     config = read_eagle_config(checkpoint.read_config(folder, key), key)
     if target is not None:
         checkpoint.check_fit(
             {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}, target, name, key
         )
 
-    # A bias of zeros is no bias.
+    # Treat a bias of zeros as no bias. SafeAILab's files have a bias, vLLM loads none.
     tensors = dict(tensors)
     bias = tensors.get("fc.bias")
     if bias is not None and not (config.fc_bias if bias.is_meta else bias.any()):
@@ -100,17 +105,15 @@ def check_eagle(
         expected, tensors, name, key, what=DESCRIPTION, optional=EagleDraft.shared
     )
 
-    # The copies of the target's embedding and head must be equal to them.
+    # Embedding and LM head, if the file has them, must be copies of the target's.
     if target is not None:
-        for shared in sorted(EagleDraft.shared & tensors.keys()):
-            shared_tensor = tensors.pop(shared)
-            if not shared_tensor.is_meta and not checkpoint.is_copy(
-                shared_tensor, target.tensor(shared)
-            ):
+        for table_name in sorted(EagleDraft.shared & tensors.keys()):
+            table = tensors.pop(table_name)
+            if not table.is_meta and not checkpoint.is_copy(table, target.tensor(table_name)):
                 raise UserError(
                     key,
-                    got=f"{name} with another {shared} than {target.name} has",
-                    expected="a head made for it",
+                    got=f"{name} with another {table_name} than {target.name} has",
+                    expected="a head made for this target",
                 )
     return config, tensors
 
@@ -131,18 +134,24 @@ def export_eagle(
         UserError: before anything is written, for what the engine cannot express, and for a head
             with an embedding or an output layer that is not the target's.
     """
+    # Check the head, and that the engine can express it.
     config, tensors = check_eagle(
         draft, checkpoint.read_tensors(draft, "draft"), target, key="draft", name=draft
     )
     layout.check(engine, config, draft)
+
+    # Tables that are left in the tensors were not compared, because the target was not given.
     repeated = EagleDraft.shared & tensors.keys()
     if repeated:
         require_target(target, f"{draft} repeats its {min(repeated)}")
+
+    # Engines look embeddings up without the scale. Only fc reads embeddings, so the scale can go
+    # into the half of fc's weight that is multiplied with them.
     if config.embedding_scale != 1:
-        # Engines look embeddings up without the scale. Only fc reads them, so that its half for
-        # embeddings can carry the scale.
         tensors["fc.weight"][:, : config.hidden_size] *= config.embedding_scale
         config = dataclasses.replace(config, embedding_scale=1.0)
+
+    # SGLang's model always has a bias in fc, so a head without one gets zeros.
     dtype = checkpoint.choose_stored_dtype(tensors.values())
     if layout.fc_bias:
         tensors.setdefault("fc.bias", torch.zeros(config.hidden_size, dtype=dtype))
@@ -162,7 +171,7 @@ def write_eagle_config(config: EagleConfig, dtype: torch.dtype) -> dict[str, obj
 def read_eagle_config(raw: RawConfig, key: str) -> EagleConfig:
     """Read a head's config from its config.json, also from one that vLLM wraps.
 
-    It is the inverse of `write_eagle_config`.
+    This is the inverse of `write_eagle_config`.
 
     Args:
         raw: the content of config.json.
@@ -171,6 +180,8 @@ def read_eagle_config(raw: RawConfig, key: str) -> EagleConfig:
     Raises:
         UserError: as `read_shape`.
     """
+    # vLLM nests the keys of the head in `model`. `logit_scale` is taken out of the check of the
+    # shape, which allows no scale but 1. SafeAILab's heads have a bias unless they say otherwise.
     raw = raw.get("model", raw)
     return EagleConfig(
         **vars(checkpoint.read_shape({**raw, "logit_scale": None}, key, what=DESCRIPTION)),
@@ -180,5 +191,6 @@ def read_eagle_config(raw: RawConfig, key: str) -> EagleConfig:
 
 
 def _build_llama_config(config: EagleConfig, dtype: torch.dtype) -> dict[str, object]:
+    """Return the keys of a Llama's config.json, with the scale of logits if it is not 1."""
     scale = {} if config.logit_scale == 1 else {"logit_scale": config.logit_scale}
     return {**checkpoint.write_shape(config, dtype), **scale}

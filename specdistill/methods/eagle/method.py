@@ -25,7 +25,9 @@ from specdistill.serving.engines.engine import Layout
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 
+# A tensor name without the `model.` that transformers puts in front of the layers of whole models.
 QUERY = "layers.0.self_attn.q_proj.weight"
+# What SGLang and vLLM call EAGLE-1 heads in config.json.
 ARCHITECTURES = {"LlamaForCausalLMEagle", "EagleLlamaForCausalLM"}
 
 
@@ -38,23 +40,25 @@ class Eagle(ChainMethod[EagleRecipe, EagleDraft]):
     advice = EagleAdvice()
 
     def has_tensors(self, names: Set[str]) -> bool:
-        """Return whether tensors of these names are an EAGLE-1 head beyond doubt."""
+        """Return whether these tensor names prove that a folder holds an EAGLE-1 head."""
+        # An EAGLE-3 head has `fc` and layers, too, and a norm of the hidden state in the first.
         is_eagle = {"fc.weight", QUERY} <= names and "layers.0.hidden_norm.weight" not in names
         return is_chain_draft(names) and is_eagle
 
     def is_named(self, config: RawConfig, names: Set[str]) -> bool:
-        """Return whether a folder calls itself an EAGLE-1 head."""
+        """Return whether config.json or tensor names claim that a folder holds an EAGLE-1 head."""
         architectures = set(config.get("architectures") or [])
-        # No whole model gives its tensors such names.
+        # Unlike whole models and EAGLE-3 heads, EAGLE-1 heads have no final norm.
         has_names = QUERY in names and "norm.weight" not in names
         return is_chain_draft(names) and (bool(architectures & ARCHITECTURES) or has_names)
 
     def create(self, recipe: EagleRecipe, target: FrozenTarget, rows: Dataset) -> EagleDraft:
         """Create a fresh head, or continue the one of `draft.init`."""
+        # The chain of `ttt_steps` steps must fit into the window of the head.
         return create_or_load(recipe, target, build_eagle, load_eagle, "ttt_steps")
 
     def save(self, draft: EagleDraft, target: FrozenTarget, folder: Path) -> None:
-        """Write a head."""
+        """Write a head into a folder, in the layout of SafeAILab."""
         save_eagle(draft, folder)
 
     def load(self, folder: Path, target: FrozenTarget, *, key: str) -> EagleDraft:
@@ -75,7 +79,7 @@ class Eagle(ChainMethod[EagleRecipe, EagleDraft]):
         name: Path | str,
         **options: object,
     ) -> EagleConfig:
-        """Check a head by its headers."""
+        """Check a head by config.json and the headers of its weights."""
         config, _ = check_eagle(folder, tensors, target, key=key, name=name)
         return config
 

@@ -45,7 +45,7 @@ class EagleConfig(HeadShape):
 class EagleDraft(Head):
     """An EAGLE-1 head (see `Head` in specdistill.methods.chains.head).
 
-    Its embedding and its lm_head are frozen copies of the target's; `borrow` makes them.
+    Its embedding and its lm_head are frozen copies of the target's (`copy_from_target`).
     """
 
     config: EagleConfig
@@ -54,9 +54,12 @@ class EagleDraft(Head):
     shared = frozenset({"embed_tokens.weight", "lm_head.weight"})
 
     def __init__(self, config: EagleConfig) -> None:
+        """Create the modules of the head; embedding and LM head are not trained."""
         super().__init__()
         self.config = config
         self.embed_tokens = Embedding(config).requires_grad_(False)
+        # fc reads embedding and hidden state side by side. The first layer has no norm before its
+        # attention.
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.fc_bias)
         self.layers = nn.ModuleList(
             PlainLayer(config, index, input_norm=index > 0) for index in range(config.num_layers)
@@ -67,23 +70,25 @@ class EagleDraft(Head):
         self.rotary = Rotary(config)
 
     def copy_from_target(self, target: FrozenTarget) -> None:
-        """Copy the target's embedding and head."""
+        """Copy the target's embedding and head into this module."""
         self.load_state_dict({name: target.tensor(name) for name in self.shared}, strict=False)
+        # The copied weights are used with the target's own scale and cap of logits.
         self._logits = replace(target.logits, linear=self.lm_head)
 
     @property
     def logits(self) -> LogitsHead:
+        """The map [..., H] -> [..., V] to logits, scaled and capped as the target's."""
         return self._logits
 
     @torch.no_grad()
     def scale_output(self, factor: float) -> None:
-        """Make the predicted feature smaller by scaling what is summed up in it.
+        """Scale the predicted feature, and so the logits, by scaling the weights that compute it.
 
-        No norm before the head could be scaled instead. The summands are the outputs of fc, of
-        attention and of the MLP.
+        There is no norm before the LM head that could be scaled instead. The feature is the sum of
+        the outputs of fc, attention and MLP, so their last weights are scaled.
 
         Args:
-            factor: multiplies the weights that compute these outputs.
+            factor: multiplies these weights.
         """
         for name, parameter in self.named_parameters():
             if name.startswith("fc.") or name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -106,6 +111,8 @@ class EagleDraft(Head):
             The predicted feature [B, T, H] twice: `logits` reads it, and it is the hidden state of
             the next step.
         """
+        # Pair each next token's embedding with the hidden state before it. fc makes [B, T, H] of
+        # [B, T, 2 H].
         hidden = self.fc(torch.cat((self.embed_tokens(next_ids_BT), hidden_BTH), dim=-1))
         for layer in self.layers:
             hidden = layer(hidden, rotary, kv_cache)
@@ -113,7 +120,7 @@ class EagleDraft(Head):
 
 
 def build_eagle(target: FrozenTarget, *, seed: int = 0, **options: object) -> EagleDraft:
-    """Build a head before training, as wide as its target.
+    """Build a fresh head that is as wide as its target.
 
     Args:
         target: the target.

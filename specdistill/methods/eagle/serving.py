@@ -25,6 +25,7 @@ SLOTS = (
 )
 SETTINGS = {**LLAMA_SETTINGS, "sliding_window": Setting()}
 
+# How vLLM loads a head whose keys are at the top level of config.json, and one that it wraps.
 VLLM = Loader(
     unknown="refused",
     unset="silent",
@@ -34,6 +35,7 @@ VLLM = Loader(
     ignored=(".bias", "rotary_emb."),
 )
 WRAPPED_LAYOUT = replace(VLLM, inner="model", required=("model",))
+# SGLang's model has a bias in fc, and takes the embedding from the target whatever the file holds.
 SGLANG = Loader(
     unknown="silent",
     unset="silent",
@@ -45,7 +47,7 @@ SGLANG = Loader(
 
 
 def build_wrapped_config(export: HeadExport) -> dict[str, object]:
-    """Return the config.json that vLLM wraps: the Llama's keys are under `model`."""
+    """Return a config.json as vLLM wraps it: the keys of the head are nested under `model`."""
     return {
         "model_type": "eagle",
         "model": {"architectures": ["LlamaForCausalLM"], **export.llama, "bias": False},
@@ -54,6 +56,8 @@ def build_wrapped_config(export: HeadExport) -> dict[str, object]:
     }
 
 
+# How each engine is given EAGLE-1 heads: the engine's name of the method, the layout of the folder
+# and how the engine loads it.
 SERVING = {
     "vllm": Serving(
         "eagle",

@@ -31,6 +31,8 @@ from specdistill.methods.eagle3.module import (
 from specdistill.serving.engines.loader import choose_aux_layers
 from specdistill.targets.frozen import FrozenTarget
 
+# The range of published acceptance (two acceptance lengths, each with its K), where the figures are
+# from, and how much data was used. `specdistill plan` prints them.
 PUBLISHED_FIGURES = sizes.MethodFigures(
     (alpha_from_acceptance_length(2.26, 3), alpha_from_acceptance_length(3.08, 4)),
     "AL 2.26 at K = 3 (Qwen3-8B, vLLM's acceptance test) to 3.08 at K = 4 (Llama-3.1-8B, vLLM issue"
@@ -38,6 +40,8 @@ PUBLISHED_FIGURES = sizes.MethodFigures(
     532_000 * sizes.TOKENS_PER_SAMPLE,
     "532k ShareGPT and UltraChat conversations (arXiv 2503.01840)",
 )
+# Norms of the first layer that all have the same shape, so that they can be mistaken for each
+# other.
 FIRST_LAYER_NORMS = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
 
 
@@ -56,7 +60,9 @@ class Eagle3Advice(ChainAdvice[Eagle3Draft]):
         vocabulary = target.text.vocab_size
         shape = sizes.plan_shape(target, draft_info, settings)
 
-        # The draft vocabulary and the layers that are read
+        # Find the draft vocabulary and the number of layers that are read: those of the given head,
+        # those of the recipe, or the defaults of a recipe that `plan` would write. Which layers a
+        # given head reads changes no count.
         aux_layers: Sequence[int] | None = None
         if draft_info:
             width = draft_info.raw.get("draft_vocab_size") or vocabulary
@@ -67,6 +73,7 @@ class Eagle3Advice(ChainAdvice[Eagle3Draft]):
             width = min(vocabulary, sizes.DRAFT_VOCABULARY)
 
         def build(full: FrozenTarget) -> Eagle3Draft:
+            """Build the head for the target at its full size."""
             return Eagle3Draft(
                 build_eagle3_config(full, width, aux_layers=aux_layers, **vars(shape))
             )
@@ -76,7 +83,8 @@ class Eagle3Advice(ChainAdvice[Eagle3Draft]):
             draft = build(target.weightless)
         parts = count_parameters(draft, once_per_round={"fc.weight"})
 
-        # ModelOpt writes heads for the whole vocabulary without the target's head.
+        # ModelOpt's heads for the whole vocabulary have no LM head in their file: they use the
+        # target's, which does not count as a parameter of the head.
         is_as_wide = shape.hidden_size == target.text.hidden_size
         borrows_head = (
             draft_info is not None and not draft_info.raw.get("draft_vocab_size") and is_as_wide
@@ -85,6 +93,7 @@ class Eagle3Advice(ChainAdvice[Eagle3Draft]):
             parts = replace(parts, parameters=parts.parameters - width * target.text.hidden_size)
         head = "the target's head" if borrows_head else "its own head"
 
+        # A recipe for this target should prune a large vocabulary.
         keys: tuple[str, ...] = ()
         if vocabulary > sizes.DRAFT_VOCABULARY:
             keys = (f"draft.vocab_size={sizes.DRAFT_VOCABULARY}",)
@@ -105,19 +114,22 @@ class Eagle3Advice(ChainAdvice[Eagle3Draft]):
         return "eagle3" in draft.calls_itself or has_keys
 
     def find_causes(self, head: Eagle3Draft, target: FrozenTarget) -> Iterator[Repair]:
-        """Yield what may be wrong with an EAGLE-3 head whose files are right."""
-        # Settings that are two-fold: each could be the other one.
+        """Yield likely causes of low acceptance in an EAGLE-3 head whose files are right."""
+        # Switches that may have been the other way in training.
         config = head.config
         yield Repair(
-            f"norm_before_residual is {config.norm_before_residual}: it was trained with the other",
+            f"norm_before_residual is {config.norm_before_residual}, but the head was trained with"
+            f" {not config.norm_before_residual}",
             switch_residual_source,
         )
         yield Repair(
-            f"norm_output is {config.norm_output}: it was trained with the other",
+            f"norm_output is {config.norm_output}, but the head was trained with"
+            f" {not config.norm_output}",
             partial(configure, fields={"norm_output": not config.norm_output}),
         )
 
-        # What the head reads: layers, their order, and the norms of its first layer.
+        # The input of the head: the layers that it reads, their order, the norms of its first layer
+        # and the order of embedding and hidden state.
         yield from _find_other_layers(head, target)
         yield from _find_other_orders(head)
         for first, second in itertools.combinations(FIRST_LAYER_NORMS, 2):
@@ -126,18 +138,18 @@ class Eagle3Advice(ChainAdvice[Eagle3Draft]):
                 partial(swap_weights, first=f"layers.0.{first}", second=f"layers.0.{second}"),
             )
         yield Repair(
-            "the halves that the first layer's q, k and v read, embedding and hidden state, are"
+            "in the first layer's q, k and v, the halves for embedding and hidden state are"
             " swapped",
             partial(swap_halves, names=[f"layers.0.self_attn.{part}_proj" for part in "qkv"]),
         )
 
-        # Vocabulary and embedding.
+        # The draft vocabulary and the embedding.
         if config.prunes_vocabulary:
             yield from _find_other_vocabularies(head)
         if config.own_embedding:
             name = "embed_tokens.weight"
             yield Repair(
-                "its embedding is not the target's: it was trained with that",
+                "the head has an embedding of its own, but was trained with the target's",
                 partial(set_weight, name=name, weight=target.tensor(name)),
             )
 
@@ -147,7 +159,7 @@ class Eagle3Advice(ChainAdvice[Eagle3Draft]):
 
 
 def switch_residual_source(head: Eagle3Draft) -> None:
-    """Take the residual of the first layer from the other side of its hidden norm."""
+    """Flip `norm_before_residual`: take the first layer's residual before or after the norm."""
     flipped = not head.config.norm_before_residual
     first = head.layers[0]
     assert isinstance(first, FirstLayer)
@@ -162,6 +174,7 @@ def set_vocabulary(head: Eagle3Draft, d2t: Tensor) -> None:
 
 def _find_other_layers(head: Eagle3Draft, target: FrozenTarget) -> Iterator[Repair]:
     """Yield the layers that the head may have been trained on: one more, one less, the default."""
+    # Files count layers in two ways that differ by one.
     aux_layers = head.config.aux_layers
     candidates = [
         tuple(layer + 1 for layer in aux_layers),
@@ -169,11 +182,13 @@ def _find_other_layers(head: Eagle3Draft, target: FrozenTarget) -> Iterator[Repa
     ]
     if len(aux_layers) == 3:
         candidates.append(tuple(choose_aux_layers(target.num_layers)))
+
+    # `dict.fromkeys` drops candidates that occur twice.
     for layers in dict.fromkeys(candidates):
         is_possible = all(0 <= layer <= target.num_layers for layer in layers)
         if layers != aux_layers and is_possible:
             yield Repair(
-                f"it reads the target after layers {list(aux_layers)}: it was trained on"
+                f"the head reads the target after layers {list(aux_layers)}, but was trained on"
                 f" {list(layers)}",
                 partial(configure, fields={"aux_layers": layers}),
             )
@@ -182,17 +197,20 @@ def _find_other_layers(head: Eagle3Draft, target: FrozenTarget) -> Iterator[Repa
 def _find_other_orders(head: Eagle3Draft) -> Iterator[Repair]:
     """Yield other orders in which fc may have read the auxiliary states in training.
 
-    For more than three states, this is the reverse order alone.
+    For more than three states only the reverse order is tried: there are too many orders.
     """
+    # The columns of fc that belong to each auxiliary state.
     blocks = head.fc.weight.chunk(len(head.config.aux_layers), dim=1)
     in_order = tuple(range(len(blocks)))
     orders = [in_order[::-1]]
     if len(blocks) <= 3:
         orders = list(itertools.permutations(in_order))
+
+    # Permute the columns instead of the states, so that only this weight changes.
     for order in orders:
         if order != in_order:
             cause = (
-                "fc reads the auxiliary states in another order than it was trained on:"
+                "fc was trained on the auxiliary states in another order:"
                 f" {[index + 1 for index in order]}"
             )
             weight = torch.cat([blocks[index] for index in order], dim=1)
@@ -200,7 +218,8 @@ def _find_other_orders(head: Eagle3Draft) -> Iterator[Repair]:
 
 
 def _find_other_vocabularies(head: Eagle3Draft) -> Iterator[Repair]:
-    """Yield other maps to target ids that `d2t` may stand for."""
+    """Yield other maps from draft ids to target ids that the `d2t` of a file may mean."""
+    # A map is possible if its target ids ascend within the vocabulary.
     draft_ids = torch.arange(len(head.d2t), device=head.d2t.device)
     for cause, d2t in (
         ("d2t is too large by one", head.d2t - 1),

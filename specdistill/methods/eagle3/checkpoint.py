@@ -58,11 +58,13 @@ FIXED_SETTINGS = {
 
 def save_eagle3(draft: Eagle3Draft, folder: Path) -> None:
     """Write a head into a folder; `load_eagle3` reads it back bit for bit."""
+    # SpecForge and SGLang call the first layer `midlayer`.
     tensors = {
         name.replace("layers.0.", "midlayer."): tensor
         for name, tensor in draft.state_dict().items()
         if name not in {*draft.shared, "d2t"}
     }
+    # Only a pruned vocabulary has maps.
     if draft.config.prunes_vocabulary:
         tensors |= checkpoint.build_vocabulary_maps(draft.d2t.cpu(), draft.config.vocab_size)
     checkpoint.write_draft(
@@ -98,16 +100,18 @@ def check_eagle3(
         from `d2t`, and without `d2t` if the vocabulary is whole.
 
     Raises:
-        UserError: as `load_reading` does.
+        UserError: as `load_feature_draft` does.
     """
-    config = read_eagle3_config(
-        checkpoint.read_config(folder, key), None if target is None else target.num_layers, key
-    )
+    # Compare the sizes and layers of head and target.
+    raw = checkpoint.read_config(folder, key)
+    config = read_eagle3_config(raw, None if target is None else target.num_layers, key)
     if target is not None:
-        sizes = {"target_hidden_size": config.target_hidden_size, "vocab_size": config.vocab_size}
-        checkpoint.check_fit(
-            sizes | {"num_target_layers": config.target_num_layers}, target, name, key
-        )
+        sizes = {
+            "target_hidden_size": config.target_hidden_size,
+            "vocab_size": config.vocab_size,
+            "num_target_layers": config.target_num_layers,
+        }
+        checkpoint.check_fit(sizes, target, name, key)
     if not all(0 <= layer <= config.target_num_layers for layer in config.aux_layers):
         raise UserError(
             key,
@@ -115,48 +119,54 @@ def check_eagle3(
             expected=f"0..{config.target_num_layers}",
         )
 
-    # Give the tensors our names.
-    result: dict[str, Tensor] = {}
-    for in_file, tensor in tensors.items():
-        draft_name = in_file
-        for file_part, part in RENAMED_PARTS.items():
-            draft_name = draft_name.replace(file_part, part)
-        if draft_name in result:
-            raise UserError(
-                key,
-                got=f"{name} with {in_file} and {draft_name}",
-                expected="one name for each tensor",
-            )
-        result[draft_name] = tensor
-
-    # Compare the tensors with those of a head of this config.
+    # Compare the tensors with those of a head of this config. A head that is as wide as its target
+    # may omit the target's tables.
+    head_tensors = _rename_tensors(tensors, name, key)
     with torch.device("meta"):
-        expected = Eagle3Draft(config).state_dict() | {
-            "t2d": torch.empty(config.vocab_size, dtype=torch.bool)
-        }
-    own_width = config.hidden_size != config.target_hidden_size
-    optional = {"t2d"} | (set() if own_width else {EMBEDDING})
+        expected = Eagle3Draft(config).state_dict()
+        expected["t2d"] = torch.empty(config.vocab_size, dtype=torch.bool)
+    is_as_wide = config.hidden_size == config.target_hidden_size
+    optional = {"t2d", EMBEDDING} if is_as_wide else {"t2d"}
     if not config.prunes_vocabulary:
-        optional |= {"d2t"} | (set() if own_width else {HEAD})
-    checkpoint.check_tensors(expected, result, name, key, what=DESCRIPTION, optional=optional)
-    result.pop("t2d", None)
+        optional |= {"d2t", HEAD} if is_as_wide else {"d2t"}
+    checkpoint.check_tensors(expected, head_tensors, name, key, what=DESCRIPTION, optional=optional)
+
+    # Leave out the maps that follow from the others, and an embedding that is the target's.
+    head_tensors.pop("t2d", None)
     if not config.prunes_vocabulary:
-        result.pop("d2t", None)
-    if (
-        target is not None
-        and EMBEDDING in result
-        and not own_width
-        and not result[EMBEDDING].is_meta
-    ):
-        if checkpoint.is_copy(result[EMBEDDING], target.tensor(EMBEDDING)):
-            del result[EMBEDDING]
+        head_tensors.pop("d2t", None)
+    embedding = head_tensors.get(EMBEDDING)
+    if target is not None and is_as_wide and embedding is not None and not embedding.is_meta:
+        if checkpoint.is_copy(embedding, target.tensor(EMBEDDING)):
+            del head_tensors[EMBEDDING]
         else:
             config = dataclasses.replace(config, own_embedding=True)
-    return config, result
+    return config, head_tensors
+
+
+def _rename_tensors(tensors: Mapping[str, Tensor], name: Path | str, key: str) -> dict[str, Tensor]:
+    """Return a file's tensors by the names that they have in an `Eagle3Draft`.
+
+    Raises:
+        UserError: if a file has a tensor twice, by an old and a new name.
+    """
+    head_tensors: dict[str, Tensor] = {}
+    for file_name, tensor in tensors.items():
+        draft_name = file_name
+        for file_part, part in RENAMED_PARTS.items():
+            draft_name = draft_name.replace(file_part, part)
+        if draft_name in head_tensors:
+            raise UserError(
+                key,
+                got=f"{name} with {file_name} and {draft_name}",
+                expected="one name for each tensor",
+            )
+        head_tensors[draft_name] = tensor
+    return head_tensors
 
 
 # Loads a head from any of the layouts that are read (see the module).
-load_eagle3 = partial(checkpoint.load_reading, check_eagle3, Eagle3Draft)
+load_eagle3 = partial(checkpoint.load_feature_draft, check_eagle3, Eagle3Draft)
 
 
 def export_eagle3(
@@ -172,18 +182,23 @@ def export_eagle3(
     Raises:
         UserError: before anything is written, for what the engine cannot express.
     """
+    # Check the head, and that the engine can express it. Without the target, an embedding in the
+    # file could be a copy of the target's; it then counts as the head's own.
     config, tensors = check_eagle3(
         draft, checkpoint.read_tensors(draft, "draft"), target, key="draft", name=draft
     )
     if target is None and EMBEDDING in tensors and config.hidden_size == config.target_hidden_size:
-        # Without the target nothing shows whether it is a copy.
         config = dataclasses.replace(config, own_embedding=True)
     layout.check(engine, config, draft)
+
+    # Add what the engines expect in the file: an LM head, and both maps of a pruned vocabulary.
     dtype = checkpoint.choose_stored_dtype(tensors.values())
     if HEAD not in tensors:
         tensors[HEAD] = require_target(target, f"{draft} has no {HEAD}").tensor(HEAD).to(dtype)
     if config.prunes_vocabulary:
         tensors |= checkpoint.build_vocabulary_maps(tensors["d2t"], config.vocab_size)
+
+    # Write the head, with the engine's name for the first layer.
     head = HeadExport(checkpoint.write_shape(config, dtype), config, target, num_speculative_tokens)
     renamed = {
         name.replace("layers.0.", layout.first_layer): tensor for name, tensor in tensors.items()
@@ -192,7 +207,11 @@ def export_eagle3(
 
 
 def write_eagle3_config(config: Eagle3Config, dtype: torch.dtype) -> dict[str, object]:
-    """Return the config.json of `LlamaForCausalLMEagle3`, with the target's number of layers."""
+    """Return the config.json of a head in the layout that SpecForge and SGLang share.
+
+    In addition it states the target's number of layers.
+    """
+    # `build_head_config` is that of exports. It needs no target and no K for this layout.
     head = HeadExport(
         checkpoint.write_shape(config, dtype), config, target=None, num_speculative_tokens=0
     )
@@ -207,7 +226,7 @@ def write_eagle3_config(config: Eagle3Config, dtype: torch.dtype) -> dict[str, o
 def read_eagle3_config(raw: RawConfig, target_num_layers: int | None, key: str) -> Eagle3Config:
     """Read a head's config from its config.json, in any of the layouts.
 
-    It is the inverse of `write_eagle3_config`. Absent keys have the defaults that engines assume.
+    This is the inverse of `write_eagle3_config`. Absent keys have the defaults that engines assume.
 
     Args:
         raw: the content of config.json.
@@ -219,14 +238,16 @@ def read_eagle3_config(raw: RawConfig, target_num_layers: int | None, key: str) 
         UserError: if the number of the target's layers is not known, as `read_shape`, and for
             settings that a head cannot have or that contradict each other.
     """
-    layer = checkpoint.read_speculators_layers(raw, "eagle3", key)
-    if layer:
-        raw = {"norm_before_residual": True, **layer, **raw}
+    # Bring the keys of all layouts to the top level. speculators nests a Llama's keys in
+    # `transformer_layer_config`, and vLLM nests all keys in `model`.
+    layer_config = checkpoint.read_speculators_layers(raw, "eagle3", key)
+    if layer_config:
+        raw = {"norm_before_residual": True, **layer_config, **raw}
     else:
-        # vLLM nests the keys in `model`.
         raw = raw.get("model") or raw
 
-    # Some layouts nest the keys of EAGLE-3, and none of them may contradict another.
+    # Some layouts nest the keys of EAGLE-3 in `eagle_config`. Of ModelOpt's many switches there,
+    # only the usual values are supported.
     nested = read_stated(raw, "eagle_config", dict[str, Any], key) or {}
     checkpoint.check_settings(nested, FIXED_SETTINGS, key, what=DESCRIPTION)
     num_layers = raw.get("num_target_layers") or target_num_layers
@@ -234,10 +255,11 @@ def read_eagle3_config(raw: RawConfig, target_num_layers: int | None, key: str) 
         raise UserError(
             "target.model",
             got="nothing",
-            expected="the target: the draft's config.json does not say how deep it is",
+            expected="the draft's config.json does not say how many layers the target has",
         )
 
-    # The shape is that of a Llama. The rest are the head's own switches.
+    # Read the shape, which is that of a Llama, and the head's own sizes and switches. A switch may
+    # have two names.
     shape = checkpoint.read_shape(raw, key, what=DESCRIPTION)
     config = Eagle3Config(
         **vars(shape),
@@ -260,22 +282,32 @@ def read_eagle3_config(raw: RawConfig, target_num_layers: int | None, key: str) 
 def _read_aux_layers(
     raw: RawConfig, nested: RawConfig, num_layers: int, key: str
 ) -> tuple[int, ...]:
-    """Return the layers of the target after which the head reads.
+    """Return the layers of the target that a head reads, counted as "after L layers".
+
+    Args:
+        raw: the content of config.json.
+        nested: its section `eagle_config`.
+        num_layers: how many layers the target has.
+        key: the recipe key that errors name.
 
     Raises:
         UserError: if two places of the config do not agree.
     """
-    top_level, inner = (
-        read_stated(keys, AUX_LAYERS, list[int], key) or () for keys in (raw, nested)
+    # The layers may be stated at the top level and in `eagle_config`, which counts L - 1. If both
+    # state them, they must agree. If none does, engines assume the default layers.
+    top_level_layers = tuple(read_stated(raw, AUX_LAYERS, list[int], key) or ())
+    nested_layers = tuple(
+        layer + 1 for layer in read_stated(nested, AUX_LAYERS, list[int], key) or ()
     )
-    places = {tuple(top_level), tuple(layer + 1 for layer in inner)} - {()}
-    if len(places) > 1:
+    if top_level_layers and nested_layers and top_level_layers != nested_layers:
         raise UserError(
             key,
             got=f"{AUX_LAYERS} {raw[AUX_LAYERS]}, and {nested[AUX_LAYERS]} in eagle_config",
             expected="the same layers: the nested list counts one less",
         )
-    (layers,) = places or {tuple(choose_aux_layers(num_layers))}
+    layers = top_level_layers or nested_layers or tuple(choose_aux_layers(num_layers))
+
+    # Some files also state the number of layers.
     count = raw.get("num_aux_hidden_states")
     if count is not None and count != len(layers):
         raise UserError(

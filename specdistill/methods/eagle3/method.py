@@ -26,10 +26,12 @@ from specdistill.serving.engines.engine import Layout
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 
+# Tensors that every EAGLE-3 head has, by either name of its first layer.
 TENSORS = (
     {"fc.weight", "midlayer.hidden_norm.weight"},
     {"fc.weight", "layers.0.hidden_norm.weight"},
 )
+# What SGLang, vLLM and speculators call EAGLE-3 heads in config.json.
 ARCHITECTURES = {"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator"}
 
 
@@ -42,11 +44,11 @@ class Eagle3(ChainMethod[Eagle3Recipe, Eagle3Draft]):
     advice = Eagle3Advice()
 
     def has_tensors(self, names: Set[str]) -> bool:
-        """Return whether tensors of these names are an EAGLE-3 head beyond doubt."""
+        """Return whether these tensor names prove that a folder holds an EAGLE-3 head."""
         return is_chain_draft(names) and any(needed <= names for needed in TENSORS)
 
     def is_named(self, config: RawConfig, names: Set[str]) -> bool:
-        """Return whether a folder calls itself an EAGLE-3 head."""
+        """Return whether config.json or tensor names claim that a folder holds an EAGLE-3 head."""
         architectures = set(config.get("architectures") or [])
         has_names = any(name.startswith("midlayer.") for name in names)
         return is_chain_draft(names) and (bool(architectures & ARCHITECTURES) or has_names)
@@ -54,6 +56,8 @@ class Eagle3(ChainMethod[Eagle3Recipe, Eagle3Draft]):
     def create(self, recipe: Eagle3Recipe, target: FrozenTarget, rows: Dataset) -> Eagle3Draft:
         """Create a fresh head for the most frequent tokens, or continue the one of `draft.init`."""
         head = create_or_load(recipe, target, build_eagle3, load_eagle3, "ttt_steps", rows)
+        # Freeze the LM head if the recipe says so. This needs useful rows to begin with: those of
+        # the target, which only fit a head of its width, or those of a trained head.
         if not recipe.draft.train_head:
             if not recipe.draft.init and head.config.owns_embedding:
                 raise UserError(
@@ -68,7 +72,7 @@ class Eagle3(ChainMethod[Eagle3Recipe, Eagle3Draft]):
         return head
 
     def save(self, draft: Eagle3Draft, target: FrozenTarget, folder: Path) -> None:
-        """Write a head."""
+        """Write a head into a folder, in the layout of SpecForge and SGLang."""
         save_eagle3(draft, folder)
 
     def load(self, folder: Path, target: FrozenTarget, *, key: str) -> Eagle3Draft:
@@ -89,7 +93,7 @@ class Eagle3(ChainMethod[Eagle3Recipe, Eagle3Draft]):
         name: Path | str,
         **options: object,
     ) -> Eagle3Config:
-        """Check a head by its headers."""
+        """Check a head by config.json and the headers of its weights."""
         config, _ = check_eagle3(folder, tensors, target, key=key, name=name)
         return config
 

@@ -73,6 +73,7 @@ class FirstLayer(nn.Module):
     """The layer that reads embedding and hidden state side by side; its q, k and v are 2H wide."""
 
     def __init__(self, config: Eagle3Config) -> None:
+        """Create the layer: Llama's modules, and a norm for each half of the input."""
         super().__init__()
         self.norm_before_residual = config.norm_before_residual
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -88,6 +89,14 @@ class FirstLayer(nn.Module):
         rotary: tuple[Tensor, Tensor],
         kv_cache: KVCache,
     ) -> Tensor:
+        """Add the outputs of attention and MLP to the hidden states [B, T, H].
+
+        Args:
+            embedding_BTH: embeddings of the next tokens.
+            hidden_BTH: the hidden states, whose norm is read next to the embeddings.
+            rotary: cos and sin [B, T, d] of the positions.
+            kv_cache: keys and values of earlier positions and steps.
+        """
         normed = self.hidden_norm(hidden_BTH)
         residual = normed if self.norm_before_residual else hidden_BTH
         concatenated = torch.cat((self.input_layernorm(embedding_BTH), normed), dim=-1)
@@ -106,8 +115,12 @@ class Eagle3Draft(FeatureDraft, Head):
     config: Eagle3Config
 
     def __init__(self, config: Eagle3Config) -> None:
+        """Create the modules of the head, with random weights."""
         super().__init__()
         self.config = config
+
+        # fc fuses the auxiliary states, side by side, to one hidden state. They may have one norm
+        # together, or a norm each.
         fused_size = len(config.aux_layers) * config.target_hidden_size
         self.fc = nn.Linear(fused_size, config.hidden_size, bias=False)
         if config.norm_before_fc:
@@ -116,6 +129,8 @@ class Eagle3Draft(FeatureDraft, Head):
             self.fc_norm = nn.ModuleList(
                 RMSNorm(config.target_hidden_size, config.rms_norm_eps) for _ in config.aux_layers
             )
+
+        # The embedding, the layers, and norm, LM head and rotary embedding after them.
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.embed_tokens.weight.requires_grad_(config.owns_embedding)
         self.layers = nn.ModuleList(
@@ -124,14 +139,15 @@ class Eagle3Draft(FeatureDraft, Head):
                 *(PlainLayer(config, index) for index in range(1, config.num_layers)),
             ]
         )
-        self.end_with_head(config)
+        self.create_output_modules(config)
 
     @property
     def shared(self) -> frozenset[str]:
+        """The tensors that are the target's: the embedding, unless the head has its own."""
         return frozenset() if self.config.owns_embedding else frozenset({"embed_tokens.weight"})
 
     def fuse(self, features: Features) -> Tensor:
-        """Make the first hidden state [B, T, H] from the A auxiliary features [B, T, D]."""
+        """Fuse the A auxiliary features [B, T, D] to the first hidden state [B, T, H]."""
         aux = features.aux
         if self.config.fc_norm:
             aux = tuple(norm(feature) for norm, feature in zip(self.fc_norm, aux, strict=True))
@@ -166,7 +182,7 @@ def build_eagle3_config(
     aux_layers: Sequence[int] | None = None,
     **options: object,
 ) -> Eagle3Config:
-    """Return the config of a head from the keys of a recipe.
+    """Return the config of a fresh head from the keys of a recipe's `draft:`.
 
     Args:
         target: the target.
@@ -178,8 +194,8 @@ def build_eagle3_config(
         UserError: for a layer that does not exist, and as `plan_head_shape`.
     """
     shape = plan_head_shape(target, **options)
-    # The first layer norms the embedding, so its scale says nothing, and engines read the table
-    # unscaled.
+    # The first layer normalizes the embedding, so the scale of the embedding has no effect. Engines
+    # read the table unscaled.
     shape["embedding_scale"] = 1.0
     return Eagle3Config(
         **shape,
@@ -198,7 +214,7 @@ def build_eagle3(
     aux_layers: Sequence[int] | None = None,
     **options: object,
 ) -> Eagle3Draft:
-    """Build a head before training.
+    """Build a fresh head, initialized from its target.
 
     Args:
         target: the target.
@@ -217,18 +233,22 @@ def build_eagle3(
         aux_layers=aux_layers,
         **options,
     )
-    # Try it on one token: the target may refuse to give the states of these layers.
+
+    # Read one token's states: the target's class may not give the states of these layers.
     target.features(torch.zeros(1, 1, dtype=torch.long, device=target.device), config.aux_layers)
+
+    # Build the head with random weights, and copy the target's tables. Engines do not scale the
+    # logits of a head, so its LM head gets the scale of the target's logits.
     draft = build_initialized(lambda: Eagle3Draft(config), seed)
-    draft.begin(target, draft_vocabulary, scale=target.logits.scale)
+    draft.initialize_from_target(target, draft_vocabulary, scale=target.logits.scale)
     return draft.to(target.device)
 
 
 def check_aux_layers(aux_layers: Sequence[int] | None, num_layers: int) -> list[int]:
-    """Return the auxiliary layers of a head, after checking them.
+    """Return the auxiliary layers that a fresh head reads, after checking them.
 
-    The default is that of the engines. For a target that is too shallow for it, the default is
-    spread over the depth: the different ones of the layers 1, n//2 and n-1.
+    The default layers are those of the engines. A target that is too shallow for them gets the
+    layers 1, n//2 and n-1 instead, without duplicates.
 
     Args:
         aux_layers: the layers that a recipe asks for; None for the default.
@@ -237,9 +257,12 @@ def check_aux_layers(aux_layers: Sequence[int] | None, num_layers: int) -> list[
     Raises:
         UserError: for a repeated layer, and for one outside 0..n.
     """
+    # Choose the layers. In a shallow target the default 2, n//2, n-3 does not ascend.
     layers = choose_aux_layers(num_layers) if aux_layers is None else list(aux_layers)
     if aux_layers is None and layers != sorted(set(layers)):
         layers = sorted({min(1, num_layers), num_layers // 2, max(num_layers - 1, 0)})
+
+    # Layer 0 is the embedding, and layer n the last state before the final norm.
     if (
         not layers
         or not all(0 <= layer <= num_layers for layer in layers)

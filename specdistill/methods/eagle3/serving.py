@@ -20,6 +20,7 @@ from specdistill.serving.engines.loader import (
 )
 from specdistill.serving.engines.vllm import build_speculators_config
 
+# The switches for norms, by their names in files and in `Eagle3Config`.
 NORMS = ("fc_norm", "norm_output", "norm_before_fc")
 
 
@@ -36,6 +37,7 @@ def build_head_config(
         aux_layers: returns the keys that state the auxiliary layers. It is called only for layers
             other than the default ones.
     """
+    # Engines compute the default layers themselves, so the default is not written.
     head = export.head
     layers = list(export.head.aux_layers)
     return {
@@ -76,6 +78,7 @@ def format_eagle_config(layers: list[int]) -> dict[str, object]:
     }
 
 
+# The tensors and the keys of config.json that all engines read in the same way.
 SLOTS = (
     Slot("fc.weight", "H A*D"),
     Slot("fc_norm.{a}.weight", "D", "fc_norm"),
@@ -106,6 +109,7 @@ PLAIN_SLOTS = (
 )
 PLAIN_SETTINGS = {**SETTINGS, "sliding_window": Setting(), "own_embedding": Setting(default=False)}
 
+# How vLLM loads a head in the layout of SpecForge, whose keys are at the top level of config.json.
 VLLM = Loader(
     never_null=("target_hidden_size",),
     unknown="refused",
@@ -135,6 +139,7 @@ VLLM = Loader(
     renamed=(("midlayer.", "layers.0.", ""),),
     ignored=("t2d", "mask_hidden", ".bias", "rotary_emb."),
 )
+# How vLLM loads a head in the layout of speculators, which also names the target and K.
 SPECULATORS_IN_VLLM = replace(
     VLLM,
     architectures=frozenset(),
@@ -147,6 +152,8 @@ SPECULATORS_IN_VLLM = replace(
         "transformer_layer_config",
     ),
 )
+# SGLang reports neither unknown tensors nor missing ones. It takes the target's LM head if
+# config.json states no draft vocabulary.
 SGLANG = Loader(
     never_null=("target_hidden_size",),
     unknown="silent",
@@ -171,6 +178,7 @@ SGLANG = Loader(
     arguments={"sliding_window": "--speculative-draft-window-size"},
     limits=(heads.LAST_STATE_READ, heads.WIDTH_OF_FC_INPUT),
 )
+# TensorRT-LLM takes the auxiliary layers from its own options instead of config.json.
 TENSORRT_LLM = Loader(
     never_null=("target_hidden_size",),
     unknown="silent",
@@ -190,6 +198,8 @@ TENSORRT_LLM = Loader(
     limits=(heads.LAYERS_OUT_OF_ORDER, heads.WIDTH_OF_FC_INPUT),
 )
 
+# How each engine is given EAGLE-3 heads: the engine's name of the method, the layout of the folder
+# with the limits of the engine, and how the engine loads the folder.
 SERVING = {
     "vllm": Serving(
         "eagle3",

@@ -35,9 +35,11 @@ class ExitAdvice(Advice[ExitDraft]):
             config = exit_config(
                 target.text, **{name: settings[name] for name in names if name in settings}
             )
+        # A tiny target shows whether this class can be read in two parts.
         target.build_on_tiny_target(lambda tiny: build_exit(tiny, exit_layer=config.exit_layer))
 
-        # A draft step reads the exit, the target's first layers and its head.
+        # Count the parameters. The exit has the three matrices of an MLP and a norm. A draft step
+        # also reads the target's first layers and its LM head.
         exit_size = 3 * config.hidden_size * config.intermediate_size + config.hidden_size
         head_size = config.vocab_size * config.hidden_size
         layers_size = sum(
@@ -59,7 +61,7 @@ class ExitAdvice(Advice[ExitDraft]):
         )
 
     def is_described(self, draft: sizes.ModelConfigInfo, target: sizes.ModelConfigInfo) -> bool:
-        """Return whether a config.json is that of an early exit."""
+        """Return whether a draft's config.json is that of an early exit."""
         return is_exit_config(draft.raw)
 
     def build_simulation(self, draft: ExitDraft, num_tokens: int) -> ExitDistillation:

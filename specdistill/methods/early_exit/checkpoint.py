@@ -23,6 +23,7 @@ DESCRIPTION = "an early exit"
 
 def save_exit(draft: ExitDraft, folder: Path) -> None:
     """Write an exit into a folder; `load_exit` reads it back bit for bit."""
+    # `has_gain` is only written if it is true.
     config = {
         "architectures": [ARCHITECTURE],
         "model_type": "specdistill_early_exit",
@@ -35,12 +36,12 @@ def save_exit(draft: ExitDraft, folder: Path) -> None:
 
 
 def load_exit(folder: Path | str, target: FrozenTarget, *, key: str = "eval.draft") -> ExitDraft:
-    """Load an exit for a target.
+    """Load an early exit, and check that it fits the target.
 
     Raises:
-        UserError: as `load_reading` does.
+        UserError: as `load_feature_draft` does.
     """
-    draft = checkpoint.load_reading(
+    draft = checkpoint.load_feature_draft(
         check_exit, partial(ExitDraft, target=target), folder, target, key=key
     )
     return draft.to(target.device)
@@ -69,6 +70,7 @@ def check_exit(
     Raises:
         UserError: as `load_exit` does.
     """
+    # Compare the sizes of exit and target.
     config = read_exit_config(checkpoint.read_config(folder, key), key)
     if target is not None:
         sizes = {
@@ -77,6 +79,8 @@ def check_exit(
             "num_target_layers": config.num_target_layers,
         }
         checkpoint.check_fit(sizes, target, name, key)
+
+    # Compare the tensors with those of an exit of this config.
     with torch.device("meta"):
         expected = {
             f"layers.0.{name}": tensor for name, tensor in ExitLayer(config).state_dict().items()
@@ -101,6 +105,7 @@ def read_exit_config(raw: RawConfig, key: str) -> ExitConfig:
         UserError: for a size that is missing or no number, and for an exit layer that is not below
             the number of the target's layers.
     """
+    # All fields are sizes, except the switch `has_gain`.
     names = [field.name for field in dataclasses.fields(ExitConfig) if field.name != "has_gain"]
     sizes = checkpoint.read_sizes(raw, names, key, what=DESCRIPTION)
     config = ExitConfig(**sizes, has_gain=bool(raw.get("has_gain")))

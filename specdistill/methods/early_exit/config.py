@@ -9,7 +9,7 @@ class ExitDraftConfig(DraftSection):
     """The section `draft:` of an early exit's recipe."""
 
     exit_layer: int | None = option(
-        None, "layers of the target that draft, its first; null: an eighth of them", ge=1
+        None, "how many of the target's first layers draft; null: an eighth of its layers", ge=1
     )
     intermediate_size: int | None = option(
         None, "width of the exit's MLP; null: twice the target's hidden size", ge=1

@@ -34,21 +34,23 @@ from specdistill.training.losses.divergence import build_divergence
 
 
 class ExitProposer(TokenProposer[ExitDraft]):
-    """Drafts chains for one sequence with an early exit.
+    """A proposer that drafts chains for one sequence with an early exit.
 
     Attributes:
-        reader: reads the target in place of the decoder's reader (see `Proposer`). It continues
-            from the layer at which drafting stopped.
+        reader: reads the target in place of the decoder's reader (see `Proposer`). To verify, the
+            reader continues from the layer at which drafting stopped.
     """
 
     reader: SplitTarget
 
     def __init__(self, draft: ExitDraft, target: FrozenTarget) -> None:
+        """Prepare an exit for decoding with its target."""
         super().__init__(draft)
         self.reader = SplitTarget(target, draft.config.exit_layer)
         self.settings = {"exit_layer": draft.config.exit_layer}
 
     def begin(self, max_lengths: Sequence[int]) -> None:
+        """Refuse several sequences. The state of one sequence is in the reader's own cache."""
         if len(max_lengths) > 1:
             raise UserError(
                 "eval.batch_size",
@@ -62,11 +64,13 @@ class ExitProposer(TokenProposer[ExitDraft]):
     def propose(
         self, state: DecodingState, k: int, sampling: Sampling, generators: Generators
     ) -> list[Proposal]:
-        """Draft a chain of k tokens."""
-        last_1 = torch.tensor([state.token_ids[0][-1]], device=self.reader.target.device)
+        """Draft a chain of k tokens with the target's first layers and the exit."""
+        last_token_1 = torch.tensor([state.token_ids[0][-1]], device=self.reader.target.device)
 
         def next_logits(step: int, token_1: Tensor | None) -> Tensor:
-            hidden_11H = self.reader.advance((last_1 if token_1 is None else token_1).unsqueeze(0))
+            """Run the first layers over the last token, and return the exit's logits [1, V]."""
+            next_token_1 = last_token_1 if token_1 is None else token_1
+            hidden_11H = self.reader.advance(next_token_1.unsqueeze(0))
             return self.draft.logits(self.draft(hidden_11H[:, -1]))
 
         return self.chains(k, sampling, generators, next_logits)
@@ -79,7 +83,7 @@ class EarlyExit(FeatureMethod[ExitRecipe, ExitDraft]):
     advice = ExitAdvice()
 
     def is_named(self, config: RawConfig, names: Set[str]) -> bool:
-        """Return whether a folder calls itself an early exit."""
+        """Return whether a folder's config.json is that of an early exit."""
         return is_exit_config(config)
 
     def create(self, recipe: ExitRecipe, target: FrozenTarget, rows: Dataset) -> ExitDraft:
@@ -89,7 +93,7 @@ class EarlyExit(FeatureMethod[ExitRecipe, ExitDraft]):
     def build_objective(
         self, draft: ExitDraft, recipe: ExitRecipe, target: FrozenTarget
     ) -> ExitDistillation:
-        """Build the objective that a recipe describes."""
+        """Build the objective with the divergence and the temperature that a recipe states."""
         return ExitDistillation(
             draft,
             build_divergence(recipe.loss.divergence),
@@ -98,11 +102,11 @@ class EarlyExit(FeatureMethod[ExitRecipe, ExitDraft]):
         )
 
     def build_proposer(self, draft: ExitDraft, target: FrozenTarget) -> ExitProposer:
-        """Build what decodes with an exit that is loaded."""
+        """Build the proposer of an exit that is loaded."""
         return ExitProposer(draft, target)
 
     def save(self, draft: ExitDraft, target: FrozenTarget, folder: Path) -> None:
-        """Write an exit."""
+        """Write an exit into a folder, in specdistill's own layout."""
         save_exit(draft, folder)
 
     def load(self, folder: Path, target: FrozenTarget, *, key: str) -> ExitDraft:
@@ -119,9 +123,9 @@ class EarlyExit(FeatureMethod[ExitRecipe, ExitDraft]):
         name: Path | str,
         **options: object,
     ) -> None:
-        """Check an exit by its headers.
+        """Check an exit by config.json and the headers of its weights.
 
-        It returns None: an exit has no shape of a head to compare with its target's.
+        The result is None, because an exit is no head whose shape could be compared further.
         """
         check_exit(folder, tensors, target, key=key, name=name)
 

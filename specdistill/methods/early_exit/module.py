@@ -63,12 +63,15 @@ class ExitLayer(nn.Module):
     """The trained part of an exit: a norm, an MLP and, if the config says so, a gain."""
 
     def __init__(self, config: ExitConfig) -> None:
+        """Create norm and MLP, and a gain of ones if the config says so."""
         super().__init__()
+        # 1e-6 is the usual epsilon of Llama's norms.
         self.exit_norm = RMSNorm(config.hidden_size, 1e-6)
         self.mlp = LlamaMLP(config)
         self.output_gain = nn.Parameter(torch.ones(config.hidden_size)) if config.has_gain else None
 
     def forward(self, hidden_TH: Tensor) -> Tensor:
+        """Return g_t + mlp(g_t) [T, H] for the states after layer E, where g_t is their norm."""
         normed = self.exit_norm(hidden_TH)
         output: Tensor = normed + self.mlp(normed)
         return output
@@ -86,6 +89,7 @@ class ExitDraft(nn.Module):
     logits: LogitsHead
 
     def __init__(self, config: ExitConfig, target: FrozenTarget) -> None:
+        """Create the trained layer, and refer to the target's final norm and LM head."""
         super().__init__()
         self.config = config
         self.aux_layers = (config.exit_layer,)
@@ -94,16 +98,17 @@ class ExitDraft(nn.Module):
         vars(self).update(norm=target.norm, logits=target.logits)
 
     def forward(self, hidden_TH: Tensor) -> Tensor:
-        """Return what `logits` reads, [T, H], for the states after layer E."""
+        """Turn states after layer E into the normed states [T, H] that `logits` reads."""
+        # The target may run in another dtype than the exit trains in.
         layer = self.layers[0]
         normed: Tensor = self.norm(layer(hidden_TH.to(layer.exit_norm.weight.dtype)))
         return normed if layer.output_gain is None else normed * layer.output_gain
 
     @torch.no_grad()
     def scale_output(self, factor: float) -> None:
-        """Multiply what the head reads by a factor.
+        """Multiply the logits by a factor, through a gain before the LM head.
 
-        Norm and head are the target's, so the exit gets a gain of its own.
+        Norm and LM head are the target's and cannot be scaled, so the exit gets a gain of its own.
 
         Args:
             factor: the factor.
@@ -128,6 +133,7 @@ def exit_config(
     Raises:
         UserError: for layers that the target does not have.
     """
+    # By default an eighth of the layers draft. More layers draft more slowly; fewer predict worse.
     depth = text.num_hidden_layers
     exit_layer = exit_layer or max(1, text.num_hidden_layers // 8)
     if exit_layer >= depth:
@@ -144,7 +150,7 @@ def exit_config(
 
 
 def build_exit(target: FrozenTarget, *, seed: int = 0, **options: int | None) -> ExitDraft:
-    """Build an exit before training.
+    """Build a fresh exit, whose MLP adds nothing at first.
 
     Args:
         target: the target.
@@ -154,10 +160,12 @@ def build_exit(target: FrozenTarget, *, seed: int = 0, **options: int | None) ->
     Raises:
         UserError: as `exit_config` and `SplitTarget` do.
     """
+    # Try whether the target can be read in two parts. This needs weights with content.
     config = exit_config(target.config, **options)
-    # A target without content cannot be tried.
     if not target.lm_head.weight.is_meta:
         SplitTarget(target, config.exit_layer)
+
+    # A last matrix of zeros makes the MLP's output zero.
     draft = build_initialized(lambda: ExitDraft(config, target), seed)
     nn.init.zeros_(draft.layers[0].mlp.down_proj.weight)
     return draft.to(target.device)

@@ -26,7 +26,7 @@ from specdistill.training.objective import (
 
 
 class ExitDistillation(Objective):
-    """The exit with its loss, as the trainer has it: target features in, loss sums out.
+    """The objective of an early exit: computes its loss from target features.
 
     Args:
         draft: the exit.
@@ -38,6 +38,7 @@ class ExitDistillation(Objective):
     def __init__(
         self, draft: ExitDraft, divergence: Divergence, num_positions: int, temperature: float = 1.0
     ) -> None:
+        """Create the objective, which trains one position with weight 1 at every token."""
         super().__init__(draft, divergence, temperature, torch.ones(1))
         self.num_positions = num_positions
 
@@ -62,6 +63,8 @@ class ExitDistillation(Objective):
             measure: fill the metrics that cost time, too.
             **_: other columns of the batch.
         """
+        # Run the exit on the state before each loss token. A token has no loss if it is the first
+        # of its document.
         rows_RH = self.draft(gather_before(features.aux[0], loss_positions, 1))
         weights_1R = select_loss_rows(position_ids, loss_positions, ahead=1).float().unsqueeze(0)
         total, metrics_M1R = compute_head_loss(
@@ -71,6 +74,8 @@ class ExitDistillation(Objective):
             partial(soft_targets.at, measure=measure),
             self.compute_row_losses,
         )
+
+        # For the simulated acceptance length, chains of K successive loss tokens stand for rounds.
         by_chain = partial(arrange_in_chains, loss_positions, input_ids.shape, self.num_positions)
         return total, StepSums.from_losses(
             weights_1R, *(metrics_M1R * weights_1R), by_chain=by_chain

@@ -34,32 +34,37 @@ class SplitTarget(CachedTarget):
     """
 
     def __init__(self, target: FrozenTarget, exit_layer: int) -> None:
+        """Split the target after its first `exit_layer` layers, and test that it can be split."""
         super().__init__(target, ())
         self.exit_layer = exit_layer
         # States [1, T, D] after layer E, of tokens that the other layers have not read yet.
         self._states: list[Tensor] = []
+
+        # Refuse a target that cannot be split. A recurrent layer cannot forget rejected tokens one
+        # by one. Other classes are tried on a short sequence.
         what = f"{target.name}, a {type(target.model).__name__}"
         if target.is_recurrent:
             raise UserError("target.model", got=f"{what} with recurrent layers", expected=EXPECTED)
         with convert_errors(CLASS_ERRORS, "target.model", what, EXPECTED):
             self._lower = select_layers(target, 0, exit_layer)
             self._upper = select_layers(target, exit_layer, target.num_layers)
-            reads_alike = self._reads_alike()
-        if not reads_alike:
+            matches_one_pass = self._matches_one_pass()
+        if not matches_one_pass:
             raise UserError(
                 "target.model",
-                got=f"{what}, which reads differently in two parts",
+                got=f"{what}, whose hidden states differ if its layers are run in two parts",
                 expected=EXPECTED,
             )
 
     def begin(self, token_ids: Sequence[Sequence[int]]) -> tuple[Tensor, Features]:
+        """Read a new prompt through all layers; states of the sequence before are forgotten."""
         self._states = []
         return super().begin(token_ids)
 
     def advance(self, ids_1T: Tensor) -> Tensor:
-        """Run the first layers over tokens that follow all that was read.
+        """Run the first layers over the next tokens of the sequence, and remember their states.
 
-        `read` then need not run these layers over the same tokens again.
+        `read` then continues from these states and does not run the first layers again.
 
         Returns:
             The state [1, T, D] after layer E.
@@ -73,49 +78,61 @@ class SplitTarget(CachedTarget):
     def compute_features(
         self, token_ids: Sequence[Sequence[int]], tree_pass: TreePass | None = None
     ) -> Features:
-        # Run the first layers over the tokens that `advance` has not seen.
+        """Read tokens through all layers, and return the features after the last layer.
+
+        `advance` may have run the first layers over some of the tokens already.
+        """
+        # Run the first layers over the tokens that `advance` has not seen, which are the last ones.
         ids_1T = torch.tensor(token_ids, device=self.target.device)
-        more = ids_1T.shape[1] - sum(state.shape[1] for state in self._states)
-        if more:
-            self.advance(ids_1T[:, -more:])
+        num_seen = sum(state.shape[1] for state in self._states)
+        num_unseen = ids_1T.shape[1] - num_seen
+        if num_unseen:
+            self.advance(ids_1T[:, -num_unseen:])
         state = torch.cat(self._states, dim=1)
         self._states = []
+
         # A model asks the first layer of a cache how many tokens it holds. The layers below E have
         # read more already, so the cache of layer E takes the place of theirs.
-        cached_layer = self.cache.layers[self.exit_layer]
-        behind = copy.copy(self.cache)
-        behind.layers = [cached_layer] * self.exit_layer + self.cache.layers[self.exit_layer :]
+        upper_cache = copy.copy(self.cache)
+        upper_layers = self.cache.layers[self.exit_layer :]
+        upper_cache.layers = [upper_layers[0]] * self.exit_layer + upper_layers
 
         # The other layers start from the states after layer E, not from embeddings.
         def enter(
             _layer: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
         ) -> tuple[object, dict[str, object]]:
-            return (
-                ((state, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": state})
-            )
+            """Replace the hidden states that enter layer E by the remembered states."""
+            # Some classes pass hidden states by position, others by name.
+            if args:
+                return (state, *args[1:]), kwargs
+            return args, {**kwargs, "hidden_states": state}
 
         with self.target.layers[self.exit_layer].register_forward_pre_hook(enter, with_kwargs=True):
-            output = self._upper(input_ids=ids_1T, past_key_values=behind, use_cache=True)
+            output = self._upper(input_ids=ids_1T, past_key_values=upper_cache, use_cache=True)
         return Features((), output.last_hidden_state)
 
     @torch.inference_mode()
-    def _reads_alike(self) -> bool:
+    def _matches_one_pass(self) -> bool:
         """Return whether a short sequence with a rejection gives the target's own hidden states."""
+        # Read the root and a draft token in two parts, then two more draft tokens. Reject all draft
+        # tokens, and read the token that follows the root instead.
         self.begin([PROMPT])
         for token in REJECTED_TOKENS:
             self.advance(torch.tensor([[token]], device=self.target.device))
         self.read([[*REJECTED_TOKENS, *NEXT_TOKENS]])
         self.keep([[]])
         _, features = self.read([NEXT_TOKENS[1:]])
+
+        # Compare the last hidden state with that of one pass over the same sequence.
         _, expected = CachedTarget(self.target, ()).begin([[*PROMPT, *NEXT_TOKENS]])
         return reads_alike(features.last_hidden[0], expected.last_hidden[0, -1:])
 
 
 def select_layers(target: FrozenTarget, start: int, stop: int) -> nn.Module:
-    """Return a view of the target's decoder that runs only some of its layers.
+    """Return a view of the target's decoder that runs only the layers from `start` to `stop`.
 
-    The layers are the target's own modules. The final norm is left out unless the target's last
-    layer is among them.
+    The layers are the target's own modules, not copies. The final norm is left out unless the
+    target's last layer is included.
 
     Args:
         target: the target.
@@ -125,18 +142,22 @@ def select_layers(target: FrozenTarget, start: int, stop: int) -> nn.Module:
     Raises:
         LookupError: if layers and norm are no direct parts of the decoder.
     """
+    # Copy the decoder without its submodules, so that replacing one does not change the target.
     view = copy.copy(target.backbone)
     view._modules = dict(view._modules)
+
+    # Replace the list of layers, and the final norm by an identity if it does not follow.
     names = {part: name for name, part in view.named_children()}
     if not names.keys() >= {target.layers, target.norm}:
         raise LookupError("its layers or its final norm are no direct parts of its decoder")
     setattr(view, names[target.layers], target.layers[start:stop])
     if stop < target.num_layers:
         setattr(view, names[target.norm], nn.Identity())
+
+    # The model looks the kind of a layer up by the layer's place in the view.
     view.config = copy.copy(view.config)
-    # The model looks kinds up by a layer's place in the view.
-    kinds = getattr(view.config, "layer_types", None)
-    if kinds:
-        view.config.layer_types = kinds[start:]
+    layer_types = getattr(view.config, "layer_types", None)
+    if layer_types:
+        view.config.layer_types = layer_types[start:]
     decoder: nn.Module = view
     return decoder

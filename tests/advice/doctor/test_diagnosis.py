@@ -163,8 +163,8 @@ def says_of_blocks(**keys: Any) -> Change:
 LONG = [  # a grid, and drafts of three more methods
     ("eagle3", says(norm_output=True), "norm_output is True"),
     ("eagle3", says(norm_before_residual=True), "norm_before_residual is True"),
-    ("eagle3", reads(0, 1, 2), "after layers [0, 1, 2]: it was trained on [1, 2, 3]"),
-    ("eagle3", reads(2, 3, 4), "after layers [2, 3, 4]: it was trained on [1, 2, 3]"),
+    ("eagle3", reads(0, 1, 2), "after layers [0, 1, 2], but was trained on [1, 2, 3]"),
+    ("eagle3", reads(2, 3, 4), "after layers [2, 3, 4], but was trained on [1, 2, 3]"),
     (
         "eagle3",
         swaps(NORMS["hidden_norm"], NORMS["input_layernorm"]),
@@ -196,8 +196,8 @@ LONG = [  # a grid, and drafts of three more methods
     ("eagle3", shifts_d2t(-1), "d2t is too small"),
     ("eagle", swaps_halves("fc.weight"), "halves"),
     ("mtp", swaps_halves("mtp.fc.weight"), "halves"),
-    ("dspark", says_of_blocks(target_layer_ids=[2]), "after layers [3]: it was trained on"),
-    ("dspark", says_of_blocks(is_causal=True, causal=True), "its slots see those before them"),
+    ("dspark", says_of_blocks(target_layer_ids=[2]), "after layers [3], but was trained on"),
+    ("dspark", says_of_blocks(is_causal=True, causal=True), "is_causal is True"),
     ("dspark", says_of_blocks(sample_from_anchor=False), "sample_from_anchor is False"),
     ("mtp", swaps("mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight"), "norms"),
 ]
@@ -245,7 +245,7 @@ def test_a_draft_without_a_history_is_still_tried(
 ) -> None:
     run = mutated(run_of("eagle3"), reads(0, 1, 2), tmp_path / "run")
     shutil.rmtree(run / "run")
-    assert "it was trained on [1, 2, 3]" in diagnosed(folder, run).findings[0].what
+    assert "but was trained on [1, 2, 3]" in diagnosed(folder, run).findings[0].what
     shutil.copytree(run_of("eagle3") / "draft", tmp_path / "good" / "draft")
     assert [finding.severity for finding in diagnosed(folder, tmp_path / "good").findings] == [
         "warning"

@@ -314,7 +314,7 @@ def test_a_broken_config_is_refused(
 
 def test_more_tokens_than_a_block_has_are_refused(target: FrozenTarget) -> None:
     decoder = Decoder(target, BlockProposer(build_block("dflash", target, block_size=4)))
-    with refused("eval.num_speculative_tokens", "4 with a draft of blocks of 4"):
+    with refused("eval.num_speculative_tokens", "4 with a draft whose block_size is 4"):
         decoder.generate([5, 9], max_new_tokens=8, num_speculative_tokens=4)
 
 
