@@ -25,11 +25,11 @@ from specdistill.methods.sizes import ModelShape, count_weights_read, read_model
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.targets.sharding import gather_whole
 
-# The fewest layers of a draft. A single layer cannot copy what followed an earlier occurrence of a
-# token (arXiv 2209.11895).
+# The fewest layers of a draft by default. A single attention layer cannot copy what followed an
+# earlier occurrence of a token: such an induction head takes two layers (arXiv 2209.11895).
 MIN_LAYERS = 2
-# How the names of all parameters end in a decoder that is built like Llama's or Qwen's. Layers of
-# such a decoder can be left out.
+# The modules that hold the parameters of a decoder built like Llama's or Qwen's. Each layer of such
+# a decoder only adds to the residual stream, so layers can be left out.
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 OTHER_INITIALIZATIONS = (
     "embed_tokens",
@@ -60,7 +60,7 @@ def create_draft_model(
         init: `layers` (also None), `scratch`, or a folder or Hub id of a model that was checked
             (see `check_initialization`).
         seed: the seed of fresh weights.
-        **sizes: fields of `ModelShape`. None takes the target's, and a quarter of its layers.
+        **sizes: fields of `ModelShape`. None means the target's size, and a quarter of its layers.
 
     Raises:
         UserError: for settings that do not fit each other or the target.
@@ -151,6 +151,8 @@ def add_lora(
     """
     if rank == 0:
         return draft
+
+    # B A has at most the rank of the matrices that it is added to.
     if rank > (most := draft.config.get_text_config().hidden_size):
         raise UserError(
             "draft.lora.rank",
@@ -173,8 +175,9 @@ def add_lora(
 def step_ratio(target: PreTrainedModel, draft: PreTrainedModel) -> float:
     """Return c, the cost of a draft step in units of a target step at batch 1.
 
-    It is the larger of two shares: of the weights read, and of the layers (see the module).
+    c is the larger of two shares: of the weights read, and of the layers (see the module).
     """
+    # At batch 1 a step is bound either by memory (weights read) or by launches (layers).
     weights = count_weights_read(draft) / count_weights_read(target)
     layers: float = (
         draft.config.get_text_config().num_hidden_layers
@@ -206,7 +209,7 @@ def _log_size(draft: PreTrainedModel, target: FrozenTarget) -> None:
 def choose_evenly_spaced(num_layers: int, keep: int) -> list[int]:
     """Return `keep` indices in 0..num_layers - 1 at even distances, with both ends.
 
-    A single index is the first.
+    For keep = 1 the index is 0.
     """
     return [round(index * (num_layers - 1) / max(keep - 1, 1)) for index in range(keep)]
 
@@ -248,6 +251,8 @@ def build_resized(
     Raises:
         UserError: for sizes that do not fit each other.
     """
+    # transformers repeats each key/value head for a whole number of attention heads, but does not
+    # check that the number is whole.
     if shape.num_attention_heads % shape.num_key_value_heads:
         raise UserError(
             "draft.num_key_value_heads",
@@ -257,10 +262,13 @@ def build_resized(
     config = resize_config(target.config, shape)
     with convert_errors(StrictDataclassError, "draft", "sizes", "sizes that fit each other"):
         config.validate()
+
+    # Fresh weights are drawn in a fork of the random state, so that the caller's stays as it is.
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model: Any = type(target)(config)
     if weights is not None:
+        # Strict loading: a name that is missing or unexpected is an error.
         model.load_state_dict(weights)
         model.generation_config = copy.deepcopy(target.generation_config)
     draft: PreTrainedModel = model.to(device=target.device, dtype=torch.float32).eval()
@@ -270,7 +278,8 @@ def build_resized(
 def from_layers(target: PreTrainedModel, num_layers: int) -> PreTrainedModel:
     """Copy some of the target's layers, with its embedding and its head, in float32.
 
-    The layers are evenly spaced, with both ends. With all layers the copy is the target.
+    The layers are evenly spaced, with the first and the last one. If all layers are copied, the
+    copy computes the same as the target.
 
     Args:
         target: the target.
@@ -287,6 +296,8 @@ def from_layers(target: PreTrainedModel, num_layers: int) -> PreTrainedModel:
             got=num_layers,
             expected=f"1 to {own_shape.num_layers}, the target's",
         )
+
+    # Number the copied layers anew, from 0. All other weights keep their names.
     number = {
         str(old): str(new)
         for new, old in enumerate(choose_evenly_spaced(own_shape.num_layers, num_layers))
@@ -308,11 +319,15 @@ def check_decoder(target: PreTrainedModel) -> None:
     Raises:
         UserError: for a parameter that such a decoder does not have.
     """
+    # Compare the last two parts of each parameter's name, such as `q_proj.weight`, with the known
+    # ones.
     unknown = sorted(
         {".".join(name.split(".")[-2:]) for name, _ in target.named_parameters()} - PARAMETERS
     )
     if unknown:
         got = f"layers of a {target.config.model_type} target with {', '.join(unknown[:3])}"
+
+        # `scratch` can only be suggested for a config whose sizes can be changed.
         config = target.config
         can_be_resized = config is config.get_text_config() and hasattr(config, "intermediate_size")
         alternatives = (

@@ -99,6 +99,8 @@ class Distillation(Objective):
         Args:
             factor: the factor.
         """
+        # Scale the final norm if all of its weights are trained. Otherwise scale the head, unless
+        # it shares its weights with the embedding, which a new scale would change too.
         linear = self.anatomy.head.linear
         weights = list(self.anatomy.norm.parameters()) if self.anatomy.norm is not None else []
         if weights and all(weight.requires_grad for weight in weights):
@@ -130,7 +132,10 @@ class Distillation(Objective):
         )
 
     def prepare(self, batch: dict[str, Tensor], number: int | None) -> dict[str, Tensor]:
-        """Return the batch, or in training possibly one that the draft generates in its place."""
+        """Return the batch, or in training possibly one that the draft generates in its place.
+
+        The number of the batch is None in evaluation, which always uses the rows as they are.
+        """
         return batch if self.on_policy is None or number is None else self.on_policy(batch, number)
 
     def read_target(self, target: FrozenTarget, inputs: dict[str, Tensor]) -> dict[str, object]:
@@ -169,6 +174,8 @@ class Distillation(Objective):
             measure: fill the metrics that cost time, too.
             **unread: other columns of the batch.
         """
+        # Run the decoder layers over the packed rows. Layers that read documents by their lengths
+        # need the documents' boundaries as extra arguments.
         packed = (
             build_length_inputs(input_ids, Documents(cumulative_lengths, longest))
             if self.packed_configs
@@ -178,9 +185,15 @@ class Distillation(Objective):
             output = self.anatomy.backbone(
                 input_ids=input_ids, position_ids=position_ids, use_cache=False, **packed
             )
+
+        # Gather the states that predict the loss tokens: the token at position t is predicted by
+        # the state at t - 1. Padding of `loss_positions` points at the first token of a document,
+        # which nothing predicts, so its weight is 0.
         rows_RH = gather_before(output.last_hidden_state, loss_positions, 1)
         weights_R = select_loss_rows(position_ids, loss_positions, ahead=1).float()
         next_R = input_ids.flatten()[loss_positions]
+
+        # Compute the losses, and add the metrics up along simulated draft chains of K positions.
         total, metrics_MR = self.losses(rows_RH, weights_R, next_R, soft_targets, measure)
         by_chain = partial(arrange_in_chains, loss_positions, input_ids.shape, self.num_positions)
         return total, StepSums.from_losses(
@@ -210,6 +223,9 @@ class Distillation(Objective):
                 rows, measure=measure
             )
 
+        # Compute logits and losses chunk by chunk. The [R, V] logits of all rows are never in
+        # memory at once. The dimension of length 1 is K: `compute_head_loss` also serves heads with
+        # several drafted positions.
         total, metrics_MKR = compute_head_loss(
             rows_RH.unsqueeze(0),
             weights_R.unsqueeze(0),
@@ -250,6 +266,7 @@ def find_repeated_names(module: nn.Module) -> list[str]:
 
     An example is a head that is the embedding.
     """
+    # The first name of each tensor, by where its memory begins and its shape.
     first: dict[tuple[int, torch.Size], str] = {}
     return [
         name
@@ -260,7 +277,7 @@ def find_repeated_names(module: nn.Module) -> list[str]:
 
 @dataclass(frozen=True)
 class OnPolicyGeneration:
-    """Replaces a share of the batches by what the draft generates.
+    """Replaces a share of the batches by batches that the draft generates.
 
     Attributes:
         draft: the draft that generates.
@@ -281,12 +298,13 @@ class OnPolicyGeneration:
     seed: int
 
     def __post_init__(self) -> None:
-        """Check that each process has the whole draft, if the fraction is above 0.
+        """Check that each process holds the whole draft, if the fraction is above 0.
 
-        Each process needs it to generate, for as many tokens as its own rows take.
+        The processes generate for their own rows, which take different numbers of steps. With
+        sharded weights, all processes would have to take the same number of steps together.
 
         Raises:
-            UserError: if no process has the whole draft.
+            UserError: if the weights of the draft are sharded.
         """
         if self.fraction and is_weight_sharded():
             raise UserError(
@@ -296,21 +314,28 @@ class OnPolicyGeneration:
             )
 
     def __call__(self, batch: dict[str, Tensor], number: int) -> dict[str, Tensor]:
-        """Return a batch, or what the draft generates after the first tokens of its rows.
+        """Return the batch itself, or a batch that the draft generates from its prompts.
 
         Rows whose first document has at most `prompt_tokens` tokens are left out, because they have
         nothing to continue. A batch of such rows alone is returned as it is.
 
         Args:
             batch: the batch.
-            number: its number in the run.
+            number: the number of the batch in the run.
         """
+        # Decide by the number of the batch, so that a resumed run makes the same choice again. The
+        # factor keeps apart all pairs of a seed and a batch number up to a million batches.
         if random.Random(self.seed * 1_000_003 + number).random() >= self.fraction:
             return batch
+
+        # Take prompts from the rows whose first document goes on beyond the prompt.
         first_document = (batch["document_ids"][:, : self.prompt_tokens + 1] == 0).all(1)
         prompts = batch["input_ids"][first_document, : self.prompt_tokens].tolist()
         if not prompts:
             return batch
+
+        # Let the draft continue the prompts. Generation casts and prepares the model for the time
+        # being.
         with prepare_generation(self.draft, self.draft.dtype) as draft:
             completions = generate_batch(
                 draft,
@@ -327,6 +352,7 @@ class OnPolicyGeneration:
         self, prompts: list[list[int]], completions: list[list[int]], device: torch.device
     ) -> dict[str, Tensor]:
         """Return a batch with one document in each row; only generated tokens have a loss."""
+        # Pad the rows at the right, and mark which positions hold a token.
         rows = [
             torch.tensor(prompt + completion)
             for prompt, completion in zip(prompts, completions, strict=True)
@@ -336,6 +362,9 @@ class OnPolicyGeneration:
         is_token_BT = position_BT < torch.tensor(
             [len(row) for row in rows], device=device
         ).unsqueeze(1)
+
+        # A padded position has document -1 and no loss. Only generated tokens have a loss: those
+        # after the prompt.
         columns = {
             "input_ids": ids_BT,
             "loss_mask": (is_token_BT & (position_BT >= self.prompt_tokens)).long(),

@@ -53,10 +53,14 @@ class LlamaLayers(nn.Module):
     """The layers of a plain Llama, faster than `TransformersLayers`, on the model's own weights."""
 
     def __init__(self, model: PreTrainedModel) -> None:
+        """Take over the weights of a model for which `is_plain_llama` holds."""
         super().__init__()
         assert is_plain_llama(model), model.config
         config: Any = model.config
         decoder = model.get_decoder()
+
+        # Build the modules without memory, and let them share the tensors of the model
+        # (`assign=True`).
         self.rotary = decoder.rotary_emb
         with torch.device("meta"):
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -68,6 +72,7 @@ class LlamaLayers(nn.Module):
 
     def begin(self, num_rows: int) -> None:
         """Start sequences with an empty KV cache."""
+        # The rotary embedding reads only the dtype and device of its first argument.
         like = self.norm.weight
         self.cache = DraftKVCache(num_rows, partial(self.rotary, like), like.device)
 
@@ -94,10 +99,10 @@ class LlamaLayers(nn.Module):
 
 
 def is_plain_llama(model: PreTrainedModel) -> bool:
-    """Return whether `LlamaLayers` computes what the model computes.
+    """Return whether `LlamaLayers` computes the same as the model.
 
-    It does for a Llama without quantization and biases, with SiLU, and with rotary angles that do
-    not depend on a sequence's length.
+    This holds for a Llama without quantization and biases, with SiLU, and with rotary angles that
+    do not depend on a sequence's length.
     """
     config = model.config
     return (
@@ -131,7 +136,7 @@ class DraftText:
         """Extend the sequence by the target's new tokens.
 
         Target tokens that the draft lacks are encoded in the draft's own tokens. Those that follow
-        one another are encoded together, so that their encoding may change as the run grows.
+        one another are encoded together, so their encoding may change when another one follows.
 
         Args:
             token_ids: the whole sequence, in the target's tokens.
@@ -139,6 +144,7 @@ class DraftText:
         Returns:
             How many of the first ids are unchanged.
         """
+        # Find the target's new tokens. Without another vocabulary they are the draft's tokens too.
         fresh = token_ids[self._num_read :]
         self._num_read = len(token_ids)
         unchanged = self._num_final
@@ -146,6 +152,10 @@ class DraftText:
             self.ids += fresh
             self._num_final = len(self.ids)
             return unchanged
+
+        # Translate token by token. Tokens that the draft lacks wait in `_lacking` until the next
+        # shared token ends their run, or the sequence ends; until then their encoding may still
+        # change.
         for token in fresh:
             same = self.vocabulary.draft_ids_of.get(token)
             if same is None:
@@ -159,6 +169,7 @@ class DraftText:
         return unchanged
 
     def _encode_lacking(self, vocabulary: SharedVocabulary) -> None:
+        """Replace the end of `ids` that may still change by a new encoding of `_lacking`."""
         self.ids[self._num_final :] = (
             vocabulary.encode_for_draft(self._lacking) if self._lacking else []
         )
@@ -167,11 +178,13 @@ class DraftText:
         """Return the ids that must be fed to the draft, and note them as cached.
 
         These are all ids after the part that the cache already holds, and at least the last one.
-        Cached tokens that were rejected do not count as held.
+        Cached draft tokens that the target rejected differ from the sequence, so they are replaced.
 
         Args:
             unchanged: how many of the first ids are unchanged, as `read` returned it.
         """
+        # Find the longest common prefix of the cached tokens and the sequence. At least the last
+        # token is fed again, because its logits begin the draft.
         most = min(len(self.cached), len(self.ids) - 1)
         agrees = max(0, min(unchanged, most))
         while agrees < most and self.cached[agrees] == self.ids[agrees]:
@@ -184,8 +197,8 @@ class DraftText:
 class DraftModelProposer(TokenProposer[PreTrainedModel]):
     """Drafts chains or trees with a language model.
 
-    It drafts the model's best tokens if the target is greedy. Otherwise it draws from the model's
-    distribution.
+    If the target is greedy, the draft tokens are the model's best tokens. Otherwise they are drawn
+    from the model's distribution.
 
     Args:
         draft: the model.
@@ -206,6 +219,7 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
         target_max_length: int = sys.maxsize,
         key: str = "eval.draft",
     ) -> None:
+        # Tell the base class which of the target's tokens the distributions span.
         of_target = (
             ()
             if vocabulary is None
@@ -214,12 +228,18 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
         super().__init__(draft, *of_target)
         self.key = key
         self.head = examine_model(draft, "the draft", key=key).head
+        # A plain Llama runs in the faster layers.
         self.layers = LlamaLayers(draft) if is_plain_llama(draft) else TransformersLayers(draft)
         self.shared_vocabulary = vocabulary
         self.mask_token_id = mask_token_id
+
+        # Read how long a sequence the draft can take. Without a limit in its config, only the
+        # target's limit counts.
         context_length = getattr(draft.config.get_text_config(), "max_position_embeddings", None)
         self.max_positions: int = sys.maxsize if context_length is None else context_length
         self.target_max_length = target_max_length
+
+        # Reports state the settings with which the tokens are translated.
         if vocabulary:
             self.settings["heterogeneous_vocab"] = True
             if vocabulary.replacements:
@@ -258,6 +278,8 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
 
         Rows that have no more room in the draft's context are padded until the others are done.
         """
+        # Feed the target's new tokens. A model with a mask then has the logits of all steps
+        # already.
         feeds, steps = self._feed(state, k)
         counts = [len(feed) for feed in feeds]
         next_ids = pad_rows(feeds, self.draft.device)
@@ -274,9 +296,12 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
                 next_ids = fed[-1].unsqueeze(1)
             return self._logits(gather_last(self.layers(next_ids, counts), counts))
 
+        # Draft the chains. `next_logits` runs one pass for each step unless the masks gave its
+        # logits.
         proposals = self.chains(k, sampling, generators, next_logits, steps)
         # The cache also holds the draft tokens that were fed: all but the last of each chain.
         if fed:
+            # A row stops after its own number of steps, so it has fewer cached tokens than others.
             for row, ids, most in zip(self.rows, torch.stack(fed, 1).tolist(), steps, strict=True):
                 row.cached += ids[: max(0, most - 1)]
         return proposals
@@ -339,8 +364,8 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
         """Read the target's new tokens, and cut rejected tokens off the cache.
 
         Returns:
-            The tokens that each row is fed first, and how many tokens can be drafted for it. They
-            are none and 0 for a row whose text has no tokens of the draft.
+            The tokens that each row is fed first, and how many tokens can be drafted for each row.
+            A row whose text has no tokens of the draft gets no tokens and 0.
 
         Raises:
             UserError: if a sequence is longer than the draft's context.
@@ -372,6 +397,8 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
         """
         if self.mask_token_id is None or not any(steps):
             return None
+
+        # Put K - 1 masks after each row's tokens, and run them in one pass.
         rows = [
             feed + [self.mask_token_id] * (count - 1)
             for feed, count in zip(feeds, steps, strict=True)
@@ -400,6 +427,7 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
         return index if self.shared_vocabulary is None else self._draft_ids_W[index]
 
     def _refuse(self, length: int) -> NoReturn:
+        """Raise UserError for a sequence that is longer than the draft's context."""
         raise UserError(
             self.key,
             got=f"a draft whose context is {self.max_positions} tokens for a sequence of {length}",

@@ -27,6 +27,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specdistill.common.errors import UserError, name_sibling_key
 
+# Three differences show what kind they are, and the message still fits a terminal.
 NUM_NAMED = 3  # differences that an error names
 
 
@@ -55,7 +56,7 @@ class SharedVocabulary:
 
     @cached_property
     def draft_ids_of(self) -> dict[int, list[int]]:
-        """The draft's tokens for each target token, except for tokens that the draft lacks."""
+        """A map from each target token to the draft's tokens for it, without tokens it lacks."""
         pairs = zip(self.target_ids_W.tolist(), self.draft_ids_W.tolist(), strict=True)
         return {token: [same] for token, same in pairs} | dict(self.read_as)
 
@@ -66,6 +67,7 @@ class SharedVocabulary:
             target_ids: target tokens that follow one another. They are decoded together, because
                 one alone may hold half a character.
         """
+        # Ids beyond the tokenizer are padding rows of the embedding, which have no text.
         known_ids = [token for token in target_ids if token < len(self.target_tokenizer)]
         token_ids: list[int] = self.draft_tokenizer(
             self.target_tokenizer.decode(known_ids, skip_special_tokens=False),
@@ -174,6 +176,8 @@ def match_vocabularies(
             ),
             expected="tokens in both vocabularies",
         )
+
+    # Sort by the target's ids, so that the order does not depend on a tokenizer's dictionary.
     target_ids_W, draft_ids_W = torch.tensor(sorted(pairs.items())).unbind(1)
     return SharedVocabulary(
         target_ids_W,
@@ -203,6 +207,7 @@ def check_rows(
     Raises:
         UserError: for tokens without a row.
     """
+    # A token whose id is not below the number of rows would be an index error in the embedding.
     beyond = {
         token: token_id for token, token_id in tokenizer.get_vocab().items() if token_id >= num_rows
     }
@@ -226,6 +231,7 @@ def check_rows(
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Return the tokens of a text; a text that spells a token is that token."""
+    # Look the text up first, because tokenizers may split the text of a special token into pieces.
     token_id = tokenizer.get_vocab().get(text)
     if token_id is not None:
         return [token_id]
@@ -260,10 +266,13 @@ def describe_difference(
 
 
 def _list_token_names(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """Return each id's token, and each role's special token with its id.
+    """Describe a vocabulary: the token of each id, and the special token of each role.
 
-    A special token without a role stands under its own name.
+    Returns:
+        For example `{"id 7": "'the'", "eos_token": "'</s>' (id 2)"}`. A special token without a
+        role has its own text as key.
     """
+    # Names and ids are in one dictionary, so that two tokenizers are compared by comparing keys.
     by_id = {
         f"id {token_id}": repr(token)
         for token, token_id in sorted(tokenizer.get_vocab().items(), key=itemgetter(1))

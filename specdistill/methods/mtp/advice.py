@@ -44,6 +44,7 @@ class MtpAdvice(ChainAdvice[MtpDraft]):
         settings: DraftSettings,
     ) -> sizes.PlannedDraft:
         """Describe the layers that come with the target, or a fresh one of their kind."""
+        # Build the layer for a tiny target, to check that the target's class can have one.
         target.build_on_tiny_target(MtpDraft)
         text = target.text
         key, num_layers = target.native_mtp or (None, 1)
@@ -105,10 +106,13 @@ class MtpAdvice(ChainAdvice[MtpDraft]):
 
         Only the file's own keys count, not the config that transformers makes of it.
         """
+        # Names are known if the target's files are here. Without names, config.json is believed.
         if names:
             num_layers = getattr(text, "num_hidden_layers", 0)
             if find_naming(text.model_type).find_prefix(names, num_layers) is None:
                 return None
+
+        # A multimodal model states the keys in its text config.
         for part in (raw, raw.get("text_config") or {}):
             for key in NATIVE_KEYS:
                 if part.get(key):

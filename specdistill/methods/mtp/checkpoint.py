@@ -44,10 +44,15 @@ from specdistill.serving.engines.engine import Layout
 from specdistill.targets.files import INDEX, SINGLE, Shards, TargetFiles, require_target
 from specdistill.targets.frozen import FrozenTarget
 
+# No class of transformers or of an engine has this name, so nothing else loads the folder by
+# mistake.
 ARCHITECTURE = "SpecdistillMtp"
 # Keys of the text config that must be the same for a draft's target and the target it is used with.
 IDENTITY = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
+# The file for the layer in a checkpoint of several files; vLLM and SGLang find it through the
+# index.
 NEW_SHARD = "model-mtp.safetensors"
+# How errors call the tensors that a file should hold.
 DESCRIPTION = "one multi-token-prediction layer"
 
 
@@ -83,10 +88,13 @@ def _build_fresh(target: FrozenTarget, seed: int) -> MtpDraft:
     A copy of one of the target's layers starts at a lower loss, but learns more slowly: it was made
     for a residual stream that all layers before it add to.
     """
+    # Let fc = [0 I]: it ignores the embedding of the next token and passes the normed hidden state
+    # on.
     draft = MtpDraft(target)
     size = target.hidden_size
     draft.fc.weight.copy_(torch.cat((torch.zeros(size, size), torch.eye(size)), dim=1))
     draft.norm.load_state_dict(target.norm.state_dict())
+    # The decoder layer is drawn in a fork of the random state, so that the caller's stays as it is.
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         draft.layers.apply(target.model._init_weights)
@@ -100,6 +108,7 @@ def _load_from_target(target: FrozenTarget) -> MtpDraft:
         UserError: if there is no such layer, or if it does not share embedding and head with the
             target.
     """
+    # Without weights to load, both checks below raise this error.
     got = f"null, and {target.name} has no multi-token-prediction weights"
     nothing = UserError(
         "draft.init", got=got, expected="scratch, or the folder or Hub id of a trained draft"
@@ -129,6 +138,9 @@ def _load_from_target(target: FrozenTarget) -> MtpDraft:
                 got=f"{target.name}, whose multi-token-prediction layer has its own {name}",
                 expected="a layer that shares embedding and head with the target",
             )
+
+    # Compute in float32. Which dtype the checkpoint had is looked up again when the draft is
+    # exported.
     exact = {name: tensor.float() for name, tensor in tensors.items()}
     return _fill_draft(target, exact, naming, prefix, target.name, "target.model")
 
@@ -150,6 +162,8 @@ def find_native_layer(
     Raises:
         UserError: for names of no known kind.
     """
+    # The checkpoint may be named differently from what engines expect. A stray `mtp` in a name
+    # shows it.
     naming = find_naming(model_type)
     prefix = naming.find_prefix(names, num_layers)
     if prefix is None and (strange := next((name for name in names if "mtp" in name), None)):
@@ -184,6 +198,7 @@ def check_native(shapes: Mapping[str, torch.Size], target: TargetFiles) -> int:
         shapes.keys(), str(text.get("model_type")), target.num_layers, target.name
     )
     if prefix is None:
+        # config.json may promise layers that its maker did not upload. The error then says so.
         stated_layers = next(
             (
                 f", though its config.json says {key} {text[key]}"
@@ -206,10 +221,14 @@ def check_native(shapes: Mapping[str, torch.Size], target: TargetFiles) -> int:
         f".{name}".partition(last)[2]: shape for name, shape in shapes.items() if last in f".{name}"
     }
     expected = _build_surroundings(naming, prefix, target.hidden_size)
+    # Engines build the decoder layer from the class of the target's last layer, so its shapes
+    # count.
     expected |= {
         prefix + naming.layer + end: torch.empty(shape, device="meta")
         for end, shape in decoder.items()
     }
+
+    # Compare the names and the shapes. Tensors on the meta device have both, and no content.
     native_tensors = {
         name: torch.empty(shapes[name], device="meta") for name in expected if name in shapes
     }
@@ -241,6 +260,8 @@ def check_mtp(
     """
     if target is None:
         return
+
+    # The draft must be for such a target, and hold the tensors of one layer only.
     check_layer_fit(read_config(folder, key), target.text_config, name, key, target.name)
     naming = find_naming(target.text_config["model_type"])
     prefix = naming.prefix(target.num_layers)
@@ -251,6 +272,8 @@ def check_mtp(
             got=f"{name} with {strange}",
             expected=f"the tensors of one layer, {prefix}… ({naming.name})",
         )
+
+    # Compare the shapes of the tensors around the decoder layer.
     expected = _build_surroundings(naming, prefix, target.hidden_size)
     check_tensors(
         expected,
@@ -301,6 +324,7 @@ def _fill_draft(
     Raises:
         UserError: as `check_tensors`.
     """
+    # Check the file against a fresh draft, in the file's own form of experts, then load it.
     draft = MtpDraft(target)
     check_tensors(
         naming.to_file(draft.state_dict(), prefix, fused=has_fused_experts(tensors)),
@@ -309,12 +333,15 @@ def _fill_draft(
         key,
         what=DESCRIPTION,
     )
+    # `assign=True` takes the file's tensors themselves, so that their dtypes are kept.
     draft.load_state_dict(naming.from_file(tensors, prefix), assign=True)
     return draft.to(target.device)
 
 
 def save_mtp(draft: MtpDraft, folder: Path) -> None:
     """Write a draft into a folder; `load_mtp` reads it back bit for bit."""
+    # Describe the draft in config.json by its target's text config, which `check_layer_fit`
+    # compares.
     text = draft.config.text_config
     naming = find_naming(text["model_type"])
     config = {
@@ -368,12 +395,15 @@ def check_layer_fit(
     Raises:
         UserError: if it is not.
     """
+    # The file must be of this format.
     if config.get("architectures") != [ARCHITECTURE]:
         raise UserError(
             key,
             got=f"{folder} with architectures {config.get('architectures')}",
             expected=f"a multi-token-prediction draft ({ARCHITECTURE})",
         )
+
+    # Its target must be like this one in the keys that determine the shapes of the layer.
     text_keys = config.get("text_config") or {}
     for name in IDENTITY:
         if text_keys.get(name) != text_config.get(name):
@@ -411,6 +441,7 @@ def check_mtp_target(engine: str, target: TargetFiles) -> None:
         UserError: for a type of target in which no engine looks for it, and for a quantized
             checkpoint, which cannot take it.
     """
+    # Engines look for the layer in some classes of targets only.
     kind = target.text_config.get("model_type")
     if kind not in tensor_names.SERVED_TYPES:
         raise UserError(
@@ -421,6 +452,8 @@ def check_mtp_target(engine: str, target: TargetFiles) -> None:
                 f" {', '.join(sorted(tensor_names.SERVED_TYPES))}"
             ),
         )
+
+    # A quantized checkpoint declares how its weights are packed, and the layer is not packed so.
     if target.config.get("quantization_config") or target.text_config.get("quantization_config"):
         raise UserError(
             "target.model",
@@ -442,6 +475,7 @@ def merge_mtp_weights(draft: Path, target: Path, output: Path) -> None:
             are not those that the checkpoint already has, or if the checkpoint disagrees with its
             index.
     """
+    # Check the checkpoint and the draft before anything is written.
     checkpoint = Shards.open(target, "target.model")
     checkpoint.check()
     config = read_config(checkpoint.folder, checkpoint.key)
@@ -449,6 +483,8 @@ def merge_mtp_weights(draft: Path, target: Path, output: Path) -> None:
     merged = _list_tensors(draft, draft_config, checkpoint, config)
     text = config.get("text_config") or config
     depth = find_depth_key(draft_config["text_config"]["model_type"])
+
+    # Write the tensors, and say in config.json how many such layers there are. Only one is trained.
     _write(checkpoint, merged, output)
     if text.get(depth) != 1:
         text[depth] = 1
@@ -472,6 +508,8 @@ def _list_tensors(
         "draft",
         str(target),
     )
+
+    # Find the names that the layer has in the draft's files and in the checkpoint.
     naming = find_naming(draft_config["text_config"]["model_type"])
     num_layers = draft_config["text_config"]["num_hidden_layers"]
     shards = Shards.open(draft, "draft")
@@ -479,6 +517,7 @@ def _list_tensors(
     stored = checkpoint.build_without_content()
     prefix = naming.find_prefix(checkpoint.file_of, num_layers) or draft_prefix
     present = {name for name in checkpoint.file_of if naming.has_tensor(name, prefix)}
+    # Load the draft's tensors under the checkpoint's names, with experts in the checkpoint's form.
     tensors = {
         prefix + name.removeprefix(draft_prefix): tensor
         for name, tensor in shards.load(shards.file_of).items()
@@ -524,11 +563,14 @@ def _list_tensors(
 
 def _copy_repeated_tensors(checkpoint: Shards, naming: Naming, prefix: str) -> dict[str, Tensor]:
     """Return copies of the target's own tensors that the naming repeats, by their new names."""
+    # Find each tensor of the target that the naming repeats, under the first of its possible names.
     sources = {}
     for copy, ends in naming.copies.items():
         sources[prefix + copy] = next(
             name for end in ends for name in checkpoint.file_of if f".{name}".endswith(f".{end}")
         )
+
+    # Clone them, because safetensors refuses to save two names for the same memory.
     tensors = checkpoint.load(sources.values())
     return {copy: tensors[source].clone() for copy, source in sources.items()}
 
@@ -566,6 +608,7 @@ def _write(checkpoint: Shards, merged: dict[str, Tensor], folder: Path) -> None:
 
     # Write the files whose tensors change.
     for file in sorted(rewritten):
+        # Keep the file's own tensors, except for the replaced ones.
         kept_files = [
             name
             for name, place in checkpoint.file_of.items()
@@ -574,6 +617,7 @@ def _write(checkpoint: Shards, merged: dict[str, Tensor], folder: Path) -> None:
         added = {
             name: tensor.contiguous() for name, tensor in merged.items() if file_of[name] == file
         }
+        # transformers 4 refuses a file whose metadata does not name a format.
         save_file(checkpoint.load(kept_files) | added, folder / file, metadata={"format": "pt"})
 
     # Renew the index, with the new total size.
@@ -583,5 +627,6 @@ def _write(checkpoint: Shards, merged: dict[str, Tensor], folder: Path) -> None:
         index.setdefault("metadata", {})["total_size"] = Shards(
             folder, file_of, "output_dir"
         ).num_bytes
+        # Some makers record the number of parameters, which has changed.
         index["metadata"].pop("total_parameters", None)
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

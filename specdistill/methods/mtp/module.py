@@ -39,6 +39,7 @@ from specdistill.methods.sizes import RawConfig
 from specdistill.targets.anatomy import CLASS_ERRORS, LogitsHead
 from specdistill.targets.frozen import Features, FrozenTarget
 
+# What errors expect of a target whose attention cannot be taken over by a `KVCache`.
 EXPECTED = (
     "a target whose attention takes plain queries, keys and values (transformers'"
     " AttentionInterface)"
@@ -83,8 +84,12 @@ class MtpDraft(Head):
 
     def __init__(self, target: FrozenTarget) -> None:
         super().__init__()
+
+        # Copy the target's config, and name our function for attention in the copy. Layers built
+        # from it call `attend_kv_cache`.
         source = copy.deepcopy(target.config)
         source._attn_implementation = "specdistill_kv_cache"
+        # Configs without `layer_types` describe layers that are all of one kind.
         kinds = getattr(source, "layer_types", None) or ["full_attention"] * target.num_layers
         if "full_attention" not in kinds:
             raise UserError(
@@ -95,6 +100,8 @@ class MtpDraft(Head):
         # The draft's layer is of the kind of this one.
         index = max(index for index, kind in enumerate(kinds) if kind == "full_attention")
         layer_class = type(target.layers[index])
+
+        # Check that the target has the parts that the draft takes over.
         rotary = getattr(target.backbone, "rotary_emb", None)
         if rotary is None or target.norm is None or getattr(source, "rms_norm_eps", None) is None:
             raise UserError(
@@ -102,6 +109,8 @@ class MtpDraft(Head):
                 got=layer_class.__name__,
                 expected="layers with RMS norms and a rotary embedding",
             )
+
+        # Build the draft's own modules: fc [H, 2H], three norms [H], and one decoder layer.
         size = target.hidden_size
         norm_class = type(target.norm)
         self.config = MtpConfig(
@@ -121,8 +130,11 @@ class MtpDraft(Head):
         vars(self).update(embed_tokens=target.model.get_input_embeddings())
         self._logits = target.logits
         self._rotary: Callable[..., tuple[Tensor, Tensor]] = copy.deepcopy(rotary).forward
+
+        # Gemma 3's rotary embedding serves several kinds of layers and wants to know which.
         by_kind = "layer_type" in inspect.signature(rotary.forward).parameters
         self._rotary_options = {"layer_type": "full_attention"} if by_kind else {}
+        # Names of parameters that must stay in float32 (see `_apply`).
         self._float32 = tuple(target.model._keep_in_fp32_modules_strict or ())
         self.to(target.device)
         self._check_route()
@@ -158,6 +170,7 @@ class MtpDraft(Head):
             The normed state [B, T, H] twice: `logits` reads it, and it is the hidden state of the
             next step.
         """
+        # Embed the next token, norm both inputs, and project [B, T, 2H] to [B, T, H].
         embedding = self.embed_tokens(next_ids_BT).to(self.fc.weight.dtype)
         concatenated = torch.cat((self.token_norm(embedding), self.hidden_norm(hidden_BTH)), dim=-1)
         normed: Tensor = self.norm(self._run_layer(self.fc(concatenated), rotary, kv_cache))
@@ -166,6 +179,7 @@ class MtpDraft(Head):
     def _run_layer(
         self, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], kv_cache: KVCache
     ) -> Tensor:
+        # Some classes return a tuple with the attention weights, others the hidden state alone.
         output = self.layers[0](
             hidden_BTH, attention_mask=None, position_embeddings=rotary, kv_cache=kv_cache
         )
@@ -179,12 +193,14 @@ class MtpDraft(Head):
         Raises:
             UserError: if it does not.
         """
+        # Answer the query with the values, so that any sequence of operations after it works.
         requested_layers: list[int] = []
 
         def attend(layer: int, query_BNTd: Tensor, key_BGTd: Tensor, value_BGTd: Tensor) -> Tensor:
             requested_layers.append(layer)
             return value_BGTd.repeat_interleave(query_BNTd.shape[1] // value_BGTd.shape[1], dim=1)
 
+        # Run the layer over one position of zeros, with a stand-in for the KVCache.
         layer_class = type(self.layers[0])
         hidden = self.fc.weight.new_zeros(1, 1, self.fc.out_features)
         with convert_errors(CLASS_ERRORS, "target.model", layer_class.__name__, EXPECTED):
@@ -202,6 +218,8 @@ class MtpDraft(Head):
 
         DeepSeek's routing bias, for example, stays in float32 when the draft changes dtype.
         """
+        # Keep what must not be rounded, apply the function to everything, and put the kept data
+        # back.
         state = self.state_dict(keep_vars=True)
         exact = {}
         for name in state:
@@ -233,6 +251,9 @@ def attend_kv_cache(
         UserError: for attention that is more than softmax(scaling q k) v over what the KVCache
             shows: windows, sinks, caps, biases.
     """
+    # List everything that asks for more than plain causal attention. `attention_mask` is None,
+    # because `MtpDraft` passes none. A layer that does not pass on its keyword arguments loses the
+    # KVCache.
     more = [
         name
         for name, value in options.items()
@@ -247,6 +268,8 @@ def attend_kv_cache(
             got=f"{type(module).__name__} with {', '.join(sorted(more))}",
             expected=EXPECTED,
         )
+
+    # Compute the attention in the KVCache. Index 0: the draft has one layer.
     assert kv_cache is not None
     size = query_BNTd.shape[-1]
     if scaling is not None and scaling != size**-0.5:

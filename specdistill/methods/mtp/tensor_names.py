@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+# The weight of one part of one expert in a checkpoint that holds experts one by one.
 EXPERT = re.compile(
     r"(?P<experts>.*\.experts)\.(?P<index>\d+)\.(?P<part>gate|up|down)_proj\.weight"
 )
@@ -57,6 +58,8 @@ class Naming:
         """Return whether a tensor belongs to the layer of this prefix or to a further such layer.
 
         Further layers have higher numbers in their prefixes.
+        # `model.` may be followed by a name in between, so it is left off before names are
+        # compared.
         """
         numbered = re.fullmatch(r"(.*\.)(\d+)\.", prefix)
         if numbered is None:
@@ -71,6 +74,7 @@ class Naming:
 
         Args:
             tensors: the draft's tensors, by the names that they have here.
+            # A prefix without a number, such as `mtp.`, covers all layers.
             prefix: how the names in the file begin.
             fused: keep the experts of a layer in one tensor.
         """
@@ -97,11 +101,14 @@ class Naming:
 
 # The draft's names, each with what follows the prefix in qwen3_next and in deepseek_v3.
 NAMES = {
+    # Invert the table of names. Names that it does not hold are those of the decoder layer.
     "fc.weight": ("fc.weight", "eh_proj.weight"),
     "token_norm.weight": ("pre_fc_norm_embedding.weight", "enorm.weight"),
     "hidden_norm.weight": ("pre_fc_norm_hidden.weight", "hnorm.weight"),
     "norm.weight": ("norm.weight", "shared_head.norm.weight"),
 }
+# DeepSeek's layer repeats the target's embedding and head. If both are tied, a checkpoint may hold
+# the embedding alone, so the head may be copied from it.
 COPIES = {
     "embed_tokens.weight": ("embed_tokens.weight",),
     "shared_head.head.weight": ("lm_head.weight", "embed_tokens.weight"),
@@ -120,6 +127,7 @@ DEEPSEEK_V3 = Naming(
     {name: file_name for name, (_, file_name) in NAMES.items()},
     COPIES,
 )
+# Types whose checkpoints number the layer on after the target's own layers, as DeepSeek-V3 does.
 DEEPSEEK_TYPES = {"deepseek_v3", "glm4_moe", "glm4_moe_lite"}
 # Types of text models in whose checkpoints vLLM and SGLang look for such layers (vLLM:
 # config/speculative.py; SGLang: configs/model_config.py).
@@ -163,11 +171,15 @@ def split_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
     result: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
+        # gate_up_proj holds the gate and the up projection one after the other along its middle
+        # axis.
         experts, _, last = name.rpartition(".")
         halves = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(last)
         if halves is None or f"{experts}.gate_up_proj" not in tensors:
             result[name] = tensor
             continue
+
+        # Split along that axis, [E, 2I, H] into two of [E, I, H], and along the experts.
         for part, all_of_them in zip(halves, tensor.chunk(len(halves), dim=1), strict=True):
             result |= {
                 f"{experts}.{e}.{part}.weight": expert_weight
@@ -183,6 +195,8 @@ def merge_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
     result: dict[str, Tensor] = {}
     parts: dict[str, dict[str, dict[int, Tensor]]] = {}
+
+    # Sort the matrices by layer, part and expert. All other tensors keep their names.
     for name, tensor in tensors.items():
         match = EXPERT.fullmatch(name)
         if match:
@@ -191,6 +205,8 @@ def merge_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             ] = tensor
         else:
             result[name] = tensor
+
+    # Stack the E experts of each part, and put gate before up, as transformers holds them.
     for experts, of in parts.items():
         stacked = {}
         for part in ("gate", "up", "down"):
