@@ -141,9 +141,10 @@ def find_free_token(
 ) -> int:
     """Return the token that occurs least often in the data and has no other role.
 
-    It neither begins, ends nor pads a text, and is not the unknown token. Of tokens that occur
-    equally often, the first of these kinds is chosen: the tokenizer's mask, a row of the embedding
-    beyond the tokenizer, special tokens, all others. Of several tokens of a kind it is the last.
+    Tokens that begin, end or pad a text are left out, and so is the unknown token. Of tokens that
+    occur equally often, the first of these kinds is chosen: the tokenizer's mask, a row of the
+    embedding beyond the tokenizer, a special token, any other token. Of several tokens of the same
+    kind, the one with the highest id is chosen.
 
     Args:
         tokenizer: the target's tokenizer.
@@ -152,6 +153,7 @@ def find_free_token(
         counts: how often each token occurs in the training data. None: this is not known yet, and
             the tokens that the chat template names are taken to occur.
     """
+    # These tokens already mean something to the target, so they cannot mean "not drafted yet".
     roles = {
         tokenizer.bos_token_id,
         tokenizer.eos_token_id,
@@ -162,6 +164,9 @@ def find_free_token(
     added = tokenizer.added_tokens_decoder
     special = {id for id, token in added.items() if token.special}
     preferred = tokenizer.mask_token_id
+
+    # Before the training data are known, a token of the chat template counts as used once, and any
+    # other token as unused.
     if counts is None:
         in_template = {
             id for id, token in added.items() if token.content in str(tokenizer.chat_template)

@@ -103,15 +103,16 @@ class Recipe(Section):
         return {name: method.recipe() for name, method in METHODS.items()}
 
     def list_proposer_options(self) -> dict[str, Any]:
-        """Return the method's own options of decoding.
+        """Return the values of the keys of `eval:` that only this method has.
 
-        These are the keys of `eval:` that the method has in addition to the common ones.
+        `Method.load_proposer` takes them as options.
         """
         return {name: getattr(self.eval, name) for name in list_own_eval_keys(type(self))}
 
     @model_validator(mode="after")
     def _fits_together(self) -> "Recipe":
-        """Check that the run has a folder, and that a quantized target runs in this program."""
+        """Check that the run has a folder, and that this program runs a quantized target itself."""
+        # The run's folder has no default, because two runs must not share one.
         folder = self.train.get("output_dir")
         if not isinstance(folder, str):
             raise UserError(
@@ -119,6 +120,8 @@ class Recipe(Section):
                 got="nothing" if folder is None else repr(folder),
                 expected="the folder of the run",
             )
+
+        # Only this program rounds the weights of the target. Other programs have their own options.
         if self.target.quantization and self.eval.engine != "specdistill":
             raise UserError(
                 "target.quantization",
@@ -184,11 +187,12 @@ class TrainedRecipe(Recipe):
 
     @property
     def is_fresh(self) -> bool:
-        """Whether nobody has trained the draft before.
+        """Whether the draft starts untrained, so that it needs training in full.
 
-        A draft model that is made of the target's layers is fresh, too, because the layers behave
-        differently in it.
+        A draft model that is made of the target's layers is fresh, too: without the layers between
+        them, they have to learn anew.
         """
+        # Layers of the target count as fresh, a draft model of `draft.init=PATH` does not.
         init = getattr(self.draft, "init", None)
         return init in self.FRESH or (METHODS[self.method].standalone and init in (None, "layers"))
 
@@ -196,14 +200,15 @@ class TrainedRecipe(Recipe):
     def evaluates_first(self) -> bool:
         """Whether the draft is also evaluated before its first step.
 
-        It is if it starts from existing weights and is evaluated later.
+        This is so if training evaluates at all, and if the draft starts from existing weights.
         """
+        # YAML reads an unquoted `no` as false, so both forms of eval_strategy are checked.
         is_evaluated = self.train.get("eval_strategy", "no") not in ("no", False)
         return is_evaluated and getattr(self.draft, "init", None) not in self.FRESH
 
     @property
     def measured_on(self) -> list[str]:
-        """The suites that the draft is measured on, as far as the recipe says."""
+        """The suites that the recipe names: those of `eval:` and `selection:`."""
         return [
             suite for suite in (self.eval.suite, self.selection and self.selection.suite) if suite
         ]
@@ -280,9 +285,9 @@ class TrainedRecipe(Recipe):
 
     @property
     def states_folder(self) -> Path | None:
-        """The path where hidden states wait that servers return with their answers.
+        """The folder for hidden states that servers write while they generate the rows.
 
-        None if no store keeps them.
+        They wait there for the store of hidden states. None if the recipe has no such store.
         """
         return getattr(getattr(self, "hidden_states", None), "waiting", None)
 
@@ -292,9 +297,9 @@ class TrainedRecipe(Recipe):
         return 1
 
     def metrics(self) -> list[str]:
-        """Return the metrics that training measures: names for `train.metric_for_best_model`.
+        """Return the names of the metrics that `train.metric_for_best_model` may have.
 
-        They are measured on held-out rows and by decoding.
+        All of them are measured on held-out rows, except for the last one, which needs decoding.
         """
         measured = []
         for name in ("loss", "accuracy", "acceptance"):
@@ -355,6 +360,7 @@ class FeatureRecipe(TrainedRecipe):
 
 def select_eval_schema(schema: type[Recipe]) -> type[EvalConfig]:
     """Return the schema of the section `eval:` in recipes of a schema."""
+    # `eval` is annotated with the method's own section.
     section = schema.model_fields["eval"].annotation
     assert isinstance(section, type) and issubclass(section, EvalConfig)
     return section
@@ -370,7 +376,7 @@ def list_own_eval_keys(schema: type[Recipe]) -> dict[str, FieldInfo]:
 
 
 def list_method_eval_keys(*, condition: Condition | None = None) -> dict[str, Any]:
-    """Return the keys of `eval:` that only some methods read.
+    """Return the keys of `eval:` that only some methods read, with their types.
 
     Args:
         condition: replaces the keys' own condition, for a command that has no `eval.engine`.
@@ -387,7 +393,7 @@ def list_method_eval_keys(*, condition: Condition | None = None) -> dict[str, An
 
 
 def list_method_options(options: Section, methods: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the options of a command that the proposer of each method reads.
+    """Split the options of a command by method: each method gets the options that it reads.
 
     Args:
         options: the options of the command.
@@ -399,11 +405,15 @@ def list_method_options(options: Section, methods: Sequence[str]) -> list[dict[s
     Raises:
         UserError: for an option that is set and that none of the methods reads.
     """
+    # Give each method the options that it reads.
     by_method = []
     for method in methods:
         by_method.append(
             {name: getattr(options, name) for name in list_own_eval_keys(METHODS[method].recipe())}
         )
+
+    # An option that is set must be read by one of the methods. The error names the methods that
+    # read it.
     for name in list_method_eval_keys():
         value = getattr(options, name)
         default = find_default(type(options).model_fields[name])
@@ -440,6 +450,8 @@ def check_trainable(recipe: Recipe) -> TrainedRecipe:
     from specdistill.decoding.tree import build_tree_shape
     from specdistill.training.losses.divergence import build_divergence
 
+    # Build the tree and the divergence once, so that a wrong value is reported before anything is
+    # loaded.
     if recipe.eval.tree:
         build_tree_shape(recipe.eval.tree)
     divergence = getattr(getattr(recipe, "loss", None), "divergence", None)

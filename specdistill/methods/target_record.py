@@ -26,6 +26,7 @@ from specdistill.methods.layers import DraftT
 from specdistill.targets.files import TargetFiles, TargetIdentity
 from specdistill.targets.frozen import FrozenTarget
 
+# The key in config.json. It has this project's name, so that no other program uses it.
 SECTION = "specdistill"
 # The name differs from that of a tokenizer's template, which the folder of a draft model also has.
 TEMPLATE = "target_chat_template.jinja"
@@ -71,6 +72,7 @@ def use_recorded_template(
     Raises:
         UserError: if the drafts have different chat templates.
     """
+    # Collect the different templates. Drafts without a template file use the target's own.
     settings = {
         (draft / TEMPLATE).read_text(encoding="utf-8")
         for draft in drafts
@@ -95,10 +97,13 @@ def read_target_record(draft: Path, key: str) -> TargetIdentity | None:
     section = read_config(draft, key).get(SECTION)
     if section is None:
         return None
+
+    # Errors quote the beginning of the record, because it may be long if it is broken.
     what = f'{draft / "config.json"} with "{SECTION}" {json.dumps(section)[:120]}'
     with convert_errors(
         (TypeError, KeyError, ValueError), key, what, "the record of the draft's target, or none"
     ):
+        # `TargetIdentity` refuses unknown and missing keys; pydantic then checks the types.
         return TypeAdapter(TargetIdentity).validate_python(
             vars(TargetIdentity(**section["target"]))
         )
@@ -118,10 +123,12 @@ def check_target(
         draft: the folder of the draft.
         target: the target's files.
         key: the recipe key that the error names.
-        heterogeneous_vocab: whether a draft of another family is asked for. Then a draft for a
-            target with another tokenizer is allowed.
+        heterogeneous_vocab: whether the user asked for a draft with another tokenizer. Then a draft
+            for a target with another tokenizer is allowed.
         **options: other options of decoding, which are not read.
     """
+    # A draft without a record may be tried with any target. So may one of another tokenizer's
+    # family, if the user asked for such a draft.
     made_for = read_target_record(draft, key)
     if made_for is None or (
         heterogeneous_vocab and made_for.tokenizer != target.identity.tokenizer
@@ -140,8 +147,9 @@ def check_target(
 def _write(folder: Path, identity: TargetIdentity | None) -> None:
     """Replace the record in a folder's config.json; None removes it.
 
-    A draft may have been initialized from one that was made for another target.
+    An old record may be there: of another target, whose draft this one was initialized from.
     """
+    # Remove the old record, and write the new one without places of this machine.
     path = folder / "config.json"
     config: dict[str, object] = {
         name: value for name, value in read_config(folder, "draft").items() if name != SECTION

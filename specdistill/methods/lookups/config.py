@@ -14,6 +14,7 @@ class UntrainedRecipe(Recipe):
     @model_validator(mode="after")
     def _check_lookup_keys(self) -> "UntrainedRecipe":
         """Raise UserError for a key that a lookup does not read."""
+        # A lookup reads of `train:` only the folder of the run.
         unread_key = next((name for name in self.train if name != "output_dir"), None)
         if unread_key:
             raise make_unused_key_error(
@@ -25,6 +26,8 @@ class UntrainedRecipe(Recipe):
             raise make_unused_key_error(
                 "eval.draft", self.eval.draft, f"method {self.method} has no draft"
             )
+
+        # Each position of a lookup has one continuation, so it cannot draft trees.
         tree = self.eval.tree or self.eval.sweep.tree
         if tree:
             key = "eval.tree" if self.eval.tree else "eval.sweep.tree"
@@ -41,7 +44,7 @@ class UntrainedRecipe(Recipe):
 
 
 def check_of_engine(config: EvalConfig, section: str, **own_keys: tuple[object, ...]) -> None:
-    """Raise UserError for a value of `eval.<section>` that the engine does not have.
+    """Raise UserError for a value of `eval.<section>` that the chosen engine does not support.
 
     Args:
         config: the section `eval:`.

@@ -48,8 +48,8 @@ class NgramEvalConfig(EvalConfig):
 
     @model_validator(mode="after")
     def _is_of_the_engine(self) -> "NgramEvalConfig":
-        """Check that an engine that is started here has the values."""
-        # An engine has its own rule.
+        """Check that an engine that this command starts supports the values of `eval.ngram`."""
+        # Each engine has its own rule, and no other.
         if ENGINE_IS_STARTED.holds(self):
             # llama.cpp compares n-grams of one length, so the default rule, with its shortest
             # length, is not allowed.

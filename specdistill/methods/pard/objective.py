@@ -40,7 +40,7 @@ SIZES = 8
 def draw_masks(
     batch: Mapping[str, Tensor], num_predicted: int, retention: float, least: float, seed: int
 ) -> tuple[Tensor, Tensor]:
-    """Draw the masks of a batch, by the conditional drop.
+    """Choose at random which masks follow each token of a batch (PARD's conditional drop).
 
     A mask is possible if the token that it predicts carries loss and is in the same document as the
     token that it follows, and if all tokens between the two carry loss.
@@ -72,6 +72,9 @@ def draw_masks(
     rank_S[starts] = torch.randperm(
         len(starts), generator=torch.Generator().manual_seed(seed)
     ) / max(len(starts), 1)
+
+    # Keep mask i where masks 1 to i are possible and the token's rank is below the share of mask i.
+    # Because shares fall with i, a kept mask has all masks before it.
     kept_masks = []
     for i in range(1, num_predicted):
         possible_S = possible_S & has_loss_S[1 + i : num_tokens + 1 + i]
@@ -80,11 +83,14 @@ def draw_masks(
         torch.stack(kept_masks, 1) if kept_masks else torch.zeros(num_tokens, 0, dtype=torch.bool)
     )
     # List the kept masks of each row, padded to one of few lengths.
+    # `pairs` are [column, i - 1] of each kept mask of a row.
     loss_positions = [row.nonzero() for row in kept_SI.view(num_rows, length, -1)]
     columns_BM = pad_sequence([pairs[:, 0] for pairs in loss_positions], batch_first=True)
     numbers_BM = pad_sequence(
         [pairs[:, 1] + 1 for pairs in loss_positions], batch_first=True, padding_value=num_predicted
     )
+
+    # Pad M to a multiple of ceil(T / SIZES).
     spare = -columns_BM.shape[1] % -(-length // SIZES)
     return F.pad(columns_BM, (0, spare)), F.pad(numbers_BM, (0, spare), value=num_predicted)
 
@@ -142,6 +148,7 @@ class ParallelDistillation(Distillation):
         self.seed = seed
 
     def prepare(self, batch: dict[str, Tensor], number: int | None) -> dict[str, Tensor]:
+        # Held-out rows always use the number -1, so that evaluations can be compared.
         """Return the batch with the masks that are drawn for it."""
         columns_BM, numbers_BM = draw_masks(
             batch, *self.drop, self.seed * 1_000_003 + (-1 if number is None else number)
@@ -184,16 +191,21 @@ class ParallelDistillation(Distillation):
             measure: fill the metrics that cost time, too.
             **unread: other columns of the batch.
         """
+        # Run the model over the T tokens and M masks of each row.
         hidden_BNH = self.hidden_states(input_ids, position_ids, mask_columns, mask_numbers)
         of_tokens_BTH, of_masks_BMH = hidden_BNH.split(
             (input_ids.shape[1], mask_columns.shape[1]), 1
         )
+
+        # Gather the states that predict: those before loss tokens first, then those of all masks.
         rows_RH = torch.cat(
             (gather_before(of_tokens_BTH, loss_positions, 1), of_masks_BMH.flatten(0, 1))
         )
         counts_R, numbers_R, labels_R = self._list_predictions(
             position_ids, loss_positions, mask_columns, mask_numbers
         )
+
+        # Compute the losses of all predictions with one head pass.
         weights_R = counts_R.float()
         total, metrics_MR = self.losses(
             rows_RH, weights_R, input_ids.flatten()[labels_R], soft_targets, measure
@@ -221,6 +233,8 @@ class ParallelDistillation(Distillation):
         Returns:
             The hidden states [B, N, H] that the head reads.
         """
+        # Describe each slot: its column, its mask number (0 for a token), and the position that it
+        # has in its document.
         config = self.draft.config
         backbone = self.anatomy.backbone
         column_BN = torch.cat(
@@ -240,6 +254,9 @@ class ParallelDistillation(Distillation):
             # document up to its column, and the masks of that column up to its own number.
             slots = column_BN, number_BN, position_BN
             column, number, position = (x_BN[:, None, None, :] for x_BN in slots)  # keys
+
+            # The first column of each query's document: its column minus its position in the
+            # document.
             last, own_number, place = (x_BN[:, None, :, None] for x_BN in slots)  # queries
             first = (column_BN - last_BN)[:, None, :, None]
             is_visible = torch.where(
@@ -249,6 +266,7 @@ class ParallelDistillation(Distillation):
             )
             return is_visible if window is None else is_visible & (position > place - window)
 
+        # Run the model, with the mask token in every slot behind the tokens.
         output = backbone(
             input_ids=torch.cat((input_ids, torch.full_like(columns_BM, config.pard_token)), 1),
             position_ids=position_BN,
@@ -268,7 +286,7 @@ class ParallelDistillation(Distillation):
         mask_numbers: Tensor,
         **_: object,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Describe all predictions, those by tokens first and then those by masks.
+        """List all predictions of a batch: first those made by tokens, then those made by masks.
 
         Args:
             position_ids: [B, T], which start again at 0 with each document.
@@ -281,6 +299,8 @@ class ParallelDistillation(Distillation):
             Whether each prediction counts [R], the number of the mask that predicts [R] (0 for a
             token), and the position of the predicted token in the flattened batch [R].
         """
+        # Mask i of the token at column t predicts the token at t + 1 + i. Padding masks may point
+        # past the end, so their labels are clamped, and they do not count.
         num_rows, length = position_ids.shape
         numbers_R = mask_numbers.flatten()
         starts_B1 = length * torch.arange(num_rows, device=mask_columns.device).unsqueeze(1)
@@ -291,6 +311,8 @@ class ParallelDistillation(Distillation):
             select_loss_rows(position_ids, loss_positions, ahead=1),
             numbers_R < self.num_positions,
         )
+
+        # Join the predictions by tokens (number 0) and those by masks.
         numbers_R = torch.cat(
             (torch.zeros_like(loss_positions), numbers_R.clamp_max(self.num_positions - 1))
         )

@@ -52,7 +52,7 @@ class SuffixEvalConfig(EvalConfig):
 
     @model_validator(mode="after")
     def _is_of_the_engine(self) -> "SuffixEvalConfig":
-        """Check that an engine that is started here has the values."""
+        """Check that an engine that this command starts supports the values of `eval.suffix`."""
         # vLLM has no shortest match. And if it cached requests, a repetition would find the outputs
         # of the repetition before it.
         if ENGINE_IS_STARTED.holds(self) and self.engine == "vllm":

@@ -60,7 +60,7 @@ class SuffixTrie:
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
-        self.tokens: list[int] = []  # the tokens of all texts, with END after each that has ended
+        self.tokens: list[int] = []  # the tokens of all texts, with END_MARK after each ended text
         self._root = Node(0)
         # The nodes of the last text's suffixes that occurred before, the longest first.
         self._open: list[Node] = []
@@ -68,6 +68,8 @@ class SuffixTrie:
     def extend(self, tokens: Iterable[int]) -> None:
         """Add tokens to the last text."""
         for token in tokens:
+            # The token follows every suffix of the text that has a node, and the empty string (the
+            # root). The suffixes that it makes longer are the open ones for the next token.
             self.tokens.append(token)
             longer = [self._count(node, token) for node in [*self._open[-self.depth :], self._root]]
             self._open = [node for node in longer if node]
@@ -80,17 +82,20 @@ class SuffixTrie:
     def find_next_token(self, tokens: Sequence[int]) -> tuple[int, float] | None:
         """Return the token that most often followed a string of up to `depth` tokens.
 
-        Of several tokens that are equally frequent it is the latest.
+        If several tokens are equally frequent, the latest is returned.
 
         Returns:
-            The token and its share of all that followed; None if nothing did.
+            The token, and its share of all tokens that followed; None if no token did.
         """
+        # Walk down the trie, token by token.
         place: Place = self._root
         for token in tokens:
             longer = self._extend_place(place, token)
             if longer is None:
                 return None
             place = longer
+
+        # A string without a node occurred once: what followed then is the only candidate.
         if not isinstance(place, Node):
             return (self._read_token(place), 1.0) if self._read_token(place) != END_MARK else None
         return (
@@ -106,15 +111,17 @@ class SuffixTrie:
         return place + 1 if self._read_token(place) == token else None
 
     def _read_token(self, position: int) -> int:
-        """Return the token at a position; END past the last token."""
+        """Return the token at a position of `tokens`; END_MARK past the last token."""
         return self.tokens[position] if position < len(self.tokens) else END_MARK
 
     def _count(self, node: Node, token: int) -> Node | None:
-        """Count the last token after a node's string.
+        """Count that the last token of `tokens` followed a node's string.
 
         Returns:
-            The node of the longer string, if that has occurred before, else None.
+            The node of the longer string, which ends with the token. None if this is the first
+            occurrence of the longer string, so that it has no node yet.
         """
+        # Find the place of the longer string, and make a node of it at its second occurrence.
         node.followed += 1
         child = node.children.get(token)
         if child is None:
@@ -126,6 +133,8 @@ class SuffixTrie:
             child = Node(2)
         else:
             child = Node(2, 1, after, {after: child + 1})
+
+        # The latest token wins a tie, because >= replaces the best so far.
         node.children[token] = child
         if count_occurrences(child) >= count_occurrences(node.children.get(node.best, 0)):
             node.best = token
@@ -138,7 +147,7 @@ def count_occurrences(place: Place) -> int:
 
 
 class SuffixLookup:
-    """A lookup in the trie of the request and in that of past outputs, which copies share."""
+    """A lookup in two tries: one of the request, and one of past outputs, which copies share."""
 
     def __init__(self, **keys: object) -> None:
         """Create an empty lookup.
@@ -158,13 +167,17 @@ class SuffixLookup:
     def set_past_outputs(self, outputs: Sequence[Sequence[int]]) -> None:
         """Replace the known outputs of earlier requests (see `UsesPastOutputs`).
 
-        All outputs are counted again, unless some were only added.
+        If the new list only adds outputs to the old one, only the added outputs are counted.
         """
+        # Keep the latest outputs only.
         kept_outputs = (
             list(outputs[-self.config.max_cached_requests :])
             if self.config.max_cached_requests
             else []
         )
+
+        # Forgetting cannot be done in the trie, so it is built anew if known outputs are not a
+        # prefix of the new ones.
         if kept_outputs[: len(self._outputs)] != self._outputs:
             self._outputs, self._past = [], SuffixTrie(self.config.max)
         for output in kept_outputs[len(self._outputs) :]:
@@ -179,11 +192,15 @@ class SuffixLookup:
             text: the request. It begins with the text of the call before.
             k: the most draft tokens.
         """
+        # Add what is new in the request, and look the longest suffix up.
         self._request.extend(text[len(self._request.tokens) :])
         tokens = list[int]()
         text = text[-self.config.max :]
         probability = 1.0
         token, share, length = self._find_next(text, self.config.max)
+
+        # The more tokens agree, the more are drafted. The draft ends early when it becomes
+        # unlikely.
         most = min(k, int(self.config.max_spec_factor * length))
         while (
             len(tokens) < most
@@ -196,16 +213,17 @@ class SuffixLookup:
         return tokens
 
     def _find_next(self, text: list[int], longest: int) -> tuple[int, float, int]:
-        """Find the most likely token after the longest suffix that something followed.
+        """Find the most likely token after the longest suffix of a text that a token followed.
 
         Args:
             text: the request and the draft tokens so far.
             longest: the most tokens of the suffix.
 
         Returns:
-            The token, its share of all that followed, and the length of the suffix, which is 0 if
-            there is none.
+            The token, its share of all tokens that followed, and the length of the suffix, which is
+            0 if no suffix was found.
         """
+        # Shorten the suffix until something followed it, in the request first.
         for length in range(min(longest, len(text)), self.config.min - 1, -1):
             for trie in (self._request, self._past):
                 next_token = trie.find_next_token(text[-length:])
