@@ -43,9 +43,9 @@ def save_draft_model(
     The weights are in safetensors files. LoRA's updates are merged.
     """
     model = merge_lora(draft)
-    # With several machines transformers (5.x) writes only on the first one: it skips the files if
-    # `should_save_on_this_rank()` is false. Our caller has already chosen the process that writes,
-    # so let the function return true there. (`bool(…)` of any argument works as such a function.)
+    # With several machines transformers (5.x) writes only on the first one: it asks the model's
+    # method `should_save_on_this_rank(is_main_process)`. Our caller has already chosen the process
+    # that writes, so the method is replaced by `bool`, which returns the argument.
     vars(model).update(should_save_on_this_rank=bool)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -86,8 +86,10 @@ def load_draft_model(
         )
 
     # Load the model, and check that it can draft before it is moved to its device.
-    place, revision = split_revision(name)
-    model, tokenizer = read_causal_lm(resolve(place, key), key=key, revision=revision, dtype=dtype)
+    repository, revision = split_revision(name)
+    model, tokenizer = read_causal_lm(
+        resolve(repository, key), key=key, revision=revision, dtype=dtype
+    )
     check_attention(model, key, name)
     check_finite(model.state_dict(), name, key)
     return model.to(device).eval(), tokenizer
@@ -118,24 +120,17 @@ def check_outline(
     # If the file has names that the model lacks, transformers translates them when it loads the
     # file, so only the common names can be compared. With no common name, nothing can be compared.
     common_names = expected.keys() & tensors.keys()
-    if common_names:
-        if not tensors.keys() <= expected.keys():
-            expected = {name: expected[name] for name in sorted(common_names)}
-            tensors = {name: tensors[name] for name in sorted(common_names)}
-        # A file may omit tensors that are tied to one that it has.
-        in_file = {
-            id(parameter)
-            for name, parameter in model.named_parameters(remove_duplicate=False)
-            if name in tensors
-        }
-        tied = {
-            name
-            for name, parameter in model.named_parameters(remove_duplicate=False)
-            if id(parameter) in in_file
-        }
-        check_tensors(
-            expected, tensors, name, key, what="the model in its config.json", optional=tied
-        )
+    if not common_names:
+        return
+    if not tensors.keys() <= expected.keys():
+        expected = {name: expected[name] for name in sorted(common_names)}
+        tensors = {name: tensors[name] for name in sorted(common_names)}
+
+    # A file may omit tensors that are tied to one that it has.
+    all_parameters = list(model.named_parameters(remove_duplicate=False))
+    stored_ids = {id(parameter) for name, parameter in all_parameters if name in tensors}
+    tied = {name for name, parameter in all_parameters if id(parameter) in stored_ids}
+    check_tensors(expected, tensors, name, key, what="the model in its config.json", optional=tied)
 
 
 def check_attention(model: PreTrainedModel, key: str, name: str) -> None:
@@ -148,12 +143,12 @@ def check_attention(model: PreTrainedModel, key: str, name: str) -> None:
     # Run two prompts that differ in their second token only. In a causal model the logits of the
     # first token are the same for both. 1e-4 of the largest logit is far above the rounding of
     # float32, and far below what a visible token changes.
-    pairs = torch.tensor([[0, 1], [0, 2]], device=model.device)
+    prompts = torch.tensor([[0, 1], [0, 2]], device=model.device)
     with torch.no_grad():
-        first, second_logits = (
-            model(input_ids=pair.unsqueeze(0)).logits[0, 0].float() for pair in pairs
+        first_logits, second_logits = (
+            model(input_ids=prompt.unsqueeze(0)).logits[0, 0].float() for prompt in prompts
         )
-    if (first - second_logits).abs().max() > 1e-4 * first.abs().max():
+    if (first_logits - second_logits).abs().max() > 1e-4 * first_logits.abs().max():
         raise UserError(
             key,
             got=f"{name}, an encoder: its tokens see later ones",
@@ -207,9 +202,8 @@ def export_draft_model(
     # hidden files are not part of the model.
     for path in sorted(folder.iterdir()):
         if path.is_file() and not path.name.startswith(".") and path.suffix != ".py":
-            (link if path.suffix in (".safetensors", ".bin") else shutil.copy2)(
-                path, output / path.name
-            )
+            copy_file = link if path.suffix in (".safetensors", ".bin") else shutil.copy2
+            copy_file(path, output / path.name)
     # An engine that is allowed to run the target's own code would run the draft's too.
     config.pop("auto_map", None)
     # Older versions of transformers, which engines may pin, do not read the keys of version 5.

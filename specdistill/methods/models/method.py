@@ -114,14 +114,14 @@ class ModelMethod(Method[ModelRecipeT, PreTrainedModel]):
         """Check a model by its headers and its tokenizer."""
         # A wrong mask is reported before any other fault.
         self.find_mask(folder, key)
-        files = list(folder.iterdir())
-        if not any(path.match(pattern) for path in files for pattern in VOCABULARY_FILES):
+        vocabulary_files = [path for path in folder.iterdir() if _is_vocabulary_file(path)]
+        if not vocabulary_files:
             raise UserError(
                 key,
                 got=f"{name} without the files of a tokenizer",
                 expected=(
                     "tokenizer.json and tokenizer_config.json next to the weights: of the tokenizer"
-                    " it was trained with"
+                    " that the draft was trained with"
                 ),
             )
 
@@ -153,6 +153,11 @@ class ModelMethod(Method[ModelRecipeT, PreTrainedModel]):
     ) -> None:
         """Write a model for an engine, in the form of any language model."""
         export_draft_model(folder, engine, layout, output, target, num_tokens)
+
+
+def _is_vocabulary_file(path: Path) -> bool:
+    """Return whether a file's name is one under which a tokenizer keeps its vocabulary."""
+    return any(path.match(pattern) for pattern in VOCABULARY_FILES)
 
 
 def count_logits(model: PreTrainedModel) -> int:

@@ -99,14 +99,16 @@ class Distillation(Objective):
         Args:
             factor: the factor.
         """
-        # Scale the final norm if all of its weights are trained. Otherwise scale the head, unless
-        # it shares its weights with the embedding, which a new scale would change too.
-        linear = self.anatomy.head.linear
-        weights = list(self.anatomy.norm.parameters()) if self.anatomy.norm is not None else []
-        if weights and all(weight.requires_grad for weight in weights):
-            scale_norm(self.anatomy.norm, factor)
-        elif not weights and linear.weight is not self.draft.get_input_embeddings().weight:
-            linear.weight.data.mul_(factor)
+        # Scale the final norm if all of its weights are trained. Without such weights scale the
+        # head, unless the head is the embedding, which a new scale would change too.
+        head = self.anatomy.head.linear
+        norm = self.anatomy.norm
+        norm_weights = list(norm.parameters()) if norm is not None else []
+        if norm_weights:
+            if all(weight.requires_grad for weight in norm_weights):
+                scale_norm(norm, factor)
+        elif head.weight is not self.draft.get_input_embeddings().weight:
+            head.weight.data.mul_(factor)
 
     def tie_weights(self) -> None:
         """Tie the draft's weights again.
@@ -125,6 +127,7 @@ class Distillation(Objective):
         """
         attention_settings = {
             "use_reentrant": False,
+            # The first context is for the forward pass, the second for computing it again.
             "context_fn": lambda: (nullcontext(), replace_attention(self.packed_configs)),
         }
         self.draft.activation_checkpointing_enable(
@@ -136,7 +139,9 @@ class Distillation(Objective):
 
         The number of the batch is None in evaluation, which always uses the rows as they are.
         """
-        return batch if self.on_policy is None or number is None else self.on_policy(batch, number)
+        if self.on_policy is None or number is None:
+            return batch
+        return self.on_policy(batch, number)
 
     def read_target(self, target: FrozenTarget, inputs: dict[str, Tensor]) -> dict[str, object]:
         """Return the soft targets at temperature 1, because acceptance is measured by them.
@@ -145,11 +150,8 @@ class Distillation(Objective):
         """
         if self.training and self.labels == "hard":
             return {"soft_targets": None}
-        return {
-            "soft_targets": replace(
-                super().read_target(target, inputs)["soft_targets"], temperature=1.0
-            )
-        }
+        soft_targets = super().read_target(target, inputs)["soft_targets"]
+        return {"soft_targets": replace(soft_targets, temperature=1.0)}
 
     def forward(
         self,
@@ -219,9 +221,10 @@ class Distillation(Objective):
         """
 
         def targets_of(rows: slice) -> tuple[Tensor, TargetDistributions | None]:
-            return next_R[rows], None if soft_targets is None else soft_targets.at(
-                rows, measure=measure
-            )
+            """Return the next tokens and the target's distributions of a chunk of the rows."""
+            if soft_targets is None:
+                return next_R[rows], None
+            return next_R[rows], soft_targets.at(rows, measure=measure)
 
         # Compute logits and losses chunk by chunk. The [R, V] logits of all rows are never in
         # memory at once. The dimension of length 1 is K: `compute_head_loss` also serves heads with
@@ -267,12 +270,13 @@ def find_repeated_names(module: nn.Module) -> list[str]:
     An example is a head that is the embedding.
     """
     # The first name of each tensor, by where its memory begins and its shape.
-    first: dict[tuple[int, torch.Size], str] = {}
-    return [
-        name
-        for name, tensor in module.state_dict().items()
-        if first.setdefault((tensor.data_ptr(), tensor.shape), name) != name
-    ]
+    first_names: dict[tuple[int, torch.Size], str] = {}
+    repeated_names = []
+    for name, tensor in module.state_dict().items():
+        first_name = first_names.setdefault((tensor.data_ptr(), tensor.shape), name)
+        if first_name != name:
+            repeated_names.append(name)
+    return repeated_names
 
 
 @dataclass(frozen=True)
@@ -329,8 +333,8 @@ class OnPolicyGeneration:
             return batch
 
         # Take prompts from the rows whose first document goes on beyond the prompt.
-        first_document = (batch["document_ids"][:, : self.prompt_tokens + 1] == 0).all(1)
-        prompts = batch["input_ids"][first_document, : self.prompt_tokens].tolist()
+        is_long_enough_B = (batch["document_ids"][:, : self.prompt_tokens + 1] == 0).all(1)
+        prompts = batch["input_ids"][is_long_enough_B, : self.prompt_tokens].tolist()
         if not prompts:
             return batch
 

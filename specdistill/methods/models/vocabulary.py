@@ -27,8 +27,8 @@ from transformers import PreTrainedTokenizerBase
 
 from specdistill.common.errors import UserError, name_sibling_key
 
-# Three differences show what kind they are, and the message still fits a terminal.
-NUM_NAMED = 3  # differences that an error names
+# How many differences an error names: three show their kind, and the message fits a terminal.
+MAX_NAMED_DIFFERENCES = 3
 
 
 @dataclass(frozen=True)
@@ -109,11 +109,11 @@ def match_vocabularies(
     """
     # Equal tokenizers need no translation, if the vocabularies are padded alike.
     difference = describe_difference(target_tokenizer, draft_tokenizer)
-    replacing = name_sibling_key(key, "token_replacements")
+    replacements_key = name_sibling_key(key, "token_replacements")
     if difference is None:
         if token_replacements:
             raise UserError(
-                replacing,
+                replacements_key,
                 got=f"{len(token_replacements)} for a draft with the target's tokenizer",
                 expected="{}: it reads the target's tokens as they are",
             )
@@ -127,6 +127,7 @@ def match_vocabularies(
             got=difference,
             expected="the target's tokenizer" + ("" if heterogeneous_vocab is None else switch),
         )
+
     # Pair the tokens that both spell alike, and that have logits on both sides.
     target_ids = target_tokenizer.get_vocab()
     draft_ids = draft_tokenizer.get_vocab()
@@ -136,35 +137,24 @@ def match_vocabularies(
         if token_id < target_vocab_size
         and draft_ids.get(token, draft_vocab_size) < draft_vocab_size
     }
+
     # Apply the replacements, which take precedence over tokens that are spelled alike.
     read_as: dict[int, list[int]] = {}
-    for text, replaced in token_replacements.items():
-        token_id, *further_ids = encode(target_tokenizer, text) or [target_vocab_size]
-        is_unknown = text not in target_ids and target_tokenizer.decode([token_id]) != text
-        if further_ids or is_unknown or token_id >= target_vocab_size:
+    for target_text, draft_text in token_replacements.items():
+        token_id = _find_target_token(
+            target_tokenizer, target_text, target_vocab_size, replacements_key
+        )
+        replacement_ids = encode(draft_tokenizer, draft_text)
+        if max(replacement_ids, default=0) >= draft_vocab_size:
             raise UserError(
-                replacing, got=text, expected="a token of the target, with the draft's text for it"
-            )
-        ids = encode(draft_tokenizer, replaced)
-        if max(ids, default=0) >= draft_vocab_size:
-            raise UserError(
-                replacing,
+                replacements_key,
                 got=(
-                    f"{replaced} for {text}, token {max(ids)} of a draft with {draft_vocab_size}"
-                    " logits"
+                    f"{draft_text} for {target_text}, token {max(replacement_ids)} of a draft with"
+                    f" {draft_vocab_size} logits"
                 ),
                 expected="text of its tokens",
             )
-        pairs.pop(token_id, None)
-        read_as[token_id] = ids
-        if len(ids) == 1:
-            # One token of the draft stands for one token of the target: this one.
-            read_as |= {
-                other_id: [pairs.pop(other_id)]
-                for other_id, same in list(pairs.items())
-                if same == ids[0]
-            }
-            (pairs[token_id],) = read_as.pop(token_id)
+        _replace_token(pairs, read_as, token_id, replacement_ids)
 
     # Without a common token, the draft cannot propose anything.
     if not pairs:
@@ -190,6 +180,47 @@ def match_vocabularies(
     )
 
 
+def _find_target_token(
+    target_tokenizer: PreTrainedTokenizerBase, text: str, target_vocab_size: int, key: str
+) -> int:
+    """Return the target's token that a text spells; raise UserError if it is not exactly one."""
+    token_id, *further_ids = encode(target_tokenizer, text) or [target_vocab_size]
+    is_unknown = (
+        text not in target_tokenizer.get_vocab() and target_tokenizer.decode([token_id]) != text
+    )
+    if further_ids or is_unknown or token_id >= target_vocab_size:
+        raise UserError(
+            key, got=text, expected="a token of the target, with the draft's text for it"
+        )
+    return token_id
+
+
+def _replace_token(
+    pairs: dict[int, int], read_as: dict[int, list[int]], token_id: int, replacement_ids: list[int]
+) -> None:
+    """Let draft tokens stand for a token of the target, in the maps of both vocabularies.
+
+    Args:
+        pairs: the draft's token for each target token that can be proposed; changed here.
+        read_as: the draft's tokens for each target token that is only read; changed here.
+        token_id: the target's token.
+        replacement_ids: the draft's tokens for it, possibly none.
+    """
+    pairs.pop(token_id, None)
+    read_as[token_id] = replacement_ids
+    if len(replacement_ids) != 1:
+        return
+
+    # One token of the draft stands for one token of the target: this one. Other target tokens that
+    # the draft's token stood for are from now on only read as it.
+    draft_id = replacement_ids[0]
+    for other_id, other_draft_id in list(pairs.items()):
+        if other_draft_id == draft_id:
+            read_as[other_id] = [pairs.pop(other_id)]
+    del read_as[token_id]
+    pairs[token_id] = draft_id
+
+
 def check_rows(
     tokenizer: PreTrainedTokenizerBase, num_rows: int, key: str, name: Path | str
 ) -> None:
@@ -208,22 +239,21 @@ def check_rows(
         UserError: for tokens without a row.
     """
     # A token whose id is not below the number of rows would be an index error in the embedding.
-    beyond = {
+    tokens_without_row = {
         token: token_id for token, token_id in tokenizer.get_vocab().items() if token_id >= num_rows
     }
     added = tokenizer.added_tokens_decoder
-    missing = [
+    needed_tokens = [
         token
-        for token, token_id in beyond.items()
+        for token, token_id in tokens_without_row.items()
         if token_id not in added or token in str(tokenizer.chat_template)
     ]
-    if missing:
+    if needed_tokens:
         raise UserError(
             key,
             got=(
-                f"{name} with {num_rows} rows in its embedding, and none for {len(missing)} tokens"
-                " such"
-                f" as {missing[0]!r}"
+                f"{name} with {num_rows} rows in its embedding, and none for {len(needed_tokens)}"
+                f" tokens such as {needed_tokens[0]!r}"
             ),
             expected="a row for each token of its tokenizer",
         )
@@ -248,21 +278,22 @@ def describe_difference(
         The text for the user. None if every id names the same token, and the same tokens are
         special in the same roles.
     """
-    target = _list_token_names(target_tokenizer)
-    draft = _list_token_names(draft_tokenizer)
-    differing = [
-        f"{key} is {draft.get(key, 'none')}, the target's {target.get(key, 'none')}"
-        for key in {**target, **draft}
-        if target.get(key) != draft.get(key)
+    target_names = _list_token_names(target_tokenizer)
+    draft_names = _list_token_names(draft_tokenizer)
+    differences = [
+        f"{key} is {draft_names.get(key, 'none')}, the target's {target_names.get(key, 'none')}"
+        for key in {**target_names, **draft_names}
+        if target_names.get(key) != draft_names.get(key)
     ]
-    if not differing:
+    if not differences:
         return None
-    first = "; ".join(differing[:NUM_NAMED]) + " …" * (len(differing) > NUM_NAMED)
+    first_differences = "; ".join(differences[:MAX_NAMED_DIFFERENCES])
+    ellipsis = " …" if len(differences) > MAX_NAMED_DIFFERENCES else ""
     sizes = (
         f"a draft of {len(draft_tokenizer.get_vocab())} tokens for a target of"
         f" {len(target_tokenizer.get_vocab())}"
     )
-    return f"{sizes}, with {len(differing)} differences: {first}"
+    return f"{sizes}, with {len(differences)} differences: {first_differences}{ellipsis}"
 
 
 def _list_token_names(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
@@ -273,7 +304,7 @@ def _list_token_names(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
         role has its own text as key.
     """
     # Names and ids are in one dictionary, so that two tokenizers are compared by comparing keys.
-    by_id = {
+    tokens_by_id = {
         f"id {token_id}": repr(token)
         for token, token_id in sorted(tokenizer.get_vocab().items(), key=itemgetter(1))
     }
@@ -283,7 +314,7 @@ def _list_token_names(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
         if isinstance(token, str)
     }
     roles |= {token: token for token in tokenizer.all_special_tokens if token not in roles.values()}
-    return by_id | {
+    return tokens_by_id | {
         role: f"{token!r} (id {tokenizer.convert_tokens_to_ids(token)})"
         for role, token in roles.items()
     }
