@@ -144,17 +144,11 @@ def match_vocabularies(
         token_id = _find_target_token(
             target_tokenizer, target_text, target_vocab_size, replacements_key
         )
-        replacement_ids = encode(draft_tokenizer, draft_text)
-        if max(replacement_ids, default=0) >= draft_vocab_size:
-            raise UserError(
-                replacements_key,
-                got=(
-                    f"{draft_text} for {target_text}, token {max(replacement_ids)} of a draft with"
-                    f" {draft_vocab_size} logits"
-                ),
-                expected="text of its tokens",
-            )
-        _replace_token(pairs, read_as, token_id, replacement_ids)
+        draft_token_ids = encode(draft_tokenizer, draft_text)
+        _check_replacement(
+            f"{draft_text} for {target_text}", draft_token_ids, draft_vocab_size, replacements_key
+        )
+        _replace_token(pairs, read_as, token_id, draft_token_ids)
 
     # Without a common token, the draft cannot propose anything.
     if not pairs:
@@ -195,8 +189,28 @@ def _find_target_token(
     return token_id
 
 
+def _check_replacement(
+    replacement: str, draft_token_ids: Sequence[int], draft_vocab_size: int, key: str
+) -> None:
+    """Raise UserError if a replacement takes draft tokens that the draft has no logits for.
+
+    Args:
+        replacement: the replacement in words, for the error.
+        draft_token_ids: the draft's tokens of the replacement.
+        draft_vocab_size: the width of the draft's logits.
+        key: the recipe key that the error names.
+    """
+    highest_id = max(draft_token_ids, default=0)
+    if highest_id >= draft_vocab_size:
+        raise UserError(
+            key,
+            got=f"{replacement}, token {highest_id} of a draft with {draft_vocab_size} logits",
+            expected="a text of tokens that have logits",
+        )
+
+
 def _replace_token(
-    pairs: dict[int, int], read_as: dict[int, list[int]], token_id: int, replacement_ids: list[int]
+    pairs: dict[int, int], read_as: dict[int, list[int]], token_id: int, draft_token_ids: list[int]
 ) -> None:
     """Let draft tokens stand for a token of the target, in the maps of both vocabularies.
 
@@ -204,16 +218,16 @@ def _replace_token(
         pairs: the draft's token for each target token that can be proposed; changed here.
         read_as: the draft's tokens for each target token that is only read; changed here.
         token_id: the target's token.
-        replacement_ids: the draft's tokens for it, possibly none.
+        draft_token_ids: the draft's tokens for it, possibly none.
     """
     pairs.pop(token_id, None)
-    read_as[token_id] = replacement_ids
-    if len(replacement_ids) != 1:
+    read_as[token_id] = draft_token_ids
+    if len(draft_token_ids) != 1:
         return
 
     # One token of the draft stands for one token of the target: this one. Other target tokens that
     # the draft's token stood for are from now on only read as it.
-    draft_id = replacement_ids[0]
+    draft_id = draft_token_ids[0]
     for other_id, other_draft_id in list(pairs.items()):
         if other_draft_id == draft_id:
             read_as[other_id] = [pairs.pop(other_id)]

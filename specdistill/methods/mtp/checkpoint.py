@@ -13,7 +13,7 @@ that they have in the checkpoint, so a layer that was not trained comes out bit 
 
 import json
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -109,12 +109,13 @@ def _load_from_target(target: FrozenTarget) -> MtpDraft:
             target.
     """
     # Without weights to load, both checks below raise this error.
-    got = f"null, and {target.name} has no multi-token-prediction weights"
-    nothing = UserError(
-        "draft.init", got=got, expected="scratch, or the folder or Hub id of a trained draft"
+    no_layer_error = UserError(
+        "draft.init",
+        got=f"null, and {target.name} has no multi-token-prediction weights",
+        expected="scratch, or the folder or Hub id of a trained draft",
     )
     if target.files is None:  # a model made in memory
-        raise nothing
+        raise no_layer_error
 
     # Find the layer in the checkpoint's files.
     shards = Shards.open(
@@ -124,15 +125,14 @@ def _load_from_target(target: FrozenTarget) -> MtpDraft:
         shards.file_of, target.config.model_type, target.num_layers, target.name
     )
     if prefix is None:
-        raise nothing
+        raise no_layer_error
 
     # Load its tensors. Copies of the target's own tensors must be equal to them.
     tensors = shards.load(name for name in shards.file_of if naming.has_tensor(name, prefix))
     for name in naming.copies:
         target_tensor = target.tensor(name)
-        if not torch.equal(
-            tensors.pop(prefix + name, target_tensor).to(target_tensor), target_tensor
-        ):
+        copied_tensor = tensors.pop(prefix + name, target_tensor).to(target_tensor)
+        if not torch.equal(copied_tensor, target_tensor):
             raise UserError(
                 "target.model",
                 got=f"{target.name}, whose multi-token-prediction layer has its own {name}",
@@ -141,8 +141,8 @@ def _load_from_target(target: FrozenTarget) -> MtpDraft:
 
     # Compute in float32. Which dtype the checkpoint had is looked up again when the draft is
     # exported.
-    exact = {name: tensor.float() for name, tensor in tensors.items()}
-    return _fill_draft(target, exact, naming, prefix, target.name, "target.model")
+    float32_tensors = {name: tensor.float() for name, tensor in tensors.items()}
+    return _fill_draft(target, float32_tensors, naming, prefix, target.name, "target.model")
 
 
 def find_native_layer(
@@ -154,10 +154,11 @@ def find_native_layer(
         names: the names of the checkpoint's tensors.
         model_type: the type of the target's text model.
         num_layers: how many layers the target has.
-        target: what errors call it.
+        target: what errors call the target.
 
     Returns:
-        The naming, and the prefix of the layer's names; None if the checkpoint has no such layer.
+        The naming, and the prefix of the layer's names. The prefix is None if the checkpoint has no
+        such layer.
 
     Raises:
         UserError: for names of no known kind.
@@ -166,10 +167,11 @@ def find_native_layer(
     # shows it.
     naming = find_naming(model_type)
     prefix = naming.find_prefix(names, num_layers)
-    if prefix is None and (strange := next((name for name in names if "mtp" in name), None)):
+    mtp_names = [name for name in names if "mtp" in name]
+    if prefix is None and mtp_names:
         raise UserError(
             "target.model",
-            got=f"{target}, whose files hold {strange}",
+            got=f"{target}, whose files hold {mtp_names[0]}",
             expected=f"tensors named as in {naming.name}",
         )
     return naming, prefix
@@ -193,39 +195,38 @@ def check_native(shapes: Mapping[str, torch.Size], target: TargetFiles) -> int:
     """
     # Find the layer by the names of the tensors.
     text = target.text_config
-    last = f".layers.{target.num_layers - 1}."
+    last_layer = f".layers.{target.num_layers - 1}."
     naming, prefix = find_native_layer(
         shapes.keys(), str(text.get("model_type")), target.num_layers, target.name
     )
     if prefix is None:
         # config.json may promise layers that its maker did not upload. The error then says so.
-        stated_layers = next(
-            (
-                f", though its config.json says {key} {text[key]}"
-                for key in NATIVE_KEYS
-                if text.get(key)
-            ),
-            "",
-        )
+        promises = [
+            f", though its config.json says {key} {text[key]}"
+            for key in NATIVE_KEYS
+            if text.get(key)
+        ]
         raise UserError(
             "target.model",
             got=(
-                f"{target.name}, whose files have no layer that predicts further"
-                f" tokens{stated_layers}"
+                f"{target.name}, whose files have no layer that predicts further tokens"
+                f"{''.join(promises[:1])}"
             ),
             expected="a target that comes with such a layer, or draft=…, one that was trained",
         )
 
     # The tensors that such a layer needs: a decoder layer, and what surrounds it.
-    decoder = {
-        f".{name}".partition(last)[2]: shape for name, shape in shapes.items() if last in f".{name}"
+    decoder_shapes = {
+        f".{name}".partition(last_layer)[2]: shape
+        for name, shape in shapes.items()
+        if last_layer in f".{name}"
     }
     expected = _build_surroundings(naming, prefix, target.hidden_size)
     # Engines build the decoder layer from the class of the target's last layer, so its shapes
     # count.
     expected |= {
-        prefix + naming.layer + end: torch.empty(shape, device="meta")
-        for end, shape in decoder.items()
+        prefix + naming.layer + name_in_layer: torch.empty(shape, device="meta")
+        for name_in_layer, shape in decoder_shapes.items()
     }
 
     # Compare the names and the shapes. Tensors on the meta device have both, and no content.
@@ -265,13 +266,13 @@ def check_mtp(
     check_layer_fit(read_config(folder, key), target.text_config, name, key, target.name)
     naming = find_naming(target.text_config["model_type"])
     prefix = naming.prefix(target.num_layers)
-    strange = next((name for name in tensors if not naming.has_tensor(name, prefix)), None)
-    if strange:
-        raise UserError(
-            key,
-            got=f"{name} with {strange}",
-            expected=f"the tensors of one layer, {prefix}… ({naming.name})",
-        )
+    for tensor_name in tensors:
+        if not naming.has_tensor(tensor_name, prefix):
+            raise UserError(
+                key,
+                got=f"{name} with {tensor_name}",
+                expected=f"the tensors of one layer, {prefix}… ({naming.name})",
+            )
 
     # Compare the shapes of the tensors around the decoder layer.
     expected = _build_surroundings(naming, prefix, target.hidden_size)
@@ -514,51 +515,68 @@ def _list_tensors(
     num_layers = draft_config["text_config"]["num_hidden_layers"]
     shards = Shards.open(draft, "draft")
     draft_prefix = naming.prefix(num_layers)
-    stored = checkpoint.build_without_content()
+    stored_tensors = checkpoint.build_without_content()
     prefix = naming.find_prefix(checkpoint.file_of, num_layers) or draft_prefix
-    present = {name for name in checkpoint.file_of if naming.has_tensor(name, prefix)}
+    layer_names = {name for name in checkpoint.file_of if naming.has_tensor(name, prefix)}
+
     # Load the draft's tensors under the checkpoint's names, with experts in the checkpoint's form.
     tensors = {
         prefix + name.removeprefix(draft_prefix): tensor
         for name, tensor in shards.load(shards.file_of).items()
     }
-    if has_fused_experts(present or checkpoint.file_of):
+    if has_fused_experts(layer_names or checkpoint.file_of):
         tensors = tensor_names.merge_experts(tensors)
+
     # The draft must have the tensors of the layer that the checkpoint has, except for the repeated
-    # ones. If it has no such layer, the repeated ones are added.
-    if present:
-        wrong = (present - {prefix + name for name in naming.copies}) ^ tensors.keys()
-        wrong |= {
-            name for name in tensors.keys() & present if stored[name].shape != tensors[name].shape
+    # ones. If the checkpoint has no such layer, the repeated ones are added.
+    if layer_names:
+        replaced_names = layer_names - {prefix + name for name in naming.copies}
+        wrong_names = replaced_names ^ tensors.keys()
+        common_names = tensors.keys() & layer_names
+        wrong_names |= {
+            name for name in common_names if stored_tensors[name].shape != tensors[name].shape
         }
     else:
-        wrong = {prefix + name for name in naming.names.values()} - tensors.keys()
+        wrong_names = {prefix + name for name in naming.names.values()} - tensors.keys()
         tensors |= _copy_repeated_tensors(checkpoint, naming, prefix)
-    if wrong:
+    if wrong_names:
         raise UserError(
             "draft",
-            got=f"{draft}, whose tensors differ in {', '.join(sorted(wrong)[:3])}",
+            got=f"{draft}, whose tensors differ in {', '.join(sorted(wrong_names)[:3])}",
             expected=f"the tensors of the layer that {target} has",
         )
+
     # Cast each tensor to the dtype of the tensor that it replaces, else to that of the same part of
     # another layer, else to the config's.
-    stated_dtypes = []
-    for part in (config, text):
-        for key in ("dtype", "torch_dtype"):
-            stated_dtypes.append(part.get(key))
-    default = next((getattr(torch, name) for name in stated_dtypes if name), None)
+    config_dtype = _read_stated_dtype(config, text)
     for name, tensor in tensors.items():
-        end = "." + name.removeprefix(prefix + naming.layer)
-        like = (
-            name
-            if name in present
-            else next(
-                (similar_name for similar_name in checkpoint.file_of if similar_name.endswith(end)),
-                None,
-            )
-        )
-        tensors[name] = tensor.to(stored[like].dtype if like else default or tensor.dtype)
+        similar_name: str | None = name
+        if name not in layer_names:
+            end = "." + name.removeprefix(prefix + naming.layer)
+            similar_name = _find_name_with_end(checkpoint.file_of, end)
+        if similar_name:
+            tensors[name] = tensor.to(stored_tensors[similar_name].dtype)
+        else:
+            tensors[name] = tensor.to(config_dtype or tensor.dtype)
     return tensors
+
+
+def _find_name_with_end(names: Iterable[str], end: str) -> str | None:
+    """Return the first name with an end; None if there is none."""
+    for name in names:
+        if name.endswith(end):
+            return name
+    return None
+
+
+def _read_stated_dtype(*configs: RawConfig) -> torch.dtype | None:
+    """Return the first dtype that the configs state; None if they state none."""
+    for config in configs:
+        name = config.get("dtype") or config.get("torch_dtype")
+        if name:
+            dtype: torch.dtype = getattr(torch, name)
+            return dtype
+    return None
 
 
 def _copy_repeated_tensors(checkpoint: Shards, naming: Naming, prefix: str) -> dict[str, Tensor]:
@@ -566,9 +584,12 @@ def _copy_repeated_tensors(checkpoint: Shards, naming: Naming, prefix: str) -> d
     # Find each tensor of the target that the naming repeats, under the first of its possible names.
     sources = {}
     for copy, ends in naming.copies.items():
-        sources[prefix + copy] = next(
-            name for end in ends for name in checkpoint.file_of if f".{name}".endswith(f".{end}")
-        )
+        matching_names: list[str] = []
+        for end in ends:
+            matching_names += [
+                name for name in checkpoint.file_of if f".{name}".endswith(f".{end}")
+            ]
+        sources[prefix + copy] = matching_names[0]
 
     # Clone them, because safetensors refuses to save two names for the same memory.
     tensors = checkpoint.load(sources.values())
@@ -583,11 +604,10 @@ def _write(checkpoint: Shards, merged: dict[str, Tensor], folder: Path) -> None:
         merged: the tensors that replace or are added, by name.
         folder: the other folder.
     """
-    # Choose the file of each tensor: its own, or a new one.
-    sharded = (checkpoint.folder / INDEX).is_file()
-    file_of = checkpoint.file_of | {
-        name: checkpoint.file_of.get(name, NEW_SHARD if sharded else SINGLE) for name in merged
-    }
+    # Choose the file of each tensor: the file that has it now, or a new one.
+    is_sharded = (checkpoint.folder / INDEX).is_file()
+    new_file = NEW_SHARD if is_sharded else SINGLE
+    file_of = checkpoint.file_of | {name: checkpoint.file_of.get(name, new_file) for name in merged}
     # These files hold tensors that are replaced or added.
     rewritten = {file_of[name] for name in merged}
 
@@ -601,32 +621,32 @@ def _write(checkpoint: Shards, merged: dict[str, Tensor], folder: Path) -> None:
             or str(inside) in rewritten
         ):
             continue
-        (folder / inside).parent.mkdir(parents=True, exist_ok=True)
-        link(path, folder / inside) if path.suffix == ".safetensors" else shutil.copy2(
-            path, folder / inside
-        )
+        new_path = folder / inside
+        new_path.parent.mkdir(parents=True, exist_ok=True)
+        copy_file = link if path.suffix == ".safetensors" else shutil.copy2
+        copy_file(path, new_path)
 
     # Write the files whose tensors change.
     for file in sorted(rewritten):
         # Keep the file's own tensors, except for the replaced ones.
-        kept_files = [
+        kept_names = [
             name
-            for name, place in checkpoint.file_of.items()
-            if place == file and name not in merged
+            for name, old_file in checkpoint.file_of.items()
+            if old_file == file and name not in merged
         ]
-        added = {
+        new_tensors = {
             name: tensor.contiguous() for name, tensor in merged.items() if file_of[name] == file
         }
         # transformers 4 refuses a file whose metadata does not name a format.
-        save_file(checkpoint.load(kept_files) | added, folder / file, metadata={"format": "pt"})
+        all_tensors = checkpoint.load(kept_names) | new_tensors
+        save_file(all_tensors, folder / file, metadata={"format": "pt"})
 
     # Renew the index, with the new total size.
-    if sharded:
+    if is_sharded:
         index = read_json(checkpoint.folder / INDEX)
         index["weight_map"] = file_of
-        index.setdefault("metadata", {})["total_size"] = Shards(
-            folder, file_of, "output_dir"
-        ).num_bytes
+        metadata = index.setdefault("metadata", {})
+        metadata["total_size"] = Shards(folder, file_of, "output_dir").num_bytes
         # Some makers record the number of parameters, which has changed.
-        index["metadata"].pop("total_parameters", None)
+        metadata.pop("total_parameters", None)
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

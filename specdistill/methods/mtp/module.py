@@ -135,7 +135,7 @@ class MtpDraft(Head):
         by_kind = "layer_type" in inspect.signature(rotary.forward).parameters
         self._rotary_options = {"layer_type": "full_attention"} if by_kind else {}
         # Names of parameters that must stay in float32 (see `_apply`).
-        self._float32 = tuple(target.model._keep_in_fp32_modules_strict or ())
+        self._float32_parts = tuple(target.model._keep_in_fp32_modules_strict or ())
         self.to(target.device)
         self._check_route()
 
@@ -171,14 +171,18 @@ class MtpDraft(Head):
             next step.
         """
         # Embed the next token, norm both inputs, and project [B, T, 2H] to [B, T, H].
-        embedding = self.embed_tokens(next_ids_BT).to(self.fc.weight.dtype)
-        concatenated = torch.cat((self.token_norm(embedding), self.hidden_norm(hidden_BTH)), dim=-1)
-        normed: Tensor = self.norm(self._run_layer(self.fc(concatenated), rotary, kv_cache))
-        return normed, normed
+        embedding_BTH = self.embed_tokens(next_ids_BT).to(self.fc.weight.dtype)
+        inputs_BT2H = torch.cat(
+            (self.token_norm(embedding_BTH), self.hidden_norm(hidden_BTH)), dim=-1
+        )
+        layer_output_BTH = self._run_layer(self.fc(inputs_BT2H), rotary, kv_cache)
+        normed_BTH: Tensor = self.norm(layer_output_BTH)
+        return normed_BTH, normed_BTH
 
     def _run_layer(
         self, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], kv_cache: KVCache
     ) -> Tensor:
+        """Run the decoder layer, whose attention the KVCache computes."""
         # Some classes return a tuple with the attention weights, others the hidden state alone.
         output = self.layers[0](
             hidden_BTH, attention_mask=None, position_embeddings=rotary, kv_cache=kv_cache
@@ -191,12 +195,13 @@ class MtpDraft(Head):
         """Run one position through the layer, and check that its query reaches the KVCache.
 
         Raises:
-            UserError: if it does not.
+            UserError: if the query does not reach the KVCache.
         """
         # Answer the query with the values, so that any sequence of operations after it works.
         requested_layers: list[int] = []
 
         def attend(layer: int, query_BNTd: Tensor, key_BGTd: Tensor, value_BGTd: Tensor) -> Tensor:
+            """Note the request, and return the values [B, N, T, d] in place of attention."""
             requested_layers.append(layer)
             return value_BGTd.repeat_interleave(query_BNTd.shape[1] // value_BGTd.shape[1], dim=1)
 
@@ -220,15 +225,15 @@ class MtpDraft(Head):
         """
         # Keep what must not be rounded, apply the function to everything, and put the kept data
         # back.
-        state = self.state_dict(keep_vars=True)
-        exact = {}
-        for name in state:
-            if any(part in name for part in self._float32):
-                exact[name] = state[name].data
+        old_state = self.state_dict(keep_vars=True)
+        float32_tensors = {}
+        for name in old_state:
+            if any(part in name for part in self._float32_parts):
+                float32_tensors[name] = old_state[name].data
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        moved = self.state_dict(keep_vars=True)
-        for name, tensor in exact.items():
-            moved[name].data = tensor.to(moved[name].device)
+        new_state = self.state_dict(keep_vars=True)
+        for name, tensor in float32_tensors.items():
+            new_state[name].data = tensor.to(new_state[name].device)
         return self
 
 
@@ -254,18 +259,19 @@ def attend_kv_cache(
     # List everything that asks for more than plain causal attention. `attention_mask` is None,
     # because `MtpDraft` passes none. A layer that does not pass on its keyword arguments loses the
     # KVCache.
-    more = [
+    unsupported = [
         name
         for name, value in options.items()
         if value is not None and name not in ARGUMENTS_WITHOUT_EFFECT
     ]
-    more += ["a mask of its own"] * (attention_mask is not None) + [
-        "keyword arguments that get lost"
-    ] * (kv_cache is None)
-    if more:
+    if attention_mask is not None:
+        unsupported.append("a mask of its own")
+    if kv_cache is None:
+        unsupported.append("keyword arguments that get lost")
+    if unsupported:
         raise UserError(
             "target.model",
-            got=f"{type(module).__name__} with {', '.join(sorted(more))}",
+            got=f"{type(module).__name__} with {', '.join(sorted(unsupported))}",
             expected=EXPECTED,
         )
 

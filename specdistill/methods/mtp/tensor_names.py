@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+# The parts of an expert that each tensor of all experts holds, one after the other.
+EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 # The weight of one part of one expert in a checkpoint that holds experts one by one.
 EXPERT = re.compile(
     r"(?P<experts>.*\.experts)\.(?P<index>\d+)\.(?P<part>gate|up|down)_proj\.weight"
@@ -50,9 +52,12 @@ class Naming:
 
         The checkpoint's text model may be nested (`model.language_model.`).
         """
-        fc = self.names["fc.weight"]
-        end = "." + self.prefix(num_layers).removeprefix("model.") + fc
-        return next((name.removesuffix(fc) for name in names if f".{name}".endswith(end)), None)
+        fc_name = self.names["fc.weight"]
+        end = "." + self.prefix(num_layers).removeprefix("model.") + fc_name
+        for name in names:
+            if f".{name}".endswith(end):
+                return name.removesuffix(fc_name)
+        return None
 
     def has_tensor(self, name: str, prefix: str) -> bool:
         """Return whether a tensor belongs to the layer of this prefix or to a further such layer.
@@ -79,24 +84,25 @@ class Naming:
             fused: keep the experts of a layer in one tensor.
         """
         tensors = tensors if fused else split_experts(tensors)
-        return {
-            prefix + (self.names.get(name) or self.layer + name.removeprefix("layers.0.")): tensor
-            for name, tensor in tensors.items()
-        }
+        named_tensors = {}
+        for name, tensor in tensors.items():
+            # Names that the table does not hold are those of the decoder layer.
+            file_name = self.names.get(name) or self.layer + name.removeprefix("layers.0.")
+            named_tensors[prefix + file_name] = tensor
+        return named_tensors
 
     def from_file(self, tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
         """Return a file's tensors by the names that the draft has for them.
 
         It is the inverse of `to_file`, for either form of experts.
         """
-        name_in_file = {file_name: name for name, file_name in self.names.items()}
-        bare = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-        return merge_experts(
-            {
-                name_in_file.get(name) or "layers.0." + name.removeprefix(self.layer): tensor
-                for name, tensor in bare.items()
-            }
-        )
+        draft_names = {file_name: name for name, file_name in self.names.items()}
+        named_tensors = {}
+        for full_name, tensor in tensors.items():
+            file_name = full_name.removeprefix(prefix)
+            name = draft_names.get(file_name) or "layers.0." + file_name.removeprefix(self.layer)
+            named_tensors[name] = tensor
+        return merge_experts(named_tensors)
 
 
 # The draft's names, each with what follows the prefix in qwen3_next and in deepseek_v3.
@@ -173,18 +179,16 @@ def split_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         # gate_up_proj holds the gate and the up projection one after the other along its middle
         # axis.
-        experts, _, last = name.rpartition(".")
-        halves = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(last)
-        if halves is None or f"{experts}.gate_up_proj" not in tensors:
+        experts, _, matrix = name.rpartition(".")
+        parts = EXPERT_PARTS.get(matrix)
+        if parts is None or f"{experts}.gate_up_proj" not in tensors:
             result[name] = tensor
             continue
 
         # Split along that axis, [E, 2I, H] into two of [E, I, H], and along the experts.
-        for part, all_of_them in zip(halves, tensor.chunk(len(halves), dim=1), strict=True):
-            result |= {
-                f"{experts}.{e}.{part}.weight": expert_weight
-                for e, expert_weight in enumerate(all_of_them)
-            }
+        for part, part_weights in zip(parts, tensor.chunk(len(parts), dim=1), strict=True):
+            for e, expert_weight in enumerate(part_weights):
+                result[f"{experts}.{e}.{part}.weight"] = expert_weight
     return result
 
 
@@ -200,22 +204,18 @@ def merge_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         match = EXPERT.fullmatch(name)
         if match:
-            parts.setdefault(match["experts"], {}).setdefault(match["part"], {})[
-                int(match["index"])
-            ] = tensor
+            layer_parts = parts.setdefault(match["experts"], {})
+            layer_parts.setdefault(match["part"], {})[int(match["index"])] = tensor
         else:
             result[name] = tensor
 
     # Stack the E experts of each part, and put gate before up, as transformers holds them.
-    for experts, of in parts.items():
+    for experts, layer_parts in parts.items():
         stacked = {}
         for part in ("gate", "up", "down"):
-            stacked[part] = torch.stack([of[part][index] for index in range(len(of[part]))])
-        gate = stacked["gate"]
-        up = stacked["up"]
-        down = stacked["down"]
-        result |= {
-            f"{experts}.gate_up_proj": torch.cat((gate, up), dim=1),
-            f"{experts}.down_proj": down,
-        }
+            weights = layer_parts[part]
+            stacked[part] = torch.stack([weights[index] for index in range(len(weights))])
+        gate_up_EIH = torch.cat((stacked["gate"], stacked["up"]), dim=1)
+        result[f"{experts}.gate_up_proj"] = gate_up_EIH
+        result[f"{experts}.down_proj"] = stacked["down"]
     return result
