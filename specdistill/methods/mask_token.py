@@ -96,6 +96,7 @@ def resolve_mask(
     # Without a mask in the recipe, take a token that the texts do not hold.
     free = find_free_token(tokenizer, end_ids, vocab_size, counts)
     mask = free if mask is None else mask
+
     # An inherited mask comes from a file and may be anything.
     is_token = type(mask) is int and 0 <= mask < vocab_size
     spelled = (
@@ -173,6 +174,7 @@ def find_free_token(
         }
         counts = [int(id in in_template) for id in range(vocab_size)]
     candidates = (id for id in range(vocab_size) if id not in roles)
+
     # The first criterion decides. Each of the others decides if those before it are equal.
     return min(
         candidates,

@@ -446,6 +446,7 @@ def check_trainable(recipe: Recipe) -> TrainedRecipe:
             got=f"{recipe.method}, which needs no training",
             expected="a method that is trained",
         )
+
     # These imports are not at the top, because recipes are read without torch.
     from specdistill.decoding.tree import build_tree_shape
     from specdistill.training.losses.divergence import build_divergence

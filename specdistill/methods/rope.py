@@ -111,6 +111,7 @@ def find_contradiction(config: RawConfig) -> str | None:
     newer = config.get("rope_parameters") or {}
     older = config.get("rope_scaling") or {}
     theta = config.get(THETA)
+
     # With one entry for each kind of layer, the older keys speak of full attention.
     place = "rope_parameters"
     if isinstance(newer.get("full_attention"), dict):
@@ -130,6 +131,7 @@ def find_contradiction(config: RawConfig) -> str | None:
     # The two places of the base must agree, too.
     if None not in (theta, older.get(THETA)) and theta != older[THETA]:
         return f"rope_scaling.{THETA} {older[THETA]} and {THETA} {theta}"
+
     # For older readers `rope_theta` alone is complete: it means an embedding without scaling.
     if (
         not newer

@@ -248,6 +248,7 @@ class ModelConfigInfo:
         if "AutoModelForCausalLM" in self.raw.get("auto_map", {}):
             return True
         class_names = set(self.raw.get("architectures") or [])
+
         # A model for text and images contains a causal language model, whatever the whole model is
         # called.
         right = (
@@ -432,6 +433,7 @@ class WeightlessTarget(FrozenTarget):
         model = find_auto_class(target.config).from_config(
             target.config, dtype=dtype, trust_remote_code=target.trust_remote_code
         )
+
         # All attributes are those of the tiny random target, except those that depend on its size.
         names = {part: name for name, part in tiny_target.model.named_modules()}
         vars(self).update(

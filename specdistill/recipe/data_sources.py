@@ -224,6 +224,7 @@ def check_path(entry: SourceEntry, split: str, key: str) -> None:
             expected="a file",
             nearest=siblings.get(find_nearest(path.stem, siblings) or ""),
         )
+
     # `train[:100]` is a slice of the only split that a file has.
     if kind and split.partition("[")[0] != "train":
         raise UserError(

@@ -141,6 +141,7 @@ def like(schema: type[Section], name: str, *, condition: Condition | None = None
         condition: replaces the condition of the key, if given.
     """
     field = copy.copy(schema.model_fields[name])
+
     # pydantic keeps the condition in the field's extra data, where `option` puts it.
     if condition:
         field.json_schema_extra = {"condition": condition}  # type: ignore[dict-item]

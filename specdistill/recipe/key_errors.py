@@ -245,6 +245,7 @@ def _make_unknown_key_error(
     # by it.
     known_keys = sorted(list_fields(_find_variants(chosen, place[:-1])))
     close = find_nearest(name, known_keys)
+
     # Several keys may have this name. The dict keeps the last one, so the key in the fewest
     # sections comes last here, and among these the first.
     keys_by_depth = sorted(

@@ -226,6 +226,7 @@ def merge_values(arguments: Sequence[str]) -> dict[str, object]:
 
     # The recipe's length can be stated in steps or in epochs, and steps win.
     given_keys = {argument.partition("=")[0] for argument in arguments}
+
     # A max_steps of the file would override the epochs that the user typed.
     if "train.num_train_epochs" in given_keys and "train.max_steps" not in given_keys:
         values["train"].pop("max_steps", None)

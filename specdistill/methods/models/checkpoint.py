@@ -43,6 +43,7 @@ def save_draft_model(
     The weights are in safetensors files. LoRA's updates are merged.
     """
     model = merge_lora(draft)
+
     # With several machines transformers (5.x) writes only on the first one: it asks the model's
     # method `should_save_on_this_rank(is_main_process)`. Our caller has already chosen the process
     # that writes, so the method is replaced by `bool`, which returns the argument.
@@ -204,8 +205,10 @@ def export_draft_model(
         if path.is_file() and not path.name.startswith(".") and path.suffix != ".py":
             copy_file = link if path.suffix in (".safetensors", ".bin") else shutil.copy2
             copy_file(path, output / path.name)
+
     # An engine that is allowed to run the target's own code would run the draft's too.
     config.pop("auto_map", None)
+
     # Older versions of transformers, which engines may pin, do not read the keys of version 5.
     (output / "config.json").write_text(
         json.dumps(add_both_spellings(config), indent=2) + "\n", encoding="utf-8"
@@ -227,6 +230,7 @@ def add_both_spellings(config: RawConfig) -> RawConfig:
             **(config.get("rope_scaling") or {}),
         }
     keys = dict(config)
+
     # Layers of several kinds have parameters for each kind, and no single `rope_theta`.
     if rope and "rope_theta" in rope:
         scaling = {key: value for key, value in rope.items() if key != "rope_theta"}

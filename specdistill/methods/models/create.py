@@ -86,6 +86,7 @@ def _load_trained_model(
         given_sizes: the sizes that the recipe states, which are an error here.
     """
     draft, _ = load_draft_model(init, key="draft.init", device=target.device)
+
     # The draft's tables may be padded to another size than the target's.
     if draft.config.get_text_config().vocab_size != target.vocab_size:
         draft.resize_token_embeddings(target.vocab_size, mean_resizing=False)

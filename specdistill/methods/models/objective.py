@@ -55,7 +55,7 @@ from specdistill.training.objective import (
 
 
 class Distillation(Objective):
-    """The draft model with its loss, as the trainer has it: rows in, loss sums out.
+    """The draft model together with its loss: it maps packed rows to loss sums and metrics.
 
     Args:
         draft: the draft model.
@@ -81,8 +81,10 @@ class Distillation(Objective):
         self.num_positions = num_positions
         self.on_policy = on_policy
         self.anatomy = examine_model(draft, "the draft", key="draft.init")
+
         # Empty unless the draft reads documents by their lengths.
         self.packed_configs = find_length_configs(draft)
+
         # transformers' Trainer reads this name. It saves a tensor that has two names once.
         self._keys_to_ignore_on_save = find_repeated_names(self)
 

@@ -228,6 +228,7 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
         super().__init__(draft, *target_tokens)
         self.key = key
         self.head = examine_model(draft, "the draft", key=key).head
+
         # A plain Llama runs in the faster layers.
         self.layers = LlamaLayers(draft) if is_plain_llama(draft) else TransformersLayers(draft)
         self.shared_vocabulary = vocabulary
@@ -264,6 +265,7 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
         if len(max_lengths) > 1 and not self._is_batchable:
             check_batchable(self.draft, "the draft")
             self._is_batchable = True
+
         # Draft tokens beyond the target's own limit are never accepted.
         longest = min(max(max_lengths), self.target_max_length)
         if longest > self.max_positions:
@@ -300,6 +302,7 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
         # Draft the chains. `next_logits` runs one pass for each step unless the masks gave its
         # logits.
         proposals = self.chains(k, sampling, generators, next_logits, steps)
+
         # The cache also holds the draft tokens that were fed: all but the last of each chain.
         if fed:
             # A row stops after its own number of steps, so it has fewer cached tokens than others.
@@ -407,8 +410,10 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
             for feed, count in zip(feeds, steps, strict=True)
         ]
         hidden_BTH = self.layers(pad_rows(rows, self.draft.device), [len(row) for row in rows])
+
         # Forget the masks.
         self.layers.truncate([len(row.cached) for row in self.rows])
+
         # Gather the states of the last token and of the masks, padded for rows with fewer.
         last_B1 = torch.tensor(
             [[max(len(feed) - 1, 0)] for feed in feeds], device=hidden_BTH.device

@@ -120,23 +120,20 @@ def match_vocabularies(
         if target_vocab_size == draft_vocab_size:
             return None
     elif not heterogeneous_vocab:
-        switch_key = name_sibling_key(key, "heterogeneous_vocab")
-        switch = f", or {switch_key}=true to draft over the tokens of both"
-        raise UserError(
-            key,
-            got=difference,
-            expected="the target's tokenizer" + ("" if heterogeneous_vocab is None else switch),
-        )
+        expected = "the target's tokenizer"
+        if heterogeneous_vocab is not None:
+            switch_key = name_sibling_key(key, "heterogeneous_vocab")
+            expected += f", or {switch_key}=true to draft over the tokens of both"
+        raise UserError(key, got=difference, expected=expected)
 
     # Pair the tokens that both spell alike, and that have logits on both sides.
     target_ids = target_tokenizer.get_vocab()
     draft_ids = draft_tokenizer.get_vocab()
-    pairs = {
-        token_id: draft_ids[token]
-        for token, token_id in target_ids.items()
-        if token_id < target_vocab_size
-        and draft_ids.get(token, draft_vocab_size) < draft_vocab_size
-    }
+    pairs = {}
+    for token, token_id in target_ids.items():
+        draft_id = draft_ids.get(token, draft_vocab_size)
+        if token_id < target_vocab_size and draft_id < draft_vocab_size:
+            pairs[token_id] = draft_id
 
     # Apply the replacements, which take precedence over tokens that are spelled alike.
     read_as: dict[int, list[int]] = {}

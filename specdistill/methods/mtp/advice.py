@@ -80,6 +80,7 @@ class MtpAdvice(ChainAdvice[MtpDraft]):
         # The cost of training is counted by these widths alone, because a class may have no other
         # widths that all its layers share.
         width = getattr(text, "intermediate_size", None) or text.moe_intermediate_size
+
         # The KV cache is that of one layer, the target's last that sees all tokens.
         cached_layers = target.cache.layers if target.cache else ()
         full = [layer for layer in cached_layers if layer.size and layer.window is None]

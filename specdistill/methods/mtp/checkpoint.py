@@ -94,6 +94,7 @@ def _build_fresh(target: FrozenTarget, seed: int) -> MtpDraft:
     size = target.hidden_size
     draft.fc.weight.copy_(torch.cat((torch.zeros(size, size), torch.eye(size)), dim=1))
     draft.norm.load_state_dict(target.norm.state_dict())
+
     # The decoder layer is drawn in a fork of the random state, so that the caller's stays as it is.
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -222,6 +223,7 @@ def check_native(shapes: Mapping[str, torch.Size], target: TargetFiles) -> int:
         if last_layer in f".{name}"
     }
     expected = _build_surroundings(naming, prefix, target.hidden_size)
+
     # Engines build the decoder layer from the class of the target's last layer, so its shapes
     # count.
     expected |= {
@@ -334,6 +336,7 @@ def _fill_draft(
         key,
         what=DESCRIPTION,
     )
+
     # `assign=True` takes the file's tensors themselves, so that their dtypes are kept.
     draft.load_state_dict(naming.from_file(tensors, prefix), assign=True)
     return draft.to(target.device)
@@ -501,6 +504,7 @@ def _list_tensors(
     """
     target = checkpoint.folder
     text = config.get("text_config") or config
+
     # A config.json may omit values that are its model's defaults.
     check_layer_fit(
         draft_config,
@@ -608,6 +612,7 @@ def _write(checkpoint: Shards, merged: dict[str, Tensor], folder: Path) -> None:
     is_sharded = (checkpoint.folder / INDEX).is_file()
     new_file = NEW_SHARD if is_sharded else SINGLE
     file_of = checkpoint.file_of | {name: checkpoint.file_of.get(name, new_file) for name in merged}
+
     # These files hold tensors that are replaced or added.
     rewritten = {file_of[name] for name in merged}
 

@@ -89,6 +89,7 @@ class MtpDraft(Head):
         # from it call `attend_kv_cache`.
         source = copy.deepcopy(target.config)
         source._attn_implementation = "specdistill_kv_cache"
+
         # Configs without `layer_types` describe layers that are all of one kind.
         kinds = getattr(source, "layer_types", None) or ["full_attention"] * target.num_layers
         if "full_attention" not in kinds:
@@ -97,6 +98,7 @@ class MtpDraft(Head):
                 got=f"{target.name} with layers {', '.join(sorted(set(kinds)))}",
                 expected="a target with a full-attention layer",
             )
+
         # The draft's layer is of the kind of this one.
         index = max(index for index, kind in enumerate(kinds) if kind == "full_attention")
         layer_class = type(target.layers[index])
@@ -122,6 +124,7 @@ class MtpDraft(Head):
                 norm_class(size, eps=source.rms_norm_eps) for _ in range(3)
             )
             self.layers = nn.ModuleList([layer_class(source, index)])
+
         # Embedding and rotary embedding must not become submodules: checkpoints then leave them
         # out, and `.to(bfloat16)` of the draft rounds neither the target's weights nor the rotary
         # frequencies. So the first bypasses nn.Module's `__setattr__`, and of the second only the
@@ -134,6 +137,7 @@ class MtpDraft(Head):
         # Gemma 3's rotary embedding serves several kinds of layers and wants to know which.
         by_kind = "layer_type" in inspect.signature(rotary.forward).parameters
         self._rotary_options = {"layer_type": "full_attention"} if by_kind else {}
+
         # Names of parameters that must stay in float32 (see `_apply`).
         self._float32_parts = tuple(target.model._keep_in_fp32_modules_strict or ())
         self.to(target.device)

@@ -87,15 +87,13 @@ class NgramLookup:
         """Return up to k draft tokens: the tokens of the text from the index `start` on."""
         if self.rule == "vllm":
             return text[start : start + k]
+
         # llama.cpp never drafts the last token, needs `max` tokens of continuation, and begins only
         # when the text is long enough (see the top of this file).
         if self.rule == "llama.cpp":
             continuation = text[start : min(start + k, len(text) - 1)]
-            return (
-                continuation
-                if len(continuation) >= self.max and len(text) > self.max + k + 2
-                else []
-            )
+            is_long_enough = len(continuation) >= self.max and len(text) > self.max + k + 2
+            return continuation if is_long_enough else []
 
         # Past the end of the text, repeat the tokens from `start` on.
         period = len(text) - start
@@ -108,9 +106,9 @@ class NgramLookup:
         """
         # Index every n-gram that ends at a new position. vLLM's rule keeps the first occurrence of
         # an n-gram, the others the latest.
-        left_out = 1 if self.rule == "llama.cpp" else 0  # number of tokens left out at both ends
-        for end in range(self._indexed + 1, len(text) - left_out):
-            for n in range(self.min, min(self.max, end - left_out) + 1):
+        num_skipped = 1 if self.rule == "llama.cpp" else 0  # tokens skipped at both ends
+        for end in range(self._indexed + 1, len(text) - num_skipped):
+            for n in range(self.min, min(self.max, end - num_skipped) + 1):
                 ngram = tuple(text[end - n : end])
                 self._after[ngram] = self._after.get(ngram, end) if self.rule == "vllm" else end
-        self._indexed = len(text) - left_out - 1
+        self._indexed = len(text) - num_skipped - 1

@@ -71,8 +71,9 @@ class SuffixTrie:
             # The token follows every suffix of the text that has a node, and the empty string (the
             # root). The suffixes that it makes longer are the open ones for the next token.
             self.tokens.append(token)
-            longer = [self._count(node, token) for node in [*self._open[-self.depth :], self._root]]
-            self._open = [node for node in longer if node]
+            nodes = [*self._open[-self.depth :], self._root]
+            longer_nodes = [self._count(node, token) for node in nodes]
+            self._open = [node for node in longer_nodes if node]
 
     def end(self) -> None:
         """End the last text, so that the next token begins another one."""
@@ -90,19 +91,19 @@ class SuffixTrie:
         # Walk down the trie, token by token.
         place: Place = self._root
         for token in tokens:
-            longer = self._extend_place(place, token)
-            if longer is None:
+            longer_place = self._extend_place(place, token)
+            if longer_place is None:
                 return None
-            place = longer
+            place = longer_place
 
         # A string without a node occurred once: what followed then is the only candidate.
         if not isinstance(place, Node):
-            return (self._read_token(place), 1.0) if self._read_token(place) != END_MARK else None
-        return (
-            (place.best, count_occurrences(place.children[place.best]) / place.followed)
-            if place.followed
-            else None
-        )
+            token = self._read_token(place)
+            return None if token == END_MARK else (token, 1.0)
+        if not place.followed:
+            return None
+        best_count = count_occurrences(place.children[place.best])
+        return place.best, best_count / place.followed
 
     def _extend_place(self, place: Place, token: int) -> Place | None:
         """Return the place of the string with one more token; None if it did not occur."""
@@ -121,21 +122,23 @@ class SuffixTrie:
             The node of the longer string, which ends with the token. None if this is the first
             occurrence of the longer string, so that it has no node yet.
         """
-        # Find the place of the longer string, and make a node of it at its second occurrence.
+        # The first occurrence of the longer string is stored as a position, without a node. At the
+        # second occurrence it gets a node, which also counts the token after the first occurrence.
         node.followed += 1
         child = node.children.get(token)
         if child is None:
             child = len(self.tokens)
         elif isinstance(child, Node):
             child.count += 1
-        # This is the second occurrence. `after` followed the first one.
-        elif (after := self._read_token(child)) == END_MARK:
-            child = Node(2)
         else:
-            child = Node(2, 1, after, {after: child + 1})
+            follower = self._read_token(child)
+            if follower == END_MARK:
+                child = Node(2)
+            else:
+                child = Node(2, followed=1, best=follower, children={follower: child + 1})
+        node.children[token] = child
 
         # The latest token wins a tie, because >= replaces the best so far.
-        node.children[token] = child
         if count_occurrences(child) >= count_occurrences(node.children.get(node.best, 0)):
             node.best = token
         return child if isinstance(child, Node) else None
@@ -157,7 +160,8 @@ class SuffixLookup:
         """
         self.config = SuffixConfig.model_validate(keys)
         self.settings = self.config.model_dump()
-        self._request, self._past = SuffixTrie(self.config.max), SuffixTrie(self.config.max)
+        self._request = SuffixTrie(self.config.max)
+        self._past = SuffixTrie(self.config.max)
         self._outputs: list[Sequence[int]] = []  # the outputs of earlier requests in `_past`
 
     def restart(self) -> None:
@@ -170,16 +174,14 @@ class SuffixLookup:
         If the new list only adds outputs to the old one, only the added outputs are counted.
         """
         # Keep the latest outputs only.
-        kept_outputs = (
-            list(outputs[-self.config.max_cached_requests :])
-            if self.config.max_cached_requests
-            else []
-        )
+        max_outputs = self.config.max_cached_requests
+        kept_outputs = list(outputs[-max_outputs:]) if max_outputs else []
 
         # Forgetting cannot be done in the trie, so it is built anew if known outputs are not a
         # prefix of the new ones.
         if kept_outputs[: len(self._outputs)] != self._outputs:
-            self._outputs, self._past = [], SuffixTrie(self.config.max)
+            self._outputs = []
+            self._past = SuffixTrie(self.config.max)
         for output in kept_outputs[len(self._outputs) :]:
             self._past.extend(output)
             self._past.end()
@@ -194,19 +196,18 @@ class SuffixLookup:
         """
         # Add what is new in the request, and look the longest suffix up.
         self._request.extend(text[len(self._request.tokens) :])
-        tokens = list[int]()
+        tokens: list[int] = []
         text = text[-self.config.max :]
         probability = 1.0
         token, share, length = self._find_next(text, self.config.max)
 
         # The more tokens agree, the more are drafted. The draft ends early when it becomes
         # unlikely.
-        most = min(k, int(self.config.max_spec_factor * length))
-        while (
-            len(tokens) < most
-            and length
-            and (probability := probability * share) >= self.config.min_token_prob
-        ):
+        max_tokens = min(k, int(self.config.max_spec_factor * length))
+        while len(tokens) < max_tokens and length:
+            probability *= share
+            if probability < self.config.min_token_prob:
+                break
             tokens.append(token)
             text = [*text, token][-self.config.max :]
             token, share, length = self._find_next(text, length + 1)
