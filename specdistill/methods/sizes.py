@@ -158,16 +158,18 @@ def count_parameters_read(
     # Read how many experts there are, and how many a token is sent to. Without experts the share is
     # 1.
     names = ("num_experts", "n_routed_experts", "num_local_experts")
-    num_experts = next((size for name in names if (size := getattr(config, name, None))), 1)
-    chosen = getattr(config, "num_experts_per_tok", None) or num_experts
-    share = 1 - (1 - chosen / num_experts) ** num_tokens
+    stated_sizes = [size for size in (getattr(config, name, None) for name in names) if size]
+    num_experts = stated_sizes[0] if stated_sizes else 1
+    num_experts_per_token = getattr(config, "num_experts_per_tok", None) or num_experts
+    share = 1 - (1 - num_experts_per_token / num_experts) ** num_tokens
 
     # Weigh each parameter, and count only the share of the experts that is read.
-    sizes = (
-        ("experts" in name.split("."), weigh(name, parameter))
-        for name, parameter in module.named_parameters()
-    )
-    return sum(size * share if of_expert else size for of_expert, size in sizes)
+    weights = []
+    for name, parameter in module.named_parameters():
+        weight = weigh(name, parameter)
+        is_of_expert = "experts" in name.split(".")
+        weights.append(weight * share if is_of_expert else weight)
+    return sum(weights)
 
 
 @dataclass(frozen=True)
@@ -247,11 +249,10 @@ class ModelConfigInfo:
         # A model with code of its own says itself which class it is.
         if "AutoModelForCausalLM" in self.raw.get("auto_map", {}):
             return True
+        # The config may name no class, or one of a causal language model. A model for text and
+        # images contains a causal language model, whatever the whole model is called.
         class_names = set(self.raw.get("architectures") or [])
-
-        # A model for text and images contains a causal language model, whatever the whole model is
-        # called.
-        right = (
+        has_fitting_class = (
             not class_names
             or "text_config" in self.raw
             or bool(class_names & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
@@ -260,7 +261,7 @@ class ModelConfigInfo:
         # Models that read images have a language model inside; others must be in transformers' own
         # list.
         is_known = reads_images(self.config) or (
-            right and type(self.config) in MODEL_FOR_CAUSAL_LM_MAPPING
+            has_fitting_class and type(self.config) in MODEL_FOR_CAUSAL_LM_MAPPING
         )
         return is_known and not self.config.is_encoder_decoder
 
@@ -275,11 +276,11 @@ class ModelConfigInfo:
             raise UserError(self.key, got=f"{self.name}, a {self.kind}", expected=CAUSAL_LM)
 
         # A model with a size of 0 would be built, and would fail only when it computes.
-        for size in ("num_hidden_layers", "hidden_size", "vocab_size"):
-            got = getattr(self.text, size, 0)
-            if got < 1:
+        for size_name in ("num_hidden_layers", "hidden_size", "vocab_size"):
+            size = getattr(self.text, size_name, 0)
+            if size < 1:
                 raise UserError(
-                    self.key, got=f"{self.name} with {size} {got}", expected="1 or more"
+                    self.key, got=f"{self.name} with {size_name} {size}", expected="1 or more"
                 )
 
         # Any exception of the class means that no model can be built of its config.
@@ -351,19 +352,18 @@ class ModelConfigInfo:
         # Count the weights that were not quantized, and the quantized ones together with the layers
         # that the class does not have.
         sizes = {name: parameter.numel() for name, parameter in self.model.named_parameters()}
-        last = f".layers.{self.text.num_hidden_layers - 1}."
-        extra = (self.native_mtp or ("", 0))[1]
-        kept_bytes = sum(size for name, size in sizes.items() if name not in self.converted)
-        converted_bytes = sum(sizes[name] * (1 + extra * (last in name)) for name in self.converted)
+        last_layer = f".layers.{self.text.num_hidden_layers - 1}."
+        num_further_layers = self.native_mtp[1] if self.native_mtp else 0
+        num_kept = sum(size for name, size in sizes.items() if name not in self.converted)
+        num_converted = 0
+        for name in self.converted:
+            num_copies = 1 + num_further_layers if last_layer in name else 1
+            num_converted += sizes[name] * num_copies
 
         # All bytes that are left belong to quantized weights. Rounding may not make them larger
         # than plain ones.
-        return float(
-            min(
-                self.itemsize(),
-                (self.stored_bytes - kept_bytes * self.itemsize()) / converted_bytes,
-            )
-        )
+        converted_bytes = self.stored_bytes - num_kept * self.itemsize()
+        return float(min(self.itemsize(), converted_bytes / num_converted))
 
     def weigh(self, dtype: torch.dtype | None = None) -> Weigh:
         """Return a function that computes how many bytes a parameter of `model` takes.
@@ -442,18 +442,15 @@ class WeightlessTarget(FrozenTarget):
             device=model.device,
             config=model.config.get_text_config(decoder=True),
         )
-        self.backbone, self.layers = (
-            model.get_submodule(names[part]) for part in (tiny_target.backbone, tiny_target.layers)
-        )
+        self.backbone = model.get_submodule(names[tiny_target.backbone])
+        self.layers = model.get_submodule(names[tiny_target.layers])
         self.norm = (
             None if tiny_target.norm is None else model.get_submodule(names[tiny_target.norm])
         )
         self.lm_head = model.get_output_embeddings()
         self.logits = replace(tiny_target.logits, linear=self.lm_head)
-        self.hidden_size, self.vocab_size = (
-            int(self.config.hidden_size),
-            int(self.config.vocab_size),
-        )
+        self.hidden_size = int(self.config.hidden_size)
+        self.vocab_size = int(self.config.vocab_size)
 
     def features(
         self, input_ids_BT: Tensor, aux_layers: Sequence[int], **options: object
@@ -509,16 +506,14 @@ def plan_shape(
         settings: keys of the recipe's `draft:`.
     """
     # Sizes that the recipe states replace the target's. A head has one layer by default.
-    sizes = {
-        name: size
-        for name in ModelShape.__annotations__
-        if (size := settings.get(name)) is not None
-    }
-    return (
-        read_model_shape(draft_info.text)
-        if draft_info
-        else replace(read_head_shape(target.text), **{"num_layers": 1, **sizes})
-    )
+    if draft_info:
+        return read_model_shape(draft_info.text)
+    sizes = {"num_layers": 1}
+    for name in ModelShape.__annotations__:
+        size = settings.get(name)
+        if size is not None:
+            sizes[name] = size
+    return replace(read_head_shape(target.text), **sizes)
 
 
 def plan_cache(shape: ModelShape, draft_info: ModelConfigInfo | None) -> CacheSize:
@@ -527,12 +522,9 @@ def plan_cache(shape: ModelShape, draft_info: ModelConfigInfo | None) -> CacheSi
     A head that is given may have a sliding window, which limits the size of its cache.
     """
     # All layers must have the window for the cache to be bounded by it.
-    kinds = set(draft_info.raw.get("layer_types") or []) if draft_info else set()
-    window = (
-        draft_info.raw.get("sliding_window")
-        if draft_info and kinds == {"sliding_attention"}
-        else None
-    )
+    window = None
+    if draft_info and set(draft_info.raw.get("layer_types") or []) == {"sliding_attention"}:
+        window = draft_info.raw.get("sliding_window")
     return build_attention_cache_size(
         shape.num_layers, shape.num_key_value_heads, shape.head_dim, window
     )

@@ -54,12 +54,12 @@ def save_draft(
     method.save(draft, target, folder)
     if chat_template is not None:
         (folder / TEMPLATE).write_text(target.tokenizer.chat_template, encoding="utf-8")
-    _write(folder, target.identity if target.files else None)
+    _write_record(folder, target.identity if target.files else None)
 
 
 def copy_record(draft: Path, output: Path) -> None:
     """Give an export the record and the chat template of the exported draft."""
-    _write(output, read_target_record(draft, "draft"))
+    _write_record(output, read_target_record(draft, "draft"))
     if (draft / TEMPLATE).is_file():
         shutil.copyfile(draft / TEMPLATE, output / TEMPLATE)
 
@@ -73,18 +73,18 @@ def use_recorded_template(
         UserError: if the drafts have different chat templates.
     """
     # Collect the different templates. Drafts without a template file use the target's own.
-    settings = {
+    templates = {
         (draft / TEMPLATE).read_text(encoding="utf-8")
         for draft in drafts
         if (draft / TEMPLATE).is_file()
     }
-    if len(settings) > 1:
+    if len(templates) > 1:
         raise UserError(
             key,
             got=f"drafts with different files {TEMPLATE}",
             expected="drafts of one chat template",
         )
-    for template in settings:
+    for template in templates:
         tokenizer.chat_template = template
 
 
@@ -99,9 +99,12 @@ def read_target_record(draft: Path, key: str) -> TargetIdentity | None:
         return None
 
     # Errors quote the beginning of the record, because it may be long if it is broken.
-    what = f'{draft / "config.json"} with "{SECTION}" {json.dumps(section)[:120]}'
+    description = f'{draft / "config.json"} with "{SECTION}" {json.dumps(section)[:120]}'
     with convert_errors(
-        (TypeError, KeyError, ValueError), key, what, "the record of the draft's target, or none"
+        (TypeError, KeyError, ValueError),
+        key,
+        description,
+        "the record of the draft's target, or none",
     ):
         # `TargetIdentity` refuses unknown and missing keys; pydantic then checks the types.
         return TypeAdapter(TargetIdentity).validate_python(
@@ -129,22 +132,22 @@ def check_target(
     """
     # A draft without a record may be tried with any target. So may one of another tokenizer's
     # family, if the user asked for such a draft.
-    made_for = read_target_record(draft, key)
-    if made_for is None or (
-        heterogeneous_vocab and made_for.tokenizer != target.identity.tokenizer
+    recorded_target = read_target_record(draft, key)
+    if recorded_target is None or (
+        heterogeneous_vocab and recorded_target.tokenizer != target.identity.tokenizer
     ):
         return
-    if not made_for.is_same(target.identity):
+    if not recorded_target.is_same(target.identity):
         raise UserError(
             key,
-            got=f"{draft}, a draft for {made_for}",
+            got=f"{draft}, a draft for {recorded_target}",
             expected=(
                 f'a draft for {target.identity}; to try it anyway, delete its "{SECTION}" record'
             ),
         )
 
 
-def _write(folder: Path, identity: TargetIdentity | None) -> None:
+def _write_record(folder: Path, identity: TargetIdentity | None) -> None:
     """Replace the record in a folder's config.json; None removes it.
 
     An old record may be there: of another target, whose draft this one was initialized from.
