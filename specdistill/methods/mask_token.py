@@ -94,26 +94,26 @@ def resolve_mask(
             token is free.
     """
     # Without a mask in the recipe, take a token that the texts do not hold.
-    free = find_free_token(tokenizer, end_ids, vocab_size, counts)
-    mask = free if mask is None else mask
-    # An inherited mask comes from a file and may be anything.
-    is_token = type(mask) is int and 0 <= mask < vocab_size
-    spelled = (
-        f" ({tokenizer.convert_ids_to_tokens(mask)!r})"
-        if is_token and mask < len(tokenizer)
-        else ""
-    )
+    free_token = find_free_token(tokenizer, end_ids, vocab_size, counts)
+    mask = free_token if mask is None else mask
 
-    # Errors name the mask by its text, and where it comes from.
-    name = f"the mask {mask}{spelled} of {init}" if init else f"{mask}{spelled}"
+    # Errors name the mask by its text, and where it comes from. An inherited mask comes from a file
+    # and may be anything.
+    is_token = type(mask) is int and 0 <= mask < vocab_size
+    spelling = ""
+    if is_token and mask < len(tokenizer):
+        spelling = f" ({tokenizer.convert_ids_to_tokens(mask)!r})"
+    name = f"the mask {mask}{spelling} of {init}" if init else f"{mask}{spelling}"
     key = "draft.init" if init else KEY
-    refusal = partial(
-        UserError, key, expected=f"a token that texts do not hold, such as {KEY}={free}"
+    make_error = partial(
+        UserError, key, expected=f"a token that texts do not hold, such as {KEY}={free_token}"
     )
     if not is_token:
-        raise refusal(got=f"{name}, which is not in the target's vocabulary, 0..{vocab_size - 1}")
+        raise make_error(
+            got=f"{name}, which is not in the target's vocabulary, 0..{vocab_size - 1}"
+        )
     if mask == tokenizer.eos_token_id or mask in end_ids:
-        raise refusal(got=f"{name}, which ends a generation")
+        raise make_error(got=f"{name}, which ends a generation")
 
     # A mask that occurs in the texts is refused only if another special token is free.
     if not counts or not counts[mask]:
@@ -122,13 +122,13 @@ def resolve_mask(
         f"which occurs {counts[mask]:,} times in the training data"
         f" ({counts[mask] / sum(counts):.2%} of the tokens)"
     )
-    if not counts[free] and mask in {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}:
-        raise refusal(got=f"{name}, {reason}")
+    special_ids = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    if not counts[free_token] and mask in special_ids:
+        raise make_error(got=f"{name}, {reason}")
     if is_first():
         logger.warning(
             f"{key}: {name}, {reason}: the draft cannot tell it from a token that it has to"
-            f" fill in."
-            f" {KEY}={free} occurs {counts[free]:,} times."
+            f" fill in. {KEY}={free_token} occurs {counts[free_token]:,} times."
         )
     return mask
 
@@ -141,9 +141,10 @@ def find_free_token(
 ) -> int:
     """Return the token that occurs least often in the data and has no other role.
 
-    It neither begins, ends nor pads a text, and is not the unknown token. Of tokens that occur
-    equally often, the first of these kinds is chosen: the tokenizer's mask, a row of the embedding
-    beyond the tokenizer, special tokens, all others. Of several tokens of a kind it is the last.
+    Tokens that begin, end or pad a text are left out, and so is the unknown token. Of tokens that
+    occur equally often, the first of these kinds is chosen: the tokenizer's mask, a row of the
+    embedding beyond the tokenizer, a special token, any other token. Of several tokens of the same
+    kind, the one with the highest id is chosen.
 
     Args:
         tokenizer: the target's tokenizer.
@@ -152,6 +153,7 @@ def find_free_token(
         counts: how often each token occurs in the training data. None: this is not known yet, and
             the tokens that the chat template names are taken to occur.
     """
+    # These tokens already mean something to the target, so they cannot mean "not drafted yet".
     roles = {
         tokenizer.bos_token_id,
         tokenizer.eos_token_id,
@@ -162,12 +164,16 @@ def find_free_token(
     added = tokenizer.added_tokens_decoder
     special = {id for id, token in added.items() if token.special}
     preferred = tokenizer.mask_token_id
+
+    # Before the training data are known, a token of the chat template counts as used once, and any
+    # other token as unused.
     if counts is None:
         in_template = {
             id for id, token in added.items() if token.content in str(tokenizer.chat_template)
         }
         counts = [int(id in in_template) for id in range(vocab_size)]
     candidates = (id for id in range(vocab_size) if id not in roles)
+
     # The first criterion decides. Each of the others decides if those before it are equal.
     return min(
         candidates,

@@ -103,15 +103,16 @@ class Recipe(Section):
         return {name: method.recipe() for name, method in METHODS.items()}
 
     def list_proposer_options(self) -> dict[str, Any]:
-        """Return the method's own options of decoding.
+        """Return the values of the keys of `eval:` that only this method has.
 
-        These are the keys of `eval:` that the method has in addition to the common ones.
+        `Method.load_proposer` takes them as options.
         """
         return {name: getattr(self.eval, name) for name in list_own_eval_keys(type(self))}
 
     @model_validator(mode="after")
-    def _fits_together(self) -> "Recipe":
-        """Check that the run has a folder, and that a quantized target runs in this program."""
+    def _check_folder_and_quantization(self) -> "Recipe":
+        """Check that the run has a folder, and that this program runs a quantized target itself."""
+        # The run's folder has no default, because two runs must not share one.
         folder = self.train.get("output_dir")
         if not isinstance(folder, str):
             raise UserError(
@@ -119,6 +120,8 @@ class Recipe(Section):
                 got="nothing" if folder is None else repr(folder),
                 expected="the folder of the run",
             )
+
+        # Only this program rounds the weights of the target. Other programs have their own options.
         if self.target.quantization and self.eval.engine != "specdistill":
             raise UserError(
                 "target.quantization",
@@ -127,9 +130,8 @@ class Recipe(Section):
                     "target.quantization=null: an engine has options of its own, in its command"
                 ),
             )
-        if self.target.quantization and getattr(
-            getattr(self, "hidden_states", None), "server", None
-        ):
+        states_server = getattr(getattr(self, "hidden_states", None), "server", None)
+        if self.target.quantization and states_server:
             raise UserError(
                 "target.quantization",
                 got=f"{self.target.quantization} with hidden_states.server",
@@ -184,11 +186,12 @@ class TrainedRecipe(Recipe):
 
     @property
     def is_fresh(self) -> bool:
-        """Whether nobody has trained the draft before.
+        """Whether the draft starts untrained, so that it needs training in full.
 
-        A draft model that is made of the target's layers is fresh, too, because the layers behave
-        differently in it.
+        A draft model that is made of the target's layers is fresh, too: without the layers between
+        them, they have to learn anew.
         """
+        # Layers of the target count as fresh, a draft model of `draft.init=PATH` does not.
         init = getattr(self.draft, "init", None)
         return init in self.FRESH or (METHODS[self.method].standalone and init in (None, "layers"))
 
@@ -196,46 +199,26 @@ class TrainedRecipe(Recipe):
     def evaluates_first(self) -> bool:
         """Whether the draft is also evaluated before its first step.
 
-        It is if it starts from existing weights and is evaluated later.
+        This is so if training evaluates at all, and if the draft starts from existing weights.
         """
+        # YAML reads an unquoted `no` as false, so both forms of eval_strategy are checked.
         is_evaluated = self.train.get("eval_strategy", "no") not in ("no", False)
         return is_evaluated and getattr(self.draft, "init", None) not in self.FRESH
 
     @property
     def measured_on(self) -> list[str]:
-        """The suites that the draft is measured on, as far as the recipe says."""
-        return [
-            suite for suite in (self.eval.suite, self.selection and self.selection.suite) if suite
-        ]
+        """The suites that the recipe names: those of `eval:` and `selection:`."""
+        selection_suite = self.selection.suite if self.selection else None
+        return [suite for suite in (self.eval.suite, selection_suite) if suite]
 
     @model_validator(mode="after")
     def _check_trainer_keys(self) -> "TrainedRecipe":
         """Check that training reads every key of `train:`, and that these keys fit together."""
-        # AdamW's settings are not read by Muon.
-        unread_key = (
-            next((name for name in ADAMW_ONLY_KEYS if name in self.train), None)
-            if self.optimizer != "adamw"
-            else None
-        )
-        if unread_key:
-            raise make_unused_key_error(
-                f"train.{unread_key}",
-                self.train[unread_key],
-                f"the optimizer {self.optimizer} does not use it",
-                alternative="add optimizer=adamw",
-            )
-
-        # Training sets some fields itself.
-        for name, value in self.train.items():
-            why = next(
-                (why for pattern, why in UNREAD_KEY_PATTERNS.items() if fnmatch(name, pattern)),
-                None,
-            )
-            if why and value is not None and value is not False:
-                raise make_unused_key_error(f"train.{name}", format_value(value), why)
+        self._check_unread_trainer_keys()
 
         # Only one of epochs and steps can decide the length.
-        epochs, steps = (self.train.get(name) for name in ("num_train_epochs", "max_steps"))
+        epochs = self.train.get("num_train_epochs")
+        steps = self.train.get("max_steps")
         if epochs is not None and steps not in (None, -1):
             raise UserError(
                 "train.num_train_epochs",
@@ -253,36 +236,66 @@ class TrainedRecipe(Recipe):
                 expected=f"one of {', '.join(metrics)}",
                 nearest=find_nearest(str(metric), metrics),
             )
+        is_decoded = metric is not None and str(metric).removeprefix("eval_") == DECODED_METRIC
+        self._check_selection(is_decoded=is_decoded)
+        return self
 
-        # A decoded acceptance length needs prompts, and one process that decodes.
-        decodes = metric is not None and str(metric).removeprefix("eval_") == DECODED_METRIC
-        if decodes != (self.selection is not None):
-            needed = f"train.metric_for_best_model={DECODED_METRIC}"
-            if self.selection is None:
-                raise UserError(
-                    "selection.suite",
-                    got=f"nothing with {needed}",
-                    expected=SelectionConfig.model_fields["suite"].description or "",
-                )
+    def _check_unread_trainer_keys(self) -> None:
+        """Raise UserError for a key of `train:` that training does not read."""
+        # Muon does not read AdamW's settings.
+        if self.optimizer != "adamw":
+            for name in ADAMW_ONLY_KEYS:
+                if name in self.train:
+                    raise make_unused_key_error(
+                        f"train.{name}",
+                        self.train[name],
+                        f"the optimizer {self.optimizer} does not use it",
+                        alternative="add optimizer=adamw",
+                    )
+
+        # Training sets some fields itself. null and false state that a field is not used.
+        for name, value in self.train.items():
+            if value is None or value is False:
+                continue
+            for pattern, reason in UNREAD_KEY_PATTERNS.items():
+                if fnmatch(name, pattern):
+                    raise make_unused_key_error(f"train.{name}", format_value(value), reason)
+
+    def _check_selection(self, *, is_decoded: bool) -> None:
+        """Raise UserError if `selection:` does not fit the metric that chooses the best checkpoint.
+
+        Args:
+            is_decoded: whether the metric is the acceptance length of decoded prompts.
+        """
+        # Only this metric needs prompts, so it and the section are stated together or not at all.
+        needed = f"train.metric_for_best_model={DECODED_METRIC}"
+        if is_decoded and self.selection is None:
+            raise UserError(
+                "selection.suite",
+                got=f"nothing with {needed}",
+                expected=SelectionConfig.model_fields["suite"].description or "",
+            )
+        if self.selection is not None and not is_decoded:
             raise make_unused_key_error(
                 "selection.suite",
                 self.selection.suite,
                 f"only used with {needed}",
                 alternative=f"set {needed}",
             )
-        if decodes and self.target.shard != "none":  # one process decodes
+
+        # One process decodes the prompts, so it needs the whole target.
+        if is_decoded and self.target.shard != "none":
             raise UserError(
                 "train.metric_for_best_model",
                 got=f"{DECODED_METRIC} with target.shard={self.target.shard}",
                 expected="acceptance_length, or target.shard=none",
             )
-        return self
 
     @property
     def states_folder(self) -> Path | None:
-        """The path where hidden states wait that servers return with their answers.
+        """The folder for hidden states that servers write while they generate the rows.
 
-        None if no store keeps them.
+        They wait there for the store of hidden states. None if the recipe has no such store.
         """
         return getattr(getattr(self, "hidden_states", None), "waiting", None)
 
@@ -292,15 +305,21 @@ class TrainedRecipe(Recipe):
         return 1
 
     def metrics(self) -> list[str]:
-        """Return the metrics that training measures: names for `train.metric_for_best_model`.
+        """Return the names of the metrics that `train.metric_for_best_model` may have.
 
-        They are measured on held-out rows and by decoding.
+        All of them are measured on held-out rows, except for the last one, which needs decoding.
         """
-        measured = []
+        position_metrics = []
         for name in ("loss", "accuracy", "acceptance"):
             for k in range(1, self.num_positions + 1):
-                measured.append(f"{name}_{k}")
-        return ["acceptance_length", "acceptance_length_sampled", "loss", *measured, DECODED_METRIC]
+                position_metrics.append(f"{name}_{k}")
+        return [
+            "acceptance_length",
+            "acceptance_length_sampled",
+            "loss",
+            *position_metrics,
+            DECODED_METRIC,
+        ]
 
 
 class LayerSizes(DraftSection):
@@ -355,6 +374,7 @@ class FeatureRecipe(TrainedRecipe):
 
 def select_eval_schema(schema: type[Recipe]) -> type[EvalConfig]:
     """Return the schema of the section `eval:` in recipes of a schema."""
+    # `eval` is annotated with the method's own section.
     section = schema.model_fields["eval"].annotation
     assert isinstance(section, type) and issubclass(section, EvalConfig)
     return section
@@ -370,7 +390,7 @@ def list_own_eval_keys(schema: type[Recipe]) -> dict[str, FieldInfo]:
 
 
 def list_method_eval_keys(*, condition: Condition | None = None) -> dict[str, Any]:
-    """Return the keys of `eval:` that only some methods read.
+    """Return the keys of `eval:` that only some methods read, with their types.
 
     Args:
         condition: replaces the keys' own condition, for a command that has no `eval.engine`.
@@ -387,7 +407,7 @@ def list_method_eval_keys(*, condition: Condition | None = None) -> dict[str, An
 
 
 def list_method_options(options: Section, methods: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the options of a command that the proposer of each method reads.
+    """Split the options of a command by method: each method gets the options that it reads.
 
     Args:
         options: the options of the command.
@@ -399,19 +419,23 @@ def list_method_options(options: Section, methods: Sequence[str]) -> list[dict[s
     Raises:
         UserError: for an option that is set and that none of the methods reads.
     """
-    by_method = []
+    # Give each method the options that it reads.
+    options_by_method = []
     for method in methods:
-        by_method.append(
-            {name: getattr(options, name) for name in list_own_eval_keys(METHODS[method].recipe())}
-        )
+        own_keys = list_own_eval_keys(METHODS[method].recipe())
+        options_by_method.append({name: getattr(options, name) for name in own_keys})
+
+    # An option that is set must be read by one of the methods. The error names the methods that
+    # read it.
     for name in list_method_eval_keys():
         value = getattr(options, name)
         default = find_default(type(options).model_fields[name])
-        if value != default and not any(name in method_options for method_options in by_method):
+        is_read = any(name in method_options for method_options in options_by_method)
+        if value != default and not is_read:
             readers = [
                 method
-                for method, row in METHODS.items()
-                if name in list_own_eval_keys(row.recipe())
+                for method, table_row in METHODS.items()
+                if name in list_own_eval_keys(table_row.recipe())
             ]
             key, changed = find_changed_key(name, value, default)
             raise make_unused_key_error(
@@ -420,7 +444,7 @@ def list_method_options(options: Section, methods: Sequence[str]) -> list[dict[s
                 f"not used with method {' or '.join(dict.fromkeys(methods))}, only with"
                 f" {', '.join(readers)}",
             )
-    return by_method
+    return options_by_method
 
 
 def check_trainable(recipe: Recipe) -> TrainedRecipe:
@@ -436,10 +460,13 @@ def check_trainable(recipe: Recipe) -> TrainedRecipe:
             got=f"{recipe.method}, which needs no training",
             expected="a method that is trained",
         )
+
     # These imports are not at the top, because recipes are read without torch.
     from specdistill.decoding.tree import build_tree_shape
     from specdistill.training.losses.divergence import build_divergence
 
+    # Build the tree and the divergence once, so that a wrong value is reported before anything is
+    # loaded.
     if recipe.eval.tree:
         build_tree_shape(recipe.eval.tree)
     divergence = getattr(getattr(recipe, "loss", None), "divergence", None)

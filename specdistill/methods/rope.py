@@ -29,8 +29,11 @@ RENAMED_KINDS = {"su": "longrope", "mrope": "default"}
 def read_entries(config: RawConfig) -> list[dict[str, object]]:
     """Return the rotary embeddings of a config.json as transformers 5 reads them.
 
-    There is one, or one for each kind of layer.
+    Returns:
+        One normalized entry, or one for each kind of layer.
     """
+    # If the newer key holds one entry for each kind of layer, these entries count. Otherwise there
+    # is one entry: the older key if it is stated, else the newer one.
     newer = config.get("rope_parameters") or {}
     nested = [entry for entry in newer.values() if isinstance(entry, dict)]
     return [normalize(entry, config) for entry in nested or [config.get("rope_scaling") or newer]]
@@ -39,14 +42,16 @@ def read_entries(config: RawConfig) -> list[dict[str, object]]:
 def choose_entry(parameters: RawConfig | None) -> dict[str, Any]:
     """Return the rotary embedding that a draft's own layers use, from a target's `rope_parameters`.
 
-    If each kind of layer has one, it is that of full attention, since a head sees all positions. If
-    full attention has none, it is that of sliding attention. The draft's layers rotate the whole of
-    each query, even if the target's layers rotate only a part (`partial_rotary_factor`, and Gemma
-    4's `proportional`).
+    If each kind of layer has its own embedding, the one of full attention is chosen, or else the
+    one of sliding attention. The draft's layers rotate the whole of each query, even if the
+    target's layers rotate only a part (`partial_rotary_factor`, and Gemma 4's `proportional`).
     """
+    # Without a common entry, take that of full attention, because a head sees all positions.
     entry = dict(parameters or {})
     if any(isinstance(value, Mapping) for value in entry.values()):
         entry = dict(entry.get("full_attention") or entry.get("sliding_attention") or {})
+
+    # The draft's layers rotate the whole of each query.
     entry.pop("partial_rotary_factor", None)
     if entry.get("rope_type") == "proportional":
         entry["rope_type"] = "default"
@@ -54,19 +59,24 @@ def choose_entry(parameters: RawConfig | None) -> dict[str, Any]:
 
 
 def normalize(entry: RawConfig, config: RawConfig) -> dict[str, object]:
-    """Return an entry in one spelling, so that entries can be compared.
+    """Return the settings of a rotary embedding in one spelling, so that two can be compared.
 
-    It has one name for its kind, its theta and, if it scales, the numbers of its scaling.
+    The result has the kind as `rope_type`, the base as `rope_theta` and, if the kind scales, the
+    numbers of the scaling.
 
     Args:
         entry: the rotary embedding as config.json states it.
         config: the config around the entry. Its keys are used where the entry has none.
     """
+    # Read the kind and the base under any of their names.
     kind = str(entry.get("rope_type") or entry.get("type") or "default")
     kind = RENAMED_KINDS.get(kind, kind)
     theta = entry.get(THETA) or config.get(THETA)
     if kind == "default":
         return {"rope_type": kind, THETA: theta}
+
+    # Keep the numbers of the scaling. `type` is the older name of the kind, and a draft's layers
+    # rotate the whole of each query, so both keys are left out.
     unread = ("type", "partial_rotary_factor")
     numbers = {
         name: value for name, value in entry.items() if value is not None and name not in unread
@@ -83,8 +93,10 @@ def find_differing_names(
 ) -> list[str]:
     """Return the names of the settings that differ between two normalized entries.
 
-    If their kinds differ, the numbers of the scaling are left out.
+    If their kinds differ, only the kind and the base are compared.
     """
+    # Settings of scalings of different kinds cannot be compared one by one, so only kind and base
+    # are.
     names = [name for name in {**entry, **other_entry} if entry.get(name) != other_entry.get(name)]
     return [name for name in names if "rope_type" not in names or name in ("rope_type", THETA)]
 
@@ -95,9 +107,11 @@ def find_contradiction(config: RawConfig) -> str | None:
     Returns:
         The two places with their values, in words; None if the spellings agree.
     """
+    # Read the newer and the older spelling.
     newer = config.get("rope_parameters") or {}
     older = config.get("rope_scaling") or {}
     theta = config.get(THETA)
+
     # With one entry for each kind of layer, the older keys speak of full attention.
     place = "rope_parameters"
     if isinstance(newer.get("full_attention"), dict):
@@ -114,9 +128,10 @@ def find_contradiction(config: RawConfig) -> str | None:
         ):
             return f"{name}.rope_type {kind} and {name}.type {older_kind}"
 
-    # So must the two places of the base.
+    # The two places of the base must agree, too.
     if None not in (theta, older.get(THETA)) and theta != older[THETA]:
         return f"rope_scaling.{THETA} {older[THETA]} and {THETA} {theta}"
+
     # For older readers `rope_theta` alone is complete: it means an embedding without scaling.
     if (
         not newer

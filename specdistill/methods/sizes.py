@@ -27,6 +27,7 @@ from specdistill.targets.cache_size import CacheSize, build_attention_cache_size
 from specdistill.targets.frozen import Features, FrozenTarget, build_tiny_target
 
 TOKENS_PER_SAMPLE = 950  # DeepSpec's cache: about 38 TB of 30 KB a token for 1.3M conversations
+# Tokens of a reduced draft vocabulary by default, as published EAGLE-3 heads have them.
 DRAFT_VOCABULARY = 32_000
 ASSUMED_DTYPE = torch.bfloat16  # for a config that names no dtype
 RawConfig = Mapping[str, Any]  # the content of a config.json
@@ -115,13 +116,15 @@ def count_weights_read(
 ) -> float:
     """Return how many parameters one pass over `num_tokens` tokens reads.
 
-    These are all but an embedding table that is not also the LM head.
+    An embedding table does not count, because only single rows are read, unless the table is the LM
+    head too.
 
     Args:
         model: the model.
         num_tokens: tokens of the pass.
         weigh: (name, parameter) -> how much the parameter counts.
     """
+    # Find embedding and head. If they share one matrix, the head reads it, so it counts.
     embedding = model.get_input_embeddings().get_parameter("weight")
     head = model.get_output_embeddings().weight
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -142,9 +145,9 @@ def count_parameters_read(
 ) -> float:
     """Return how many of a module's parameters a pass reads.
 
-    Of a mixture's E experts, a pass reads those that the tokens are sent to. If each of n tokens is
-    sent to k experts, chosen independently, this is a share of 1 - (1 - k/E)^n of them. For one
-    token it is k/E.
+    In a mixture of E experts, a pass reads only the experts that its tokens are sent to. If each of
+    n tokens is sent to k experts, independently of the other tokens, the expected share of experts
+    that are read is 1 - (1 - k/E)^n. For one token the share is k/E.
 
     Args:
         module: the module.
@@ -152,15 +155,21 @@ def count_parameters_read(
         num_tokens: n.
         weigh: (name, parameter) -> how much the parameter counts.
     """
+    # Read how many experts there are, and how many a token is sent to. Without experts the share is
+    # 1.
     names = ("num_experts", "n_routed_experts", "num_local_experts")
-    num_experts = next((size for name in names if (size := getattr(config, name, None))), 1)
-    chosen = getattr(config, "num_experts_per_tok", None) or num_experts
-    share = 1 - (1 - chosen / num_experts) ** num_tokens
-    sizes = (
-        ("experts" in name.split("."), weigh(name, parameter))
-        for name, parameter in module.named_parameters()
-    )
-    return sum(size * share if of_expert else size for of_expert, size in sizes)
+    stated_sizes = [size for size in (getattr(config, name, None) for name in names) if size]
+    num_experts = stated_sizes[0] if stated_sizes else 1
+    num_experts_per_token = getattr(config, "num_experts_per_tok", None) or num_experts
+    share = 1 - (1 - num_experts_per_token / num_experts) ** num_tokens
+
+    # Weigh each parameter, and count only the share of the experts that is read.
+    weights = []
+    for name, parameter in module.named_parameters():
+        weight = weigh(name, parameter)
+        is_of_expert = "experts" in name.split(".")
+        weights.append(weight * share if is_of_expert else weight)
+    return sum(weights)
 
 
 @dataclass(frozen=True)
@@ -233,22 +242,26 @@ class ModelConfigInfo:
 
     @property
     def is_causal_lm(self) -> bool:
-        """Whether this is a causal language model.
+        """Whether the config.json is that of a causal language model.
 
-        transformers must read one out of it, and config.json must not call it something else.
+        transformers must know such a model for it, and config.json must not name another class.
         """
+        # A model with code of its own says itself which class it is.
         if "AutoModelForCausalLM" in self.raw.get("auto_map", {}):
             return True
+        # The config may name no class, or one of a causal language model. A model for text and
+        # images contains a causal language model, whatever the whole model is called.
         class_names = set(self.raw.get("architectures") or [])
-        # A model for text and images contains a causal language model, whatever the whole model is
-        # called.
-        right = (
+        has_fitting_class = (
             not class_names
             or "text_config" in self.raw
             or bool(class_names & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
         )
+
+        # Models that read images have a language model inside; others must be in transformers' own
+        # list.
         is_known = reads_images(self.config) or (
-            right and type(self.config) in MODEL_FOR_CAUSAL_LM_MAPPING
+            has_fitting_class and type(self.config) in MODEL_FOR_CAUSAL_LM_MAPPING
         )
         return is_known and not self.config.is_encoder_decoder
 
@@ -261,12 +274,16 @@ class ModelConfigInfo:
         """
         if not self.is_causal_lm:
             raise UserError(self.key, got=f"{self.name}, a {self.kind}", expected=CAUSAL_LM)
-        for size in ("num_hidden_layers", "hidden_size", "vocab_size"):
-            got = getattr(self.text, size, 0)
-            if got < 1:
+
+        # A model with a size of 0 would be built, and would fail only when it computes.
+        for size_name in ("num_hidden_layers", "hidden_size", "vocab_size"):
+            size = getattr(self.text, size_name, 0)
+            if size < 1:
                 raise UserError(
-                    self.key, got=f"{self.name} with {size} {got}", expected="1 or more"
+                    self.key, got=f"{self.name} with {size_name} {size}", expected="1 or more"
                 )
+
+        # Any exception of the class means that no model can be built of its config.
         with (
             convert_errors(
                 CLASS_ERRORS, self.key, f"{self.name}, of which no model can be built", CAUSAL_LM
@@ -306,6 +323,9 @@ class ModelConfigInfo:
         """
         if self.quantization is None:
             return frozenset()
+
+        # compressed-tensors names the excluded modules under `ignore`, other formats under
+        # `modules_to_not_convert`. Embedding and head are never quantized.
         kept_patterns = [
             *(self.quantization.get("modules_to_not_convert") or []),
             *(self.quantization.get("ignore") or []),
@@ -322,26 +342,31 @@ class ModelConfigInfo:
     def converted_itemsize(self) -> float:
         """The average bytes of a quantized weight, scales included.
 
-        They are computed from the stored bytes, less the bytes of the other weights. Layers that
-        predict further tokens are stored next to the layers of the class. Each of them counts as
-        large as the last layer of the class.
+        This is (stored bytes - bytes of all weights that are not quantized) / quantized weights.
+        Checkpoints may also hold multi-token-prediction layers, which the class of transformers
+        does not have. Each of them counts as large as the last layer of the class.
         """
         if not self.converted or self.stored_bytes is None:
             return self.itemsize()
+
+        # Count the weights that were not quantized, and the quantized ones together with the layers
+        # that the class does not have.
         sizes = {name: parameter.numel() for name, parameter in self.model.named_parameters()}
-        last = f".layers.{self.text.num_hidden_layers - 1}."
-        extra = (self.native_mtp or ("", 0))[1]
-        kept_bytes = sum(size for name, size in sizes.items() if name not in self.converted)
-        converted_bytes = sum(sizes[name] * (1 + extra * (last in name)) for name in self.converted)
-        return float(
-            min(
-                self.itemsize(),
-                (self.stored_bytes - kept_bytes * self.itemsize()) / converted_bytes,
-            )
-        )
+        last_layer = f".layers.{self.text.num_hidden_layers - 1}."
+        num_further_layers = self.native_mtp[1] if self.native_mtp else 0
+        num_kept = sum(size for name, size in sizes.items() if name not in self.converted)
+        num_converted = 0
+        for name in self.converted:
+            num_copies = 1 + num_further_layers if last_layer in name else 1
+            num_converted += sizes[name] * num_copies
+
+        # All bytes that are left belong to quantized weights. Rounding may not make them larger
+        # than plain ones.
+        converted_bytes = self.stored_bytes - num_kept * self.itemsize()
+        return float(min(self.itemsize(), converted_bytes / num_converted))
 
     def weigh(self, dtype: torch.dtype | None = None) -> Weigh:
-        """Return a function that gives the bytes of a parameter of `model`.
+        """Return a function that computes how many bytes a parameter of `model` takes.
 
         Args:
             dtype: the dtype of the weights that are not quantized; None: as in the checkpoint.
@@ -361,10 +386,13 @@ class ModelConfigInfo:
         return build_tiny_target(self.config, self.name, trust_remote_code=self.trust_remote_code)
 
     def build_on_tiny_target(self, build: Callable[[FrozenTarget], object]) -> FrozenTarget:
-        """Return the tiny random target, after building a head for it.
+        """Check that a head can be built for this target, by building one for a tiny target.
 
         Args:
             build: builds the head; its result is not used.
+
+        Returns:
+            The tiny random target.
 
         Raises:
             UserError: as for the target itself, or if there is no tiny random target.
@@ -405,6 +433,7 @@ class WeightlessTarget(FrozenTarget):
         model = find_auto_class(target.config).from_config(
             target.config, dtype=dtype, trust_remote_code=target.trust_remote_code
         )
+
         # All attributes are those of the tiny random target, except those that depend on its size.
         names = {part: name for name, part in tiny_target.model.named_modules()}
         vars(self).update(
@@ -413,24 +442,23 @@ class WeightlessTarget(FrozenTarget):
             device=model.device,
             config=model.config.get_text_config(decoder=True),
         )
-        self.backbone, self.layers = (
-            model.get_submodule(names[part]) for part in (tiny_target.backbone, tiny_target.layers)
-        )
+        self.backbone = model.get_submodule(names[tiny_target.backbone])
+        self.layers = model.get_submodule(names[tiny_target.layers])
         self.norm = (
             None if tiny_target.norm is None else model.get_submodule(names[tiny_target.norm])
         )
         self.lm_head = model.get_output_embeddings()
         self.logits = replace(tiny_target.logits, linear=self.lm_head)
-        self.hidden_size, self.vocab_size = (
-            int(self.config.hidden_size),
-            int(self.config.vocab_size),
-        )
+        self.hidden_size = int(self.config.hidden_size)
+        self.vocab_size = int(self.config.vocab_size)
 
     def features(
         self, input_ids_BT: Tensor, aux_layers: Sequence[int], **options: object
     ) -> Features:
         shape = (*input_ids_BT.shape, self.hidden_size)
         dtype = self.lm_head.weight.dtype
+
+        # One empty tensor stands for each auxiliary layer, and one for the last hidden state.
         *aux, last = (torch.empty(shape, dtype=dtype) for _ in range(len(aux_layers) + 1))
         return Features(tuple(aux), last)
 
@@ -477,29 +505,26 @@ def plan_shape(
         draft_info: the head that is given; None for the head of a recipe.
         settings: keys of the recipe's `draft:`.
     """
-    sizes = {
-        name: size
-        for name in ModelShape.__annotations__
-        if (size := settings.get(name)) is not None
-    }
-    return (
-        read_model_shape(draft_info.text)
-        if draft_info
-        else replace(read_head_shape(target.text), **{"num_layers": 1, **sizes})
-    )
+    # Sizes that the recipe states replace the target's. A head has one layer by default.
+    if draft_info:
+        return read_model_shape(draft_info.text)
+    sizes = {"num_layers": 1}
+    for name in ModelShape.__annotations__:
+        size = settings.get(name)
+        if size is not None:
+            sizes[name] = size
+    return replace(read_head_shape(target.text), **sizes)
 
 
 def plan_cache(shape: ModelShape, draft_info: ModelConfigInfo | None) -> CacheSize:
-    """Return the size of the KV cache of a head, whose layers are Llama's.
+    """Return the size of the KV cache of a head, whose layers are like Llama's.
 
-    A given head may have a window.
+    A head that is given may have a sliding window, which limits the size of its cache.
     """
-    kinds = set(draft_info.raw.get("layer_types") or []) if draft_info else set()
-    window = (
-        draft_info.raw.get("sliding_window")
-        if draft_info and kinds == {"sliding_attention"}
-        else None
-    )
+    # All layers must have the window for the cache to be bounded by it.
+    window = None
+    if draft_info and set(draft_info.raw.get("layer_types") or []) == {"sliding_attention"}:
+        window = draft_info.raw.get("sliding_window")
     return build_attention_cache_size(
         shape.num_layers, shape.num_key_value_heads, shape.head_dim, window
     )

@@ -26,6 +26,7 @@ from specdistill.methods.layers import DraftT
 from specdistill.targets.files import TargetFiles, TargetIdentity
 from specdistill.targets.frozen import FrozenTarget
 
+# The key in config.json. It has this project's name, so that no other program uses it.
 SECTION = "specdistill"
 # The name differs from that of a tokenizer's template, which the folder of a draft model also has.
 TEMPLATE = "target_chat_template.jinja"
@@ -53,12 +54,12 @@ def save_draft(
     method.save(draft, target, folder)
     if chat_template is not None:
         (folder / TEMPLATE).write_text(target.tokenizer.chat_template, encoding="utf-8")
-    _write(folder, target.identity if target.files else None)
+    _write_record(folder, target.identity if target.files else None)
 
 
 def copy_record(draft: Path, output: Path) -> None:
     """Give an export the record and the chat template of the exported draft."""
-    _write(output, read_target_record(draft, "draft"))
+    _write_record(output, read_target_record(draft, "draft"))
     if (draft / TEMPLATE).is_file():
         shutil.copyfile(draft / TEMPLATE, output / TEMPLATE)
 
@@ -71,18 +72,19 @@ def use_recorded_template(
     Raises:
         UserError: if the drafts have different chat templates.
     """
-    settings = {
+    # Collect the different templates. Drafts without a template file use the target's own.
+    templates = {
         (draft / TEMPLATE).read_text(encoding="utf-8")
         for draft in drafts
         if (draft / TEMPLATE).is_file()
     }
-    if len(settings) > 1:
+    if len(templates) > 1:
         raise UserError(
             key,
             got=f"drafts with different files {TEMPLATE}",
             expected="drafts of one chat template",
         )
-    for template in settings:
+    for template in templates:
         tokenizer.chat_template = template
 
 
@@ -95,10 +97,16 @@ def read_target_record(draft: Path, key: str) -> TargetIdentity | None:
     section = read_config(draft, key).get(SECTION)
     if section is None:
         return None
-    what = f'{draft / "config.json"} with "{SECTION}" {json.dumps(section)[:120]}'
+
+    # Errors quote the beginning of the record, because it may be long if it is broken.
+    description = f'{draft / "config.json"} with "{SECTION}" {json.dumps(section)[:120]}'
     with convert_errors(
-        (TypeError, KeyError, ValueError), key, what, "the record of the draft's target, or none"
+        (TypeError, KeyError, ValueError),
+        key,
+        description,
+        "the record of the draft's target, or none",
     ):
+        # `TargetIdentity` refuses unknown and missing keys; pydantic then checks the types.
         return TypeAdapter(TargetIdentity).validate_python(
             vars(TargetIdentity(**section["target"]))
         )
@@ -118,30 +126,33 @@ def check_target(
         draft: the folder of the draft.
         target: the target's files.
         key: the recipe key that the error names.
-        heterogeneous_vocab: whether a draft of another family is asked for. Then a draft for a
-            target with another tokenizer is allowed.
+        heterogeneous_vocab: whether the user asked for a draft with another tokenizer. Then a draft
+            for a target with another tokenizer is allowed.
         **options: other options of decoding, which are not read.
     """
-    made_for = read_target_record(draft, key)
-    if made_for is None or (
-        heterogeneous_vocab and made_for.tokenizer != target.identity.tokenizer
+    # A draft without a record may be tried with any target. So may one of another tokenizer's
+    # family, if the user asked for such a draft.
+    recorded_target = read_target_record(draft, key)
+    if recorded_target is None or (
+        heterogeneous_vocab and recorded_target.tokenizer != target.identity.tokenizer
     ):
         return
-    if not made_for.is_same(target.identity):
+    if not recorded_target.is_same(target.identity):
         raise UserError(
             key,
-            got=f"{draft}, a draft for {made_for}",
+            got=f"{draft}, a draft for {recorded_target}",
             expected=(
                 f'a draft for {target.identity}; to try it anyway, delete its "{SECTION}" record'
             ),
         )
 
 
-def _write(folder: Path, identity: TargetIdentity | None) -> None:
+def _write_record(folder: Path, identity: TargetIdentity | None) -> None:
     """Replace the record in a folder's config.json; None removes it.
 
-    A draft may have been initialized from one that was made for another target.
+    An old record may be there: of another target, whose draft this one was initialized from.
     """
+    # Remove the old record, and write the new one without places of this machine.
     path = folder / "config.json"
     config: dict[str, object] = {
         name: value for name, value in read_config(folder, "draft").items() if name != SECTION

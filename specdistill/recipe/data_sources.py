@@ -1,6 +1,7 @@
 """The entries of `data.source`, and what is known about sources without reading their rows.
 
-This is what they are called, their licences, and which of them have no pinned revision.
+This file knows the names of sources and of their columns, their licences, and which sources have no
+pinned revision.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,12 +16,17 @@ from specdistill.recipe.load import REQUIRED_MARK, validate_recipe
 # The value names a function that takes a split. It returns a fingerprint of the split's rows and a
 # function that yields them.
 BUILT_IN_SOURCES = {"pico": "specdistill.data.produce.pico:load_rows"}
+# The text of pico is Python's standard library, which has Python's own licence.
 BUILT_IN_LICENSES = {"pico": "PSF-2.0"}
+# The source whose prompts the target generates itself.
 SELF_SOURCE = "self"
+# Loaders of the `datasets` library by the suffix of a file.
 LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 # Columns that training data may have.
 CONVERSATIONS = ("messages", "conversations", "conversation", "turns")
+# A column of token ids, for rows that were tokenized elsewhere.
 TOKENS = "input_ids"
+# Pairs of columns that hold a question and its answer.
 EXCHANGES = (
     ("instruction", "output"),
     ("instruction", "response"),
@@ -32,6 +38,7 @@ PROMPTS = tuple(dict.fromkeys(question for question, _ in EXCHANGES))
 ANSWERS = {
     prompt: {answer for question, answer in EXCHANGES if question == prompt} for prompt in PROMPTS
 }
+# Columns with descriptions of tools, for chat templates that show tools to the model.
 SCHEMAS = ("tools", "functions", "function")  # The last one is in BFCL.
 KNOWN_COLUMNS = (
     "text",
@@ -40,11 +47,13 @@ KNOWN_COLUMNS = (
     "instances",
     *dict.fromkeys(chain.from_iterable(EXCHANGES)),
 )
+# All columns that something reads; the last ones are only read next to others.
 READ_COLUMNS = (*KNOWN_COLUMNS, *SCHEMAS, "loss_mask", "system", "input", "context")
 EXPECTED = (
     "text, messages, conversations, turns, input_ids, or instruction and output (prompt and"
     " response, question and answer)"
 )
+# Small enough to be read in a moment, before training starts.
 MAX_CHECKED_BYTES = 2**25  # bytes; the columns of larger files are not checked before loading
 SOURCE_IS_SELF = Condition("with source: self", lambda entry: entry.source == SELF_SOURCE)
 SOURCE_HAS_ROWS = Condition(
@@ -125,6 +134,7 @@ def list_entries(source: object) -> Iterator[tuple[str, SourceEntry]]:
     Raises:
         UserError: for a wrong name or setting.
     """
+    # A single name stands for a list of one source.
     if isinstance(source, str):
         yield "data.source", SourceEntry(source=source)
         return
@@ -135,6 +145,8 @@ def list_entries(source: object) -> Iterator[tuple[str, SourceEntry]]:
             expected="pico, self, a file, a Hub id, or a list of these and of"
             " {source, weight, split}",
         )
+
+    # Entries are names, or mappings with settings.
     for index, entry in enumerate(source):
         key = f"data.source[{index}]"
         if isinstance(entry, str):
@@ -152,8 +164,9 @@ def list_entries(source: object) -> Iterator[tuple[str, SourceEntry]]:
 def check_files(source: object, split: str, columns: Mapping[str, str]) -> None:
     """Check that files exist, and that the columns of small JSONL files are known.
 
-    Files of up to MAX_CHECKED_BYTES bytes are checked. Nothing here is slow to import. Lines that
-    are no JSON objects are left to the loading of the file.
+    The check needs no slow import, so that a mistake is reported at once. Columns are checked in
+    files of up to MAX_CHECKED_BYTES. Lines that are no JSON objects are reported later, when the
+    file is loaded.
 
     Args:
         source: the value of `data.source`.
@@ -165,9 +178,12 @@ def check_files(source: object, split: str, columns: Mapping[str, str]) -> None:
             does not have, and for columns none of which is known.
     """
     for key, entry in list_entries(source):
+        # Sources that are built in have no files.
         if entry.source in {SELF_SOURCE, *BUILT_IN_SOURCES}:
             continue
         check_path(entry, entry.split or split, key)
+
+        # Look for known columns in small files, before anything slow is imported or loaded.
         path = Path(entry.source)
         if path.suffix == ".jsonl" and path.stat().st_size <= MAX_CHECKED_BYTES:
             with path.open("rb") as file:
@@ -191,7 +207,7 @@ def check_path(entry: SourceEntry, split: str, key: str) -> None:
         key: the key that errors name.
 
     Raises:
-        UserError: if it is none of these, or if the split is one that a file does not have.
+        UserError: if the source is none of these, or if a file does not have the split.
     """
     source = entry.source
     path = Path(entry.source)
@@ -208,6 +224,7 @@ def check_path(entry: SourceEntry, split: str, key: str) -> None:
             expected="a file",
             nearest=siblings.get(find_nearest(path.stem, siblings) or ""),
         )
+
     # `train[:100]` is a slice of the only split that a file has.
     if kind and split.partition("[")[0] != "train":
         raise UserError(
@@ -228,7 +245,7 @@ def check_path(entry: SourceEntry, split: str, key: str) -> None:
 
 
 def check_columns(own_columns: Sequence[str], entry: SourceEntry, key: str) -> None:
-    """Check that a source has text or conversations, and the columns that its entry names.
+    """Check that a source has text or conversations, and all columns that its entry names.
 
     Args:
         own_columns: the names of the source's columns.
@@ -243,6 +260,8 @@ def check_columns(own_columns: Sequence[str], entry: SourceEntry, key: str) -> N
     columns = entry.columns
 
     # The columns that are named must be there.
+    # `where` selects rows by columns of the source, and `columns` translates such columns into
+    # ours.
     for what, wanted_columns in (("where", entry.where), ("columns", columns.values())):
         unknown = next((column for column in wanted_columns if column not in own_columns), None)
         if unknown:
@@ -252,6 +271,8 @@ def check_columns(own_columns: Sequence[str], entry: SourceEntry, key: str) -> N
                 expected=f"one of {', '.join(own_columns)}",
                 nearest=find_nearest(unknown, own_columns),
             )
+
+    # The names on our side must be names that something reads.
     unknown = next((ours for ours in columns if ours not in READ_COLUMNS), None)
     if unknown:
         raise UserError(
@@ -276,11 +297,14 @@ def check_columns(own_columns: Sequence[str], entry: SourceEntry, key: str) -> N
 
 
 def list_source_names(source: object) -> list[str]:
-    """Return the names of the sources in order, as a reader tells them apart."""
+    """Return a name for each source in order, with the settings that tell sources apart."""
+    # Bring all entries into one form.
     stated_entries = source if isinstance(source, (list, tuple)) else [source]
     entries = [
         entry if isinstance(entry, Mapping) else {"source": entry} for entry in stated_entries
     ]
+
+    # The name of an entry is the values of all keys that change which rows are read.
     names = []
     for entry in entries:
         values = [
@@ -302,6 +326,7 @@ def warn_unpinned_sources(source: object) -> Iterator[str]:
         UserError: for a wrong name or setting.
     """
     for _, entry in list_entries(source):
+        # A name with one slash that is no file or folder is looked up on the Hub.
         is_on_hub = (
             entry.source.count("/") == 1
             and SOURCE_IS_ON_HUB.holds(entry)

@@ -37,7 +37,7 @@ class Section(BaseModel):
     def select_schema(cls, values: Mapping[str, object]) -> "type[Section]":
         """Return the schema that values are checked against.
 
-        It is this schema, unless the values choose between several.
+        A subclass with several schemas, such as one for each method, overrides this function.
         """
         return cls
 
@@ -54,6 +54,8 @@ class Section(BaseModel):
     def _select_keys_of_variants(cls, values: object) -> object:
         """Prepare the values of each union of variants for pydantic to choose between them."""
         if not isinstance(values, Mapping):
+            # pydantic would report an unknown key for each variant. With the choice written into
+            # the values, it compares them with one variant only.
             return values
         selected = dict(values)
         for name, field in cls.model_fields.items():
@@ -65,9 +67,9 @@ class Section(BaseModel):
 
 @dataclass(frozen=True)
 class Choices:
-    """The names that a key may have.
+    """A validator that accepts only some names as the value of a key.
 
-    They are asked for when a value is checked, so that they may be in a table elsewhere.
+    The names are asked for when a value is checked, so that they may be in a table elsewhere.
 
     Attributes:
         names: returns the names.
@@ -86,7 +88,7 @@ class Choices:
 def allow_names(
     names: Callable[[], Sequence[str]], *, also: Callable[[str], bool] = lambda _: False
 ) -> AfterValidator:
-    """Return a validator that allows only some names, for use in `Annotated[str, …]`.
+    """Return a validator that accepts only some names, for use in `Annotated[str, …]`.
 
     Args:
         names: returns the names.
@@ -97,10 +99,10 @@ def allow_names(
 
 @dataclass(frozen=True)
 class Condition:
-    """The condition under which a key is used.
+    """The condition under which a key is used, such as "with eval.server".
 
-    A condition is for keys that depend on several others. Where one key alone decides which other
-    keys there are, the section is a union of variants.
+    Conditions are for keys that depend on several other keys. If one key alone decides which other
+    keys there are, the section is a union of variants instead.
 
     Attributes:
         text: completes "only used …".
@@ -114,7 +116,7 @@ class Condition:
 def option(default: object, help: str, *, condition: Condition | None = None, **limits: Any) -> Any:
     """Describe a key: its default (`...` for none), its help text and pydantic's limits.
 
-    A key that has been set although its `condition` does not hold is an error.
+    If the key is set although its `condition` does not hold, loading the recipe is an error.
     """
     extra: Any = {"condition": condition} if condition else None
     return Field(default, description=help, json_schema_extra=extra, **limits)
@@ -125,13 +127,22 @@ def section(of: type[Section]) -> Any:
 
     The section must be given if one of its keys has no default.
     """
+    # A section without required keys may be left out of a recipe.
     required = any(field.is_required() for field in of.model_fields.values())
     return Field() if required else Field(default_factory=of)
 
 
 def like(schema: type[Section], name: str, *, condition: Condition | None = None) -> Any:
-    """Return the key of another schema, with the same default, help and limits."""
+    """Return a copy of a key of another schema, with the same default, help and limits.
+
+    Args:
+        schema: the other schema.
+        name: the name of the key in it.
+        condition: replaces the condition of the key, if given.
+    """
     field = copy.copy(schema.model_fields[name])
+
+    # pydantic keeps the condition in the field's extra data, where `option` puts it.
     if condition:
         field.json_schema_extra = {"condition": condition}  # type: ignore[dict-item]
     return field
@@ -150,10 +161,11 @@ def find_default(field: FieldInfo) -> object:
 
 
 def find_changed_key(key: str, value: object, default: object) -> tuple[str, object]:
-    """Return the key that differs from its default, with its value.
+    """Return a key that differs from its default, with its value.
 
-    If the key is a section, the first such key inside it is returned.
+    If the key is a section, the first key inside it that differs is returned.
     """
+    # Go down to the key that was changed, so that the error names it and not its section.
     if isinstance(value, Section) and isinstance(default, Section):
         for name in type(value).model_fields:
             if getattr(value, name) != getattr(default, name):
@@ -164,9 +176,9 @@ def find_changed_key(key: str, value: object, default: object) -> tuple[str, obj
 
 
 def list_variants(hint: object) -> list[type[Section]]:
-    """Return the schemas that a section may have.
+    """Return the schemas in the type of a key: several for a union of variants.
 
-    A union may have several; a value or a list has none.
+    A key whose type is a value or a list has none.
     """
     return [
         kind
@@ -183,6 +195,7 @@ def _list_union_members(hint: object) -> list[object]:
 
 def _choose_variant(field: FieldInfo, values: Mapping[str, object]) -> type[Section] | None:
     """Return the variant that the values of a section choose; None if their choice is invalid."""
+    # A function chooses the variant by its class name, as for data.regenerate.
     variants = list_variants(field.annotation)
     discriminator = field.discriminator
     if isinstance(discriminator, Discriminator):
@@ -190,6 +203,9 @@ def _choose_variant(field: FieldInfo, values: Mapping[str, object]) -> type[Sect
         assert callable(choose)
         name = choose(values)
         return next(variant for variant in variants if variant.__name__ == name)
+
+    # Otherwise the value of one key chooses, as `hidden_states.mode` does. Without a value, the
+    # default of the first variant counts.
     assert discriminator is not None
     choice = values.get(discriminator, find_default(variants[0].model_fields[discriminator]))
     for variant in variants:
@@ -209,6 +225,7 @@ def list_fields(variants: Sequence[type[Section]]) -> dict[str, FieldInfo]:
 
 def describe_condition(variants: Sequence[type[Section]], name: str) -> str | None:
     """Return when a key is used, in words that complete "only used …"; None for always."""
+    # A key has a condition of its own, or belongs to some of the variants only.
     having = [variant for variant in variants if name in variant.model_fields]
     condition = find_condition(having[0].model_fields[name])
     if condition:
@@ -226,7 +243,8 @@ def find_default_in(variants: Sequence[type[Section]], name: str) -> object:
 def _add_variant_choice(field: FieldInfo, values: Mapping[str, object]) -> dict[str, object]:
     """Return the values of a section with the choice of its variant, for pydantic to check.
 
-    Keys that do not apply are left out only where they have their defaults.
+    Keys of other variants are left out if they have their defaults. If they do not, they stay, and
+    pydantic reports them.
     """
     variant = _choose_variant(field, values)
     if variant is None:
@@ -249,6 +267,7 @@ def _add_variant_choice(field: FieldInfo, values: Mapping[str, object]) -> dict[
 
 def list_every_key(section: Section) -> dict[str, object]:
     """Return the values of a section, with the defaults of keys that only other variants have."""
+    # Add the keys of the other variants, so that a recorded recipe shows every key that there is.
     values = section.model_dump()
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
@@ -262,8 +281,8 @@ def list_every_key(section: Section) -> dict[str, object]:
 def describe(schema: type[Section]) -> list[tuple[str, str, str, str]]:
     """Return a row (key, type, default, help) for every key, for `--help`.
 
-    A row that only some variants have is marked with their names. A key that means something else
-    in another variant has a row for each meaning.
+    A row that only some methods have begins with their names. A key with different rows in
+    different methods has all of them.
     """
     # Collect for each row the variants that have it.
     variants = schema.list_schemas()
@@ -271,6 +290,8 @@ def describe(schema: type[Section]) -> list[tuple[str, str, str, str]]:
     for name, variant in variants.items():
         for row in list_leaves([variant]):
             readers.setdefault(row, []).append(name)
+
+    # Sort by key in the order of the schemas, and mark the rows that only some variants have.
     keys = list(dict.fromkeys(key for key, *_ in readers))
     return [
         (
@@ -286,7 +307,12 @@ def describe(schema: type[Section]) -> list[tuple[str, str, str, str]]:
 def list_leaves(
     variants: Sequence[type[Section]], prefix: str = ""
 ) -> Iterator[tuple[str, str, str, str]]:
-    """Yield the rows of `describe` for a section, of all its variants together."""
+    """Yield a row (key, type, default, help) for every key of a section and its inner sections.
+
+    Args:
+        variants: the variants of the section, whose keys are listed together.
+        prefix: goes before the keys, such as `eval.`.
+    """
     for name, field in list_fields(variants).items():
         key = f"{prefix}{name}"
         inner_variants = list_variants(field.annotation)
@@ -307,7 +333,10 @@ def list_leaves(
 
 
 def _describe_kind_in(variants: Sequence[type[Section]], name: str) -> str:
-    """Return a key's type: the choices of all variants, or null where it is required in some."""
+    """Return a key's type in words, joined over all variants of its section.
+
+    "or null" is added for a key that only some variants have and that is required there.
+    """
     fields = [variant.model_fields[name] for variant in variants if name in variant.model_fields]
     kinds = dict.fromkeys(describe_kind(field) for field in fields)
     or_null = " or null" if fields[0].is_required() and len(fields) < len(variants) else ""
@@ -316,6 +345,7 @@ def _describe_kind_in(variants: Sequence[type[Section]], name: str) -> str:
 
 def describe_kind(field: FieldInfo) -> str:
     """Return a field's type with its choices or limits, in the words of help and errors."""
+    # Names that a validator allows replace the word `str`. Limits follow in words.
     kind = _name_kind(field.annotation)
     rules = [*field.metadata, *_list_rules(field.annotation)]
     for rule in rules:
@@ -338,6 +368,7 @@ def describe_kind(field: FieldInfo) -> str:
 
 def _list_rules(hint: object) -> list[object]:
     """Return the limits of a type, including those of a list's items and of a nullable value."""
+    # pydantic keeps limits either in `Annotated` itself or in a `Field` inside it.
     own_rules: list[object] = []
     for rule in getattr(hint, "__metadata__", ()):
         own_rules.extend(getattr(rule, "metadata", [rule]))
@@ -348,6 +379,7 @@ def _list_rules(hint: object) -> list[object]:
 
 def _name_kind(hint: object) -> str:
     """Return the name of a type in the words of help and errors."""
+    # Unwrap the type, from the outside to the inside.
     origin = get_origin(hint)
     arguments = get_args(hint)
     if origin is Annotated:

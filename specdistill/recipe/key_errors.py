@@ -46,7 +46,7 @@ ALIASES = {
 
 @cache
 def list_required_keys(schema: type[Section]) -> frozenset[str]:
-    """Return the keys that a recipe of any variant must have."""
+    """Return the keys without a default, which every recipe of a schema must have."""
     return frozenset(
         key
         for key, _, default, _ in list_leaves([schema])
@@ -57,10 +57,10 @@ def list_required_keys(schema: type[Section]) -> frozenset[str]:
 def explain_errors(
     schema: type[Section], chosen: type[Section], errors: Sequence[ErrorDetails], prefix: str
 ) -> UserError:
-    """Return the error to show first, of those that pydantic found.
+    """Choose the most helpful of pydantic's errors, and return it as a UserError.
 
-    Unknown keys come before wrong values, and those before missing keys: a misspelt key explains a
-    missing one, or why another key does not apply.
+    Unknown keys come before wrong values, and wrong values before missing keys: a misspelt key
+    explains a missing one, or why another key does not apply.
 
     Args:
         schema: the schema of all methods.
@@ -68,13 +68,18 @@ def explain_errors(
         errors: pydantic's errors.
         prefix: goes before the keys, for a section that is in another file.
     """
+    # Show one error only, and drop the names of variants from its place.
     first = min(errors, key=lambda detail: _rank(chosen, detail))
     place = _remove_tags(chosen, first["loc"])
+
+    # A key that no variant has, or that the chosen variant lacks.
     if first["type"] == "extra_forbidden":
         if _is_of_other_variant(chosen, place):
             return _make_not_chosen_error(chosen, place, first["input"], prefix)
         return _make_unknown_key_error(schema, chosen, place, first["input"], prefix)
     key = prefix + format_place(place)
+
+    # Two lengths in the wrong order (see `check_lengths`).
     if first["type"] == "min_above_max":
         limits = first["ctx"]
         return UserError(
@@ -82,6 +87,8 @@ def explain_errors(
             got=limits["min"],
             expected=f"at most {prefix}{format_place([*place, 'max'])}, which is {limits['max']}",
         )
+
+    # A missing key, a value that is no section, or a value of a wrong type.
     field = _find_field(chosen, place)
     if first["type"] == "missing":
         return _make_missing_key_error(
@@ -96,22 +103,27 @@ def explain_errors(
 
 def _rank(schema: type[Section], detail: ErrorDetails) -> int:
     """Return the rank of an error; the lowest rank is shown first."""
+    # A key of another variant ranks last: often an earlier error explains why the variant was not
+    # chosen.
     if detail["type"] == "extra_forbidden":
         return 3 if _is_of_other_variant(schema, _remove_tags(schema, detail["loc"])) else 0
     return 2 if detail["type"] == "missing" else 1
 
 
 def _is_of_other_variant(schema: type[Section], place: Place) -> bool:
-    """Return whether a key that its section does not have is one of another variant of it."""
+    """Return whether an unknown key of a section is a known key of another of its variants."""
     return place[-1] in list_fields(_find_variants(schema, place[:-1]))
 
 
 def _make_missing_key_error(
     key: str, field: FieldInfo, keys_of_recipes: Collection[str]
 ) -> UserError:
-    """Return the error for a key that must be given.
+    """Return the error for a key that must be given but is missing.
 
-    For a section it names the first key in it that must be given.
+    Args:
+        key: the key; for a section the error names the first required key in it.
+        field: the field of the key.
+        keys_of_recipes: the required keys of recipes, whose error suggests to name a recipe.
     """
     # If a whole section must be given, name the first key in it that must be given.
     while variants := list_variants(field.annotation):
@@ -139,6 +151,7 @@ def _make_no_section_error(
 
 def _make_wrong_value_error(key: str, field: FieldInfo, detail: ErrorDetails) -> UserError:
     """Return the error for a value that its key does not accept."""
+    # The type in the words of the help text is what the error expects.
     value = detail["input"]
     kind = describe_kind(field)
     if detail["type"] == "union_tag_invalid":
@@ -150,15 +163,23 @@ def _make_wrong_value_error(key: str, field: FieldInfo, detail: ErrorDetails) ->
             value[name],
             [str(find_default(variant.model_fields[name])) for variant in variants],
         )
+
+    # Names of a choice: suggest the nearest one.
     if detail["type"] == "literal_error":
         names = kind.split(", ")[0].replace(" or null", "").removeprefix("list of ")
         return _make_no_choice_error(key, value, names.split("|"))
+
+    # Keys were typed below a key that is no section.
     if isinstance(value, dict) and value:
         return UserError(key, got=f"keys below it ({', '.join(map(str, value))})", expected=kind)
+
+    # A limit says enough without the type. For any other value, the type is part of the problem.
     if {"ge", "gt", "le", "lt", "multiple_of"} & detail.get("ctx", {}).keys():
         got = str(value)
     else:
         got = "null" if value is None else f"{value!r} ({type(value).__name__})"
+
+    # Inside a mapping, the field describes the whole mapping, so pydantic's own words say more.
     is_in_mapping = kind == "mapping" and detail["type"] != "dict_type"
     message = detail["msg"].removeprefix("Input should be ")
     return UserError(key, got=got, expected=message if is_in_mapping else kind)
@@ -177,10 +198,13 @@ def _make_no_choice_error(key: str, value: object, choices: Collection[str]) -> 
 def _make_not_chosen_error(
     schema: type[Section], place: Place, value: object, prefix: str
 ) -> UserError:
-    """Return the error for a key that only variants have which the recipe does not choose."""
+    """Return the error for a key of a variant that the recipe does not choose."""
+    # Find the variant that has the key.
     *section_place, name = place
     variants = _find_variants(schema, section_place)
     having = next(variant for variant in variants if name in variant.model_fields)
+
+    # If one key chooses the variant, say what to set. If a function does, the condition says it.
     discriminator = _find_field(schema, section_place).discriminator
     alternative = ""
     if isinstance(discriminator, str):
@@ -199,8 +223,10 @@ def _make_unknown_key_error(
 ) -> UserError:
     """Return the error for a key that the recipe's method does not have.
 
-    It names the methods that have the key or, for a key that none has, the nearest one.
+    The error names the methods that have the key. If no method has it, the error suggests the
+    nearest key.
     """
+    # If another method has the key, name the methods that do.
     key = prefix + format_place(place)
     name = str(place[-1])
     plain = ".".join(part for part in place if isinstance(part, str))
@@ -215,8 +241,11 @@ def _make_unknown_key_error(
             key, format_value(value), f"not used with method={mine}, only with {', '.join(readers)}"
         )
 
+    # Suggest a similar key of the section, a key of that name elsewhere, or what other tools mean
+    # by it.
     known_keys = sorted(list_fields(_find_variants(chosen, place[:-1])))
     close = find_nearest(name, known_keys)
+
     # Several keys may have this name. The dict keeps the last one, so the key in the fewest
     # sections comes last here, and among these the first.
     keys_by_depth = sorted(
@@ -244,8 +273,9 @@ def _has_key(schema: type[Section], key: str) -> bool:
 def _find_field(schema: type[Section], place: Place) -> FieldInfo:
     """Return the field at a place, in sections and in lists of sections.
 
-    For a key in a mapping, that is the field of the mapping.
+    For a key in a mapping, the field of the mapping is returned.
     """
+    # Follow the names into sections and into lists of sections, as far as there are sections.
     names = iter(part for part in place if isinstance(part, str))
     field = schema.model_fields[next(names)]
     while (inner := list_fields(_list_field_variants(field))) and (name := next(names, None)):
@@ -254,12 +284,13 @@ def _find_field(schema: type[Section], place: Place) -> FieldInfo:
 
 
 def _find_variants(schema: type[Section], place: Place) -> list[type[Section]]:
-    """Return the variants of the section at a place, which is the whole recipe for no place."""
+    """Return the variants of the section at a place; an empty place is the whole recipe."""
     return _list_field_variants(_find_field(schema, place)) if place else [schema]
 
 
 def _list_field_variants(field: FieldInfo) -> list[type[Section]]:
-    """Return the variants of the section that a field is, or has a list of."""
+    """Return the variants of a field's section, or of the sections in a field's list."""
+    # A list of sections has them as its items' type.
     variants = list_variants(field.annotation)
     for item in get_args(field.annotation):
         variants = variants or list_variants(item)
@@ -267,7 +298,9 @@ def _list_field_variants(field: FieldInfo) -> list[type[Section]]:
 
 
 def _remove_tags(schema: type[Section], location: Place) -> Place:
-    """Return pydantic's location of an error without the names of variants that it adds."""
+    """Return pydantic's location of an error without the names of variants in it."""
+    # pydantic puts the name of the variant after the name of a section that is a union, so the part
+    # after it is skipped.
     fields = schema.model_fields
     place: list[int | str] = []
     parts = iter(location)
@@ -283,6 +316,7 @@ def _remove_tags(schema: type[Section], location: Place) -> Place:
 
 def format_place(place: Place) -> str:
     """Return a place as a key: ('eval', 'tree', 0, 'budget') is eval.tree[0].budget."""
+    # Indices stand in brackets, without a dot before them.
     return re.sub(
         r"\.\[",
         "[",

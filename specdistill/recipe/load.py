@@ -55,6 +55,7 @@ def _resolve_environment(name: str, *default: object) -> object:
         ValueError: for a variable that is not RECORDED_VARIABLES, or that is not set and has no
             default.
     """
+    # Refuse a variable that may hold a secret, such as a token.
     if name not in RECORDED_VARIABLES:
         raise ValueError(
             f"{name} of the environment, of which recipes read {', '.join(RECORDED_VARIABLES)};"
@@ -77,8 +78,11 @@ def load_recipe(schema: type[S], arguments: Sequence[str]) -> S:
     Raises:
         UserError: for anything the user got wrong.
     """
+    # Merge and validate the values.
     arguments = [_add_brackets(argument, _match_bare_list(schema)) for argument in arguments]
     recipe = validate_recipe(schema, merge_values(arguments))
+
+    # Keys that let foreign code run count only if the user typed them.
     typed = dict(argument.split("=", 1) for argument in arguments)
     for argument in list_consent_keys(recipe.model_dump()):
         key, _, value = argument.partition("=")
@@ -90,6 +94,8 @@ def load_recipe(schema: type[S], arguments: Sequence[str]) -> S:
                     f"it on the command line, after you have read the code: {shlex.quote(argument)}"
                 ),
             )
+
+    # A broken GGUF file is reported now, before minutes of work.
     check_gguf_files(flatten_keys(recipe.model_dump()))
     return recipe
 
@@ -108,12 +114,14 @@ def check_gguf_files(values: Iterable[tuple[str, object]]) -> None:
 
 
 def _add_brackets(argument: str, bare: re.Pattern[str] | None) -> str:
-    """Put brackets around several values of a key that takes a list.
+    """Return an argument with brackets around its list: `key=a,b` becomes `key=[a,b]`.
 
     Args:
         argument: the `key=value` argument.
-        bare: the `_match_bare_list` of its schema.
+        bare: matches an argument whose list has no brackets (see `_match_bare_list`).
     """
+    # A value is bare if it has no brackets. Values that may be null, or that are interpolated, are
+    # not.
     key, _, value = argument.partition("=")
     if key == "data.source":  # This key also takes a single name.
         is_bare = "," in value and value[0] not in "[{$" and not Path(value).exists()
@@ -124,9 +132,9 @@ def _add_brackets(argument: str, bare: re.Pattern[str] | None) -> str:
 
 @cache
 def _match_bare_list(schema: type[Section]) -> re.Pattern[str] | None:
-    """Return a pattern that matches an argument with a list without brackets.
+    """Return a pattern that matches an argument whose list has no brackets, such as `key=a,b`.
 
-    Its groups are the key and the value. It is None if no key takes a list.
+    The groups of the pattern are the key and the value. None if no key of the schema takes a list.
     """
     lists = [key for key, kind, *_ in describe(schema) if kind.startswith("list of ")]
     return (
@@ -137,7 +145,8 @@ def _match_bare_list(schema: type[Section]) -> re.Pattern[str] | None:
 
 
 def list_consent_keys(values: Mapping[str, object]) -> list[str]:
-    """Return `key=value` for each key of CONSENT that is set, as a user types it."""
+    """Return `key=value` for each key of CONSENT that is set to something, as a user types it."""
+    # A key that is false or null needs no consent.
     flat_values = dict(flatten_keys(values))
     return [f"{key}={json.dumps(flat_values[key])}" for key in CONSENT if flat_values.get(key)]
 
@@ -214,7 +223,10 @@ def merge_values(arguments: Sequence[str]) -> dict[str, object]:
             ),
             expected="a value, or ${another.key}",
         ) from error
+
+    # The recipe's length can be stated in steps or in epochs, and steps win.
     given_keys = {argument.partition("=")[0] for argument in arguments}
+
     # A max_steps of the file would override the epochs that the user typed.
     if "train.num_train_epochs" in given_keys and "train.max_steps" not in given_keys:
         values["train"].pop("max_steps", None)
@@ -223,9 +235,9 @@ def merge_values(arguments: Sequence[str]) -> dict[str, object]:
 
 
 def _describe_expected_value(argument: str) -> str:
-    """Say what to type instead of a value that is no YAML.
+    """Return what errors expect instead of a value that is no YAML.
 
-    If brackets are not closed, the shell has probably cut the value.
+    If brackets are not closed, the shell has probably cut the value at a space.
     """
     value = argument.partition("=")[2]
     for opening, closing in ("[]", "{}"):
@@ -239,7 +251,7 @@ def _describe_expected_value(argument: str) -> str:
 
 
 def _merge_over(below: Any, above: Any) -> Any:
-    """Merge two values of a key: mappings key by key; otherwise the value above wins.
+    """Merge two values of a key: mappings key by key; otherwise `above` replaces `below`.
 
     OmegaConf would refuse a mapping over a list.
     """
@@ -250,6 +262,7 @@ def _merge_over(below: Any, above: Any) -> Any:
 
 def load_own_keys(schema: type[S], arguments: Sequence[str]) -> tuple[S, list[str]]:
     """Build a section from the arguments that are keys of it, and return the other arguments."""
+    # Divide the arguments by whether the section has their key.
     own_arguments = [
         argument for argument in arguments if argument.partition("=")[0] in schema.model_fields
     ]
@@ -259,7 +272,7 @@ def load_own_keys(schema: type[S], arguments: Sequence[str]) -> tuple[S, list[st
 
 
 def validate_recipe(schema: type[S], values: Mapping[str, object], prefix: str = "") -> S:
-    """Build a section from its values.
+    """Build a section from its values, after checking all of them.
 
     Args:
         schema: the schema of the section.
@@ -275,6 +288,8 @@ def validate_recipe(schema: type[S], values: Mapping[str, object], prefix: str =
             got=repr(values),
             expected="a section with keys of its own",
         )
+
+    # Check the values against the schema of the recipe's method.
     chosen = schema.select_schema(values)
     try:
         recipe = chosen.model_validate(_remove_required(values, list_required_keys(chosen)))
@@ -302,7 +317,7 @@ def format_recipe(recipe: Section | dict[str, object], *, public: bool = False) 
 
     Args:
         recipe: the recipe, or its values.
-        public: leave out places of this machine.
+        public: leave out the names of folders of this machine.
     """
     values = recipe if isinstance(recipe, dict) else list_every_key(recipe)
     return OmegaConf.to_yaml(OmegaConf.create(remove_places(values) if public else values))
@@ -336,11 +351,12 @@ def _check_values(node: object, *place: int | str) -> None:
 
 
 def _remove_required(node: object, required: Collection[str], prefix: str = "") -> object:
-    """Return values without required keys that are marked as still to be given.
+    """Return values without the required keys whose value is the mark `???`.
 
-    pydantic then says that they are missing. A key with a default keeps its mark until it is read.
+    pydantic then reports these keys as missing. A key with a default keeps its mark.
     """
     if not isinstance(node, Mapping):
+        # A mark on a required key counts as missing.
         return node
     return {
         str(name): _remove_required(value, required, f"{prefix}{name}.")
@@ -350,13 +366,16 @@ def _remove_required(node: object, required: Collection[str], prefix: str = "") 
 
 
 def _check_read(values: Section, prefix: str) -> None:
-    """Raise UserError for a key that differs from its default although nothing reads it."""
+    """Raise UserError for a key that was set although nothing reads it in this recipe."""
+    # Compare each key that has a condition with its default.
     for name, field in type(values).model_fields.items():
         value = getattr(values, name)
         condition = find_condition(field)
         if condition and value != (default := find_default(field)) and not condition.holds(values):
             key, changed = find_changed_key(f"{prefix}{name}", value, default)
             raise make_unused_key_error(key, format_value(changed), f"only used {condition.text}")
+
+        # Check the keys of inner sections, too, and of sections in lists.
         if isinstance(value, Section):
             _check_read(value, f"{prefix}{name}.")
         for index, item in enumerate(value if isinstance(value, list) else ()):

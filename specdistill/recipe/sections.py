@@ -33,7 +33,7 @@ from specdistill.serving.engines.server import MAX_IN_FLIGHT
 
 
 def list_swept_values(config: object, axis: str) -> list[object]:
-    """Return the values of an axis of `eval.sweep`, which not all commands that measure have."""
+    """Return the values of an axis of `eval.sweep`; none for a command without a sweep."""
     return list(getattr(getattr(config, "sweep", None), axis, []))
 
 
@@ -43,6 +43,7 @@ SERVER_DECODES = Condition(
     f"with eval.engine={' or '.join(list_engines_with('client'))}",
     lambda config: config.engine != "specdistill",
 )
+# A program is started by the command itself. A server is already running, with settings of its own.
 ENGINE_IS_STARTED = Condition(
     f"with eval.engine={' or '.join(list_engines_with('program'))} and no eval.server",
     lambda config: config.engine != "specdistill" and config.server is None,
@@ -51,6 +52,7 @@ LLAMA_CPP = Condition(
     "with eval.engine=llama.cpp and no eval.server",
     lambda config: ENGINE_IS_STARTED.holds(config) and config.engine == "llama.cpp",
 )
+# These keys cannot reach a server that is already running.
 ENGINE_IS_NOT_RUNNING = Condition(
     "without eval.server: a server drafts as it was started",
     lambda config: getattr(config, "server", None) is None,
@@ -68,10 +70,12 @@ SAMPLING_IS_ON = Condition(
         or (config.suite or "").endswith((".yaml", ".yml"))
     ),
 )
+# K is the depth of the tree, so it may be stated, but may not differ.
 DRAFT_IS_CHAIN = Condition(
     "without eval.tree, or as the depth of that",
     lambda config: config.tree is None or config.num_speculative_tokens == config.tree.levels,
 )
+# Engines that can look tokens up in front of a draft, and that a command can start.
 LOOKUP_ENGINES = [
     "specdistill",
     *(name for name in list_engines_with("lookup") if name in list_engines_with("program")),
@@ -97,6 +101,7 @@ TARGET_IS_NOT_ADAPTED = Condition(
     "without target.adapter: merge that into a checkpoint first",
     lambda config: config.adapter is None,
 )
+# Servers may write hidden states while they generate the rows, before the store of all rows exists.
 WAITING_FOLDER = (
     "generated"  # folder in a store for hidden states that servers wrote with their answers
 )
@@ -106,8 +111,11 @@ STATES_MODE = (
     " do not fit"
 )
 
+# Types of a KV cache that llama.cpp's server knows, by its names.
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1"]
+# Reasons to drop an answer of a server.
 AnswerRule = Literal["refused", "empty", "truncated", "looping", "off_template"]
+# Names that transformers gives its implementations; the last one stands for a kernel on the Hub.
 ATTENTION = (
     "sdpa",
     "eager",
@@ -195,12 +203,15 @@ class Regeneration(NoRegeneration):
 
     CHOSEN = "when num_tokens is above 0; data.regenerate=null resets the section"
 
+    # Enough tokens to set the topic, while most of a row is still the target's own text.
     prompt_tokens: int = option(32, "tokens from the start of a text row that are its prompt", ge=1)
+    # Greedy answers are what the target is most certain of; sampled ones add variety.
     temperatures: list[NonNegative] = option(
         [0.0, 0.8],
         "sampling temperatures, each for an equal share of the rows; 0 is greedy",
         min_length=1,
     )
+    # More sequences generate faster, and take more memory for the KV cache.
     batch_size: int = option(128, "sequences generated at a time, per process or server", ge=1)
     server: list[str] = option(
         [],
@@ -269,6 +280,7 @@ class DataConfig(Section):
         "what happens to a row that cannot be used: skip: it is counted by kind; stop: the command"
         " ends with an error",
     )
+    # A source of which more rows are broken is probably read in a wrong way.
     max_bad_rows: float = option(
         0.05, "share of a source's rows that may be skipped; more are an error", ge=0, le=1
     )
@@ -288,6 +300,7 @@ class DataConfig(Section):
         "how held-out rows are chosen: hash: by content, so that duplicates stay together and added"
         " rows move no others; sample: a random sample of exactly that fraction",
     )
+    # Overlaps of 13 words are what GPT-3's authors looked for (arXiv 2005.14165, appendix C).
     decontaminate: list[str] = option(
         ["all"],
         "drop rows that share 13 consecutive words with a prompt of these suites; "
@@ -345,7 +358,7 @@ class DataConfig(Section):
 
 
 class OnlineStates(Section):
-    """A target pass in each step of training makes the hidden states."""
+    """Hidden states come from a target pass in each step of training."""
 
     # Whether training may have to run the target's layers, as in the other modes.
     runs_layers: ClassVar[bool] = True
@@ -354,7 +367,7 @@ class OnlineStates(Section):
 
 
 class StoredStates(Section):
-    """Hidden states in a store on the disk."""
+    """Hidden states come from a store on disk."""
 
     CHOSEN = "with hidden_states.mode=offline or hybrid"
 
@@ -404,7 +417,7 @@ class HybridStates(StoredStates):
     def waiting(self) -> Path | None:
         """The folder where hidden states of generated answers wait for the store of all rows.
 
-        It is None if `max_bytes` limits the store, which may then have no room for all rows.
+        None if `max_bytes` limits the store, because the store may then not take all rows.
         """
         return Path(self.path) / WAITING_FOLDER if self.max_bytes is None else None
 
@@ -451,6 +464,7 @@ class LookupFirstConfig(Section):
     """A lookup in front of a draft (see specdistill.decoding.lookup_first)."""
 
     method: Literal["ngram", "suffix"] = option("ngram", "lookup method")
+    # In front of a draft, a match of one token is too weak to be better than the draft.
     min: int = option(2, "shortest n-gram to match", ge=1)
     max: int = option(5, "longest n-gram to match", ge=1)
     draft_tokens: int = option(
@@ -470,14 +484,14 @@ class LookupFirstConfig(Section):
 
     @property
     def levels(self) -> int:
-        """The draft steps of a round in which the draft proposes."""
+        """The number of draft steps in a round in which the draft proposes, not the lookup."""
         return self.draft_tree.levels if self.draft_tree else self.draft_tokens
 
     @property
     def described(self) -> dict[str, object]:
-        """The section as a report's `settings.drafting` states it.
+        """The keys and values for a report's `settings.drafting`.
 
-        `eval.lookup_first` takes it in the same form.
+        `eval.lookup_first` accepts them in the same form, so that a report can be repeated.
         """
         return self.model_dump(
             exclude={"draft_tokens" if self.draft_tree else "draft_tree"}, exclude_none=True
@@ -501,7 +515,7 @@ class LookupFirstConfig(Section):
             )
 
     def check(self, settings: "MeasurementConfig", k: int) -> None:
-        """Check that this lookup can stand in front of a draft that is measured so.
+        """Check that this lookup can stand in front of a draft, with the settings of a measurement.
 
         Args:
             settings: the settings of the measurement.

@@ -7,9 +7,13 @@ from contextlib import contextmanager
 from specdistill.common.errors import ReportedError
 from specdistill.common.terminal import JSON, QUIET_FLAG
 
+# Arguments that ask for help, and are no keys.
 HELP = {"-h", "--help"}
+# How an argument begins that is a key or an option. Anything else may continue a list that the
+# shell has split.
 NEXT_KEY = re.compile(r"[\w.]+=|-")
 NO_SHORTHANDS: Mapping[str, str] = {}
+# Every command that takes a target accepts `target` for `target.model`.
 TARGET = {"target": "target.model"}
 # Short keys of `specdistill eval`.
 SHORTHANDS = {
@@ -19,6 +23,7 @@ SHORTHANDS = {
     "output_dir": "eval.output_dir",
 }
 TRAIN = {**TARGET, "suite": "eval.suite", "output_dir": "train.output_dir"}  # also of data
+# `compare` has the keys of `eval:` without their prefix; `eval.*` is accepted, too.
 COMPARE = {**TARGET, "eval.*": "*"}
 
 
@@ -31,6 +36,7 @@ def select_recipe_keys(
     """
     keys: list[str] = []
     for argument in arguments:
+        # Join an argument to the one before if that has brackets that are still open.
         is_in_value = bool(keys) and any(
             f"={opening}" in keys[-1] and keys[-1].count(opening) > keys[-1].count(closing)
             for opening, closing in ("[]", "{}")
@@ -38,6 +44,8 @@ def select_recipe_keys(
         if is_in_value and NEXT_KEY.match(argument) is None:
             keys[-1] += f" {argument}"
             continue
+
+        # Leave out what is no key of a recipe, and write short keys out.
         key, separator, value = argument.partition("=")
         if argument in {*HELP, JSON, QUIET_FLAG} or key == "debug":
             continue
@@ -46,13 +54,14 @@ def select_recipe_keys(
 
 
 def add_defaults(keys: Sequence[str], defaults: Sequence[str]) -> list[str]:
-    """Put defaults before the keys, unless a recipe is given, which may set them itself."""
+    """Put default arguments before the keys, unless a recipe is given, which may set them."""
     has_recipe = any(key.startswith("recipe=") for key in keys)
     return list(keys) if has_recipe else [*defaults, *keys]
 
 
 def _write_out(key: str, shorthands: Mapping[str, str]) -> str:
     """Return the key that a short key stands for, or any other key unchanged."""
+    # A short key that ends with `*` replaces the beginning of longer keys.
     for short, full_key in shorthands.items():
         if key == short or (short.endswith("*") and key.startswith(short[:-1])):
             return full_key.removesuffix("*") + key.removeprefix(short.removesuffix("*"))

@@ -14,17 +14,18 @@ class UntrainedRecipe(Recipe):
     @model_validator(mode="after")
     def _check_lookup_keys(self) -> "UntrainedRecipe":
         """Raise UserError for a key that a lookup does not read."""
-        unread_key = next((name for name in self.train if name != "output_dir"), None)
-        if unread_key:
-            raise make_unused_key_error(
-                f"train.{unread_key}",
-                format_value(self.train[unread_key]),
-                f"method {self.method} is not trained",
-            )
+        # A lookup reads of `train:` only the folder of the run.
+        for name, value in self.train.items():
+            if name != "output_dir":
+                raise make_unused_key_error(
+                    f"train.{name}", format_value(value), f"method {self.method} is not trained"
+                )
         if self.eval.draft is not None:
             raise make_unused_key_error(
                 "eval.draft", self.eval.draft, f"method {self.method} has no draft"
             )
+
+        # Each position of a lookup has one continuation, so it cannot draft trees.
         tree = self.eval.tree or self.eval.sweep.tree
         if tree:
             key = "eval.tree" if self.eval.tree else "eval.sweep.tree"
@@ -40,16 +41,18 @@ class UntrainedRecipe(Recipe):
         return self
 
 
-def check_of_engine(config: EvalConfig, section: str, **own_keys: tuple[object, ...]) -> None:
-    """Raise UserError for a value of `eval.<section>` that the engine does not have.
+def check_engine_values(
+    config: EvalConfig, section: str, **allowed_values: tuple[object, ...]
+) -> None:
+    """Raise UserError for a value of `eval.<section>` that the chosen engine does not support.
 
     Args:
         config: the section `eval:`.
-        section: the part of it with the method's keys.
-        **own_keys: for each key, the values that are allowed with the engine. The error names the
-            last of them.
+        section: the part of `eval:` with the method's keys.
+        **allowed_values: for each key, the values that the engine supports. The error names the
+            last one.
     """
-    for name, values in own_keys.items():
+    for name, values in allowed_values.items():
         value = getattr(getattr(config, section), name)
         if value not in values:
             raise UserError(

@@ -69,6 +69,7 @@ class LookupProposer:
             self.lookup.set_past_outputs(outputs)
 
     def begin(self, max_lengths: Sequence[int]) -> None:
+        # Copies share what they know of past outputs. Each has its own text.
         self.rows = [copy.copy(self.lookup) for _ in max_lengths]
         for row in self.rows:
             row.restart()
@@ -118,8 +119,8 @@ class LookupMethod(Method[UntrainedRecipe, nn.Module]):
     """A method that looks up what may follow, in the sequence or in earlier outputs.
 
     Attributes:
-        lookup: makes a lookup from the keys of the method's section of `eval:`. Two of them are
-            `min` and `max`, the fewest and the most tokens that agree.
+        lookup: makes a lookup from the keys of the method's section of `eval:`. Two of the keys are
+            `min` and `max`, the fewest and the most tokens that must agree.
     """
 
     lookup: ClassVar[Callable[..., Lookup]]

@@ -35,9 +35,9 @@ class ModelAdvice(Advice[PreTrainedModel]):
         draft_info: sizes.ModelConfigInfo | None,
         settings: DraftSettings,
     ) -> sizes.PlannedDraft:
-        """Describe the model that is given, or a model like the target in the sizes of a recipe.
+        """Describe the given model, or a model of the target's class in the sizes of a recipe.
 
-        Without sizes it has the fewest layers that are worth it, `SHALLOWEST`.
+        If the recipe names no sizes, the model has `MIN_LAYERS` layers of the target's sizes.
         """
         # The model: a given draft, or the target's class in another shape.
         if draft_info:
@@ -49,9 +49,12 @@ class ModelAdvice(Advice[PreTrainedModel]):
             changed = {name: settings[name] for name in names}
             if not changed:
                 changed = {"num_layers": min(MIN_LAYERS, target.text.num_hidden_layers)}
+            # On the meta device the model has shapes, but takes no memory.
             with torch.device("meta"):
                 target_shape = replace(sizes.read_model_shape(target.text), **changed)
                 model = type(target.model)(resize_config(target.model.config, target_shape))
+
+        # Count the parameters, and the weights that one step reads.
         shape = sizes.read_model_shape(model.config.get_text_config())
         num_parameters = int(model.num_parameters())
         return sizes.PlannedDraft(

@@ -1,7 +1,7 @@
 """Draft models on disk: load them, save them as transformers does, and write them for an engine.
 
 They are loaded from any folder or Hub id. Engines take the model's own folder, with a config.json
-that transformers reads before version 5 and since.
+that both older versions of transformers and version 5 can read.
 """
 
 import copy
@@ -31,6 +31,7 @@ from specdistill.targets.cache import is_recurrent
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.loading import read_causal_lm
 
+# Values of `draft.init` that make the draft from the target. Any other value names a trained model.
 INITIALIZATIONS = ("layers", "scratch")
 
 
@@ -42,8 +43,10 @@ def save_draft_model(
     The weights are in safetensors files. LoRA's updates are merged.
     """
     model = merge_lora(draft)
-    # With several machines transformers writes on the first one alone, whoever calls. `bool` lets
-    # it write wherever the caller wants that.
+
+    # With several machines transformers (5.x) writes only on the first one: it asks the model's
+    # method `should_save_on_this_rank(is_main_process)`. Our caller has already chosen the process
+    # that writes, so the method is replaced by `bool`, which returns the argument.
     vars(model).update(should_save_on_this_rank=bool)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -71,6 +74,8 @@ def load_draft_model(
         UserError: if there are no weights or no tokenizer, if the weights are cut short, incomplete
             or not finite, and as `check_attention`.
     """
+    # A name that is neither a folder nor of the form owner/name is probably a misspelled value, so
+    # refuse it before the Hub is asked. `pico` is the model that the package builds itself.
     name = str(path)
     if "/" not in name and not Path(name).is_dir() and name != "pico":
         further_choices = INITIALIZATIONS if key == "draft.init" else ()
@@ -80,8 +85,12 @@ def load_draft_model(
             expected=" or ".join(("a folder", "a Hub id", *further_choices)),
             nearest=find_nearest(name, further_choices),
         )
-    place, revision = split_revision(name)
-    model, tokenizer = read_causal_lm(resolve(place, key), key=key, revision=revision, dtype=dtype)
+
+    # Load the model, and check that it can draft before it is moved to its device.
+    repository, revision = split_revision(name)
+    model, tokenizer = read_causal_lm(
+        resolve(repository, key), key=key, revision=revision, dtype=dtype
+    )
     check_attention(model, key, name)
     check_finite(model.state_dict(), name, key)
     return model.to(device).eval(), tokenizer
@@ -92,7 +101,7 @@ def check_outline(
 ) -> None:
     """Check that a file's tensors are those of the model that its config.json describes.
 
-    Names that transformers would translate are left to it, and so are quantized models.
+    Names that transformers would translate are not checked, and quantized models are not either.
 
     Args:
         model: the model as config.json describes it.
@@ -101,30 +110,28 @@ def check_outline(
         name: what errors call the draft.
 
     Raises:
-        UserError: if they are not.
+        UserError: if tensors are missing, unknown or of another shape.
     """
+    # The files of a quantized model hold packed weights and scales, which do not have the names or
+    # shapes of the model's parameters.
     if getattr(model.config, "quantization_config", None) is not None:
         return
     expected = model.state_dict()
+
+    # If the file has names that the model lacks, transformers translates them when it loads the
+    # file, so only the common names can be compared. With no common name, nothing can be compared.
     common_names = expected.keys() & tensors.keys()
-    if common_names:
-        if not tensors.keys() <= expected.keys():
-            expected = {name: expected[name] for name in sorted(common_names)}
-            tensors = {name: tensors[name] for name in sorted(common_names)}
-        # A file may omit tensors that are tied to one that it has.
-        in_file = {
-            id(parameter)
-            for name, parameter in model.named_parameters(remove_duplicate=False)
-            if name in tensors
-        }
-        tied = {
-            name
-            for name, parameter in model.named_parameters(remove_duplicate=False)
-            if id(parameter) in in_file
-        }
-        check_tensors(
-            expected, tensors, name, key, what="the model in its config.json", optional=tied
-        )
+    if not common_names:
+        return
+    if not tensors.keys() <= expected.keys():
+        expected = {name: expected[name] for name in sorted(common_names)}
+        tensors = {name: tensors[name] for name in sorted(common_names)}
+
+    # A file may omit tensors that are tied to one that it has.
+    all_parameters = list(model.named_parameters(remove_duplicate=False))
+    stored_ids = {id(parameter) for name, parameter in all_parameters if name in tensors}
+    tied = {name for name, parameter in all_parameters if id(parameter) in stored_ids}
+    check_tensors(expected, tensors, name, key, what="the model in its config.json", optional=tied)
 
 
 def check_attention(model: PreTrainedModel, key: str, name: str) -> None:
@@ -134,17 +141,23 @@ def check_attention(model: PreTrainedModel, key: str, name: str) -> None:
         UserError: naming `key`, if the logits depend on later tokens, or if layers carry a state
             from token to token, which could not forget rejected tokens.
     """
-    pairs = torch.tensor([[0, 1], [0, 2]], device=model.device)
+    # Run two prompts that differ in their second token only. In a causal model the logits of the
+    # first token are the same for both. 1e-4 of the largest logit is far above the rounding of
+    # float32, and far below what a visible token changes.
+    prompts = torch.tensor([[0, 1], [0, 2]], device=model.device)
     with torch.no_grad():
-        first, second_logits = (
-            model(input_ids=pair.unsqueeze(0)).logits[0, 0].float() for pair in pairs
+        first_logits, second_logits = (
+            model(input_ids=prompt.unsqueeze(0)).logits[0, 0].float() for prompt in prompts
         )
-    if (first - second_logits).abs().max() > 1e-4 * first.abs().max():
+    if (first_logits - second_logits).abs().max() > 1e-4 * first_logits.abs().max():
         raise UserError(
             key,
             got=f"{name}, an encoder: its tokens see later ones",
             expected="a causal language model",
         )
+
+    # Attention can drop the keys and values of rejected tokens. A recurrent state cannot be rolled
+    # back.
     if is_recurrent(model.config.get_text_config()):
         raise UserError(
             key,
@@ -156,7 +169,7 @@ def check_attention(model: PreTrainedModel, key: str, name: str) -> None:
 def merge_lora(draft: PreTrainedModel | peft.PeftModel) -> PreTrainedModel:
     """Return the plain model, with W + B A * alpha / rank for each weight that LoRA updates.
 
-    It is a copy, so that training can continue. A draft without LoRA is returned as it is.
+    The model is a copy, so that training can continue. A draft without LoRA is returned as it is.
     """
     if not isinstance(draft, peft.PeftModel):
         return draft
@@ -178,30 +191,37 @@ def export_draft_model(
         UserError: before anything is written, if the weights are broken, or if the vocabulary is
             not as large as the target's, because engines compare token ids.
     """
+    # Check the vocabulary and the weights before anything is written.
     config = read_config(folder, "draft")
     if target is not None:
         check_fit(
             {"vocab_size": config.get("vocab_size")}, target, f"{engine} for {folder}", "engine"
         )
     read_tensors(folder, "draft")
+
+    # Weights are large, so they are hard links. Code of the repository (.py) is not exported, and
+    # hidden files are not part of the model.
     for path in sorted(folder.iterdir()):
         if path.is_file() and not path.name.startswith(".") and path.suffix != ".py":
-            (link if path.suffix in (".safetensors", ".bin") else shutil.copy2)(
-                path, output / path.name
-            )
+            copy_file = link if path.suffix in (".safetensors", ".bin") else shutil.copy2
+            copy_file(path, output / path.name)
+
     # An engine that is allowed to run the target's own code would run the draft's too.
     config.pop("auto_map", None)
+
+    # Older versions of transformers, which engines may pin, do not read the keys of version 5.
     (output / "config.json").write_text(
         json.dumps(add_both_spellings(config), indent=2) + "\n", encoding="utf-8"
     )
 
 
 def add_both_spellings(config: RawConfig) -> RawConfig:
-    """Return a config.json that has the keys of transformers before version 5 and since.
+    """Return a config.json with the key names of both transformers 4 and transformers 5.
 
-    `rope_theta`, `rope_scaling` and `torch_dtype` are added to `rope_parameters` and `dtype`, or
-    the other way round.
+    Version 4 reads `rope_theta`, `rope_scaling` and `torch_dtype`; version 5 reads
+    `rope_parameters` and `dtype`. The names that are missing are added.
     """
+    # Before version 5, transformers spread the rotary embedding's parameters over two keys.
     rope = config.get("rope_parameters")
     if rope is None and "rope_theta" in config:
         rope = {
@@ -210,11 +230,14 @@ def add_both_spellings(config: RawConfig) -> RawConfig:
             **(config.get("rope_scaling") or {}),
         }
     keys = dict(config)
+
     # Layers of several kinds have parameters for each kind, and no single `rope_theta`.
     if rope and "rope_theta" in rope:
         scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
         keys["rope_parameters"] = rope
         keys["rope_theta"] = rope["rope_theta"]
         keys["rope_scaling"] = None if scaling.get("rope_type", "default") == "default" else scaling
+
+    # Version 5 of transformers renamed `torch_dtype` to `dtype`.
     dtype = config.get("dtype") or config.get("torch_dtype")
     return {**keys, "dtype": dtype, "torch_dtype": dtype} if dtype else keys

@@ -25,13 +25,13 @@ from specdistill.methods.sizes import ModelShape, count_weights_read, read_model
 from specdistill.targets.frozen import FrozenTarget
 from specdistill.targets.sharding import gather_whole
 
-# The fewest layers of a draft. A single layer cannot copy what followed an earlier occurrence of a
-# token (arXiv 2209.11895).
+# The fewest layers of a draft by default. A single attention layer cannot copy what followed an
+# earlier occurrence of a token: such an induction head takes two layers (arXiv 2209.11895).
 MIN_LAYERS = 2
-# How the names of all parameters end in a decoder that is built like Llama's or Qwen's. Layers of
-# such a decoder can be left out.
+# The modules that hold the parameters of a decoder built like Llama's or Qwen's. Each layer of such
+# a decoder only adds to the residual stream, so layers can be left out.
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-OTHER_INITIALIZATIONS = (
+OTHER_MODULES = (
     "embed_tokens",
     "lm_head",
     "norm",
@@ -41,7 +41,7 @@ OTHER_INITIALIZATIONS = (
     "k_norm",
 )
 DECODER_HINT = "a decoder built like Llama's or Qwen's, or a trained smaller model"
-PARAMETERS = {f"{name}.weight" for name in PROJECTIONS + OTHER_INITIALIZATIONS} | {
+KNOWN_PARAMETERS = {f"{name}.weight" for name in PROJECTIONS + OTHER_MODULES} | {
     f"{name}.bias" for name in PROJECTIONS
 }
 
@@ -60,69 +60,95 @@ def create_draft_model(
         init: `layers` (also None), `scratch`, or a folder or Hub id of a model that was checked
             (see `check_initialization`).
         seed: the seed of fresh weights.
-        **sizes: fields of `ModelShape`. None takes the target's, and a quarter of its layers.
+        **sizes: fields of `ModelShape`. None means the target's size, and a quarter of its layers.
 
     Raises:
         UserError: for settings that do not fit each other or the target.
     """
     init = init or "layers"
     given_sizes = {name: size for name, size in sizes.items() if size is not None}
-
-    # A trained model is taken as it is, with the target's number of tokens.
-    if init not in INITIALIZATIONS:
-        draft, _ = load_draft_model(init, key="draft.init", device=target.device)
-        # The draft's tables may be padded to another size than the target's.
-        if draft.config.get_text_config().vocab_size != target.vocab_size:
-            draft.resize_token_embeddings(target.vocab_size, mean_resizing=False)
-        if given_sizes:
-            name, size = next(iter(given_sizes.items()))
-            raise make_unused_key_error(
-                f"draft.{name}", size, f"draft.init={init} has sizes of its own"
-            )
+    if init in INITIALIZATIONS:
+        draft = _build_from_target(target, init, given_sizes, seed)
     else:
-        # Other initializations build a model of the target's class.
-        check_attention(target.model, "draft.init", f"{init} of {target.name}")
-        if target.model.config is not target.config:
-            raise UserError(
-                "draft.init",
-                got=(
-                    f"{init} of {target.name}, a {type(target.model).__name__}, which is more than"
-                    " a"
-                    " language model"
-                ),
-                expected="a trained smaller model",
-            )
-        if init == "layers":
-            check_decoder(target.model)
-        with convert_errors(
-            (AttributeError, RuntimeError), "draft.init", f"{init} of {target.name}", DECODER_HINT
-        ):
-            # By default a quarter of the target's layers, but at least two.
-            shape = replace(
-                read_model_shape(target.config),
-                num_layers=max(target.num_layers // 4, min(MIN_LAYERS, target.num_layers)),
-            )
+        draft = _load_trained_model(target, init, given_sizes)
+    _log_size(draft, target)
+    return draft
 
-        # Copied layers keep their sizes. A model from scratch needs sizes.
-        if init == "layers":
-            wrong = next((name for name in given_sizes if name != "num_layers"), None)
-            if wrong:
-                raise make_unused_key_error(
-                    f"draft.{wrong}",
-                    given_sizes[wrong],
-                    "draft.init=layers copies layers of the target whole",
-                )
-            draft = from_layers(target.model, given_sizes.get("num_layers", shape.num_layers))
-        elif not given_sizes:
+
+def _load_trained_model(
+    target: FrozenTarget, init: str, given_sizes: dict[str, int]
+) -> PreTrainedModel:
+    """Load a trained model as it is, but with as many rows in its tables as the target has tokens.
+
+    Args:
+        target: the target.
+        init: a folder or a Hub id.
+        given_sizes: the sizes that the recipe states, which are an error here.
+    """
+    draft, _ = load_draft_model(init, key="draft.init", device=target.device)
+
+    # The draft's tables may be padded to another size than the target's.
+    if draft.config.get_text_config().vocab_size != target.vocab_size:
+        draft.resize_token_embeddings(target.vocab_size, mean_resizing=False)
+    if given_sizes:
+        name, size = next(iter(given_sizes.items()))
+        raise make_unused_key_error(
+            f"draft.{name}", size, f"draft.init={init} has sizes of its own"
+        )
+    return draft
+
+
+def _build_from_target(
+    target: FrozenTarget, init: str, given_sizes: dict[str, int], seed: int
+) -> PreTrainedModel:
+    """Build a model of the target's class: of its layers, or in another shape with fresh weights.
+
+    Args:
+        target: the target.
+        init: `layers` or `scratch`.
+        given_sizes: the sizes that the recipe states, by fields of `ModelShape`.
+        seed: the seed of fresh weights.
+    """
+    # Check that a model of the target's class can draft, and that its config is all of the model's.
+    check_attention(target.model, "draft.init", f"{init} of {target.name}")
+    if target.model.config is not target.config:
+        raise UserError(
+            "draft.init",
+            got=(
+                f"{init} of {target.name}, a {type(target.model).__name__}, which is more than a"
+                " language model"
+            ),
+            expected="a trained smaller model",
+        )
+    if init == "layers":
+        check_decoder(target.model)
+
+    # By default a quarter of the target's layers, but at least two.
+    with convert_errors(
+        (AttributeError, RuntimeError), "draft.init", f"{init} of {target.name}", DECODER_HINT
+    ):
+        default_shape = replace(
+            read_model_shape(target.config),
+            num_layers=max(target.num_layers // 4, min(MIN_LAYERS, target.num_layers)),
+        )
+
+    # A model from scratch needs sizes, because in the target's sizes it would draft too slowly.
+    if init == "scratch":
+        if not given_sizes:
             raise UserError(
                 "draft.init",
                 got=f"{init} without a size",
                 expected="sizes such as draft.hidden_size",
             )
-        else:
-            draft = build_resized(target.model, replace(shape, **given_sizes), seed=seed)
-    _log_size(draft, target)
-    return draft
+        return build_resized(target.model, replace(default_shape, **given_sizes), seed=seed)
+
+    # Copied layers keep the target's sizes. Only their number can be chosen.
+    for name, size in given_sizes.items():
+        if name != "num_layers":
+            raise make_unused_key_error(
+                f"draft.{name}", size, "draft.init=layers copies layers of the target whole"
+            )
+    return from_layers(target.model, given_sizes.get("num_layers", default_shape.num_layers))
 
 
 def add_lora(
@@ -151,11 +177,14 @@ def add_lora(
     """
     if rank == 0:
         return draft
-    if rank > (most := draft.config.get_text_config().hidden_size):
+
+    # B A has at most the rank of the matrices that it is added to.
+    max_rank = draft.config.get_text_config().hidden_size
+    if rank > max_rank:
         raise UserError(
             "draft.lora.rank",
             got=rank,
-            expected=f"at most {most}, the rank of the draft's own matrices",
+            expected=f"at most {max_rank}, the rank of the draft's own matrices",
         )
     modules: str | list[str] = "all-linear" if target_modules is None else target_modules
     config = peft.LoraConfig(
@@ -173,14 +202,15 @@ def add_lora(
 def step_ratio(target: PreTrainedModel, draft: PreTrainedModel) -> float:
     """Return c, the cost of a draft step in units of a target step at batch 1.
 
-    It is the larger of two shares: of the weights read, and of the layers (see the module).
+    c is the larger of two shares: of the weights read, and of the layers (see the module).
     """
-    weights = count_weights_read(draft) / count_weights_read(target)
-    layers: float = (
+    # At batch 1 a step is bound either by memory (weights read) or by launches (layers).
+    weights_share = count_weights_read(draft) / count_weights_read(target)
+    layers_share: float = (
         draft.config.get_text_config().num_hidden_layers
         / target.config.get_text_config().num_hidden_layers
     )
-    return max(weights, layers)
+    return max(weights_share, layers_share)
 
 
 def _log_size(draft: PreTrainedModel, target: FrozenTarget) -> None:
@@ -190,8 +220,8 @@ def _log_size(draft: PreTrainedModel, target: FrozenTarget) -> None:
     text = draft.config.get_text_config()
     logger.info(
         f"draft: {parameters:,} parameters, {text.num_hidden_layers} layers of {text.hidden_size};"
-        f" expected c = {ratio:.2f} (draft step / target step, the larger share of weights read and"
-        " of layers)"
+        f" expected c = {ratio:.2f} (cost of a draft step / target step: the larger share of"
+        " weights read and of layers)"
     )
     if parameters > target.num_parameters:
         # A round gives at most K + 1 tokens and costs at least 1 + c K. With c > 1 the speedup is
@@ -206,7 +236,7 @@ def _log_size(draft: PreTrainedModel, target: FrozenTarget) -> None:
 def choose_evenly_spaced(num_layers: int, keep: int) -> list[int]:
     """Return `keep` indices in 0..num_layers - 1 at even distances, with both ends.
 
-    A single index is the first.
+    For keep = 1 the index is 0.
     """
     return [round(index * (num_layers - 1) / max(keep - 1, 1)) for index in range(keep)]
 
@@ -248,6 +278,8 @@ def build_resized(
     Raises:
         UserError: for sizes that do not fit each other.
     """
+    # transformers repeats each key/value head for a whole number of attention heads, but does not
+    # check that the number is whole.
     if shape.num_attention_heads % shape.num_key_value_heads:
         raise UserError(
             "draft.num_key_value_heads",
@@ -257,10 +289,13 @@ def build_resized(
     config = resize_config(target.config, shape)
     with convert_errors(StrictDataclassError, "draft", "sizes", "sizes that fit each other"):
         config.validate()
+
+    # Fresh weights are drawn in a fork of the random state, so that the caller's stays as it is.
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model: Any = type(target)(config)
     if weights is not None:
+        # Strict loading: a name that is missing or unexpected is an error.
         model.load_state_dict(weights)
         model.generation_config = copy.deepcopy(target.generation_config)
     draft: PreTrainedModel = model.to(device=target.device, dtype=torch.float32).eval()
@@ -270,7 +305,8 @@ def build_resized(
 def from_layers(target: PreTrainedModel, num_layers: int) -> PreTrainedModel:
     """Copy some of the target's layers, with its embedding and its head, in float32.
 
-    The layers are evenly spaced, with both ends. With all layers the copy is the target.
+    The layers are evenly spaced, with the first and the last one. If all layers are copied, the
+    copy computes the same as the target.
 
     Args:
         target: the target.
@@ -280,26 +316,27 @@ def from_layers(target: PreTrainedModel, num_layers: int) -> PreTrainedModel:
         UserError: for more layers than the target has, and as `check_decoder`.
     """
     check_decoder(target)
-    own_shape = read_model_shape(target.config)
-    if num_layers > own_shape.num_layers:
+    target_shape = read_model_shape(target.config)
+    if num_layers > target_shape.num_layers:
         raise UserError(
             "draft.num_layers",
             got=num_layers,
-            expected=f"1 to {own_shape.num_layers}, the target's",
+            expected=f"1 to {target_shape.num_layers}, the target's",
         )
-    number = {
-        str(old): str(new)
-        for new, old in enumerate(choose_evenly_spaced(own_shape.num_layers, num_layers))
-    }
+
+    # Number the copied layers anew, from 0. All other weights keep their names.
+    copied_layers = choose_evenly_spaced(target_shape.num_layers, num_layers)
+    new_numbers = {str(old): str(new) for new, old in enumerate(copied_layers)}
     weights = {}
     for name, tensor in target.state_dict().items():
-        before, separator, after = name.partition("layers.")
-        old, _, rest = after.partition(".")
+        prefix, separator, suffix = name.partition("layers.")
+        old_number, _, name_in_layer = suffix.partition(".")
         if not separator:
             weights[name] = gather_whole(tensor)  # processes may share the target
-        elif old in number:
-            weights[f"{before}layers.{number[old]}.{rest}"] = gather_whole(tensor)
-    return build_resized(target, replace(own_shape, num_layers=num_layers), weights)
+        elif old_number in new_numbers:
+            new_name = f"{prefix}layers.{new_numbers[old_number]}.{name_in_layer}"
+            weights[new_name] = gather_whole(tensor)
+    return build_resized(target, replace(target_shape, num_layers=num_layers), weights)
 
 
 def check_decoder(target: PreTrainedModel) -> None:
@@ -308,11 +345,14 @@ def check_decoder(target: PreTrainedModel) -> None:
     Raises:
         UserError: for a parameter that such a decoder does not have.
     """
-    unknown = sorted(
-        {".".join(name.split(".")[-2:]) for name, _ in target.named_parameters()} - PARAMETERS
-    )
+    # Compare the last two parts of each parameter's name, such as `q_proj.weight`, with the known
+    # ones.
+    names = {".".join(name.split(".")[-2:]) for name, _ in target.named_parameters()}
+    unknown = sorted(names - KNOWN_PARAMETERS)
     if unknown:
         got = f"layers of a {target.config.model_type} target with {', '.join(unknown[:3])}"
+
+        # `scratch` can only be suggested for a config whose sizes can be changed.
         config = target.config
         can_be_resized = config is config.get_text_config() and hasattr(config, "intermediate_size")
         alternatives = (

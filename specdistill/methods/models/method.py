@@ -35,6 +35,8 @@ from specdistill.targets.loading import read_tokenizer, read_without_weights
 
 ModelRecipeT = TypeVar("ModelRecipeT", bound=ModelRecipe)
 
+# Files that hold a vocabulary: of tokenizers, of SentencePiece, of BPE in two formats, and of
+# Mistral.
 VOCABULARY_FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json")
 
 
@@ -42,17 +44,18 @@ class ModelMethod(Method[ModelRecipeT, PreTrainedModel]):
     """A method whose draft is a whole language model.
 
     Attributes:
-        proposer: the class that decodes with it.
+        proposer: the class that decodes with the draft.
     """
 
     proposer: ClassVar[type[DraftModelProposer]]
 
     def find_mask(self, folder: Path, key: str) -> int | None:
-        """Return the draft's mask; None for a model that drafts token by token."""
+        """Return the draft's mask token; None for a model that drafts token by token."""
         return None
 
     def is_named(self, config: RawConfig, names: Set[str]) -> bool:
         """Return whether a folder calls itself a causal language model that transformers knows."""
+        # `names` are the tensors of the folder. A config without weights is no draft.
         architectures = set(config.get("architectures") or [])
         known_classes = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
         return bool(names) and bool(architectures & known_classes)
@@ -76,6 +79,8 @@ class ModelMethod(Method[ModelRecipeT, PreTrainedModel]):
         The options are those of `match_vocabularies`: they say how to draft with another tokenizer.
         """
         assert folder is not None  # only methods without weights have none
+
+        # Load the model, and match its tokens with the target's.
         mask = self.find_mask(folder, key)
         model, tokenizer = load_draft_model(
             folder, key=key, device=target.device, dtype=target.dtype
@@ -107,20 +112,25 @@ class ModelMethod(Method[ModelRecipeT, PreTrainedModel]):
         **options: Any,
     ) -> None:
         """Check a model by its headers and its tokenizer."""
+        # A wrong mask is reported before any other fault.
         self.find_mask(folder, key)
-        files = list(folder.iterdir())
-        if not any(path.match(pattern) for path in files for pattern in VOCABULARY_FILES):
+        vocabulary_files = [path for path in folder.iterdir() if _is_vocabulary_file(path)]
+        if not vocabulary_files:
             raise UserError(
                 key,
                 got=f"{name} without the files of a tokenizer",
                 expected=(
                     "tokenizer.json and tokenizer_config.json next to the weights: of the tokenizer"
-                    " it was trained with"
+                    " that the draft was trained with"
                 ),
             )
+
+        # Build the model on the meta device, and compare it with the headers of the weights.
         model, tokenizer = read_without_weights(folder, key=key, name=str(name))
         check_outline(model, tensors, key=key, name=str(name))
         check_rows(tokenizer, count_logits(model), key, name)
+
+        # Without a target, the vocabularies cannot be compared.
         if target is not None:
             target_tokenizer, *_ = read_tokenizer(target)
             match_vocabularies(
@@ -143,6 +153,11 @@ class ModelMethod(Method[ModelRecipeT, PreTrainedModel]):
     ) -> None:
         """Write a model for an engine, in the form of any language model."""
         export_draft_model(folder, engine, layout, output, target, num_tokens)
+
+
+def _is_vocabulary_file(path: Path) -> bool:
+    """Return whether a file's name is one under which a tokenizer keeps its vocabulary."""
+    return any(path.match(pattern) for pattern in VOCABULARY_FILES)
 
 
 def count_logits(model: PreTrainedModel) -> int:

@@ -55,7 +55,7 @@ from specdistill.training.objective import (
 
 
 class Distillation(Objective):
-    """The draft model with its loss, as the trainer has it: rows in, loss sums out.
+    """The draft model together with its loss: it maps packed rows to loss sums and metrics.
 
     Args:
         draft: the draft model.
@@ -81,8 +81,10 @@ class Distillation(Objective):
         self.num_positions = num_positions
         self.on_policy = on_policy
         self.anatomy = examine_model(draft, "the draft", key="draft.init")
+
         # Empty unless the draft reads documents by their lengths.
         self.packed_configs = find_length_configs(draft)
+
         # transformers' Trainer reads this name. It saves a tensor that has two names once.
         self._keys_to_ignore_on_save = find_repeated_names(self)
 
@@ -99,12 +101,16 @@ class Distillation(Objective):
         Args:
             factor: the factor.
         """
-        linear = self.anatomy.head.linear
-        weights = list(self.anatomy.norm.parameters()) if self.anatomy.norm is not None else []
-        if weights and all(weight.requires_grad for weight in weights):
-            scale_norm(self.anatomy.norm, factor)
-        elif not weights and linear.weight is not self.draft.get_input_embeddings().weight:
-            linear.weight.data.mul_(factor)
+        # Scale the final norm if all of its weights are trained. Without such weights scale the
+        # head, unless the head is the embedding, which a new scale would change too.
+        head = self.anatomy.head.linear
+        norm = self.anatomy.norm
+        norm_weights = list(norm.parameters()) if norm is not None else []
+        if norm_weights:
+            if all(weight.requires_grad for weight in norm_weights):
+                scale_norm(norm, factor)
+        elif head.weight is not self.draft.get_input_embeddings().weight:
+            head.weight.data.mul_(factor)
 
     def tie_weights(self) -> None:
         """Tie the draft's weights again.
@@ -123,6 +129,7 @@ class Distillation(Objective):
         """
         attention_settings = {
             "use_reentrant": False,
+            # The first context is for the forward pass, the second for computing it again.
             "context_fn": lambda: (nullcontext(), replace_attention(self.packed_configs)),
         }
         self.draft.activation_checkpointing_enable(
@@ -130,8 +137,13 @@ class Distillation(Objective):
         )
 
     def prepare(self, batch: dict[str, Tensor], number: int | None) -> dict[str, Tensor]:
-        """Return the batch, or in training possibly one that the draft generates in its place."""
-        return batch if self.on_policy is None or number is None else self.on_policy(batch, number)
+        """Return the batch, or in training possibly one that the draft generates in its place.
+
+        The number of the batch is None in evaluation, which always uses the rows as they are.
+        """
+        if self.on_policy is None or number is None:
+            return batch
+        return self.on_policy(batch, number)
 
     def read_target(self, target: FrozenTarget, inputs: dict[str, Tensor]) -> dict[str, object]:
         """Return the soft targets at temperature 1, because acceptance is measured by them.
@@ -140,11 +152,8 @@ class Distillation(Objective):
         """
         if self.training and self.labels == "hard":
             return {"soft_targets": None}
-        return {
-            "soft_targets": replace(
-                super().read_target(target, inputs)["soft_targets"], temperature=1.0
-            )
-        }
+        soft_targets = super().read_target(target, inputs)["soft_targets"]
+        return {"soft_targets": replace(soft_targets, temperature=1.0)}
 
     def forward(
         self,
@@ -169,6 +178,8 @@ class Distillation(Objective):
             measure: fill the metrics that cost time, too.
             **unread: other columns of the batch.
         """
+        # Run the decoder layers over the packed rows. Layers that read documents by their lengths
+        # need the documents' boundaries as extra arguments.
         packed = (
             build_length_inputs(input_ids, Documents(cumulative_lengths, longest))
             if self.packed_configs
@@ -178,9 +189,15 @@ class Distillation(Objective):
             output = self.anatomy.backbone(
                 input_ids=input_ids, position_ids=position_ids, use_cache=False, **packed
             )
+
+        # Gather the states that predict the loss tokens: the token at position t is predicted by
+        # the state at t - 1. Padding of `loss_positions` points at the first token of a document,
+        # which nothing predicts, so its weight is 0.
         rows_RH = gather_before(output.last_hidden_state, loss_positions, 1)
         weights_R = select_loss_rows(position_ids, loss_positions, ahead=1).float()
         next_R = input_ids.flatten()[loss_positions]
+
+        # Compute the losses, and add the metrics up along simulated draft chains of K positions.
         total, metrics_MR = self.losses(rows_RH, weights_R, next_R, soft_targets, measure)
         by_chain = partial(arrange_in_chains, loss_positions, input_ids.shape, self.num_positions)
         return total, StepSums.from_losses(
@@ -206,10 +223,14 @@ class Distillation(Objective):
         """
 
         def targets_of(rows: slice) -> tuple[Tensor, TargetDistributions | None]:
-            return next_R[rows], None if soft_targets is None else soft_targets.at(
-                rows, measure=measure
-            )
+            """Return the next tokens and the target's distributions of a chunk of the rows."""
+            if soft_targets is None:
+                return next_R[rows], None
+            return next_R[rows], soft_targets.at(rows, measure=measure)
 
+        # Compute logits and losses chunk by chunk. The [R, V] logits of all rows are never in
+        # memory at once. The dimension of length 1 is K: `compute_head_loss` also serves heads with
+        # several drafted positions.
         total, metrics_MKR = compute_head_loss(
             rows_RH.unsqueeze(0),
             weights_R.unsqueeze(0),
@@ -250,17 +271,19 @@ def find_repeated_names(module: nn.Module) -> list[str]:
 
     An example is a head that is the embedding.
     """
-    first: dict[tuple[int, torch.Size], str] = {}
-    return [
-        name
-        for name, tensor in module.state_dict().items()
-        if first.setdefault((tensor.data_ptr(), tensor.shape), name) != name
-    ]
+    # The first name of each tensor, by where its memory begins and its shape.
+    first_names: dict[tuple[int, torch.Size], str] = {}
+    repeated_names = []
+    for name, tensor in module.state_dict().items():
+        first_name = first_names.setdefault((tensor.data_ptr(), tensor.shape), name)
+        if first_name != name:
+            repeated_names.append(name)
+    return repeated_names
 
 
 @dataclass(frozen=True)
 class OnPolicyGeneration:
-    """Replaces a share of the batches by what the draft generates.
+    """Replaces a share of the batches by batches that the draft generates.
 
     Attributes:
         draft: the draft that generates.
@@ -281,12 +304,13 @@ class OnPolicyGeneration:
     seed: int
 
     def __post_init__(self) -> None:
-        """Check that each process has the whole draft, if the fraction is above 0.
+        """Check that each process holds the whole draft, if the fraction is above 0.
 
-        Each process needs it to generate, for as many tokens as its own rows take.
+        The processes generate for their own rows, which take different numbers of steps. With
+        sharded weights, all processes would have to take the same number of steps together.
 
         Raises:
-            UserError: if no process has the whole draft.
+            UserError: if the weights of the draft are sharded.
         """
         if self.fraction and is_weight_sharded():
             raise UserError(
@@ -296,21 +320,28 @@ class OnPolicyGeneration:
             )
 
     def __call__(self, batch: dict[str, Tensor], number: int) -> dict[str, Tensor]:
-        """Return a batch, or what the draft generates after the first tokens of its rows.
+        """Return the batch itself, or a batch that the draft generates from its prompts.
 
         Rows whose first document has at most `prompt_tokens` tokens are left out, because they have
         nothing to continue. A batch of such rows alone is returned as it is.
 
         Args:
             batch: the batch.
-            number: its number in the run.
+            number: the number of the batch in the run.
         """
+        # Decide by the number of the batch, so that a resumed run makes the same choice again. The
+        # factor keeps apart all pairs of a seed and a batch number up to a million batches.
         if random.Random(self.seed * 1_000_003 + number).random() >= self.fraction:
             return batch
-        first_document = (batch["document_ids"][:, : self.prompt_tokens + 1] == 0).all(1)
-        prompts = batch["input_ids"][first_document, : self.prompt_tokens].tolist()
+
+        # Take prompts from the rows whose first document goes on beyond the prompt.
+        is_long_enough_B = (batch["document_ids"][:, : self.prompt_tokens + 1] == 0).all(1)
+        prompts = batch["input_ids"][is_long_enough_B, : self.prompt_tokens].tolist()
         if not prompts:
             return batch
+
+        # Let the draft continue the prompts. Generation casts and prepares the model for the time
+        # being.
         with prepare_generation(self.draft, self.draft.dtype) as draft:
             completions = generate_batch(
                 draft,
@@ -327,6 +358,7 @@ class OnPolicyGeneration:
         self, prompts: list[list[int]], completions: list[list[int]], device: torch.device
     ) -> dict[str, Tensor]:
         """Return a batch with one document in each row; only generated tokens have a loss."""
+        # Pad the rows at the right, and mark which positions hold a token.
         rows = [
             torch.tensor(prompt + completion)
             for prompt, completion in zip(prompts, completions, strict=True)
@@ -336,6 +368,9 @@ class OnPolicyGeneration:
         is_token_BT = position_BT < torch.tensor(
             [len(row) for row in rows], device=device
         ).unsqueeze(1)
+
+        # A padded position has document -1 and no loss. Only generated tokens have a loss: those
+        # after the prompt.
         columns = {
             "input_ids": ids_BT,
             "loss_mask": (is_token_BT & (position_BT >= self.prompt_tokens)).long(),

@@ -53,10 +53,14 @@ class LlamaLayers(nn.Module):
     """The layers of a plain Llama, faster than `TransformersLayers`, on the model's own weights."""
 
     def __init__(self, model: PreTrainedModel) -> None:
+        """Take over the weights of a model for which `is_plain_llama` holds."""
         super().__init__()
         assert is_plain_llama(model), model.config
         config: Any = model.config
         decoder = model.get_decoder()
+
+        # Build the modules without memory, and let them share the tensors of the model
+        # (`assign=True`).
         self.rotary = decoder.rotary_emb
         with torch.device("meta"):
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -68,8 +72,9 @@ class LlamaLayers(nn.Module):
 
     def begin(self, num_rows: int) -> None:
         """Start sequences with an empty KV cache."""
-        like = self.norm.weight
-        self.cache = DraftKVCache(num_rows, partial(self.rotary, like), like.device)
+        # The rotary embedding reads only the dtype and device of its first argument.
+        norm_weight = self.norm.weight
+        self.cache = DraftKVCache(num_rows, partial(self.rotary, norm_weight), norm_weight.device)
 
     def truncate(self, lengths: Sequence[int]) -> None:
         """Forget all but the first lengths[b] tokens of each row."""
@@ -94,10 +99,10 @@ class LlamaLayers(nn.Module):
 
 
 def is_plain_llama(model: PreTrainedModel) -> bool:
-    """Return whether `LlamaLayers` computes what the model computes.
+    """Return whether `LlamaLayers` computes the same as the model.
 
-    It does for a Llama without quantization and biases, with SiLU, and with rotary angles that do
-    not depend on a sequence's length.
+    This holds for a Llama without quantization and biases, with SiLU, and with rotary angles that
+    do not depend on a sequence's length.
     """
     config = model.config
     return (
@@ -131,7 +136,7 @@ class DraftText:
         """Extend the sequence by the target's new tokens.
 
         Target tokens that the draft lacks are encoded in the draft's own tokens. Those that follow
-        one another are encoded together, so that their encoding may change as the run grows.
+        one another are encoded together, so their encoding may change when another one follows.
 
         Args:
             token_ids: the whole sequence, in the target's tokens.
@@ -139,53 +144,61 @@ class DraftText:
         Returns:
             How many of the first ids are unchanged.
         """
-        fresh = token_ids[self._num_read :]
+        # Find the target's new tokens. Without another vocabulary they are the draft's tokens too.
+        new_tokens = token_ids[self._num_read :]
         self._num_read = len(token_ids)
-        unchanged = self._num_final
+        num_unchanged = self._num_final
         if self.vocabulary is None:
-            self.ids += fresh
+            self.ids += new_tokens
             self._num_final = len(self.ids)
-            return unchanged
-        for token in fresh:
-            same = self.vocabulary.draft_ids_of.get(token)
-            if same is None:
+            return num_unchanged
+
+        # Translate token by token. Tokens that the draft lacks wait in `_lacking` until the next
+        # shared token ends their run, or the sequence ends; until then their encoding may still
+        # change.
+        for token in new_tokens:
+            draft_ids = self.vocabulary.draft_ids_of.get(token)
+            if draft_ids is None:
                 self._lacking.append(token)
             else:
                 self._encode_lacking(self.vocabulary)
-                self.ids += same
+                self.ids += draft_ids
                 self._num_final = len(self.ids)
                 self._lacking = []
         self._encode_lacking(self.vocabulary)
-        return unchanged
+        return num_unchanged
 
     def _encode_lacking(self, vocabulary: SharedVocabulary) -> None:
+        """Replace the end of `ids` that may still change by a new encoding of `_lacking`."""
         self.ids[self._num_final :] = (
             vocabulary.encode_for_draft(self._lacking) if self._lacking else []
         )
 
-    def take_uncached(self, unchanged: int) -> list[int]:
+    def take_uncached(self, num_unchanged: int) -> list[int]:
         """Return the ids that must be fed to the draft, and note them as cached.
 
         These are all ids after the part that the cache already holds, and at least the last one.
-        Cached tokens that were rejected do not count as held.
+        Cached draft tokens that the target rejected differ from the sequence, so they are replaced.
 
         Args:
-            unchanged: how many of the first ids are unchanged, as `read` returned it.
+            num_unchanged: how many of the first ids are unchanged, as `read` returned it.
         """
-        most = min(len(self.cached), len(self.ids) - 1)
-        agrees = max(0, min(unchanged, most))
-        while agrees < most and self.cached[agrees] == self.ids[agrees]:
-            agrees += 1
-        fresh = self.ids[agrees:]
-        self.cached[agrees:] = fresh
-        return fresh
+        # Find the longest common prefix of the cached tokens and the sequence. At least the last
+        # token is fed again, because its logits begin the draft.
+        max_prefix = min(len(self.cached), len(self.ids) - 1)
+        prefix = max(0, min(num_unchanged, max_prefix))
+        while prefix < max_prefix and self.cached[prefix] == self.ids[prefix]:
+            prefix += 1
+        uncached_ids = self.ids[prefix:]
+        self.cached[prefix:] = uncached_ids
+        return uncached_ids
 
 
 class DraftModelProposer(TokenProposer[PreTrainedModel]):
     """Drafts chains or trees with a language model.
 
-    It drafts the model's best tokens if the target is greedy. Otherwise it draws from the model's
-    distribution.
+    If the target is greedy, the draft tokens are the model's best tokens. Otherwise they are drawn
+    from the model's distribution.
 
     Args:
         draft: the model.
@@ -206,20 +219,28 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
         target_max_length: int = sys.maxsize,
         key: str = "eval.draft",
     ) -> None:
-        of_target = (
+        # Tell the base class which of the target's tokens the distributions span.
+        target_tokens = (
             ()
             if vocabulary is None
             else (vocabulary.target_ids_W.to(draft.device), vocabulary.target_vocab_size)
         )
-        super().__init__(draft, *of_target)
+        super().__init__(draft, *target_tokens)
         self.key = key
         self.head = examine_model(draft, "the draft", key=key).head
+
+        # A plain Llama runs in the faster layers.
         self.layers = LlamaLayers(draft) if is_plain_llama(draft) else TransformersLayers(draft)
         self.shared_vocabulary = vocabulary
         self.mask_token_id = mask_token_id
+
+        # Read how long a sequence the draft can take. Without a limit in its config, only the
+        # target's limit counts.
         context_length = getattr(draft.config.get_text_config(), "max_position_embeddings", None)
         self.max_positions: int = sys.maxsize if context_length is None else context_length
         self.target_max_length = target_max_length
+
+        # Reports state the settings with which the tokens are translated.
         if vocabulary:
             self.settings["heterogeneous_vocab"] = True
             if vocabulary.replacements:
@@ -244,6 +265,7 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
         if len(max_lengths) > 1 and not self._is_batchable:
             check_batchable(self.draft, "the draft")
             self._is_batchable = True
+
         # Draft tokens beyond the target's own limit are never accepted.
         longest = min(max(max_lengths), self.target_max_length)
         if longest > self.max_positions:
@@ -258,6 +280,8 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
 
         Rows that have no more room in the draft's context are padded until the others are done.
         """
+        # Feed the target's new tokens. A model with a mask then has the logits of all steps
+        # already.
         feeds, steps = self._feed(state, k)
         counts = [len(feed) for feed in feeds]
         next_ids = pad_rows(feeds, self.draft.device)
@@ -265,20 +289,26 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
         fed: list[Tensor] = []  # [B] each
 
         def next_logits(step: int, index_B: Tensor | None) -> Tensor:
+            """Return the logits [B, W] of a draft step, after feeding the step before's tokens."""
             nonlocal counts, next_ids
             if logits_BKW is not None:
                 return logits_BKW[:, step]
             if index_B is not None:
-                fed.append(self._draft_ids(index_B))
-                counts = [int(step < most) for most in steps]
+                fed.append(self._select_draft_ids(index_B))
+                counts = [int(step < num_steps) for num_steps in steps]
                 next_ids = fed[-1].unsqueeze(1)
-            return self._logits(gather_last(self.layers(next_ids, counts), counts))
+            return self._compute_logits(gather_last(self.layers(next_ids, counts), counts))
 
+        # Draft the chains. `next_logits` runs one pass for each step unless the masks gave its
+        # logits.
         proposals = self.chains(k, sampling, generators, next_logits, steps)
+
         # The cache also holds the draft tokens that were fed: all but the last of each chain.
         if fed:
-            for row, ids, most in zip(self.rows, torch.stack(fed, 1).tolist(), steps, strict=True):
-                row.cached += ids[: max(0, most - 1)]
+            # A row stops after its own number of steps, so it has fewer cached tokens than others.
+            fed_ids = torch.stack(fed, 1).tolist()
+            for row, ids, num_steps in zip(self.rows, fed_ids, steps, strict=True):
+                row.cached += ids[: max(0, num_steps - 1)]
         return proposals
 
     def propose_tree(
@@ -296,35 +326,34 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
         counts = [len(feed) for feed in feeds]
         num_cached = [len(row.cached) for row in self.rows]
 
-        # With masks, one pass gives the logits of all levels. Without them, each level takes a
-        # pass.
+        # With masks, one pass gives the logits of all levels. Without masks, this pass gives those
+        # of the first level, and each further level takes a pass of its own.
         logits_BKW = self._draft_in_one_pass(feeds, depths)
         if logits_BKW is None:
-            logits_BKW = self._logits(
-                gather_last(self.layers(pad_rows(feeds, self.draft.device), counts), counts)
-            ).unsqueeze(1)
+            hidden_BTH = self.layers(pad_rows(feeds, self.draft.device), counts)
+            logits_BKW = self._compute_logits(gather_last(hidden_BTH, counts)).unsqueeze(1)
         levels = itertools.count(1)
         step = TreePass.begin_at_root(num_cached, self.draft.device)
 
         def expand(index_BT: Tensor, rows_BT: Tensor) -> Tensor:
+            """Return the logits [B, T, W] of the children of T nodes of each tree's last level."""
             nonlocal step
+            num_nodes = rows_BT.shape[1]
             if self.mask_token_id is not None:
-                return logits_BKW[:, next(levels), None].expand(-1, rows_BT.shape[1], -1)
+                return logits_BKW[:, next(levels), None].expand(-1, num_nodes, -1)
             step = step.add_level(rows_BT)
-            return self._logits(
-                self.layers(self._draft_ids(index_BT), [rows_BT.shape[1]] * len(rows_BT), step)
-            )
+            node_ids = self._select_draft_ids(index_BT)
+            return self._compute_logits(self.layers(node_ids, [num_nodes] * len(rows_BT), step))
 
         # Rows without a tree must not draw from their generators.
-        drawn = [
+        row_generators = [
             generator if feed else torch.Generator()
             for generator, feed in zip(generators, feeds, strict=True)
         ]
 
         # Grow the tree, then drop its positions from the cache.
-        drafts = shape.cut(min(filter(None, depths))).grow(
-            logits_BKW[:, 0], expand, sampling, drawn
-        )
+        depth = min(depth for depth in depths if depth)
+        drafts = shape.cut(depth).grow(logits_BKW[:, 0], expand, sampling, row_generators)
         self.layers.truncate(num_cached)
         return [
             self.build_proposal(index_N, probs_NW, tree) if feed else Proposal([])
@@ -339,8 +368,8 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
         """Read the target's new tokens, and cut rejected tokens off the cache.
 
         Returns:
-            The tokens that each row is fed first, and how many tokens can be drafted for it. They
-            are none and 0 for a row whose text has no tokens of the draft.
+            The tokens that each row is fed first, and how many tokens can be drafted for each row.
+            A row whose text has no tokens of the draft gets no tokens and 0.
 
         Raises:
             UserError: if a sequence is longer than the draft's context.
@@ -348,13 +377,15 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
         feeds = []
         steps = []
         for row, token_ids in zip(self.rows, state.token_ids, strict=True):
-            unchanged = row.read(token_ids)
+            num_unchanged = row.read(token_ids)
             room = self.max_positions - len(row.ids) + 1  # the last draft token is never fed
             # The sequence may fit in the target's tokens, and take more of the draft's.
             if room < 1:
                 self._refuse(len(row.ids))
             steps.append(min(k, room) if row.ids else 0)
-            feeds.append(row.take_uncached(unchanged) if row.ids else [])
+            feeds.append(row.take_uncached(num_unchanged) if row.ids else [])
+
+        # The new tokens count as cached already, so the cache still holds as many tokens less.
         self.layers.truncate(
             [len(row.cached) - len(feed) for row, feed in zip(self.rows, feeds, strict=True)]
         )
@@ -372,13 +403,17 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
         """
         if self.mask_token_id is None or not any(steps):
             return None
+
+        # Put K - 1 masks after each row's tokens, and run them in one pass.
         rows = [
             feed + [self.mask_token_id] * (count - 1)
             for feed, count in zip(feeds, steps, strict=True)
         ]
         hidden_BTH = self.layers(pad_rows(rows, self.draft.device), [len(row) for row in rows])
+
         # Forget the masks.
         self.layers.truncate([len(row.cached) for row in self.rows])
+
         # Gather the states of the last token and of the masks, padded for rows with fewer.
         last_B1 = torch.tensor(
             [[max(len(feed) - 1, 0)] for feed in feeds], device=hidden_BTH.device
@@ -386,20 +421,20 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
         index_BK = (last_B1 + torch.arange(max(steps), device=last_B1.device)).clamp_max(
             hidden_BTH.shape[1] - 1
         )
-        return self._logits(
-            hidden_BTH.gather(1, index_BK.unsqueeze(2).expand(-1, -1, hidden_BTH.shape[2]))
-        )
+        index_BKH = index_BK.unsqueeze(2).expand(-1, -1, hidden_BTH.shape[2])
+        return self._compute_logits(hidden_BTH.gather(1, index_BKH))
 
-    def _logits(self, hidden_BH: Tensor) -> Tensor:
+    def _compute_logits(self, hidden_BH: Tensor) -> Tensor:
         """Return logits [B, W] for hidden states [B, H], or [B, K, W] for [B, K, H]."""
         logits_BV: Tensor = self.head(hidden_BH)
         return logits_BV if self.shared_vocabulary is None else logits_BV[..., self._draft_ids_W]
 
-    def _draft_ids(self, index: Tensor) -> Tensor:
-        """Return the draft's ids of tokens that are given as indices into the W."""
+    def _select_draft_ids(self, index: Tensor) -> Tensor:
+        """Return the draft's ids of tokens that are given as indices into the W shared tokens."""
         return index if self.shared_vocabulary is None else self._draft_ids_W[index]
 
     def _refuse(self, length: int) -> NoReturn:
+        """Raise UserError for a sequence that is longer than the draft's context."""
         raise UserError(
             self.key,
             got=f"a draft whose context is {self.max_positions} tokens for a sequence of {length}",

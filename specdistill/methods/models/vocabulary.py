@@ -27,7 +27,8 @@ from transformers import PreTrainedTokenizerBase
 
 from specdistill.common.errors import UserError, name_sibling_key
 
-NUM_NAMED = 3  # differences that an error names
+# How many differences an error names: three show their kind, and the message fits a terminal.
+MAX_NAMED_DIFFERENCES = 3
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class SharedVocabulary:
 
     @cached_property
     def draft_ids_of(self) -> dict[int, list[int]]:
-        """The draft's tokens for each target token, except for tokens that the draft lacks."""
+        """A map from each target token to the draft's tokens for it, without tokens it lacks."""
         pairs = zip(self.target_ids_W.tolist(), self.draft_ids_W.tolist(), strict=True)
         return {token: [same] for token, same in pairs} | dict(self.read_as)
 
@@ -66,6 +67,7 @@ class SharedVocabulary:
             target_ids: target tokens that follow one another. They are decoded together, because
                 one alone may hold half a character.
         """
+        # Ids beyond the tokenizer are padding rows of the embedding, which have no text.
         known_ids = [token for token in target_ids if token < len(self.target_tokenizer)]
         token_ids: list[int] = self.draft_tokenizer(
             self.target_tokenizer.decode(known_ids, skip_special_tokens=False),
@@ -107,62 +109,43 @@ def match_vocabularies(
     """
     # Equal tokenizers need no translation, if the vocabularies are padded alike.
     difference = describe_difference(target_tokenizer, draft_tokenizer)
-    replacing = name_sibling_key(key, "token_replacements")
+    replacements_key = name_sibling_key(key, "token_replacements")
     if difference is None:
         if token_replacements:
             raise UserError(
-                replacing,
+                replacements_key,
                 got=f"{len(token_replacements)} for a draft with the target's tokenizer",
                 expected="{}: it reads the target's tokens as they are",
             )
         if target_vocab_size == draft_vocab_size:
             return None
     elif not heterogeneous_vocab:
-        switch_key = name_sibling_key(key, "heterogeneous_vocab")
-        switch = f", or {switch_key}=true to draft over the tokens of both"
-        raise UserError(
-            key,
-            got=difference,
-            expected="the target's tokenizer" + ("" if heterogeneous_vocab is None else switch),
-        )
+        expected = "the target's tokenizer"
+        if heterogeneous_vocab is not None:
+            switch_key = name_sibling_key(key, "heterogeneous_vocab")
+            expected += f", or {switch_key}=true to draft over the tokens of both"
+        raise UserError(key, got=difference, expected=expected)
+
     # Pair the tokens that both spell alike, and that have logits on both sides.
     target_ids = target_tokenizer.get_vocab()
     draft_ids = draft_tokenizer.get_vocab()
-    pairs = {
-        token_id: draft_ids[token]
-        for token, token_id in target_ids.items()
-        if token_id < target_vocab_size
-        and draft_ids.get(token, draft_vocab_size) < draft_vocab_size
-    }
+    pairs = {}
+    for token, token_id in target_ids.items():
+        draft_id = draft_ids.get(token, draft_vocab_size)
+        if token_id < target_vocab_size and draft_id < draft_vocab_size:
+            pairs[token_id] = draft_id
+
     # Apply the replacements, which take precedence over tokens that are spelled alike.
     read_as: dict[int, list[int]] = {}
-    for text, replaced in token_replacements.items():
-        token_id, *further_ids = encode(target_tokenizer, text) or [target_vocab_size]
-        is_unknown = text not in target_ids and target_tokenizer.decode([token_id]) != text
-        if further_ids or is_unknown or token_id >= target_vocab_size:
-            raise UserError(
-                replacing, got=text, expected="a token of the target, with the draft's text for it"
-            )
-        ids = encode(draft_tokenizer, replaced)
-        if max(ids, default=0) >= draft_vocab_size:
-            raise UserError(
-                replacing,
-                got=(
-                    f"{replaced} for {text}, token {max(ids)} of a draft with {draft_vocab_size}"
-                    " logits"
-                ),
-                expected="text of its tokens",
-            )
-        pairs.pop(token_id, None)
-        read_as[token_id] = ids
-        if len(ids) == 1:
-            # One token of the draft stands for one token of the target: this one.
-            read_as |= {
-                other_id: [pairs.pop(other_id)]
-                for other_id, same in list(pairs.items())
-                if same == ids[0]
-            }
-            (pairs[token_id],) = read_as.pop(token_id)
+    for target_text, draft_text in token_replacements.items():
+        token_id = _find_target_token(
+            target_tokenizer, target_text, target_vocab_size, replacements_key
+        )
+        draft_token_ids = encode(draft_tokenizer, draft_text)
+        _check_replacement(
+            f"{draft_text} for {target_text}", draft_token_ids, draft_vocab_size, replacements_key
+        )
+        _replace_token(pairs, read_as, token_id, draft_token_ids)
 
     # Without a common token, the draft cannot propose anything.
     if not pairs:
@@ -174,6 +157,8 @@ def match_vocabularies(
             ),
             expected="tokens in both vocabularies",
         )
+
+    # Sort by the target's ids, so that the order does not depend on a tokenizer's dictionary.
     target_ids_W, draft_ids_W = torch.tensor(sorted(pairs.items())).unbind(1)
     return SharedVocabulary(
         target_ids_W,
@@ -184,6 +169,67 @@ def match_vocabularies(
         read_as,
         token_replacements,
     )
+
+
+def _find_target_token(
+    target_tokenizer: PreTrainedTokenizerBase, text: str, target_vocab_size: int, key: str
+) -> int:
+    """Return the target's token that a text spells; raise UserError if it is not exactly one."""
+    token_id, *further_ids = encode(target_tokenizer, text) or [target_vocab_size]
+    is_unknown = (
+        text not in target_tokenizer.get_vocab() and target_tokenizer.decode([token_id]) != text
+    )
+    if further_ids or is_unknown or token_id >= target_vocab_size:
+        raise UserError(
+            key, got=text, expected="a token of the target, with the draft's text for it"
+        )
+    return token_id
+
+
+def _check_replacement(
+    replacement: str, draft_token_ids: Sequence[int], draft_vocab_size: int, key: str
+) -> None:
+    """Raise UserError if a replacement takes draft tokens that the draft has no logits for.
+
+    Args:
+        replacement: the replacement in words, for the error.
+        draft_token_ids: the draft's tokens of the replacement.
+        draft_vocab_size: the width of the draft's logits.
+        key: the recipe key that the error names.
+    """
+    highest_id = max(draft_token_ids, default=0)
+    if highest_id >= draft_vocab_size:
+        raise UserError(
+            key,
+            got=f"{replacement}, token {highest_id} of a draft with {draft_vocab_size} logits",
+            expected="a text of tokens that have logits",
+        )
+
+
+def _replace_token(
+    pairs: dict[int, int], read_as: dict[int, list[int]], token_id: int, draft_token_ids: list[int]
+) -> None:
+    """Let draft tokens stand for a token of the target, in the maps of both vocabularies.
+
+    Args:
+        pairs: the draft's token for each target token that can be proposed; changed here.
+        read_as: the draft's tokens for each target token that is only read; changed here.
+        token_id: the target's token.
+        draft_token_ids: the draft's tokens for it, possibly none.
+    """
+    pairs.pop(token_id, None)
+    read_as[token_id] = draft_token_ids
+    if len(draft_token_ids) != 1:
+        return
+
+    # One token of the draft stands for one token of the target: this one. Other target tokens that
+    # the draft's token stood for are from now on only read as it.
+    draft_id = draft_token_ids[0]
+    for other_id, other_draft_id in list(pairs.items()):
+        if other_draft_id == draft_id:
+            read_as[other_id] = [pairs.pop(other_id)]
+    del read_as[token_id]
+    pairs[token_id] = draft_id
 
 
 def check_rows(
@@ -203,22 +249,22 @@ def check_rows(
     Raises:
         UserError: for tokens without a row.
     """
-    beyond = {
+    # A token whose id is not below the number of rows would be an index error in the embedding.
+    tokens_without_row = {
         token: token_id for token, token_id in tokenizer.get_vocab().items() if token_id >= num_rows
     }
     added = tokenizer.added_tokens_decoder
-    missing = [
+    needed_tokens = [
         token
-        for token, token_id in beyond.items()
+        for token, token_id in tokens_without_row.items()
         if token_id not in added or token in str(tokenizer.chat_template)
     ]
-    if missing:
+    if needed_tokens:
         raise UserError(
             key,
             got=(
-                f"{name} with {num_rows} rows in its embedding, and none for {len(missing)} tokens"
-                " such"
-                f" as {missing[0]!r}"
+                f"{name} with {num_rows} rows in its embedding, and none for {len(needed_tokens)}"
+                f" tokens such as {needed_tokens[0]!r}"
             ),
             expected="a row for each token of its tokenizer",
         )
@@ -226,6 +272,7 @@ def check_rows(
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Return the tokens of a text; a text that spells a token is that token."""
+    # Look the text up first, because tokenizers may split the text of a special token into pieces.
     token_id = tokenizer.get_vocab().get(text)
     if token_id is not None:
         return [token_id]
@@ -242,29 +289,33 @@ def describe_difference(
         The text for the user. None if every id names the same token, and the same tokens are
         special in the same roles.
     """
-    target = _list_token_names(target_tokenizer)
-    draft = _list_token_names(draft_tokenizer)
-    differing = [
-        f"{key} is {draft.get(key, 'none')}, the target's {target.get(key, 'none')}"
-        for key in {**target, **draft}
-        if target.get(key) != draft.get(key)
+    target_names = _list_token_names(target_tokenizer)
+    draft_names = _list_token_names(draft_tokenizer)
+    differences = [
+        f"{key} is {draft_names.get(key, 'none')}, the target's {target_names.get(key, 'none')}"
+        for key in {**target_names, **draft_names}
+        if target_names.get(key) != draft_names.get(key)
     ]
-    if not differing:
+    if not differences:
         return None
-    first = "; ".join(differing[:NUM_NAMED]) + " …" * (len(differing) > NUM_NAMED)
+    first_differences = "; ".join(differences[:MAX_NAMED_DIFFERENCES])
+    ellipsis = " …" if len(differences) > MAX_NAMED_DIFFERENCES else ""
     sizes = (
         f"a draft of {len(draft_tokenizer.get_vocab())} tokens for a target of"
         f" {len(target_tokenizer.get_vocab())}"
     )
-    return f"{sizes}, with {len(differing)} differences: {first}"
+    return f"{sizes}, with {len(differences)} differences: {first_differences}{ellipsis}"
 
 
 def _list_token_names(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """Return each id's token, and each role's special token with its id.
+    """Describe a vocabulary: the token of each id, and the special token of each role.
 
-    A special token without a role stands under its own name.
+    Returns:
+        For example `{"id 7": "'the'", "eos_token": "'</s>' (id 2)"}`. A special token without a
+        role has its own text as key.
     """
-    by_id = {
+    # Names and ids are in one dictionary, so that two tokenizers are compared by comparing keys.
+    tokens_by_id = {
         f"id {token_id}": repr(token)
         for token, token_id in sorted(tokenizer.get_vocab().items(), key=itemgetter(1))
     }
@@ -274,7 +325,7 @@ def _list_token_names(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
         if isinstance(token, str)
     }
     roles |= {token: token for token in tokenizer.all_special_tokens if token not in roles.values()}
-    return by_id | {
+    return tokens_by_id | {
         role: f"{token!r} (id {tokenizer.convert_tokens_to_ids(token)})"
         for role, token in roles.items()
     }

@@ -44,6 +44,7 @@ class MtpAdvice(ChainAdvice[MtpDraft]):
         settings: DraftSettings,
     ) -> sizes.PlannedDraft:
         """Describe the layers that come with the target, or a fresh one of their kind."""
+        # Build the layer for a tiny target, to check that the target's class can have one.
         target.build_on_tiny_target(MtpDraft)
         text = target.text
         key, num_layers = target.native_mtp or (None, 1)
@@ -79,6 +80,7 @@ class MtpAdvice(ChainAdvice[MtpDraft]):
         # The cost of training is counted by these widths alone, because a class may have no other
         # widths that all its layers share.
         width = getattr(text, "intermediate_size", None) or text.moe_intermediate_size
+
         # The KV cache is that of one layer, the target's last that sees all tokens.
         cached_layers = target.cache.layers if target.cache else ()
         full = [layer for layer in cached_layers if layer.size and layer.window is None]
@@ -105,10 +107,13 @@ class MtpAdvice(ChainAdvice[MtpDraft]):
 
         Only the file's own keys count, not the config that transformers makes of it.
         """
+        # Names are known if the target's files are here. Without names, config.json is believed.
         if names:
             num_layers = getattr(text, "num_hidden_layers", 0)
             if find_naming(text.model_type).find_prefix(names, num_layers) is None:
                 return None
+
+        # A multimodal model states the keys in its text config.
         for part in (raw, raw.get("text_config") or {}):
             for key in NATIVE_KEYS:
                 if part.get(key):

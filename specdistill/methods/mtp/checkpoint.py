@@ -13,7 +13,7 @@ that they have in the checkpoint, so a layer that was not trained comes out bit 
 
 import json
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -44,10 +44,15 @@ from specdistill.serving.engines.engine import Layout
 from specdistill.targets.files import INDEX, SINGLE, Shards, TargetFiles, require_target
 from specdistill.targets.frozen import FrozenTarget
 
+# No class of transformers or of an engine has this name, so nothing else loads the folder by
+# mistake.
 ARCHITECTURE = "SpecdistillMtp"
 # Keys of the text config that must be the same for a draft's target and the target it is used with.
 IDENTITY = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
+# The file for the layer in a checkpoint of several files; vLLM and SGLang find it through the
+# index.
 NEW_SHARD = "model-mtp.safetensors"
+# How errors call the tensors that a file should hold.
 DESCRIPTION = "one multi-token-prediction layer"
 
 
@@ -83,10 +88,14 @@ def _build_fresh(target: FrozenTarget, seed: int) -> MtpDraft:
     A copy of one of the target's layers starts at a lower loss, but learns more slowly: it was made
     for a residual stream that all layers before it add to.
     """
+    # Let fc = [0 I]: it ignores the embedding of the next token and passes the normed hidden state
+    # on.
     draft = MtpDraft(target)
     size = target.hidden_size
     draft.fc.weight.copy_(torch.cat((torch.zeros(size, size), torch.eye(size)), dim=1))
     draft.norm.load_state_dict(target.norm.state_dict())
+
+    # The decoder layer is drawn in a fork of the random state, so that the caller's stays as it is.
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         draft.layers.apply(target.model._init_weights)
@@ -100,12 +109,14 @@ def _load_from_target(target: FrozenTarget) -> MtpDraft:
         UserError: if there is no such layer, or if it does not share embedding and head with the
             target.
     """
-    got = f"null, and {target.name} has no multi-token-prediction weights"
-    nothing = UserError(
-        "draft.init", got=got, expected="scratch, or the folder or Hub id of a trained draft"
+    # Without weights to load, both checks below raise this error.
+    no_layer_error = UserError(
+        "draft.init",
+        got=f"null, and {target.name} has no multi-token-prediction weights",
+        expected="scratch, or the folder or Hub id of a trained draft",
     )
     if target.files is None:  # a model made in memory
-        raise nothing
+        raise no_layer_error
 
     # Find the layer in the checkpoint's files.
     shards = Shards.open(
@@ -115,22 +126,24 @@ def _load_from_target(target: FrozenTarget) -> MtpDraft:
         shards.file_of, target.config.model_type, target.num_layers, target.name
     )
     if prefix is None:
-        raise nothing
+        raise no_layer_error
 
     # Load its tensors. Copies of the target's own tensors must be equal to them.
     tensors = shards.load(name for name in shards.file_of if naming.has_tensor(name, prefix))
     for name in naming.copies:
         target_tensor = target.tensor(name)
-        if not torch.equal(
-            tensors.pop(prefix + name, target_tensor).to(target_tensor), target_tensor
-        ):
+        copied_tensor = tensors.pop(prefix + name, target_tensor).to(target_tensor)
+        if not torch.equal(copied_tensor, target_tensor):
             raise UserError(
                 "target.model",
                 got=f"{target.name}, whose multi-token-prediction layer has its own {name}",
                 expected="a layer that shares embedding and head with the target",
             )
-    exact = {name: tensor.float() for name, tensor in tensors.items()}
-    return _fill_draft(target, exact, naming, prefix, target.name, "target.model")
+
+    # Compute in float32. Which dtype the checkpoint had is looked up again when the draft is
+    # exported.
+    float32_tensors = {name: tensor.float() for name, tensor in tensors.items()}
+    return _fill_draft(target, float32_tensors, naming, prefix, target.name, "target.model")
 
 
 def find_native_layer(
@@ -142,20 +155,24 @@ def find_native_layer(
         names: the names of the checkpoint's tensors.
         model_type: the type of the target's text model.
         num_layers: how many layers the target has.
-        target: what errors call it.
+        target: what errors call the target.
 
     Returns:
-        The naming, and the prefix of the layer's names; None if the checkpoint has no such layer.
+        The naming, and the prefix of the layer's names. The prefix is None if the checkpoint has no
+        such layer.
 
     Raises:
         UserError: for names of no known kind.
     """
+    # The checkpoint may be named differently from what engines expect. A stray `mtp` in a name
+    # shows it.
     naming = find_naming(model_type)
     prefix = naming.find_prefix(names, num_layers)
-    if prefix is None and (strange := next((name for name in names if "mtp" in name), None)):
+    mtp_names = [name for name in names if "mtp" in name]
+    if prefix is None and mtp_names:
         raise UserError(
             "target.model",
-            got=f"{target}, whose files hold {strange}",
+            got=f"{target}, whose files hold {mtp_names[0]}",
             expected=f"tensors named as in {naming.name}",
         )
     return naming, prefix
@@ -179,37 +196,42 @@ def check_native(shapes: Mapping[str, torch.Size], target: TargetFiles) -> int:
     """
     # Find the layer by the names of the tensors.
     text = target.text_config
-    last = f".layers.{target.num_layers - 1}."
+    last_layer = f".layers.{target.num_layers - 1}."
     naming, prefix = find_native_layer(
         shapes.keys(), str(text.get("model_type")), target.num_layers, target.name
     )
     if prefix is None:
-        stated_layers = next(
-            (
-                f", though its config.json says {key} {text[key]}"
-                for key in NATIVE_KEYS
-                if text.get(key)
-            ),
-            "",
-        )
+        # config.json may promise layers that its maker did not upload. The error then says so.
+        promises = [
+            f", though its config.json says {key} {text[key]}"
+            for key in NATIVE_KEYS
+            if text.get(key)
+        ]
         raise UserError(
             "target.model",
             got=(
-                f"{target.name}, whose files have no layer that predicts further"
-                f" tokens{stated_layers}"
+                f"{target.name}, whose files have no layer that predicts further tokens"
+                f"{''.join(promises[:1])}"
             ),
             expected="a target that comes with such a layer, or draft=…, one that was trained",
         )
 
     # The tensors that such a layer needs: a decoder layer, and what surrounds it.
-    decoder = {
-        f".{name}".partition(last)[2]: shape for name, shape in shapes.items() if last in f".{name}"
+    decoder_shapes = {
+        f".{name}".partition(last_layer)[2]: shape
+        for name, shape in shapes.items()
+        if last_layer in f".{name}"
     }
     expected = _build_surroundings(naming, prefix, target.hidden_size)
+
+    # Engines build the decoder layer from the class of the target's last layer, so its shapes
+    # count.
     expected |= {
-        prefix + naming.layer + end: torch.empty(shape, device="meta")
-        for end, shape in decoder.items()
+        prefix + naming.layer + name_in_layer: torch.empty(shape, device="meta")
+        for name_in_layer, shape in decoder_shapes.items()
     }
+
+    # Compare the names and the shapes. Tensors on the meta device have both, and no content.
     native_tensors = {
         name: torch.empty(shapes[name], device="meta") for name in expected if name in shapes
     }
@@ -241,16 +263,20 @@ def check_mtp(
     """
     if target is None:
         return
+
+    # The draft must be for such a target, and hold the tensors of one layer only.
     check_layer_fit(read_config(folder, key), target.text_config, name, key, target.name)
     naming = find_naming(target.text_config["model_type"])
     prefix = naming.prefix(target.num_layers)
-    strange = next((name for name in tensors if not naming.has_tensor(name, prefix)), None)
-    if strange:
-        raise UserError(
-            key,
-            got=f"{name} with {strange}",
-            expected=f"the tensors of one layer, {prefix}… ({naming.name})",
-        )
+    for tensor_name in tensors:
+        if not naming.has_tensor(tensor_name, prefix):
+            raise UserError(
+                key,
+                got=f"{name} with {tensor_name}",
+                expected=f"the tensors of one layer, {prefix}… ({naming.name})",
+            )
+
+    # Compare the shapes of the tensors around the decoder layer.
     expected = _build_surroundings(naming, prefix, target.hidden_size)
     check_tensors(
         expected,
@@ -301,6 +327,7 @@ def _fill_draft(
     Raises:
         UserError: as `check_tensors`.
     """
+    # Check the file against a fresh draft, in the file's own form of experts, then load it.
     draft = MtpDraft(target)
     check_tensors(
         naming.to_file(draft.state_dict(), prefix, fused=has_fused_experts(tensors)),
@@ -309,12 +336,16 @@ def _fill_draft(
         key,
         what=DESCRIPTION,
     )
+
+    # `assign=True` takes the file's tensors themselves, so that their dtypes are kept.
     draft.load_state_dict(naming.from_file(tensors, prefix), assign=True)
     return draft.to(target.device)
 
 
 def save_mtp(draft: MtpDraft, folder: Path) -> None:
     """Write a draft into a folder; `load_mtp` reads it back bit for bit."""
+    # Describe the draft in config.json by its target's text config, which `check_layer_fit`
+    # compares.
     text = draft.config.text_config
     naming = find_naming(text["model_type"])
     config = {
@@ -368,12 +399,15 @@ def check_layer_fit(
     Raises:
         UserError: if it is not.
     """
+    # The file must be of this format.
     if config.get("architectures") != [ARCHITECTURE]:
         raise UserError(
             key,
             got=f"{folder} with architectures {config.get('architectures')}",
             expected=f"a multi-token-prediction draft ({ARCHITECTURE})",
         )
+
+    # Its target must be like this one in the keys that determine the shapes of the layer.
     text_keys = config.get("text_config") or {}
     for name in IDENTITY:
         if text_keys.get(name) != text_config.get(name):
@@ -411,6 +445,7 @@ def check_mtp_target(engine: str, target: TargetFiles) -> None:
         UserError: for a type of target in which no engine looks for it, and for a quantized
             checkpoint, which cannot take it.
     """
+    # Engines look for the layer in some classes of targets only.
     kind = target.text_config.get("model_type")
     if kind not in tensor_names.SERVED_TYPES:
         raise UserError(
@@ -421,6 +456,8 @@ def check_mtp_target(engine: str, target: TargetFiles) -> None:
                 f" {', '.join(sorted(tensor_names.SERVED_TYPES))}"
             ),
         )
+
+    # A quantized checkpoint declares how its weights are packed, and the layer is not packed so.
     if target.config.get("quantization_config") or target.text_config.get("quantization_config"):
         raise UserError(
             "target.model",
@@ -442,6 +479,7 @@ def merge_mtp_weights(draft: Path, target: Path, output: Path) -> None:
             are not those that the checkpoint already has, or if the checkpoint disagrees with its
             index.
     """
+    # Check the checkpoint and the draft before anything is written.
     checkpoint = Shards.open(target, "target.model")
     checkpoint.check()
     config = read_config(checkpoint.folder, checkpoint.key)
@@ -449,6 +487,8 @@ def merge_mtp_weights(draft: Path, target: Path, output: Path) -> None:
     merged = _list_tensors(draft, draft_config, checkpoint, config)
     text = config.get("text_config") or config
     depth = find_depth_key(draft_config["text_config"]["model_type"])
+
+    # Write the tensors, and say in config.json how many such layers there are. Only one is trained.
     _write(checkpoint, merged, output)
     if text.get(depth) != 1:
         text[depth] = 1
@@ -464,6 +504,7 @@ def _list_tensors(
     """
     target = checkpoint.folder
     text = config.get("text_config") or config
+
     # A config.json may omit values that are its model's defaults.
     check_layer_fit(
         draft_config,
@@ -472,63 +513,89 @@ def _list_tensors(
         "draft",
         str(target),
     )
+
+    # Find the names that the layer has in the draft's files and in the checkpoint.
     naming = find_naming(draft_config["text_config"]["model_type"])
     num_layers = draft_config["text_config"]["num_hidden_layers"]
     shards = Shards.open(draft, "draft")
     draft_prefix = naming.prefix(num_layers)
-    stored = checkpoint.build_without_content()
+    stored_tensors = checkpoint.build_without_content()
     prefix = naming.find_prefix(checkpoint.file_of, num_layers) or draft_prefix
-    present = {name for name in checkpoint.file_of if naming.has_tensor(name, prefix)}
+    layer_names = {name for name in checkpoint.file_of if naming.has_tensor(name, prefix)}
+
+    # Load the draft's tensors under the checkpoint's names, with experts in the checkpoint's form.
     tensors = {
         prefix + name.removeprefix(draft_prefix): tensor
         for name, tensor in shards.load(shards.file_of).items()
     }
-    if has_fused_experts(present or checkpoint.file_of):
+    if has_fused_experts(layer_names or checkpoint.file_of):
         tensors = tensor_names.merge_experts(tensors)
+
     # The draft must have the tensors of the layer that the checkpoint has, except for the repeated
-    # ones. If it has no such layer, the repeated ones are added.
-    if present:
-        wrong = (present - {prefix + name for name in naming.copies}) ^ tensors.keys()
-        wrong |= {
-            name for name in tensors.keys() & present if stored[name].shape != tensors[name].shape
+    # ones. If the checkpoint has no such layer, the repeated ones are added.
+    if layer_names:
+        replaced_names = layer_names - {prefix + name for name in naming.copies}
+        wrong_names = replaced_names ^ tensors.keys()
+        common_names = tensors.keys() & layer_names
+        wrong_names |= {
+            name for name in common_names if stored_tensors[name].shape != tensors[name].shape
         }
     else:
-        wrong = {prefix + name for name in naming.names.values()} - tensors.keys()
+        wrong_names = {prefix + name for name in naming.names.values()} - tensors.keys()
         tensors |= _copy_repeated_tensors(checkpoint, naming, prefix)
-    if wrong:
+    if wrong_names:
         raise UserError(
             "draft",
-            got=f"{draft}, whose tensors differ in {', '.join(sorted(wrong)[:3])}",
+            got=f"{draft}, whose tensors differ in {', '.join(sorted(wrong_names)[:3])}",
             expected=f"the tensors of the layer that {target} has",
         )
+
     # Cast each tensor to the dtype of the tensor that it replaces, else to that of the same part of
     # another layer, else to the config's.
-    stated_dtypes = []
-    for part in (config, text):
-        for key in ("dtype", "torch_dtype"):
-            stated_dtypes.append(part.get(key))
-    default = next((getattr(torch, name) for name in stated_dtypes if name), None)
+    config_dtype = _read_stated_dtype(config, text)
     for name, tensor in tensors.items():
-        end = "." + name.removeprefix(prefix + naming.layer)
-        like = (
-            name
-            if name in present
-            else next(
-                (similar_name for similar_name in checkpoint.file_of if similar_name.endswith(end)),
-                None,
-            )
-        )
-        tensors[name] = tensor.to(stored[like].dtype if like else default or tensor.dtype)
+        similar_name: str | None = name
+        if name not in layer_names:
+            end = "." + name.removeprefix(prefix + naming.layer)
+            similar_name = _find_name_with_end(checkpoint.file_of, end)
+        if similar_name:
+            tensors[name] = tensor.to(stored_tensors[similar_name].dtype)
+        else:
+            tensors[name] = tensor.to(config_dtype or tensor.dtype)
     return tensors
+
+
+def _find_name_with_end(names: Iterable[str], end: str) -> str | None:
+    """Return the first name with an end; None if there is none."""
+    for name in names:
+        if name.endswith(end):
+            return name
+    return None
+
+
+def _read_stated_dtype(*configs: RawConfig) -> torch.dtype | None:
+    """Return the first dtype that the configs state; None if they state none."""
+    for config in configs:
+        name = config.get("dtype") or config.get("torch_dtype")
+        if name:
+            dtype: torch.dtype = getattr(torch, name)
+            return dtype
+    return None
 
 
 def _copy_repeated_tensors(checkpoint: Shards, naming: Naming, prefix: str) -> dict[str, Tensor]:
     """Return copies of the target's own tensors that the naming repeats, by their new names."""
+    # Find each tensor of the target that the naming repeats, under the first of its possible names.
     sources = {}
     for copy, ends in naming.copies.items():
-        sources[prefix + copy] = next(
-            name for end in ends for name in checkpoint.file_of if f".{name}".endswith(f".{end}")
-        )
+        matching_names: list[str] = []
+        for end in ends:
+            matching_names += [
+                name for name in checkpoint.file_of if f".{name}".endswith(f".{end}")
+            ]
+        sources[prefix + copy] = matching_names[0]
+
+    # Clone them, because safetensors refuses to save two names for the same memory.
     tensors = checkpoint.load(sources.values())
     return {copy: tensors[source].clone() for copy, source in sources.items()}
 
@@ -541,11 +608,11 @@ def _write(checkpoint: Shards, merged: dict[str, Tensor], folder: Path) -> None:
         merged: the tensors that replace or are added, by name.
         folder: the other folder.
     """
-    # Choose the file of each tensor: its own, or a new one.
-    sharded = (checkpoint.folder / INDEX).is_file()
-    file_of = checkpoint.file_of | {
-        name: checkpoint.file_of.get(name, NEW_SHARD if sharded else SINGLE) for name in merged
-    }
+    # Choose the file of each tensor: the file that has it now, or a new one.
+    is_sharded = (checkpoint.folder / INDEX).is_file()
+    new_file = NEW_SHARD if is_sharded else SINGLE
+    file_of = checkpoint.file_of | {name: checkpoint.file_of.get(name, new_file) for name in merged}
+
     # These files hold tensors that are replaced or added.
     rewritten = {file_of[name] for name in merged}
 
@@ -559,29 +626,32 @@ def _write(checkpoint: Shards, merged: dict[str, Tensor], folder: Path) -> None:
             or str(inside) in rewritten
         ):
             continue
-        (folder / inside).parent.mkdir(parents=True, exist_ok=True)
-        link(path, folder / inside) if path.suffix == ".safetensors" else shutil.copy2(
-            path, folder / inside
-        )
+        new_path = folder / inside
+        new_path.parent.mkdir(parents=True, exist_ok=True)
+        copy_file = link if path.suffix == ".safetensors" else shutil.copy2
+        copy_file(path, new_path)
 
     # Write the files whose tensors change.
     for file in sorted(rewritten):
-        kept_files = [
+        # Keep the file's own tensors, except for the replaced ones.
+        kept_names = [
             name
-            for name, place in checkpoint.file_of.items()
-            if place == file and name not in merged
+            for name, old_file in checkpoint.file_of.items()
+            if old_file == file and name not in merged
         ]
-        added = {
+        new_tensors = {
             name: tensor.contiguous() for name, tensor in merged.items() if file_of[name] == file
         }
-        save_file(checkpoint.load(kept_files) | added, folder / file, metadata={"format": "pt"})
+        # transformers 4 refuses a file whose metadata does not name a format.
+        all_tensors = checkpoint.load(kept_names) | new_tensors
+        save_file(all_tensors, folder / file, metadata={"format": "pt"})
 
     # Renew the index, with the new total size.
-    if sharded:
+    if is_sharded:
         index = read_json(checkpoint.folder / INDEX)
         index["weight_map"] = file_of
-        index.setdefault("metadata", {})["total_size"] = Shards(
-            folder, file_of, "output_dir"
-        ).num_bytes
-        index["metadata"].pop("total_parameters", None)
+        metadata = index.setdefault("metadata", {})
+        metadata["total_size"] = Shards(folder, file_of, "output_dir").num_bytes
+        # Some makers record the number of parameters, which has changed.
+        metadata.pop("total_parameters", None)
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

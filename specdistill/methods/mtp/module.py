@@ -39,6 +39,7 @@ from specdistill.methods.sizes import RawConfig
 from specdistill.targets.anatomy import CLASS_ERRORS, LogitsHead
 from specdistill.targets.frozen import Features, FrozenTarget
 
+# What errors expect of a target whose attention cannot be taken over by a `KVCache`.
 EXPECTED = (
     "a target whose attention takes plain queries, keys and values (transformers'"
     " AttentionInterface)"
@@ -83,8 +84,13 @@ class MtpDraft(Head):
 
     def __init__(self, target: FrozenTarget) -> None:
         super().__init__()
+
+        # Copy the target's config, and name our function for attention in the copy. Layers built
+        # from it call `attend_kv_cache`.
         source = copy.deepcopy(target.config)
         source._attn_implementation = "specdistill_kv_cache"
+
+        # Configs without `layer_types` describe layers that are all of one kind.
         kinds = getattr(source, "layer_types", None) or ["full_attention"] * target.num_layers
         if "full_attention" not in kinds:
             raise UserError(
@@ -92,9 +98,12 @@ class MtpDraft(Head):
                 got=f"{target.name} with layers {', '.join(sorted(set(kinds)))}",
                 expected="a target with a full-attention layer",
             )
+
         # The draft's layer is of the kind of this one.
         index = max(index for index, kind in enumerate(kinds) if kind == "full_attention")
         layer_class = type(target.layers[index])
+
+        # Check that the target has the parts that the draft takes over.
         rotary = getattr(target.backbone, "rotary_emb", None)
         if rotary is None or target.norm is None or getattr(source, "rms_norm_eps", None) is None:
             raise UserError(
@@ -102,6 +111,8 @@ class MtpDraft(Head):
                 got=layer_class.__name__,
                 expected="layers with RMS norms and a rotary embedding",
             )
+
+        # Build the draft's own modules: fc [H, 2H], three norms [H], and one decoder layer.
         size = target.hidden_size
         norm_class = type(target.norm)
         self.config = MtpConfig(
@@ -113,6 +124,7 @@ class MtpDraft(Head):
                 norm_class(size, eps=source.rms_norm_eps) for _ in range(3)
             )
             self.layers = nn.ModuleList([layer_class(source, index)])
+
         # Embedding and rotary embedding must not become submodules: checkpoints then leave them
         # out, and `.to(bfloat16)` of the draft rounds neither the target's weights nor the rotary
         # frequencies. So the first bypasses nn.Module's `__setattr__`, and of the second only the
@@ -121,9 +133,13 @@ class MtpDraft(Head):
         vars(self).update(embed_tokens=target.model.get_input_embeddings())
         self._logits = target.logits
         self._rotary: Callable[..., tuple[Tensor, Tensor]] = copy.deepcopy(rotary).forward
+
+        # Gemma 3's rotary embedding serves several kinds of layers and wants to know which.
         by_kind = "layer_type" in inspect.signature(rotary.forward).parameters
         self._rotary_options = {"layer_type": "full_attention"} if by_kind else {}
-        self._float32 = tuple(target.model._keep_in_fp32_modules_strict or ())
+
+        # Names of parameters that must stay in float32 (see `_apply`).
+        self._float32_parts = tuple(target.model._keep_in_fp32_modules_strict or ())
         self.to(target.device)
         self._check_route()
 
@@ -158,14 +174,20 @@ class MtpDraft(Head):
             The normed state [B, T, H] twice: `logits` reads it, and it is the hidden state of the
             next step.
         """
-        embedding = self.embed_tokens(next_ids_BT).to(self.fc.weight.dtype)
-        concatenated = torch.cat((self.token_norm(embedding), self.hidden_norm(hidden_BTH)), dim=-1)
-        normed: Tensor = self.norm(self._run_layer(self.fc(concatenated), rotary, kv_cache))
-        return normed, normed
+        # Embed the next token, norm both inputs, and project [B, T, 2H] to [B, T, H].
+        embedding_BTH = self.embed_tokens(next_ids_BT).to(self.fc.weight.dtype)
+        inputs_BT2H = torch.cat(
+            (self.token_norm(embedding_BTH), self.hidden_norm(hidden_BTH)), dim=-1
+        )
+        layer_output_BTH = self._run_layer(self.fc(inputs_BT2H), rotary, kv_cache)
+        normed_BTH: Tensor = self.norm(layer_output_BTH)
+        return normed_BTH, normed_BTH
 
     def _run_layer(
         self, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], kv_cache: KVCache
     ) -> Tensor:
+        """Run the decoder layer, whose attention the KVCache computes."""
+        # Some classes return a tuple with the attention weights, others the hidden state alone.
         output = self.layers[0](
             hidden_BTH, attention_mask=None, position_embeddings=rotary, kv_cache=kv_cache
         )
@@ -177,14 +199,17 @@ class MtpDraft(Head):
         """Run one position through the layer, and check that its query reaches the KVCache.
 
         Raises:
-            UserError: if it does not.
+            UserError: if the query does not reach the KVCache.
         """
+        # Answer the query with the values, so that any sequence of operations after it works.
         requested_layers: list[int] = []
 
         def attend(layer: int, query_BNTd: Tensor, key_BGTd: Tensor, value_BGTd: Tensor) -> Tensor:
+            """Note the request, and return the values [B, N, T, d] in place of attention."""
             requested_layers.append(layer)
             return value_BGTd.repeat_interleave(query_BNTd.shape[1] // value_BGTd.shape[1], dim=1)
 
+        # Run the layer over one position of zeros, with a stand-in for the KVCache.
         layer_class = type(self.layers[0])
         hidden = self.fc.weight.new_zeros(1, 1, self.fc.out_features)
         with convert_errors(CLASS_ERRORS, "target.model", layer_class.__name__, EXPECTED):
@@ -202,15 +227,17 @@ class MtpDraft(Head):
 
         DeepSeek's routing bias, for example, stays in float32 when the draft changes dtype.
         """
-        state = self.state_dict(keep_vars=True)
-        exact = {}
-        for name in state:
-            if any(part in name for part in self._float32):
-                exact[name] = state[name].data
+        # Keep what must not be rounded, apply the function to everything, and put the kept data
+        # back.
+        old_state = self.state_dict(keep_vars=True)
+        float32_tensors = {}
+        for name in old_state:
+            if any(part in name for part in self._float32_parts):
+                float32_tensors[name] = old_state[name].data
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        moved = self.state_dict(keep_vars=True)
-        for name, tensor in exact.items():
-            moved[name].data = tensor.to(moved[name].device)
+        new_state = self.state_dict(keep_vars=True)
+        for name, tensor in float32_tensors.items():
+            new_state[name].data = tensor.to(new_state[name].device)
         return self
 
 
@@ -233,20 +260,26 @@ def attend_kv_cache(
         UserError: for attention that is more than softmax(scaling q k) v over what the KVCache
             shows: windows, sinks, caps, biases.
     """
-    more = [
+    # List everything that asks for more than plain causal attention. `attention_mask` is None,
+    # because `MtpDraft` passes none. A layer that does not pass on its keyword arguments loses the
+    # KVCache.
+    unsupported = [
         name
         for name, value in options.items()
         if value is not None and name not in ARGUMENTS_WITHOUT_EFFECT
     ]
-    more += ["a mask of its own"] * (attention_mask is not None) + [
-        "keyword arguments that get lost"
-    ] * (kv_cache is None)
-    if more:
+    if attention_mask is not None:
+        unsupported.append("a mask of its own")
+    if kv_cache is None:
+        unsupported.append("keyword arguments that get lost")
+    if unsupported:
         raise UserError(
             "target.model",
-            got=f"{type(module).__name__} with {', '.join(sorted(more))}",
+            got=f"{type(module).__name__} with {', '.join(sorted(unsupported))}",
             expected=EXPECTED,
         )
+
+    # Compute the attention in the KVCache. Index 0: the draft has one layer.
     assert kv_cache is not None
     size = query_BNTd.shape[-1]
     if scaling is not None and scaling != size**-0.5:

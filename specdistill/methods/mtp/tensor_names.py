@@ -16,6 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+# The parts of an expert that each tensor of all experts holds, one after the other.
+EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+# The weight of one part of one expert in a checkpoint that holds experts one by one.
 EXPERT = re.compile(
     r"(?P<experts>.*\.experts)\.(?P<index>\d+)\.(?P<part>gate|up|down)_proj\.weight"
 )
@@ -49,14 +52,19 @@ class Naming:
 
         The checkpoint's text model may be nested (`model.language_model.`).
         """
-        fc = self.names["fc.weight"]
-        end = "." + self.prefix(num_layers).removeprefix("model.") + fc
-        return next((name.removesuffix(fc) for name in names if f".{name}".endswith(end)), None)
+        fc_name = self.names["fc.weight"]
+        end = "." + self.prefix(num_layers).removeprefix("model.") + fc_name
+        for name in names:
+            if f".{name}".endswith(end):
+                return name.removesuffix(fc_name)
+        return None
 
     def has_tensor(self, name: str, prefix: str) -> bool:
         """Return whether a tensor belongs to the layer of this prefix or to a further such layer.
 
         Further layers have higher numbers in their prefixes.
+        # `model.` may be followed by a name in between, so it is left off before names are
+        # compared.
         """
         numbered = re.fullmatch(r"(.*\.)(\d+)\.", prefix)
         if numbered is None:
@@ -71,37 +79,42 @@ class Naming:
 
         Args:
             tensors: the draft's tensors, by the names that they have here.
+            # A prefix without a number, such as `mtp.`, covers all layers.
             prefix: how the names in the file begin.
             fused: keep the experts of a layer in one tensor.
         """
         tensors = tensors if fused else split_experts(tensors)
-        return {
-            prefix + (self.names.get(name) or self.layer + name.removeprefix("layers.0.")): tensor
-            for name, tensor in tensors.items()
-        }
+        named_tensors = {}
+        for name, tensor in tensors.items():
+            # Names that the table does not hold are those of the decoder layer.
+            file_name = self.names.get(name) or self.layer + name.removeprefix("layers.0.")
+            named_tensors[prefix + file_name] = tensor
+        return named_tensors
 
     def from_file(self, tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
         """Return a file's tensors by the names that the draft has for them.
 
         It is the inverse of `to_file`, for either form of experts.
         """
-        name_in_file = {file_name: name for name, file_name in self.names.items()}
-        bare = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-        return merge_experts(
-            {
-                name_in_file.get(name) or "layers.0." + name.removeprefix(self.layer): tensor
-                for name, tensor in bare.items()
-            }
-        )
+        draft_names = {file_name: name for name, file_name in self.names.items()}
+        named_tensors = {}
+        for full_name, tensor in tensors.items():
+            file_name = full_name.removeprefix(prefix)
+            name = draft_names.get(file_name) or "layers.0." + file_name.removeprefix(self.layer)
+            named_tensors[name] = tensor
+        return merge_experts(named_tensors)
 
 
 # The draft's names, each with what follows the prefix in qwen3_next and in deepseek_v3.
 NAMES = {
+    # Invert the table of names. Names that it does not hold are those of the decoder layer.
     "fc.weight": ("fc.weight", "eh_proj.weight"),
     "token_norm.weight": ("pre_fc_norm_embedding.weight", "enorm.weight"),
     "hidden_norm.weight": ("pre_fc_norm_hidden.weight", "hnorm.weight"),
     "norm.weight": ("norm.weight", "shared_head.norm.weight"),
 }
+# DeepSeek's layer repeats the target's embedding and head. If both are tied, a checkpoint may hold
+# the embedding alone, so the head may be copied from it.
 COPIES = {
     "embed_tokens.weight": ("embed_tokens.weight",),
     "shared_head.head.weight": ("lm_head.weight", "embed_tokens.weight"),
@@ -120,6 +133,7 @@ DEEPSEEK_V3 = Naming(
     {name: file_name for name, (_, file_name) in NAMES.items()},
     COPIES,
 )
+# Types whose checkpoints number the layer on after the target's own layers, as DeepSeek-V3 does.
 DEEPSEEK_TYPES = {"deepseek_v3", "glm4_moe", "glm4_moe_lite"}
 # Types of text models in whose checkpoints vLLM and SGLang look for such layers (vLLM:
 # config/speculative.py; SGLang: configs/model_config.py).
@@ -163,16 +177,18 @@ def split_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
     result: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        experts, _, last = name.rpartition(".")
-        halves = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(last)
-        if halves is None or f"{experts}.gate_up_proj" not in tensors:
+        # gate_up_proj holds the gate and the up projection one after the other along its middle
+        # axis.
+        experts, _, matrix = name.rpartition(".")
+        parts = EXPERT_PARTS.get(matrix)
+        if parts is None or f"{experts}.gate_up_proj" not in tensors:
             result[name] = tensor
             continue
-        for part, all_of_them in zip(halves, tensor.chunk(len(halves), dim=1), strict=True):
-            result |= {
-                f"{experts}.{e}.{part}.weight": expert_weight
-                for e, expert_weight in enumerate(all_of_them)
-            }
+
+        # Split along that axis, [E, 2I, H] into two of [E, I, H], and along the experts.
+        for part, part_weights in zip(parts, tensor.chunk(len(parts), dim=1), strict=True):
+            for e, expert_weight in enumerate(part_weights):
+                result[f"{experts}.{e}.{part}.weight"] = expert_weight
     return result
 
 
@@ -183,23 +199,23 @@ def merge_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
     result: dict[str, Tensor] = {}
     parts: dict[str, dict[str, dict[int, Tensor]]] = {}
+
+    # Sort the matrices by layer, part and expert. All other tensors keep their names.
     for name, tensor in tensors.items():
         match = EXPERT.fullmatch(name)
         if match:
-            parts.setdefault(match["experts"], {}).setdefault(match["part"], {})[
-                int(match["index"])
-            ] = tensor
+            layer_parts = parts.setdefault(match["experts"], {})
+            layer_parts.setdefault(match["part"], {})[int(match["index"])] = tensor
         else:
             result[name] = tensor
-    for experts, of in parts.items():
+
+    # Stack the E experts of each part, and put gate before up, as transformers holds them.
+    for experts, layer_parts in parts.items():
         stacked = {}
         for part in ("gate", "up", "down"):
-            stacked[part] = torch.stack([of[part][index] for index in range(len(of[part]))])
-        gate = stacked["gate"]
-        up = stacked["up"]
-        down = stacked["down"]
-        result |= {
-            f"{experts}.gate_up_proj": torch.cat((gate, up), dim=1),
-            f"{experts}.down_proj": down,
-        }
+            weights = layer_parts[part]
+            stacked[part] = torch.stack([weights[index] for index in range(len(weights))])
+        gate_up_EIH = torch.cat((stacked["gate"], stacked["up"]), dim=1)
+        result[f"{experts}.gate_up_proj"] = gate_up_EIH
+        result[f"{experts}.down_proj"] = stacked["down"]
     return result

@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import model_validator
 
 from specdistill.common.errors import make_unused_key_error
-from specdistill.methods.lookups.config import UntrainedRecipe, check_of_engine
+from specdistill.methods.lookups.config import UntrainedRecipe, check_engine_values
 from specdistill.recipe.fields import Condition, Section, format_value, option, section
 from specdistill.recipe.sections import (
     ENGINE_IS_NOT_RUNNING,
@@ -47,14 +47,14 @@ class NgramEvalConfig(EvalConfig):
     )
 
     @model_validator(mode="after")
-    def _is_of_the_engine(self) -> "NgramEvalConfig":
-        """Check that an engine that is started here has the values."""
-        # An engine has its own rule.
+    def _check_engine_supports_values(self) -> "NgramEvalConfig":
+        """Check that an engine that this command starts supports the values of `eval.ngram`."""
+        # Each engine has its own rule, and no other.
         if ENGINE_IS_STARTED.holds(self):
             # llama.cpp compares n-grams of one length, so the default rule, with its shortest
             # length, is not allowed.
             rules = ("llama.cpp",) if self.engine == "llama.cpp" else ("specdistill", self.engine)
-            check_of_engine(self, "ngram", rule=rules, lookup=("sequence",))
+            check_engine_values(self, "ngram", rule=rules, lookup=("sequence",))
             if LLAMA_CPP.holds(self):
                 LookupFirstConfig(min=self.ngram.max, max=self.ngram.max).check_engine(
                     "eval.ngram", self.engine, self.smallest_k

@@ -48,12 +48,13 @@ class NgramLookup:
     _indexed: int = 0  # number of tokens at the beginning of the sequence that are indexed
 
     def __post_init__(self) -> None:
+        # llama.cpp's rule compares n-grams of one length.
         if self.rule == "llama.cpp":
             self.min = self.max
 
     @property
     def settings(self) -> dict[str, object]:
-        """The settings that take part in the rule."""
+        """The settings that the rule reads, as reports state them."""
         rule_settings = (
             {"lookup": self.lookup} if self.rule == "specdistill" else {"rule": self.rule}
         )
@@ -71,8 +72,11 @@ class NgramLookup:
             text: the sequence. It begins with the text of the call before.
             k: the most draft tokens.
         """
+        # With lookup=prompt only the first call adds n-grams: its text is the prompt.
         if self.lookup == "sequence" or not self._indexed:
             self._index(text)
+
+        # Look up the longest n-gram first, since more agreement says more about the next token.
         for n in range(min(self.max, len(text)), self.min - 1, -1):
             start = self._after.get(tuple(text[-n:]))
             if start is not None:
@@ -80,27 +84,31 @@ class NgramLookup:
         return []
 
     def _continue_text(self, text: list[int], start: int, k: int) -> list[int]:
-        """Return up to k tokens that continue the text as it continued at the index `start`."""
+        """Return up to k draft tokens: the tokens of the text from the index `start` on."""
         if self.rule == "vllm":
             return text[start : start + k]
+
+        # llama.cpp never drafts the last token, needs `max` tokens of continuation, and begins only
+        # when the text is long enough (see the top of this file).
         if self.rule == "llama.cpp":
             continuation = text[start : min(start + k, len(text) - 1)]
-            return (
-                continuation
-                if len(continuation) >= self.max and len(text) > self.max + k + 2
-                else []
-            )
+            is_long_enough = len(continuation) >= self.max and len(text) > self.max + k + 2
+            return continuation if is_long_enough else []
+
+        # Past the end of the text, repeat the tokens from `start` on.
         period = len(text) - start
         return [text[start + i % period] for i in range(k)]
 
     def _index(self, text: list[int]) -> None:
-        """Add the n-grams that end before the last token.
+        """Add the text's new n-grams to the index, except for those that end with the last token.
 
-        Nothing has followed the last token yet.
+        No token follows the last one yet.
         """
-        left_out = 1 if self.rule == "llama.cpp" else 0  # number of tokens left out at both ends
-        for end in range(self._indexed + 1, len(text) - left_out):
-            for n in range(self.min, min(self.max, end - left_out) + 1):
+        # Index every n-gram that ends at a new position. vLLM's rule keeps the first occurrence of
+        # an n-gram, the others the latest.
+        num_skipped = 1 if self.rule == "llama.cpp" else 0  # tokens skipped at both ends
+        for end in range(self._indexed + 1, len(text) - num_skipped):
+            for n in range(self.min, min(self.max, end - num_skipped) + 1):
                 ngram = tuple(text[end - n : end])
                 self._after[ngram] = self._after.get(ngram, end) if self.rule == "vllm" else end
-        self._indexed = len(text) - left_out - 1
+        self._indexed = len(text) - num_skipped - 1

@@ -38,6 +38,8 @@ class Pard(ModelMethod[PardRecipe]):
         """
         config = read_config(folder, key)
         mask = config.get("pard_token")
+
+        # `bool` is a subclass of `int`, so the types are compared exactly.
         num_rows = config.get("vocab_size")
         if type(mask) is not int or type(num_rows) is not int or not 0 <= mask < num_rows:
             raise UserError(
@@ -54,6 +56,9 @@ class Pard(ModelMethod[PardRecipe]):
     def create(self, recipe: PardRecipe, target: FrozenTarget, rows: Dataset) -> PreTrainedModel:
         """Create the model that a recipe describes, and choose its mask (see `choose_mask`)."""
         draft = super().create(recipe, target, rows)
+
+        # Keep the mask of a draft that is continued, unless the recipe states another one. vLLM
+        # reads both keys from config.json.
         inherited = getattr(draft.config, "pard_token", None)
         settings = recipe.draft
         mask = choose_mask(settings.mask_token_id, settings.init, inherited, target, rows)

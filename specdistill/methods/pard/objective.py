@@ -38,9 +38,13 @@ SIZES = 8
 
 
 def draw_masks(
-    batch: Mapping[str, Tensor], num_predicted: int, retention: float, least: float, seed: int
+    batch: Mapping[str, Tensor],
+    num_predicted: int,
+    retention: float,
+    min_retention: float,
+    seed: int,
 ) -> tuple[Tensor, Tensor]:
-    """Draw the masks of a batch, by the conditional drop.
+    """Choose at random which masks follow each token of a batch (PARD's conditional drop).
 
     A mask is possible if the token that it predicts carries loss and is in the same document as the
     token that it follows, and if all tokens between the two carry loss.
@@ -49,7 +53,7 @@ def draw_masks(
         batch: packed rows [B, T].
         num_predicted: K, the tokens that are predicted in one pass.
         retention: mask i is kept for this share of the tokens to the power of i.
-        least: the least share of the tokens that a mask is kept for.
+        min_retention: the smallest share of the tokens that a mask is kept for.
         seed: the seed of the drop.
 
     Returns:
@@ -58,12 +62,14 @@ def draw_masks(
     """
     num_rows, length = batch["position_ids"].shape
     num_tokens = num_rows * length
+
     # Loss positions are never a document's first token, so a run of them is in one document. Zeros
     # past the end of the batch end the last run.
     has_loss_S = torch.zeros(num_tokens + num_predicted, dtype=torch.bool).index_fill(
         0, batch["loss_positions"], True
     )
     has_loss_S[0] = False  # loss positions are padded with 0
+
     # Each token that masks can follow gets a random rank in [0, 1). It decides about all masks of
     # the token, so that mask i is never kept without mask i - 1.
     possible_S = has_loss_S[1 : num_tokens + 1]
@@ -72,25 +78,34 @@ def draw_masks(
     rank_S[starts] = torch.randperm(
         len(starts), generator=torch.Generator().manual_seed(seed)
     ) / max(len(starts), 1)
+
+    # Keep mask i where masks 1 to i are possible and the token's rank is below the share of mask i.
+    # Because shares fall with i, a kept mask has all masks before it.
     kept_masks = []
     for i in range(1, num_predicted):
         possible_S = possible_S & has_loss_S[1 + i : num_tokens + 1 + i]
-        kept_masks.append(possible_S & (rank_S < max(least, retention**i)))
+        kept_masks.append(possible_S & (rank_S < max(min_retention, retention**i)))
     kept_SI = (
         torch.stack(kept_masks, 1) if kept_masks else torch.zeros(num_tokens, 0, dtype=torch.bool)
     )
-    # List the kept masks of each row, padded to one of few lengths.
-    loss_positions = [row.nonzero() for row in kept_SI.view(num_rows, length, -1)]
-    columns_BM = pad_sequence([pairs[:, 0] for pairs in loss_positions], batch_first=True)
+
+    # List the kept masks of each row as pairs [column, i - 1], and pad the rows to one length M.
+    kept_pairs = [row.nonzero() for row in kept_SI.view(num_rows, length, -1)]
+    columns_BM = pad_sequence([pairs[:, 0] for pairs in kept_pairs], batch_first=True)
     numbers_BM = pad_sequence(
-        [pairs[:, 1] + 1 for pairs in loss_positions], batch_first=True, padding_value=num_predicted
+        [pairs[:, 1] + 1 for pairs in kept_pairs], batch_first=True, padding_value=num_predicted
     )
-    spare = -columns_BM.shape[1] % -(-length // SIZES)
-    return F.pad(columns_BM, (0, spare)), F.pad(numbers_BM, (0, spare), value=num_predicted)
+
+    # Pad M further to a multiple of ceil(T / SIZES), so that M has few different values.
+    step = -(-length // SIZES)
+    num_padding = -columns_BM.shape[1] % step
+    columns_BM = F.pad(columns_BM, (0, num_padding))
+    numbers_BM = F.pad(numbers_BM, (0, num_padding), value=num_predicted)
+    return columns_BM, numbers_BM
 
 
 class ParallelDistillation(Distillation):
-    """The draft model with its loss, as the trainer has it: rows in, loss sums out.
+    """The draft model together with its loss: it maps packed rows to loss sums and metrics.
 
     There are sums for each drafted position. The model's config names the mask, `pard_token`.
 
@@ -99,9 +114,9 @@ class ParallelDistillation(Distillation):
         divergence: the loss of one token.
         num_positions: K, of which K - 1 are masks.
         retention: the share of the conditional drop (see the module).
-        min_retention: its least share.
-        seed: the seed of the drop. The drop is drawn anew each time that a row is read in training.
-            Held-out rows always have the same.
+        min_retention: the smallest share that the conditional drop falls to.
+        seed: the seed of the drop. In training, the drop is drawn anew each time that a row is
+            read. Held-out rows always have the same drop.
         temperature: divides both sets of logits in the loss.
         labels: `soft` for the target's distributions, or `hard` for the sequence's own tokens.
 
@@ -136,15 +151,18 @@ class ParallelDistillation(Distillation):
                 got=f"a model with {reason}",
                 expected="a model that respects mask and position ids",
             )
+
         # Attention masks separate the documents here, not their lengths.
         self.packed_configs = []
         self.drop = (num_positions, retention, min_retention)
         self.seed = seed
 
     def prepare(self, batch: dict[str, Tensor], number: int | None) -> dict[str, Tensor]:
+        # Held-out rows always use the number -1, so that evaluations can be compared.
         """Return the batch with the masks that are drawn for it."""
+        batch_number = -1 if number is None else number
         columns_BM, numbers_BM = draw_masks(
-            batch, *self.drop, self.seed * 1_000_003 + (-1 if number is None else number)
+            batch, *self.drop, seed=self.seed * 1_000_003 + batch_number
         )
         return batch | {"mask_columns": columns_BM, "mask_numbers": numbers_BM}
 
@@ -184,20 +202,26 @@ class ParallelDistillation(Distillation):
             measure: fill the metrics that cost time, too.
             **unread: other columns of the batch.
         """
+        # Run the model over the T tokens and M masks of each row.
         hidden_BNH = self.hidden_states(input_ids, position_ids, mask_columns, mask_numbers)
-        of_tokens_BTH, of_masks_BMH = hidden_BNH.split(
+        token_states_BTH, mask_states_BMH = hidden_BNH.split(
             (input_ids.shape[1], mask_columns.shape[1]), 1
         )
+
+        # Gather the states that predict: those before loss tokens first, then those of all masks.
         rows_RH = torch.cat(
-            (gather_before(of_tokens_BTH, loss_positions, 1), of_masks_BMH.flatten(0, 1))
+            (gather_before(token_states_BTH, loss_positions, 1), mask_states_BMH.flatten(0, 1))
         )
         counts_R, numbers_R, labels_R = self._list_predictions(
             position_ids, loss_positions, mask_columns, mask_numbers
         )
+
+        # Compute the losses of all predictions with one head pass.
         weights_R = counts_R.float()
         total, metrics_MR = self.losses(
             rows_RH, weights_R, input_ids.flatten()[labels_R], soft_targets, measure
         )
+
         # Sum by drafted position and chain. A chain belongs to the token that its masks follow.
         index_R = numbers_R * input_ids.numel() + (labels_R - 1 - numbers_R).clamp_min(0)
         empty = weights_R.new_zeros(self.num_positions * input_ids.numel())
@@ -221,6 +245,8 @@ class ParallelDistillation(Distillation):
         Returns:
             The hidden states [B, N, H] that the head reads.
         """
+        # Describe each slot: its column, its mask number (0 for a token), and the position that it
+        # has in its document.
         config = self.draft.config
         backbone = self.anatomy.backbone
         column_BN = torch.cat(
@@ -231,29 +257,35 @@ class ParallelDistillation(Distillation):
             1,
         )
         number_BN = torch.cat((torch.zeros_like(input_ids), numbers_BM), 1)
+
         # The position in its document of the last token that each slot sees.
         last_BN = torch.cat((position_ids, position_ids.gather(1, columns_BM)), 1)
         position_BN = last_BN + number_BN
 
-        def visible(window: int | None) -> Tensor:
-            # Keys are on the last axis, queries on the one before. A query sees the tokens of its
-            # document up to its column, and the masks of that column up to its own number.
+        def build_visibility(window: int | None) -> Tensor:
+            """Return which keys each query sees, bool [B, 1, N, N]: queries by keys."""
             slots = column_BN, number_BN, position_BN
-            column, number, position = (x_BN[:, None, None, :] for x_BN in slots)  # keys
-            last, own_number, place = (x_BN[:, None, :, None] for x_BN in slots)  # queries
-            first = (column_BN - last_BN)[:, None, :, None]
-            is_visible = torch.where(
-                number == 0,
-                (column >= first) & (column <= last),
-                (column == last) & (number <= own_number),
-            )
-            return is_visible if window is None else is_visible & (position > place - window)
+            key_column, key_number, key_position = (x_BN[:, None, None, :] for x_BN in slots)
+            query_column, query_number, query_position = (x_BN[:, None, :, None] for x_BN in slots)
 
+            # A query sees the tokens of its document up to its column, and the masks of that column
+            # up to its own number. Its document begins at its column minus its position in it.
+            first_column = (column_BN - last_BN)[:, None, :, None]
+            is_visible = torch.where(
+                key_number == 0,
+                (key_column >= first_column) & (key_column <= query_column),
+                (key_column == query_column) & (key_number <= query_number),
+            )
+            if window is None:
+                return is_visible
+            return is_visible & (key_position > query_position - window)
+
+        # Run the model, with the mask token in every slot behind the tokens.
         output = backbone(
             input_ids=torch.cat((input_ids, torch.full_like(columns_BM, config.pard_token)), 1),
             position_ids=position_BN,
             attention_mask=build_attention_masks(
-                config.get_text_config(decoder=True), backbone.dtype, visible
+                config.get_text_config(decoder=True), backbone.dtype, build_visibility
             ),
             use_cache=False,
         )
@@ -268,7 +300,7 @@ class ParallelDistillation(Distillation):
         mask_numbers: Tensor,
         **_: object,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Describe all predictions, those by tokens first and then those by masks.
+        """List all predictions of a batch: first those made by tokens, then those made by masks.
 
         Args:
             position_ids: [B, T], which start again at 0 with each document.
@@ -281,16 +313,20 @@ class ParallelDistillation(Distillation):
             Whether each prediction counts [R], the number of the mask that predicts [R] (0 for a
             token), and the position of the predicted token in the flattened batch [R].
         """
+        # Mask i of the token at column t predicts the token at t + 1 + i. Padding masks may point
+        # past the end, so their labels are clamped, and they do not count.
         num_rows, length = position_ids.shape
         numbers_R = mask_numbers.flatten()
-        starts_B1 = length * torch.arange(num_rows, device=mask_columns.device).unsqueeze(1)
-        labels_R = ((starts_B1 + mask_columns).flatten() + 1 + numbers_R).clamp_max(
+        row_starts_B1 = length * torch.arange(num_rows, device=mask_columns.device).unsqueeze(1)
+        labels_R = ((row_starts_B1 + mask_columns).flatten() + 1 + numbers_R).clamp_max(
             num_rows * length - 1
         )
         counts_R = (
             select_loss_rows(position_ids, loss_positions, ahead=1),
             numbers_R < self.num_positions,
         )
+
+        # Join the predictions by tokens (number 0) and those by masks.
         numbers_R = torch.cat(
             (torch.zeros_like(loss_positions), numbers_R.clamp_max(self.num_positions - 1))
         )

@@ -3,7 +3,7 @@
 from pydantic import model_validator
 
 from specdistill.common.errors import UserError
-from specdistill.methods.lookups.config import UntrainedRecipe, check_of_engine
+from specdistill.methods.lookups.config import UntrainedRecipe, check_engine_values
 from specdistill.recipe.fields import Section, option, section
 from specdistill.recipe.sections import (
     ENGINE_IS_NOT_RUNNING,
@@ -51,12 +51,12 @@ class SuffixEvalConfig(EvalConfig):
     )
 
     @model_validator(mode="after")
-    def _is_of_the_engine(self) -> "SuffixEvalConfig":
-        """Check that an engine that is started here has the values."""
+    def _check_engine_supports_values(self) -> "SuffixEvalConfig":
+        """Check that an engine that this command starts supports the values of `eval.suffix`."""
         # vLLM has no shortest match. And if it cached requests, a repetition would find the outputs
         # of the repetition before it.
         if ENGINE_IS_STARTED.holds(self) and self.engine == "vllm":
-            check_of_engine(self, "suffix", min=(1,), max_cached_requests=(0,))
+            check_engine_values(self, "suffix", min=(1,), max_cached_requests=(0,))
         return self
 
 

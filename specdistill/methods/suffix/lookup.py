@@ -60,7 +60,7 @@ class SuffixTrie:
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
-        self.tokens: list[int] = []  # the tokens of all texts, with END after each that has ended
+        self.tokens: list[int] = []  # the tokens of all texts, with END_MARK after each ended text
         self._root = Node(0)
         # The nodes of the last text's suffixes that occurred before, the longest first.
         self._open: list[Node] = []
@@ -68,9 +68,12 @@ class SuffixTrie:
     def extend(self, tokens: Iterable[int]) -> None:
         """Add tokens to the last text."""
         for token in tokens:
+            # The token follows every suffix of the text that has a node, and the empty string (the
+            # root). The suffixes that it makes longer are the open ones for the next token.
             self.tokens.append(token)
-            longer = [self._count(node, token) for node in [*self._open[-self.depth :], self._root]]
-            self._open = [node for node in longer if node]
+            nodes = [*self._open[-self.depth :], self._root]
+            longer_nodes = [self._count(node, token) for node in nodes]
+            self._open = [node for node in longer_nodes if node]
 
     def end(self) -> None:
         """End the last text, so that the next token begins another one."""
@@ -80,24 +83,27 @@ class SuffixTrie:
     def find_next_token(self, tokens: Sequence[int]) -> tuple[int, float] | None:
         """Return the token that most often followed a string of up to `depth` tokens.
 
-        Of several tokens that are equally frequent it is the latest.
+        If several tokens are equally frequent, the latest is returned.
 
         Returns:
-            The token and its share of all that followed; None if nothing did.
+            The token, and its share of all tokens that followed; None if no token did.
         """
+        # Walk down the trie, token by token.
         place: Place = self._root
         for token in tokens:
-            longer = self._extend_place(place, token)
-            if longer is None:
+            longer_place = self._extend_place(place, token)
+            if longer_place is None:
                 return None
-            place = longer
+            place = longer_place
+
+        # A string without a node occurred once: what followed then is the only candidate.
         if not isinstance(place, Node):
-            return (self._read_token(place), 1.0) if self._read_token(place) != END_MARK else None
-        return (
-            (place.best, count_occurrences(place.children[place.best]) / place.followed)
-            if place.followed
-            else None
-        )
+            token = self._read_token(place)
+            return None if token == END_MARK else (token, 1.0)
+        if not place.followed:
+            return None
+        best_count = count_occurrences(place.children[place.best])
+        return place.best, best_count / place.followed
 
     def _extend_place(self, place: Place, token: int) -> Place | None:
         """Return the place of the string with one more token; None if it did not occur."""
@@ -106,27 +112,33 @@ class SuffixTrie:
         return place + 1 if self._read_token(place) == token else None
 
     def _read_token(self, position: int) -> int:
-        """Return the token at a position; END past the last token."""
+        """Return the token at a position of `tokens`; END_MARK past the last token."""
         return self.tokens[position] if position < len(self.tokens) else END_MARK
 
     def _count(self, node: Node, token: int) -> Node | None:
-        """Count the last token after a node's string.
+        """Count that the last token of `tokens` followed a node's string.
 
         Returns:
-            The node of the longer string, if that has occurred before, else None.
+            The node of the longer string, which ends with the token. None if this is the first
+            occurrence of the longer string, so that it has no node yet.
         """
+        # The first occurrence of the longer string is stored as a position, without a node. At the
+        # second occurrence it gets a node, which also counts the token after the first occurrence.
         node.followed += 1
         child = node.children.get(token)
         if child is None:
             child = len(self.tokens)
         elif isinstance(child, Node):
             child.count += 1
-        # This is the second occurrence. `after` followed the first one.
-        elif (after := self._read_token(child)) == END_MARK:
-            child = Node(2)
         else:
-            child = Node(2, 1, after, {after: child + 1})
+            follower = self._read_token(child)
+            if follower == END_MARK:
+                child = Node(2)
+            else:
+                child = Node(2, followed=1, best=follower, children={follower: child + 1})
         node.children[token] = child
+
+        # The latest token wins a tie, because >= replaces the best so far.
         if count_occurrences(child) >= count_occurrences(node.children.get(node.best, 0)):
             node.best = token
         return child if isinstance(child, Node) else None
@@ -138,7 +150,7 @@ def count_occurrences(place: Place) -> int:
 
 
 class SuffixLookup:
-    """A lookup in the trie of the request and in that of past outputs, which copies share."""
+    """A lookup in two tries: one of the request, and one of past outputs, which copies share."""
 
     def __init__(self, **keys: object) -> None:
         """Create an empty lookup.
@@ -148,7 +160,8 @@ class SuffixLookup:
         """
         self.config = SuffixConfig.model_validate(keys)
         self.settings = self.config.model_dump()
-        self._request, self._past = SuffixTrie(self.config.max), SuffixTrie(self.config.max)
+        self._request = SuffixTrie(self.config.max)
+        self._past = SuffixTrie(self.config.max)
         self._outputs: list[Sequence[int]] = []  # the outputs of earlier requests in `_past`
 
     def restart(self) -> None:
@@ -158,15 +171,17 @@ class SuffixLookup:
     def set_past_outputs(self, outputs: Sequence[Sequence[int]]) -> None:
         """Replace the known outputs of earlier requests (see `UsesPastOutputs`).
 
-        All outputs are counted again, unless some were only added.
+        If the new list only adds outputs to the old one, only the added outputs are counted.
         """
-        kept_outputs = (
-            list(outputs[-self.config.max_cached_requests :])
-            if self.config.max_cached_requests
-            else []
-        )
+        # Keep the latest outputs only.
+        max_outputs = self.config.max_cached_requests
+        kept_outputs = list(outputs[-max_outputs:]) if max_outputs else []
+
+        # Forgetting cannot be done in the trie, so it is built anew if known outputs are not a
+        # prefix of the new ones.
         if kept_outputs[: len(self._outputs)] != self._outputs:
-            self._outputs, self._past = [], SuffixTrie(self.config.max)
+            self._outputs = []
+            self._past = SuffixTrie(self.config.max)
         for output in kept_outputs[len(self._outputs) :]:
             self._past.extend(output)
             self._past.end()
@@ -179,33 +194,37 @@ class SuffixLookup:
             text: the request. It begins with the text of the call before.
             k: the most draft tokens.
         """
+        # Add what is new in the request, and look the longest suffix up.
         self._request.extend(text[len(self._request.tokens) :])
-        tokens = list[int]()
+        tokens: list[int] = []
         text = text[-self.config.max :]
         probability = 1.0
         token, share, length = self._find_next(text, self.config.max)
-        most = min(k, int(self.config.max_spec_factor * length))
-        while (
-            len(tokens) < most
-            and length
-            and (probability := probability * share) >= self.config.min_token_prob
-        ):
+
+        # The more tokens agree, the more are drafted. The draft ends early when it becomes
+        # unlikely.
+        max_tokens = min(k, int(self.config.max_spec_factor * length))
+        while len(tokens) < max_tokens and length:
+            probability *= share
+            if probability < self.config.min_token_prob:
+                break
             tokens.append(token)
             text = [*text, token][-self.config.max :]
             token, share, length = self._find_next(text, length + 1)
         return tokens
 
     def _find_next(self, text: list[int], longest: int) -> tuple[int, float, int]:
-        """Find the most likely token after the longest suffix that something followed.
+        """Find the most likely token after the longest suffix of a text that a token followed.
 
         Args:
             text: the request and the draft tokens so far.
             longest: the most tokens of the suffix.
 
         Returns:
-            The token, its share of all that followed, and the length of the suffix, which is 0 if
-            there is none.
+            The token, its share of all tokens that followed, and the length of the suffix, which is
+            0 if no suffix was found.
         """
+        # Shorten the suffix until something followed it, in the request first.
         for length in range(min(longest, len(text)), self.config.min - 1, -1):
             for trie in (self._request, self._past):
                 next_token = trie.find_next_token(text[-length:])
