@@ -1,6 +1,7 @@
-"""Load a causal language model and its tokenizer with transformers.
+"""Load a causal language model and its tokenizer from a folder, a GGUF file or the Hub.
 
-They come from a folder, a GGUF file or the Hub.
+transformers does the loading. This module chooses its options, and turns its errors into errors
+that name the recipe key and say what to do.
 """
 
 import logging
@@ -52,12 +53,14 @@ if TYPE_CHECKING:  # That module imports this one.
 # A broken config.json or GGUF file fails in transformers' own code, in any of these ways. A GGUF
 # file that was cut short raises struct.error.
 READING_ERRORS = (*CLASS_ERRORS, OSError, struct.error)
+# What errors say is expected: of any target, and of a GGUF file.
 TARGETS = "pico, a folder with config, weights and tokenizer, a GGUF file, or a Hub id"
 GGUF = (
     "a whole GGUF file of a type and architecture that transformers reads, e.g. Q8_0 or Q4_K_M of a"
     " Llama (llama-quantize makes them), or the checkpoint that it was made from"
 )
-FP8_CAPABILITY = (8, 9)  # the compute capability of Ada GPUs
+# The compute capability of Ada GPUs, the first ones with tensor cores for fp8.
+FP8_CAPABILITY = (8, 9)
 
 
 def _place(
@@ -67,7 +70,10 @@ def _place(
     trust_remote_code: bool,
     find_copy: Callable[[Path], Path | None],
 ) -> tuple[str, dict[str, Any]]:
-    """Return where transformers' `from_pretrained` loads from, and the options that it needs.
+    """Return the path that `from_pretrained` loads from, and the options that it needs for it.
+
+    A folder or a Hub id is returned as it is. A GGUF file is fetched, and replaced by its copy in
+    safetensors if there is one, because transformers loads the copy much faster.
 
     Args:
         path: a folder, a GGUF file or a Hub id.
@@ -86,6 +92,8 @@ def _place(
     folder, name = split_gguf(path)
     if name is None:
         return path, {"revision": revision, "trust_remote_code": trust_remote_code}
+
+    # Fetch the GGUF file, and check that it is whole.
     file = fetch(folder, key=key, expected=TARGETS, revision=revision, patterns=[name]) / name
     if not file.is_file():
         raise UserError(key, got=f"{path}, which is no file", expected=GGUF)
@@ -126,7 +134,8 @@ def _convert_reading_errors(key: str, name: str, expected: str) -> Iterator[None
         UserError: for missing or broken files.
         ResourceError: when the Hub fails.
     """
-    # Each kind of error says something else about the files.
+    # Each kind of error gets its own advice. The order of the clauses matters, because
+    # READING_ERRORS includes ImportError and RuntimeError.
     try:
         with convert_hub_errors(key, name, expected=expected, patterns=("*.safetensors",)):
             yield
@@ -143,6 +152,8 @@ def _convert_reading_errors(key: str, name: str, expected: str) -> Iterator[None
             expected="packages that are installed, or another checkpoint or target.attn",
         ) from error
     except READING_ERRORS as error:
+        # transformers asks for consent to run remote code with a ValueError. Only the target has a
+        # recipe key to give it.
         if "trust_remote_code" in str(error):
             consent = (
                 "target.trust_remote_code=true, if you have read that code, or "
@@ -238,7 +249,7 @@ def read_causal_lm(
             load_options["quantization_config"] = build_quantization(quantize)
             is_quantized = True
 
-        # Load the layers onto the disk, into shards, or onto the device.
+        # Choose where the layers go: to the disk, divided between processes, or to the device.
         places = (
             _build_disk_map(config, device_map, trust_remote_code)
             if layers_on_disk and not is_quantized
@@ -257,7 +268,8 @@ def read_causal_lm(
             folder, device_map=places or device_map, **load_options
         )
         end_tokens(model.generation_config, model.config.get_text_config())
-    # transformers initializes weights that are missing instead of refusing them.
+
+    # transformers initializes missing weights at random and only warns about them.
     missing = sorted(report["missing_keys"])
     if missing:
         raise UserError(
@@ -271,9 +283,10 @@ def read_causal_lm(
 
 
 def _check_generates(config: PreTrainedConfig, key: str, name: str) -> None:
-    """Raise UserError for an encoder-decoder.
+    """Raise UserError for an encoder-decoder, which does not continue its prompt.
 
-    An encoder alone is refused after it is loaded, because of its logits.
+    An encoder alone (e.g. BERT) cannot be told by its config. `examine_model` refuses it once it is
+    loaded, because of its logits.
     """
     if config.is_encoder_decoder:
         raise UserError(
@@ -293,6 +306,7 @@ def build_quantization(kind: str) -> BitsAndBytesConfig | TorchAoConfig:
     Raises:
         UserError: if the package or the hardware that it needs is missing.
     """
+    # Check that the package for this kind is installed.
     key = "target.quantization"
     package = {"fp8": "torchao", "bitsandbytes-8bit": "bitsandbytes"}[kind]
     if find_spec(package) is None:
@@ -304,13 +318,17 @@ def build_quantization(kind: str) -> BitsAndBytesConfig | TorchAoConfig:
         )
     if kind != "fp8":
         return BitsAndBytesConfig(load_in_8bit=True)
+
+    # fp8 needs a GPU with tensor cores for it.
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < FP8_CAPABILITY:
         raise UserError(
             key,
             got="fp8 without a GPU that supports it",
             expected="null, or a GPU with compute capability 8.9 or higher",
         )
-    # This import is slow, so it is only made where it is needed.
+
+    # This import is slow, so it is only made where it is needed. With PerRow, weights get one scale
+    # per output channel and activations one per token.
     from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow
 
     return TorchAoConfig(Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()))
@@ -321,7 +339,8 @@ def load_working_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Load a tokenizer, and check that it can tokenize a text.
 
-    Settings of a wrong type do not fail when they are loaded, only when they are used.
+    AutoTokenizer accepts settings of a wrong type. They fail only when a text is tokenized, so one
+    letter is tokenized here.
     """
     tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     restore_tokenizer(tokenizer, folder)
@@ -382,6 +401,7 @@ def _build_disk_map(
         The device map. None for a class whose files hold its weights in another form, e.g. those of
         most experts, because transformers would write them to the disk once more.
     """
+    # A class with converters stores its weights in another form than it computes with.
     with torch.device("meta"):
         model = find_auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
     if any(
@@ -389,14 +409,20 @@ def _build_disk_map(
         for conversion in get_model_conversion_mapping(model)
     ):
         return None
+
+    # Walk down from the whole model. A list of layers goes to the disk as one part, and a part
+    # without such a list goes to the device as one part.
     lists = find_layer_lists(model, find_backbone(model))
     places: dict[str, str] = {}
     for name, part in model.named_modules():
+        # The place of a part covers everything inside it.
         if any(name.startswith(f"{module_name}.") for module_name in places):
             continue
         if part in lists or not any(submodule in lists for submodule in part.modules()):
             places[name] = "disk" if part in lists else device
         else:
+            # A part around such a list is divided further. Only its own parameters and buffers,
+            # outside of any submodule, get their place here.
             places |= {
                 f"{name}.{tensor}".removeprefix("."): device
                 for tensor, _ in (
@@ -408,7 +434,7 @@ def _build_disk_map(
 
 
 def is_plain(model: PreTrainedModel) -> bool:
-    """Return whether a model's weights are whole and in floating point.
+    """Return whether a model's weights are neither quantized nor sharded between processes.
 
     Only such weights can be converted to another dtype.
     """
@@ -416,7 +442,9 @@ def is_plain(model: PreTrainedModel) -> bool:
 
 
 def read_tokenizer(files: "TargetFiles") -> tuple[PreTrainedTokenizerBase, tuple[int, ...], int]:
-    """Read the tokenizer of a target without its weights, which a server holds.
+    """Read the tokenizer of a target, its end tokens and its longest context, but no weights.
+
+    A target that runs in a server is used in this way.
 
     Args:
         files: the target's files.
@@ -429,6 +457,7 @@ def read_tokenizer(files: "TargetFiles") -> tuple[PreTrainedTokenizerBase, tuple
         UserError: if there is no such target.
         ResourceError: when the Hub fails.
     """
+    # Find the files. A GGUF file that was converted before is read from its copy.
     key = "target.model"
     path, options = _place(files.name, key, files.revision, files.trust_remote_code, find_converted)
     with (
@@ -438,6 +467,8 @@ def read_tokenizer(files: "TargetFiles") -> tuple[PreTrainedTokenizerBase, tuple
         tokenizer = load_working_tokenizer(path, **options)
         config = AutoConfig.from_pretrained(path, **options)
         _check_generates(config, key, files.name)
+
+        # Any of these three may declare end tokens, and chat models often declare some in only one.
         try:
             generation = GenerationConfig.from_pretrained(path, **options)
         except OSError:  # A checkpoint may have no generation config.
@@ -455,6 +486,7 @@ def end_tokens(*declaring: object) -> set[int]:
     Raises:
         ValueError: for an `eos_token_id` that is no token id.
     """
+    # `eos_token_id` is one id, a list of ids, or None.
     declared = (getattr(config, "eos_token_id", None) for config in declaring)
     ends = []
     for ids in declared:
@@ -468,8 +500,8 @@ def end_tokens(*declaring: object) -> set[int]:
 def find_max_length(text_config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the longest context of a target in tokens.
 
-    Models without positions, or with relative ones, have no such number. For them the tokenizer
-    names one.
+    A config of a model without positions, or with relative ones, does not name it. The tokenizer's
+    `model_max_length` then takes its place.
     """
     return int(getattr(text_config, "max_position_embeddings", None) or tokenizer.model_max_length)
 
@@ -507,11 +539,11 @@ def merge_adapter(model: PreTrainedModel, adapter: str, *, base: str) -> PreTrai
         raise UserError(
             key, got=f"{adapter}, an adapter of {base_name}", expected=f"an adapter of {base}"
         )
-    # peft would warn about the name of the base model.
+    # The name of the base is checked above, and peft would warn about it again.
     config.inference_mode = True
     config.base_model_name_or_path = None
 
-    # Put the adapter on the model. All of its tensors must fit.
+    # Put the adapter on the model. All of its tensors must fit, and no LoRA tensor may be missing.
     with _convert_reading_errors(key, adapter, f"an adapter of {base}"):
         adapted = peft.get_peft_model(model, config)
         # This raises an error for tensors of another shape.
@@ -526,5 +558,6 @@ def merge_adapter(model: PreTrainedModel, adapter: str, *, base: str) -> PreTrai
             got=f"{adapter}, whose tensors do not fit {base} ({wrong[0]})",
             expected=f"an adapter of {base}",
         )
+    # Add each product of LoRA matrices to its weight, and remove peft's wrappers.
     merged: PreTrainedModel = adapted.merge_and_unload()
     return merged
