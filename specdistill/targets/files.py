@@ -140,16 +140,15 @@ class Shards:
             UserError: if files and index differ.
         """
         for file in self.files:
-            listed = {name for name, place in self.file_of.items() if place == file}
-            wrong = sorted(
-                listed.symmetric_difference(_read_tensor_names(self.folder / file, self.key))
-            )
-            if wrong:
+            indexed_names = {name for name, place in self.file_of.items() if place == file}
+            names_in_file = _read_tensor_names(self.folder / file, self.key)
+            mismatches = sorted(indexed_names.symmetric_difference(names_in_file))
+            if mismatches:
                 raise UserError(
                     self.key,
                     got=(
                         f"{self.folder}, whose index does not match its files for"
-                        f" {', '.join(wrong[:3])}"
+                        f" {', '.join(mismatches[:3])}"
                     ),
                     expected="every tensor in the one file that the index names",
                 )
@@ -166,14 +165,14 @@ class Shards:
     def build_without_content(self) -> dict[str, Tensor]:
         """Return all tensors on the meta device, by name. Only the headers of files are read."""
 
-        def described(weights: Any, name: str) -> Tensor:
+        def read_header(weights: Any, name: str) -> Tensor:
             """Return an empty tensor with the shape and dtype of a tensor in an open file."""
             shape = weights.get_slice(name).get_shape()
             # A tensor without dimensions cannot be sliced.
             part = weights.get_slice(name)[:0] if shape else weights.get_tensor(name)
             return torch.empty(shape, dtype=part.dtype, device="meta")
 
-        return self._read(self.file_of, described)
+        return self._read(self.file_of, read_header)
 
     def load(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Load tensors by name, each in the dtype of its file."""
@@ -183,7 +182,7 @@ class Shards:
         """Call `read` for each tensor, and return its results by name. Each file is opened once.
 
         Args:
-            names: of the tensors.
+            names: the names of the tensors.
             read: called with an open file and the name of a tensor in it.
 
         Raises:
@@ -191,17 +190,17 @@ class Shards:
         """
         # Group the names by file.
         tensors = {}
-        by_file = defaultdict(list)
+        names_by_file = defaultdict(list)
         for name in names:
-            by_file[self.folder / self.file_of[name]].append(name)
+            names_by_file[self.folder / self.file_of[name]].append(name)
 
         # Open each file, and read its tensors.
-        for path, inside in by_file.items():
+        for path, names_in_file in names_by_file.items():
             with (
                 convert_errors(SafetensorError, self.key, path, "a whole file"),
                 safe_open(path, framework="pt") as weights,
             ):
-                tensors.update({name: read(weights, name) for name in inside})
+                tensors.update({name: read(weights, name) for name in names_in_file})
         return tensors
 
 
@@ -219,25 +218,37 @@ def read_config(
         UserError: for a value of another type, and for a folder without config.json. The latter
             says what is there instead.
     """
-    # A missing config.json often means that the path is one level too high or too low. So the error
-    # shows what the folder holds, and suggests a subfolder that has a config.json.
     path = folder / "config.json"
     if not path.is_file():
-        names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
-        inside = next(
-            (str(folder / name) for name in names if (folder / name / "config.json").is_file()),
-            None,
-        )
-        nothing = "is empty" if folder.is_dir() else "is no folder"
-        shown = f"holds {', '.join(names[:5])}{', …' * (len(names) > 5)}" if names else nothing
-        raise UserError(key, got=f"{folder}, which {shown}", expected=expected, nearest=inside)
+        raise _build_missing_config_error(folder, key, expected)
 
     # Check the types of all keys that are read later, in the config and in its nested sections.
     config = read_keys(path, key, expected)
-    for part in (config, *(config.get(name) for name in (*NESTED_SECTIONS, "rope_parameters"))):
+    nested_sections = [config.get(name) for name in (*NESTED_SECTIONS, "rope_parameters")]
+    for section in (config, *nested_sections):
         for name, kind in KINDS.items():
-            read_stated({} if part is None else part, name, kind, key)
+            read_stated({} if section is None else section, name, kind, key)
     return config
+
+
+def _build_missing_config_error(folder: Path, key: str, expected: str) -> UserError:
+    """Return the error for a folder without config.json.
+
+    The path is often one level too high or too low. So the error shows what the folder holds, and
+    suggests a subfolder that has a config.json.
+    """
+    names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+    candidates = [folder / name for name in names if (folder / name / "config.json").is_file()]
+    if names:
+        content = f"holds {', '.join(names[:5])}{', …' if len(names) > 5 else ''}"
+    else:
+        content = "is empty" if folder.is_dir() else "is no folder"
+    return UserError(
+        key,
+        got=f"{folder}, which {content}",
+        expected=expected,
+        nearest=str(candidates[0]) if candidates else None,
+    )
 
 
 def read_stated(config: Mapping[str, object], name: str, kind: Any, key: str) -> Any:
@@ -396,21 +407,16 @@ class TargetFiles:
                 expected="the folder or Hub id of a LoRA adapter",
                 patterns=ADAPTER,
             )
-            weights += hash_files(
-                path for name in ADAPTER if (path := adapter_folder / name).is_file()
-            )
+            weights += hash_files(_list_existing_files(adapter_folder, ADAPTER))
 
         # Hash the tokenizer, which a GGUF file holds together with the weights.
+        tokenizer = hash_files(_list_existing_files(folder, self._gguf or TOKENIZER))
         return TargetIdentity(
             name_or_path="pico" if self.name == str(PICO) else self.name,
             revision=self.commit,
             adapter=self.adapter,
             weights=combine_hashes(weights),
-            tokenizer=combine_hashes(
-                hash_files(
-                    path for name in self._gguf or TOKENIZER if (path := folder / name).is_file()
-                )
-            ),
+            tokenizer=combine_hashes(tokenizer),
         )
 
     def _hash_weights(self, folder: Path) -> list[str]:
@@ -423,26 +429,27 @@ class TargetFiles:
         """
         # Files that are all here are hashed here.
         names_in_folder = {path.name for path in folder.iterdir()}
-        listed = Shards.open(folder, KEY, complete=False).files if INDEX in names_in_folder else []
-        files = listed or _find_unlisted_weights(names_in_folder)
+        has_index = INDEX in names_in_folder
+        indexed_files = Shards.open(folder, KEY, complete=False).files if has_index else []
+        files = indexed_files or _find_unlisted_weights(names_in_folder)
         if files and names_in_folder >= set(files):
             return hash_files(folder / file for file in files)
 
         # Otherwise the Hub is asked for the hashes, so that nothing has to be downloaded. Without
         # an index, its list of files also tells which of them hold weights.
-        stated_hashes = (
+        hub_hashes = (
             {}
             if Path(self.name).is_dir()
             else read_large_file_hashes(self.name, folder.name, key=KEY)
         )
-        files = listed or _find_unlisted_weights(stated_hashes)
-        if not files or not stated_hashes.keys() >= set(files):
+        files = indexed_files or _find_unlisted_weights(hub_hashes)
+        if not files or not hub_hashes.keys() >= set(files):
             raise UserError(
                 KEY,
                 got=f"{self.name} without weights",
                 expected="every weight that its config asks for",
             )
-        return [stated_hashes[file] for file in files]
+        return [hub_hashes[file] for file in files]
 
     @property
     def gguf(self) -> Path | None:
@@ -503,11 +510,11 @@ class TargetFiles:
         )
 
         # Search for the tensor, then for the embedding, because a tied head has no tensor.
-        for end in (name, EMBEDDING):
+        for suffix in (name, EMBEDDING):
             # The shortest name is the right one, because a multi-token-prediction layer may repeat
             # both tensors under longer names.
             full_name = min(
-                (full for full in shards.file_of if f".{full}".endswith(f".{end}")),
+                (full for full in shards.file_of if f".{full}".endswith(f".{suffix}")),
                 key=len,
                 default=None,
             )
@@ -541,6 +548,12 @@ class TargetFiles:
                 expected="the config.json of a language model",
             )
         return size
+
+
+def _list_existing_files(folder: Path, names: Iterable[str]) -> list[Path]:
+    """Return the paths of those files of a folder that exist, in the order of their names."""
+    paths = [folder / name for name in names]
+    return [path for path in paths if path.is_file()]
 
 
 def _find_unlisted_weights(names: Iterable[str]) -> list[str]:

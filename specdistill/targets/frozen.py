@@ -99,16 +99,16 @@ class Features:
     def concatenate(cls, parts: Sequence["Features"]) -> "Features":
         """Concatenate the features of all parts along the position axis (copies)."""
         return cls.from_tensors(
-            torch.cat(of_layer, dim=1)
-            for of_layer in zip(*(part.tensors for part in parts), strict=True)
+            torch.cat(layer_tensors, dim=1)
+            for layer_tensors in zip(*(part.tensors for part in parts), strict=True)
         )
 
     @classmethod
     def pad_and_stack(cls, rows: Sequence["Features"]) -> "Features":
         """Stack B rows [1, T, D] of different lengths into one batch, padded at the end with 0."""
         return cls.from_tensors(
-            pad_sequence([feature[0] for feature in of_layer], batch_first=True)
-            for of_layer in zip(*(row.tensors for row in rows), strict=True)
+            pad_sequence([feature[0] for feature in layer_tensors], batch_first=True)
+            for layer_tensors in zip(*(row.tensors for row in rows), strict=True)
         )
 
     def first(self, count: int) -> "Features":
@@ -162,17 +162,16 @@ class FrozenTarget:
         self.quantization = quantization
         self.config = model.config.get_text_config(decoder=True)
         anatomy = examine_model(self.model, name)
-        self.is_recurrent, self.is_plain = is_recurrent(self.config), is_plain(self.model)
+        self.is_recurrent = is_recurrent(self.config)
+        self.is_plain = is_plain(self.model)
         self.backbone = anatomy.backbone
         self.layers = anatomy.layers
         self.norm = anatomy.norm
         self.device: torch.device = self.model.device
         self.logits = anatomy.head
         self.lm_head = anatomy.head.linear
-        self.hidden_size, self.vocab_size = (
-            int(self.config.hidden_size),
-            int(self.config.vocab_size),
-        )
+        self.hidden_size = int(self.config.hidden_size)
+        self.vocab_size = int(self.config.vocab_size)
         self.num_layers = len(self.layers)
 
     @classmethod
@@ -337,12 +336,12 @@ class FrozenTarget:
             }
             # Without a mask, the new tokens are the last ones of a growing cache. On a GPU this is
             # plain causality, which needs no mask tensor. Caches of a fixed size are compileable.
-            grows = (
+            can_omit_mask = (
                 attention_mask is None
                 and past_key_values is not None
                 and not past_key_values.is_compileable
             )
-            with replace_attention(self._maskless if grows else ()):
+            with replace_attention(self._maskless if can_omit_mask else ()):
                 return self._run_layers(aux_layers, {"input_ids": input_ids_BT, **backbone_inputs})
 
         # Without position ids, each row is one document.
@@ -391,14 +390,15 @@ class FrozenTarget:
         """Run the backbone on its inputs, and return the features on the device of the inputs."""
         # Move the inputs to the target, which may be on another device, or on several.
         device = inputs["input_ids"].device
-        moved = {
+        moved_inputs = {
             name: value.to(self.device) if isinstance(value, Tensor) else value
             for name, value in inputs.items()
         }
 
         # Run the layers, and move the features back.
         with capture(self.layers, aux_layers) as captured:
-            output = self.backbone(**moved, use_cache=inputs.get("past_key_values") is not None)
+            has_cache = inputs.get("past_key_values") is not None
+            output = self.backbone(**moved_inputs, use_cache=has_cache)
         aux = tuple(captured[layer].to(device) for layer in aux_layers)
         last_hidden = output.last_hidden_state.to(device)
 
@@ -537,21 +537,23 @@ def build_tiny_target(
     """
     # Try the narrowest model first, then wider ones, until one can be built and run.
     width = config.get_text_config(decoder=True).hidden_size
-    refused: UserError | None = None
+    last_error: UserError | None = None
     for divisor in DIVISORS:
         if divisor > 1 and width // divisor < MIN_WIDTH:
             continue
         options = {"dtype": torch.float32, "trust_remote_code": trust_remote_code}
         try:
             # The model is built without content first, to count its parameters.
-            small = (
+            small_config = (
                 type(config).from_dict(_divide_value(config.to_dict(), "", divisor))
                 if divisor > 1
                 else copy.deepcopy(config)
             )
             with torch.device("meta"):
                 num_parameters = (
-                    find_auto_class(small).from_config(small, **options).num_parameters()
+                    find_auto_class(small_config)
+                    .from_config(small_config, **options)
+                    .num_parameters()
                 )
             # The divisors that follow make the model wider, so they are not tried.
             if num_parameters > MAX_TINY_PARAMETERS:
@@ -561,7 +563,7 @@ def build_tiny_target(
             # do not fit each other, and fail only in their forward pass.
             with torch.random.fork_rng(), torch.no_grad():
                 torch.manual_seed(0)
-                model = find_auto_class(small).from_config(small, **options).eval()
+                model = find_auto_class(small_config).from_config(small_config, **options).eval()
                 if divisor > 1:
                     model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False)
         except CLASS_ERRORS:  # The sizes do not fit each other, so the next divisor is tried.
@@ -571,9 +573,9 @@ def build_tiny_target(
         try:
             return FrozenTarget(model, None, name=name)
         except UserError as error:
-            refused = error
-    if refused is not None:
-        raise refused
+            last_error = error
+    if last_error is not None:
+        raise last_error
     return None
 
 

@@ -63,7 +63,7 @@ GGUF = (
 FP8_CAPABILITY = (8, 9)
 
 
-def _place(
+def _locate_model(
     path: str,
     key: str,
     revision: str | None,
@@ -215,7 +215,7 @@ def read_causal_lm(
     hide_bars_of_transformers()
     is_gguf = split_gguf(path)[1] is not None
     find_copy = (lambda file: convert_gguf(file, dtype, key=key)) if cache else (lambda _: None)
-    folder, options = _place(path, key, revision, trust_remote_code, find_copy)
+    folder, options = _locate_model(path, key, revision, trust_remote_code, find_copy)
     expected = (GGUF if is_gguf else TARGETS) + (
         "" if attn is None else ", and a target.attn that its class has"
     )
@@ -239,47 +239,65 @@ def read_causal_lm(
 
         # Quantize on loading, if the recipe says so.
         if quantize is not None:
-            if is_gguf or is_quantized or dtype != "bfloat16":
-                raise UserError(
-                    "target.quantization",
-                    got=f"{quantize} with"
-                    f" {'a quantized checkpoint' if is_quantized else f'target.dtype={dtype}'}",
-                    expected="null, or a checkpoint in floating point and target.dtype=bfloat16",
-                )
+            _check_can_quantize(quantize, is_gguf, is_quantized, dtype)
             load_options["quantization_config"] = build_quantization(quantize)
             is_quantized = True
 
         # Choose where the layers go: to the disk, divided between processes, or to the device.
-        places = (
-            _build_disk_map(config, device_map, trust_remote_code)
-            if layers_on_disk and not is_quantized
-            else None
-        )
-        if places is not None:
+        disk_map = None
+        if layers_on_disk and not is_quantized:
+            disk_map = _build_disk_map(config, device_map, trust_remote_code)
+        if disk_map is not None:
             # accelerate warns about parameters that are offloaded, which is intended here.
             logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)
-        if shard == "none" or places is not None or count_processes() == 1:
+        if shard == "none" or disk_map is not None or count_processes() == 1:
             model_class = find_auto_class(config)
         else:
             model_class = shard_class(
                 config, is_quantized=is_quantized, trust_remote_code=trust_remote_code
             )
+
+        # Load the weights. `end_tokens` raises an error for end tokens that are no token ids.
         model, report = model_class.from_pretrained(
-            folder, device_map=places or device_map, **load_options
+            folder, device_map=disk_map or device_map, **load_options
         )
         end_tokens(model.generation_config, model.config.get_text_config())
 
-    # transformers initializes missing weights at random and only warns about them.
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise UserError(
-            key,
-            got=f"{path} without {', '.join(missing[:3])}",
-            expected="every weight that its config asks for",
-        )
+    _check_no_missing_weights(report["missing_keys"], key, path)
     if dtype == "float32" and is_plain(model):
         model.float()  # Weights that transformers had to dequantize are in bfloat16.
     return model, tokenizer
+
+
+def _check_can_quantize(kind: str, is_gguf: bool, is_quantized: bool, dtype: str) -> None:
+    """Raise UserError unless weights can be quantized while they are loaded.
+
+    Args:
+        kind: the value of `target.quantization`.
+        is_gguf: whether the weights are in a GGUF file.
+        is_quantized: whether the weights of the checkpoint are quantized already.
+        dtype: the dtype that weights are loaded in.
+    """
+    if is_gguf or is_quantized or dtype != "bfloat16":
+        raise UserError(
+            "target.quantization",
+            got=f"{kind} with"
+            f" {'a quantized checkpoint' if is_quantized else f'target.dtype={dtype}'}",
+            expected="null, or a checkpoint in floating point and target.dtype=bfloat16",
+        )
+
+
+def _check_no_missing_weights(missing_names: set[str], key: str, name: str) -> None:
+    """Raise UserError if weights are missing in the files of a model.
+
+    transformers initializes missing weights at random and only warns about them.
+    """
+    if missing_names:
+        raise UserError(
+            key,
+            got=f"{name} without {', '.join(sorted(missing_names)[:3])}",
+            expected="every weight that its config asks for",
+        )
 
 
 def _check_generates(config: PreTrainedConfig, key: str, name: str) -> None:
@@ -459,7 +477,9 @@ def read_tokenizer(files: "TargetFiles") -> tuple[PreTrainedTokenizerBase, tuple
     """
     # Find the files. A GGUF file that was converted before is read from its copy.
     key = "target.model"
-    path, options = _place(files.name, key, files.revision, files.trust_remote_code, find_converted)
+    path, options = _locate_model(
+        files.name, key, files.revision, files.trust_remote_code, find_converted
+    )
     with (
         _convert_reading_errors(key, files.name, GGUF if "gguf_file" in options else TARGETS),
         use_fast_metadata(),
@@ -487,13 +507,16 @@ def end_tokens(*declaring: object) -> set[int]:
         ValueError: for an `eos_token_id` that is no token id.
     """
     # `eos_token_id` is one id, a list of ids, or None.
-    declared = (getattr(config, "eos_token_id", None) for config in declaring)
-    ends = []
-    for ids in declared:
-        ends.extend(ids if isinstance(ids, list) else [] if ids is None else [ids])
-    wrong = [token for token in ends if type(token) is not int]
-    if wrong:
-        raise ValueError(f"eos_token_id {wrong[0]!r}")
+    ends: list[Any] = []
+    for config in declaring:
+        ids = getattr(config, "eos_token_id", None)
+        if isinstance(ids, list):
+            ends.extend(ids)
+        elif ids is not None:
+            ends.append(ids)
+    invalid_ids = [token for token in ends if type(token) is not int]
+    if invalid_ids:
+        raise ValueError(f"eos_token_id {invalid_ids[0]!r}")
     return set(ends)
 
 
@@ -548,14 +571,12 @@ def merge_adapter(model: PreTrainedModel, adapter: str, *, base: str) -> PreTrai
         adapted = peft.get_peft_model(model, config)
         # This raises an error for tensors of another shape.
         loaded: Any = peft.set_peft_model_state_dict(adapted, weights)
-    wrong = [
-        *loaded.unexpected_keys,
-        *(name for name in loaded.missing_keys if "lora_" in name),
-    ]
-    if wrong:
+    missing_names = [name for name in loaded.missing_keys if "lora_" in name]
+    unfit_names = [*loaded.unexpected_keys, *missing_names]
+    if unfit_names:
         raise UserError(
             key,
-            got=f"{adapter}, whose tensors do not fit {base} ({wrong[0]})",
+            got=f"{adapter}, whose tensors do not fit {base} ({unfit_names[0]})",
             expected=f"an adapter of {base}",
         )
     # Add each product of LoRA matrices to its weight, and remove peft's wrappers.
