@@ -1,9 +1,9 @@
-"""Compute the size of a KV cache before there are weights.
+"""Compute the size of a model's KV cache from its config, without loading weights.
 
-The model class runs over tensors without content. Two passes over transformers' own cache, of two
-tokens and of three, tell what grows with the sequence and what does not. So grouped heads, latent
-attention, sliding windows and recurrent layers need no formula each.
-`tests/targets/test_cache_size.py` compares the sizes with caches that are full.
+The model runs on the meta device, where tensors have shapes but no content. It fills transformers'
+own cache once with two tokens and once with three. The difference is what grows with the sequence.
+This works for grouped heads, latent attention, sliding windows and recurrent layers without a
+formula for each. `tests/targets/test_cache_size.py` compares the sizes with caches of real models.
 """
 
 from dataclasses import dataclass
@@ -53,6 +53,7 @@ class CacheSize:
         """
         total = 0
         for layer in self.layers:
+            # Heads and states are divided between the devices and rounded up.
             heads = -(-layer.heads // tensor_parallel)
             tokens = context if layer.window is None else min(context, layer.window)
             total += tokens * layer.size // layer.heads * heads * itemsize + -(
@@ -61,7 +62,7 @@ class CacheSize:
         return batch_size * total
 
     def count_bytes_per_token(self, itemsize: int) -> int:
-        """Return the bytes that one token of context takes in the layers without a window.
+        """Return the bytes that each token of context adds, in the layers without a window.
 
         Args:
             itemsize: bytes of one number of a key or a value.
@@ -80,6 +81,7 @@ def build_attention_cache_size(
         head_dim: size of a head.
         window: tokens that a query sees, itself included; None for all.
     """
+    # The query itself is in the window, so the cache keeps one token less.
     num_kept = None if window is None else window - 1
     return CacheSize(
         (LayerCache(num_key_value_heads, 2 * num_key_value_heads * head_dim, num_kept),)
@@ -88,7 +90,7 @@ def build_attention_cache_size(
 
 
 def cache_size(model: PreTrainedModel) -> CacheSize | None:
-    """Return the size of a model's KV cache.
+    """Compute the size of a model's KV cache by running the model on the meta device.
 
     Args:
         model: a causal language model on the meta device.
@@ -115,7 +117,7 @@ def cache_size(model: PreTrainedModel) -> CacheSize | None:
 def _build_cache_after(
     model: PreTrainedModel, config: PreTrainedConfig, length: int
 ) -> DynamicCache:
-    """Return the cache after a pass over `length` tokens."""
+    """Return the cache after one pass over `length` tokens on the meta device."""
     cache = DynamicCache(config=config)
     model(
         input_ids=torch.zeros(1, length, dtype=torch.long, device="meta"),
@@ -126,7 +128,7 @@ def _build_cache_after(
 
 
 def _list_tensors(layer: object) -> list[Tensor]:
-    """Return the tensors that a layer keeps.
+    """Return the tensors that a layer of a cache keeps.
 
     Tensors that only control it (flags, a window's length) have no dimensions and are left out.
     """
@@ -137,7 +139,14 @@ def _list_tensors(layer: object) -> list[Tensor]:
 
 
 def _measure_layer(layer: object, longer: object) -> LayerCache:
-    """Return the size of a layer, by its caches after two tokens and after three."""
+    """Return the cache size of a layer.
+
+    Args:
+        layer: the layer's cache after two tokens.
+        longer: the layer's cache after three tokens.
+    """
+    # Tensors that grew by the third token hold keys and values. The size of all other tensors does
+    # not depend on the length.
     tensors = zip(_list_tensors(layer), _list_tensors(longer), strict=True)
     grown = [(more.numel() - less.numel(), less.nbytes) for less, more in tensors]
     keys = getattr(layer, "keys", None)
