@@ -147,11 +147,10 @@ def examine_model(model: PreTrainedModel, name: str, *, key: str = "target.model
             linear = model.get_output_embeddings()
             config = model.config.get_text_config(decoder=True)
             backbone = find_backbone(model)
-            size = linear.weight.shape[0]
-            ids_1T = (
-                torch.arange(size // 2, size // 2 + NUM_TOKENS, device=model.device).unsqueeze(0)
-                % size
-            )
+            vocab_size = linear.weight.shape[0]
+            first_id = vocab_size // 2
+            ids_T = torch.arange(first_id, first_id + NUM_TOKENS, device=model.device) % vocab_size
+            ids_1T = ids_T.unsqueeze(0)
 
             # Find the parts by one pass, and check further passes over a KV cache.
             anatomy, hidden_1TD = _find_parts(model, backbone, linear, ids_1T)
@@ -167,9 +166,8 @@ def reads_alike(together_TD: Tensor, alone_TD: Tensor) -> bool:
     The tolerance is the square root of the dtype's rounding error: rounding adds up over layers,
     and a token that reads a wrong token differs by far more.
     """
-    return bool(
-        (together_TD - alone_TD).norm() / alone_TD.norm() < torch.finfo(alone_TD.dtype).eps ** 0.5
-    )
+    difference = (together_TD - alone_TD).norm() / alone_TD.norm()
+    return bool(difference < torch.finfo(alone_TD.dtype).eps ** 0.5)
 
 
 def find_backbone(model: PreTrainedModel) -> nn.Module:
@@ -200,12 +198,12 @@ def find_layer_lists(model: PreTrainedModel, part: nn.Module) -> list[nn.ModuleL
         for module in part.modules()
         if isinstance(module, nn.ModuleList) and len(module) == count
     ]
-    inner = set()
+    inner_modules = set()
     for layer_list in lists:
         for module in layer_list.modules():
             if module is not layer_list:
-                inner.add(module)
-    return [layer_list for layer_list in lists if layer_list not in inner]
+                inner_modules.add(module)
+    return [layer_list for layer_list in lists if layer_list not in inner_modules]
 
 
 def _find_parts(
@@ -225,53 +223,47 @@ def _find_parts(
 
     # Record, in one pass, the outputs of the backbone's parts and of the first module of each list.
     outputs: dict[nn.Module, object] = {}
-    hidden: list[Tensor] = []
-    head_inputs: list[Tensor] = []  # inputs of the head
-    raw: list[Tensor] = []  # outputs of the head
+    hidden: list[Tensor] = []  # last hidden states of the backbone
+    head_inputs: list[Tensor] = []
+    head_outputs: list[Tensor] = []
 
-    def replace(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    def replace_output(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         head_inputs.append(args[0])
-        raw.append(_build_powers_of_two(output))
-        return raw[0]
+        head_outputs.append(_build_powers_of_two(output))
+        return head_outputs[0]
 
-    def keep(part: nn.Module, _args: object, output: object) -> None:
+    def record_output(part: nn.Module, _args: object, output: object) -> None:
         outputs[part] = output
 
     # Known numbers as the head's output reveal what the class computes from it.
     with ExitStack() as hooks:
         for part in {*backbone.children(), *(layers[0] for layers in lists)}:
-            hooks.enter_context(part.register_forward_hook(keep))
+            hooks.enter_context(part.register_forward_hook(record_output))
         hooks.enter_context(
             backbone.register_forward_hook(
                 lambda _module, _args, output: hidden.append(output.last_hidden_state)
             )
         )
-        hooks.enter_context(linear.register_forward_hook(replace))
+        hooks.enter_context(linear.register_forward_hook(replace_output))
         logits = model(input_ids=ids_1T, use_cache=False).logits
     if not len(hidden) == len(head_inputs) == 1:
         raise LookupError("its head is not given its decoder's hidden states")
 
     # Compare the hidden states with the input of the head, and the known numbers with the logits.
     # A factor before the head becomes part of the head's scale, unless a bias is added in between.
-    before = _find_factor(hidden[0], head_inputs[0])
-    after = _scale_and_cap(raw[0], logits)
-    if (
-        before is None
-        or after is None
-        or (before != 1 and getattr(linear, "bias", None) is not None)
-    ):
+    hidden_factor = _find_factor(hidden[0], head_inputs[0])
+    scale_and_cap = _scale_and_cap(head_outputs[0], logits)
+    has_bias = getattr(linear, "bias", None) is not None
+    if hidden_factor is None or scale_and_cap is None or (hidden_factor != 1 and has_bias):
         raise LookupError("its logits are not its head's output, scaled or capped")
 
     # Take the list of layers that ran; a list that did not run may belong to an image encoder. The
     # final norm is the part whose output is the backbone's output.
     layers = next(layers for layers in lists if layers[0] in outputs)
     norm = next((part for part in backbone.children() if outputs.get(part) is hidden[0]), None)
-    return Anatomy(
-        backbone,
-        layers,
-        norm,
-        LogitsHead(linear, before * after[0], after[1], logits.dtype == torch.float32),
-    ), hidden[0]
+    scale, cap = scale_and_cap
+    head = LogitsHead(linear, hidden_factor * scale, cap, logits.dtype == torch.float32)
+    return Anatomy(backbone, layers, norm, head), hidden[0]
 
 
 def _find_factor(x: Tensor, y: Tensor) -> float | None:
@@ -281,9 +273,12 @@ def _find_factor(x: Tensor, y: Tensor) -> float | None:
     """
     if x.shape != y.shape:
         return None
-    x, y, rounding = x.double(), y.double(), torch.finfo(x.dtype).eps
+    rounding = torch.finfo(x.dtype).eps
+    x = x.double()
+    y = y.double()
     factor = float((x * y).sum() / x.square().sum())
-    return _round_to_one(factor) if (y - factor * x).norm() <= rounding * y.norm() else None
+    error = (y - factor * x).norm()
+    return _round_to_one(factor) if error <= rounding * y.norm() else None
 
 
 def _scale_and_cap(x: Tensor, y: Tensor) -> tuple[float, float | None] | None:
@@ -303,8 +298,8 @@ def _scale_and_cap(x: Tensor, y: Tensor) -> tuple[float, float | None] | None:
     # x[0] = 2^-12 is so small that a cap does not change it, so it shows the scale. The largest
     # logit is at the cap, if there is one.
     scale = _round_to_one(float(y[0] / x[0]))
-    most = float(y.abs().max())
-    for cap in (None, most):
+    largest_logit = float(y.abs().max())
+    for cap in (None, largest_logit):
         if torch.allclose(y, LogitsHead(None, scale, cap).finish(x), rtol=ROUNDING, atol=0):
             return scale, cap
     return None
@@ -339,17 +334,14 @@ def _check_continues(
     # Read a prompt, then one token, then the tokens of a round, as decoding does.
     cache = create_empty_cache(text_config)
     parts = []
-    fed = 0
+    num_read = 0
     for end in (NUM_CACHED, NUM_CACHED + 1, NUM_TOKENS):
-        parts.append(
-            backbone(
-                input_ids=ids_1T[:, fed:end], past_key_values=cache, use_cache=True
-            ).last_hidden_state
-        )
+        output = backbone(input_ids=ids_1T[:, num_read:end], past_key_values=cache, use_cache=True)
+        parts.append(output.last_hidden_state)
         # Read tokens that are rejected, and drop them. They must leave no trace.
         if not is_recurrent(text_config):
             backbone(input_ids=ids_1T[:, :NUM_REJECTED], past_key_values=cache, use_cache=True)
             cache.crop(-NUM_REJECTED)
-        fed = end
+        num_read = end
     if not reads_alike(torch.cat(parts, dim=1)[0], hidden_1TD[0]):
         raise LookupError("passes over a KV cache give other hidden states than one pass")

@@ -56,9 +56,8 @@ class CacheSize:
             # Heads and states are divided between the devices and rounded up.
             heads = -(-layer.heads // tensor_parallel)
             tokens = context if layer.window is None else min(context, layer.window)
-            total += tokens * layer.size // layer.heads * heads * itemsize + -(
-                -layer.state // tensor_parallel
-            )
+            total += tokens * layer.size // layer.heads * heads * itemsize
+            total += -(-layer.state // tensor_parallel)
         return batch_size * total
 
     def count_bytes_per_token(self, itemsize: int) -> int:
@@ -83,10 +82,8 @@ def build_attention_cache_size(
     """
     # The query itself is in the window, so the cache keeps one token less.
     num_kept = None if window is None else window - 1
-    return CacheSize(
-        (LayerCache(num_key_value_heads, 2 * num_key_value_heads * head_dim, num_kept),)
-        * num_layers
-    )
+    layer = LayerCache(num_key_value_heads, 2 * num_key_value_heads * head_dim, num_kept)
+    return CacheSize((layer,) * num_layers)
 
 
 def cache_size(model: PreTrainedModel) -> CacheSize | None:
@@ -102,15 +99,13 @@ def cache_size(model: PreTrainedModel) -> CacheSize | None:
     try:
         # In this implementation no shape depends on which experts the tokens are sent to.
         model.set_experts_implementation("batched_mm")
-        two, three = (_build_cache_after(model, config, length) for length in (2, 3))
+        short_cache = _build_cache_after(model, config, 2)
+        long_cache = _build_cache_after(model, config, 3)
     except CLASS_ERRORS:  # The class cannot compute something on the meta device.
         return None
-    layers = tuple(
-        layer
-        for layer in map(_measure_layer, two.layers, three.layers)
-        if layer.size or layer.state
-    )
-    return CacheSize(layers) if layers else None
+    layers = map(_measure_layer, short_cache.layers, long_cache.layers)
+    filled_layers = tuple(layer for layer in layers if layer.size or layer.state)
+    return CacheSize(filled_layers) if filled_layers else None
 
 
 @torch.no_grad()
@@ -138,23 +133,29 @@ def _list_tensors(layer: object) -> list[Tensor]:
     return [part for part in values if isinstance(part, Tensor) and part.ndim]
 
 
-def _measure_layer(layer: object, longer: object) -> LayerCache:
+def _measure_layer(layer: object, longer_layer: object) -> LayerCache:
     """Return the cache size of a layer.
 
     Args:
         layer: the layer's cache after two tokens.
-        longer: the layer's cache after three tokens.
+        longer_layer: the layer's cache after three tokens.
     """
     # Tensors that grew by the third token hold keys and values. The size of all other tensors does
     # not depend on the length.
-    tensors = zip(_list_tensors(layer), _list_tensors(longer), strict=True)
-    grown = [(more.numel() - less.numel(), less.nbytes) for less, more in tensors]
+    numbers_per_token = 0
+    state_bytes = 0
+    for tensor, longer in zip(_list_tensors(layer), _list_tensors(longer_layer), strict=True):
+        growth = longer.numel() - tensor.numel()
+        numbers_per_token += growth
+        if growth == 0:
+            state_bytes += tensor.nbytes
+
+    # Only keys of shape [B, heads, S, size] can be divided between devices by heads.
     keys = getattr(layer, "keys", None)
+    is_sliding = getattr(layer, "is_sliding", False)
     return LayerCache(
         heads=int(keys.shape[1]) if isinstance(keys, Tensor) and keys.ndim == 4 else 1,
-        size=sum(numbers for numbers, _ in grown),
-        window=int(vars(layer)["sliding_window"]) - 1
-        if getattr(layer, "is_sliding", False)
-        else None,
-        state=sum(size for numbers, size in grown if not numbers),
+        size=numbers_per_token,
+        window=int(vars(layer)["sliding_window"]) - 1 if is_sliding else None,
+        state=state_bytes,
     )

@@ -148,18 +148,14 @@ def run_with_masks(
     rows_BT0 = torch.empty(
         *inputs["input_ids"].shape, 0, dtype=model.dtype, device=inputs["input_ids"].device
     )
-    return run(
-        {
-            **inputs,
-            "attention_mask": create_masks_for_generate(
-                model.config.get_text_config(decoder=True),
-                rows_BT0,
-                attention_mask=None,
-                past_key_values=None,
-                position_ids=inputs["position_ids"],
-            ),
-        }
+    masks = create_masks_for_generate(
+        model.config.get_text_config(decoder=True),
+        rows_BT0,
+        attention_mask=None,
+        past_key_values=None,
+        position_ids=inputs["position_ids"],
     )
+    return run({**inputs, "attention_mask": masks})
 
 
 @torch.no_grad()
@@ -189,14 +185,14 @@ def choose_packing(model: PreTrainedModel) -> PackingMethod | None:
     # The last document of each row must have the hidden states that it has without the documents
     # before it. Autocast is off, because its rounding would look like one document seeing another.
     with torch.autocast(model.device.type, enabled=False):
-        alone = run({"input_ids": ids_BT[:, NUM_CACHED:]})
-        for way in (run_by_lengths, run_unchanged, run_in_one_row, run_with_masks):
+        alone_hidden = run({"input_ids": ids_BT[:, NUM_CACHED:]})
+        for method in (run_by_lengths, run_unchanged, run_in_one_row, run_with_masks):
             try:
-                packed_hidden = way(model, inputs, documents, run).view(2, NUM_TOKENS, -1)
+                packed_hidden = method(model, inputs, documents, run).view(2, NUM_TOKENS, -1)
             except CLASS_ERRORS:  # The class does not accept its rows in this way.
                 continue
-            if reads_alike(packed_hidden[:, NUM_CACHED:], alone):
-                return way
+            if reads_alike(packed_hidden[:, NUM_CACHED:], alone_hidden):
+                return method
     return None
 
 
@@ -272,21 +268,17 @@ def attend(
     # Refuse everything but causality, a sliding window and a scale. Without document boundaries
     # there may be only one sequence, and with them all positions must be new.
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    unknown = {
-        name for name, value in options.items() if value is not None
-    } - KEYWORDS_WITHOUT_EFFECT
-    fits = (
-        len(query_BNTd) == 1 if cu_seq_lens_q is None else key_BGTd.shape[2] == query_BNTd.shape[2]
-    )
-    if (
-        unknown
-        or dropout
-        or not is_causal
-        or not fits
-        or attention_mask != CausalMask(sliding_window)
-    ):
+    used_options = {name for name, value in options.items() if value is not None}
+    unknown_options = used_options - KEYWORDS_WITHOUT_EFFECT
+    if cu_seq_lens_q is None:
+        has_supported_shape = len(query_BNTd) == 1
+    else:
+        has_supported_shape = key_BGTd.shape[2] == query_BNTd.shape[2]
+    has_supported_mask = is_causal and attention_mask == CausalMask(sliding_window)
+    if unknown_options or dropout or not has_supported_shape or not has_supported_mask:
         raise NotImplementedError(
-            f"more than causal attention: {attention_mask}, {sliding_window}, {sorted(unknown)}"
+            f"more than causal attention: {attention_mask}, {sliding_window},"
+            f" {sorted(unknown_options)}"
         )
 
     # Under autocast, float32 rotary tables widen queries and keys. Values keep the dtype that the
@@ -345,8 +337,9 @@ def find_length_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
         The configs; empty if the model has attention dropout, or reads packed rows in another way.
     """
     # `attend` has no dropout.
-    drops = getattr(model.config, "attention_dropout", 0)
-    return find_sdpa_configs(model) if not drops and choose_packing(model) is run_by_lengths else []
+    if getattr(model.config, "attention_dropout", 0):
+        return []
+    return find_sdpa_configs(model) if choose_packing(model) is run_by_lengths else []
 
 
 @torch.no_grad()
@@ -373,7 +366,7 @@ def find_maskless_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
     try:
         configs = find_sdpa_configs(model)
         with replace_attention(configs):
-            without = run()
+            hidden_without_mask = run()
     except CLASS_ERRORS:
         return []
-    return configs if reads_alike(without, run()) else []
+    return configs if reads_alike(hidden_without_mask, run()) else []

@@ -76,15 +76,15 @@ def shard_class(
 
     # Building the model once, without storage, tells its class.
     with torch.device("meta"):
-        plain = type(
+        model_class = type(
             find_auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
         )
 
     def init(self: PreTrainedModel, *args: object, **options: object) -> None:
         """Initialize a model of the original class, and shard its layers."""
-        plain.__init__(self, *args, **options)
+        model_class.__init__(self, *args, **options)
         # The subclass is only needed for this method, so the model gets its original class back.
-        self.__class__ = plain
+        self.__class__ = model_class
         self.requires_grad_(False)
 
         # Shard each decoder layer by itself, so that layers are gathered one at a time.
@@ -109,4 +109,5 @@ def shard_class(
         if hasattr(backbone, "reset_iter_state"):
             backbone.register_forward_hook(lambda module, *_: module.reset_iter_state())
 
-    return type(plain.__name__, (plain,), {"__init__": init, "__module__": plain.__module__})
+    attributes = {"__init__": init, "__module__": model_class.__module__}
+    return type(model_class.__name__, (model_class,), attributes)
