@@ -79,13 +79,12 @@ class GrowingLayer(DynamicLayer):
             assert self.keys is not None and self.values is not None
             keys = self.keys
             values = self.values
-            tokens = round_up_length(self.length, end)
+            room = round_up_length(self.length, end)
             # The block grows when the new tokens do not fit into it.
-            if keys.shape[2] != tokens:
-                keys, values = (
-                    F.pad(block[:, :, : self.length], (0, 0, 0, tokens - self.length))
-                    for block in (keys, values)
-                )
+            if keys.shape[2] != room:
+                padding = (0, 0, 0, room - self.length)
+                keys = F.pad(keys[:, :, : self.length], padding)
+                values = F.pad(values[:, :, : self.length], padding)
             keys[:, :, self.length : end] = key_states
             values[:, :, self.length : end] = value_states
         self.keys = keys
@@ -146,9 +145,8 @@ def attend_by_group(
 
     # Group the query heads by the key/value head that they share, so that one product computes the
     # scores of a whole group: [B, shared heads, heads of a group, room].
-    query = query.reshape(batch, key.shape[1], -1, width) * (
-        width**-0.5 if scaling is None else scaling
-    )
+    scale = width**-0.5 if scaling is None else scaling
+    query = query.reshape(batch, key.shape[1], -1, width) * scale
     # The keys are on the left, so that the product reads them in the order they are stored.
     scores = (key @ query.transpose(2, 3)).transpose(2, 3)
     if attention_mask is not None:
@@ -304,7 +302,7 @@ def generate_batch(
     num_parts = _count_parts(len(prompts), model.device) if num_parts is None else num_parts
     num_workers = min(threads, num_parts, num_parallel or num_parts)
 
-    def one_part(part: int) -> list[list[int]]:
+    def generate_part(part: int) -> list[list[int]]:
         return _generate_part(
             model,
             prompts[part::num_parts],
@@ -317,7 +315,7 @@ def generate_batch(
         )
 
     if num_parts == 1:
-        return one_part(0)
+        return generate_part(0)
 
     # The workers share the threads of this process. Row r is in part r modulo the number of parts.
     try:
@@ -326,7 +324,7 @@ def generate_batch(
             initializer=torch.set_num_threads,
             initargs=(max(1, threads // num_workers),),
         ) as pool:
-            generated = list(pool.map(one_part, range(num_parts)))
+            generated = list(pool.map(generate_part, range(num_parts)))
     finally:
         torch.set_num_threads(threads)
 
@@ -346,17 +344,15 @@ def _generate_part(
     """Continue the prompts of one part of a batch, as `generate_batch` does."""
     device = model.device
     num_rows = len(prompts)
-    length = max(map(len, prompts))
     generator = torch.Generator(device).manual_seed(seed)
     ends = torch.tensor(list(end_ids), dtype=torch.long, device=device)
     generated = torch.full((num_rows, max_new_tokens), -1, device=device)
-    # Prompts are padded on the left, so that all rows get their new tokens in the same slots.
-    ids = torch.tensor(
-        [[0] * (length - len(prompt)) + list(prompt) for prompt in prompts], device=device
-    )
+    ids = _pad_left(prompts, device)
+    length = ids.shape[1]
+
     # State of each unfinished row: its number, whether it has ended, its temperature, the number of
     # tokens of its prompt, and which slots of the cache hold tokens.
-    number = torch.arange(num_rows, device=device)
+    row_number = torch.arange(num_rows, device=device)
     ended = torch.zeros(num_rows, dtype=torch.bool, device=device)
     temperature = torch.tensor(temperatures, device=device)
     num_seen = torch.tensor([[len(prompt)] for prompt in prompts], device=device)
@@ -364,11 +360,7 @@ def _generate_part(
         num_rows, round_up_length(1, length + max_new_tokens), dtype=torch.bool, device=device
     )
     seen_mask[:, :length] = torch.arange(length, device=device) >= length - num_seen
-    cache = DynamicCache(config=model.config)
-    cache.layers = [
-        GrowingLayer() if type(layer) is DynamicLayer else layer  # type: ignore[no-untyped-call]
-        for layer in cache.layers
-    ]
+    cache = _create_growing_cache(model)
     positions = (seen_mask[:, :length].cumsum(1) - 1).clamp(min=0)
 
     for step in range(max_new_tokens):
@@ -383,7 +375,7 @@ def _generate_part(
             logits_to_keep=1,
         ).logits[:, -1]
         tokens_B = sample(logits_BV, temperature, generator)
-        generated[number, step] = tokens_B
+        generated[row_number, step] = tokens_B
         ended |= torch.isin(tokens_B, ends)
 
         # From time to time, stop if nearly all rows have ended, or drop those that have.
@@ -395,9 +387,9 @@ def _generate_part(
             if len(unfinished) <= KEEP_SHARE * len(tokens_B) and not is_recurrent(
                 model.config.get_text_config()
             ):
-                number, ended, temperature, num_seen, seen_mask, tokens_B = (
+                row_number, ended, temperature, num_seen, seen_mask, tokens_B = (
                     tensor[unfinished]
-                    for tensor in (number, ended, temperature, num_seen, seen_mask, tokens_B)
+                    for tensor in (row_number, ended, temperature, num_seen, seen_mask, tokens_B)
                 )
                 cache.batch_select_indices(unfinished)
 
@@ -406,11 +398,40 @@ def _generate_part(
         ids = tokens_B[:, None]
         positions = num_seen + step
         length += 1
+    return _cut_after_end(generated, ends)
 
-    # Each row is kept up to its first end token, which is included: the count of end tokens before
-    # a kept token is 0. Tokens that were never generated are -1.
+
+def _pad_left(prompts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Return prompts as one tensor [B, P], padded on the left with token 0.
+
+    All rows then get their new tokens in the same slots of the KV cache.
+    """
+    longest = max(map(len, prompts))
+    rows = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+    return torch.tensor(rows, device=device)
+
+
+def _create_growing_cache(model: PreTrainedModel) -> DynamicCache:
+    """Return an empty KV cache whose full attention layers are a `GrowingLayer` each."""
+    cache = DynamicCache(config=model.config)
+    cache.layers = [
+        GrowingLayer() if type(layer) is DynamicLayer else layer  # type: ignore[no-untyped-call]
+        for layer in cache.layers
+    ]
+    return cache
+
+
+def _cut_after_end(generated: Tensor, ends: Tensor) -> list[list[int]]:
+    """Return the tokens of each row up to its first end token, which is included.
+
+    Args:
+        generated: token ids [B, max_new_tokens]; -1 for tokens that were not generated.
+        ends: the end tokens.
+    """
+    # No end token comes before a token that is kept.
     is_end = torch.isin(generated, ends).long()
-    is_kept = (generated >= 0) & (is_end.cumsum(1) - is_end == 0)
+    num_ends_before = is_end.cumsum(1) - is_end
+    is_kept = (generated >= 0) & (num_ends_before == 0)
     return [row[mask].tolist() for row, mask in zip(generated.cpu(), is_kept.cpu(), strict=True)]
 
 

@@ -84,7 +84,7 @@ def attend_packed(
         q, k, v, o = (_group_heads(x, key.shape[1]) for x in (query, key, value, output))
         lse_GnS = lse.view(q.shape[:3])
         for rows, keys, bias in _split_blocks(cumulative_lengths, window, query):
-            o[:, :, rows], lse_GnS[:, :, rows] = _forward(
+            o[:, :, rows], lse_GnS[:, :, rows] = _attend_block(
                 q[:, :, rows], k[:, :, keys], v[:, :, keys], bias, scale
             )
 
@@ -145,30 +145,9 @@ def attend_packed_backward(
             **options,
         )
     else:
-        # Several blocks of queries add to the gradients of the same keys and values, so these are
-        # summed in the wider dtype.
-        gradients = (
-            torch.empty_like(query),
-            *(torch.zeros_like(x, dtype=choose_wide_dtype(x.dtype)) for x in (key, value)),
+        gradients = _compute_gradients_by_blocks(
+            grad, query, key, value, output, lse_NS, cumulative_lengths, window, scale
         )
-        g, q, k, v, o, dq, dk, dv = (
-            _group_heads(x, key.shape[1]) for x in (grad, query, key, value, output, *gradients)
-        )
-        lse_GnS = lse_NS.view(q.shape[:3])
-        for rows, keys, bias in _split_blocks(cumulative_lengths, window, query):
-            dq[:, :, rows], of_keys, of_values = _compute_block_gradients(
-                g[:, :, rows],
-                q[:, :, rows],
-                k[:, :, keys],
-                v[:, :, keys],
-                o[:, :, rows],
-                lse_GnS[:, :, rows],
-                bias,
-                scale,
-            )
-            # All queries of a group share its key and value heads.
-            dk[:, :, keys] += of_keys.sum(1, keepdim=True)
-            dv[:, :, keys] += of_values.sum(1, keepdim=True)
 
     # Cut the padding off, and return the gradients in the dtypes of the inputs.
     dq_SNd, dk_SGd, dv_SGe = (
@@ -176,6 +155,51 @@ def attend_packed_backward(
         for x, like in zip(gradients, (query_SNd, key_SGd, value_SGe), strict=True)
     )
     return dq_SNd, dk_SGd, dv_SGe
+
+
+def _compute_gradients_by_blocks(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse_NS: Tensor,
+    cumulative_lengths: Tensor,
+    window: int | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients of query, key and value, one block of a document after the other.
+
+    The arguments are those of `attend_packed_backward`, with heads of one size.
+    """
+    # Several blocks of queries add to the gradients of the same keys and values, so these are
+    # summed in the wider dtype.
+    gradients = (
+        torch.empty_like(query),
+        torch.zeros_like(key, dtype=choose_wide_dtype(key.dtype)),
+        torch.zeros_like(value, dtype=choose_wide_dtype(value.dtype)),
+    )
+
+    # Query heads are grouped by the key/value head that they share: [G, N / G, S, size].
+    g, q, k, v, o, dq, dk, dv = (
+        _group_heads(x, key.shape[1]) for x in (grad, query, key, value, output, *gradients)
+    )
+    lse_GnS = lse_NS.view(q.shape[:3])
+    for rows, keys, bias in _split_blocks(cumulative_lengths, window, query):
+        dq[:, :, rows], block_dk, block_dv = _compute_block_gradients(
+            g[:, :, rows],
+            q[:, :, rows],
+            k[:, :, keys],
+            v[:, :, keys],
+            o[:, :, rows],
+            lse_GnS[:, :, rows],
+            bias,
+            scale,
+        )
+        # All queries of a group share its key and value heads.
+        dk[:, :, keys] += block_dk.sum(1, keepdim=True)
+        dv[:, :, keys] += block_dv.sum(1, keepdim=True)
+    return gradients
 
 
 def attend_cached(
@@ -232,12 +256,11 @@ def attend_cached(
         if not is_all:
             # The queries are the last positions. Query t is at position S - T + t, and sees the
             # window up to there.
-            seen_TS = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril(
-                num_keys - num_queries
-            )
-            seen_TS = (
-                seen_TS if window is None else seen_TS.triu(num_keys - num_queries - window + 1)
-            )
+            num_before = num_keys - num_queries
+            seen_TS = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
+            seen_TS = seen_TS.tril(num_before)
+            if window is not None:
+                seen_TS = seen_TS.triu(num_before - window + 1)
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         output = F.scaled_dot_product_attention(
             query, key, value, seen_TS, is_causal=is_all, scale=scale, enable_gqa=True
@@ -246,7 +269,7 @@ def attend_cached(
     return unpadded_1TNe
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """Save the inputs and outputs of `attend_packed` for the backward pass."""
     *tensors, ctx.longest, ctx.window, ctx.scale = inputs
     ctx.save_for_backward(*tensors, *output)
@@ -259,13 +282,12 @@ def _compute_gradients(ctx: Any, grad_SNe: Tensor, _: object) -> tuple[Tensor | 
     tensors, and the document boundaries, have the gradient None.
     """
     query, key, value, lengths, *output = ctx.saved_tensors
-    packing = lengths, ctx.longest, ctx.window, ctx.scale
-    return *attend_packed_backward(grad_SNe, query, key, value, *output, *packing), *[None] * len(
-        packing
-    )
+    packing = (lengths, ctx.longest, ctx.window, ctx.scale)
+    gradients = attend_packed_backward(grad_SNe, query, key, value, *output, *packing)
+    return (*gradients, None, None, None, None)
 
 
-attend_packed.register_autograd(_compute_gradients, setup_context=_keep)
+attend_packed.register_autograd(_compute_gradients, setup_context=_save_for_backward)
 
 
 # torch.compile learns the shapes and dtypes of the results from these two functions.
@@ -274,9 +296,9 @@ def _(
     query: Tensor, key: Tensor, value: Tensor, *rest: object, **options: object
 ) -> tuple[Tensor, Tensor]:
     size, heads = query.shape[:2]
-    return query.new_empty(size, heads, value.shape[-1]), query.new_empty(
-        heads, size, dtype=choose_wide_dtype(query.dtype)
-    )
+    output = query.new_empty(size, heads, value.shape[-1])
+    lse = query.new_empty(heads, size, dtype=choose_wide_dtype(query.dtype))
+    return output, lse
 
 
 @attend_packed_backward.register_fake
@@ -335,7 +357,9 @@ def _count_products(query: torch.Size, longest: int, window: int | None, *, widt
         window: as of `attend_packed`.
         width: sum of the widths of the products.
     """
-    return int(2 * query[0] * query[1] * width * min((longest + 1) / 2, window or longest))
+    num_queries = query[0] * query[1]
+    mean_seen_keys = min((longest + 1) / 2, window or longest)
+    return int(2 * num_queries * width * mean_seen_keys)
 
 
 def _align_heads(*tensors: Tensor) -> list[Tensor]:
@@ -375,10 +399,8 @@ def _list_kernel_arguments(
     """
     # Queries and keys have the same boundaries and the same greatest length, and there is no
     # dropout. The last argument is causality, which a window implies.
-    return (cumulative_lengths, cumulative_lengths, longest, longest, 0.0, window is None), {
-        "scale": scale,
-        **_convert_window(window),
-    }
+    arguments = (cumulative_lengths, cumulative_lengths, longest, longest, 0.0, window is None)
+    return arguments, {"scale": scale, **_convert_window(window)}
 
 
 def _convert_window(window: int | None) -> dict[str, int]:
@@ -417,18 +439,17 @@ def _split_blocks(
             yield slice(start, end), slice(start, end), None
             continue
         for first in range(start, end, ROWS):
-            # The queries from first to last see keys from the oldest in their window on.
+            # The queries in [first, last) see keys from the oldest in their window on.
             last = min(first + ROWS, end)
             oldest = start if window is None else max(start, first - window + 1)
-            ago = torch.arange(first, last, device=like.device)[:, None] - torch.arange(
-                oldest, last, device=like.device
-            )
-            unseen = (ago < 0) if window is None else (ago < 0) | (ago >= window)
-            yield (
-                slice(first, last),
-                slice(oldest, last),
-                like.new_zeros(ago.shape).masked_fill_(unseen, -torch.inf),
-            )
+            query_positions = torch.arange(first, last, device=like.device)
+            key_positions = torch.arange(oldest, last, device=like.device)
+            distance = query_positions[:, None] - key_positions
+            is_unseen = distance < 0
+            if window is not None:
+                is_unseen = is_unseen | (distance >= window)
+            bias = like.new_zeros(distance.shape).masked_fill_(is_unseen, -torch.inf)
+            yield slice(first, last), slice(oldest, last), bias
 
 
 def _has_fused_kernel(like: Tensor) -> bool:
@@ -440,7 +461,7 @@ def _has_fused_kernel(like: Tensor) -> bool:
     return like.is_cpu
 
 
-def _forward(
+def _attend_block(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of one block of queries, and the log-sum-exp of its scores.
@@ -484,13 +505,13 @@ def _compute_block_gradients(
 
     Args:
         g: the gradient of the output, in its shape.
-        q: as of `_forward`.
-        k: as of `_forward`.
-        v: as of `_forward`.
+        q: as of `_attend_block`.
+        k: as of `_attend_block`.
+        v: as of `_attend_block`.
         o: the output.
         lse: the log-sum-exp.
-        bias: as of `_forward`.
-        scale: as of `_forward`.
+        bias: as of `_attend_block`.
+        scale: as of `_attend_block`.
     """
     # A CPU's kernel needs keys and values for every query head; `expand` copies nothing.
     if _has_fused_kernel(q):
@@ -504,9 +525,8 @@ def _compute_block_gradients(
     # is weights * (gradient of the weights - row sum of gradient * output) * scale.
     assert bias is not None
     weights = ((q @ k.mT).to(lse.dtype) * scale + bias - lse.unsqueeze(-1)).exp()
-    of_scores = (
-        weights * ((g @ v.mT).to(lse.dtype) - (g * o).to(lse.dtype).sum(-1, keepdim=True)) * scale
-    )
-    of_scores = of_scores.to(q.dtype)
+    row_sums = (g * o).to(lse.dtype).sum(-1, keepdim=True)
+    grad_weights_centered = (g @ v.mT).to(lse.dtype) - row_sums
+    grad_scores = (weights * grad_weights_centered * scale).to(q.dtype)
     weights = weights.to(q.dtype)
-    return of_scores @ k, of_scores.mT @ q, weights.mT @ g
+    return grad_scores @ k, grad_scores.mT @ q, weights.mT @ g
