@@ -68,9 +68,9 @@ def select_learnable_rows(
 
     # Refuse a split without any useful row, and warn about useless rows. The first process of each
     # machine warns for all.
-    for split, runs_of_split in zip(SPLITS, runs, strict=True):
-        num_useless = np.count_nonzero(runs_of_split == 0)
-        if num_useless == len(runs_of_split):
+    for split, split_runs in zip(SPLITS, runs, strict=True):
+        num_useless = np.count_nonzero(split_runs == 0)
+        if num_useless == len(split_runs):
             where = config.rows or ", ".join(list_source_names(config.source))
             raise UserError(
                 key,
@@ -84,21 +84,25 @@ def select_learnable_rows(
             )
         if num_useless and is_first_here():
             logger.warning(
-                f"{key}: left out {num_useless:,} of {len(runs_of_split):,} rows of the {split}"
-                " split, which have no loss token that a draft of this method can learn"
+                f"{key}: left out {num_useless:,} of {len(split_runs):,} rows of the {split}"
+                " split, which have no loss token that a draft of this method can learn."
             )
 
     # Drafted positions beyond the longest answer learn nothing.
-    longest = [int(runs_of_split.max()) for runs_of_split in runs]
+    longest = [int(split_runs.max()) for split_runs in runs]
     num_positions = getattr(objective, "num_positions", 1)
     if min(longest) < num_positions and is_first_here():
         logger.warning(
             f"The answers are too short for drafted positions {min(longest) + 1} to"
             f" {num_positions}. Longest run of loss tokens: {longest[0]} in training rows,"
-            f" {longest[1]} in validation rows. Positions beyond the former cannot be taught, those"
-            " beyond the latter are not measured. Add longer answers, or draft fewer tokens."
+            f" {longest[1]} in validation rows. Positions beyond the former learn nothing, and"
+            " positions beyond the latter are not measured. Add longer answers, or draft fewer"
+            " tokens."
         )
-    return [
-        rows.select(np.flatnonzero(runs_of_split)) if (runs_of_split == 0).any() else rows
-        for rows, runs_of_split in zip(sets, runs, strict=True)
-    ]
+
+    # Leave out the useless rows.
+    learnable_sets = []
+    for rows, split_runs in zip(sets, runs, strict=True):
+        has_useless = (split_runs == 0).any()
+        learnable_sets.append(rows.select(np.flatnonzero(split_runs)) if has_useless else rows)
+    return learnable_sets

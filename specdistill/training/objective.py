@@ -111,15 +111,14 @@ class SoftTargets:
         top1_r = logits_rV.argmax(-1)
         logits_rV = logits_rV / self.temperature
         if self.ids_W is None:
-            return TargetDistributions(
-                logits_rV.softmax(-1), torch.ones_like(top1_r, dtype=torch.float32), top1_r
-            )
+            mass_r = torch.ones_like(top1_r, dtype=torch.float32)
+            return TargetDistributions(logits_rV.softmax(-1), mass_r, top1_r)
 
         # Renormalise over the draft's tokens. Their mass is the ratio of the two normalisers.
         logits_rW = logits_rV.index_select(-1, self.ids_W)
-        return TargetDistributions(
-            logits_rW.softmax(-1), (logits_rW.logsumexp(-1) - logits_rV.logsumexp(-1)).exp(), top1_r
-        )
+        probs_rW = logits_rW.softmax(-1)
+        mass_r = (logits_rW.logsumexp(-1) - logits_rV.logsumexp(-1)).exp()
+        return TargetDistributions(probs_rW, mass_r, top1_r)
 
 
 def prune_head(head: LogitsHead, ids_W: Tensor) -> LogitsHead | None:
@@ -138,13 +137,8 @@ def prune_head(head: LogitsHead, ids_W: Tensor) -> LogitsHead | None:
     # Select the rows of the weight, and of the bias if there is one.
     part = nn.Linear(linear.in_features, len(ids_W), linear.bias is not None, device="meta")
     for name, parameter in linear.named_parameters():
-        setattr(
-            part,
-            name,
-            nn.Parameter(
-                parameter.index_select(0, ids_W.to(parameter.device)), requires_grad=False
-            ),
-        )
+        selected = parameter.index_select(0, ids_W.to(parameter.device))
+        setattr(part, name, nn.Parameter(selected, requires_grad=False))
     return replace(head, linear=part)
 
 
@@ -160,11 +154,8 @@ def gather_before(x_BTD: Tensor, positions: Tensor, by: int) -> Tensor:
     Returns:
         [*positions, D].
     """
-    return (
-        x_BTD.flatten(0, 1)
-        .index_select(0, (positions - by).clamp_min(0).flatten())
-        .view(*positions.shape, -1)
-    )
+    index = (positions - by).clamp_min(0).flatten()
+    return x_BTD.flatten(0, 1).index_select(0, index).view(*positions.shape, -1)
 
 
 def select_loss_rows(position_ids_BT: Tensor, loss_positions_R: Tensor, *, ahead: int) -> Tensor:
@@ -338,9 +329,8 @@ class Objective(nn.Module):
         """
         # Features come from the store, or from a pass of the target.
         if "features" in inputs:
-            features = Features.from_tensors(
-                inputs["features"].to(target.tensor("embed_tokens.weight").dtype).unbind(1)
-            )
+            dtype = target.tensor("embed_tokens.weight").dtype
+            features = Features.from_tensors(inputs["features"].to(dtype).unbind(1))
         else:
             features = target.features(
                 inputs["input_ids"],
@@ -348,16 +338,14 @@ class Objective(nn.Module):
                 position_ids_BT=inputs["position_ids"],
                 documents=Documents(inputs["cumulative_lengths"], inputs["longest"]),
             )
-        return {
-            "features": features,
-            "soft_targets": SoftTargets.from_hidden(
-                target.logits,
-                features.last_hidden,
-                labels,
-                getattr(self.draft, "target_ids_W", None),
-                self.temperature,
-            ),
-        }
+        soft_targets = SoftTargets.from_hidden(
+            target.logits,
+            features.last_hidden,
+            labels,
+            getattr(self.draft, "target_ids_W", None),
+            self.temperature,
+        )
+        return {"features": features, "soft_targets": soft_targets}
 
     def compute_row_losses(
         self, logits_rW: Tensor, soft: TargetDistributions, k: int
@@ -396,7 +384,8 @@ class Objective(nn.Module):
         with torch.no_grad():
             best_r = logits_rW.argmax(-1)
             target_ids_W = getattr(self.draft, "target_ids_W", None)
-            correct_r = (best_r if target_ids_W is None else target_ids_W[best_r]) == soft.top1_r
+            best_id_r = best_r if target_ids_W is None else target_ids_W[best_r]
+            correct_r = best_id_r == soft.top1_r
             accepted_r = acceptance(
                 logits_rW.float().softmax(-1), soft.probs_rW * soft.mass_r.unsqueeze(-1)
             )
@@ -449,12 +438,11 @@ class StepSums:
                 through its K drafted positions.
         """
         sums = [values_KR.sum(1) for values_KR in (losses_KR, has_loss_KR, *measured)]
-        chains = (
-            [chain_products(by_chain(values_KR)) for values_KR in (*measured, has_loss_KR)]
-            if measured
-            else []
-        )
-        return cls(*sums, *chains)
+        chain_sums = []
+        if measured:
+            for values_KR in (*measured, has_loss_KR):
+                chain_sums.append(chain_products(by_chain(values_KR)))
+        return cls(*sums, *chain_sums)
 
     def table(self) -> Tensor:
         """Return the eight sums as one table [8, K] float32, in the order of the attributes.
@@ -551,11 +539,9 @@ def step_metrics(prediction: EvalPrediction) -> dict[str, float]:
         for k, rate in zip(reached.tolist(), rates.tolist(), strict=True)
     }
     metrics["acceptance_length"] = 1.0 + float(rates.sum())
-    metrics["acceptance_length_sampled"] = 1.0 + float(
-        (chain_accepted[reached] / chains[reached]).sum()
-    )
+    sampled_rates = chain_accepted[reached] / chains[reached]
+    metrics["acceptance_length_sampled"] = 1.0 + float(sampled_rates.sum())
     if chain_uncorrected.isfinite().all():
-        metrics["acceptance_length_uncorrected"] = 1.0 + float(
-            (chain_uncorrected[reached] / chains[reached]).sum()
-        )
+        uncorrected_rates = chain_uncorrected[reached] / chains[reached]
+        metrics["acceptance_length_uncorrected"] = 1.0 + float(uncorrected_rates.sum())
     return metrics

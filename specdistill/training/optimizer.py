@@ -41,11 +41,11 @@ class SharedMuon(torch.optim.Muon):
         shares = divide([matrix for matrix in matrices if matrix.grad is not None], num_processes)
 
         # Update the momentum of the other processes' matrices, as their steps do.
-        received = []
-        for owner, owned_by_owner in enumerate(shares):
+        other_matrices: list[Tensor] = []
+        for owner, share in enumerate(shares):
             if owner != rank:
-                received += owned_by_owner
-        for matrix in received:
+                other_matrices += share
+        for matrix in other_matrices:
             if not self.state[matrix]:
                 self.state[matrix]["momentum_buffer"] = torch.zeros_like(matrix)
             self.state[matrix]["momentum_buffer"].lerp_(matrix.grad, 1 - group["momentum"])
@@ -57,11 +57,11 @@ class SharedMuon(torch.optim.Muon):
 
         # Each process sends the new weights of its matrices to the other processes.
         if num_processes > 1:
-            sent = []
-            for owner, owned in enumerate(shares):
-                for matrix in owned:
-                    sent.append(distributed.broadcast(matrix, owner, async_op=True))
-            for broadcast in sent:
+            broadcasts = []
+            for owner, share in enumerate(shares):
+                for matrix in share:
+                    broadcasts.append(distributed.broadcast(matrix, owner, async_op=True))
+            for broadcast in broadcasts:
                 broadcast.wait()
 
 
@@ -101,7 +101,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
     def __init__(self, model: nn.Module, lr: float, weight_decay: float = 0.0) -> None:
         # Find the weights of linear layers, without the head.
-        linear = {
+        linear_weights = {
             id(module.weight)
             for name, module in model.named_modules()
             if isinstance(module, nn.Linear) and not name.endswith("lm_head")
@@ -111,12 +111,14 @@ class MuonAdamW(torch.optim.Optimizer):
         # Create one torch optimizer for the matrices, and one for all other parameters. Muon's step
         # is rescaled to the size of an AdamW step, so that both use the same learning rate.
         self.parts: dict[str, torch.optim.Optimizer] = {}
-        matrices = [parameter for parameter in trainable if id(parameter) in linear]
+        matrices = [parameter for parameter in trainable if id(parameter) in linear_weights]
         if matrices:
             self.parts["muon"] = SharedMuon(
                 matrices, lr, weight_decay, adjust_lr_fn="match_rms_adamw"
             )
-        remaining_parameters = [parameter for parameter in trainable if id(parameter) not in linear]
+        remaining_parameters = [
+            parameter for parameter in trainable if id(parameter) not in linear_weights
+        ]
         if remaining_parameters:
             self.parts["adamw"] = torch.optim.AdamW(
                 remaining_parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
@@ -167,14 +169,14 @@ def build_optimizer(
     """
     # Any other optimizer is the Trainer's. It is tried out now, so that an error comes early.
     if name != "muon_adamw":
-        chosen = OptimizerNames(arguments.optim)
+        optimizer_name = OptimizerNames(arguments.optim).value
         try:
             Trainer.get_optimizer_cls_and_kwargs(arguments, model)  # type: ignore[arg-type]
         except (ImportError, ValueError) as error:
             raise UserError(
                 "train.optim",
-                got=chosen.value,
-                text=f"train.optim: {chosen.value} cannot be used: {join_lines(str(error))}",
+                got=optimizer_name,
+                text=f"train.optim: {optimizer_name} cannot be used: {join_lines(str(error))}",
             ) from error
         return None
 

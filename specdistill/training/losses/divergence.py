@@ -203,9 +203,8 @@ def build_divergence(spec: object) -> Divergence:
         terms.append((divergence.keywords.pop("weight"), divergence))
 
     def sum_terms(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> Tensor:
-        return torch.stack(
-            [weight * divergence(draft_logits_RW, target_probs_RW) for weight, divergence in terms]
-        ).sum(0)
+        values = [weight * term(draft_logits_RW, target_probs_RW) for weight, term in terms]
+        return torch.stack(values).sum(0)
 
     return sum_terms
 

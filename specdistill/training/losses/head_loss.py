@@ -137,13 +137,40 @@ class _Product:
     weight_grad_WH: Tensor | None
     buffer: Tensor
 
+    @classmethod
+    def allocate(
+        cls,
+        rows_KRH: Tensor,
+        weight_WH: Tensor,
+        dtype: torch.dtype,
+        buffer_rows: int,
+        trains: bool,
+    ) -> "_Product":
+        """Allocate the gradients of a product and the buffer for its logits.
+
+        Args:
+            rows_KRH: the rows.
+            weight_WH: the weight.
+            dtype: of the product.
+            buffer_rows: rows of the buffer.
+            trains: whether gradients are needed.
+        """
+        rows_grad_KRH = None
+        if trains and rows_KRH.requires_grad:
+            rows_grad_KRH = torch.empty_like(rows_KRH)
+        weight_grad_WH = None
+        if trains and weight_WH.requires_grad:
+            weight_grad_WH = torch.zeros_like(weight_WH, dtype=torch.float32)
+        cast_weight_WH = weight_WH.to(dtype)
+        buffer = cast_weight_WH.new_empty(buffer_rows, len(weight_WH))
+        return cls(rows_KRH, cast_weight_WH, rows_grad_KRH, weight_grad_WH, buffer)
+
     def compute_logits(self, start: int, stop: int) -> Tensor:
         """Return the logits [K, b, W] of rows start to stop, in the buffer."""
         rows_KbH = self.rows_KRH[:, start:stop].to(self.weight_WH.dtype)
         self._block_rows = rows_KbH.flatten(0, 1)
-        logits = torch.mm(
-            self._block_rows, self.weight_WH.t(), out=self.buffer[: len(self._block_rows)]
-        )
+        block_buffer = self.buffer[: len(self._block_rows)]
+        logits = torch.mm(self._block_rows, self.weight_WH.t(), out=block_buffer)
         return logits.view(len(rows_KbH), stop - start, -1)
 
     def add_gradients(self, logits_grad_KbW: Tensor, start: int, stop: int) -> None:
@@ -227,21 +254,11 @@ class _BlockwiseHeadLoss(torch.autograd.Function):
         # the logits of a block.
         num_positions, num_rows, _ = tensors[0].shape
         dtype = _get_product_dtype(tensors[1])
-        products = []
-        for rows_KRH, weight_WH in zip(tensors[::2], tensors[1::2], strict=True):
-            rows_grad_KRH = None
-            if trains and rows_KRH.requires_grad:
-                rows_grad_KRH = torch.empty_like(rows_KRH)
-            weight_grad_WH = None
-            if trains and weight_WH.requires_grad:
-                weight_grad_WH = torch.zeros_like(weight_WH, dtype=torch.float32)
-            cast_weight_WH = weight_WH.to(dtype)
-            buffer = cast_weight_WH.new_empty(
-                num_positions * min(block_size, num_rows), len(weight_WH)
-            )
-            products.append(
-                _Product(rows_KRH, cast_weight_WH, rows_grad_KRH, weight_grad_WH, buffer)
-            )
+        buffer_rows = num_positions * min(block_size, num_rows)
+        products = [
+            _Product.allocate(rows_KRH, weight_WH, dtype, buffer_rows, trains)
+            for rows_KRH, weight_WH in zip(tensors[::2], tensors[1::2], strict=True)
+        ]
         bias_grad_W = None
         if trains and bias_W is not None and bias_W.requires_grad:
             bias_grad_W = torch.zeros_like(bias_W, dtype=torch.float32)
