@@ -1,8 +1,8 @@
-"""A training run from its recipe to its best draft: the steps that all training scripts share.
+"""Open, record, train and resume a training run: the steps that all training scripts share.
 
-Its folder holds `draft/`, `report/`, the trainer's checkpoints, and `run/`. The last one is the
-record of the run's inputs (resolved recipe, command, versions, revision, data fingerprint), which
-is written before the first step.
+The folder of a run holds `draft/`, `report/`, the trainer's checkpoints, and `run/`. The folder
+`run/` is the record of the run's inputs (resolved recipe, command, versions, revision, data
+fingerprint). It is written before the first step.
 """
 
 import hashlib
@@ -55,20 +55,24 @@ from specdistill.training.history import Bar, ProgressLines, save_history
 from specdistill.training.resumable import ResumableTrainer
 from specdistill.training.trainer import DistillationTrainer
 
+# The packages whose versions are recorded, because they influence the numbers of a training.
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors")
+# The files of the record, and the file that one process locks while it writes the run's folder.
 RECIPE = "recipe.yaml"
 PROVENANCE = "provenance.json"
 LOCK = ".lock"
+# Seconds to wait for a network file system to show a file of another machine. Most show it within
+# seconds; a longer wait would delay machines that share no folder.
 VISIBILITY_WAIT_S = 10
-# Keys that name places on a machine. A run resumes with other places.
+# Keys that name places on a machine. A run can be resumed with other places.
 PATH_KEYS = (
     "train.output_dir",
     "train.logging_dir",
     "data.cache_dir",
     "hidden_states.path",
 )
-# Keys of `train:` that say how processes share a step's rows. A run resumes with other values, as
-# long as a step has as many rows.
+# Keys of `train:` that say how processes share a step's rows. A run can be resumed with other
+# values, as long as a step has as many rows.
 BATCH_KEYS = (
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
@@ -81,7 +85,7 @@ DURATION_KEYS = ("max_steps", "num_train_epochs")
 
 MAX_SHOWN_KEYS = 3  # keys of another recipe that an error names
 START_OVER_HINT = "To start over, name another train.output_dir, or remove the folder."
-# The facts that a run records of its inputs, in words.
+# The facts that a run records of its inputs, and how errors call them.
 FACTS = {
     "target": "target.model",
     "target_revision": "target.revision",
@@ -127,6 +131,7 @@ class TrainingRun:
                 their recipe, for a folder that cannot be written or holds other files, another run
                 or a finished one, and for a checkpoint that this launch cannot resume.
         """
+        # Build the Trainer's arguments. All machines must have the same recipe and launch.
         arguments = build_training_arguments(
             recipe.train, **{"disable_tqdm": not sys.stderr.isatty(), **defaults}
         )
@@ -138,9 +143,11 @@ class TrainingRun:
         )
         if target_dtype is not None:
             check_precision(arguments, target_dtype)
+
+        # Refuse a folder in which some process finds another run or other files. All processes look
+        # before any of them writes.
         path = Path(str(arguments.output_dir))
         check_writable(path, "train.output_dir")
-        # All processes look before any of them writes.
         local_steps = find_complete_steps(path)
         obstacles, complete_steps = zip(
             *all_gather_object((_describe_obstacle(path, recipe, local_steps), local_steps)),
@@ -153,6 +160,7 @@ class TrainingRun:
                 got=f"{path}, which holds {obstacle}",
                 text=f"train.output_dir: {path} holds {obstacle}. {START_OVER_HINT}",
             )
+
         # Resume from the newest checkpoint that every process finds complete.
         step = max(set(complete_steps[0]).intersection(*complete_steps), default=None)
         if step is None and any(complete_steps):
@@ -165,6 +173,8 @@ class TrainingRun:
         if run.checkpoint is not None:
             check_launch(run.checkpoint, arguments)
             arguments.eval_on_start = False  # A run that resumes is not at its start.
+
+        # Seed the run, and warn about inputs that may change.
         set_seed(arguments.seed)
         if arguments.process_index == 0:
             for warning in warn_unpinned_revisions(recipe):
@@ -174,8 +184,8 @@ class TrainingRun:
     def record(self, **facts: object) -> None:
         """Write the record of the run's inputs, before the first step.
 
-        It has the resolved recipe, command, versions, git revision and the facts given. Warn where
-        machines that share no folder keep no checkpoints of their own.
+        The record has the resolved recipe, command, versions, git revision and the facts given.
+        There is a warning if machines share no folder and keep no checkpoints of their own.
 
         Args:
             facts: of the target and the data; see FACTS.
@@ -183,8 +193,8 @@ class TrainingRun:
         Raises:
             UserError: if the facts are not those of the run that is resumed.
         """
-        # The process that writes the folder locks it, and the others wait until it has.
-        # Only one run may write into the folder.
+        # Lock the folder, because only one run may write into it. One process locks it, and the
+        # others wait until it has.
         folder = self.path / "run"
         aside = self.path / STAGING_DIR / "run"
         facts = remove_places(facts)
@@ -249,8 +259,9 @@ class TrainingRun:
                     for path in aside.iterdir():
                         os.replace(path, folder / path.name)
         all_gather_object(None)
-        # A network file system shows a new folder late: within seconds, as a rule. After that this
-        # warns and does not refuse, as some take a minute.
+
+        # A network file system may show a new folder late, so each process waits for it. Then it
+        # only warns, because some file systems take a minute.
         end = time.monotonic() + VISIBILITY_WAIT_S
         while not (folder / RECIPE).exists() and time.monotonic() < end:
             time.sleep(1)
@@ -264,7 +275,8 @@ class TrainingRun:
     def _keep_finished(self) -> None:
         """Rename the draft and the report of a finished run that is trained further.
 
-        Nothing is renamed in a run without a draft, which is no finished one.
+        They get the step of the checkpoint that training continues from, e.g. `draft-500`. A run
+        without a draft is not finished, and nothing is renamed.
         """
         if self.checkpoint is None or not (self.path / "draft").exists():
             return
@@ -292,25 +304,28 @@ class TrainingRun:
     def train(self, trainer: ResumableTrainer) -> None:
         """Train, or resume where an interrupted run stopped, and save the best draft.
 
-        A DistillationTrainer has loaded the best draft back by then.
+        At the end of training, the Trainer loads the best draft back if the recipe says so. Only a
+        DistillationTrainer has a draft.
         """
-        # Replace the Trainer's printed logs by ours.
         with self.writer:
-            # These callbacks print every log as a dictionary.
+            # Replace the Trainer's callbacks that print, which print each log as a dictionary.
             for verbose in (PrinterCallback, ProgressCallback):
                 trainer.remove_callback(verbose)
             for callback in (
                 [ProgressLines()] if self.arguments.disable_tqdm else [Bar(), ProgressLines()]
             ):
                 trainer.add_callback(callback)
-            # `stopping` comes last: on a save it may end the run, and the others would not be told.
+            # `stopping` comes last: on a save it may end the run, and callbacks after it would not
+            # be called.
             trainer.callback_handler.callbacks.sort(
                 key=lambda callback: callback is trainer.stopping
             )
 
-            # Resume: go on with the time that was counted so far.
+            # A resumed run continues to count time where it stopped.
             if self.checkpoint is not None:
                 trainer.begun -= read_json(self.checkpoint / MANIFEST).get("seconds", math.nan)
+
+            # Remove what an interrupted save left, before any process saves. Then train.
             if self.arguments.should_save:
                 shutil.rmtree(self.path / STAGING_DIR, ignore_errors=True)
             all_gather_object(None)
@@ -328,7 +343,8 @@ class TrainingRun:
             if not isinstance(trainer, DistillationTrainer):
                 return
 
-            # Write the draft and its history aside, then move them to their place.
+            # Write the draft into the staging folder, write the history, and move the draft to its
+            # place. The draft comes last, because a run with a draft counts as finished.
             with saving(self.path / "draft"):
                 trainer.save_draft(self.path / STAGING_DIR / "draft")
                 if self.arguments.should_save:
@@ -340,7 +356,7 @@ class TrainingRun:
                     )
                     if (self.path / STAGING_DIR / "draft").exists():
                         os.replace(self.path / STAGING_DIR / "draft", self.path / "draft")
-                    # The folder is not there where another machine writes the draft.
+                    # On a machine that does not write the draft, the folder does not exist.
                     shutil.rmtree(self.path / STAGING_DIR, ignore_errors=True)
             print_result(
                 {
@@ -353,9 +369,9 @@ class TrainingRun:
 
 
 def warn_unpinned_revisions(recipe: Section) -> Iterator[str]:
-    """Yield warnings of inputs that may change from one day to the next.
+    """Yield warnings about inputs that may change from one day to the next.
 
-    These are a target on the Hub without a revision, and what `data_sources.left_open` finds.
+    These are a target on the Hub without a revision, and data on the Hub without one.
     """
     target, data = (getattr(recipe, name, None) for name in ("target", "data"))
     if target is not None and TARGET_IS_ON_HUB.holds(target) and target.revision is None:
@@ -368,12 +384,12 @@ def warn_unpinned_revisions(recipe: Section) -> Iterator[str]:
 
 
 def list_recipe_keys(values: Mapping[str, object]) -> dict[str, str]:
-    """Return each key of a recipe with its value, except keys that name places."""
+    """Return each key of a recipe with its value as text, except keys that name places."""
     return {key: str(value) for key, value in flatten_keys(values) if key not in PATH_KEYS}
 
 
 def _describe_obstacle(path: Path, recipe: Section, complete_steps: list[int]) -> str | None:
-    """Say in words which files in a folder keep a run out of it.
+    """Describe the files in a folder that keep a run from using it.
 
     Args:
         path: the run's folder.
@@ -381,25 +397,28 @@ def _describe_obstacle(path: Path, recipe: Section, complete_steps: list[int]) -
         complete_steps: steps of its complete checkpoints.
 
     Returns:
-        None if there are no such files.
+        A description for an error; None if the run can use the folder.
     """
     # A folder without a run must hold nothing else.
     entries = {entry.name for entry in path.iterdir()} if path.exists() else set()
     record = path / "run" / RECIPE
     if not record.exists():
         return "other files" if entries - {STAGING_DIR, LOCK} else None
-    # With only a record and a tracker's log, the run died before its first checkpoint.
+
+    # With only a record and a tracker's log, a run died before its first checkpoint. It may be
+    # started again, with any recipe.
     if entries <= {"run", "runs", STAGING_DIR, LOCK}:
         return None
+
+    # Compare the recipes, without the keys in which they may differ.
     recorded = read_keys(record, "train.output_dir", "a new folder, or an interrupted run")
     recipe_keys = parse_yaml(format_recipe(recipe))
     is_finished = "draft" in entries
-
-    # Compare the recipes, without the keys in which they may differ.
     old = dict(flatten_keys(_remove_irrelevant_keys(recorded, is_finished)))
     new = dict(flatten_keys(_remove_irrelevant_keys(recipe_keys, is_finished)))
     differing = [key for key in {**old, **new} if old.get(key) != new.get(key)]
     if differing:
+        # Show the first differences, and how to type a command with the old values.
         values = (
             f"{key} is {format_value(old.get(key))} there and {format_value(new.get(key))} here"
             for key in differing[:MAX_SHOWN_KEYS]
@@ -427,10 +446,10 @@ def _describe_obstacle(path: Path, recipe: Section, complete_steps: list[int]) -
 
 
 def _remove_irrelevant_keys(recipe: dict[str, Any], is_finished: bool) -> dict[str, object]:
-    """Return a recipe without the keys that change no number of the training.
+    """Return a recipe without the keys in which a resumed run may differ.
 
-    This leaves out the keys that say how processes share the rows of a step. For a finished run it
-    also leaves out its length, which may be raised.
+    These are the keys that say how processes share the rows of a step, `target.cache` and
+    `publish`. For a finished run its length is left out, too, because it may be raised.
     """
     train = recipe.get("train")
     irrelevant_keys = BATCH_KEYS + DURATION_KEYS * is_finished
