@@ -149,20 +149,19 @@ class TrainingRun:
         path = Path(str(arguments.output_dir))
         check_writable(path, "train.output_dir")
         local_steps = find_complete_steps(path)
-        obstacles, complete_steps = zip(
-            *all_gather_object((_describe_obstacle(path, recipe, local_steps), local_steps)),
-            strict=True,
-        )
-        obstacle = next(filter(None, obstacles), None)
-        if obstacle:
-            raise UserError(
-                "train.output_dir",
-                got=f"{path}, which holds {obstacle}",
-                text=f"train.output_dir: {path} holds {obstacle}. {START_OVER_HINT}",
-            )
+        local_obstacle = _describe_obstacle(path, recipe, local_steps)
+        gathered = all_gather_object((local_obstacle, local_steps))
+        for obstacle, _ in gathered:
+            if obstacle:
+                raise UserError(
+                    "train.output_dir",
+                    got=f"{path}, which holds {obstacle}",
+                    text=f"train.output_dir: {path} holds {obstacle}. {START_OVER_HINT}",
+                )
 
         # Resume from the newest checkpoint that every process finds complete.
-        step = max(set(complete_steps[0]).intersection(*complete_steps), default=None)
+        complete_steps = [set(steps) for _, steps in gathered]
+        step = max(set.intersection(*complete_steps), default=None)
         if step is None and any(complete_steps):
             raise UserError(
                 "train.output_dir",
@@ -195,9 +194,6 @@ class TrainingRun:
         """
         # Lock the folder, because only one run may write into it. One process locks it, and the
         # others wait until it has.
-        folder = self.path / "run"
-        aside = self.path / STAGING_DIR / "run"
-        facts = remove_places(facts)
         if self.arguments.should_save:
             self.writer.enter_context(
                 exclusive_lock(
@@ -209,33 +205,9 @@ class TrainingRun:
             )
         all_gather_object(None)
 
-        # An interrupted run must have had the same target and data.
-        record = (
-            read_keys(folder / PROVENANCE, "train.output_dir", "an interrupted run")
-            if self.checkpoint
-            else {}
-        )
-        old = remove_places(record)
-        differing_key = next(
-            (name for name, now in facts.items() if old.get(name, now) != now), None
-        )
-        # Every process must have read the old record before the first one overwrites it.
-        differing_key = next(filter(None, all_gather_object(differing_key)), None)
-        if differing_key:
-            raise UserError(
-                "train.output_dir",
-                got=(
-                    f"{self.path}, an interrupted run with {differing_key} {old.get(differing_key)}"
-                ),
-                text=(
-                    f"train.output_dir: {self.path} holds an interrupted run, in which"
-                    f" {FACTS.get(differing_key, differing_key)} is {old.get(differing_key)};"
-                    f" now it is {facts[differing_key]}."
-                    f" {START_OVER_HINT}"
-                ),
-            )
-
-        # Write the record aside and move it to its place.
+        # Compare the facts with the old record, and write the new one.
+        facts = remove_places(facts)
+        self._check_same_facts(facts)
         provenance = {
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "recipe": hashlib.sha256(format_recipe(self.recipe, public=True).encode()).hexdigest(),
@@ -246,33 +218,79 @@ class TrainingRun:
             **facts,
         }
         if self.arguments.should_save:
-            with saving(folder):
-                self._keep_finished()
-                aside.mkdir(parents=True, exist_ok=True)
-                (aside / RECIPE).write_text(format_recipe(self.recipe), encoding="utf-8")
-                (aside / PROVENANCE).write_text(
-                    json.dumps(provenance, indent=2) + "\n", encoding="utf-8"
-                )
-                if not folder.exists():
-                    os.replace(aside, folder)
-                else:
-                    for path in aside.iterdir():
-                        os.replace(path, folder / path.name)
+            with saving(self.path / "run"):
+                self._rename_finished()
+                self._write_record(provenance)
         all_gather_object(None)
+        self._wait_for_record()
 
-        # A network file system may show a new folder late, so each process waits for it. Then it
-        # only warns, because some file systems take a minute.
+    def _check_same_facts(self, facts: Mapping[str, object]) -> None:
+        """Raise UserError if an interrupted run had another target or other data.
+
+        Args:
+            facts: of the target and the data of this run.
+        """
+        old_record: dict[str, Any] = {}
+        if self.checkpoint:
+            path = self.path / "run" / PROVENANCE
+            old_record = read_keys(path, "train.output_dir", "an interrupted run")
+        old_facts = remove_places(old_record)
+        local_differing_keys = [
+            name for name, value in facts.items() if old_facts.get(name, value) != value
+        ]
+
+        # Every process must have read the old record before the first one overwrites it.
+        differing_keys = list(
+            itertools.chain.from_iterable(all_gather_object(local_differing_keys))
+        )
+        if differing_keys:
+            key = differing_keys[0]
+            raise UserError(
+                "train.output_dir",
+                got=f"{self.path}, an interrupted run with {key} {old_facts.get(key)}",
+                text=(
+                    f"train.output_dir: {self.path} holds an interrupted run, in which"
+                    f" {FACTS.get(key, key)} is {old_facts.get(key)}; now it is {facts[key]}."
+                    f" {START_OVER_HINT}"
+                ),
+            )
+
+    def _write_record(self, provenance: Mapping[str, object]) -> None:
+        """Write the recipe and the provenance of the run, and replace those of an earlier start.
+
+        The files are written into the staging folder first, so that they are never half written.
+        """
+        folder = self.path / "run"
+        staging_folder = self.path / STAGING_DIR / "run"
+        staging_folder.mkdir(parents=True, exist_ok=True)
+        (staging_folder / RECIPE).write_text(format_recipe(self.recipe), encoding="utf-8")
+        (staging_folder / PROVENANCE).write_text(
+            json.dumps(provenance, indent=2) + "\n", encoding="utf-8"
+        )
+        if not folder.exists():
+            os.replace(staging_folder, folder)
+        else:
+            for path in staging_folder.iterdir():
+                os.replace(path, folder / path.name)
+
+    def _wait_for_record(self) -> None:
+        """Wait until this process sees the record of the run, and warn if it does not appear.
+
+        A network file system may show a new folder late. This only warns and does not refuse,
+        because some file systems take a minute.
+        """
+        folder = self.path / "run"
         end = time.monotonic() + VISIBILITY_WAIT_S
         while not (folder / RECIPE).exists() and time.monotonic() < end:
             time.sleep(1)
         if not (folder / RECIPE).exists():
             logger.warning(
-                f"Process {self.arguments.process_index} does not see {folder}. If the machines"
-                " share no folder, set train.save_on_each_node=true: an interrupted run could not"
-                " be resumed."
+                f"Process {self.arguments.process_index} does not see {folder}, so an interrupted"
+                " run could not be resumed. If the machines share no folder, set"
+                " train.save_on_each_node=true."
             )
 
-    def _keep_finished(self) -> None:
+    def _rename_finished(self) -> None:
         """Rename the draft and the report of a finished run that is trained further.
 
         They get the step of the checkpoint that training continues from, e.g. `draft-500`. A run
@@ -281,24 +299,15 @@ class TrainingRun:
         if self.checkpoint is None or not (self.path / "draft").exists():
             return
         step = self.checkpoint.name.removeprefix("checkpoint-")
-        kept_folder = self.path
+        new_path = self.path
         # The draft comes last, because without it the run counts as an interrupted one.
         for name in ("report", "draft"):
             if (self.path / name).exists():
-                names = (
-                    f"{name}-{step}{f'-{number}' if number > 1 else ''}"
-                    for number in itertools.count(1)
-                )
-                kept_folder = next(
-                    self.path / candidate
-                    for candidate in names
-                    if not (self.path / candidate).exists()
-                )
-                os.replace(self.path / name, kept_folder)
+                new_path = _find_free_path(self.path / f"{name}-{step}")
+                os.replace(self.path / name, new_path)
         logger.info(
             f"Training in {self.path} continues from step {step}, with the learning rates of"
-            f" the new"
-            f" length. The previous draft is kept in {kept_folder}."
+            f" the new length. The previous draft is kept in {new_path}."
         )
 
     def train(self, trainer: ResumableTrainer) -> None:
@@ -309,12 +318,11 @@ class TrainingRun:
         """
         with self.writer:
             # Replace the Trainer's callbacks that print, which print each log as a dictionary.
-            for verbose in (PrinterCallback, ProgressCallback):
-                trainer.remove_callback(verbose)
-            for callback in (
-                [ProgressLines()] if self.arguments.disable_tqdm else [Bar(), ProgressLines()]
-            ):
-                trainer.add_callback(callback)
+            for callback_class in (PrinterCallback, ProgressCallback):
+                trainer.remove_callback(callback_class)
+            if not self.arguments.disable_tqdm:
+                trainer.add_callback(Bar())
+            trainer.add_callback(ProgressLines())
             # `stopping` comes last: on a save it may end the run, and callbacks after it would not
             # be called.
             trainer.callback_handler.callbacks.sort(
@@ -343,21 +351,7 @@ class TrainingRun:
             if not isinstance(trainer, DistillationTrainer):
                 return
 
-            # Write the draft into the staging folder, write the history, and move the draft to its
-            # place. The draft comes last, because a run with a draft counts as finished.
-            with saving(self.path / "draft"):
-                trainer.save_draft(self.path / STAGING_DIR / "draft")
-                if self.arguments.should_save:
-                    save_history(
-                        trainer.state,
-                        self.path,
-                        time.monotonic() - trainer.begun,
-                        has_best=self.arguments.load_best_model_at_end,
-                    )
-                    if (self.path / STAGING_DIR / "draft").exists():
-                        os.replace(self.path / STAGING_DIR / "draft", self.path / "draft")
-                    # On a machine that does not write the draft, the folder does not exist.
-                    shutil.rmtree(self.path / STAGING_DIR, ignore_errors=True)
+            self._save_draft(trainer)
             print_result(
                 {
                     "draft": self.path / "draft",
@@ -367,17 +361,49 @@ class TrainingRun:
                 }
             )
 
+    def _save_draft(self, trainer: DistillationTrainer) -> None:
+        """Save the draft and the history of a training that has ended.
+
+        The draft is moved to its place last, because a run with a draft counts as finished.
+        """
+        staging_folder = self.path / STAGING_DIR
+        with saving(self.path / "draft"):
+            trainer.save_draft(staging_folder / "draft")
+            if self.arguments.should_save:
+                save_history(
+                    trainer.state,
+                    self.path,
+                    time.monotonic() - trainer.begun,
+                    has_best=self.arguments.load_best_model_at_end,
+                )
+                if (staging_folder / "draft").exists():
+                    os.replace(staging_folder / "draft", self.path / "draft")
+                # On a machine that does not write the draft, the folder does not exist.
+                shutil.rmtree(staging_folder, ignore_errors=True)
+
+
+def _find_free_path(path: Path) -> Path:
+    """Return a path that does not exist yet: the path itself, or the path with `-2`, `-3`, …."""
+    free_path = path
+    number = 1
+    while free_path.exists():
+        number += 1
+        free_path = path.with_name(f"{path.name}-{number}")
+    return free_path
+
 
 def warn_unpinned_revisions(recipe: Section) -> Iterator[str]:
     """Yield warnings about inputs that may change from one day to the next.
 
-    These are a target on the Hub without a revision, and data on the Hub without one.
+    These are a target on the Hub without a revision, and the sources of data that
+    `warn_unpinned_sources` finds.
     """
-    target, data = (getattr(recipe, name, None) for name in ("target", "data"))
+    target = getattr(recipe, "target", None)
+    data = getattr(recipe, "data", None)
     if target is not None and TARGET_IS_ON_HUB.holds(target) and target.revision is None:
         yield (
-            f"target.revision: {target.model} is not pinned, and its weights are those of today:"
-            " target.revision=COMMIT keeps them"
+            f"target.revision: {target.model} is not pinned, so its weights may change:"
+            " set target.revision=COMMIT"
         )
     if data is not None:
         yield from data_sources.warn_unpinned_sources(data.source)
@@ -416,33 +442,31 @@ def _describe_obstacle(path: Path, recipe: Section, complete_steps: list[int]) -
     is_finished = "draft" in entries
     old = dict(flatten_keys(_remove_irrelevant_keys(recorded, is_finished)))
     new = dict(flatten_keys(_remove_irrelevant_keys(recipe_keys, is_finished)))
-    differing = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-    if differing:
+    differing_keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    if differing_keys:
         # Show the first differences, and how to type a command with the old values.
-        values = (
+        differences = [
             f"{key} is {format_value(old.get(key))} there and {format_value(new.get(key))} here"
-            for key in differing[:MAX_SHOWN_KEYS]
-        )
-        same = [f"{key}={format_value(old.get(key))}" for key in differing]
-        typed = shlex.join(same) if len(same) <= MAX_SHOWN_KEYS else f"recipe={record}"
-        return f"a run of another recipe: {'; '.join(values)}. To resume it, type {typed}"
+            for key in differing_keys[:MAX_SHOWN_KEYS]
+        ]
+        old_values = [f"{key}={format_value(old.get(key))}" for key in differing_keys]
+        has_few = len(old_values) <= MAX_SHOWN_KEYS
+        arguments = shlex.join(old_values) if has_few else f"recipe={record}"
+        return f"a run of another recipe: {'; '.join(differences)}. To resume it, type {arguments}"
+    if not is_finished:
+        return None
 
     # A finished run can only be trained further, for more steps or epochs.
-    if is_finished and not any(
-        (recipe_keys["train"].get(key) or 0) > (recorded["train"].get(key) or 0)
-        for key in DURATION_KEYS
-    ):
-        key = (
-            "train.max_steps"
-            if (recorded["train"].get("max_steps") or 0) > 0
-            else "train.num_train_epochs"
-        )
+    old_train = recorded["train"]
+    new_train = recipe_keys["train"]
+    is_longer = any((new_train.get(key) or 0) > (old_train.get(key) or 0) for key in DURATION_KEYS)
+    if not is_longer:
+        has_max_steps = (old_train.get("max_steps") or 0) > 0
+        key = "train.max_steps" if has_max_steps else "train.num_train_epochs"
         return f"a finished run. To train it further, raise {key}"
-    return (
-        "a finished run that kept no complete checkpoint, so it cannot be trained further"
-        if is_finished and not complete_steps
-        else None
-    )
+    if not complete_steps:
+        return "a finished run that kept no complete checkpoint, so it cannot be trained further"
+    return None
 
 
 def _remove_irrelevant_keys(recipe: dict[str, Any], is_finished: bool) -> dict[str, object]:
@@ -452,13 +476,9 @@ def _remove_irrelevant_keys(recipe: dict[str, Any], is_finished: bool) -> dict[s
     `publish`. For a finished run its length is left out, too, because it may be raised.
     """
     train = recipe.get("train")
-    irrelevant_keys = BATCH_KEYS + DURATION_KEYS * is_finished
-    steps = (
-        {name: value for name, value in train.items() if name not in irrelevant_keys}
-        if isinstance(train, dict)
-        else train
-    )
-    target = {
-        name: value for name, value in (recipe.get("target") or {}).items() if name != "cache"
-    }
-    return {**recipe, "target": target, "train": steps, "publish": None}
+    if isinstance(train, dict):
+        irrelevant_keys = (*BATCH_KEYS, *DURATION_KEYS) if is_finished else BATCH_KEYS
+        train = {name: value for name, value in train.items() if name not in irrelevant_keys}
+    target = dict(recipe.get("target") or {})
+    target.pop("cache", None)
+    return {**recipe, "target": target, "train": train, "publish": None}
