@@ -153,35 +153,82 @@ def build_training_arguments(train: Mapping[str, Any], **defaults: Any) -> Train
         UserError: for unknown or mistyped fields, and for a launch with more processes than GPUs
             or whose processes would each train alone.
     """
+    # Check the fields, first each one by itself.
     check_devices(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), "accelerate launch")
+    fields = {**defaults, **_check_fields(train)}
+    _check_combinations(fields)
 
-    # Check each field by itself.
+    # Adapt the fields: the Trainer would choose the wrong direction of a loss like `loss_1`, where
+    # less is better, and would compile the whole model.
+    metric = fields.get("metric_for_best_model")
+    if metric:
+        fields.setdefault("greater_is_better", "loss" not in metric)
+    for compile_key in COMPILE:
+        fields.pop(compile_key, None)
+    precision = _take_precision(fields)
+    fields = {**_launch_defaults(), **fields}
+
+    # Build the arguments. Some messages of transformers are about one field, and some about several
+    # that conflict.
+    try:
+        arguments = TrainingArguments(**fields)
+    except (ValueError, TypeError, OSError) as error:
+        raise _make_field_error(error, fields) or make_trainer_error(error, fields) from error
+
+    # Adapt them to the launch, and check what can only be checked on built arguments.
+    if precision == "fp16" and arguments.device.type == "cpu":
+        raise UserError(
+            "train.fp16",
+            got="float16 on a CPU",
+            expected=(
+                "train.bf16=true, or neither: accelerate would train in float32 and not say so"
+            ),
+        )
+    _adapt_sharding(arguments, precision)
+    _check_trackers_and_schedule(arguments)
+    _join_processes(arguments)
+    return arguments
+
+
+def _check_fields(train: Mapping[str, Any]) -> dict[str, Any]:
+    """Check each field of `train:` by itself, and return the fields with their values.
+
+    Raises:
+        UserError: for unknown or mistyped fields.
+    """
     hints = get_type_hints(TrainingArguments)
     known_fields = {
         entry.name: entry.metadata for entry in dataclasses.fields(TrainingArguments) if entry.init
     }
-    fields = dict(defaults)
+    fields = {}
     for name, value in train.items():
         if name not in known_fields:
-            close = ALIASES.get(name) or (
-                f"train.{near}" if (near := find_nearest(name, known_fields)) else None
-            )
+            nearest_field = find_nearest(name, known_fields)
+            nearest_key = f"train.{nearest_field}" if nearest_field else None
             raise UserError(
                 f"train.{name}",
                 got="an unknown key",
                 expected="a field of transformers.TrainingArguments",
-                nearest=close,
+                nearest=ALIASES.get(name) or nearest_key,
             )
         if name == "report_to" and isinstance(value, str):
             value = value.split(",")
         # YAML 1.1 reads an unquoted `no` as false.
         if name.endswith("_strategy") and value is False:
             value = "no"
-        fields[name] = _check_value(
-            name, value, hints[name], NAMES.get(name) or known_fields[name].get("choices") or ()
-        )
+        allowed_values = NAMES.get(name) or known_fields[name].get("choices") or ()
+        fields[name] = _check_value(name, value, hints[name], allowed_values)
+    return fields
 
-    # Refuse fields that cannot be combined, with a message that names keys of the recipe.
+
+def _check_combinations(fields: Mapping[str, Any]) -> None:
+    """Raise UserError for fields that cannot be combined, in this launch or at all.
+
+    transformers refuses other combinations, but its messages do not name keys of the recipe.
+
+    Args:
+        fields: all fields of TrainingArguments that have a value.
+    """
     for name, condition in CONDITIONAL_FIELDS.items():
         if fields.get(name) and not fields.get(condition):
             raise make_unused_key_error(
@@ -192,10 +239,8 @@ def build_training_arguments(train: Mapping[str, Any], **defaults: Any) -> Train
             )
     if fields.get("output_dir") is None:
         raise UserError("train.output_dir", got="nothing", expected="a folder")
-    metric = fields.get("metric_for_best_model")
-    if metric:
-        # Without this, transformers takes loss_1 for a score, where greater is better.
-        fields.setdefault("greater_is_better", "loss" not in metric)
+
+    # torch.compile works neither with sharded weights nor with activation checkpointing.
     if fields.get("torch_compile") and is_weight_sharded():
         raise UserError(
             "train.torch_compile",
@@ -210,29 +255,6 @@ def build_training_arguments(train: Mapping[str, Any], **defaults: Any) -> Train
             got="true with activation checkpointing",
             expected="one of the two",
         )
-    for compile_key in COMPILE:
-        fields.pop(compile_key, None)  # The Trainer would compile the step as a whole.
-
-    # Build the arguments, and adapt them to the launch.
-    precision = _take_precision(fields)
-    fields = {**_launch_defaults(), **fields}
-    # Some messages of transformers are about one field, and some about several that conflict.
-    try:
-        arguments = TrainingArguments(**fields)
-    except (ValueError, TypeError, OSError) as error:
-        raise _make_field_error(error, fields) or make_trainer_error(error, fields) from error
-    if precision == "fp16" and arguments.device.type == "cpu":
-        raise UserError(
-            "train.fp16",
-            got="float16 on a CPU",
-            expected=(
-                "train.bf16=true, or neither: accelerate would train in float32 and not say so"
-            ),
-        )
-    _adapt_sharding(arguments, precision)
-    _check_trackers_and_schedule(arguments)
-    _join_processes(arguments)
-    return arguments
 
 
 def make_trainer_error(error: Exception, fields: Mapping[str, object]) -> UserError:
@@ -311,7 +333,9 @@ def find_autocast_dtype(arguments: TrainingArguments) -> torch.dtype | None:
     plugin = arguments.deepspeed_plugin
     if plugin is not None:
         return torch.bfloat16 if plugin.deepspeed_config["torch_autocast"]["enabled"] else None
-    return torch.bfloat16 if arguments.bf16 else torch.float16 if arguments.fp16 else None
+    if arguments.bf16:
+        return torch.bfloat16
+    return torch.float16 if arguments.fp16 else None
 
 
 def is_sharded() -> bool:
@@ -344,9 +368,13 @@ def _take_precision(fields: dict[str, object]) -> str:
         UserError: for fp16 with a sharded draft.
     """
     # The launch chooses only if the recipe says nothing, not even false.
-    requested = [name for name in ("bf16", "fp16") if fields.get(name)]
-    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    precision: str = next(iter(requested), launched if not {"bf16", "fp16"} & set(fields) else "no")
+    precision = "no"
+    if fields.get("bf16"):
+        precision = "bf16"
+    elif fields.get("fp16"):
+        precision = "fp16"
+    elif "bf16" not in fields and "fp16" not in fields:
+        precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if not is_sharded():
         if precision != "no":
             fields[precision] = True
@@ -385,14 +413,13 @@ def _adapt_sharding(arguments: TrainingArguments, precision: str) -> None:
     # FSDP: only the second version is supported, with whole state dicts.
     if arguments.deepspeed_plugin is None:
         arguments.bf16 = precision == "bf16"
-        kind = (
-            os.environ.get("FSDP_VERSION", "1"),
-            os.environ.get("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT"),
-        )
-        if kind != FSDP:
+        fsdp_version = os.environ.get("FSDP_VERSION", "1")
+        state_dict_type = os.environ.get("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT")
+        if (fsdp_version, state_dict_type) != FSDP:
             raise UserError(
                 "accelerate launch",
-                got=f"a configuration with FSDP {kind[0]} and fsdp_state_dict_type {kind[1]}",
+                got=f"a configuration with FSDP {fsdp_version} and fsdp_state_dict_type"
+                f" {state_dict_type}",
                 expected=f"fsdp_version {FSDP[0]} and {FSDP[1]}, as fsdp2.yaml has them",
             )
         if arguments.save_on_each_node:
@@ -407,16 +434,15 @@ def _adapt_sharding(arguments: TrainingArguments, precision: str) -> None:
         return
 
     # DeepSpeed: gather whole weights on saving, and let torch autocast.
-    arguments.deepspeed_plugin.deepspeed_config["zero_optimization"][
-        "stage3_gather_16bit_weights_on_model_save"
-    ] = True
-    arguments.deepspeed_plugin.deepspeed_config["torch_autocast"] = {
+    config = arguments.deepspeed_plugin.deepspeed_config
+    config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    config["torch_autocast"] = {
         "enabled": precision == "bf16",
         "dtype": "bfloat16",
         "lower_precision_safe_modules": [],
     }
     if arguments.save_on_each_node:
-        arguments.deepspeed_plugin.deepspeed_config["checkpoint"] = {"use_node_local_storage": True}
+        config["checkpoint"] = {"use_node_local_storage": True}
     # Without this global setting, transformers loads models whole.
     unset_hf_deepspeed_config()
 
@@ -432,14 +458,13 @@ def _check_trackers_and_schedule(arguments: Any) -> None:
         try:
             INTEGRATION_TO_CALLBACK[tracker]()
         except (ImportError, RuntimeError, ValueError, KeyError) as error:
+            is_missing = "install" in str(error)
+            hint = f"train.report_to: {tracker} is not installed. Run: pip install {tracker}"
             raise UserError(
                 "train.report_to",
                 got=f"{tracker} ({error})",
                 expected="none alone, or what is installed and set up",
-                text=(
-                    f"train.report_to: {tracker} is not installed. Run: pip install {tracker}"
-                    * ("install" in str(error))
-                ),
+                text=hint if is_missing else "",
             ) from error
 
     # Build the schedule once, to see whether its options are valid.
@@ -456,18 +481,15 @@ def _check_trackers_and_schedule(arguments: Any) -> None:
         )
     except (TypeError, ValueError) as error:
         schedule_function: Any = TYPE_TO_SCHEDULER_FUNCTION[schedule]
-        known_trackers = [
-            name
-            for name in inspect.signature(schedule_function).parameters
-            if name not in TRAINER_SCHEDULE_PARAMETERS
-        ]
+        parameters = inspect.signature(schedule_function).parameters
+        known_options = [name for name in parameters if name not in TRAINER_SCHEDULE_PARAMETERS]
         raise UserError(
             "train.lr_scheduler_kwargs",
             got=(
                 f"{format_value(options) if options else 'nothing'} with"
                 f" train.lr_scheduler_type={schedule.value}"
             ),
-            expected=f"options of that schedule ({', '.join(known_trackers) or 'it has none'})",
+            expected=f"options of that schedule ({', '.join(known_options) or 'it has none'})",
         ) from error
 
 
@@ -547,7 +569,7 @@ def is_launched_with(sharding: str) -> bool:
     return os.environ.get(f"ACCELERATE_USE_{sharding}", "false").lower() == "true"
 
 
-def _check_value(name: str, value: object, hint: object, names: Collection[str]) -> object:
+def _check_value(name: str, value: object, hint: object, allowed_values: Collection[str]) -> object:
     """Check the value of a field of `train:`, and return it.
 
     TrainingArguments itself accepts a text for a number, and a text where a mapping belongs.
@@ -556,7 +578,7 @@ def _check_value(name: str, value: object, hint: object, names: Collection[str])
         name: the field.
         value: its value.
         hint: the type in its definition.
-        names: the allowed values; empty if the field has no such list.
+        allowed_values: empty if the field has no list of them.
 
     Raises:
         UserError: for a value of another type, an unknown name, or a number out of range.
@@ -567,29 +589,30 @@ def _check_value(name: str, value: object, hint: object, names: Collection[str])
         return value
 
     # A field with a list of allowed values, of which it has one or several.
-    if names:
+    if allowed_values:
         for item in value if isinstance(value, list) else [value]:
-            if item not in names:
+            if item not in allowed_values:
                 raise UserError(
                     f"train.{name}",
                     got="null" if item is None else repr(item),
-                    expected=f"one of {', '.join(names)}",
-                    nearest=find_nearest(str(item), names),
+                    expected=f"one of {', '.join(allowed_values)}",
+                    nearest=find_nearest(str(item), allowed_values),
                 )
         return value
 
     # Any other field: its value must have the type and be in range. An integer is a valid float.
-    if type(value) not in kinds | ({int} if float in kinds else set()):
-        known_names = sorted(
-            {NoneType: "null", dict: "mapping"}.get(kind, kind.__name__) for kind in kinds
-        )
+    allowed_types = kinds | {int} if float in kinds else kinds
+    if type(value) not in allowed_types:
+        type_names = {NoneType: "null", dict: "mapping"}
+        known_names = sorted(type_names.get(kind, kind.__name__) for kind in kinds)
         raise UserError(
             f"train.{name}",
             got="null" if value is None else f"{value!r} ({type(value).__name__})",
             expected=" or ".join(known_names),
         )
-    holds, expected = RANGES.get(name, FINITE)
-    if value is not None and not (FINITE[0](value) and holds(value)):
+    is_finite, _ = FINITE
+    is_in_range, expected = RANGES.get(name, FINITE)
+    if value is not None and not (is_finite(value) and is_in_range(value)):
         raise UserError(f"train.{name}", got=value, expected=expected)
     return value
 

@@ -43,8 +43,8 @@ def find_checkpoint(run: Path, step: int) -> Path:
 
 def list_steps(run: Path) -> list[int]:
     """Return the steps of a run's checkpoints, complete or not, in order."""
-    names = [re.fullmatch(r"checkpoint-(\d+)", path.name) for path in run.glob("checkpoint-*")]
-    return sorted(int(match[1]) for match in names if match)
+    matches = [re.fullmatch(r"checkpoint-(\d+)", path.name) for path in run.glob("checkpoint-*")]
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def publish_checkpoint(folder: Path, run: Path, launch: dict[str, object], seconds: float) -> None:
@@ -68,11 +68,9 @@ def publish_checkpoint(folder: Path, run: Path, launch: dict[str, object], secon
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
-    manifest = {
-        "files": files,
-        "launch": launch,
-        **({} if math.isnan(seconds) else {"seconds": seconds}),
-    }
+    manifest: dict[str, object] = {"files": files, "launch": launch}
+    if not math.isnan(seconds):
+        manifest["seconds"] = seconds
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 
     # Move the folder. There may be a damaged checkpoint of this step, which it replaces.
@@ -89,8 +87,9 @@ def prune(run: Path, limit: int | None, kept_folders: set[Path]) -> None:
         kept_folders: those that are never removed: the newest and the best.
     """
     folders = [find_checkpoint(run, step) for step in list_steps(run)]
-    surplus = len(folders) - limit if limit else 0
-    for folder in [folder for folder in folders if folder not in kept_folders][: max(0, surplus)]:
+    num_surplus = max(0, len(folders) - limit) if limit else 0
+    removable_folders = [folder for folder in folders if folder not in kept_folders]
+    for folder in removable_folders[:num_surplus]:
         shutil.rmtree(folder)
 
 
@@ -103,20 +102,16 @@ def describe_launch(arguments: Any) -> dict[str, object]:
     Returns:
         `sharding`, `processes`, and `rows`: the rows of one optimizer step.
     """
+    sharding = "none"
+    if is_launched_with("DEEPSPEED"):
+        sharding = f"zero{arguments.deepspeed_plugin.zero_stage}"
+    elif is_launched_with("FSDP"):
+        sharding = "fsdp"
+    process_rows = arguments.train_batch_size * arguments.gradient_accumulation_steps
     return {
-        "sharding": (
-            f"zero{arguments.deepspeed_plugin.zero_stage}"
-            if is_launched_with("DEEPSPEED")
-            else "fsdp"
-            if is_launched_with("FSDP")
-            else "none"
-        ),
+        "sharding": sharding,
         "processes": arguments.world_size,
-        "rows": (
-            arguments.train_batch_size
-            * arguments.gradient_accumulation_steps
-            * arguments.world_size
-        ),
+        "rows": process_rows * arguments.world_size,
     }
 
 
@@ -133,16 +128,15 @@ def check_launch(folder: Path, arguments: TrainingArguments) -> None:
     saved = read_json(folder / MANIFEST)["launch"]
     now = describe_launch(arguments)
     # Compare the facts that must be equal.
-    fixed = (
-        ("sharding", "rows") if saved["sharding"] == "none" else ("sharding", "rows", "processes")
-    )
-    if any(saved[name] != now[name] for name in fixed):
-        got, expected = (
-            "sharding {sharding}, {processes} processes, {rows} rows per step".format(**facts)
-            for facts in (now, saved)
-        )
+    names = ["sharding", "rows"]
+    if saved["sharding"] != "none":
+        names.append("processes")
+    if any(saved[name] != now[name] for name in names):
+        description = "sharding {sharding}, {processes} processes, {rows} rows per step"
         raise UserError(
-            "accelerate launch", got=got, expected=f"{expected}, as when {folder} was saved"
+            "accelerate launch",
+            got=description.format(**now),
+            expected=f"{description.format(**saved)}, as when {folder} was saved",
         )
 
     # Another number of processes resumes with other random numbers, so one process warns.
@@ -150,8 +144,8 @@ def check_launch(folder: Path, arguments: TrainingArguments) -> None:
         if is_first_here():
             logger.warning(
                 f"{folder} was saved by {saved['processes']} processes, and this launch has"
-                f" {now['processes']}:"
-                " sums are rounded differently, and noise and dropout are drawn anew."
+                f" {now['processes']}: sums are rounded differently, and noise and dropout are"
+                " drawn anew."
             )
         return
 
@@ -160,18 +154,16 @@ def check_launch(folder: Path, arguments: TrainingArguments) -> None:
     state = (
         f"rng_state_{arguments.process_index}.pth" if arguments.world_size > 1 else "rng_state.pth"
     )
-    lacking = (
-        None
-        if (folder / state).exists()
-        else f"{folder} on {socket.gethostname()}, which has no {state}"
-    )
-    lacking = next(filter(None, all_gather_object(lacking)), None)
-    if lacking:
-        raise UserError(
-            "accelerate launch --machine_rank",
-            got=lacking,
-            expected="each machine's number when it was saved",
-        )
+    problem = None
+    if not (folder / state).exists():
+        problem = f"{folder} on {socket.gethostname()}, which has no {state}"
+    for process_problem in all_gather_object(problem):
+        if process_problem:
+            raise UserError(
+                "accelerate launch --machine_rank",
+                got=process_problem,
+                expected="each machine's number when it was saved",
+            )
 
 
 def find_complete_steps(run: Path) -> list[int]:
@@ -202,29 +194,28 @@ def find_corruption(folder: Path, *, is_best: bool = False) -> str | None:
         A description for a message; None if the checkpoint is complete.
     """
     # The manifest must have its keys, and every file in it must exist with its size.
-    read = MANIFEST
+    file_name = MANIFEST
     try:
-        manifest = read_json(folder / read)
+        manifest = read_json(folder / file_name)
         files = manifest["files"]
         _ = float(manifest.get("seconds", 0))
-        lacking = {"sharding", "processes", "rows"} - {*manifest["launch"]}
-        if lacking:
-            return f"its {read} has no {min(lacking)}"
+        missing_keys = {"sharding", "processes", "rows"} - {*manifest["launch"]}
+        if missing_keys:
+            return f"its {file_name} has no {min(missing_keys)}"
         for name, size in files.items():
             num_bytes = (folder / name).stat().st_size
             if num_bytes != size:
                 return f"{name} has {num_bytes} of {size} bytes"
 
         # The Trainer's state names the best checkpoint so far.
-        read = STATE
-        best = Path(
-            read_json(folder / read, allow_nan=True)["best_model_checkpoint"] or folder
-        ).name
+        file_name = STATE
+        state = read_json(folder / file_name, allow_nan=True)
+        best = Path(state["best_model_checkpoint"] or folder).name
     except FileNotFoundError as error:
         return f"it has no {Path(error.filename).relative_to(folder)}"
     # The file is no JSON, or other JSON than expected.
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"its {read} cannot be read ({error})"
+        return f"its {file_name} cannot be read ({error})"
 
     # The best checkpoint must be intact, too, because it is loaded at the end of the run.
     if is_best or best == folder.name:
