@@ -37,9 +37,12 @@ def main(recipe: TargetRecipe) -> None:
     )
     arguments = run.arguments
 
-    # Train the tokenizer, and make the batches
+    # Train the tokenizer on the training texts.
     texts = (module.text for module in load_standard_library("train"))
     tokenizer = train_tokenizer(texts, recipe.tokenizer.vocab_size, recipe.shape.context_length)
+
+    # Make the batches: those of the curriculum, and eight held-out batches of 32 rows of 256
+    # tokens.
     train_stream = token_stream(documents("train", tokenizer), tokenizer)
     held_out_texts = documents("validation", tokenizer)
     held_out = token_stream(held_out_texts, tokenizer)
@@ -64,7 +67,7 @@ def main(recipe: TargetRecipe) -> None:
     model = LlamaForCausalLM(config)
     model.compile(dynamic=False)
 
-    # Train
+    # Train with Muon and AdamW.
     trainer = ResumableTrainer(
         model,
         arguments,
@@ -75,7 +78,7 @@ def main(recipe: TargetRecipe) -> None:
     )
     run.train(trainer)
 
-    # Save, and measure what was saved
+    # Save the model in bfloat16, and measure the saved model for its card.
     folder = Path(arguments.output_dir) / "model"
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -92,7 +95,7 @@ def main(recipe: TargetRecipe) -> None:
 
 
 def _whole_batch(items: list[dict[str, list[list[int]]]]) -> dict[str, torch.Tensor]:
-    """Return the only item as a batch: the curriculum yields whole batches."""
+    """Return the only item as a batch, because the curriculum yields whole batches."""
     batch = torch.as_tensor(items[0]["input_ids"])
     return {"input_ids": batch, "labels": batch}
 

@@ -1,7 +1,8 @@
-"""The history of a training run, from the Trainer's log.
+"""Print, draw, save and read the history of a training run.
 
-While a run trains, it is printed as lines. After each evaluation it is drawn as
-`training_curve.png`, and at the end it is saved as `run/history.json`, which can be read back.
+The history comes from the Trainer's log. While a run trains, progress lines are printed. After each
+evaluation the curves are drawn as `training_curve.png`. At the end the history is saved as
+`run/history.json`, which reports read.
 """
 
 import json
@@ -27,9 +28,11 @@ from specdistill.common.errors import convert_errors, logger
 from specdistill.common.progress import MIN_PARTS, SECONDS, format_clock, format_speed
 from specdistill.training.checkpoints import find_checkpoint, saving
 
+# A number of steps. Larger integers are not exact in every reader of JSON.
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 HISTORY, CURVE = Path("run") / "history.json", "training_curve.png"  # in a run's folder
-CUMULATIVE = "eval_cumulative_acceptance_"  # followed by a position in the draft, from 1
+# Names of metrics in the Trainer's log. The first is followed by a position in the draft, from 1.
+CUMULATIVE = "eval_cumulative_acceptance_"
 DECODED_METRIC = "eval_decoded_acceptance_length"
 # The figures of a log that progress lines show, and their formats.
 PROGRESS_FIGURES = {
@@ -43,10 +46,10 @@ PROGRESS_FIGURES = {
 
 @dataclass(frozen=True)
 class History:
-    """A finished training.
+    """The history of a finished training.
 
     Attributes:
-        seconds: its wall time, without steps that were lost and repeated; None where it is unknown.
+        seconds: its wall time, without steps that were lost and repeated; None if unknown.
         steps: optimizer steps.
         log: the Trainer's `log_history`.
         best_step: the step of the draft that was saved; None if that is the last step.
@@ -69,17 +72,18 @@ class History:
 
     @property
     def saved_step(self) -> int:
-        """The step after which the draft was as it was saved."""
+        """The step after which the saved draft was trained."""
         return self.steps if self.best_step is None else self.best_step
 
     def compare_before_and_after(self) -> dict[str, object] | None:
         """Return the acceptance length before and after training, for a report.
 
-        It is that of the draft before its first step, and that of the draft that was saved.
-        `simulated` is measured on held-out rows; `decoded` is there if each evaluation decoded.
+        "Before" is the draft before its first step, and "after" is the draft that was saved.
 
         Returns:
-            None for a training that was not evaluated at both steps.
+            The step of the saved draft, and `before` and `after` for each way of measuring:
+            `simulated` on held-out rows, and `decoded` if each evaluation decoded. None for a
+            training that was not evaluated at both steps.
         """
         step = self.saved_step
         lengths = dict[str, object]()
@@ -98,6 +102,7 @@ class History:
 
         It is measured on held-out rows, for each position in the draft.
         """
+        # A diverged training has rates that are not numbers, which are left out.
         points = [(entry["step"], read_cumulative(entry)) for entry in self.log]
         return [
             {"step": step, "rates": rates}
@@ -106,7 +111,8 @@ class History:
         ]
 
 
-validated = TypeAdapter(History).validate_python  # Other keys of the file are not read.
+# Checks the types of a history that was read from a file. Unknown keys are ignored.
+validated = TypeAdapter(History).validate_python
 
 
 def read_history(draft_folder: Path, *, key: str) -> History | None:
@@ -117,7 +123,7 @@ def read_history(draft_folder: Path, *, key: str) -> History | None:
         key: the recipe key that errors name.
 
     Returns:
-        None for a draft elsewhere, or of a run without a history.
+        The history; None for a draft that is not in a run's folder, or a run without a history.
 
     Raises:
         UserError: naming `key`, for a history that cannot be read.
@@ -135,15 +141,15 @@ def read_history(draft_folder: Path, *, key: str) -> History | None:
 def save_history(
     state: TrainerState, folder: Path, seconds: float, *, has_best: bool = False
 ) -> None:
-    """Save the drawing of a training that has ended, and its history.
+    """Draw the curves of a training that has ended, and save its history.
 
     The drawing is saved in the run's folder, and the history next to the run's record.
 
     Args:
         state: the Trainer's.
         folder: of the run.
-        seconds: of all of its steps; NaN if unknown.
-        has_best: whether the draft is that of the best evaluation, not of the last step.
+        seconds: the wall time of all steps; NaN if unknown.
+        has_best: whether the saved draft is that of the best evaluation, not of the last step.
     """
     draw(state.log_history, folder / CURVE)
     history = History(
@@ -159,9 +165,9 @@ def save_history(
 
 
 def select_finite(logs: dict[str, float]) -> dict[str, float]:
-    """Return the figures of a log that are finite.
+    """Return the figures of a log without those that are infinite or not a number.
 
-    JSON has no other numbers, and a figure that is missing was not measured.
+    JSON has no such numbers. Readers of a log treat a missing figure as one that was not measured.
     """
     return {
         name: value
@@ -171,19 +177,19 @@ def select_finite(logs: dict[str, float]) -> dict[str, float]:
 
 
 class Bar(ProgressCallback):
-    """The Trainer's progress bar, without the log that it prints as a dictionary."""
+    """The Trainer's progress bar, which prints no log: `ProgressLines` does that."""
 
     def on_log(
         self, args: object, state: object, control: object, logs: object = None, **kwargs: object
     ) -> None:
-        pass
+        """Do nothing, where the base class prints the log as a dictionary."""
 
 
 class ProgressLines(TrainerCallback):
-    """Prints the progress of training to stderr.
+    """A callback that prints the progress of training to stderr.
 
-    It prints every `SECONDS`, at the end, and after each evaluation. After an evaluation it also
-    prints the result, and saves a drawing.
+    It prints a line every `SECONDS`, at the end, and after each evaluation. After an evaluation it
+    also prints the result, and draws the curves.
     """
 
     def on_train_begin(
@@ -193,6 +199,7 @@ class ProgressLines(TrainerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
+        # `shown` is the last step that a line was printed for.
         self.begin = self.last = time.monotonic()
         self.first_step = state.global_step
         self.figures = dict[str, float]()
@@ -228,6 +235,8 @@ class ProgressLines(TrainerCallback):
         if not state.is_world_process_zero:
             return
         self._print(state)
+
+        # Print the acceptance that was measured, and draw the curves so far.
         rates = read_cumulative(self.figures)
         if rates:
             shown = "/".join(f"{100 * rate:.0f}" for rate in rates)
@@ -253,16 +262,18 @@ class ProgressLines(TrainerCallback):
             self._print(state)
 
     def _print(self, state: TrainerState) -> None:
-        """Print the figures so far, and how much time is left if that can be estimated."""
+        """Print a line with the latest figures, and with the time left if it can be estimated."""
         self.last = time.monotonic()
         self.shown = state.global_step
         figures: dict[str, float | str] = dict(self.figures)
         if "tokens_per_second" in figures:
             figures["tokens_per_second"] = format_speed(self.figures["tokens_per_second"])
+
+        # Format the figures. Estimate the time left from the steps since training began or resumed,
+        # once there are enough of them.
         parts = [
             form.format(figures[name]) for name, form in PROGRESS_FIGURES.items() if name in figures
         ]
-        # A resumed run estimates its speed from the steps since it resumed.
         num_done = state.global_step - self.first_step
         if num_done >= MIN_PARTS or (num_done and state.global_step == state.max_steps):
             steps_left = state.max_steps - state.global_step
@@ -270,23 +281,25 @@ class ProgressLines(TrainerCallback):
         self._write(state, parts)
 
     def _write(self, state: TrainerState, parts: list[str]) -> None:
+        """Print one line about the current step, without breaking the progress bar."""
         figures = f": {', '.join(parts)}" if parts else ""
         tqdm.write(f"Step {state.global_step}/{state.max_steps}{figures}", file=sys.stderr)
 
 
 def read_cumulative(entry: dict[str, float]) -> list[float]:
-    """Return the cumulative acceptance by position in the draft, from an evaluation in the log.
+    """Return the cumulative acceptance at each position in the draft, from one entry of the log.
 
-    It is the share of simulated drafts that are accepted up to the position.
+    The cumulative acceptance is the share of simulated drafts that are accepted up to the position.
+    The list is empty for an entry that is no evaluation.
     """
     return [entry[key] for k in range(1, len(entry)) if (key := f"{CUMULATIVE}{k}") in entry]
 
 
 def draw(log: list[dict[str, float]], path: Path) -> None:
-    """Draw a Trainer's log history as three panels.
+    """Draw a Trainer's log history as an image of three panels.
 
-    They are the loss, the simulated acceptance by position at each evaluation, and the simulated
-    acceptance length over training.
+    The panels show the loss, the simulated acceptance by position at each evaluation, and the
+    simulated acceptance length over training.
 
     Args:
         log: the Trainer's `log_history`.
@@ -294,6 +307,7 @@ def draw(log: list[dict[str, float]], path: Path) -> None:
     """
     import matplotlib  # It is imported here, and not above, because it is slow to import.
 
+    # The backend Agg draws into a file and needs no display.
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
@@ -334,11 +348,13 @@ def draw(log: list[dict[str, float]], path: Path) -> None:
     if evaluations:
         middle.legend(frameon=False, fontsize="small")
 
-    # The simulated acceptance length, step by step.
+    # The simulated acceptance length over training.
     right.plot(
         *_read_series(log, "eval_acceptance_length"), color="tab:green", marker="o", markersize=3
     )
     right.set(title="Simulated acceptance length", ylabel="tokens per target pass")
+
+    # What the panels have in common.
     for axis, along in (
         (left_panel, "optimizer step"),
         (middle, "position in the draft"),

@@ -1,12 +1,13 @@
-"""`ResumableTrainer`, transformers' Trainer whose runs can be stopped and resumed.
+"""Extend transformers' Trainer so that a run can be stopped at any moment and resumed.
 
-A run that was killed at any moment, or asked to stop, is resumed to the same weights.
+The resumed run reaches the same weights as an uninterrupted one.
 
 A training ends before its last step in two cases. If a signal asks it to, it saves and ends. If a
-loss is not finite, it ends without saving. A signal reaches one process or all, at different
-moments, and a loss may be finite in all processes but one. So at the end of each step the findings
-of all processes are added up, and all processes end after the same step. The sums are copied to the
-CPU while the device continues. They are read one step later, or at once where the step is saved.
+loss is not finite, it ends without saving. All processes must end after the same step, but a signal
+reaches them at different moments or reaches only one, and a loss may be finite in all processes but
+one. So at the end of each step the findings of all processes are added up. The sums are copied to
+the CPU while the device continues with the next step. They are read one step later, or at once if
+the step is saved.
 """
 
 import json
@@ -44,19 +45,21 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # Seconds within which a second signal is taken for the same one: a terminal's Ctrl-C reaches a
 # process twice at once, from the terminal and from its launcher.
 REPEATED_SIGNAL_S = 1.0
-# Environment variables that a launcher sets in its processes.
+# Environment variables that launchers (accelerate, torchrun) set in the processes that they start.
 LAUNCHERS = ("ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID")
+# The file in a run's folder that names the training rows of a loss that is not finite.
 NOT_FINITE_FILE = Path("run") / "loss_not_finite.json"
 
 
 class ResumableTrainer(Trainer):
-    """A Trainer that writes whole checkpoints only, and stops between two steps (see `Stopping`).
+    """A Trainer that writes only complete checkpoints, and stops between two steps.
 
-    Checkpoints are written aside and renamed.
+    Checkpoints are written into a staging folder and moved to their place. `Stopping` ends the run.
 
     Attributes:
-        micro_batch_losses: of the step under way.
-        begun: when an uninterrupted run would have begun, by `time.monotonic`.
+        micro_batch_losses: the losses of the current step's micro-batches so far.
+        begun: the start of the run by `time.monotonic`, as if it had never been interrupted. The
+            wall time so far is the current time minus this.
         stopping: the callback that ends the run.
     """
 
@@ -69,20 +72,22 @@ class ResumableTrainer(Trainer):
         self.add_callback(self.stopping)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Train on a micro-batch as the Trainer does, and keep its loss for `Stopping`."""
         loss: Tensor = super().training_step(*args, **kwargs)
         self.micro_batch_losses.append(loss)
         return loss
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """Run an epoch as the Trainer does, with the order of this epoch's rows.
+        """Run an epoch as the Trainer does, with the order of rows that this epoch has.
 
-        If only the end of the run was lost, this runs not one step more.
+        A run that was interrupted after its last step has no step left, so no epoch is run.
         """
         if self.state.global_step == self.state.max_steps:
             return
         sampler = kwargs["train_dataloader"].batch_sampler
-        # If a part of an epoch is left, accelerate wraps the sampler, and does not set the epoch of
-        # the innermost one.
+
+        # A run that resumes within an epoch skips batches with a wrapper around the sampler, and
+        # accelerate does not set the epoch of the sampler inside it.
         while hasattr(sampler, "batch_sampler"):
             sampler = sampler.batch_sampler
         if hasattr(getattr(sampler, "sampler", None), "set_epoch"):
@@ -90,23 +95,23 @@ class ResumableTrainer(Trainer):
         super()._run_epoch(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def _finalize_training(self, *args: object, **kwargs: object) -> object:
-        """Finish as the Trainer does, with `train_loss` averaged over all processes.
+        """Finish as the Trainer does, but average `train_loss` over all processes.
 
-        The Trainer averages the losses of the steps when it logs them, and takes the last ones,
-        which it did not log, from this process alone.
+        The Trainer averages losses over processes only when it logs them. The losses of the steps
+        after the last log would be those of this process alone.
         """
         self._tr_loss = self.accelerator.reduce(self._tr_loss, "mean")
         return super()._finalize_training(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log as the Trainer does, but no figure that is not finite: JSON has no such numbers."""
+        """Log as the Trainer does, but leave out infinite figures and NaN, which JSON lacks."""
         super().log(select_finite(logs), start_time)
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: object) -> bool:
-        """Determine the best metric as the Trainer does, and save the draft that has it.
+        """Determine the best metric as the Trainer does, and save a draft that reaches it.
 
-        A best draft that is to be loaded at the end is saved, also between two steps of
-        `train.save_steps`.
+        If the best draft is loaded at the end, it must be saved even if `train.save_steps` asks for
+        no checkpoint at this step.
         """
         is_best = super()._determine_best_metric(metrics, trial)
         if is_best and self.args.load_best_model_at_end:
@@ -114,13 +119,16 @@ class ResumableTrainer(Trainer):
         return is_best
 
     def _get_output_dir(self, trial: object) -> str:
+        """Return the folder that the Trainer saves in: during a save the staging folder."""
         return self._run_dir or str(super()._get_output_dir(trial))
 
     def _save_checkpoint(self, model: nn.Module, trial: object) -> None:
-        """Save a checkpoint as the Trainer does, but into a folder aside.
+        """Save a checkpoint as the Trainer does, but so that it is complete or does not exist.
 
-        When every process is done, it is moved to its place. Then older checkpoints are removed.
+        It is written into the staging folder. When every process is done, it is moved to its place.
+        Then older checkpoints are removed.
         """
+        # Every process writes its files into the staging folder.
         run = Path(str(self.args.output_dir))
         step = self.state.global_step
         self._run_dir = str(run / STAGING_DIR)
@@ -128,6 +136,9 @@ class ResumableTrainer(Trainer):
         with saving(find_checkpoint(run, step)):
             super()._save_checkpoint(model, trial)
         self._run_dir = None
+
+        # Move the checkpoint once all processes are done. If it is the best, the state must name
+        # its final place.
         if self.state.best_global_step == step:
             self.state.best_model_checkpoint = str(find_checkpoint(run, step))
         self.accelerator.wait_for_everyone()
@@ -138,6 +149,8 @@ class ResumableTrainer(Trainer):
                 publish_checkpoint(
                     aside, run, describe_launch(self.args), time.monotonic() - self.begun
                 )
+
+            # Remove old checkpoints, but neither this one nor the best.
             best = self.state.best_model_checkpoint
             prune(
                 run,
@@ -149,11 +162,11 @@ class ResumableTrainer(Trainer):
 
 @dataclass(frozen=True)
 class EndedStep:
-    """A step that has ended, with what the processes found in it.
+    """A step that has ended, with the findings of all processes about it.
 
     Attributes:
-        number: of the step, from 1.
-        losses: of this process's micro-batches.
+        number: the step's number, from 1.
+        losses: the losses of this process's micro-batches.
         found_2: [2], the numbers of processes that were asked to stop, and of those whose loss is
             not finite. It is on the CPU, and filled once `copied` is reached.
         copied: the event after which a device has copied `found_2`; None without a device.
@@ -166,9 +179,9 @@ class EndedStep:
 
 
 class Stopping(TrainerCallback):
-    """Ends a ResumableTrainer's run when a signal asks for it, or when a loss is not finite.
+    """A callback that ends a run when a signal asks for it, or when a loss is not finite.
 
-    A second signal ends the process.
+    The first signal saves and ends. A second signal ends the process at once.
 
     Attributes:
         received: the first signal that asked this process to stop.
@@ -188,7 +201,7 @@ class Stopping(TrainerCallback):
 
     @contextmanager
     def handle_signals(self) -> Iterator[None]:
-        """Handle signals while the block runs."""
+        """Handle SIGTERM and SIGINT while the block runs, and restore their handlers afterwards."""
         handlers = {number: signal.signal(number, self._receive) for number in SIGNALS}
         try:
             yield
@@ -202,7 +215,8 @@ class Stopping(TrainerCallback):
             self.received = number
             self.received_at = time.monotonic()
             if os.environ.get("RANK", "0") == "0":
-                # This does not print, because the signal may have interrupted a print.
+                # os.write instead of print, because the signal may have interrupted a print, which
+                # cannot be entered twice.
                 os.write(
                     2,
                     f"{signal.Signals(number).name}: saving after this step; a second one ends"
@@ -213,9 +227,9 @@ class Stopping(TrainerCallback):
 
     @property
     def asked(self) -> bool:
-        """Whether this process was asked to stop.
+        """Whether this process was asked to stop, by a signal or by the end of its launcher.
 
-        A launcher that is gone asks as well, because some launchers pass no signal on.
+        Some launchers do not pass a signal on. When one ends, this process gets another parent.
         """
         return self.received is not None or self.launcher not in (None, os.getppid())
 
@@ -226,7 +240,7 @@ class Stopping(TrainerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Add up the findings of all processes, and read those that are due."""
+        """Add up the findings of all processes on this step, and read those that are due."""
         # Count the processes that were asked to stop, and those whose loss is not finite.
         losses = self.trainer.micro_batch_losses
         self.trainer.micro_batch_losses = []
@@ -234,6 +248,8 @@ class Stopping(TrainerCallback):
         found_2 = self.trainer.accelerator.reduce(
             torch.stack([torch.full_like(finite, self.asked), ~finite]).long(), "sum"
         )
+
+        # Copy the counts to the CPU without waiting for the device.
         on_cpu_2 = found_2.to("cpu", non_blocking=True)  # This copies into pinned memory.
         copied = torch.cuda.current_stream().record_event() if found_2.is_cuda else None
         self.unread.append(EndedStep(state.global_step, losses, on_cpu_2, copied))
@@ -248,15 +264,16 @@ class Stopping(TrainerCallback):
     ) -> None:
         """Read the findings at the end of an epoch, too.
 
-        Only here the Trainer asks for what `train.save_strategy=epoch` saves and
-        `train.eval_strategy=epoch` evaluates.
+        With `train.save_strategy=epoch` or `train.eval_strategy=epoch`, the Trainer decides only
+        here to save or to evaluate, and the last step must be read before.
         """
         self._read(args, control)
 
     def _read(self, args: TrainingArguments, control: TrainerControl) -> None:
-        """Read what the steps before the last one found.
+        """Read the findings of all steps but the last, and act on them.
 
-        The last step is read, too, where its weights are about to be used.
+        The last step is read, too, if its weights are about to be saved or evaluated. Otherwise it
+        is read one step later, so that the CPU does not wait for the device.
         """
         ends = control.should_save or control.should_evaluate or control.should_training_stop
         while self.unread and (ends or self.stops or len(self.unread) > 1):
@@ -297,6 +314,7 @@ class Stopping(TrainerCallback):
         Raises:
             ResourceError: always.
         """
+        # Collect the rows of the micro-batches whose loss is not finite, from all processes.
         local_rows = [
             rows
             for rows, loss in zip(self._list_step_rows(step, args), step.losses, strict=True)
@@ -306,6 +324,8 @@ class Stopping(TrainerCallback):
         for batches in all_gather_object(local_rows):
             for batch in batches:
                 rows.extend(batch)
+
+        # Write them into a file, and name the first ones in the error.
         path = Path(str(args.output_dir)) / NOT_FINITE_FILE
         if args.should_save:
             with saving(path):
@@ -320,9 +340,10 @@ class Stopping(TrainerCallback):
         )
 
     def _list_step_rows(self, step: EndedStep, args: TrainingArguments) -> list[list[int]]:
-        """Return the rows of each micro-batch of this process in a step.
+        """Return the row numbers of each micro-batch of this process in a step.
 
-        They are read from the sampler, because the order of rows is a function of the epoch.
+        Batches do not carry row numbers, so they are computed again by the sampler: the order of
+        rows is a function of the epoch.
         """
         # The sampler of a new loader gives the same order, once it has the step's epoch.
         loader: Any = self.trainer.get_train_dataloader()
@@ -331,6 +352,8 @@ class Stopping(TrainerCallback):
         if not num_batches:
             # The rows are a stream, as in the training of pico itself, and have no numbers.
             return [[] for _ in step.losses]
+
+        # Find the epoch of the step, and the step's place in it.
         epoch, index = divmod(step.number - 1, math.ceil(num_batches / per_step))
         loader.set_epoch(epoch)
         return list(islice(loader.batch_sampler, index * per_step, (index + 1) * per_step))
