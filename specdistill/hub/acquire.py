@@ -1,11 +1,11 @@
-"""Find the draft of a method for a target, check it before its weights are fetched, and fetch it.
+"""Check that a draft fits a target before its weights are fetched, and fetch it.
 
 The user chooses the draft, and it is fetched at one commit.
 
-What a draft consists of depends on its method: a head, a model, a layer in the target's own
-checkpoint, or nothing at all. Small files and the headers of its safetensors tell whether it fits
-the target; a header is tens of kilobytes of a file of gigabytes. Fetched files are compared with
-the checksums that the Hub lists.
+The files of a draft depend on its method: it is a head, a model, or a layer in the target's own
+checkpoint. Small files and the headers of its safetensors tell whether it fits the target. A header
+is tens of kilobytes of a file of gigabytes. Fetched files are compared with the checksums that the
+Hub lists.
 """
 
 import shlex
@@ -56,11 +56,14 @@ from specdistill.methods.load import TOKENIZER, load_method, recognize_method
 from specdistill.methods.target_record import read_target_record
 from specdistill.targets.files import INDEX, SINGLE, Shards, TargetFiles
 
+# Files that are fetched at once, before it is known whether the draft fits.
 SMALL_FILES = ("config.json", "generation_config.json", INDEX, CARD)
+# Files of weights that are never opened, because unpickling may run code.
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+# The files of a language model next to its weights.
 MODEL = (*SMALL_FILES, *TOKENIZER, "*processor_config.json")
-# Errors of reading a header that holds other JSON. The last one comes from negative sizes, and from
-# JSON that is nested too deeply.
+# Errors that huggingface_hub raises for a header of safetensors that is no valid header. A
+# RuntimeError comes from negative sizes, and from JSON that is nested too deeply.
 OTHER_HEADERS = (
     SafetensorsParsingError,
     ValueError,
@@ -69,16 +72,17 @@ OTHER_HEADERS = (
     AttributeError,
     RuntimeError,
 )
+# What errors say is expected.
 DRAFT = "the folder of a draft, or org/name or org/name@revision on the Hub"
 TARGET = "pico, a folder, a GGUF file or a Hub id"
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The files of a model: a folder, or a commit of a repository.
+    """The files of a model: those of a folder, or of one commit of a repository on the Hub.
 
-    If the Hub cannot be reached, they are the files of that commit that are in its cache, which is
-    a folder too.
+    If the Hub cannot be reached, only the files in its cache are known, and they are treated as a
+    folder.
 
     Attributes:
         key: the key that errors name.
@@ -96,7 +100,7 @@ class ModelFiles:
 
     @classmethod
     def open(cls, name: str, revision: str | None, *, key: str, expected: str) -> "ModelFiles":
-        """Open a folder, or a revision of a repository, whose small files are fetched.
+        """Find the files of a folder or of a revision of a repository, and fetch the small ones.
 
         Args:
             name: the folder or the Hub id.
@@ -134,7 +138,7 @@ class ModelFiles:
                     allow_patterns=[*MODEL, "*.safetensors", "*.gguf", *PICKLES], dry_run=True
                 )
             except (HTTP_ERROR, LocalEntryNotFoundError, DryRunError):
-                # Without the Hub, its cache may have what is needed, though not every small file.
+                # The Hub cannot be reached. Its cache may hold all files that are needed.
                 folder = Path(
                     snapshot_download(
                         place, revision=commit, allow_patterns=[], local_files_only=True
@@ -206,10 +210,10 @@ class ModelFiles:
         return [file for file in files if not (self.folder / file).is_file()]
 
     def fetch(self, files: Sequence[str]) -> Path:
-        """Fetch those of the files that are missing.
+        """Fetch the files that are not here yet.
 
         If one was missing, all files of the commit are compared with the checksums that the Hub
-        lists. Damaged files are taken out of the cache, because its next reader would use them.
+        lists. Damaged files are removed from the cache, because its next reader would use them.
 
         Returns:
             The folder, which holds all of these files.
@@ -217,9 +221,8 @@ class ModelFiles:
         Raises:
             ResourceError: when the Hub or its cache fails, and for damaged files.
         """
+        # Only a repository can fetch missing files. A folder cannot.
         missing = self.list_missing(files)
-
-        # A repository fetches what is missing. A folder cannot.
         if not missing:
             return self.folder
         if self.repository is None:
@@ -252,6 +255,7 @@ class ModelFiles:
         # A damaged file is removed from the cache, so that it is fetched again.
         damaged = sorted(entry["path"] for entry in entries)
         if damaged:
+            # A file in the cache is a link to a blob, and both are removed.
             for link in (self.folder / file for file in damaged):
                 link.resolve().unlink()
                 link.unlink(missing_ok=True)
@@ -267,14 +271,17 @@ class ModelFiles:
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of the weights by name, without their content.
 
-        Only the header of each file is read, here or on the Hub. If the files are here, vocabulary
-        maps have their content.
+        Only the header of each file is read, from the disk or from the Hub. If the files are on the
+        disk, the tensors that map vocabularies have their content, too.
 
         Raises:
             UserError: for files that cannot be read, or are not those that the index names.
         """
+        # The files are on the disk.
         if not self.list_missing(self.weights()):
             return read_outline(self.folder, self.key)
+
+        # The Hub's client reads the headers with range requests.
         assert self.repository is not None
         with convert_errors(
             OTHER_HEADERS,
@@ -300,11 +307,15 @@ class ModelFiles:
 
 
 def _list_sizes(folder: Path) -> dict[str, int]:
+    """Return the bytes of each file in a folder, by name."""
     return {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
 
 
 def acquire(options: AcquireOptions) -> Path:
-    """Fetch a draft for a target, or the target if its own layer drafts.
+    """Fetch a draft for a target, after checking that it fits.
+
+    If no draft is named and a layer of the target itself drafts (method mtp), the target is
+    fetched.
 
     Returns:
         The folder of the draft. With `dry_run`, the folder that it would have.
@@ -326,7 +337,7 @@ def acquire(options: AcquireOptions) -> Path:
             expected="a method that is trained",
         )
 
-    # Find the target, with its small files.
+    # Find the target, and fetch its small files.
     folder, gguf = split_gguf(target)
     of_target = ModelFiles.open(
         folder, options.target.revision, key="target.model", expected=TARGET
@@ -337,8 +348,8 @@ def acquire(options: AcquireOptions) -> Path:
         adapter,
     )
 
-    # Find the files that are needed: those of the draft, or of the target if its layer drafts.
-    # Draft models are the only drafts that have this option of decoding.
+    # Find the files that are needed: those of the draft, or of the target if its layer drafts. Only
+    # draft models have the option `heterogeneous_vocab`.
     translation: dict[str, Any] = (
         {"heterogeneous_vocab": options.heterogeneous_vocab} if METHODS[method].standalone else {}
     )
@@ -373,7 +384,7 @@ def acquire(options: AcquireOptions) -> Path:
             ),
         )
 
-    # Fetch them.
+    # Fetch the files. `dry_run` stops before that.
     _announce(model_files, names)
     if not options.dry_run:
         model_files.fetch(names)
@@ -398,7 +409,7 @@ def _check_draft(
     of_target: ModelFiles,
     translation: Mapping[str, Any],
 ) -> list[str]:
-    """Check a draft of the Hub or a folder by its small files and headers.
+    """Check by small files and headers that a draft is of a method and fits the target.
 
     Returns:
         The files of the draft that are needed.
@@ -430,9 +441,9 @@ def _check_draft(
 
 
 def _compare_card(draft: ModelFiles, target: ModelFiles) -> None:
-    """Warn if a draft records no target, and its card names another one.
+    """Warn if the card of a draft names another target.
 
-    Sizes alone do not tell a model from its fine-tunes.
+    This is for a draft that records no target. Its sizes fit all fine-tunes of the target, too.
     """
     try:
         base_model = (
@@ -441,7 +452,7 @@ def _compare_card(draft: ModelFiles, target: ModelFiles) -> None:
             else None
         )
     except ValueError:
-        # A card is prose: if its metadata cannot be read, it says nothing.
+        # Nobody checks the metadata of cards, so broken ones are ignored.
         base_model = None
     models = [base_model] if isinstance(base_model, str) else base_model or []
     if (
@@ -456,11 +467,12 @@ def _compare_card(draft: ModelFiles, target: ModelFiles) -> None:
 
 
 def _announce(model_files: ModelFiles, names: Sequence[str]) -> None:
-    """Log what will be fetched, and how much space the disk has.
+    """Log which files will be fetched, and check that the disk has enough space.
 
     Raises:
         ResourceError: if the disk has too little space.
     """
+    # List the files that are missing, with their sizes.
     sizes = {file: model_files.sizes[file] for file in model_files.list_missing(names)}
     listed = "".join(f"\n  {decimal(size):>10}  {file}" for file, size in sizes.items())
     at = f" (commit {model_files.folder.name})" if model_files.repository else ""
@@ -468,6 +480,8 @@ def _announce(model_files: ModelFiles, names: Sequence[str]) -> None:
         f"{model_files.key}: {model_files.name}{at}, {len(names)} files, {len(sizes)} of them to"
         f" fetch{listed}"
     )
+
+    # Compare their sum with the free space.
     total = sum(sizes.values())
     if total:
         cache = Path(constants.HF_HUB_CACHE)

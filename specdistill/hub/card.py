@@ -1,4 +1,4 @@
-"""The model card of a published draft.
+"""Build the model card of a published draft.
 
 The card says what the model drafts for, how to serve it, what was measured, and what it was made
 from. The Hub searches its metadata: `base_model` finds the drafts of a target.
@@ -36,7 +36,7 @@ TEMPLATE = Path(__file__).with_name("card.md.j2")
 # Metrics of a report's row that the card's metadata has.
 METRICS = ("mean_acceptance_length", "acceptance_rate", "speedup")
 PICTURE = f"{REPORT}/picture.svg"
-# Names that stand in commands for the files that llama.cpp needs.
+# Placeholders in commands for the files that llama.cpp needs, which the reader has to make.
 GGUF_FILES = {"model": "TARGET.gguf", "model_draft": "DRAFT.gguf"}
 # Settings of a report that the section `eval:` has under the same name.
 SETTINGS = (
@@ -94,8 +94,8 @@ class CardContents:
 def build_model_card(of: CardContents, serving: Iterable[tuple[str, str]]) -> ModelCard:
     """Build the card of a release.
 
-    Everything from outside is escaped. Names of repositories and tags were checked before, by the
-    Hub's own rules.
+    Texts from reports and other cards are escaped, so that they cannot change the card's layout.
+    Names of repositories and tags were checked before, by the Hub's own rules.
 
     Args:
         of: the contents of the card.
@@ -104,7 +104,8 @@ def build_model_card(of: CardContents, serving: Iterable[tuple[str, str]]) -> Mo
     release = of.release
     report = of.release.report
 
-    # The engines that can put the draft's lookup in front of it.
+    # Find the engines that serve the draft, and the lookup that drafts before it, if it was
+    # measured with one.
     lookup = read_measured_lookup(report["settings"])
     engines = [
         ENGINES[name] for name in METHODS[release.method].serving() if ENGINES[name].serve_command
@@ -113,7 +114,7 @@ def build_model_card(of: CardContents, serving: Iterable[tuple[str, str]]) -> Mo
         {name: part for name, part in report.items() if name != "baseline"}
     )
 
-    # The template has the text; everything that varies is passed to it.
+    # The template has the text, and everything that varies is passed to it.
     card: ModelCard = ModelCard.from_template(
         build_metadata(of),
         template_str=TEMPLATE.read_text(encoding="utf-8"),
@@ -123,7 +124,7 @@ def build_model_card(of: CardContents, serving: Iterable[tuple[str, str]]) -> Mo
         tables=tables,
         plain=escape_markdown,
         endpoint=constants.ENDPOINT,
-        # The folder of the run is one of this machine.
+        # The folder of the run is a path of this machine, which is not published.
         overridden=[refusal.replace(f"{release.run}/", "") for refusal in of.overridden],
         summary=METHODS[release.method].summary,
         terms=list(dict.fromkeys(part.terms for part in of.parts if part.terms)),
@@ -154,10 +155,11 @@ def build_model_card(of: CardContents, serving: Iterable[tuple[str, str]]) -> Mo
 def build_metadata(of: CardContents) -> ModelCardData:
     """Build the metadata that the Hub reads.
 
-    A head or a layer is of no use without its very target. Of the four relations that the Hub
-    knows, only `adapter` says that. None of them says how a draft model of its own relates to its
-    target, so there the Hub makes its own choice.
+    The relation of a head or a layer to its target is `adapter`: of the four relations that the Hub
+    knows, only this one says that the draft is of no use without the target. No relation describes
+    a draft model and its target, so it is left out, and the Hub chooses one.
     """
+    # List the models and data sets on the Hub that the draft was made from.
     method = of.release.method
     standalone = METHODS[method].standalone
     began = [
@@ -180,6 +182,7 @@ def build_metadata(of: CardContents) -> ModelCardData:
 
 def format_eval_command(of: CardContents) -> str:
     """Return the command that measures the published draft with the report's main configuration."""
+    # Begin with what was measured: suite, number of prompts, tree and engine.
     report = of.release.report
     settings = of.release.report["settings"]
     target = of.release.made_for
@@ -247,7 +250,8 @@ def _list_results(of: CardContents) -> Iterator[EvalResult]:
 
 
 def _format_identity(target: TargetIdentity) -> str:
-    """Return the table of what identifies the target."""
+    """Return the table that identifies the target: name, commit, adapter and hashes."""
+    # A local path is shortened to its name, so that no folders of this machine are published.
     rows = {
         "name": Path(target.name_or_path).name
         if Path(target.name_or_path).is_absolute()
@@ -275,4 +279,5 @@ def _is_named_suite(report: phrases.Report) -> bool:
 
 
 def _is_hub_id(name: str) -> bool:
+    """Return whether a name has the form of a Hub id, and is no local path."""
     return name.count("/") == 1 and not Path(name).exists()

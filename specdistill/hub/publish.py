@@ -90,9 +90,9 @@ from specdistill.serving.export import (
 from specdistill.targets.files import NUM_SHOWN_HASH_DIGITS, Shards, TargetFiles
 from specdistill.training.history import read_history
 
-WEIGHTS = (".safetensors", ".gguf")
-# Files with prompts and completions, which may contain addresses. What else they say is also in
-# report.json.
+WEIGHTS = (".safetensors", ".gguf")  # the suffixes of files that hold weights
+# Files with prompts and completions, which may contain what looks like a secret, such as an
+# address. Everything else in them is also in report.json, which is searched for secrets.
 SUITE_REPORT_FILES = (SAMPLES, "report.html", Path(PICTURE).name)
 
 
@@ -103,11 +103,11 @@ class Publication:
     Attributes:
         repository: the repository on the Hub.
         tag: the tag of the release.
-        refusals: what speaks against the release. If no reason overrode them, nothing was
-            published.
-        folder: what was published, or would be. None if it was not written, because the release was
+        refusals: the reasons against the release. Nothing was published, unless `force` overrode
+            them.
+        folder: the folder that was published, or that a dry run wrote. None if the release was
             refused or exists already.
-        changes: how its files differ from the Hub's.
+        changes: how the files in the folder differ from those on the Hub.
         commit: the commit of the release. None if nothing was published, because it was refused or
             because of a dry run.
     """
@@ -121,16 +121,15 @@ class Publication:
 
 
 def publish_run(options: PublishOptions) -> Publication:
-    """Release the draft of a run, or say why not.
+    """Release the draft of a finished run on the Hub, or return the reasons against it.
 
-    The section `publish` of the run's recipe says what the options leave open.
+    Options that are not given have the values of the section `publish` of the run's recipe.
 
     Raises:
         UserError: for mistakes of the user.
         ResourceError: when the Hub or the disk fails.
     """
-    # Read the run and the repository.
-    # Read the run's recipe, and ask the Hub whether it may be written to.
+    # Read the run's recipe, and ask the Hub whether it accepts the token.
     run = Path(options.run)
     tag = options.tag
     reason = options.force
@@ -269,8 +268,8 @@ def find_last_release(
             again: its file or its folder. None for the report as published.
 
     Returns:
-        The tag of the last release and its evidence. None and None for the first release, which
-        must be declared with `none`.
+        The tag of the last release, and its report with the records. Both are None for the first
+        release, which must be declared with `none`.
 
     Raises:
         UserError: for a first release that is not declared as one, for a later one that is, for an
@@ -280,7 +279,7 @@ def find_last_release(
     name = repository.name
     tag = repository.last_release()
 
-    # A first release says so, and has nothing to compare with.
+    # The first release must be declared, because it is compared with nothing.
     if tag is None:
         if baseline != FIRST_RELEASE:
             raise UserError(
@@ -297,7 +296,7 @@ def find_last_release(
             "baseline", baseline, f"{name} has the release {tag}, which this one is compared with"
         )
 
-    # Fetch the report of the last release, or take the one that is given.
+    # Fetch the report of the last release, or take the given one.
     folder = fetch(
         name,
         key="repo",
@@ -308,7 +307,7 @@ def find_last_release(
     key, place = ("baseline", Path(baseline)) if baseline else ("repo", folder / REPORT)
     report, records = read_report(place, key)
 
-    # It must be as it was measured, and of the released draft.
+    # The report must be unedited, and must have measured the released draft.
     if report.get("digest") != compute_digest(report, records):
         raise UserError(
             key,
@@ -324,15 +323,20 @@ def find_last_release(
         raise UserError(
             key, got=f"{baseline}, a report of other weights", expected=f"one of {name}@{tag}"
         )
-    # The report names the draft as a reader knows it, not the place where it was measured.
+
+    # In the comparison, the draft has its name on the Hub, not the folder where it was measured.
     report["draft"] |= {"model": name, "revision": tag}
     return tag, Evidence(report, records)
 
 
 def is_released(run: Path, files: Mapping[str, RepoFile]) -> bool:
-    """Return whether a commit with these files is the release of this run.
+    """Return whether a commit is the release of a run.
 
-    It is if it has the draft, the training and the measurement of this run.
+    Its draft, its training record and its measurement must be those of the run.
+
+    Args:
+        run: the folder of the run.
+        files: the files of the commit, by path.
     """
     local_files = {path.name: path for path in (*draft_files(run / DRAFT), run / PROVENANCE)}
     local_files[f"{REPORT}/{SAMPLES}"] = run / REPORT / SAMPLES
@@ -342,10 +346,10 @@ def is_released(run: Path, files: Mapping[str, RepoFile]) -> bool:
 
 
 def check_release_fit(release: Release, target: TargetFiles) -> tuple[list[str], list[str]]:
-    """Check the draft of a run against its target.
+    """Check that the draft of a run fits its target.
 
     Returns:
-        What to warn of, and what speaks against the release.
+        Warnings, and refusals if it does not fit.
     """
     options: dict[str, Any] = (
         {"heterogeneous_vocab": is_translated(release)}
@@ -379,10 +383,14 @@ def find_target(release: Release, base_model: str | None) -> tuple[TargetFiles, 
         UserError: if `base_model` is another target.
         ResourceError: when the Hub fails.
     """
+    # Without `base_model`, the recipe names the target.
     recipe_target = release.recipe.target
     if base_model is None:
         target = TargetFiles(recipe_target.model, recipe_target.revision, recipe_target.adapter)
         return target, None if Path(target.name).exists() else split_gguf(target.name)[0]
+
+    # `base_model` is where others find a target that was trained from a folder. Its files must be
+    # those of that target.
     with convert_hub_errors("base_model", base_model, expected="the Hub id of the target"):
         HfApi().model_info(base_model)
     target = TargetFiles(base_model, adapter=recipe_target.adapter)
@@ -402,11 +410,14 @@ def list_ingredients(recipe: Recipe, target: TargetFiles, base_model: str | None
         UserError: for a card or a source that cannot be read.
         ResourceError: when the Hub fails.
     """
+    # The target.
     parts = [
         read_model_license(
             "target", base_model or Path(recipe.target.model).name, target.fetch(CARD)
         )
     ]
+
+    # Its adapter, and the model that the draft was initialized from, if there are such.
     init = getattr(getattr(recipe, "draft", None), "init", None) or ""
     optional_parts = {
         "target's adapter": target.adapter,
@@ -421,6 +432,8 @@ def list_ingredients(recipe: Recipe, target: TargetFiles, base_model: str | None
             parts.append(
                 read_model_license(what, Path(name).name if Path(name).exists() else name, folder)
             )
+
+    # The training data.
     data = getattr(recipe, "data", None)
     return [*parts, *(find_data_licenses(data.source) if data else [])]
 
@@ -428,7 +441,9 @@ def list_ingredients(recipe: Recipe, target: TargetFiles, base_model: str | None
 def stage(
     of: CardContents, target: TargetFiles, exports: Sequence[str], output: Path, *, replaces: bool
 ) -> None:
-    """Write the folder of a release. The draft's files are linked, not read.
+    """Write the folder of a release: draft, record, report, exports, licences and card.
+
+    The draft's files are linked, not copied.
 
     Args:
         of: the contents of the card.
@@ -442,6 +457,7 @@ def stage(
             export that is not possible.
         ResourceError: when the disk fails.
     """
+    # Check the files before anything is written.
     release = of.release
     draft = of.release.run / DRAFT
     Shards.open(draft, "run").check()
@@ -467,7 +483,7 @@ def stage(
             exported[engine] = export(
                 draft, engine, folder / engine, target, merges=False, logs=False
             )
-            # It has names of this machine; the card says how to serve the draft.
+            # SERVE.md names paths of this machine; the card says how to serve the draft.
             (folder / engine / "SERVE.md").unlink()
             config = folder / engine / "config.json"
             if config.is_file():
@@ -494,15 +510,21 @@ def stage(
 
 
 def write_terms(parts: Sequence[Licensed], target: TargetFiles, folder: Path) -> None:
-    """Write what licences demand to be passed on: their notices, and the target's own texts.
+    """Write the texts that licences demand to be passed on with a draft.
+
+    They are the notices of the licences, and the licence files of the target.
 
     Raises:
         UserError: for a text that is a link out of the target's folder, or out of the target's
             place in the Hub's cache.
     """
+    # Write the notices into one file, each once.
     terms = dict.fromkeys(part.terms.notice for part in parts if part.terms)
     if terms:
         (folder / NOTICE).write_text("".join(f"{notice}\n" for notice in terms), encoding="utf-8")
+
+    # Link the licence files of the target. In the Hub's cache they are links to blobs, which may
+    # lead out of the snapshot but not out of the repository's folder.
     texts = target.fetch(*TEXTS)
     paths = chain.from_iterable(texts.glob(pattern) for pattern in TEXTS)
     term_files = sorted(path for path in paths if path.is_file())
@@ -515,7 +537,7 @@ def write_terms(parts: Sequence[Licensed], target: TargetFiles, folder: Path) ->
 
 
 def refuse_links(paths: Iterable[Path], home: Path, key: str = "run") -> None:
-    """Raise UserError for the first path that is a link out of `home`, or lies behind such a link.
+    """Raise UserError if a path is a link that leads out of a folder, or lies behind such a link.
 
     Args:
         paths: the files that would be published.
@@ -536,7 +558,12 @@ def list_serving_commands(
 ) -> Iterator[tuple[str, str]]:
     """Yield the title and the commands of each engine that can serve the draft of a release.
 
-    Yields nothing for a draft that was measured with translated tokens. See `format_serving_lines`.
+    There are none for a draft that was measured with translated tokens.
+
+    Args:
+        of: the contents of the card.
+        target: the files of the target.
+        exported: by engine, the draft that was exported for it.
     """
     report = of.release.report
     draft = of.release.run / DRAFT
@@ -561,12 +588,14 @@ def list_serving_commands(
 
 
 def can_load_directly(engine: Engine, method: str, folder: Path) -> bool:
-    """Return whether an engine loads a draft's folder as training wrote it.
+    """Return whether an engine loads the folder of a draft as training wrote it.
 
-    Only the names and shapes of the weights are read.
+    This reads only the names and shapes of the weights.
     """
     if METHODS[method].standalone:
         return engine is not GGUF  # llama.cpp needs files that its converter makes
+
+    # The engine must find no problem in the config and the shapes of a head's weights.
     config = read_config(folder, "draft")
     tensors = Shards.open(folder, "draft").build_without_content()
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -600,6 +629,8 @@ def format_serving_lines(
         engine = ENGINES[name]
         if engine.serve_command is None:
             continue
+
+        # Serve with the number of draft tokens and the lookup that this engine supports.
         k, lookup = engine.drafting(served.num_tokens, served.lookup_first)
         started = replace(served, num_tokens=k, lookup_first=lookup)
         if name in exports:
@@ -620,7 +651,7 @@ def format_serving_lines(
 
 
 def print_outcome(publication: Publication) -> None:
-    """Print each file and what becomes of it, and what was released; print refusals on stderr."""
+    """Print each file and its change, and the release, or the reasons against it on stderr."""
     name = f"{publication.repository}@{publication.tag}"
     url = f"{constants.ENDPOINT}/{publication.repository}/tree/{publication.tag}"
 
