@@ -73,7 +73,7 @@ def main(recipe: TargetRecipe) -> None:
         arguments,
         train_dataset=train_set,
         eval_dataset=eval_set,
-        data_collator=_whole_batch,
+        data_collator=_return_batch,
         optimizers=(MuonAdamW(model, arguments.learning_rate, arguments.weight_decay), None),
     )
     run.train(trainer)
@@ -94,7 +94,7 @@ def main(recipe: TargetRecipe) -> None:
     )
 
 
-def _whole_batch(items: list[dict[str, list[list[int]]]]) -> dict[str, torch.Tensor]:
+def _return_batch(items: list[dict[str, list[list[int]]]]) -> dict[str, torch.Tensor]:
     """Return the only item as a batch, because the curriculum yields whole batches."""
     batch = torch.as_tensor(items[0]["input_ids"])
     return {"input_ids": batch, "labels": batch}

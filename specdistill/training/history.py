@@ -88,13 +88,10 @@ class History:
         step = self.saved_step
         lengths = dict[str, object]()
         for name, key in (("simulated", "eval_acceptance_length"), ("decoded", DECODED_METRIC)):
-            measured = {
-                at: value
-                for at, value in zip(*_read_series(self.log, key), strict=True)
-                if math.isfinite(value)
-            }
-            if 0 in measured and step in measured:
-                lengths[name] = {"before": measured[0], "after": measured[step]}
+            points = zip(*_read_series(self.log, key), strict=True)
+            length_by_step = {at: length for at, length in points if math.isfinite(length)}
+            if 0 in length_by_step and step in length_by_step:
+                lengths[name] = {"before": length_by_step[0], "after": length_by_step[step]}
         return {"steps": step, **lengths} if lengths else None
 
     def list_acceptance_curve(self) -> list[dict[str, object]]:
@@ -241,11 +238,8 @@ class ProgressLines(TrainerCallback):
         if rates:
             shown = "/".join(f"{100 * rate:.0f}" for rate in rates)
             parts = [f"simulated at positions 1 to {len(rates)}: {shown}% accepted"]
-            parts += (
-                [f"decoded acceptance length {self.figures[DECODED_METRIC]:.2f}"]
-                if DECODED_METRIC in self.figures
-                else []
-            )
+            if DECODED_METRIC in self.figures:
+                parts.append(f"decoded acceptance length {self.figures[DECODED_METRIC]:.2f}")
             self._write(state, parts)
             path = Path(str(args.output_dir)) / CURVE
             with saving(path):
@@ -271,13 +265,15 @@ class ProgressLines(TrainerCallback):
 
         # Format the figures. Estimate the time left from the steps since training began or resumed,
         # once there are enough of them.
-        parts = [
-            form.format(figures[name]) for name, form in PROGRESS_FIGURES.items() if name in figures
-        ]
+        parts = []
+        for name, template in PROGRESS_FIGURES.items():
+            if name in figures:
+                parts.append(template.format(figures[name]))
         num_done = state.global_step - self.first_step
         if num_done >= MIN_PARTS or (num_done and state.global_step == state.max_steps):
             steps_left = state.max_steps - state.global_step
-            parts.append(f"{format_clock((self.last - self.begin) * steps_left / num_done)} left")
+            seconds_left = (self.last - self.begin) * steps_left / num_done
+            parts.append(f"{format_clock(seconds_left)} left")
         self._write(state, parts)
 
     def _write(self, state: TrainerState, parts: list[str]) -> None:
@@ -292,7 +288,8 @@ def read_cumulative(entry: dict[str, float]) -> list[float]:
     The cumulative acceptance is the share of simulated drafts that are accepted up to the position.
     The list is empty for an entry that is no evaluation.
     """
-    return [entry[key] for k in range(1, len(entry)) if (key := f"{CUMULATIVE}{k}") in entry]
+    names = [f"{CUMULATIVE}{k}" for k in range(1, len(entry))]
+    return [entry[name] for name in names if name in entry]
 
 
 def draw(log: list[dict[str, float]], path: Path) -> None:
@@ -328,17 +325,18 @@ def draw(log: list[dict[str, float]], path: Path) -> None:
     left_panel.legend(frameon=False)
 
     # One line for each evaluation, darker with each step. Only the first and the last are labelled.
-    evaluations = [(entry["step"], rates) for entry in log if (rates := read_cumulative(entry))]
+    points = [(entry["step"], read_cumulative(entry)) for entry in log]
+    evaluations = [(step, rates) for step, rates in points if rates]
     for index, (step, rates) in enumerate(evaluations, start=1):
         shade = plt.get_cmap("viridis_r")(index / len(evaluations))
-        is_last = index in (1, len(evaluations))
+        is_labelled = index in (1, len(evaluations))
         middle.plot(
             range(1, len(rates) + 1),
             rates,
             color=shade,
             marker="o",
             markersize=3,
-            label=f"step {step}" if is_last else None,
+            label=f"step {step}" if is_labelled else None,
         )
     middle.set(
         title="Simulated acceptance",
@@ -355,12 +353,12 @@ def draw(log: list[dict[str, float]], path: Path) -> None:
     right.set(title="Simulated acceptance length", ylabel="tokens per target pass")
 
     # What the panels have in common.
-    for axis, along in (
+    for axis, x_label in (
         (left_panel, "optimizer step"),
         (middle, "position in the draft"),
         (right, "optimizer step"),
     ):
-        axis.set_xlabel(along)
+        axis.set_xlabel(x_label)
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)

@@ -132,7 +132,7 @@ class ResumableTrainer(Trainer):
         run = Path(str(self.args.output_dir))
         step = self.state.global_step
         self._run_dir = str(run / STAGING_DIR)
-        aside = find_checkpoint(run / STAGING_DIR, step)
+        staging_folder = find_checkpoint(run / STAGING_DIR, step)
         with saving(find_checkpoint(run, step)):
             super()._save_checkpoint(model, trial)
         self._run_dir = None
@@ -145,18 +145,15 @@ class ResumableTrainer(Trainer):
         if self.args.should_save:
             with saving(find_checkpoint(run, step)):
                 # The state is written again: it now names the best checkpoint by its final place.
-                self.state.save_to_json(str(aside / STATE))
-                publish_checkpoint(
-                    aside, run, describe_launch(self.args), time.monotonic() - self.begun
-                )
+                self.state.save_to_json(str(staging_folder / STATE))
+                seconds = time.monotonic() - self.begun
+                publish_checkpoint(staging_folder, run, describe_launch(self.args), seconds)
 
             # Remove old checkpoints, but neither this one nor the best.
-            best = self.state.best_model_checkpoint
-            prune(
-                run,
-                self.args.save_total_limit,
-                {find_checkpoint(run, step), *([Path(best)] if best else [])},
-            )
+            kept_folders = {find_checkpoint(run, step)}
+            if self.state.best_model_checkpoint:
+                kept_folders.add(Path(self.state.best_model_checkpoint))
+            prune(run, self.args.save_total_limit, kept_folders)
         self.accelerator.wait_for_everyone()
 
 
@@ -167,14 +164,15 @@ class EndedStep:
     Attributes:
         number: the step's number, from 1.
         losses: the losses of this process's micro-batches.
-        found_2: [2], the numbers of processes that were asked to stop, and of those whose loss is
-            not finite. It is on the CPU, and filled once `copied` is reached.
-        copied: the event after which a device has copied `found_2`; None without a device.
+        findings_2: [2], the number of processes that were asked to stop, and the number of
+            processes whose loss is not finite. It is on the CPU, and filled once `copied` is
+            reached.
+        copied: the event after which a device has copied `findings_2`; None without a device.
     """
 
     number: int
     losses: list[Tensor]
-    found_2: Tensor
+    findings_2: Tensor
     copied: torch.cuda.Event | None
 
 
@@ -244,15 +242,15 @@ class Stopping(TrainerCallback):
         # Count the processes that were asked to stop, and those whose loss is not finite.
         losses = self.trainer.micro_batch_losses
         self.trainer.micro_batch_losses = []
-        finite = torch.stack(losses).isfinite().all()
-        found_2 = self.trainer.accelerator.reduce(
-            torch.stack([torch.full_like(finite, self.asked), ~finite]).long(), "sum"
-        )
+        is_finite = torch.stack(losses).isfinite().all()
+        is_asked = torch.full_like(is_finite, self.asked)
+        local_findings_2 = torch.stack([is_asked, ~is_finite]).long()
+        findings_2 = self.trainer.accelerator.reduce(local_findings_2, "sum")
 
         # Copy the counts to the CPU without waiting for the device.
-        on_cpu_2 = found_2.to("cpu", non_blocking=True)  # This copies into pinned memory.
-        copied = torch.cuda.current_stream().record_event() if found_2.is_cuda else None
-        self.unread.append(EndedStep(state.global_step, losses, on_cpu_2, copied))
+        cpu_findings_2 = findings_2.to("cpu", non_blocking=True)  # This copies into pinned memory.
+        copied = torch.cuda.current_stream().record_event() if findings_2.is_cuda else None
+        self.unread.append(EndedStep(state.global_step, losses, cpu_findings_2, copied))
         self._read(args, control)
 
     def on_epoch_end(
@@ -275,12 +273,14 @@ class Stopping(TrainerCallback):
         The last step is read, too, if its weights are about to be saved or evaluated. Otherwise it
         is read one step later, so that the CPU does not wait for the device.
         """
-        ends = control.should_save or control.should_evaluate or control.should_training_stop
-        while self.unread and (ends or self.stops or len(self.unread) > 1):
+        uses_weights = (
+            control.should_save or control.should_evaluate or control.should_training_stop
+        )
+        while self.unread and (uses_weights or self.stops or len(self.unread) > 1):
             step = self.unread.pop(0)
             if step.copied:
                 step.copied.synchronize()
-            num_asked, num_not_finite = step.found_2.tolist()
+            num_asked, num_not_finite = step.findings_2.tolist()
             if num_not_finite:
                 self._stop_if_not_finite(step, args)
             self.stops = self.stops or num_asked > 0
@@ -315,10 +315,9 @@ class Stopping(TrainerCallback):
             ResourceError: always.
         """
         # Collect the rows of the micro-batches whose loss is not finite, from all processes.
+        batch_rows = self._list_step_rows(step, args)
         local_rows = [
-            rows
-            for rows, loss in zip(self._list_step_rows(step, args), step.losses, strict=True)
-            if not loss.isfinite()
+            rows for rows, loss in zip(batch_rows, step.losses, strict=True) if not loss.isfinite()
         ]
         rows = []
         for batches in all_gather_object(local_rows):
@@ -332,7 +331,7 @@ class Stopping(TrainerCallback):
                 path.write_text(
                     json.dumps({"step": step.number, "rows": rows}) + "\n", encoding="utf-8"
                 )
-        shown = ", ".join(map(str, rows[:8])) + ", …" * (len(rows) > 8)
+        shown = ", ".join(map(str, rows[:8])) + (", …" if len(rows) > 8 else "")
         raise ResourceError(
             f"the loss of step {step.number} is not finite, in a batch of rows {shown} of the"
             f" training data ({path})",
@@ -348,12 +347,13 @@ class Stopping(TrainerCallback):
         # The sampler of a new loader gives the same order, once it has the step's epoch.
         loader: Any = self.trainer.get_train_dataloader()
         num_batches = len(loader) if has_length(loader) else 0
-        per_step = args.gradient_accumulation_steps
+        step_batches = args.gradient_accumulation_steps
         if not num_batches:
             # The rows are a stream, as in the training of pico itself, and have no numbers.
             return [[] for _ in step.losses]
 
         # Find the epoch of the step, and the step's place in it.
-        epoch, index = divmod(step.number - 1, math.ceil(num_batches / per_step))
+        epoch, index = divmod(step.number - 1, math.ceil(num_batches / step_batches))
         loader.set_epoch(epoch)
-        return list(islice(loader.batch_sampler, index * per_step, (index + 1) * per_step))
+        first = index * step_batches
+        return list(islice(loader.batch_sampler, first, first + step_batches))

@@ -75,8 +75,8 @@ class DistillationTrainer(ResumableTrainer):
             * arguments.world_size
             * arguments.gradient_accumulation_steps
         )
-        filled = fill_up(train_set, step_rows)
-        self.num_empty = len(filled) - self.num_rows
+        filled_train_set = fill_up(train_set, step_rows)
+        self.num_empty = len(filled_train_set) - self.num_rows
         arguments.remove_unused_columns = False  # `prepare` reads columns that `forward` does not.
 
         # Initialize the Trainer. It may refuse combinations of arguments.
@@ -84,7 +84,7 @@ class DistillationTrainer(ResumableTrainer):
             super().__init__(
                 model=objective,
                 args=arguments,
-                train_dataset=filled,
+                train_dataset=filled_train_set,
                 eval_dataset=fill_up(eval_set, arguments.eval_batch_size * arguments.world_size),
                 data_collator=collate if store is None else store.collate,
                 compute_metrics=step_metrics,
@@ -113,11 +113,9 @@ class DistillationTrainer(ResumableTrainer):
 
         # Keep a copy of a sharded draft, into which its weights are gathered to be saved.
         self.is_sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
-        self.whole: Any = (
-            copy.deepcopy(self.objective.draft).cpu()
-            if self.is_sharded and arguments.should_save
-            else None
-        )
+        self.whole: Any = None
+        if self.is_sharded and arguments.should_save:
+            self.whole = copy.deepcopy(self.objective.draft).cpu()
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler[int] | None:
         """Return a sampler whose order does not depend on the number of processes."""
@@ -136,12 +134,10 @@ class DistillationTrainer(ResumableTrainer):
         # Prepare the batches. They are numbered in the order of their rows, which the processes
         # take in turn.
         first = self.state.global_step * num_batches
-        batches = [
-            self.objective.prepare(
-                batch, (first + index) * self.args.world_size + self.args.process_index
-            )
-            for index, batch in enumerate(islice(epoch_iterator, num_batches))
-        ]
+        batches = []
+        for index, batch in enumerate(islice(epoch_iterator, num_batches)):
+            number = (first + index) * self.args.world_size + self.args.process_index
+            batches.append(self.objective.prepare(batch, number))
 
         # Count tokens for the speed in the log, and loss tokens for the division of the loss.
         self.num_tokens = self.num_tokens + sum(
@@ -243,11 +239,8 @@ class DistillationTrainer(ResumableTrainer):
         The peak memory is that of the process that needs most.
         """
         if "loss" in logs:
-            tokens = int(
-                self.accelerator.reduce(
-                    torch.as_tensor(self.num_tokens, device=self.args.device), "sum"
-                )
-            )
+            local_tokens = torch.as_tensor(self.num_tokens, device=self.args.device)
+            tokens = int(self.accelerator.reduce(local_tokens, "sum"))
             logs["tokens_per_second"] = tokens / (time.monotonic() - self.counted_from)
             peak_bytes = torch.tensor(
                 [measure_peak_memory_bytes(self.args.device)], device=self.args.device
@@ -303,10 +296,9 @@ class DistillationTrainer(ResumableTrainer):
 
         # Save the Trainer's file. Tied weights are saved only once.
         state = self.objective.state_dict() if state_dict is None else state_dict
-        repeated = set(getattr(self.objective, "_keys_to_ignore_on_save", ()))
-        super()._save(
-            output_dir, {name: tensor for name, tensor in state.items() if name not in repeated}
-        )
+        repeated_names = set(getattr(self.objective, "_keys_to_ignore_on_save", ()))
+        kept_state = {name: tensor for name, tensor in state.items() if name not in repeated_names}
+        super()._save(output_dir, kept_state)
         self._write_draft(Path(output_dir or str(self.args.output_dir)) / "draft", state)
 
     def _write_draft(self, folder: Path, state: dict[str, Tensor] | None) -> None:
@@ -319,13 +311,12 @@ class DistillationTrainer(ResumableTrainer):
         if self.whole is None:
             return self.save(self.objective.draft, folder)
         assert state is not None
-        self.whole.load_state_dict(
-            {
-                name.removeprefix("draft."): tensor
-                for name, tensor in state.items()
-                if name.startswith("draft.")
-            }
-        )
+        draft_state = {
+            name.removeprefix("draft."): tensor
+            for name, tensor in state.items()
+            if name.startswith("draft.")
+        }
+        self.whole.load_state_dict(draft_state)
         return self.save(self.whole, folder)
 
 
@@ -336,14 +327,12 @@ def fill_up(rows: Dataset, multiple: int) -> Dataset:
     process gets the same number, and an evaluation would count some rows twice.
     """
     length = len(rows[0]["input_ids"])
-    missing = -len(rows) % multiple
-    empty = {"input_ids": 0, "loss_mask": 0, "document_ids": PADDING_DOCUMENT, "position_ids": 0}
-    table = {column: [[value] * length] * missing for column, value in empty.items()}
-    return (
-        concatenate_datasets([rows, Dataset.from_dict(table, features=rows.features)])
-        if missing
-        else rows
-    )
+    num_missing = -len(rows) % multiple
+    if num_missing == 0:
+        return rows
+    padding = {"input_ids": 0, "loss_mask": 0, "document_ids": PADDING_DOCUMENT, "position_ids": 0}
+    table = {column: [[value] * length] * num_missing for column, value in padding.items()}
+    return concatenate_datasets([rows, Dataset.from_dict(table, features=rows.features)])
 
 
 class RandomOrder(Sampler[int]):
