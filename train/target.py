@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset, IterableDataset
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, TrainingArguments
 
 from specdistill.cli.command import run
 from specdistill.common.project import ROOT
@@ -46,16 +46,7 @@ def main(recipe: TargetRecipe) -> None:
     train_stream = token_stream(documents("train", tokenizer), tokenizer)
     held_out_texts = documents("validation", tokenizer)
     held_out = token_stream(held_out_texts, tokenizer)
-    batches = partial(
-        curriculum,
-        train_stream,
-        arguments.max_steps,
-        **vars(recipe.curriculum),
-        seed=arguments.seed,
-    )
-    train_set = IterableDataset.from_generator(
-        lambda: ({"input_ids": batch} for batch in batches())
-    )
+    train_set = _make_train_set(train_stream, recipe, arguments)
     eval_set = Dataset.from_dict({"input_ids": held_out[: 8 * 32 * 256].view(8, 32, 256).tolist()})
     run.record(
         train_tokens=len(train_stream), data_fingerprint=str(hash(tuple(train_stream.tolist())))
@@ -92,6 +83,20 @@ def main(recipe: TargetRecipe) -> None:
         steps=arguments.max_steps,
         batch_tokens=recipe.curriculum.batch_tokens,
     )
+
+
+def _make_train_set(
+    train_stream: torch.Tensor, recipe: TargetRecipe, arguments: TrainingArguments
+) -> IterableDataset:
+    """Return the batches of the curriculum as a stream, one batch per step."""
+    batches = partial(
+        curriculum,
+        train_stream,
+        arguments.max_steps,
+        **vars(recipe.curriculum),
+        seed=arguments.seed,
+    )
+    return IterableDataset.from_generator(lambda: ({"input_ids": batch} for batch in batches()))
 
 
 def _return_batch(items: list[dict[str, list[list[int]]]]) -> dict[str, torch.Tensor]:

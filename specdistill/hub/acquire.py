@@ -10,6 +10,7 @@ Hub lists.
 
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import partial
@@ -121,10 +122,10 @@ class ModelFiles:
                 expected = "a folder, which has no revisions, or a Hub id"
                 raise UserError(key, got=f"{name} at revision {revision}", expected=expected)
             return cls(key, name, Path(place), _list_sizes(Path(place)))
-        shown = f"{name}@{revision}" if revision else name
+        full_name = f"{name}@{revision}" if revision else name
 
         # Fetch the small files of a repository, and list the others without fetching them.
-        with convert_hub_errors(key, shown, expected=expected):
+        with convert_hub_errors(key, full_name, expected=expected):
             commit = find_commit(place, revision)
             snapshot = partial(
                 snapshot_download,
@@ -144,22 +145,13 @@ class ModelFiles:
                         place, revision=commit, allow_patterns=[], local_files_only=True
                     )
                 )
-                return cls(key, shown, folder, _list_sizes(folder))
-        return cls(
-            key,
-            shown,
-            folder,
-            {file.filename: file.file_size or 0 for file in files if "/" not in file.filename},
-            place,
-        )
+                return cls(key, full_name, folder, _list_sizes(folder))
+        sizes = {file.filename: file.file_size or 0 for file in files if "/" not in file.filename}
+        return cls(key, full_name, folder, sizes, place)
 
     def list_matching(self, *patterns: str) -> list[str]:
         """Return the files whose names match one of the patterns."""
-        matching = []
-        for path in self.sizes:
-            if any(fnmatch(path, pattern) for pattern in patterns):
-                matching.append(path)
-        return matching
+        return [name for name in self.sizes if any(fnmatch(name, pattern) for pattern in patterns)]
 
     def weights(self) -> list[str]:
         """Return the safetensors files that hold the weights.
@@ -170,11 +162,11 @@ class ModelFiles:
         # Several files of weights are named by their index.
         if INDEX in self.sizes:
             weight_files = Shards.open(self.folder, self.key, complete=False).files
-            lacking = next((file for file in weight_files if file not in self.sizes), None)
-            if lacking:
+            missing = [file for file in weight_files if file not in self.sizes]
+            if missing:
                 raise UserError(
                     self.key,
-                    got=f"{self.name} without {lacking}",
+                    got=f"{self.name} without {missing[0]}",
                     expected="every file that its index names",
                 )
             return weight_files
@@ -196,12 +188,10 @@ class ModelFiles:
                     " safetensors"
                 ),
             )
+        file_names = ", ".join(sorted(self.sizes)[:5]) or "nothing"
         raise UserError(
             self.key,
-            got=(
-                f"{self.name} without weights, with"
-                f" {', '.join(sorted(self.sizes)[:5]) or 'nothing'}"
-            ),
+            got=f"{self.name} without weights, with {file_names}",
             expected=f"{SINGLE}, or {INDEX}",
         )
 
@@ -239,11 +229,10 @@ class ModelFiles:
                     revision=self.folder.name,
                     allow_patterns=[escape(file) for file in missing],
                 )
-                entries = (
-                    HfApi()
-                    .verify_repo_checksums(self.repository, revision=self.folder.name)
-                    .mismatches
+                verification = HfApi().verify_repo_checksums(
+                    self.repository, revision=self.folder.name
                 )
+                entries = verification.mismatches
         except (OSError, XetDownloadError, RuntimeError) as error:
             # hf_xet raises RuntimeError.
             raise ResourceError(
@@ -292,13 +281,11 @@ class ModelFiles:
             with convert_hub_errors(
                 self.key, self.name, expected="a Hub id", patterns=self.weights()
             ):
-                read = (
-                    HfApi()
-                    .get_safetensors_metadata(self.repository, revision=self.folder.name)
-                    .files_metadata.values()
+                metadata = HfApi().get_safetensors_metadata(
+                    self.repository, revision=self.folder.name
                 )
             tensors = {}
-            for file in read:
+            for file in metadata.files_metadata.values():
                 for name, tensor_info in file.tensors.items():
                     dtype = str_to_torch_dtype[tensor_info.dtype]
                     shape = tuple(tensor_info.shape)
@@ -327,9 +314,6 @@ def acquire(options: AcquireOptions) -> Path:
             files.
     """
     method = options.method
-    draft = options.draft
-    target = options.target.model
-    adapter = options.target.adapter
     if not METHODS[method].is_trained:
         raise UserError(
             "method",
@@ -338,76 +322,90 @@ def acquire(options: AcquireOptions) -> Path:
         )
 
     # Find the target, and fetch its small files.
-    folder, gguf = split_gguf(target)
-    of_target = ModelFiles.open(
+    folder, gguf = split_gguf(options.target.model)
+    target_model = ModelFiles.open(
         folder, options.target.revision, key="target.model", expected=TARGET
     )
-    files = TargetFiles(
-        f"{of_target.repository or of_target.folder}{f'/{gguf}' if gguf else ''}",
-        of_target.folder.name if of_target.repository else options.target.revision,
-        adapter,
+    location = str(target_model.repository or target_model.folder)
+    target = TargetFiles(
+        f"{location}/{gguf}" if gguf else location,
+        target_model.folder.name if target_model.repository else options.target.revision,
+        options.target.adapter,
     )
 
     # Find the files that are needed: those of the draft, or of the target if its layer drafts. Only
     # draft models have the option `heterogeneous_vocab`.
-    translation: dict[str, Any] = (
+    check_options: dict[str, Any] = (
         {"heterogeneous_vocab": options.heterogeneous_vocab} if METHODS[method].standalone else {}
     )
-    if draft is not None:
-        name, revision = split_revision(draft)
+    if options.draft is not None:
+        name, revision = split_revision(options.draft)
         model_files = ModelFiles.open(name, revision, key="draft", expected=DRAFT)
-        names = _check_draft(model_files, method, files, of_target, translation)
-    elif adapter is not None:
-        raise make_unused_key_error(
-            "target.adapter",
-            adapter,
-            "only used with a trained draft",
-            alternative="add draft=PATH",
-        )
-    elif METHODS[method].in_target:
-        load_method(method).check_native(
-            {name: tensor.shape for name, tensor in of_target.tensors().items()}, files
-        )
-        logger.info(
-            f"{of_target.name}: the layer that drafts is in its own checkpoint, so all of it"
-            " is fetched"
-        )
-        model_files = of_target
-        names = [gguf] if gguf else [*of_target.list_matching(*MODEL), *of_target.weights()]
+        names = _check_draft(model_files, method, target, target_model, check_options)
     else:
-        raise UserError(
-            "draft",
-            got="nothing",
-            expected=(
-                f"{DRAFT}; `specdistill plan target={shlex.quote(target)}` lists those that the Hub"
-                " has"
-            ),
-        )
+        _check_native_draft(options, target, target_model)
+        model_files = target_model
+        names = [gguf] if gguf else [*model_files.list_matching(*MODEL), *model_files.weights()]
 
     # Fetch the files. `dry_run` stops before that.
     _announce(model_files, names)
     if not options.dry_run:
         model_files.fetch(names)
         # The draft is checked once more, with the content of its vocabulary maps.
-        if draft is not None:
+        if options.draft is not None:
             check_draft(
                 method,
                 model_files.folder,
-                files,
+                target,
                 "draft",
                 name=model_files.name,
                 logs=False,
-                **translation,
+                **check_options,
             )
     return model_files.folder
+
+
+def _check_native_draft(
+    options: AcquireOptions, target: TargetFiles, target_model: ModelFiles
+) -> None:
+    """Check that the target's own layer can draft, because no draft was named.
+
+    Args:
+        options: the options of the command.
+        target: the files of the target.
+        target_model: the same files, as they are found before they are fetched.
+
+    Raises:
+        UserError: if the method needs a draft, for an adapter, and for a target without the layer.
+    """
+    if options.target.adapter is not None:
+        raise make_unused_key_error(
+            "target.adapter",
+            options.target.adapter,
+            "only used with a trained draft",
+            alternative="add draft=PATH",
+        )
+    if not METHODS[options.method].in_target:
+        plan_command = f"specdistill plan target={shlex.quote(options.target.model)}"
+        raise UserError(
+            "draft",
+            got="nothing",
+            expected=f"{DRAFT}; `{plan_command}` lists those that the Hub has",
+        )
+    shapes = {name: tensor.shape for name, tensor in target_model.tensors().items()}
+    load_method(options.method).check_native(shapes, target)
+    logger.info(
+        f"{target_model.name}: the draft is a layer of its checkpoint, so the whole checkpoint"
+        " is fetched"
+    )
 
 
 def _check_draft(
     draft: ModelFiles,
     method: str,
     target: TargetFiles,
-    of_target: ModelFiles,
-    translation: Mapping[str, Any],
+    target_model: ModelFiles,
+    check_options: Mapping[str, Any],
 ) -> list[str]:
     """Check by small files and headers that a draft is of a method and fits the target.
 
@@ -432,11 +430,11 @@ def _check_draft(
         )
 
     # Check that it fits the target.
-    of_target.fetch(of_target.list_matching("config.json", INDEX, *tokenizer))
-    check_draft(method, folder, target, "draft", name=draft.name, tensors=tensors, **translation)
+    target_model.fetch(target_model.list_matching("config.json", INDEX, *tokenizer))
+    check_draft(method, folder, target, "draft", name=draft.name, tensors=tensors, **check_options)
     if read_target_record(folder, "draft") is None:
-        _compare_card(draft, of_target)
-    logger.info(f"{draft.name}: a draft of method {method} that fits {of_target.name}")
+        _compare_card(draft, target_model)
+    logger.info(f"{draft.name}: a draft of method {method} that fits {target_model.name}")
     return [*draft.list_matching(*SMALL_FILES, *TOKENIZER), *draft.weights()]
 
 
@@ -445,21 +443,14 @@ def _compare_card(draft: ModelFiles, target: ModelFiles) -> None:
 
     This is for a draft that records no target. Its sizes fit all fine-tunes of the target, too.
     """
-    try:
-        base_model = (
-            read_front_matter(draft.folder / CARD).get("base_model")
-            if CARD in draft.sizes
-            else None
-        )
-    except ValueError:
+    base_model = None
+    if CARD in draft.sizes:
         # Nobody checks the metadata of cards, so broken ones are ignored.
-        base_model = None
+        with suppress(ValueError):
+            base_model = read_front_matter(draft.folder / CARD).get("base_model")
     models = [base_model] if isinstance(base_model, str) else base_model or []
-    if (
-        target.repository
-        and models
-        and target.repository.lower() not in {str(model).lower() for model in models}
-    ):
+    model_names = {str(model).lower() for model in models}
+    if target.repository and models and target.repository.lower() not in model_names:
         logger.info(
             f"warning: the card of {draft.name} names {', '.join(map(str, models))}, not"
             f" {target.repository}; only the sizes were compared"
@@ -474,23 +465,21 @@ def _announce(model_files: ModelFiles, names: Sequence[str]) -> None:
     """
     # List the files that are missing, with their sizes.
     sizes = {file: model_files.sizes[file] for file in model_files.list_missing(names)}
-    listed = "".join(f"\n  {decimal(size):>10}  {file}" for file, size in sizes.items())
-    at = f" (commit {model_files.folder.name})" if model_files.repository else ""
+    lines = "".join(f"\n  {decimal(size):>10}  {file}" for file, size in sizes.items())
+    commit = f" (commit {model_files.folder.name})" if model_files.repository else ""
     logger.info(
-        f"{model_files.key}: {model_files.name}{at}, {len(names)} files, {len(sizes)} of them to"
-        f" fetch{listed}"
+        f"{model_files.key}: {model_files.name}{commit}, {len(names)} files, {len(sizes)} of them"
+        f" to fetch{lines}"
     )
 
     # Compare their sum with the free space.
     total = sum(sizes.values())
     if total:
         cache = Path(constants.HF_HUB_CACHE)
-        what = (
-            f"{decimal(total)} into {cache}, whose disk has"
-            f" {decimal(free := find_free_bytes(cache))} free"
-        )
-        if total > free:
+        free_bytes = find_free_bytes(cache)
+        summary = f"{decimal(total)} into {cache}, whose disk has {decimal(free_bytes)} free"
+        if total > free_bytes:
             raise ResourceError(
-                f"to fetch: {what}", next_step="free disk space, or set HF_HOME to a larger disk"
+                f"to fetch: {summary}", next_step="free disk space, or set HF_HOME to a larger disk"
             )
-        logger.info(f"to fetch: {what}")
+        logger.info(f"to fetch: {summary}")

@@ -100,15 +100,16 @@ def read_release(run: Path, recipe: Recipe, last: Evidence | None = None) -> Rel
 
     # Identify the target. Without a revision in the recipe, the draft's record says which commit
     # it was trained for.
-    recorded = read_target_record(run / DRAFT, "run")
+    recorded_target = read_target_record(run / DRAFT, "run")
     recipe_target = recipe.target
-    revision = recipe_target.revision or (
-        recorded.revision if recorded and not Path(recipe_target.model).is_dir() else None
-    )
+    revision = recipe_target.revision
+    if not revision and recorded_target and not Path(recipe_target.model).is_dir():
+        revision = recorded_target.revision
     target = TargetFiles(recipe_target.model, revision, recipe_target.adapter).identity
 
     # Decide the gate again, and collect the reasons against the release.
-    judged, refused = _judge_again(recipe, Evidence(report, records), last)
+    mismatches = _find_mismatches(run, report, records, target)
+    judged, failures = _judge_again(recipe, Evidence(report, records), last)
     return Release(
         run=run,
         recipe=recipe,
@@ -116,8 +117,8 @@ def read_release(run: Path, recipe: Recipe, last: Evidence | None = None) -> Rel
         draft=tuple(draft_files(run / DRAFT)),
         report=judged,
         records=records,
-        made_for=recorded or target,
-        refusals=(*_find_mismatches(run, report, records, target), *refused),
+        made_for=recorded_target or target,
+        refusals=(*mismatches, *failures),
     )
 
 
@@ -137,23 +138,19 @@ def _find_mismatches(
     if measured != (current_hash := draft_hash(run / DRAFT)):
         measured_text = measured[:NUM_SHOWN_HASH_DIGITS] if measured else "not stated"
         yield (
-            f"other weights: the measured draft's hash is {measured_text}, that of {run / DRAFT}"
-            f" {current_hash[:NUM_SHOWN_HASH_DIGITS]}: measure this one"
+            f"other weights: the hash of the measured draft is {measured_text}, and that of"
+            f" {run / DRAFT} is {current_hash[:NUM_SHOWN_HASH_DIGITS]}: measure this one"
         )
 
     # The report must be of the recipe's target.
     measured = report["target"].get("weights")
     if measured != target.weights:
         measured_text = measured[:NUM_SHOWN_HASH_DIGITS] if measured else "not stated"
-        file = (
-            "it was measured in llama.cpp with another file; "
-            if report.get("engine", {}).get("name") == "llama.cpp"
-            else ""
-        )
+        is_llama_cpp = report.get("engine", {}).get("name") == "llama.cpp"
+        note = "it was measured in llama.cpp with another file; " if is_llama_cpp else ""
         yield (
-            f"another target: {file}the hash of the measured one's weights is {measured_text},"
-            f" and the"
-            f" recipe's is {target}"
+            f"another target: {note}the hash of the measured target's weights is {measured_text},"
+            f" and the recipe's target is {target}"
         )
 
 
@@ -183,13 +180,10 @@ def _judge_again(
     # Each rule that did not pass is a refusal, unless it only warns.
     for rule in decided["gate"]["rules"]:
         if rule["verdict"] != "passed" and rule["severity"] != "warn":
-            elsewhere = (
-                last is not None
-                and "max_regression" in rule["requirement"]
-                and rule["value"] is None
-            )
+            is_regression = last is not None and "max_regression" in rule["requirement"]
+            is_not_compared = is_regression and rule["value"] is None
             # A regression without a value was not compared: for example, because the last release
             # was measured on another machine.
-            name = "not compared" if elsewhere else f"gate {rule['verdict']}"
-            refusals.append(f"{name}: {name_rule(rule)}: {format_evidence(rule)}")
+            reason = "not compared" if is_not_compared else f"gate {rule['verdict']}"
+            refusals.append(f"{reason}: {name_rule(rule)}: {format_evidence(rule)}")
     return judged, refusals

@@ -82,7 +82,7 @@ class Licensed:
     Attributes:
         what: the part that it has in the draft, e.g. `target` or `training data`.
         name: its name.
-        license: its licence; None if nobody states it.
+        license: its licence; None if it is not known.
     """
 
     what: str
@@ -112,10 +112,11 @@ def read_model_license(what: str, name: str, folder: Path) -> Licensed:
         UserError: for a card that cannot be read.
     """
     path = folder / CARD
+    license = None
     with convert_errors((ValueError, OSError), what, path, "a model card"):
-        return Licensed(
-            what, name, license_from_card(read_front_matter(path)) if path.is_file() else None
-        )
+        if path.is_file():
+            license = license_from_card(read_front_matter(path))
+    return Licensed(what, name, license)
 
 
 def find_data_licenses(source: object) -> list[Licensed]:
@@ -170,11 +171,11 @@ def list_prohibitions(parts: Sequence[Licensed], repository: str) -> Iterator[st
         subject = f"the licence of the {part.what}, {part.name}, is {part.license}, which"
         if part.what == DATA and part.license is None:
             yield (
-                f"nobody states the licence of the {part.what}, {part.name}: `license` of its entry"
-                " in data.source says it"
+                f"the licence of the {part.what}, {part.name}, is not known: state it as `license`"
+                " of its entry in data.source"
             )
         if re.search(r"(^|-)nd(-|$)", part.shown.lower()):
-            yield f"{subject} forbids to distribute what derives from it"
+            yield f"{subject} forbids distributing works that derive from it"
 
         # A licence may ask for a prefix of the name. Separators do not count: llama-3.1-8B begins
         # with "Llama 3", too.
@@ -187,33 +188,27 @@ def list_prohibitions(parts: Sequence[Licensed], repository: str) -> Iterator[st
 
 def choose_draft_license(requested: str | None, parts: Sequence[Licensed]) -> str:
     """Return the licence of the draft: the requested one, or else the licence of its target."""
-    return requested or next(
-        (part.shown for part in parts if part.what == "target"), UNKNOWN_LICENSE
-    )
+    target_licenses = [part.shown for part in parts if part.what == "target"]
+    return requested or (target_licenses[0] if target_licenses else UNKNOWN_LICENSE)
 
 
 def build_license_metadata(license: str) -> dict[str, Any]:
     """Return the keys of a card's metadata that state a licence."""
-    return (
-        {"license": license}
-        if license in IDENTIFIERS
-        else {"license": OTHER_LICENSE, "license_name": license}
-    )
+    if license in IDENTIFIERS:
+        return {"license": license}
+    return {"license": OTHER_LICENSE, "license_name": license}
 
 
 def license_from_card(metadata: Mapping[str, object] | None) -> str | None:
     """Return the licence that a card's metadata states, or None if it states none."""
     # The value may be a list, of which the first entry counts. For `other`, the name is in another
     # key.
-    value = (metadata or {}).get("license")
+    metadata = metadata or {}
+    value = metadata.get("license")
     value = value[0] if isinstance(value, list) and value else value
-    return (
-        str((metadata or {}).get("license_name") or value)
-        if value == OTHER_LICENSE
-        else str(value)
-        if value
-        else None
-    )
+    if value == OTHER_LICENSE:
+        return str(metadata.get("license_name") or value)
+    return str(value) if value else None
 
 
 def _normalize_name(name: str) -> str:

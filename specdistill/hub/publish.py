@@ -131,15 +131,13 @@ def publish_run(options: PublishOptions) -> Publication:
     """
     # Read the run's recipe, and ask the Hub whether it accepts the token.
     run = Path(options.run)
-    tag = options.tag
-    reason = options.force
     check_finished(run)
     requested_keys = options.model_dump(
         include=options.model_fields_set & PublishConfig.model_fields.keys()
     )
     recipe = load_recipe(Recipe, [f"recipe={run / RECIPE}", *ARGUMENTS_WITHOUT_CODE])
     config = recipe.publish.model_copy(update=requested_keys)
-    name = check_names(config.repo, tag)
+    name = check_names(config.repo, options.tag)
     if not options.dry_run:
         with convert_upload_errors(name):
             HfApi().whoami()
@@ -148,89 +146,125 @@ def publish_run(options: PublishOptions) -> Publication:
     )
     repository.check_visible(config.private)
 
-    # A command that was repeated finds its release, if the Hub has it already.
-    released_tag = next(
-        (
-            candidate_tag
-            for candidate_tag in ([tag] if tag else repository.tags)
-            if is_released(run, repository.at(candidate_tag))
-        ),
-        None,
-    )
+    # If the command is repeated, the Hub may have the release already.
+    released_tag = _find_released_tag(run, repository, options.tag)
     if released_tag:
         return Publication(name, released_tag, (), commit=repository.tags[released_tag])
-    if tag in repository.tags:
+    if options.tag in repository.tags:
         raise UserError(
             "tag",
-            got=f"{tag}, which is another release of {name}",
+            got=f"{options.tag}, which is another release of {name}",
             expected=f"a new one, e.g. {repository.next_tag}",
         )
 
-    # Collect what speaks against the release.
-    tag = tag or repository.next_tag
-    before, last = find_last_release(repository, options.baseline)
+    # Check the release. `force` overrides the reasons against it.
+    contents, target = _check_release(run, recipe, config, repository, options)
+    tag = contents.tag
+    refusals = contents.overridden
+    if refusals and options.force is None:
+        return Publication(name, tag, refusals)
+    if options.force is not None and not refusals:
+        raise make_unused_key_error("force", options.force, "nothing speaks against this release")
+
+    # Complete the card, and write the folder of the release.
+    report = contents.release.report
+    comparison = phrases.describe_baseline(report) if contents.since else "The first release."
+    changes_table = format_cells(tables.tabulate_changes(report)) if contents.since else ""
+    contents = replace(
+        contents,
+        history=read_history(run / DRAFT, key="run"),
+        changes=f"{escape_markdown(comparison)}\n\n{changes_table}" if contents.since else "",
+    )
+    folder = _choose_folder(options)
+    stage(contents, target, config.exports, folder, replaces=options.output_dir is None)
+
+    # Upload the files that differ from the Hub. The message is that of the tag, which `git tag`
+    # shows.
+    changes = repository.compare_with(folder)
+    if options.dry_run:
+        return Publication(name, tag, refusals, folder, changes)
+    message = f"Release {tag}\n\n{phrases.format_summary(report)}\n\n{comparison}"
+    commit = repository.upload(folder, changes, tag, message=message, private=config.private)
+    return Publication(name, tag, refusals, folder, changes, commit)
+
+
+def _find_released_tag(run: Path, repository: Repository, tag: str | None) -> str | None:
+    """Return the tag under which a run is released already; None if it is not.
+
+    Args:
+        run: the folder of the run.
+        repository: the repository of the releases.
+        tag: the only tag to look at; None for all tags.
+    """
+    for candidate_tag in [tag] if tag else repository.tags:
+        if is_released(run, repository.at(candidate_tag)):
+            return candidate_tag
+    return None
+
+
+def _check_release(
+    run: Path,
+    recipe: Recipe,
+    config: PublishConfig,
+    repository: Repository,
+    options: PublishOptions,
+) -> tuple[CardContents, TargetFiles]:
+    """Read a run as the next release of a repository, and collect the reasons against it.
+
+    Args:
+        run: the folder of the run.
+        recipe: the recipe of the run.
+        config: the recipe's section `publish`, with the options that were given.
+        repository: the repository of the releases.
+        options: the options of the command.
+
+    Returns:
+        The contents of the card, without the history and the changes. The reasons against the
+        release are in `overridden`. Also the files of the target.
+    """
+    # Judge the measurement, and find the target.
+    last_tag, last = find_last_release(repository, options.baseline)
     release = read_release(run, recipe, last)
     target, base_model = find_target(release, config.base_model)
+    name = repository.name
     if base_model == name:
         raise UserError("repo", got=f"{name}, which is the target's", expected="one for the draft")
 
-    # Licences and mismatches can refuse a release. `force` overrides both.
+    # Licences can refuse a release, and so can a draft that does not fit its target.
     parts = list_ingredients(release.recipe, target, base_model)
     warnings, misfits = check_release_fit(release, target)
-    refusals = [
-        *release.refusals,
-        *misfits,
-        *(f"licence: {why}" for why in list_prohibitions(parts, name)),
-    ]
-    if refusals and reason is None:
-        return Publication(name, tag, refusals)
-    if reason is not None and not refusals:
-        raise make_unused_key_error("force", reason, "nothing speaks against this release")
-
-    # Write the folder of the release.
-    since = phrases.describe_baseline(release.report) if last else "The first release."
+    prohibitions = [f"licence: {reason}" for reason in list_prohibitions(parts, name)]
     contents = CardContents(
         repository=name,
-        tag=tag,
+        tag=options.tag or repository.next_tag,
         release=release,
-        history=read_history(run / DRAFT, key="run"),
+        history=None,
         base_model=base_model,
         parts=parts,
         license=choose_draft_license(config.license, parts),
-        overridden=refusals,
+        overridden=[*release.refusals, *misfits, *prohibitions],
         warnings=warnings,
-        reason=reason,
-        since=before,
-        changes=f"{escape_markdown(since)}\n\n{format_cells(tables.tabulate_changes(release.report))}"
-        if last
-        else "",
+        reason=options.force,
+        since=last_tag,
     )
-    folder = Path(options.output_dir or run / "release")
-    if (
-        options.output_dir is None
-        and folder.exists()
-        and not (folder / Path(PROVENANCE).name).is_file()
-    ):
+    return contents, target
+
+
+def _choose_folder(options: PublishOptions) -> Path:
+    """Return the folder that the release is written into.
+
+    Raises:
+        UserError: if the default folder holds anything but an earlier release, which it replaces.
+    """
+    folder = Path(options.output_dir or Path(options.run) / "release")
+    is_earlier_release = (folder / Path(PROVENANCE).name).is_file()
+    if options.output_dir is None and folder.exists() and not is_earlier_release:
         raise UserError(
             "output_dir",
             got=f"null, and {folder} holds no earlier release",
             expected="a new folder",
         )
-    stage(contents, target, config.exports, folder, replaces=options.output_dir is None)
-
-    # Upload what differs from the Hub.
-    changes = repository.compare_with(folder)
-    if options.dry_run:
-        return Publication(name, tag, refusals, folder, changes)
-    # The message is that of the tag, which `git tag` shows.
-    commit = repository.upload(
-        folder,
-        changes,
-        tag,
-        message=f"Release {tag}\n\n{phrases.format_summary(release.report)}\n\n{since}",
-        private=config.private,
-    )
-    return Publication(name, tag, refusals, folder, changes, commit)
+    return folder
 
 
 def _read_repository(name: str, *, may_be_new: bool) -> Repository:
@@ -248,8 +282,7 @@ def _read_repository(name: str, *, may_be_new: bool) -> Repository:
             raise
         logger.warning(
             f"The Hub cannot be reached. {name} is treated as a new repository, and earlier"
-            f" releases"
-            " are not checked."
+            " releases are not checked."
         )
         return Repository(name)
 
@@ -304,8 +337,8 @@ def find_last_release(
         revision=repository.tags[tag],
         patterns=[f"{REPORT}/{REPORT_FILE}", f"{REPORT}/{SAMPLES}"],
     )
-    key, place = ("baseline", Path(baseline)) if baseline else ("repo", folder / REPORT)
-    report, records = read_report(place, key)
+    key = "baseline" if baseline else "repo"
+    report, records = read_report(Path(baseline) if baseline else folder / REPORT, key)
 
     # The report must be unedited, and must have measured the released draft.
     if report.get("digest") != compute_digest(report, records):
@@ -317,12 +350,12 @@ def find_last_release(
                 " that report as baseline="
             ),
         )
-    if baseline and report["draft"].get("weights") != draft_hash(
-        locate(f"{name}@{repository.tags[tag]}", key="repo")
-    ):
-        raise UserError(
-            key, got=f"{baseline}, a report of other weights", expected=f"one of {name}@{tag}"
-        )
+    if baseline:
+        released_draft = locate(f"{name}@{repository.tags[tag]}", key="repo")
+        if report["draft"].get("weights") != draft_hash(released_draft):
+            raise UserError(
+                key, got=f"{baseline}, a report of other weights", expected=f"one of {name}@{tag}"
+            )
 
     # In the comparison, the draft has its name on the Hub, not the folder where it was measured.
     report["draft"] |= {"model": name, "revision": tag}
@@ -411,11 +444,8 @@ def list_ingredients(recipe: Recipe, target: TargetFiles, base_model: str | None
         ResourceError: when the Hub fails.
     """
     # The target.
-    parts = [
-        read_model_license(
-            "target", base_model or Path(recipe.target.model).name, target.fetch(CARD)
-        )
-    ]
+    target_name = base_model or Path(recipe.target.model).name
+    parts = [read_model_license("target", target_name, target.fetch(CARD))]
 
     # Its adapter, and the model that the draft was initialized from, if there are such.
     init = getattr(getattr(recipe, "draft", None), "init", None) or ""
@@ -429,9 +459,8 @@ def list_ingredients(recipe: Recipe, target: TargetFiles, base_model: str | None
             folder = fetch(
                 name, key=what, expected="a folder or a Hub id", revision=revision, patterns=[CARD]
             )
-            parts.append(
-                read_model_license(what, Path(name).name if Path(name).exists() else name, folder)
-            )
+            shown_name = Path(name).name if Path(name).exists() else name
+            parts.append(read_model_license(what, shown_name, folder))
 
     # The training data.
     data = getattr(recipe, "data", None)
@@ -439,14 +468,19 @@ def list_ingredients(recipe: Recipe, target: TargetFiles, base_model: str | None
 
 
 def stage(
-    of: CardContents, target: TargetFiles, exports: Sequence[str], output: Path, *, replaces: bool
+    contents: CardContents,
+    target: TargetFiles,
+    exports: Sequence[str],
+    output: Path,
+    *,
+    replaces: bool,
 ) -> None:
     """Write the folder of a release: draft, record, report, exports, licences and card.
 
     The draft's files are linked, not copied.
 
     Args:
-        of: the contents of the card.
+        contents: the contents of the card.
         target: the files of the target.
         exports: the engines to export the draft for.
         output: the folder to write.
@@ -458,8 +492,8 @@ def stage(
         ResourceError: when the disk fails.
     """
     # Check the files before anything is written.
-    release = of.release
-    draft = of.release.run / DRAFT
+    release = contents.release
+    draft = contents.release.run / DRAFT
     Shards.open(draft, "run").check()
     paths: list[Path] = []
     for part in (DRAFT, "run", REPORT):
@@ -470,9 +504,9 @@ def stage(
         # Write the draft, its recipe and its report.
         for path in (*release.draft, release.run / PROVENANCE):
             link(path, folder / path.name)
+        recipe = read_keys(release.run / RECIPE, "run", FINISHED_RUN_HINT)
         (folder / Path(RECIPE).name).write_text(
-            format_recipe(read_keys(release.run / RECIPE, "run", FINISHED_RUN_HINT), public=True),
-            encoding="utf-8",
+            format_recipe(recipe, public=True), encoding="utf-8"
         )
         write_report(folder / REPORT, release.report, release.records)
         (folder / PICTURE).write_text(to_picture(release.report, release.records), encoding="utf-8")
@@ -485,28 +519,24 @@ def stage(
             )
             # SERVE.md names paths of this machine; the card says how to serve the draft.
             (folder / engine / "SERVE.md").unlink()
-            config = folder / engine / "config.json"
-            if config.is_file():
-                config.write_text(
-                    json.dumps(remove_places(read_json(config)), indent=2) + "\n", encoding="utf-8"
-                )
+            config_path = folder / engine / "config.json"
+            if config_path.is_file():
+                config = remove_places(read_json(config_path))
+                config_path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
         # Write the licences and the card.
-        write_terms(of.parts, target, folder)
+        write_terms(contents.parts, target, folder)
         (folder / CARD).write_text(
-            str(build_model_card(of, list_serving_commands(of, target, exported))), encoding="utf-8"
+            str(build_model_card(contents, list_serving_commands(contents, target, exported))),
+            encoding="utf-8",
         )
 
         # Nothing that is published may hold a secret.
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
             if path.suffix not in WEIGHTS and path.name not in SUITE_REPORT_FILES:
                 # Pages put zero-width spaces into addresses, which would hide a secret.
-                check_no_secret(
-                    path.name,
-                    path.read_text(encoding="utf-8", errors="replace").replace(
-                        "\N{ZERO WIDTH SPACE}", ""
-                    ),
-                )
+                text = path.read_text(encoding="utf-8", errors="replace")
+                check_no_secret(path.name, text.replace("\N{ZERO WIDTH SPACE}", ""))
 
 
 def write_terms(parts: Sequence[Licensed], target: TargetFiles, folder: Path) -> None:
@@ -528,9 +558,8 @@ def write_terms(parts: Sequence[Licensed], target: TargetFiles, folder: Path) ->
     texts = target.fetch(*TEXTS)
     paths = chain.from_iterable(texts.glob(pattern) for pattern in TEXTS)
     term_files = sorted(path for path in paths if path.is_file())
-    refuse_links(
-        term_files, texts.parents[1] if texts.parent.name == "snapshots" else texts, "target"
-    )
+    is_in_cache = texts.parent.name == "snapshots"
+    refuse_links(term_files, texts.parents[1] if is_in_cache else texts, "target")
     for path in term_files:
         (folder / LICENSES).mkdir(exist_ok=True)
         link(path, folder / LICENSES / path.name)
@@ -544,42 +573,42 @@ def refuse_links(paths: Iterable[Path], home: Path, key: str = "run") -> None:
         home: the folder that they must lie in.
         key: the key that errors name.
     """
-    out = next((path for path in paths if not path.resolve().is_relative_to(home.resolve())), None)
-    if out:
-        raise UserError(
-            key,
-            got=f"{out}, a link",
-            expected="a file, because a link would publish the file that it points to",
-        )
+    for path in paths:
+        if not path.resolve().is_relative_to(home.resolve()):
+            raise UserError(
+                key,
+                got=f"{path}, a link",
+                expected="a file, because a link would publish the file that it points to",
+            )
 
 
 def list_serving_commands(
-    of: CardContents, target: TargetFiles, exported: Mapping[str, Served]
+    contents: CardContents, target: TargetFiles, exported: Mapping[str, Served]
 ) -> Iterator[tuple[str, str]]:
     """Yield the title and the commands of each engine that can serve the draft of a release.
 
     There are none for a draft that was measured with translated tokens.
 
     Args:
-        of: the contents of the card.
+        contents: the contents of the card.
         target: the files of the target.
         exported: by engine, the draft that was exported for it.
     """
-    report = of.release.report
-    draft = of.release.run / DRAFT
-    if is_translated(of.release):
+    report = contents.release.report
+    draft = contents.release.run / DRAFT
+    if is_translated(contents.release):
         return iter(())
     is_gguf = split_gguf(target.name)[1] is not None
     served = Served(
-        method=of.release.method,
-        output=Path(of.repository),
+        method=contents.release.method,
+        output=Path(contents.repository),
         # Engines other than llama.cpp are given a checkpoint in safetensors, which a repository of
         # GGUF files is not.
-        target=None if is_gguf else of.base_model,
+        target=None if is_gguf else contents.base_model,
         gguf=Path(target.name).name if is_gguf else None,
         config=read_config(draft, "run"),
         lookup_first=read_measured_lookup(report["settings"]),
-        draft_revision=of.tag,
+        draft_revision=contents.tag,
         **list_measured_fields(
             report, target, draft_lengths(report), report["settings"]["num_speculative_tokens"]
         ),
@@ -599,12 +628,9 @@ def can_load_directly(engine: Engine, method: str, folder: Path) -> bool:
     config = read_config(folder, "draft")
     tensors = Shards.open(folder, "draft").build_without_content()
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    return all(
-        problem.severity != "problem"
-        for problem in find_loader_problems(
-            engine, method, load_method(method).read_head_shape(config, None), config, shapes
-        )
-    )
+    head_shape = load_method(method).read_head_shape(config, None)
+    findings = find_loader_problems(engine, method, head_shape, config, shapes)
+    return all(finding.severity != "problem" for finding in findings)
 
 
 def format_serving_lines(
@@ -620,34 +646,35 @@ def format_serving_lines(
         exports: by engine, the draft that was exported for it into a folder of that name.
     """
     assert served.method is not None
-    row = METHODS[served.method]
+    method_entry = METHODS[served.method]
     repository = served.output
     local = served.output.name
 
     # An engine loads an export of its own, or the draft's folder as it is.
-    for name, serving in row.serving().items():
+    for name, serving in method_entry.serving().items():
         engine = ENGINES[name]
         if engine.serve_command is None:
             continue
 
         # Serve with the number of draft tokens and the lookup that this engine supports.
         k, lookup = engine.drafting(served.num_tokens, served.lookup_first)
-        started = replace(served, num_tokens=k, lookup_first=lookup)
+        served_draft = replace(served, num_tokens=k, lookup_first=lookup)
         if name in exports:
             exported = replace(
-                started,
+                served_draft,
                 output=Path(local) / name,
                 draft_revision=None,
                 serving=serving,
                 config=exports[name].config,
             )
-            at = (
+            download_options = (
                 f"--revision {served.draft_revision} --local-dir {local} --include"
                 f" {shlex.quote(f'{name}/*')}"
             )
-            yield engine.title, f"hf download {repository} {at}\n{engine.serve_command(exported)}"
+            download = f"hf download {repository} {download_options}"
+            yield engine.title, f"{download}\n{engine.serve_command(exported)}"
         elif can_load_directly(engine, served.method, draft):
-            yield engine.title, engine.serve_command(replace(started, serving=serving))
+            yield engine.title, engine.serve_command(replace(served_draft, serving=serving))
 
 
 def print_outcome(publication: Publication) -> None:
@@ -661,16 +688,13 @@ def print_outcome(publication: Publication) -> None:
             print(f"{change.what:8} {format_size(change.size):>12}  {change.path}")
         counts = Counter(change.what for change in publication.changes)
         total = sum(change.size for change in publication.changes if change.what != "removed")
-        print(
-            f"{name}: {format_size(total)} in"
-            f" {', '.join(f'{count} {what}' for what, count in counts.items())}"
-        )
+        counts_text = ", ".join(f"{count} {what}" for what, count in counts.items())
+        print(f"{name}: {format_size(total)} in {counts_text}")
         print(f"from {publication.folder}")
-        print(
-            f"released: {url} (commit {publication.commit[:NUM_SHOWN_HASH_DIGITS]})"
-            if publication.commit
-            else "Dry run: nothing was uploaded."
-        )
+        if publication.commit:
+            print(f"released: {url} (commit {publication.commit[:NUM_SHOWN_HASH_DIGITS]})")
+        else:
+            print("Dry run: nothing was uploaded.")
     elif publication.refusals:
         for refusal in publication.refusals:
             logger.error(f"refused: {refusal}")

@@ -109,21 +109,18 @@ class Repository:
         """
         # Find the tagged commits that hold a report, the last one first.
         report = f"{REPORT}/{REPORT_FILE}"
-        tagged = {commit: tag for tag, commit in self.tags.items()}
-        reports = {
-            tagged[commit]: self.at(tagged[commit]).get(report)
-            for commit in self.commits
-            if commit in tagged
-        }
-        releases = {tag: file.blob_id for tag, file in reports.items() if file}
+        tag_of_commit = {commit: tag for tag, commit in self.tags.items()}
+        tags = [tag_of_commit[commit] for commit in self.commits if commit in tag_of_commit]
+        report_files = {tag: self.at(tag).get(report) for tag in tags}
+        releases = {tag: file.blob_id for tag, file in report_files.items() if file}
 
         # Prefer the release whose report is in the main branch, which may be an older, restored
         # one.
         report_blob = self.files[report].blob_id if report in self.files else None
-        return next(
-            (tag for tag, blob in releases.items() if blob == report_blob),
-            next(iter(releases), None),
-        )
+        for tag, blob in releases.items():
+            if blob == report_blob:
+                return tag
+        return next(iter(releases), None)
 
     def at(self, tag: str) -> dict[str, RepoFile]:
         """Return the files of a tag, by path; empty if there is no such tag."""
@@ -143,7 +140,7 @@ class Repository:
                 "private",
                 got=f"{str(private).lower()}, and {self.name} is"
                 f" {'private' if self.private else 'public'}",
-                expected="null, or another repository: its settings on the Hub say who sees it",
+                expected="null, or another repository; its settings on the Hub decide who sees it",
             )
 
     def compare_with(self, folder: Path) -> list[FileChange]:
@@ -157,13 +154,12 @@ class Repository:
         changes = []
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
             name = path.relative_to(folder).as_posix()
-            same = is_same(path, self.files.get(name))
-            is_new = name not in self.files
-            changes.append(
-                FileChange(
-                    name, "new" if is_new else "same" if same else "changed", path.stat().st_size
-                )
-            )
+            what: Literal["new", "changed", "same"] = "changed"
+            if name not in self.files:
+                what = "new"
+            elif is_same(path, self.files[name]):
+                what = "same"
+            changes.append(FileChange(name, what, path.stat().st_size))
 
         # Files of the last release that this one does not have are removed. Other files on the Hub
         # stay.
@@ -233,9 +229,8 @@ class Repository:
             # Tag the commit. The tag may exist already, from an interrupted release of the same
             # commit, or from somebody else.
             api.create_tag(name, tag=tag, revision=head, tag_message=message, exist_ok=True)
-            if {entry.name: entry.target_commit for entry in api.list_repo_refs(name).tags}[
-                tag
-            ] != head:
+            tags = {entry.name: entry.target_commit for entry in api.list_repo_refs(name).tags}
+            if tags[tag] != head:
                 raise ResourceError(
                     f"repo: somebody else created the tag {tag} of {name} during the upload",
                     next_step="choose another tag",
@@ -296,8 +291,9 @@ def is_of_a_release(path: str) -> bool:
     Other files on the Hub are not changed.
     """
     folder, _, name = path.rpartition("/")
-    of_draft = not folder and any(fnmatch(name, pattern) for pattern in (*DRAFT_FILES, NOTICE))
-    return of_draft or path.partition("/")[0] in {REPORT, LICENSES, *ENGINES}
+    if not folder and any(fnmatch(name, pattern) for pattern in (*DRAFT_FILES, NOTICE)):
+        return True
+    return path.partition("/")[0] in {REPORT, LICENSES, *ENGINES}
 
 
 @contextmanager

@@ -164,7 +164,7 @@ def prepare_generation(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[P
 
     Args:
         model: the model.
-        dtype: of the weights. If the model's weights have another dtype, a copy is made.
+        dtype: the dtype of the weights. If the model's weights have another one, a copy is made.
 
     Yields:
         The model or its copy, which reads keys and values by groups of query heads.
@@ -238,7 +238,7 @@ def plan_batch(batch_size: int, device: torch.device, row_bytes: int, free_bytes
 
     Args:
         batch_size: the most rows.
-        device: of the model.
+        device: the device of the model.
         row_bytes: bytes that one row takes.
         free_bytes: bytes of free memory.
     """
@@ -285,10 +285,10 @@ def generate_batch(
     Args:
         model: the model, prepared by `prepare_generation`.
         prompts: token ids of each row.
-        temperatures: of each row; 0 is greedy.
+        temperatures: the temperature of each row; 0 is greedy.
         max_new_tokens: the most new tokens of a row.
         end_ids: tokens that end a row.
-        seed: of what is sampled.
+        seed: the seed of all sampling.
         num_parts: parts that the batch is split into; None for as many as suit the device and the
             prompts.
         num_parallel: parts that are generated at a time, at most one for each thread; None for all.

@@ -354,7 +354,7 @@ class TargetFiles:
 
     Attributes:
         name: the folder, the GGUF file or the Hub id, as engines take it; for `pico` its folder.
-        revision: of a Hub id; None for the default.
+        revision: the revision of a Hub id; None for the default.
         adapter: a LoRA adapter that is merged when the target is loaded. Here only `identity` reads
             it.
         trust_remote_code: run the repository's own code.

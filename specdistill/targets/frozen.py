@@ -192,7 +192,7 @@ class FrozenTarget:
 
         Args:
             model: `pico`, a folder, a GGUF file or a Hub id.
-            revision: of a Hub id.
+            revision: the revision of a Hub id; None for the default.
             adapter: folder or Hub id of a LoRA adapter.
             quantization: the kind of quantization that weights are rounded to.
             device_map: `auto` for all devices of one process, or one device.
@@ -464,7 +464,7 @@ def _check_device_map(device_map: str | None) -> None:
             key,
             got=f"{device_map} with {count_processes()} processes, which would take each other's"
             " devices",
-            expected="null, and target.shard=layers where one device is too small",
+            expected="null (and target.shard=layers if the model does not fit on one device)",
         )
     if device_map is not None and device_map not in SPREAD:
         # A torch without CUDA raises AssertionError.
@@ -525,7 +525,7 @@ def build_tiny_target(
     narrowest first.
 
     Args:
-        config: of the target.
+        config: the target's config.
         name: the target's own name, which errors name.
         trust_remote_code: run the repository's own code.
 
@@ -587,7 +587,7 @@ def _divide_value(value: Any, name: str, divisor: int) -> Any:
     Args:
         value: the value, or a dictionary of values.
         name: its key.
-        divisor: of widths.
+        divisor: the number that widths are divided by.
     """
     if isinstance(value, dict):
         return {key: _divide_value(part, str(key), divisor) for key, part in value.items()}

@@ -59,7 +59,7 @@ def convert_once(
 
     Args:
         file: the GGUF file.
-        dtype: of the weights.
+        dtype: the dtype of the weights.
         load: loads the model and its tokenizer from the file itself.
 
     Returns:
@@ -77,8 +77,8 @@ def convert_once(
                 _convert(file, folder, dtype, load)
     except (OSError, ResourceError) as error:
         logger.warning(
-            f"{file}: no copy in safetensors could be written ({error}); the file itself is loaded,"
-            " slowly each time. Free space, or set HF_HOME to a writable disk."
+            f"{file}: no copy in safetensors could be written ({error}), so the file itself is"
+            " loaded, slowly, each time. Free disk space, or set HF_HOME to a writable disk."
         )
         return None
     return folder

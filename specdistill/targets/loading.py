@@ -78,7 +78,7 @@ def _locate_model(
     Args:
         path: a folder, a GGUF file or a Hub id.
         key: the recipe key that errors name.
-        revision: of a Hub id.
+        revision: the revision of a Hub id; None for the default.
         trust_remote_code: run the repository's own code.
         find_copy: returns the folder with a copy of a GGUF file in safetensors; None if there is
             none.
@@ -107,7 +107,7 @@ def convert_gguf(file: Path, dtype: str, *, key: str = "target.model") -> Path |
 
     Args:
         file: the GGUF file.
-        dtype: of the weights.
+        dtype: the dtype of the weights.
         key: the recipe key that errors name.
 
     Returns:
@@ -149,7 +149,7 @@ def _convert_reading_errors(key: str, name: str, expected: str) -> Iterator[None
         raise UserError(
             key,
             got=f"{name} ({join_lines(str(error))})",
-            expected="packages that are installed, or another checkpoint or target.attn",
+            expected="an installed package, another checkpoint, or another target.attn",
         ) from error
     except READING_ERRORS as error:
         # transformers asks for consent to run remote code with a ValueError. Only the target has a
@@ -192,8 +192,8 @@ def read_causal_lm(
     Args:
         path: a folder, a GGUF file or a Hub id.
         key: the recipe key that errors name.
-        revision: of a Hub id.
-        dtype: of the weights, by its name in torch.
+        revision: the revision of a Hub id; None for the default.
+        dtype: the dtype of the weights, by its name in torch.
         attn: the attention implementation; None for the default of the class.
         trust_remote_code: run the repository's own code.
         shard: how the processes of a launch share the model. A single process holds it whole.

@@ -54,7 +54,7 @@ def shard_class(
     reads from each file only what this process keeps.
 
     Args:
-        config: of the target.
+        config: the target's config.
         is_quantized: whether the weights are quantized, which is not supported.
         trust_remote_code: run the repository's own code.
 

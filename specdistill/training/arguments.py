@@ -264,8 +264,8 @@ def make_trainer_error(error: Exception, fields: Mapping[str, object]) -> UserEr
     replaced by keys of the recipe (`train.bf16`).
 
     Args:
-        error: of TrainingArguments or the Trainer.
-        fields: that they were given.
+        error: the error of TrainingArguments or the Trainer.
+        fields: the values that they were given.
     """
     # A known message has a text of its own, in which the values of fields are filled in.
     values = {
@@ -362,7 +362,7 @@ def _take_precision(fields: dict[str, object]) -> str:
     same under every launch.
 
     Args:
-        fields: of TrainingArguments, which this changes.
+        fields: the fields of TrainingArguments, which this changes.
 
     Raises:
         UserError: for fp16 with a sharded draft.

@@ -122,7 +122,7 @@ def check_launch(folder: Path, arguments: TrainingArguments) -> None:
     of processes can resume, as long as a step has as many rows.
 
     Args:
-        folder: of the checkpoint.
+        folder: the checkpoint's folder.
         arguments: the Trainer's.
     """
     saved = read_json(folder / MANIFEST)["launch"]
@@ -186,7 +186,7 @@ def find_corruption(folder: Path, *, is_best: bool = False) -> str | None:
     """Describe what is wrong with a checkpoint, or with the best checkpoint that it refers to.
 
     Args:
-        folder: of the checkpoint.
+        folder: the checkpoint's folder.
         is_best: whether `folder` is such a best checkpoint itself. Then only its own files are
             checked.
 

@@ -144,7 +144,7 @@ def save_history(
 
     Args:
         state: the Trainer's.
-        folder: of the run.
+        folder: the run's folder.
         seconds: the wall time of all steps; NaN if unknown.
         has_best: whether the saved draft is that of the best evaluation, not of the last step.
     """
@@ -265,10 +265,11 @@ class ProgressLines(TrainerCallback):
 
         # Format the figures. Estimate the time left from the steps since training began or resumed,
         # once there are enough of them.
-        parts = []
-        for name, template in PROGRESS_FIGURES.items():
-            if name in figures:
-                parts.append(template.format(figures[name]))
+        parts = [
+            template.format(figures[name])
+            for name, template in PROGRESS_FIGURES.items()
+            if name in figures
+        ]
         num_done = state.global_step - self.first_step
         if num_done >= MIN_PARTS or (num_done and state.global_step == state.max_steps):
             steps_left = state.max_steps - state.global_step
@@ -300,12 +301,11 @@ def draw(log: list[dict[str, float]], path: Path) -> None:
 
     Args:
         log: the Trainer's `log_history`.
-        path: of the image.
+        path: the file of the image.
     """
     import matplotlib  # It is imported here, and not above, because it is slow to import.
 
-    # The backend Agg draws into a file and needs no display.
-    matplotlib.use("Agg")
+    matplotlib.use("Agg")  # This backend draws into a file, and needs no display.
     import matplotlib.pyplot as plt
 
     figure, (left_panel, middle, right) = plt.subplots(1, 3, figsize=(13, 3.8))

@@ -55,7 +55,8 @@ def select_learnable_rows(
 
     Args:
         sets: the training and the validation rows.
-        objective: of the draft. It says which tokens it predicts, and how many positions it drafts.
+        objective: the draft's objective. It tells which tokens are predicted (`ahead`), and how
+            many positions are drafted.
         config: the recipe's section `data`, whose keys errors and warnings name.
 
     Raises:
@@ -101,8 +102,7 @@ def select_learnable_rows(
         )
 
     # Leave out the useless rows.
-    learnable_sets = []
-    for rows, split_runs in zip(sets, runs, strict=True):
-        has_useless = (split_runs == 0).any()
-        learnable_sets.append(rows.select(np.flatnonzero(split_runs)) if has_useless else rows)
-    return learnable_sets
+    return [
+        rows.select(np.flatnonzero(split_runs)) if (split_runs == 0).any() else rows
+        for rows, split_runs in zip(sets, runs, strict=True)
+    ]

@@ -147,7 +147,7 @@ def gather_before(x_BTD: Tensor, positions: Tensor, by: int) -> Tensor:
 
     Args:
         x_BTD: states of a batch, which is flattened.
-        positions: in the flattened batch, of any shape.
+        positions: positions in the flattened batch, of any shape.
         by: how many positions before. Where that is before the whole batch, it is the batch's first
             position.
 
@@ -164,8 +164,8 @@ def select_loss_rows(position_ids_BT: Tensor, loss_positions_R: Tensor, *, ahead
     A token is predicted if `ahead` tokens of its document are before it.
 
     Args:
-        position_ids_BT: of packed rows; each document begins at 0.
-        loss_positions_R: in the flattened batch.
+        position_ids_BT: position ids of packed rows; each document begins at 0.
+        loss_positions_R: the positions of the loss tokens in the flattened batch.
         ahead: tokens that a predicted token needs before it.
     """
     return position_ids_BT.flatten()[loss_positions_R] >= ahead
@@ -466,7 +466,7 @@ def arrange_in_chains(
     nothing, so its value is zero.
 
     Args:
-        loss_positions_R: in the flattened batch.
+        loss_positions_R: the positions of the loss tokens in the flattened batch.
         shape: [B, T] of the batch.
         num_positions: K.
         values_1R: the values.

@@ -217,7 +217,7 @@ class Stopping(TrainerCallback):
                 # cannot be entered twice.
                 os.write(
                     2,
-                    f"{signal.Signals(number).name}: saving after this step; a second one ends"
+                    f"{signal.Signals(number).name}: saving after this step; a second signal ends"
                     " without saving\n".encode(),
                 )
         elif time.monotonic() - self.received_at > REPEATED_SIGNAL_S:
@@ -308,7 +308,7 @@ class Stopping(TrainerCallback):
         """Save the rows of training data whose loss was not finite, and end on every process.
 
         Args:
-            step: in which the loss was not finite.
+            step: the step in which the loss was not finite.
             args: the Trainer's arguments.
 
         Raises:

@@ -101,7 +101,7 @@ class TrainingRun:
 
     Attributes:
         recipe: what is trained.
-        arguments: of transformers' Trainer.
+        arguments: the arguments of transformers' Trainer.
         path: the run's folder.
         checkpoint: what the run resumes from; None for a new run.
         writer: holds the lock of the folder, which one process writes from the record to the draft.
@@ -123,7 +123,7 @@ class TrainingRun:
 
         Args:
             recipe: what is trained.
-            target_dtype: of the frozen target, if there is one.
+            target_dtype: the dtype of the frozen target; None without one.
             defaults: values of fields that `train:` leaves out.
 
         Raises:
@@ -187,7 +187,7 @@ class TrainingRun:
         There is a warning if machines share no folder and keep no checkpoints of their own.
 
         Args:
-            facts: of the target and the data; see FACTS.
+            facts: facts about the target and the data; see FACTS.
 
         Raises:
             UserError: if the facts are not those of the run that is resumed.
@@ -228,7 +228,7 @@ class TrainingRun:
         """Raise UserError if an interrupted run had another target or other data.
 
         Args:
-            facts: of the target and the data of this run.
+            facts: facts about the target and the data of this run.
         """
         old_record: dict[str, Any] = {}
         if self.checkpoint:
@@ -419,7 +419,7 @@ def _describe_obstacle(path: Path, recipe: Section, complete_steps: list[int]) -
 
     Args:
         path: the run's folder.
-        recipe: of the run.
+        recipe: the run's recipe.
         complete_steps: steps of its complete checkpoints.
 
     Returns:

@@ -125,7 +125,7 @@ class _Product:
 
     Attributes:
         rows_KRH: the rows.
-        weight_WH: in the dtype of the product.
+        weight_WH: the weight, in the dtype of the product.
         rows_grad_KRH: None if the rows take no gradient.
         weight_grad_WH: float32; None if the weight takes no gradient.
         buffer: holds the logits of a block.
@@ -151,7 +151,7 @@ class _Product:
         Args:
             rows_KRH: the rows.
             weight_WH: the weight.
-            dtype: of the product.
+            dtype: the dtype of the product.
             buffer_rows: rows of the buffer.
             trains: whether gradients are needed.
         """
@@ -206,9 +206,9 @@ def _compute_loss_and_gradient(
     Args:
         logits: [r, W] of each product.
         weights_r: the weight of each row's loss.
-        finish: of the head, for the logits of the first product.
+        finish: the head's function that scales and caps the logits of the first product.
         loss_of: see `LossOf`.
-        loss_arguments: of `loss_of`, the targets and k.
+        loss_arguments: the other arguments of `loss_of`: the targets and k.
         trains: whether the gradient is needed.
 
     Returns:
