@@ -378,6 +378,7 @@ def _check_native_draft(
     Raises:
         UserError: if the method needs a draft, for an adapter, and for a target without the layer.
     """
+    # Refuse an adapter, and a method whose draft is no layer of the target.
     if options.target.adapter is not None:
         raise make_unused_key_error(
             "target.adapter",

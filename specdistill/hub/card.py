@@ -232,6 +232,7 @@ def format_eval_command(contents: CardContents) -> str:
 def _list_results(contents: CardContents) -> Iterator[EvalResult]:
     """Yield each metric of the whole suite, with its interval and what it was measured on."""
     report = contents.release.report
+    # The first row of the results is that of the main configuration over the whole suite.
     row = contents.release.report["results"][0]
     setting_names = ("num_speculative_tokens", "temperature", "batch_size", "num_prompts")
     for metric in METRICS:

@@ -389,6 +389,7 @@ def check_release_fit(release: Release, target: TargetFiles) -> tuple[list[str],
         if METHODS[release.method].standalone
         else {}
     )
+    # A mismatch is raised as an error about the run. Any other error is not about the draft.
     try:
         findings = check_draft(release.method, release.run / DRAFT, target, "run", **options)
     except UserError as error:
@@ -682,7 +683,7 @@ def print_outcome(publication: Publication) -> None:
     name = f"{publication.repository}@{publication.tag}"
     url = f"{constants.ENDPOINT}/{publication.repository}/tree/{publication.tag}"
 
-    # Say what was written, and what was uploaded.
+    # Say which files were written and uploaded. For each file: new, changed, same or removed.
     if publication.folder is not None:
         for change in publication.changes:
             print(f"{change.what:8} {format_size(change.size):>12}  {change.path}")
@@ -695,6 +696,8 @@ def print_outcome(publication: Publication) -> None:
             print(f"released: {url} (commit {publication.commit[:NUM_SHOWN_HASH_DIGITS]})")
         else:
             print("Dry run: nothing was uploaded.")
+
+    # Otherwise nothing was written: the release was refused, or exists already.
     elif publication.refusals:
         for refusal in publication.refusals:
             logger.error(f"refused: {refusal}")

@@ -86,6 +86,7 @@ class Repository:
         Raises:
             ResourceError: when the Hub fails.
         """
+        # The commits come from the Hub with the last one first.
         api = HfApi()
         with convert_upload_errors(name):
             try:

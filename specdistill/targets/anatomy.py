@@ -91,6 +91,7 @@ class LogitsHead:
     float32: bool = False
 
     def __call__(self, hidden: Tensor) -> Tensor:
+        """Compute logits [..., V] from hidden states [..., D] after the final norm."""
         # The rows are flattened to two dimensions. torch multiplies a three-dimensional view with
         # gaps, such as the last position of each prompt, by a copy of the weight for each row.
         rows = hidden.reshape(-1, hidden.shape[-1])
@@ -192,12 +193,15 @@ def find_layer_lists(model: PreTrainedModel, part: nn.Module) -> list[nn.ModuleL
     Lists within another such list are left out: a layer may hold a list of, say, experts that is as
     long by chance.
     """
+    # Find the lists with as many entries as the model has layers.
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     lists = [
         module
         for module in part.modules()
         if isinstance(module, nn.ModuleList) and len(module) == count
     ]
+
+    # Leave out lists that are inside another one.
     inner_modules = set()
     for layer_list in lists:
         for module in layer_list.modules():
@@ -228,6 +232,7 @@ def _find_parts(
     head_outputs: list[Tensor] = []
 
     def replace_output(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        """Record the head's input, and return known numbers in place of its output."""
         head_inputs.append(args[0])
         head_outputs.append(_build_powers_of_two(output))
         return head_outputs[0]
@@ -273,6 +278,7 @@ def _find_factor(x: Tensor, y: Tensor) -> float | None:
     """
     if x.shape != y.shape:
         return None
+    # The error of the fit may be as large as the rounding of the tensors' own dtype.
     rounding = torch.finfo(x.dtype).eps
     x = x.double()
     y = y.double()

@@ -71,6 +71,7 @@ class GrowingLayer(DynamicLayer):
     ) -> tuple[Tensor, Tensor]:
         """Append keys and values [B, heads, new, head_dim], and return the whole blocks."""
         end = self.length + key_states.shape[2]
+        # The prompt becomes the first block as it is.
         if not self.is_initialized:
             keys = key_states
             values = value_states
@@ -79,8 +80,8 @@ class GrowingLayer(DynamicLayer):
             assert self.keys is not None and self.values is not None
             keys = self.keys
             values = self.values
+            # The block grows when the new tokens do not fit into it. Then they are written.
             room = round_up_length(self.length, end)
-            # The block grows when the new tokens do not fit into it.
             if keys.shape[2] != room:
                 padding = (0, 0, 0, room - self.length)
                 keys = F.pad(keys[:, :, : self.length], padding)
@@ -303,6 +304,7 @@ def generate_batch(
     num_workers = min(threads, num_parts, num_parallel or num_parts)
 
     def generate_part(part: int) -> list[list[int]]:
+        """Continue the prompts of a part: every `num_parts`-th prompt, from number `part` on."""
         return _generate_part(
             model,
             prompts[part::num_parts],

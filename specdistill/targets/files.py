@@ -336,6 +336,7 @@ class TargetIdentity:
         return (self.weights, self.tokenizer) == (other_identity.weights, other_identity.tokenizer)
 
     def __str__(self) -> str:
+        """Return the name with revision, adapter and the first digits of the hashes."""
         revision = f"@{self.revision[:NUM_SHOWN_HASH_DIGITS]}" if self.revision else ""
         adapter = f" + {self.adapter}" if self.adapter else ""
         hashes = (

@@ -154,12 +154,15 @@ class FrozenTarget:
         Raises:
             UserError: for a model that computes in a way that is not known here.
         """
+        # Keep the model, without dropout and gradients, and where it came from.
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name = name
         self.revision = revision
         self.files = files
         self.quantization = quantization
+
+        # Find its parts and sizes. The config of a model for images contains one for text.
         self.config = model.config.get_text_config(decoder=True)
         anatomy = examine_model(self.model, name)
         self.is_recurrent = is_recurrent(self.config)

@@ -295,6 +295,7 @@ attend_packed.register_autograd(_compute_gradients, setup_context=_save_for_back
 def _(
     query: Tensor, key: Tensor, value: Tensor, *rest: object, **options: object
 ) -> tuple[Tensor, Tensor]:
+    """Return empty tensors with the shapes and dtypes of output and log-sum-exp."""
     size, heads = query.shape[:2]
     output = query.new_empty(size, heads, value.shape[-1])
     lse = query.new_empty(heads, size, dtype=choose_wide_dtype(query.dtype))
@@ -305,6 +306,7 @@ def _(
 def _(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: object, **options: object
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return empty tensors with the shapes and dtypes of the three gradients."""
     dq, dk, dv = (
         torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
     )

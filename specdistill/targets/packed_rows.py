@@ -179,6 +179,7 @@ def choose_packing(model: PreTrainedModel) -> PackingMethod | None:
     documents = Documents.from_positions(inputs["position_ids"])
 
     def run(backbone_inputs: BackboneInputs) -> Tensor:
+        """Return the last hidden states of a pass."""
         last_hidden: Tensor = backbone(**backbone_inputs, use_cache=False).last_hidden_state
         return last_hidden
 
@@ -350,6 +351,7 @@ def find_maskless_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
         The configs; empty for a class whose attention uses more than causality, a sliding window
         and a scale.
     """
+    # A few tokens are read in two passes.
     backbone = find_backbone(model)
     ids_1T = torch.arange(NUM_TOKENS, device=model.device).unsqueeze(0)
 

@@ -196,10 +196,14 @@ def _check_fields(train: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         UserError: for unknown or mistyped fields.
     """
+    # The fields of TrainingArguments, their types, and their metadata, which may have `choices`.
     hints = get_type_hints(TrainingArguments)
     known_fields = {
         entry.name: entry.metadata for entry in dataclasses.fields(TrainingArguments) if entry.init
     }
+
+    # Check the values. Two texts are converted first: a list of trackers, and `no`, which YAML 1.1
+    # reads as false if it is unquoted.
     fields = {}
     for name, value in train.items():
         if name not in known_fields:
@@ -213,7 +217,6 @@ def _check_fields(train: Mapping[str, Any]) -> dict[str, Any]:
             )
         if name == "report_to" and isinstance(value, str):
             value = value.split(",")
-        # YAML 1.1 reads an unquoted `no` as false.
         if name.endswith("_strategy") and value is False:
             value = "no"
         allowed_values = NAMES.get(name) or known_fields[name].get("choices") or ()
@@ -296,6 +299,7 @@ def _make_field_error(error: Exception, fields: Mapping[str, object]) -> UserErr
     Returns:
         The error, which names the field. None if several settings conflict.
     """
+    # Messages about several fields are known.
     message = str(error)
     if any(part in message for part in EXCLUSIVE_FIELDS):
         return None

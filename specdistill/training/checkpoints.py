@@ -102,6 +102,7 @@ def describe_launch(arguments: Any) -> dict[str, object]:
     Returns:
         `sharding`, `processes`, and `rows`: the rows of one optimizer step.
     """
+    # accelerate says in the environment how weights are sharded.
     sharding = "none"
     if is_launched_with("DEEPSPEED"):
         sharding = f"zero{arguments.deepspeed_plugin.zero_stage}"
@@ -172,6 +173,7 @@ def find_complete_steps(run: Path) -> list[int]:
     A damaged checkpoint that is newer than all of them is skipped with a warning that says what is
     wrong with it.
     """
+    # Only damaged checkpoints newer than the newest complete one are worth a warning.
     complete_steps: list[int] = []
     for step in reversed(list_steps(run)):
         flaw = find_corruption(find_checkpoint(run, step))

@@ -85,6 +85,7 @@ class History:
             `simulated` on held-out rows, and `decoded` if each evaluation decoded. None for a
             training that was not evaluated at both steps.
         """
+        # Step 0 is the evaluation before the first step. A diverged draft has no finite length.
         step = self.saved_step
         lengths = dict[str, object]()
         for name, key in (("simulated", "eval_acceptance_length"), ("decoded", DECODED_METRIC)):
@@ -196,6 +197,7 @@ class ProgressLines(TrainerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
+        """Start the clock, and say from which checkpoint a run resumes."""
         # `shown` is the last step that a line was printed for.
         self.begin = self.last = time.monotonic()
         self.first_step = state.global_step
@@ -229,6 +231,7 @@ class ProgressLines(TrainerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
+        """Print a line and the result of the evaluation, and draw the curves."""
         if not state.is_world_process_zero:
             return
         self._print(state)

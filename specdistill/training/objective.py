@@ -236,6 +236,7 @@ class Objective(nn.Module):
     def __init__(
         self, draft: nn.Module, divergence: Divergence, temperature: float, step_weights: Tensor
     ) -> None:
+        """Set the attributes of the same names, and K as the number of weights."""
         super().__init__()
         self.draft: Any = draft
         self.divergence = divergence

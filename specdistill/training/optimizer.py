@@ -34,6 +34,7 @@ class SharedMuon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update the matrices of this process, and receive those of the other processes."""
         # Divide the matrices that have a gradient. Every process computes the same division.
         rank, num_processes = find_rank_and_world_size()
         (group,) = self.param_groups
@@ -71,6 +72,7 @@ def divide(matrices: Sequence[Tensor], num_processes: int) -> list[list[Tensor]]
     Matrices are assigned one by one, the costliest first. Each goes to the process that has least
     work so far.
     """
+    # `loads` has the work of each process so far, in floating-point operations.
     loads = [0] * num_processes
     shares: list[list[Tensor]] = [[] for _ in loads]
     for matrix in sorted(matrices, key=count_flops, reverse=True):
@@ -100,6 +102,13 @@ class MuonAdamW(torch.optim.Optimizer):
     """
 
     def __init__(self, model: nn.Module, lr: float, weight_decay: float = 0.0) -> None:
+        """Divide the trainable parameters of a model between Muon and AdamW.
+
+        Args:
+            model: the model.
+            lr: the learning rate of both parts.
+            weight_decay: the weight decay of Muon; AdamW has none.
+        """
         # Find the weights of linear layers, without the head.
         linear_weights = {
             id(module.weight)
@@ -138,6 +147,7 @@ class MuonAdamW(torch.optim.Optimizer):
         return {name: part.state_dict() for name, part in self.parts.items()}
 
     def load_state_dict(self, state_dict: dict[str, dict[str, object]]) -> None:
+        """Load the states of both parts, which replaces their parameter groups."""
         for name, part in self.parts.items():
             part.load_state_dict(state_dict[name])
         self.param_groups = self._list_groups()

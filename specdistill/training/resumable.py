@@ -64,6 +64,7 @@ class ResumableTrainer(Trainer):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Initialize the Trainer, and add the callback `stopping`."""
         self._run_dir: str | None = None
         self.micro_batch_losses: list[Tensor] = []
         self.begun = time.monotonic()
@@ -190,6 +191,7 @@ class Stopping(TrainerCallback):
     """
 
     def __init__(self, trainer: ResumableTrainer) -> None:
+        """Prepare to stop a trainer, and remember the process that launched this one."""
         self.trainer = trainer
         self.stops = False
         self.unread: list[EndedStep] = []
@@ -277,6 +279,7 @@ class Stopping(TrainerCallback):
             control.should_save or control.should_evaluate or control.should_training_stop
         )
         while self.unread and (uses_weights or self.stops or len(self.unread) > 1):
+            # Wait until the counts are on the CPU, and read them.
             step = self.unread.pop(0)
             if step.copied:
                 step.copied.synchronize()
@@ -284,6 +287,7 @@ class Stopping(TrainerCallback):
             if num_not_finite:
                 self._stop_if_not_finite(step, args)
             self.stops = self.stops or num_asked > 0
+        # A run that stops saves first. `on_save` then ends it.
         control.should_save = control.should_save or self.stops
 
     def on_save(

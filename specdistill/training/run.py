@@ -230,6 +230,8 @@ class TrainingRun:
         Args:
             facts: facts about the target and the data of this run.
         """
+        # Compare with the record of the run, if it is resumed. Facts that an earlier version did
+        # not record are taken as equal.
         old_record: dict[str, Any] = {}
         if self.checkpoint:
             path = self.path / "run" / PROVENANCE
@@ -267,6 +269,8 @@ class TrainingRun:
         (staging_folder / PROVENANCE).write_text(
             json.dumps(provenance, indent=2) + "\n", encoding="utf-8"
         )
+        # A new record is moved as a folder, which makes it appear whole. In an existing folder each
+        # file is replaced.
         if not folder.exists():
             os.replace(staging_folder, folder)
         else:
@@ -475,6 +479,7 @@ def _remove_irrelevant_keys(recipe: dict[str, Any], is_finished: bool) -> dict[s
     These are the keys that say how processes share the rows of a step, `target.cache` and
     `publish`. For a finished run its length is left out, too, because it may be raised.
     """
+    # A recipe that is read from a file may be broken, so its sections need not be mappings.
     train = recipe.get("train")
     if isinstance(train, dict):
         irrelevant_keys = (*BATCH_KEYS, *DURATION_KEYS) if is_finished else BATCH_KEYS

@@ -67,6 +67,7 @@ class DistillationTrainer(ResumableTrainer):
         decode: Callable[[Path], float] | None = None,
         store: FeatureStore | None = None,
     ) -> None:
+        """Initialize the Trainer with rows that are filled up to whole steps."""
         # Fill the rows up to whole steps, so that `epoch` in the log does not depend on how
         # processes and micro-batches share a step's rows.
         self.num_rows = len(train_set)
@@ -238,6 +239,7 @@ class DistillationTrainer(ResumableTrainer):
         Tokens per second are the sum over all processes, without the time of evaluations and saves.
         The peak memory is that of the process that needs most.
         """
+        # Logs without a loss are those of evaluations, and of the end of training.
         if "loss" in logs:
             local_tokens = torch.as_tensor(self.num_tokens, device=self.args.device)
             tokens = int(self.accelerator.reduce(local_tokens, "sum"))
@@ -326,11 +328,14 @@ def fill_up(rows: Dataset, multiple: int) -> Dataset:
     An empty row is padding without loss. Without them, accelerate repeats rows so that every
     process gets the same number, and an evaluation would count some rows twice.
     """
+    # All rows have one length. No row is appended if the number fits already.
     length = len(rows[0]["input_ids"])
     num_missing = -len(rows) % multiple
     if num_missing == 0:
         return rows
     padding = {"input_ids": 0, "loss_mask": 0, "document_ids": PADDING_DOCUMENT, "position_ids": 0}
+
+    # Each column of an empty row repeats one value.
     table = {column: [[value] * length] * num_missing for column, value in padding.items()}
     return concatenate_datasets([rows, Dataset.from_dict(table, features=rows.features)])
 
@@ -343,6 +348,7 @@ class RandomOrder(Sampler[int]):
     """
 
     def __init__(self, num_rows: int, num_empty: int, seed: int) -> None:
+        """Prepare the order of `num_rows` rows, which are followed by `num_empty` empty rows."""
         self.rows = SeedableRandomSampler(range(num_rows), data_seed=seed)
         self.empty = range(num_rows, num_rows + num_empty)
 

@@ -203,6 +203,7 @@ def build_divergence(spec: object) -> Divergence:
         terms.append((divergence.keywords.pop("weight"), divergence))
 
     def sum_terms(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> Tensor:
+        """Compute the weighted sum of the divergences, [R]."""
         values = [weight * term(draft_logits_RW, target_probs_RW) for weight, term in terms]
         return torch.stack(values).sum(0)
 

@@ -155,6 +155,8 @@ class _Product:
             buffer_rows: rows of the buffer.
             trains: whether gradients are needed.
         """
+        # A gradient is only kept if it is needed. That of the weight is a sum over all rows, so it
+        # is float32.
         rows_grad_KRH = None
         if trains and rows_KRH.requires_grad:
             rows_grad_KRH = torch.empty_like(rows_KRH)
@@ -250,6 +252,11 @@ class _BlockwiseHeadLoss(torch.autograd.Function):
         trains: bool,
         *tensors: Tensor,
     ) -> tuple[Tensor, Tensor]:
+        """Compute the sum of the losses, the metrics, and all gradients, block by block.
+
+        `tensors` holds the rows and the weight of the first product, then those of the second, if
+        there is one. The other arguments are those of `compute_head_loss`.
+        """
         # Allocate, for each product, the gradients of its rows and of its weight, and a buffer for
         # the logits of a block.
         num_positions, num_rows, _ = tensors[0].shape
@@ -312,6 +319,7 @@ class _BlockwiseHeadLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        """Scale the gradients that the forward pass computed, and return one per argument."""
         # Multiply each gradient of the forward pass by the gradient of the loss, a scalar.
         scaled_grads: list[Tensor | None] = []
         for saved_grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True):
@@ -334,6 +342,7 @@ def compute_head_loss_at_once(
     correction: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute the same as `compute_head_loss` with all logits at once, as a reference for tests."""
+    # All rows are one block.
     with torch.no_grad():
         targets = targets_of(slice(None))
     losses = []
