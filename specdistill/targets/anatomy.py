@@ -238,6 +238,7 @@ def _find_parts(
         return head_outputs[0]
 
     def record_output(part: nn.Module, _args: object, output: object) -> None:
+        """Record the output of a part of the backbone."""
         outputs[part] = output
 
     # Known numbers as the head's output reveal what the class computes from it.

@@ -344,6 +344,7 @@ def _generate_part(
     seed: int,
 ) -> list[list[int]]:
     """Continue the prompts of one part of a batch, as `generate_batch` does."""
+    # `generated` holds the new tokens of all rows, and -1 where there is none yet.
     device = model.device
     num_rows = len(prompts)
     generator = torch.Generator(device).manual_seed(seed)
@@ -363,6 +364,7 @@ def _generate_part(
     )
     seen_mask[:, :length] = torch.arange(length, device=device) >= length - num_seen
     cache = _create_growing_cache(model)
+    # A token's position is the number of tokens before it, without padding.
     positions = (seen_mask[:, :length].cumsum(1) - 1).clamp(min=0)
 
     for step in range(max_new_tokens):
@@ -445,7 +447,7 @@ def sample(logits_BV: Tensor, temperatures_B: Tensor, generator: torch.Generator
     `torch.multinomial`, which on a CPU cost more than the head.
 
     Probabilities are float32, for as many rows at a time as SAMPLING_BYTES hold. Each row is
-    computed by itself, so their number changes no token.
+    computed by itself, so the number of rows at a time changes no token.
 
     Args:
         logits_BV: [B, V].
@@ -482,8 +484,8 @@ def _draw(logits_rV: Tensor, temperatures_r: Tensor, uniform_r1: Tensor) -> Tens
     Returns:
         Token ids [r].
     """
-    # The drawn token is the first whose cumulative sum exceeds u times the total. The total is 1 up
-    # to rounding, which could otherwise lead past the last token.
+    # The drawn token is the first whose cumulative sum exceeds u times the total. The total is 1
+    # except for rounding. Without the total, a u near 1 could exceed every cumulative sum.
     probabilities = (logits_rV.float() / temperatures_r[:, None]).softmax(-1)
     cumulative = probabilities.cumsum(-1)
     drawn = torch.searchsorted(cumulative, uniform_r1 * cumulative[:, -1:], right=True)

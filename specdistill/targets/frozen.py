@@ -220,6 +220,7 @@ class FrozenTarget:
             layers_on_disk=layers_on_disk and adapter is None and device_map not in SPREAD,
             **options,
         )
+        # accelerate leaves a weight that fits on no device on the meta device.
         if any(
             module.weight.is_meta
             for module in (loaded.get_input_embeddings(), loaded.get_output_embeddings())
@@ -499,9 +500,11 @@ def capture(layers: nn.ModuleList, layer_indices: Sequence[int]) -> Iterator[dic
     def keep_input(
         layer: int, _module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]
     ) -> None:
+        """Keep the hidden states that a layer gets."""
         captured[layer] = args[0] if args else kwargs["hidden_states"]
 
     def keep_output(_module: nn.Module, _args: object, output: Tensor | tuple[Tensor, ...]) -> None:
+        """Keep the hidden states that the last layer returns."""
         captured[len(layers)] = output[0] if isinstance(output, tuple) else output
 
     with ExitStack() as hooks:

@@ -93,7 +93,7 @@ class PackingMethod(Protocol):
 def run_by_lengths(
     model: PreTrainedModel, inputs: BackboneInputs, documents: Documents, run: Pass[PassOutput]
 ) -> PassOutput:
-    """Run a pass in which `attend` replaces `sdpa`.
+    """Run a pass in which `attend`, which gets the documents' lengths, replaces `sdpa`.
 
     Raises:
         LookupError: for a model without `sdpa`.
@@ -128,7 +128,7 @@ def run_unchanged(
 def run_in_one_row(
     _model: PreTrainedModel, inputs: BackboneInputs, _documents: Documents, run: Pass[PassOutput]
 ) -> PassOutput:
-    """Run a pass on all rows joined to one.
+    """Run a pass on all rows concatenated to one row.
 
     Flash attention tells documents apart only in a batch of one row, where transformers uses the
     kernel for variable lengths.

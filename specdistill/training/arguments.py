@@ -408,8 +408,8 @@ def _adapt_sharding(arguments: TrainingArguments, precision: str) -> None:
         precision: `bf16` or `no`.
 
     Raises:
-        UserError: for an FSDP that does not put drafts together, and for checkpoints of FSDP whose
-            parts could not be put together again.
+        UserError: for FSDP settings with which drafts are not saved whole, or with which the parts
+            of a checkpoint would be on different machines.
     """
     if not is_sharded():
         return

@@ -212,6 +212,7 @@ class ProgressLines(TrainerCallback):
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        """Keep the latest value of each figure in the log."""
         self.figures |= kwargs["logs"]
 
     def on_step_end(
@@ -221,6 +222,7 @@ class ProgressLines(TrainerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
+        """Print a line if the last one was printed at least `SECONDS` ago."""
         if state.is_world_process_zero and time.monotonic() - self.last >= SECONDS:
             self._print(state)
 
@@ -255,6 +257,7 @@ class ProgressLines(TrainerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
+        """Print a line for the last step, if it has none yet."""
         if state.is_world_process_zero and self.shown < state.global_step:
             self._print(state)
 

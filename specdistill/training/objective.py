@@ -356,7 +356,7 @@ class Objective(nn.Module):
         This is the argument `loss_of` of `compute_head_loss`.
 
         Args:
-            logits_rW: the draft's.
+            logits_rW: the draft's logits.
             soft: the target's distributions at the rows.
             k: the drafted position, from 0.
         """
@@ -369,8 +369,8 @@ class Objective(nn.Module):
         """Return the losses of rows together with their metrics.
 
         Args:
-            losses_r: nats.
-            logits_rW: the draft's.
+            losses_r: the losses in nats.
+            logits_rW: the draft's logits.
             soft: the target's distributions at the rows; None if there are none.
 
         Returns:
