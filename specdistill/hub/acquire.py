@@ -218,7 +218,7 @@ class ModelFiles:
         if self.repository is None:
             raise ResourceError(
                 f"{self.key}: {self.name} lacks these files in {self.folder}: {', '.join(missing)}",
-                next_step="acquire it where there is a network",
+                next_step="run `specdistill acquire` where there is a network",
             )
 
         # Fetch the files, and compare their hashes with the Hub's.
@@ -391,7 +391,7 @@ def _check_native_draft(
         raise UserError(
             "draft",
             got="nothing",
-            expected=f"{DRAFT}; `{plan_command}` lists those that the Hub has",
+            expected=f"{DRAFT}; `{plan_command}` lists the drafts on the Hub",
         )
     shapes = {name: tensor.shape for name, tensor in target_model.tensors().items()}
     load_method(options.method).check_native(shapes, target)
@@ -427,7 +427,7 @@ def _check_draft(
         raise UserError(
             "draft",
             got=f"{draft.name}, which holds a draft of method {method_name}",
-            expected=f"one of method {method}",
+            expected=f"a draft of method {method}",
         )
 
     # Check that it fits the target.

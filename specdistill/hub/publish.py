@@ -228,7 +228,11 @@ def _check_release(
     target, base_model = find_target(release, config.base_model)
     name = repository.name
     if base_model == name:
-        raise UserError("repo", got=f"{name}, which is the target's", expected="one for the draft")
+        raise UserError(
+            "repo",
+            got=f"{name}, which is the target's repository",
+            expected="another repository for the draft",
+        )
 
     # Licences can refuse a release, and so can a draft that does not fit its target.
     parts = list_ingredients(release.recipe, target, base_model)
@@ -347,14 +351,16 @@ def find_last_release(
             got=f"{baseline or f'{name}@{tag}'}, a report that was edited",
             expected=(
                 "an unedited report: measure the release again with `specdistill eval`, and pass"
-                " that report as baseline="
+                " that report as baseline=PATH"
             ),
         )
     if baseline:
         released_draft = locate(f"{name}@{repository.tags[tag]}", key="repo")
         if report["draft"].get("weights") != draft_hash(released_draft):
             raise UserError(
-                key, got=f"{baseline}, a report of other weights", expected=f"one of {name}@{tag}"
+                key,
+                got=f"{baseline}, a report of a draft with other weights",
+                expected=f"a report of {name}@{tag}",
             )
 
     # In the comparison, the draft has its name on the Hub, not the folder where it was measured.

@@ -123,7 +123,9 @@ class Shards:
         for file in files:
             if Path(file).name != file:
                 raise UserError(
-                    key, got=f"{folder / INDEX} with {file}", expected="files in the same folder"
+                    key,
+                    got=f"{folder / INDEX}, which names {file}",
+                    expected="names of files in the same folder",
                 )
             if complete and not (folder / file).is_file():
                 raise UserError(
@@ -377,7 +379,8 @@ class TargetFiles:
             raise UserError(
                 "target.adapter",
                 got=f"{len(self.adapter)} adapters",
-                expected="one: several are for `specdistill eval` with eval.engine=specdistill",
+                expected="one adapter; only `specdistill eval` with eval.engine=specdistill takes"
+                " several",
             )
 
     @classmethod
@@ -448,7 +451,7 @@ class TargetFiles:
             raise UserError(
                 KEY,
                 got=f"{self.name} without weights",
-                expected="every weight that its config asks for",
+                expected="a checkpoint with its weights",
             )
         return [hub_hashes[file] for file in files]
 

@@ -413,7 +413,7 @@ class FrozenTarget:
                 "draft.aux_layers",
                 got=f"{self.name}, whose layers return {other_shapes.pop()} for an input of"
                 f" {tuple(last_hidden.shape)}",
-                expected="layers of one residual stream, or a head that reads none of them",
+                expected="layers with one residual stream, or a draft without auxiliary layers",
             )
         return Features(aux, last_hidden)
 

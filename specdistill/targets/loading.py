@@ -311,7 +311,7 @@ def _check_generates(config: PreTrainedConfig, key: str, name: str) -> None:
             key,
             got=f"{name}, an encoder-decoder"
             f" ({', '.join(config.architectures or [config.model_type])})",
-            expected="a causal language model, which generates by itself what follows a prompt",
+            expected="a causal language model (decoder only)",
         )
 
 

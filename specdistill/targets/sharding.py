@@ -65,7 +65,7 @@ def shard_class(
         raise UserError(
             KEY,
             got="layers, but the processes form no group",
-            expected="a training script in accelerate launch",
+            expected="a training script that accelerate launch starts",
         )
     if is_quantized:
         raise UserError(

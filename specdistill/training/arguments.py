@@ -429,7 +429,7 @@ def _adapt_sharding(arguments: TrainingArguments, precision: str) -> None:
         if arguments.save_on_each_node:
             raise UserError(
                 "train.save_on_each_node",
-                got="true under FSDP, whose checkpoints are in parts of one whole",
+                got="true under FSDP, where a checkpoint is divided between the machines",
                 expected=(
                     "false, with a folder that all machines share, or"
                     " accelerate_configs/zero3_multinode.yaml"
@@ -467,7 +467,7 @@ def _check_trackers_and_schedule(arguments: Any) -> None:
             raise UserError(
                 "train.report_to",
                 got=f"{tracker} ({error})",
-                expected="none alone, or what is installed and set up",
+                expected="none, or trackers that are installed and set up",
                 text=hint if is_missing else "",
             ) from error
 

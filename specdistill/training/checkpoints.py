@@ -163,7 +163,7 @@ def check_launch(folder: Path, arguments: TrainingArguments) -> None:
             raise UserError(
                 "accelerate launch --machine_rank",
                 got=process_problem,
-                expected="each machine's number when it was saved",
+                expected="the machine_rank that each machine had when the checkpoint was saved",
             )
 
 

@@ -339,7 +339,7 @@ class Stopping(TrainerCallback):
         raise ResourceError(
             f"the loss of step {step.number} is not finite, in a batch of rows {shown} of the"
             f" training data ({path})",
-            next_step="look at these rows, or lower train.learning_rate or train.max_grad_norm",
+            next_step="check these rows, or lower train.learning_rate or train.max_grad_norm",
         )
 
     def _list_step_rows(self, step: EndedStep, args: TrainingArguments) -> list[list[int]]:
