@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset, IterableDataset
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, TrainingArguments
 
 from specdistill.cli.command import run
 from specdistill.common.project import ROOT
@@ -37,22 +37,16 @@ def main(recipe: TargetRecipe) -> None:
     )
     arguments = run.arguments
 
-    # Train the tokenizer, and make the batches
+    # Train the tokenizer on the training texts.
     texts = (module.text for module in load_standard_library("train"))
     tokenizer = train_tokenizer(texts, recipe.tokenizer.vocab_size, recipe.shape.context_length)
+
+    # Make the batches: those of the curriculum, and eight held-out batches of 32 rows of 256
+    # tokens.
     train_stream = token_stream(documents("train", tokenizer), tokenizer)
     held_out_texts = documents("validation", tokenizer)
     held_out = token_stream(held_out_texts, tokenizer)
-    batches = partial(
-        curriculum,
-        train_stream,
-        arguments.max_steps,
-        **vars(recipe.curriculum),
-        seed=arguments.seed,
-    )
-    train_set = IterableDataset.from_generator(
-        lambda: ({"input_ids": batch} for batch in batches())
-    )
+    train_set = _make_train_set(train_stream, recipe, arguments)
     eval_set = Dataset.from_dict({"input_ids": held_out[: 8 * 32 * 256].view(8, 32, 256).tolist()})
     run.record(
         train_tokens=len(train_stream), data_fingerprint=str(hash(tuple(train_stream.tolist())))
@@ -64,18 +58,18 @@ def main(recipe: TargetRecipe) -> None:
     model = LlamaForCausalLM(config)
     model.compile(dynamic=False)
 
-    # Train
+    # Train with Muon and AdamW.
     trainer = ResumableTrainer(
         model,
         arguments,
         train_dataset=train_set,
         eval_dataset=eval_set,
-        data_collator=_whole_batch,
+        data_collator=_return_batch,
         optimizers=(MuonAdamW(model, arguments.learning_rate, arguments.weight_decay), None),
     )
     run.train(trainer)
 
-    # Save, and measure what was saved
+    # Save the model in bfloat16, and measure the saved model for its card.
     folder = Path(arguments.output_dir) / "model"
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -91,8 +85,22 @@ def main(recipe: TargetRecipe) -> None:
     )
 
 
-def _whole_batch(items: list[dict[str, list[list[int]]]]) -> dict[str, torch.Tensor]:
-    """Return the only item as a batch: the curriculum yields whole batches."""
+def _make_train_set(
+    train_stream: torch.Tensor, recipe: TargetRecipe, arguments: TrainingArguments
+) -> IterableDataset:
+    """Return the batches of the curriculum as a stream, one batch per step."""
+    batches = partial(
+        curriculum,
+        train_stream,
+        arguments.max_steps,
+        **vars(recipe.curriculum),
+        seed=arguments.seed,
+    )
+    return IterableDataset.from_generator(lambda: ({"input_ids": batch} for batch in batches()))
+
+
+def _return_batch(items: list[dict[str, list[list[int]]]]) -> dict[str, torch.Tensor]:
+    """Return the only item as a batch, because the curriculum yields whole batches."""
     batch = torch.as_tensor(items[0]["input_ids"])
     return {"input_ids": batch, "labels": batch}
 

@@ -1,15 +1,16 @@
-"""Find the draft of a method for a target, check it before its weights are fetched, and fetch it.
+"""Check that a draft fits a target before its weights are fetched, and fetch it.
 
 The user chooses the draft, and it is fetched at one commit.
 
-What a draft consists of depends on its method: a head, a model, a layer in the target's own
-checkpoint, or nothing at all. Small files and the headers of its safetensors tell whether it fits
-the target; a header is tens of kilobytes of a file of gigabytes. Fetched files are compared with
-the checksums that the Hub lists.
+The files of a draft depend on its method: it is a head, a model, or a layer in the target's own
+checkpoint. Small files and the headers of its safetensors tell whether it fits the target. A header
+is tens of kilobytes of a file of gigabytes. Fetched files are compared with the checksums that the
+Hub lists.
 """
 
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import partial
@@ -56,11 +57,14 @@ from specdistill.methods.load import TOKENIZER, load_method, recognize_method
 from specdistill.methods.target_record import read_target_record
 from specdistill.targets.files import INDEX, SINGLE, Shards, TargetFiles
 
+# Files that are fetched at once, before it is known whether the draft fits.
 SMALL_FILES = ("config.json", "generation_config.json", INDEX, CARD)
+# Files of weights that are never opened, because unpickling may run code.
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+# The files of a language model next to its weights.
 MODEL = (*SMALL_FILES, *TOKENIZER, "*processor_config.json")
-# Errors of reading a header that holds other JSON. The last one comes from negative sizes, and from
-# JSON that is nested too deeply.
+# Errors that huggingface_hub raises for a header of safetensors that is no valid header. A
+# RuntimeError comes from negative sizes, and from JSON that is nested too deeply.
 OTHER_HEADERS = (
     SafetensorsParsingError,
     ValueError,
@@ -69,16 +73,17 @@ OTHER_HEADERS = (
     AttributeError,
     RuntimeError,
 )
+# What errors say is expected.
 DRAFT = "the folder of a draft, or org/name or org/name@revision on the Hub"
 TARGET = "pico, a folder, a GGUF file or a Hub id"
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The files of a model: a folder, or a commit of a repository.
+    """The files of a model: those of a folder, or of one commit of a repository on the Hub.
 
-    If the Hub cannot be reached, they are the files of that commit that are in its cache, which is
-    a folder too.
+    If the Hub cannot be reached, only the files in its cache are known, and they are treated as a
+    folder.
 
     Attributes:
         key: the key that errors name.
@@ -96,7 +101,7 @@ class ModelFiles:
 
     @classmethod
     def open(cls, name: str, revision: str | None, *, key: str, expected: str) -> "ModelFiles":
-        """Open a folder, or a revision of a repository, whose small files are fetched.
+        """Find the files of a folder or of a revision of a repository, and fetch the small ones.
 
         Args:
             name: the folder or the Hub id.
@@ -117,10 +122,10 @@ class ModelFiles:
                 expected = "a folder, which has no revisions, or a Hub id"
                 raise UserError(key, got=f"{name} at revision {revision}", expected=expected)
             return cls(key, name, Path(place), _list_sizes(Path(place)))
-        shown = f"{name}@{revision}" if revision else name
+        full_name = f"{name}@{revision}" if revision else name
 
         # Fetch the small files of a repository, and list the others without fetching them.
-        with convert_hub_errors(key, shown, expected=expected):
+        with convert_hub_errors(key, full_name, expected=expected):
             commit = find_commit(place, revision)
             snapshot = partial(
                 snapshot_download,
@@ -134,28 +139,19 @@ class ModelFiles:
                     allow_patterns=[*MODEL, "*.safetensors", "*.gguf", *PICKLES], dry_run=True
                 )
             except (HTTP_ERROR, LocalEntryNotFoundError, DryRunError):
-                # Without the Hub, its cache may have what is needed, though not every small file.
+                # The Hub cannot be reached. Its cache may hold all files that are needed.
                 folder = Path(
                     snapshot_download(
                         place, revision=commit, allow_patterns=[], local_files_only=True
                     )
                 )
-                return cls(key, shown, folder, _list_sizes(folder))
-        return cls(
-            key,
-            shown,
-            folder,
-            {file.filename: file.file_size or 0 for file in files if "/" not in file.filename},
-            place,
-        )
+                return cls(key, full_name, folder, _list_sizes(folder))
+        sizes = {file.filename: file.file_size or 0 for file in files if "/" not in file.filename}
+        return cls(key, full_name, folder, sizes, place)
 
     def list_matching(self, *patterns: str) -> list[str]:
         """Return the files whose names match one of the patterns."""
-        matching = []
-        for path in self.sizes:
-            if any(fnmatch(path, pattern) for pattern in patterns):
-                matching.append(path)
-        return matching
+        return [name for name in self.sizes if any(fnmatch(name, pattern) for pattern in patterns)]
 
     def weights(self) -> list[str]:
         """Return the safetensors files that hold the weights.
@@ -166,11 +162,11 @@ class ModelFiles:
         # Several files of weights are named by their index.
         if INDEX in self.sizes:
             weight_files = Shards.open(self.folder, self.key, complete=False).files
-            lacking = next((file for file in weight_files if file not in self.sizes), None)
-            if lacking:
+            missing = [file for file in weight_files if file not in self.sizes]
+            if missing:
                 raise UserError(
                     self.key,
-                    got=f"{self.name} without {lacking}",
+                    got=f"{self.name} without {missing[0]}",
                     expected="every file that its index names",
                 )
             return weight_files
@@ -192,12 +188,10 @@ class ModelFiles:
                     " safetensors"
                 ),
             )
+        file_names = ", ".join(sorted(self.sizes)[:5]) or "nothing"
         raise UserError(
             self.key,
-            got=(
-                f"{self.name} without weights, with"
-                f" {', '.join(sorted(self.sizes)[:5]) or 'nothing'}"
-            ),
+            got=f"{self.name} without weights, with {file_names}",
             expected=f"{SINGLE}, or {INDEX}",
         )
 
@@ -206,10 +200,10 @@ class ModelFiles:
         return [file for file in files if not (self.folder / file).is_file()]
 
     def fetch(self, files: Sequence[str]) -> Path:
-        """Fetch those of the files that are missing.
+        """Fetch the files that are not here yet.
 
         If one was missing, all files of the commit are compared with the checksums that the Hub
-        lists. Damaged files are taken out of the cache, because its next reader would use them.
+        lists. Damaged files are removed from the cache, because its next reader would use them.
 
         Returns:
             The folder, which holds all of these files.
@@ -217,15 +211,14 @@ class ModelFiles:
         Raises:
             ResourceError: when the Hub or its cache fails, and for damaged files.
         """
+        # Only a repository can fetch missing files. A folder cannot.
         missing = self.list_missing(files)
-
-        # A repository fetches what is missing. A folder cannot.
         if not missing:
             return self.folder
         if self.repository is None:
             raise ResourceError(
                 f"{self.key}: {self.name} lacks these files in {self.folder}: {', '.join(missing)}",
-                next_step="acquire it where there is a network",
+                next_step="run `specdistill acquire` where there is a network",
             )
 
         # Fetch the files, and compare their hashes with the Hub's.
@@ -236,11 +229,10 @@ class ModelFiles:
                     revision=self.folder.name,
                     allow_patterns=[escape(file) for file in missing],
                 )
-                entries = (
-                    HfApi()
-                    .verify_repo_checksums(self.repository, revision=self.folder.name)
-                    .mismatches
+                verification = HfApi().verify_repo_checksums(
+                    self.repository, revision=self.folder.name
                 )
+                entries = verification.mismatches
         except (OSError, XetDownloadError, RuntimeError) as error:
             # hf_xet raises RuntimeError.
             raise ResourceError(
@@ -252,6 +244,7 @@ class ModelFiles:
         # A damaged file is removed from the cache, so that it is fetched again.
         damaged = sorted(entry["path"] for entry in entries)
         if damaged:
+            # A file in the cache is a link to a blob, and both are removed.
             for link in (self.folder / file for file in damaged):
                 link.resolve().unlink()
                 link.unlink(missing_ok=True)
@@ -267,14 +260,17 @@ class ModelFiles:
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of the weights by name, without their content.
 
-        Only the header of each file is read, here or on the Hub. If the files are here, vocabulary
-        maps have their content.
+        Only the header of each file is read, from the disk or from the Hub. If the files are on the
+        disk, the tensors that map vocabularies have their content, too.
 
         Raises:
             UserError: for files that cannot be read, or are not those that the index names.
         """
+        # The files are on the disk.
         if not self.list_missing(self.weights()):
             return read_outline(self.folder, self.key)
+
+        # The Hub's client reads the headers with range requests.
         assert self.repository is not None
         with convert_errors(
             OTHER_HEADERS,
@@ -285,13 +281,11 @@ class ModelFiles:
             with convert_hub_errors(
                 self.key, self.name, expected="a Hub id", patterns=self.weights()
             ):
-                read = (
-                    HfApi()
-                    .get_safetensors_metadata(self.repository, revision=self.folder.name)
-                    .files_metadata.values()
+                metadata = HfApi().get_safetensors_metadata(
+                    self.repository, revision=self.folder.name
                 )
             tensors = {}
-            for file in read:
+            for file in metadata.files_metadata.values():
                 for name, tensor_info in file.tensors.items():
                     dtype = str_to_torch_dtype[tensor_info.dtype]
                     shape = tuple(tensor_info.shape)
@@ -300,11 +294,15 @@ class ModelFiles:
 
 
 def _list_sizes(folder: Path) -> dict[str, int]:
+    """Return the bytes of each file in a folder, by name."""
     return {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
 
 
 def acquire(options: AcquireOptions) -> Path:
-    """Fetch a draft for a target, or the target if its own layer drafts.
+    """Fetch a draft for a target, after checking that it fits.
+
+    If no draft is named and a layer of the target itself drafts (method mtp), the target is
+    fetched.
 
     Returns:
         The folder of the draft. With `dry_run`, the folder that it would have.
@@ -316,9 +314,6 @@ def acquire(options: AcquireOptions) -> Path:
             files.
     """
     method = options.method
-    draft = options.draft
-    target = options.target.model
-    adapter = options.target.adapter
     if not METHODS[method].is_trained:
         raise UserError(
             "method",
@@ -326,79 +321,94 @@ def acquire(options: AcquireOptions) -> Path:
             expected="a method that is trained",
         )
 
-    # Find the target, with its small files.
-    folder, gguf = split_gguf(target)
-    of_target = ModelFiles.open(
+    # Find the target, and fetch its small files.
+    folder, gguf = split_gguf(options.target.model)
+    target_model = ModelFiles.open(
         folder, options.target.revision, key="target.model", expected=TARGET
     )
-    files = TargetFiles(
-        f"{of_target.repository or of_target.folder}{f'/{gguf}' if gguf else ''}",
-        of_target.folder.name if of_target.repository else options.target.revision,
-        adapter,
+    location = str(target_model.repository or target_model.folder)
+    target = TargetFiles(
+        f"{location}/{gguf}" if gguf else location,
+        target_model.folder.name if target_model.repository else options.target.revision,
+        options.target.adapter,
     )
 
-    # Find the files that are needed: those of the draft, or of the target if its layer drafts.
-    # Draft models are the only drafts that have this option of decoding.
-    translation: dict[str, Any] = (
+    # Find the files that are needed: those of the draft, or of the target if its layer drafts. Only
+    # draft models have the option `heterogeneous_vocab`.
+    check_options: dict[str, Any] = (
         {"heterogeneous_vocab": options.heterogeneous_vocab} if METHODS[method].standalone else {}
     )
-    if draft is not None:
-        name, revision = split_revision(draft)
+    if options.draft is not None:
+        name, revision = split_revision(options.draft)
         model_files = ModelFiles.open(name, revision, key="draft", expected=DRAFT)
-        names = _check_draft(model_files, method, files, of_target, translation)
-    elif adapter is not None:
-        raise make_unused_key_error(
-            "target.adapter",
-            adapter,
-            "only used with a trained draft",
-            alternative="add draft=PATH",
-        )
-    elif METHODS[method].in_target:
-        load_method(method).check_native(
-            {name: tensor.shape for name, tensor in of_target.tensors().items()}, files
-        )
-        logger.info(
-            f"{of_target.name}: the layer that drafts is in its own checkpoint, so all of it"
-            " is fetched"
-        )
-        model_files = of_target
-        names = [gguf] if gguf else [*of_target.list_matching(*MODEL), *of_target.weights()]
+        names = _check_draft(model_files, method, target, target_model, check_options)
     else:
-        raise UserError(
-            "draft",
-            got="nothing",
-            expected=(
-                f"{DRAFT}; `specdistill plan target={shlex.quote(target)}` lists those that the Hub"
-                " has"
-            ),
-        )
+        _check_native_draft(options, target, target_model)
+        model_files = target_model
+        names = [gguf] if gguf else [*model_files.list_matching(*MODEL), *model_files.weights()]
 
-    # Fetch them.
+    # Fetch the files. `dry_run` stops before that.
     _announce(model_files, names)
     if not options.dry_run:
         model_files.fetch(names)
         # The draft is checked once more, with the content of its vocabulary maps.
-        if draft is not None:
+        if options.draft is not None:
             check_draft(
                 method,
                 model_files.folder,
-                files,
+                target,
                 "draft",
                 name=model_files.name,
                 logs=False,
-                **translation,
+                **check_options,
             )
     return model_files.folder
+
+
+def _check_native_draft(
+    options: AcquireOptions, target: TargetFiles, target_model: ModelFiles
+) -> None:
+    """Check that the target's own layer can draft, because no draft was named.
+
+    Args:
+        options: the options of the command.
+        target: the files of the target.
+        target_model: the same files, as they are found before they are fetched.
+
+    Raises:
+        UserError: if the method needs a draft, for an adapter, and for a target without the layer.
+    """
+    # Refuse an adapter, and a method whose draft is no layer of the target.
+    if options.target.adapter is not None:
+        raise make_unused_key_error(
+            "target.adapter",
+            options.target.adapter,
+            "only used with a trained draft",
+            alternative="add draft=PATH",
+        )
+    if not METHODS[options.method].in_target:
+        plan_command = f"specdistill plan target={shlex.quote(options.target.model)}"
+        raise UserError(
+            "draft",
+            got="nothing",
+            expected=f"{DRAFT}; `{plan_command}` lists the drafts on the Hub",
+        )
+    shapes = {name: tensor.shape for name, tensor in target_model.tensors().items()}
+    load_method(options.method).check_native(shapes, target)
+    logger.info(
+        f"{target_model.name}: the draft is a layer of its checkpoint, so the whole checkpoint"
+        " is fetched"
+    )
 
 
 def _check_draft(
     draft: ModelFiles,
     method: str,
     target: TargetFiles,
-    of_target: ModelFiles,
-    translation: Mapping[str, Any],
+    target_model: ModelFiles,
+    check_options: Mapping[str, Any],
 ) -> list[str]:
-    """Check a draft of the Hub or a folder by its small files and headers.
+    """Check by small files and headers that a draft is of a method and fits the target.
 
     Returns:
         The files of the draft that are needed.
@@ -417,38 +427,31 @@ def _check_draft(
         raise UserError(
             "draft",
             got=f"{draft.name}, which holds a draft of method {method_name}",
-            expected=f"one of method {method}",
+            expected=f"a draft of method {method}",
         )
 
     # Check that it fits the target.
-    of_target.fetch(of_target.list_matching("config.json", INDEX, *tokenizer))
-    check_draft(method, folder, target, "draft", name=draft.name, tensors=tensors, **translation)
+    target_model.fetch(target_model.list_matching("config.json", INDEX, *tokenizer))
+    check_draft(method, folder, target, "draft", name=draft.name, tensors=tensors, **check_options)
     if read_target_record(folder, "draft") is None:
-        _compare_card(draft, of_target)
-    logger.info(f"{draft.name}: a draft of method {method} that fits {of_target.name}")
+        _compare_card(draft, target_model)
+    logger.info(f"{draft.name}: a draft of method {method} that fits {target_model.name}")
     return [*draft.list_matching(*SMALL_FILES, *TOKENIZER), *draft.weights()]
 
 
 def _compare_card(draft: ModelFiles, target: ModelFiles) -> None:
-    """Warn if a draft records no target, and its card names another one.
+    """Warn if the card of a draft names another target.
 
-    Sizes alone do not tell a model from its fine-tunes.
+    This is for a draft that records no target. Its sizes fit all fine-tunes of the target, too.
     """
-    try:
-        base_model = (
-            read_front_matter(draft.folder / CARD).get("base_model")
-            if CARD in draft.sizes
-            else None
-        )
-    except ValueError:
-        # A card is prose: if its metadata cannot be read, it says nothing.
-        base_model = None
+    base_model = None
+    if CARD in draft.sizes:
+        # Nobody checks the metadata of cards, so broken ones are ignored.
+        with suppress(ValueError):
+            base_model = read_front_matter(draft.folder / CARD).get("base_model")
     models = [base_model] if isinstance(base_model, str) else base_model or []
-    if (
-        target.repository
-        and models
-        and target.repository.lower() not in {str(model).lower() for model in models}
-    ):
+    model_names = {str(model).lower() for model in models}
+    if target.repository and models and target.repository.lower() not in model_names:
         logger.info(
             f"warning: the card of {draft.name} names {', '.join(map(str, models))}, not"
             f" {target.repository}; only the sizes were compared"
@@ -456,27 +459,28 @@ def _compare_card(draft: ModelFiles, target: ModelFiles) -> None:
 
 
 def _announce(model_files: ModelFiles, names: Sequence[str]) -> None:
-    """Log what will be fetched, and how much space the disk has.
+    """Log which files will be fetched, and check that the disk has enough space.
 
     Raises:
         ResourceError: if the disk has too little space.
     """
+    # List the files that are missing, with their sizes.
     sizes = {file: model_files.sizes[file] for file in model_files.list_missing(names)}
-    listed = "".join(f"\n  {decimal(size):>10}  {file}" for file, size in sizes.items())
-    at = f" (commit {model_files.folder.name})" if model_files.repository else ""
+    lines = "".join(f"\n  {decimal(size):>10}  {file}" for file, size in sizes.items())
+    commit = f" (commit {model_files.folder.name})" if model_files.repository else ""
     logger.info(
-        f"{model_files.key}: {model_files.name}{at}, {len(names)} files, {len(sizes)} of them to"
-        f" fetch{listed}"
+        f"{model_files.key}: {model_files.name}{commit}, {len(names)} files, {len(sizes)} of them"
+        f" to fetch{lines}"
     )
+
+    # Compare their sum with the free space.
     total = sum(sizes.values())
     if total:
         cache = Path(constants.HF_HUB_CACHE)
-        what = (
-            f"{decimal(total)} into {cache}, whose disk has"
-            f" {decimal(free := find_free_bytes(cache))} free"
-        )
-        if total > free:
+        free_bytes = find_free_bytes(cache)
+        summary = f"{decimal(total)} into {cache}, whose disk has {decimal(free_bytes)} free"
+        if total > free_bytes:
             raise ResourceError(
-                f"to fetch: {what}", next_step="free disk space, or set HF_HOME to a larger disk"
+                f"to fetch: {summary}", next_step="free disk space, or set HF_HOME to a larger disk"
             )
-        logger.info(f"to fetch: {what}")
+        logger.info(f"to fetch: {summary}")

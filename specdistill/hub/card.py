@@ -1,4 +1,4 @@
-"""The model card of a published draft.
+"""Build the model card of a published draft.
 
 The card says what the model drafts for, how to serve it, what was measured, and what it was made
 from. The Hub searches its metadata: `base_model` finds the drafts of a target.
@@ -36,7 +36,7 @@ TEMPLATE = Path(__file__).with_name("card.md.j2")
 # Metrics of a report's row that the card's metadata has.
 METRICS = ("mean_acceptance_length", "acceptance_rate", "speedup")
 PICTURE = f"{REPORT}/picture.svg"
-# Names that stand in commands for the files that llama.cpp needs.
+# Placeholders in commands for the files that llama.cpp needs, which the reader has to make.
 GGUF_FILES = {"model": "TARGET.gguf", "model_draft": "DRAFT.gguf"}
 # Settings of a report that the section `eval:` has under the same name.
 SETTINGS = (
@@ -65,7 +65,7 @@ class CardContents:
         base_model: the target's Hub id; None if it has none.
         parts: what the draft was made from.
         license: the licence of the draft.
-        overridden: the refusals that `reason` overrode.
+        overridden: the refusals, which `reason` overrode.
         warnings: the warnings of the check of the draft against its target.
         reason: why the draft is published although something speaks against it.
         since: the tag of the release before; None for a first release.
@@ -91,99 +91,103 @@ class CardContents:
         return self.repository.rpartition("/")[2]
 
 
-def build_model_card(of: CardContents, serving: Iterable[tuple[str, str]]) -> ModelCard:
+def build_model_card(contents: CardContents, serving: Iterable[tuple[str, str]]) -> ModelCard:
     """Build the card of a release.
 
-    Everything from outside is escaped. Names of repositories and tags were checked before, by the
-    Hub's own rules.
+    Texts from reports and other cards are escaped, so that they cannot change the card's layout.
+    Names of repositories and tags were checked before, by the Hub's own rules.
 
     Args:
-        of: the contents of the card.
+        contents: the contents of the card.
         serving: for each engine its title, and the commands that serve the draft.
     """
-    release = of.release
-    report = of.release.report
+    release = contents.release
+    report = contents.release.report
 
-    # The engines that can put the draft's lookup in front of it.
+    # Find the engines that serve the draft, and the lookup that drafts before it, if it was
+    # measured with one.
     lookup = read_measured_lookup(report["settings"])
     engines = [
         ENGINES[name] for name in METHODS[release.method].serving() if ENGINES[name].serve_command
     ]
-    numbers_of_all = format_measurement(
+    num_tokens = report["settings"]["num_speculative_tokens"]
+    lookup_text = describe_lookup(engines, lookup, num_tokens) if lookup else ""
+
+    # Format the tables. The headings of the measurement are below the heading of a section.
+    measurement = format_measurement(
         {name: part for name, part in report.items() if name != "baseline"}
     )
+    part_rows = [
+        (part.what, escape_markdown(part.name), escape_markdown(part.shown))
+        for part in contents.parts
+    ]
 
-    # The template has the text; everything that varies is passed to it.
+    # The template has the text, and everything that varies is passed to it.
     card: ModelCard = ModelCard.from_template(
-        build_metadata(of),
+        build_metadata(contents),
         template_str=TEMPLATE.read_text(encoding="utf-8"),
-        of=of,
+        contents=contents,
         report=report,
         phrases=phrases,
         tables=tables,
         plain=escape_markdown,
         endpoint=constants.ENDPOINT,
-        # The folder of the run is one of this machine.
-        overridden=[refusal.replace(f"{release.run}/", "") for refusal in of.overridden],
+        # The folder of the run is a path of this machine, which is not published.
+        overridden=[refusal.replace(f"{release.run}/", "") for refusal in contents.overridden],
         summary=METHODS[release.method].summary,
-        terms=list(dict.fromkeys(part.terms for part in of.parts if part.terms)),
+        terms=list(dict.fromkeys(part.terms for part in contents.parts if part.terms)),
         version=__version__,
         picture=PICTURE,
         headline=format_cells(tables.tabulate_whole_suite(report)),
         serving=[*serving],
         is_named_suite=_is_named_suite(report),
         gguf_files=GGUF_FILES.values(),
-        # Its headings stand below the heading of a section.
-        measured=re.sub("^#", "##", numbers_of_all, flags=re.MULTILINE),
-        front=describe_lookup(engines, lookup, report["settings"]["num_speculative_tokens"])
-        if lookup
-        else "",
-        parts=format_table(
-            ("", "what", "licence"),
-            (
-                (part.what, escape_markdown(part.name), escape_markdown(part.shown))
-                for part in of.parts
-            ),
-        ),
+        measured=re.sub("^#", "##", measurement, flags=re.MULTILINE),
+        front=lookup_text,
+        parts=format_table(("", "what", "licence"), part_rows),
         identity=_format_identity(release.made_for),
-        again=format_eval_command(of),
+        again=format_eval_command(contents),
     )
     return card
 
 
-def build_metadata(of: CardContents) -> ModelCardData:
+def build_metadata(contents: CardContents) -> ModelCardData:
     """Build the metadata that the Hub reads.
 
-    A head or a layer is of no use without its very target. Of the four relations that the Hub
-    knows, only `adapter` says that. None of them says how a draft model of its own relates to its
-    target, so there the Hub makes its own choice.
+    The relation of a head or a layer to its target is `adapter`: of the four relations that the Hub
+    knows, only this one says that the draft is of no use without the target. No relation describes
+    a draft model and its target, so it is left out, and the Hub chooses one.
     """
-    method = of.release.method
+    # List the models and data sets on the Hub that the draft was made from.
+    method = contents.release.method
     standalone = METHODS[method].standalone
-    began = [
-        part.name for part in of.parts if part.what == "initialization" and _is_hub_id(part.name)
-    ]
-    data = [part.name for part in of.parts if part.what == DATA and _is_hub_id(part.name)]
-    base = [*filter(None, [of.base_model]), *began]
+    hub_parts = [part for part in contents.parts if _is_hub_id(part.name)]
+    base = [part.name for part in hub_parts if part.what == "initialization"]
+    if contents.base_model:
+        base.insert(0, contents.base_model)
+    data = [part.name for part in hub_parts if part.what == DATA]
     return ModelCardData(
-        **build_license_metadata(of.license),
+        **build_license_metadata(contents.license),
         base_model=base[0] if len(base) == 1 else base or None,
         base_model_relation="adapter" if base and not standalone else None,
         library_name="transformers" if standalone else "specdistill",
         pipeline_tag="text-generation",
         tags=["speculative-decoding", method, "specdistill"],
         datasets=data or None,
-        model_name=of.name,
-        eval_results=list(_list_results(of)),
+        model_name=contents.name,
+        eval_results=list(_list_results(contents)),
     )
 
 
-def format_eval_command(of: CardContents) -> str:
+def format_eval_command(contents: CardContents) -> str:
     """Return the command that measures the published draft with the report's main configuration."""
-    report = of.release.report
-    settings = of.release.report["settings"]
-    target = of.release.made_for
-    eval_keys = list_fields(list_variants(type(of.release.recipe).model_fields["eval"].annotation))
+    # Begin with what was measured: suite, number of prompts, tree and engine.
+    report = contents.release.report
+    settings = contents.release.report["settings"]
+    target = contents.release.made_for
+    eval_keys = list_fields(
+        list_variants(type(contents.release.recipe).model_fields["eval"].annotation)
+    )
     values: dict[str, object] = {
         "eval.suite": report["suite"]["name"] if _is_named_suite(report) else "SUITE"
     }
@@ -193,15 +197,15 @@ def format_eval_command(of: CardContents) -> str:
         values["eval.tree"] = settings["tree"]
     engine = report.get("engine", {}).get("name", "specdistill")
     # For a server the recipe calls the batch size `concurrency`.
-    of_server = {"batch_size": "concurrency"} if engine != "specdistill" else {}
-    if of_server:
+    server_keys = {"batch_size": "concurrency"} if engine != "specdistill" else {}
+    if server_keys:
         values["eval.engine"] = engine
 
     # Add the settings that differ from their defaults.
     drafting = settings.get("drafting", {})
     for name in (*SETTINGS, *drafting):
         value = drafting.get(name, settings.get(name))
-        key = of_server.get(name, name)
+        key = server_keys.get(name, name)
         if key in eval_keys and value is not None and value != find_default(eval_keys[key]):
             values[f"eval.{key}"] = value
     if engine == "llama.cpp":
@@ -212,25 +216,28 @@ def format_eval_command(of: CardContents) -> str:
         values["target.adapter"] = target.adapter
 
     # Write the command, with the target and the draft as a reader names them.
-    name = "pico" if target.name_or_path == "pico" else of.base_model or "TARGET"
-    keys = {"method": of.release.method, "target": name, "draft": f"{of.repository}@{of.tag}"}
+    name = "pico" if target.name_or_path == "pico" else contents.base_model or "TARGET"
+    keys = {
+        "method": contents.release.method,
+        "target": name,
+        "draft": f"{contents.repository}@{contents.tag}",
+    }
+    arguments = {**keys, **values}
     words = [
-        shlex.quote(join_lines(f"{key}={format_value(value)}"))
-        for key, value in {**keys, **values}.items()
+        shlex.quote(join_lines(f"{key}={format_value(value)}")) for key, value in arguments.items()
     ]
     return " \\\n    ".join(["specdistill eval", *words])
 
 
-def _list_results(of: CardContents) -> Iterator[EvalResult]:
+def _list_results(contents: CardContents) -> Iterator[EvalResult]:
     """Yield each metric of the whole suite, with its interval and what it was measured on."""
-    report = of.release.report
-    row = of.release.report["results"][0]
+    report = contents.release.report
+    # The first row of the results is that of the main configuration over the whole suite.
+    row = contents.release.report["results"][0]
+    setting_names = ("num_speculative_tokens", "temperature", "batch_size", "num_prompts")
     for metric in METRICS:
         if metric in row:
-            settings = {
-                key: row[key]
-                for key in ("num_speculative_tokens", "temperature", "batch_size", "num_prompts")
-            }
+            settings = {name: row[name] for name in setting_names}
             interval = {"ci95": list(row[f"{metric}_ci95"])} if row.get(f"{metric}_ci95") else {}
             yield EvalResult(
                 task_type="text-generation",
@@ -242,16 +249,16 @@ def _list_results(of: CardContents) -> Iterator[EvalResult]:
                 metric_value=row[metric],
                 metric_args={**settings, "hardware": report["hardware"]["name"], **interval},
                 source_name="its report",
-                source_url=f"{constants.ENDPOINT}/{of.repository}/blob/{of.tag}/report/report.md",
+                source_url=f"{constants.ENDPOINT}/{contents.repository}/blob/{contents.tag}/report/report.md",
             )
 
 
 def _format_identity(target: TargetIdentity) -> str:
-    """Return the table of what identifies the target."""
+    """Return the table that identifies the target: name, commit, adapter and hashes."""
+    # A local path is shortened to its name, so that no folders of this machine are published.
+    path = Path(target.name_or_path)
     rows = {
-        "name": Path(target.name_or_path).name
-        if Path(target.name_or_path).is_absolute()
-        else target.name_or_path,
+        "name": path.name if path.is_absolute() else target.name_or_path,
         "commit": target.revision,
         "adapter": target.adapter,
         "sha256 of its weights' sha256": target.weights,
@@ -275,4 +282,5 @@ def _is_named_suite(report: phrases.Report) -> bool:
 
 
 def _is_hub_id(name: str) -> bool:
+    """Return whether a name has the form of a Hub id, and is no local path."""
     return name.count("/") == 1 and not Path(name).exists()

@@ -1,13 +1,13 @@
-"""Check whether the report of a finished run is evidence for the draft next to it.
+"""Check that the report of a finished run belongs to the draft, and that the draft passes.
 
-The folder of a run holds files that can come from different trainings and measurements. So three
-things are checked:
+The folder of a run may hold files from different trainings and measurements. So three things are
+checked:
 
 - The report must be as it was written, by its digest.
 - It must have measured this draft on this target, by the hashes of their files.
 - The gate is decided again, by the rules that the run's recipe names.
 
-Whatever speaks against a release is a refusal. All refusals are collected, so that `force` can list
+Each reason against a release is a refusal. All refusals are collected, so that `force` can list
 what it overrides.
 """
 
@@ -28,6 +28,7 @@ from specdistill.methods.recipe import Recipe
 from specdistill.methods.target_record import read_target_record
 from specdistill.targets.files import NUM_SHOWN_HASH_DIGITS, TargetFiles, TargetIdentity
 
+# The parts of a run's folder.
 DRAFT = "draft"
 RECIPE = "run/recipe.yaml"
 PROVENANCE = "run/provenance.json"
@@ -37,7 +38,7 @@ FINISHED_RUN_HINT = "the folder of a run that was trained and measured: draft/, 
 
 @dataclass(frozen=True)
 class Release:
-    """A run, and what is published of it.
+    """A finished run, with the files that are published and the reasons against it.
 
     Attributes:
         run: the folder of the run.
@@ -76,7 +77,7 @@ def check_finished(run: Path) -> None:
 
 
 def read_release(run: Path, recipe: Recipe, last: Evidence | None = None) -> Release:
-    """Read the release of a finished run, with everything that speaks against it.
+    """Read the draft, the report and the target of a finished run, and judge the report again.
 
     Args:
         run: the folder of the run.
@@ -88,6 +89,7 @@ def read_release(run: Path, recipe: Recipe, last: Evidence | None = None) -> Rel
         UserError: for a report or a target that cannot be read.
         ResourceError: when the Hub fails.
     """
+    # Read the report.
     report, records = read_report(run / REPORT, "run")
     if not records:
         raise UserError(
@@ -95,13 +97,19 @@ def read_release(run: Path, recipe: Recipe, last: Evidence | None = None) -> Rel
             got=f"{run / REPORT}, whose samples.jsonl holds no record",
             expected=FINISHED_RUN_HINT,
         )
-    recorded = read_target_record(run / DRAFT, "run")
+
+    # Identify the target. Without a revision in the recipe, the draft's record says which commit
+    # it was trained for.
+    recorded_target = read_target_record(run / DRAFT, "run")
     recipe_target = recipe.target
-    revision = recipe_target.revision or (
-        recorded.revision if recorded and not Path(recipe_target.model).is_dir() else None
-    )
+    revision = recipe_target.revision
+    if not revision and recorded_target and not Path(recipe_target.model).is_dir():
+        revision = recorded_target.revision
     target = TargetFiles(recipe_target.model, revision, recipe_target.adapter).identity
-    judged, refused = _judge_again(recipe, Evidence(report, records), last)
+
+    # Decide the gate again, and collect the reasons against the release.
+    mismatches = _find_mismatches(run, report, records, target)
+    judged, failures = _judge_again(recipe, Evidence(report, records), last)
     return Release(
         run=run,
         recipe=recipe,
@@ -109,8 +117,8 @@ def read_release(run: Path, recipe: Recipe, last: Evidence | None = None) -> Rel
         draft=tuple(draft_files(run / DRAFT)),
         report=judged,
         records=records,
-        made_for=recorded or target,
-        refusals=(*_find_mismatches(run, report, records, target), *refused),
+        made_for=recorded_target or target,
+        refusals=(*mismatches, *failures),
     )
 
 
@@ -130,49 +138,52 @@ def _find_mismatches(
     if measured != (current_hash := draft_hash(run / DRAFT)):
         measured_text = measured[:NUM_SHOWN_HASH_DIGITS] if measured else "not stated"
         yield (
-            f"other weights: the measured draft's hash is {measured_text}, that of {run / DRAFT}"
-            f" {current_hash[:NUM_SHOWN_HASH_DIGITS]}: measure this one"
+            f"other weights: the hash of the measured draft is {measured_text}, and that of"
+            f" {run / DRAFT} is {current_hash[:NUM_SHOWN_HASH_DIGITS]}: measure this one"
         )
 
     # The report must be of the recipe's target.
     measured = report["target"].get("weights")
     if measured != target.weights:
         measured_text = measured[:NUM_SHOWN_HASH_DIGITS] if measured else "not stated"
-        file = (
-            "it was measured in llama.cpp with another file; "
-            if report.get("engine", {}).get("name") == "llama.cpp"
-            else ""
-        )
+        is_llama_cpp = report.get("engine", {}).get("name") == "llama.cpp"
+        note = "it was measured in llama.cpp with another file; " if is_llama_cpp else ""
         yield (
-            f"another target: {file}the hash of the measured one's weights is {measured_text},"
-            f" and the"
-            f" recipe's is {target}"
+            f"another target: {note}the hash of the measured target's weights is {measured_text},"
+            f" and the recipe's target is {target}"
         )
 
 
 def _judge_again(
     recipe: Recipe, measured: Evidence, last: Evidence | None
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the report with its gate decided again, and a refusal for each rule not passed."""
+    """Return the report with its gate decided again, and a refusal for each rule not passed.
+
+    Args:
+        recipe: the recipe of the run, which names the gate.
+        measured: the report and its records.
+        last: the last release; None if there is none.
+    """
     rules = load_gate(recipe.gate)
     try:
         judged = judge(rules, measured, last, first_release=last is None)
         decided = judged
         refusals = []
-    except UserError as error:  # the two reports measured different things
+    except UserError as error:
+        # The two reports measured different things, so rules about regressions cannot be decided.
+        # The report's `baseline` section says why there are no changes.
         assert last is not None
-        # The report's `baseline` section then says why there are no changes.
         judged = {**judge(rules, measured), "baseline": build_changes(measured, last)}
         decided = judge([rule for rule in rules if rule.requirement != "max_regression"], measured)
         refusals = [f"not compared: {error}"]
+
+    # Each rule that did not pass is a refusal, unless it only warns.
     for rule in decided["gate"]["rules"]:
         if rule["verdict"] != "passed" and rule["severity"] != "warn":
-            elsewhere = (
-                last is not None
-                and "max_regression" in rule["requirement"]
-                and rule["value"] is None
-            )
-            # For example on another machine: nobody has measured both drafts alike.
-            name = "not compared" if elsewhere else f"gate {rule['verdict']}"
-            refusals.append(f"{name}: {name_rule(rule)}: {format_evidence(rule)}")
+            is_regression = last is not None and "max_regression" in rule["requirement"]
+            is_not_compared = is_regression and rule["value"] is None
+            # A regression without a value was not compared: for example, because the last release
+            # was measured on another machine.
+            reason = "not compared" if is_not_compared else f"gate {rule['verdict']}"
+            refusals.append(f"{reason}: {name_rule(rule)}: {format_evidence(rule)}")
     return judged, refusals

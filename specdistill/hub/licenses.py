@@ -1,7 +1,7 @@
-"""Licences of what a draft was made from, and what they demand of whoever publishes the draft.
+"""Find the licences of what a draft was made from, and check what they demand of its publisher.
 
 Licences are named as on the Hub (https://huggingface.co/docs/hub/repositories-licenses). The rules
-here follow the licences' own texts: section 1.b of Llama's community licences, which covers a draft
+follow the texts of the licences: section 1.b of Llama's community licences, which covers a draft
 because it learns from the outputs of its target, and the No Derivatives clause of Creative Commons.
 """
 
@@ -22,7 +22,7 @@ from specdistill.recipe.data_sources import LOADERS, SELF_SOURCE, list_entries
 
 UNKNOWN_LICENSE = "unknown"
 OTHER_LICENSE = "other"
-DATA = "training data"
+DATA = "training data"  # the part of a draft that its data sets are
 CARD = "README.md"
 # Files that a licence may demand to be passed on with the weights.
 TEXTS = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
@@ -49,6 +49,13 @@ class Terms:
 
 
 def _build_llama_license(name: str, built_with: str, prefix: str) -> Terms:
+    """Return the demands of one of Llama's community licences.
+
+    Args:
+        name: the name of the models that it licenses.
+        built_with: the name that follows "Built with" on a card.
+        prefix: how the names of derived models must begin.
+    """
     return Terms(
         prefix,
         f"Built with {built_with}",
@@ -57,6 +64,8 @@ def _build_llama_license(name: str, built_with: str, prefix: str) -> Terms:
     )
 
 
+# The demands of licences, by the licence's name on the Hub. Version 3 asks for other names than
+# later versions.
 TERMS = {
     "llama3": _build_llama_license("Meta Llama 3", "Meta Llama 3", "Llama 3"),
     **{
@@ -73,7 +82,7 @@ class Licensed:
     Attributes:
         what: the part that it has in the draft, e.g. `target` or `training data`.
         name: its name.
-        license: its licence; None if nobody states it.
+        license: its licence; None if it is not known.
     """
 
     what: str
@@ -103,10 +112,11 @@ def read_model_license(what: str, name: str, folder: Path) -> Licensed:
         UserError: for a card that cannot be read.
     """
     path = folder / CARD
+    license = None
     with convert_errors((ValueError, OSError), what, path, "a model card"):
-        return Licensed(
-            what, name, license_from_card(read_front_matter(path)) if path.is_file() else None
-        )
+        if path.is_file():
+            license = license_from_card(read_front_matter(path))
+    return Licensed(what, name, license)
 
 
 def find_data_licenses(source: object) -> list[Licensed]:
@@ -126,14 +136,18 @@ def find_data_licenses(source: object) -> list[Licensed]:
 
 
 def _find_source_license(source: str, license: str | None) -> Licensed:
-    """Return a source with the licence that is given for it.
+    """Return a source of data with its licence.
 
-    If none is given, a data set of the Hub has the licence that its card states, provided that the
-    Hub shows the card.
+    Args:
+        source: a file, a folder or the Hub id of a data set.
+        license: the licence that the recipe states. If it is None, the licence of a data set on the
+            Hub is that of its card, if the Hub shows the card.
     """
     if Path(source).exists() or Path(source).suffix in LOADERS or source.count("/") != 1:
-        # The name goes without the folders of the machine that trained.
+        # A local path is shortened to its name, so that no folders of this machine are published.
         return Licensed(DATA, Path(source).name, license)
+
+    # A private data set, or one that was removed, has no licence that can be read.
     if license is None:
         with (
             convert_hub_errors("data.source", source, expected="a Hub id"),
@@ -145,18 +159,26 @@ def _find_source_license(source: str, license: str | None) -> Licensed:
 
 
 def list_prohibitions(parts: Sequence[Licensed], repository: str) -> Iterator[str]:
-    """Yield the reasons why licences forbid to publish a draft of these parts under this name."""
+    """Yield the reasons why licences forbid publishing a draft.
+
+    Args:
+        parts: what the draft was made from.
+        repository: the repository that the draft would be published in.
+    """
     name = repository.rpartition("/")[2]
     for part in parts:
+        # Data without a licence, and licences with No Derivatives (as in cc-by-nd-4.0).
         subject = f"the licence of the {part.what}, {part.name}, is {part.license}, which"
         if part.what == DATA and part.license is None:
             yield (
-                f"nobody states the licence of the {part.what}, {part.name}: `license` of its entry"
-                " in data.source says it"
+                f"the licence of the {part.what}, {part.name}, is not known: state it as `license`"
+                " of its entry in data.source"
             )
         if re.search(r"(^|-)nd(-|$)", part.shown.lower()):
-            yield f"{subject} forbids to distribute what derives from it"
-        # Separators do not count, and "Llama 3" is also the beginning of llama-3.1-8B.
+            yield f"{subject} forbids distributing works that derive from it"
+
+        # A licence may ask for a prefix of the name. Separators do not count: llama-3.1-8B begins
+        # with "Llama 3", too.
         if part.terms and not _normalize_name(name).startswith(_normalize_name(part.terms.prefix)):
             yield (
                 f"{subject} asks that the repository's name begin with {part.terms.prefix}, and it"
@@ -165,32 +187,28 @@ def list_prohibitions(parts: Sequence[Licensed], repository: str) -> Iterator[st
 
 
 def choose_draft_license(requested: str | None, parts: Sequence[Licensed]) -> str:
-    """Return the licence of the draft: the one that is given, or else that of its target."""
-    return requested or next(
-        (part.shown for part in parts if part.what == "target"), UNKNOWN_LICENSE
-    )
+    """Return the licence of the draft: the requested one, or else the licence of its target."""
+    target_licenses = [part.shown for part in parts if part.what == "target"]
+    return requested or (target_licenses[0] if target_licenses else UNKNOWN_LICENSE)
 
 
 def build_license_metadata(license: str) -> dict[str, Any]:
     """Return the keys of a card's metadata that state a licence."""
-    return (
-        {"license": license}
-        if license in IDENTIFIERS
-        else {"license": OTHER_LICENSE, "license_name": license}
-    )
+    if license in IDENTIFIERS:
+        return {"license": license}
+    return {"license": OTHER_LICENSE, "license_name": license}
 
 
 def license_from_card(metadata: Mapping[str, object] | None) -> str | None:
-    """Return the licence that a card's metadata states, or None."""
-    value = (metadata or {}).get("license")
+    """Return the licence that a card's metadata states, or None if it states none."""
+    # The value may be a list, of which the first entry counts. For `other`, the name is in another
+    # key.
+    metadata = metadata or {}
+    value = metadata.get("license")
     value = value[0] if isinstance(value, list) and value else value
-    return (
-        str((metadata or {}).get("license_name") or value)
-        if value == OTHER_LICENSE
-        else str(value)
-        if value
-        else None
-    )
+    if value == OTHER_LICENSE:
+        return str(metadata.get("license_name") or value)
+    return str(value) if value else None
 
 
 def _normalize_name(name: str) -> str:

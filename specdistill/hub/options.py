@@ -34,8 +34,7 @@ class AcquireOptions(Section):
     target: AcquiredTarget = section(AcquiredTarget)
     draft: str | None = option(
         None,
-        "draft: org/name, org/name@revision or a folder; null: of method mtp, the target's own"
-        " layer",
+        "draft: org/name, org/name@revision or a folder; null: the target's own layer (method mtp)",
     )
     heterogeneous_vocab: bool = option(
         False,
@@ -64,7 +63,7 @@ class PublishOptions(PublishConfig):
         " published",
     )
     force: str | None = option(
-        None, "publish a refused draft, for this reason, which the card states", min_length=1
+        None, "publish a refused draft; the card states this reason", min_length=1
     )
     dry_run: bool = option(
         False, "write the folder and list its differences from the Hub; publish nothing"

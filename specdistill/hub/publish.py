@@ -90,9 +90,9 @@ from specdistill.serving.export import (
 from specdistill.targets.files import NUM_SHOWN_HASH_DIGITS, Shards, TargetFiles
 from specdistill.training.history import read_history
 
-WEIGHTS = (".safetensors", ".gguf")
-# Files with prompts and completions, which may contain addresses. What else they say is also in
-# report.json.
+WEIGHTS = (".safetensors", ".gguf")  # the suffixes of files that hold weights
+# Files with prompts and completions, which may contain what looks like a secret, such as an
+# address. Everything else in them is also in report.json, which is searched for secrets.
 SUITE_REPORT_FILES = (SAMPLES, "report.html", Path(PICTURE).name)
 
 
@@ -103,11 +103,11 @@ class Publication:
     Attributes:
         repository: the repository on the Hub.
         tag: the tag of the release.
-        refusals: what speaks against the release. If no reason overrode them, nothing was
-            published.
-        folder: what was published, or would be. None if it was not written, because the release was
+        refusals: the reasons against the release. Nothing was published, unless `force` overrode
+            them.
+        folder: the folder that was published, or that a dry run wrote. None if the release was
             refused or exists already.
-        changes: how its files differ from the Hub's.
+        changes: how the files in the folder differ from those on the Hub.
         commit: the commit of the release. None if nothing was published, because it was refused or
             because of a dry run.
     """
@@ -121,26 +121,23 @@ class Publication:
 
 
 def publish_run(options: PublishOptions) -> Publication:
-    """Release the draft of a run, or say why not.
+    """Release the draft of a finished run on the Hub, or return the reasons against it.
 
-    The section `publish` of the run's recipe says what the options leave open.
+    Options that are not given have the values of the section `publish` of the run's recipe.
 
     Raises:
         UserError: for mistakes of the user.
         ResourceError: when the Hub or the disk fails.
     """
-    # Read the run and the repository.
-    # Read the run's recipe, and ask the Hub whether it may be written to.
+    # Read the run's recipe, and ask the Hub whether it accepts the token.
     run = Path(options.run)
-    tag = options.tag
-    reason = options.force
     check_finished(run)
     requested_keys = options.model_dump(
         include=options.model_fields_set & PublishConfig.model_fields.keys()
     )
     recipe = load_recipe(Recipe, [f"recipe={run / RECIPE}", *ARGUMENTS_WITHOUT_CODE])
     config = recipe.publish.model_copy(update=requested_keys)
-    name = check_names(config.repo, tag)
+    name = check_names(config.repo, options.tag)
     if not options.dry_run:
         with convert_upload_errors(name):
             HfApi().whoami()
@@ -149,89 +146,129 @@ def publish_run(options: PublishOptions) -> Publication:
     )
     repository.check_visible(config.private)
 
-    # A command that was repeated finds its release, if the Hub has it already.
-    released_tag = next(
-        (
-            candidate_tag
-            for candidate_tag in ([tag] if tag else repository.tags)
-            if is_released(run, repository.at(candidate_tag))
-        ),
-        None,
-    )
+    # If the command is repeated, the Hub may have the release already.
+    released_tag = _find_released_tag(run, repository, options.tag)
     if released_tag:
         return Publication(name, released_tag, (), commit=repository.tags[released_tag])
-    if tag in repository.tags:
+    if options.tag in repository.tags:
         raise UserError(
             "tag",
-            got=f"{tag}, which is another release of {name}",
+            got=f"{options.tag}, which is another release of {name}",
             expected=f"a new one, e.g. {repository.next_tag}",
         )
 
-    # Collect what speaks against the release.
-    tag = tag or repository.next_tag
-    before, last = find_last_release(repository, options.baseline)
+    # Check the release. `force` overrides the reasons against it.
+    contents, target = _check_release(run, recipe, config, repository, options)
+    tag = contents.tag
+    refusals = contents.overridden
+    if refusals and options.force is None:
+        return Publication(name, tag, refusals)
+    if options.force is not None and not refusals:
+        raise make_unused_key_error("force", options.force, "nothing speaks against this release")
+
+    # Complete the card, and write the folder of the release.
+    report = contents.release.report
+    comparison = phrases.describe_baseline(report) if contents.since else "The first release."
+    changes_table = format_cells(tables.tabulate_changes(report)) if contents.since else ""
+    contents = replace(
+        contents,
+        history=read_history(run / DRAFT, key="run"),
+        changes=f"{escape_markdown(comparison)}\n\n{changes_table}" if contents.since else "",
+    )
+    folder = _choose_folder(options)
+    stage(contents, target, config.exports, folder, replaces=options.output_dir is None)
+
+    # Upload the files that differ from the Hub. The message is that of the tag, which `git tag`
+    # shows.
+    changes = repository.compare_with(folder)
+    if options.dry_run:
+        return Publication(name, tag, refusals, folder, changes)
+    message = f"Release {tag}\n\n{phrases.format_summary(report)}\n\n{comparison}"
+    commit = repository.upload(folder, changes, tag, message=message, private=config.private)
+    return Publication(name, tag, refusals, folder, changes, commit)
+
+
+def _find_released_tag(run: Path, repository: Repository, tag: str | None) -> str | None:
+    """Return the tag under which a run is released already; None if it is not.
+
+    Args:
+        run: the folder of the run.
+        repository: the repository of the releases.
+        tag: the only tag to look at; None for all tags.
+    """
+    for candidate_tag in [tag] if tag else repository.tags:
+        if is_released(run, repository.at(candidate_tag)):
+            return candidate_tag
+    return None
+
+
+def _check_release(
+    run: Path,
+    recipe: Recipe,
+    config: PublishConfig,
+    repository: Repository,
+    options: PublishOptions,
+) -> tuple[CardContents, TargetFiles]:
+    """Read a run as the next release of a repository, and collect the reasons against it.
+
+    Args:
+        run: the folder of the run.
+        recipe: the recipe of the run.
+        config: the recipe's section `publish`, with the options that were given.
+        repository: the repository of the releases.
+        options: the options of the command.
+
+    Returns:
+        The contents of the card, without the history and the changes. The reasons against the
+        release are in `overridden`. Also the files of the target.
+    """
+    # Judge the measurement, and find the target.
+    last_tag, last = find_last_release(repository, options.baseline)
     release = read_release(run, recipe, last)
     target, base_model = find_target(release, config.base_model)
+    name = repository.name
     if base_model == name:
-        raise UserError("repo", got=f"{name}, which is the target's", expected="one for the draft")
+        raise UserError(
+            "repo",
+            got=f"{name}, which is the target's repository",
+            expected="another repository for the draft",
+        )
 
-    # Licences and mismatches can refuse a release. `force` overrides both.
+    # Licences can refuse a release, and so can a draft that does not fit its target.
     parts = list_ingredients(release.recipe, target, base_model)
     warnings, misfits = check_release_fit(release, target)
-    refusals = [
-        *release.refusals,
-        *misfits,
-        *(f"licence: {why}" for why in list_prohibitions(parts, name)),
-    ]
-    if refusals and reason is None:
-        return Publication(name, tag, refusals)
-    if reason is not None and not refusals:
-        raise make_unused_key_error("force", reason, "nothing speaks against this release")
-
-    # Write the folder of the release.
-    since = phrases.describe_baseline(release.report) if last else "The first release."
+    prohibitions = [f"licence: {reason}" for reason in list_prohibitions(parts, name)]
     contents = CardContents(
         repository=name,
-        tag=tag,
+        tag=options.tag or repository.next_tag,
         release=release,
-        history=read_history(run / DRAFT, key="run"),
+        history=None,
         base_model=base_model,
         parts=parts,
         license=choose_draft_license(config.license, parts),
-        overridden=refusals,
+        overridden=[*release.refusals, *misfits, *prohibitions],
         warnings=warnings,
-        reason=reason,
-        since=before,
-        changes=f"{escape_markdown(since)}\n\n{format_cells(tables.tabulate_changes(release.report))}"
-        if last
-        else "",
+        reason=options.force,
+        since=last_tag,
     )
-    folder = Path(options.output_dir or run / "release")
-    if (
-        options.output_dir is None
-        and folder.exists()
-        and not (folder / Path(PROVENANCE).name).is_file()
-    ):
+    return contents, target
+
+
+def _choose_folder(options: PublishOptions) -> Path:
+    """Return the folder that the release is written into.
+
+    Raises:
+        UserError: if the default folder holds anything but an earlier release, which it replaces.
+    """
+    folder = Path(options.output_dir or Path(options.run) / "release")
+    is_earlier_release = (folder / Path(PROVENANCE).name).is_file()
+    if options.output_dir is None and folder.exists() and not is_earlier_release:
         raise UserError(
             "output_dir",
             got=f"null, and {folder} holds no earlier release",
             expected="a new folder",
         )
-    stage(contents, target, config.exports, folder, replaces=options.output_dir is None)
-
-    # Upload what differs from the Hub.
-    changes = repository.compare_with(folder)
-    if options.dry_run:
-        return Publication(name, tag, refusals, folder, changes)
-    # The message is that of the tag, which `git tag` shows.
-    commit = repository.upload(
-        folder,
-        changes,
-        tag,
-        message=f"Release {tag}\n\n{phrases.format_summary(release.report)}\n\n{since}",
-        private=config.private,
-    )
-    return Publication(name, tag, refusals, folder, changes, commit)
+    return folder
 
 
 def _read_repository(name: str, *, may_be_new: bool) -> Repository:
@@ -249,8 +286,7 @@ def _read_repository(name: str, *, may_be_new: bool) -> Repository:
             raise
         logger.warning(
             f"The Hub cannot be reached. {name} is treated as a new repository, and earlier"
-            f" releases"
-            " are not checked."
+            " releases are not checked."
         )
         return Repository(name)
 
@@ -269,8 +305,8 @@ def find_last_release(
             again: its file or its folder. None for the report as published.
 
     Returns:
-        The tag of the last release and its evidence. None and None for the first release, which
-        must be declared with `none`.
+        The tag of the last release, and its report with the records. Both are None for the first
+        release, which must be declared with `none`.
 
     Raises:
         UserError: for a first release that is not declared as one, for a later one that is, for an
@@ -280,7 +316,7 @@ def find_last_release(
     name = repository.name
     tag = repository.last_release()
 
-    # A first release says so, and has nothing to compare with.
+    # The first release must be declared, because it is compared with nothing.
     if tag is None:
         if baseline != FIRST_RELEASE:
             raise UserError(
@@ -297,7 +333,7 @@ def find_last_release(
             "baseline", baseline, f"{name} has the release {tag}, which this one is compared with"
         )
 
-    # Fetch the report of the last release, or take the one that is given.
+    # Fetch the report of the last release, or take the given one.
     folder = fetch(
         name,
         key="repo",
@@ -305,34 +341,41 @@ def find_last_release(
         revision=repository.tags[tag],
         patterns=[f"{REPORT}/{REPORT_FILE}", f"{REPORT}/{SAMPLES}"],
     )
-    key, place = ("baseline", Path(baseline)) if baseline else ("repo", folder / REPORT)
-    report, records = read_report(place, key)
+    key = "baseline" if baseline else "repo"
+    report, records = read_report(Path(baseline) if baseline else folder / REPORT, key)
 
-    # It must be as it was measured, and of the released draft.
+    # The report must be unedited, and must have measured the released draft.
     if report.get("digest") != compute_digest(report, records):
         raise UserError(
             key,
             got=f"{baseline or f'{name}@{tag}'}, a report that was edited",
             expected=(
                 "an unedited report: measure the release again with `specdistill eval`, and pass"
-                " that report as baseline="
+                " that report as baseline=PATH"
             ),
         )
-    if baseline and report["draft"].get("weights") != draft_hash(
-        locate(f"{name}@{repository.tags[tag]}", key="repo")
-    ):
-        raise UserError(
-            key, got=f"{baseline}, a report of other weights", expected=f"one of {name}@{tag}"
-        )
-    # The report names the draft as a reader knows it, not the place where it was measured.
+    if baseline:
+        released_draft = locate(f"{name}@{repository.tags[tag]}", key="repo")
+        if report["draft"].get("weights") != draft_hash(released_draft):
+            raise UserError(
+                key,
+                got=f"{baseline}, a report of a draft with other weights",
+                expected=f"a report of {name}@{tag}",
+            )
+
+    # In the comparison, the draft has its name on the Hub, not the folder where it was measured.
     report["draft"] |= {"model": name, "revision": tag}
     return tag, Evidence(report, records)
 
 
 def is_released(run: Path, files: Mapping[str, RepoFile]) -> bool:
-    """Return whether a commit with these files is the release of this run.
+    """Return whether a commit is the release of a run.
 
-    It is if it has the draft, the training and the measurement of this run.
+    Its draft, its training record and its measurement must be those of the run.
+
+    Args:
+        run: the folder of the run.
+        files: the files of the commit, by path.
     """
     local_files = {path.name: path for path in (*draft_files(run / DRAFT), run / PROVENANCE)}
     local_files[f"{REPORT}/{SAMPLES}"] = run / REPORT / SAMPLES
@@ -342,16 +385,17 @@ def is_released(run: Path, files: Mapping[str, RepoFile]) -> bool:
 
 
 def check_release_fit(release: Release, target: TargetFiles) -> tuple[list[str], list[str]]:
-    """Check the draft of a run against its target.
+    """Check that the draft of a run fits its target.
 
     Returns:
-        What to warn of, and what speaks against the release.
+        Warnings, and refusals if it does not fit.
     """
     options: dict[str, Any] = (
         {"heterogeneous_vocab": is_translated(release)}
         if METHODS[release.method].standalone
         else {}
     )
+    # A mismatch is raised as an error about the run. Any other error is not about the draft.
     try:
         findings = check_draft(release.method, release.run / DRAFT, target, "run", **options)
     except UserError as error:
@@ -379,10 +423,14 @@ def find_target(release: Release, base_model: str | None) -> tuple[TargetFiles, 
         UserError: if `base_model` is another target.
         ResourceError: when the Hub fails.
     """
+    # Without `base_model`, the recipe names the target.
     recipe_target = release.recipe.target
     if base_model is None:
         target = TargetFiles(recipe_target.model, recipe_target.revision, recipe_target.adapter)
         return target, None if Path(target.name).exists() else split_gguf(target.name)[0]
+
+    # `base_model` is where others find a target that was trained from a folder. Its files must be
+    # those of that target.
     with convert_hub_errors("base_model", base_model, expected="the Hub id of the target"):
         HfApi().model_info(base_model)
     target = TargetFiles(base_model, adapter=recipe_target.adapter)
@@ -402,11 +450,11 @@ def list_ingredients(recipe: Recipe, target: TargetFiles, base_model: str | None
         UserError: for a card or a source that cannot be read.
         ResourceError: when the Hub fails.
     """
-    parts = [
-        read_model_license(
-            "target", base_model or Path(recipe.target.model).name, target.fetch(CARD)
-        )
-    ]
+    # The target.
+    target_name = base_model or Path(recipe.target.model).name
+    parts = [read_model_license("target", target_name, target.fetch(CARD))]
+
+    # Its adapter, and the model that the draft was initialized from, if there are such.
     init = getattr(getattr(recipe, "draft", None), "init", None) or ""
     optional_parts = {
         "target's adapter": target.adapter,
@@ -418,20 +466,28 @@ def list_ingredients(recipe: Recipe, target: TargetFiles, base_model: str | None
             folder = fetch(
                 name, key=what, expected="a folder or a Hub id", revision=revision, patterns=[CARD]
             )
-            parts.append(
-                read_model_license(what, Path(name).name if Path(name).exists() else name, folder)
-            )
+            shown_name = Path(name).name if Path(name).exists() else name
+            parts.append(read_model_license(what, shown_name, folder))
+
+    # The training data.
     data = getattr(recipe, "data", None)
     return [*parts, *(find_data_licenses(data.source) if data else [])]
 
 
 def stage(
-    of: CardContents, target: TargetFiles, exports: Sequence[str], output: Path, *, replaces: bool
+    contents: CardContents,
+    target: TargetFiles,
+    exports: Sequence[str],
+    output: Path,
+    *,
+    replaces: bool,
 ) -> None:
-    """Write the folder of a release. The draft's files are linked, not read.
+    """Write the folder of a release: draft, record, report, exports, licences and card.
+
+    The draft's files are linked, not copied.
 
     Args:
-        of: the contents of the card.
+        contents: the contents of the card.
         target: the files of the target.
         exports: the engines to export the draft for.
         output: the folder to write.
@@ -442,8 +498,9 @@ def stage(
             export that is not possible.
         ResourceError: when the disk fails.
     """
-    release = of.release
-    draft = of.release.run / DRAFT
+    # Check the files before anything is written.
+    release = contents.release
+    draft = contents.release.run / DRAFT
     Shards.open(draft, "run").check()
     paths: list[Path] = []
     for part in (DRAFT, "run", REPORT):
@@ -454,9 +511,9 @@ def stage(
         # Write the draft, its recipe and its report.
         for path in (*release.draft, release.run / PROVENANCE):
             link(path, folder / path.name)
+        recipe = read_keys(release.run / RECIPE, "run", FINISHED_RUN_HINT)
         (folder / Path(RECIPE).name).write_text(
-            format_recipe(read_keys(release.run / RECIPE, "run", FINISHED_RUN_HINT), public=True),
-            encoding="utf-8",
+            format_recipe(recipe, public=True), encoding="utf-8"
         )
         write_report(folder / REPORT, release.report, release.records)
         (folder / PICTURE).write_text(to_picture(release.report, release.records), encoding="utf-8")
@@ -467,92 +524,98 @@ def stage(
             exported[engine] = export(
                 draft, engine, folder / engine, target, merges=False, logs=False
             )
-            # It has names of this machine; the card says how to serve the draft.
+            # SERVE.md names paths of this machine; the card says how to serve the draft.
             (folder / engine / "SERVE.md").unlink()
-            config = folder / engine / "config.json"
-            if config.is_file():
-                config.write_text(
-                    json.dumps(remove_places(read_json(config)), indent=2) + "\n", encoding="utf-8"
-                )
+            config_path = folder / engine / "config.json"
+            if config_path.is_file():
+                config = remove_places(read_json(config_path))
+                config_path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
         # Write the licences and the card.
-        write_terms(of.parts, target, folder)
+        write_terms(contents.parts, target, folder)
         (folder / CARD).write_text(
-            str(build_model_card(of, list_serving_commands(of, target, exported))), encoding="utf-8"
+            str(build_model_card(contents, list_serving_commands(contents, target, exported))),
+            encoding="utf-8",
         )
 
         # Nothing that is published may hold a secret.
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
             if path.suffix not in WEIGHTS and path.name not in SUITE_REPORT_FILES:
                 # Pages put zero-width spaces into addresses, which would hide a secret.
-                check_no_secret(
-                    path.name,
-                    path.read_text(encoding="utf-8", errors="replace").replace(
-                        "\N{ZERO WIDTH SPACE}", ""
-                    ),
-                )
+                text = path.read_text(encoding="utf-8", errors="replace")
+                check_no_secret(path.name, text.replace("\N{ZERO WIDTH SPACE}", ""))
 
 
 def write_terms(parts: Sequence[Licensed], target: TargetFiles, folder: Path) -> None:
-    """Write what licences demand to be passed on: their notices, and the target's own texts.
+    """Write the texts that licences demand to be passed on with a draft.
+
+    They are the notices of the licences, and the licence files of the target.
 
     Raises:
         UserError: for a text that is a link out of the target's folder, or out of the target's
             place in the Hub's cache.
     """
+    # Write the notices into one file, each once.
     terms = dict.fromkeys(part.terms.notice for part in parts if part.terms)
     if terms:
         (folder / NOTICE).write_text("".join(f"{notice}\n" for notice in terms), encoding="utf-8")
+
+    # Link the licence files of the target. In the Hub's cache they are links to blobs, which may
+    # lead out of the snapshot but not out of the repository's folder.
     texts = target.fetch(*TEXTS)
     paths = chain.from_iterable(texts.glob(pattern) for pattern in TEXTS)
     term_files = sorted(path for path in paths if path.is_file())
-    refuse_links(
-        term_files, texts.parents[1] if texts.parent.name == "snapshots" else texts, "target"
-    )
+    is_in_cache = texts.parent.name == "snapshots"
+    refuse_links(term_files, texts.parents[1] if is_in_cache else texts, "target")
     for path in term_files:
         (folder / LICENSES).mkdir(exist_ok=True)
         link(path, folder / LICENSES / path.name)
 
 
 def refuse_links(paths: Iterable[Path], home: Path, key: str = "run") -> None:
-    """Raise UserError for the first path that is a link out of `home`, or lies behind such a link.
+    """Raise UserError if a path is a link that leads out of a folder, or lies behind such a link.
 
     Args:
         paths: the files that would be published.
         home: the folder that they must lie in.
         key: the key that errors name.
     """
-    out = next((path for path in paths if not path.resolve().is_relative_to(home.resolve())), None)
-    if out:
-        raise UserError(
-            key,
-            got=f"{out}, a link",
-            expected="a file, because a link would publish the file that it points to",
-        )
+    for path in paths:
+        if not path.resolve().is_relative_to(home.resolve()):
+            raise UserError(
+                key,
+                got=f"{path}, a link",
+                expected="a file, because a link would publish the file that it points to",
+            )
 
 
 def list_serving_commands(
-    of: CardContents, target: TargetFiles, exported: Mapping[str, Served]
+    contents: CardContents, target: TargetFiles, exported: Mapping[str, Served]
 ) -> Iterator[tuple[str, str]]:
     """Yield the title and the commands of each engine that can serve the draft of a release.
 
-    Yields nothing for a draft that was measured with translated tokens. See `format_serving_lines`.
+    There are none for a draft that was measured with translated tokens.
+
+    Args:
+        contents: the contents of the card.
+        target: the files of the target.
+        exported: by engine, the draft that was exported for it.
     """
-    report = of.release.report
-    draft = of.release.run / DRAFT
-    if is_translated(of.release):
+    report = contents.release.report
+    draft = contents.release.run / DRAFT
+    if is_translated(contents.release):
         return iter(())
     is_gguf = split_gguf(target.name)[1] is not None
     served = Served(
-        method=of.release.method,
-        output=Path(of.repository),
+        method=contents.release.method,
+        output=Path(contents.repository),
         # Engines other than llama.cpp are given a checkpoint in safetensors, which a repository of
         # GGUF files is not.
-        target=None if is_gguf else of.base_model,
+        target=None if is_gguf else contents.base_model,
         gguf=Path(target.name).name if is_gguf else None,
         config=read_config(draft, "run"),
         lookup_first=read_measured_lookup(report["settings"]),
-        draft_revision=of.tag,
+        draft_revision=contents.tag,
         **list_measured_fields(
             report, target, draft_lengths(report), report["settings"]["num_speculative_tokens"]
         ),
@@ -561,21 +624,20 @@ def list_serving_commands(
 
 
 def can_load_directly(engine: Engine, method: str, folder: Path) -> bool:
-    """Return whether an engine loads a draft's folder as training wrote it.
+    """Return whether an engine loads the folder of a draft as training wrote it.
 
-    Only the names and shapes of the weights are read.
+    This reads only the names and shapes of the weights.
     """
     if METHODS[method].standalone:
         return engine is not GGUF  # llama.cpp needs files that its converter makes
+
+    # The engine must find no problem in the config and the shapes of a head's weights.
     config = read_config(folder, "draft")
     tensors = Shards.open(folder, "draft").build_without_content()
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    return all(
-        problem.severity != "problem"
-        for problem in find_loader_problems(
-            engine, method, load_method(method).read_head_shape(config, None), config, shapes
-        )
-    )
+    head_shape = load_method(method).read_head_shape(config, None)
+    findings = find_loader_problems(engine, method, head_shape, config, shapes)
+    return all(finding.severity != "problem" for finding in findings)
 
 
 def format_serving_lines(
@@ -591,55 +653,57 @@ def format_serving_lines(
         exports: by engine, the draft that was exported for it into a folder of that name.
     """
     assert served.method is not None
-    row = METHODS[served.method]
+    method_entry = METHODS[served.method]
     repository = served.output
     local = served.output.name
 
     # An engine loads an export of its own, or the draft's folder as it is.
-    for name, serving in row.serving().items():
+    for name, serving in method_entry.serving().items():
         engine = ENGINES[name]
         if engine.serve_command is None:
             continue
+
+        # Serve with the number of draft tokens and the lookup that this engine supports.
         k, lookup = engine.drafting(served.num_tokens, served.lookup_first)
-        started = replace(served, num_tokens=k, lookup_first=lookup)
+        served_draft = replace(served, num_tokens=k, lookup_first=lookup)
         if name in exports:
             exported = replace(
-                started,
+                served_draft,
                 output=Path(local) / name,
                 draft_revision=None,
                 serving=serving,
                 config=exports[name].config,
             )
-            at = (
+            download_options = (
                 f"--revision {served.draft_revision} --local-dir {local} --include"
                 f" {shlex.quote(f'{name}/*')}"
             )
-            yield engine.title, f"hf download {repository} {at}\n{engine.serve_command(exported)}"
+            download = f"hf download {repository} {download_options}"
+            yield engine.title, f"{download}\n{engine.serve_command(exported)}"
         elif can_load_directly(engine, served.method, draft):
-            yield engine.title, engine.serve_command(replace(started, serving=serving))
+            yield engine.title, engine.serve_command(replace(served_draft, serving=serving))
 
 
 def print_outcome(publication: Publication) -> None:
-    """Print each file and what becomes of it, and what was released; print refusals on stderr."""
+    """Print each file and its change, and the release, or the reasons against it on stderr."""
     name = f"{publication.repository}@{publication.tag}"
     url = f"{constants.ENDPOINT}/{publication.repository}/tree/{publication.tag}"
 
-    # Say what was written, and what was uploaded.
+    # Say which files were written and uploaded. For each file: new, changed, same or removed.
     if publication.folder is not None:
         for change in publication.changes:
             print(f"{change.what:8} {format_size(change.size):>12}  {change.path}")
         counts = Counter(change.what for change in publication.changes)
         total = sum(change.size for change in publication.changes if change.what != "removed")
-        print(
-            f"{name}: {format_size(total)} in"
-            f" {', '.join(f'{count} {what}' for what, count in counts.items())}"
-        )
+        counts_text = ", ".join(f"{count} {what}" for what, count in counts.items())
+        print(f"{name}: {format_size(total)} in {counts_text}")
         print(f"from {publication.folder}")
-        print(
-            f"released: {url} (commit {publication.commit[:NUM_SHOWN_HASH_DIGITS]})"
-            if publication.commit
-            else "Dry run: nothing was uploaded."
-        )
+        if publication.commit:
+            print(f"released: {url} (commit {publication.commit[:NUM_SHOWN_HASH_DIGITS]})")
+        else:
+            print("Dry run: nothing was uploaded.")
+
+    # Otherwise nothing was written: the release was refused, or exists already.
     elif publication.refusals:
         for refusal in publication.refusals:
             logger.error(f"refused: {refusal}")

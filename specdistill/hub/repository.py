@@ -1,10 +1,9 @@
-"""A repository of drafts on the Hub: its state, and the changes that a release makes there.
+"""Read the state of a repository of drafts on the Hub, and upload a release to it.
 
-A release is one commit and a tag on it. An earlier release can be restored.
-
-A release is never half there. Its commit holds all files or does not exist. It is read back before
-it is tagged, and a tag is never moved. An interrupted command can be repeated: files that the Hub
-has are not sent again, and a commit that exists gets its tag.
+A release is one commit and a tag on it. A release is never incomplete: its commit holds all files
+or does not exist. The commit is read back before it is tagged, and a tag is never moved. An
+interrupted command can be repeated: files that the Hub has are not sent again, and a commit that
+exists gets its tag. An earlier release can be restored.
 """
 
 import re
@@ -37,6 +36,7 @@ from specdistill.targets.files import hash_files
 REPORT = "report"
 LICENSES = "licenses"
 NOTICE = "NOTICE"
+# What errors say is expected, and what to type next.
 NAMES = "a repository on the Hub, e.g. org/name: letters, digits, -, _ and ."
 REPEAT_HINT = "repeat the command: what the Hub has is not sent again"
 LOGIN = (
@@ -47,11 +47,11 @@ LOGIN = (
 
 @dataclass(frozen=True)
 class FileChange:
-    """A file of a release, compared with what the Hub has under its name.
+    """A file of a release, compared with the file of the same path on the Hub.
 
     Attributes:
         path: the path of the file in the repository.
-        what: what happens to the file on the Hub.
+        what: what the release does with the file on the Hub.
         size: its size in bytes. For a removed file, the size that it has on the Hub.
     """
 
@@ -62,7 +62,7 @@ class FileChange:
 
 @dataclass(frozen=True)
 class Repository:
-    """A repository as the Hub has it.
+    """The state of a repository on the Hub when it was read.
 
     Attributes:
         name: its Hub id.
@@ -86,6 +86,7 @@ class Repository:
         Raises:
             ResourceError: when the Hub fails.
         """
+        # The commits come from the Hub with the last one first.
         api = HfApi()
         with convert_upload_errors(name):
             try:
@@ -107,19 +108,20 @@ class Repository:
         A release is a tag with a report. If the main branch holds the report of a release, new or
         restored, it is that release. Otherwise it is the last commit that is a release.
         """
+        # Find the tagged commits that hold a report, the last one first.
         report = f"{REPORT}/{REPORT_FILE}"
-        tagged = {commit: tag for tag, commit in self.tags.items()}
-        reports = {
-            tagged[commit]: self.at(tagged[commit]).get(report)
-            for commit in self.commits
-            if commit in tagged
-        }
-        releases = {tag: file.blob_id for tag, file in reports.items() if file}
+        tag_of_commit = {commit: tag for tag, commit in self.tags.items()}
+        tags = [tag_of_commit[commit] for commit in self.commits if commit in tag_of_commit]
+        report_files = {tag: self.at(tag).get(report) for tag in tags}
+        releases = {tag: file.blob_id for tag, file in report_files.items() if file}
+
+        # Prefer the release whose report is in the main branch, which may be an older, restored
+        # one.
         report_blob = self.files[report].blob_id if report in self.files else None
-        return next(
-            (tag for tag, blob in releases.items() if blob == report_blob),
-            next(iter(releases), None),
-        )
+        for tag, blob in releases.items():
+            if blob == report_blob:
+                return tag
+        return next(iter(releases), None)
 
     def at(self, tag: str) -> dict[str, RepoFile]:
         """Return the files of a tag, by path; empty if there is no such tag."""
@@ -139,26 +141,29 @@ class Repository:
                 "private",
                 got=f"{str(private).lower()}, and {self.name} is"
                 f" {'private' if self.private else 'public'}",
-                expected="null, or another repository: its settings on the Hub say who sees it",
+                expected="null, or another repository; its settings on the Hub decide who sees it",
             )
 
     def compare_with(self, folder: Path) -> list[FileChange]:
-        """Compare every file of a release in a folder with the Hub's.
+        """Compare every file of a release in a folder with the files on the Hub.
 
         Returns:
             A change for each file, and one for each file of another release on the Hub that has no
             place in this one.
         """
+        # Compare the files that the folder holds.
         changes = []
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
             name = path.relative_to(folder).as_posix()
-            same = is_same(path, self.files.get(name))
-            is_new = name not in self.files
-            changes.append(
-                FileChange(
-                    name, "new" if is_new else "same" if same else "changed", path.stat().st_size
-                )
-            )
+            what: Literal["new", "changed", "same"] = "changed"
+            if name not in self.files:
+                what = "new"
+            elif is_same(path, self.files[name]):
+                what = "same"
+            changes.append(FileChange(name, what, path.stat().st_size))
+
+        # Files of the last release that this one does not have are removed. Other files on the Hub
+        # stay.
         remaining = self.files.keys() - {change.path for change in changes}
         removed = sorted(name for name in remaining if is_of_a_release(name))
         return changes + [FileChange(name, "removed", self.files[name].size) for name in removed]
@@ -222,11 +227,11 @@ class Repository:
                     next_step=REPEAT_HINT,
                 )
 
-            # The tag may exist already, from an interrupted release or from somebody else.
+            # Tag the commit. The tag may exist already, from an interrupted release of the same
+            # commit, or from somebody else.
             api.create_tag(name, tag=tag, revision=head, tag_message=message, exist_ok=True)
-            if {entry.name: entry.target_commit for entry in api.list_repo_refs(name).tags}[
-                tag
-            ] != head:
+            tags = {entry.name: entry.target_commit for entry in api.list_repo_refs(name).tags}
+            if tags[tag] != head:
                 raise ResourceError(
                     f"repo: somebody else created the tag {tag} of {name} during the upload",
                     next_step="choose another tag",
@@ -266,7 +271,14 @@ def check_names(repository: str | None, tag: str | None) -> str:
 
 
 def is_same(path: Path, hub_file: RepoFile | None) -> bool:
-    """Return whether a file here has the content of one on the Hub."""
+    """Return whether a local file and a file on the Hub have the same content.
+
+    The Hub lists the sha256 of large files (LFS), and git's hash of all others.
+
+    Args:
+        path: the local file.
+        hub_file: the file on the Hub; None if it does not exist.
+    """
     if hub_file is None or path.stat().st_size != hub_file.size:
         return False
     if hub_file.lfs is not None:
@@ -275,25 +287,29 @@ def is_same(path: Path, hub_file: RepoFile | None) -> bool:
 
 
 def is_of_a_release(path: str) -> bool:
-    """Return whether a path is one that releases write; other files on the Hub are left alone."""
+    """Return whether a path in a repository is one that releases write.
+
+    Other files on the Hub are not changed.
+    """
     folder, _, name = path.rpartition("/")
-    of_draft = not folder and any(fnmatch(name, pattern) for pattern in (*DRAFT_FILES, NOTICE))
-    return of_draft or path.partition("/")[0] in {REPORT, LICENSES, *ENGINES}
+    if not folder and any(fnmatch(name, pattern) for pattern in (*DRAFT_FILES, NOTICE)):
+        return True
+    return path.partition("/")[0] in {REPORT, LICENSES, *ENGINES}
 
 
 @contextmanager
 def convert_upload_errors(repository: str) -> Iterator[None]:
-    """Raise ResourceError, in one line that says what to do, if the Hub fails while it is used.
+    """Convert errors of the Hub into ResourceErrors that say in one line what to do.
 
-    Raises UserError for an invalid name of a repository.
+    An invalid name of a repository becomes a UserError.
     """
     try:
         yield
     except HFValidationError as error:
         raise UserError("repo", got=repository, expected=NAMES) from error
     except (HTTP_ERROR, ValueError, RuntimeError, OSError) as error:
-        # The Hub did not answer or refused, there is no token, the Hub refused the card, or hf_xet
-        # failed, which has no error class of its own.
+        # The Hub did not answer, there is no token, the Hub refused the request or the card, or
+        # hf_xet failed, which raises RuntimeError because it has no error class of its own.
         status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
         no_token = isinstance(error, LocalTokenNotFoundError)
         reason = (

@@ -1,9 +1,9 @@
-"""Find the parts of a causal language model of transformers by how it computes.
+"""Find the decoder layers, the final norm and the head of any causal language model.
 
-Each class has its own names and its own arithmetic. Some scale or cap the output of their head
-(Gemma's soft cap, Cohere's logit_scale, Granite's logits_scaling), some scale the hidden states
-before it. One pass of the model's own forward, in which the output of the head is replaced by known
-numbers, shows both. Passes over a KV cache then show whether the model continues a sequence, as
+Each class of transformers has its own names and its own arithmetic. Some scale or cap the output of
+their head (Gemma's soft cap, Cohere's logit_scale, Granite's logits_scaling), some scale the hidden
+states before it. One pass of the model's own forward shows both: the output of the head is replaced
+by known numbers in it. Passes over a KV cache then show whether the model continues a sequence, as
 decoding needs.
 
 Shapes: T positions, D hidden size, V vocabulary.
@@ -41,8 +41,9 @@ CLASS_ERRORS = (
     TypeError,
     ValueError,
 )
-# Tokens of the sequence that `examine` runs, tokens of its prompt, and tokens that it crops from
-# the KV cache as a round would crop rejected ones.
+# Tokens of the sequence that `examine_model` runs, tokens of its prompt, and tokens that it crops
+# from the KV cache as a round would crop rejected ones. A few tokens are enough, because a class
+# that computes in another way does so at every position.
 NUM_TOKENS = 12
 NUM_CACHED = 6
 NUM_REJECTED = 3
@@ -55,14 +56,15 @@ def find_auto_class(
 ) -> Any:
     """Return the auto class of transformers that loads a model of this config.
 
-    It is AutoModelForCausalLM, or AutoModelForImageTextToText for a class for text and images that
-    the former does not know. Text alone never reaches the encoder of the images.
+    This is AutoModelForCausalLM, or AutoModelForImageTextToText for a model of text and images that
+    AutoModelForCausalLM does not know. Such a model is only given text, so its image encoder never
+    runs.
     """
     return AutoModelForImageTextToText if reads_images(config) else AutoModelForCausalLM
 
 
 def reads_images(config: PreTrainedConfig) -> bool:
-    """Return whether a config is one for text and images, and for no causal language model."""
+    """Return whether only the auto class for text and images can load a config."""
     return (
         type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
         and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
@@ -71,7 +73,7 @@ def reads_images(config: PreTrainedConfig) -> bool:
 
 @dataclass(frozen=True)
 class LogitsHead:
-    """The head of a model: it computes logits as the model's own forward does.
+    """The head of a model, which computes logits as the model's own forward does.
 
     From hidden states h after the final norm it computes cap · tanh(scale · linear(h) / cap), or
     scale · linear(h) without a cap.
@@ -89,6 +91,7 @@ class LogitsHead:
     float32: bool = False
 
     def __call__(self, hidden: Tensor) -> Tensor:
+        """Compute logits [..., V] from hidden states [..., D] after the final norm."""
         # The rows are flattened to two dimensions. torch multiplies a three-dimensional view with
         # gaps, such as the last position of each prompt, by a copy of the weight for each row.
         rows = hidden.reshape(-1, hidden.shape[-1])
@@ -96,7 +99,7 @@ class LogitsHead:
         return self.finish(raw.view(*hidden.shape[:-1], raw.shape[-1]))
 
     def finish(self, raw: Tensor) -> Tensor:
-        """Compute logits from the linear layer's output, elementwise."""
+        """Scale and cap the linear layer's output, elementwise."""
         logits = raw.float() if self.float32 and raw.dtype != torch.float64 else raw
         logits = logits if self.scale == 1 else logits * self.scale
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
@@ -121,7 +124,7 @@ class Anatomy:
 
 @torch.no_grad()
 def examine_model(model: PreTrainedModel, name: str, *, key: str = "target.model") -> Anatomy:
-    """Find the parts of a model, and check that it computes in a way that is known here.
+    """Find the parts of a model, and check that this project can compute with them.
 
     Args:
         model: a model with weights.
@@ -141,14 +144,16 @@ def examine_model(model: PreTrainedModel, name: str, *, key: str = "target.model
             f"{name}, a {type(model).__name__}",
             "a causal language model that continues its KV cache",
         ):
+            # Take tokens from the middle of the vocabulary, which holds no special tokens.
             linear = model.get_output_embeddings()
             config = model.config.get_text_config(decoder=True)
             backbone = find_backbone(model)
-            size = linear.weight.shape[0]
-            ids_1T = (
-                torch.arange(size // 2, size // 2 + NUM_TOKENS, device=model.device).unsqueeze(0)
-                % size
-            )  # The middle of the vocabulary holds no special tokens.
+            vocab_size = linear.weight.shape[0]
+            first_id = vocab_size // 2
+            ids_T = torch.arange(first_id, first_id + NUM_TOKENS, device=model.device) % vocab_size
+            ids_1T = ids_T.unsqueeze(0)
+
+            # Find the parts by one pass, and check further passes over a KV cache.
             anatomy, hidden_1TD = _find_parts(model, backbone, linear, ids_1T)
             _check_continues(backbone, config, ids_1T, hidden_1TD)
             return anatomy
@@ -157,17 +162,20 @@ def examine_model(model: PreTrainedModel, name: str, *, key: str = "target.model
 
 
 def reads_alike(together_TD: Tensor, alone_TD: Tensor) -> bool:
-    """Return whether two tensors of hidden states are equal up to rounding."""
-    return bool(
-        (together_TD - alone_TD).norm() / alone_TD.norm() < torch.finfo(alone_TD.dtype).eps ** 0.5
-    )
+    """Return whether two tensors of hidden states [..., T, D] are equal up to rounding.
+
+    The tolerance is the square root of the dtype's rounding error: rounding adds up over layers,
+    and a token that reads a wrong token differs by far more.
+    """
+    difference = (together_TD - alone_TD).norm() / alone_TD.norm()
+    return bool(difference < torch.finfo(alone_TD.dtype).eps ** 0.5)
 
 
 def find_backbone(model: PreTrainedModel) -> nn.Module:
     """Return the module that computes hidden states after the final norm from token ids.
 
-    It is what the class calls its decoder, or else its first part that holds as many layers as the
-    model has.
+    This is what the class calls its decoder, or else its first part with a list of as many layers
+    as the model has.
 
     Raises:
         LookupError: if there is none.
@@ -180,22 +188,26 @@ def find_backbone(model: PreTrainedModel) -> nn.Module:
 
 
 def find_layer_lists(model: PreTrainedModel, part: nn.Module) -> list[nn.ModuleList]:
-    """Return the lists of a part that are as long as the model has layers.
+    """Return the module lists of a part whose length is the model's number of layers.
 
-    Lists within another such list are left out.
+    Lists within another such list are left out: a layer may hold a list of, say, experts that is as
+    long by chance.
     """
+    # Find the lists with as many entries as the model has layers.
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     lists = [
         module
         for module in part.modules()
         if isinstance(module, nn.ModuleList) and len(module) == count
     ]
-    inner = set()
+
+    # Leave out lists that are inside another one.
+    inner_modules = set()
     for layer_list in lists:
         for module in layer_list.modules():
             if module is not layer_list:
-                inner.add(module)
-    return [layer_list for layer_list in lists if layer_list not in inner]
+                inner_modules.add(module)
+    return [layer_list for layer_list in lists if layer_list not in inner_modules]
 
 
 def _find_parts(
@@ -212,66 +224,76 @@ def _find_parts(
         LookupError: for logits that follow another formula than that of `LogitsHead`.
     """
     lists = find_layer_lists(model, backbone)
-    # Outputs of the backbone's parts, and of the first module of each list.
+
+    # Record, in one pass, the outputs of the backbone's parts and of the first module of each list.
     outputs: dict[nn.Module, object] = {}
-    hidden: list[Tensor] = []
-    head_inputs: list[Tensor] = []  # inputs of the head
-    raw: list[Tensor] = []  # outputs of the head
+    hidden: list[Tensor] = []  # last hidden states of the backbone
+    head_inputs: list[Tensor] = []
+    head_outputs: list[Tensor] = []
 
-    def replace(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    def replace_output(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        """Record the head's input, and return known numbers in place of its output."""
         head_inputs.append(args[0])
-        raw.append(_build_powers_of_two(output))
-        return raw[0]
+        head_outputs.append(_build_powers_of_two(output))
+        return head_outputs[0]
 
-    def keep(part: nn.Module, _args: object, output: object) -> None:
+    def record_output(part: nn.Module, _args: object, output: object) -> None:
+        """Record the output of a part of the backbone."""
         outputs[part] = output
 
+    # Known numbers as the head's output reveal what the class computes from it.
     with ExitStack() as hooks:
         for part in {*backbone.children(), *(layers[0] for layers in lists)}:
-            hooks.enter_context(part.register_forward_hook(keep))
+            hooks.enter_context(part.register_forward_hook(record_output))
         hooks.enter_context(
             backbone.register_forward_hook(
                 lambda _module, _args, output: hidden.append(output.last_hidden_state)
             )
         )
-        hooks.enter_context(linear.register_forward_hook(replace))
+        hooks.enter_context(linear.register_forward_hook(replace_output))
         logits = model(input_ids=ids_1T, use_cache=False).logits
     if not len(hidden) == len(head_inputs) == 1:
         raise LookupError("its head is not given its decoder's hidden states")
+
     # Compare the hidden states with the input of the head, and the known numbers with the logits.
-    before = _find_factor(hidden[0], head_inputs[0])
-    after = _scale_and_cap(raw[0], logits)
-    if (
-        before is None
-        or after is None
-        or (before != 1 and getattr(linear, "bias", None) is not None)
-    ):
+    # A factor before the head becomes part of the head's scale, unless a bias is added in between.
+    hidden_factor = _find_factor(hidden[0], head_inputs[0])
+    scale_and_cap = _scale_and_cap(head_outputs[0], logits)
+    has_bias = getattr(linear, "bias", None) is not None
+    if hidden_factor is None or scale_and_cap is None or (hidden_factor != 1 and has_bias):
         raise LookupError("its logits are not its head's output, scaled or capped")
-    # Lists whose first layer did not run may belong to an image encoder.
+
+    # Take the list of layers that ran; a list that did not run may belong to an image encoder. The
+    # final norm is the part whose output is the backbone's output.
     layers = next(layers for layers in lists if layers[0] in outputs)
     norm = next((part for part in backbone.children() if outputs.get(part) is hidden[0]), None)
-    return Anatomy(
-        backbone,
-        layers,
-        norm,
-        LogitsHead(linear, before * after[0], after[1], logits.dtype == torch.float32),
-    ), hidden[0]
+    scale, cap = scale_and_cap
+    head = LogitsHead(linear, hidden_factor * scale, cap, logits.dtype == torch.float32)
+    return Anatomy(backbone, layers, norm, head), hidden[0]
 
 
 def _find_factor(x: Tensor, y: Tensor) -> float | None:
-    """Return c of y = c · x; None if there is no such factor.
+    """Return the factor c of y = c · x; None if there is none.
 
-    It is fitted by least squares, because 16-bit dtypes round each number.
+    The factor is fitted by least squares, because 16-bit dtypes round each number.
     """
     if x.shape != y.shape:
         return None
-    x, y, rounding = x.double(), y.double(), torch.finfo(x.dtype).eps
+    # The error of the fit may be as large as the rounding of the tensors' own dtype.
+    rounding = torch.finfo(x.dtype).eps
+    x = x.double()
+    y = y.double()
     factor = float((x * y).sum() / x.square().sum())
-    return _round_to_one(factor) if (y - factor * x).norm() <= rounding * y.norm() else None
+    error = (y - factor * x).norm()
+    return _round_to_one(factor) if error <= rounding * y.norm() else None
 
 
 def _scale_and_cap(x: Tensor, y: Tensor) -> tuple[float, float | None] | None:
-    """Return scale and cap of y = cap · tanh(scale · x / cap).
+    """Fit scale and cap of y = cap · tanh(scale · x / cap).
+
+    Args:
+        x: the known numbers of `_build_powers_of_two`.
+        y: the logits that the class computes from them.
 
     Returns:
         The scale and the cap, which is None where y = scale · x. None for any other function.
@@ -280,10 +302,11 @@ def _scale_and_cap(x: Tensor, y: Tensor) -> tuple[float, float | None] | None:
         return None
     x = x.flatten()
     y = y.flatten().double()
-    # x[0] is so small that a cap does not change it.
+    # x[0] = 2^-12 is so small that a cap does not change it, so it shows the scale. The largest
+    # logit is at the cap, if there is one.
     scale = _round_to_one(float(y[0] / x[0]))
-    most = float(y.abs().max())
-    for cap in (None, most):
+    largest_logit = float(y.abs().max())
+    for cap in (None, largest_logit):
         if torch.allclose(y, LogitsHead(None, scale, cap).finish(x), rtol=ROUNDING, atol=0):
             return scale, cap
     return None
@@ -297,7 +320,8 @@ def _round_to_one(factor: float) -> float:
 def _build_powers_of_two(like: Tensor) -> Tensor:
     """Return numbers from 2^-12 to 2^24 of both signs, in the shape of a tensor.
 
-    They are float64, so that rounding does not hide the exact arithmetic of a class.
+    They are float64, so that rounding does not hide the exact arithmetic of a class. The small ones
+    show its scale, and the large ones its cap.
     """
     index = torch.arange(like.numel(), device=like.device, dtype=torch.float64)
     return (2 ** (index % 37 - 12) * (1 - index % 2 * 2)).view(like.shape)
@@ -314,19 +338,17 @@ def _check_continues(
     Raises:
         LookupError: if the hidden states differ.
     """
+    # Read a prompt, then one token, then the tokens of a round, as decoding does.
     cache = create_empty_cache(text_config)
     parts = []
-    fed = 0
-    # The passes read a prompt, one token, and the tokens of a round.
+    num_read = 0
     for end in (NUM_CACHED, NUM_CACHED + 1, NUM_TOKENS):
-        parts.append(
-            backbone(
-                input_ids=ids_1T[:, fed:end], past_key_values=cache, use_cache=True
-            ).last_hidden_state
-        )
+        output = backbone(input_ids=ids_1T[:, num_read:end], past_key_values=cache, use_cache=True)
+        parts.append(output.last_hidden_state)
+        # Read tokens that are rejected, and drop them. They must leave no trace.
         if not is_recurrent(text_config):
             backbone(input_ids=ids_1T[:, :NUM_REJECTED], past_key_values=cache, use_cache=True)
             cache.crop(-NUM_REJECTED)
-        fed = end
+        num_read = end
     if not reads_alike(torch.cat(parts, dim=1)[0], hidden_1TD[0]):
         raise LookupError("passes over a KV cache give other hidden states than one pass")

@@ -1,10 +1,11 @@
-"""Batched generation: continue prompts token by token, each row at its own temperature.
+"""Generate in batches: continue prompts token by token, each row at its own temperature.
 
-On a CPU (16 layers of 128, batches of 256 rows) most of the time is spent reading keys and values.
-Three things make that cheap, inside the model's own forward pass:
+On a CPU most of the time is spent reading keys and values (measured with 16 layers of 128, and
+batches of 256 rows). Three changes to the model's own forward pass make that cheap:
 
 * `GrowingLayer` keeps keys and values dense. transformers' dynamic cache copies all of them at
-  every token, and oneDNN's bfloat16 product copies a view into a larger buffer.
+  every token. A view into a larger buffer would not help, because oneDNN's bfloat16 product copies
+  it.
 * `attend_by_group` reads every key and value once for all the query heads that share it. It does
   so on a GPU too.
 * Rows that have ended leave the batch. On a CPU a batch is also generated in parts, as many at a
@@ -35,18 +36,22 @@ from specdistill.targets.memory import map_large_tensors
 
 # Tokens by which a cache grows. Copying it then costs about as much as reading its unused tail.
 BLOCK = 32
-STEPS_BETWEEN_END_CHECKS = 8  # steps between two checks of which rows have ended
-# Rows that have ended leave the batch once at most this share of it is unfinished.
+# Steps between two checks of which rows have ended. A check waits for the device, and ended rows
+# stay in the batch until the next check.
+STEPS_BETWEEN_END_CHECKS = 8
+# Rows that have ended leave the batch once at most this share of it is unfinished. A higher share
+# copies the KV cache more often, and a lower one computes more tokens that nobody needs.
 KEEP_SHARE = 0.75
 # The last rows are cut short once at most this share of all rows is unfinished, because a step
 # costs the same for a few rows.
 STOP_SHARE = 1 / 8
-MIN_PART_ROWS = 40  # the fewest rows that are worth a thread
+# The fewest rows of a part. Smaller parts read the weights more often for each token.
+MIN_PART_ROWS = 40
 # The numbers of parts that a batch may be split into. On most machines the cores finish these in
 # whole rounds.
 PARTS = (16, 8, 4, 2, 1)
-# The share of the free memory that a batch may take. Caches are copied as they grow, and other
-# memory is needed too.
+# The share of the free memory that a batch may take. A cache exists twice while it is copied to
+# grow, and other memory is needed too.
 MEMORY_SHARE = 0.7
 # The most bytes of float32 probabilities that exist at once while tokens are drawn.
 SAMPLING_BYTES = 2**26
@@ -64,7 +69,9 @@ class GrowingLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
+        """Append keys and values [B, heads, new, head_dim], and return the whole blocks."""
         end = self.length + key_states.shape[2]
+        # The prompt becomes the first block as it is.
         if not self.is_initialized:
             keys = key_states
             values = value_states
@@ -73,13 +80,12 @@ class GrowingLayer(DynamicLayer):
             assert self.keys is not None and self.values is not None
             keys = self.keys
             values = self.values
-            tokens = round_up_length(self.length, end)
-            # The block grows when the new tokens do not fit into it.
-            if keys.shape[2] != tokens:
-                keys, values = (
-                    F.pad(block[:, :, : self.length], (0, 0, 0, tokens - self.length))
-                    for block in (keys, values)
-                )
+            # The block grows when the new tokens do not fit into it. Then they are written.
+            room = round_up_length(self.length, end)
+            if keys.shape[2] != room:
+                padding = (0, 0, 0, room - self.length)
+                keys = F.pad(keys[:, :, : self.length], padding)
+                values = F.pad(values[:, :, : self.length], padding)
             keys[:, :, self.length : end] = key_states
             values[:, :, self.length : end] = value_states
         self.keys = keys
@@ -88,6 +94,7 @@ class GrowingLayer(DynamicLayer):
         return keys, values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the length that a mask needs for `query_length` new tokens, and its offset 0."""
         return round_up_length(self.length, self.length + query_length), 0
 
     def get_seq_length(self) -> int:
@@ -95,7 +102,7 @@ class GrowingLayer(DynamicLayer):
 
 
 def round_up_length(num_seen: int, end: int) -> int:
-    """Return how many tokens attention runs over: the prompt exactly, then whole blocks.
+    """Return how many tokens attention runs over: for a prompt its length, later whole blocks.
 
     Args:
         num_seen: tokens that are cached; 0 for a prompt.
@@ -115,7 +122,8 @@ def attend_by_group(
 ) -> tuple[Tensor, None]:
     """Compute softmax(scaling · Q Kᵀ) V for one new token per row.
 
-    Prompts, which have more than one token, go to `sdpa`.
+    transformers calls this in place of `sdpa`. Prompts, which have more than one token, are passed
+    on to `sdpa`.
 
     Args:
         module: the attention module that calls this.
@@ -129,14 +137,17 @@ def attend_by_group(
     Returns:
         The output [B, 1, heads, D], and None in place of attention weights.
     """
+    # `sdpa` is fast for prompts. It also supports the position bias that some classes add.
     batch, heads, num_queries, width = query.shape
     if num_queries > 1 or kwargs.get("position_bias") is not None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
-    query = query.reshape(batch, key.shape[1], -1, width) * (
-        width**-0.5 if scaling is None else scaling
-    )
+
+    # Group the query heads by the key/value head that they share, so that one product computes the
+    # scores of a whole group: [B, shared heads, heads of a group, room].
+    scale = width**-0.5 if scaling is None else scaling
+    query = query.reshape(batch, key.shape[1], -1, width) * scale
     # The keys are on the left, so that the product reads them in the order they are stored.
     scores = (key @ query.transpose(2, 3)).transpose(2, 3)
     if attention_mask is not None:
@@ -154,11 +165,12 @@ def prepare_generation(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[P
 
     Args:
         model: the model.
-        dtype: of the weights. If the model's weights have another dtype, a copy is made.
+        dtype: the dtype of the weights. If the model's weights have another one, a copy is made.
 
     Yields:
         The model or its copy, which reads keys and values by groups of query heads.
     """
+    # Copy the model in the wanted dtype, unless its weights are quantized or divided.
     attention = model.config._attn_implementation
     training = model.training
     if is_plain(model) and model.dtype != dtype:
@@ -169,13 +181,15 @@ def prepare_generation(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[P
             for parameter in model.parameters()
         }
         model = copy.deepcopy(model, rounded)
+
+    # Choose the attention that reads keys and values by groups of query heads.
     model.eval()
     if attention == "sdpa":
         model.set_attn_implementation(GROUPED_ATTENTION)
     hook = model.get_output_embeddings().register_forward_pre_hook(copy_contiguous)
     try:
         with (
-            # Keys and values grow, so that each token would compile a graph of its own.
+            # Keys and values grow, so torch.compile would compile a new graph for each length.
             torch.compiler.set_stance("force_eager"),
             map_large_tensors(model.config.get_text_config(decoder=True).vocab_size),
         ):
@@ -220,15 +234,16 @@ class BatchPlan:
 def plan_batch(batch_size: int, device: torch.device, row_bytes: int, free_bytes: int) -> BatchPlan:
     """Plan a batch of at most `batch_size` rows that fits the free memory.
 
-    The number of parts at a time is lowered first, which gives the same tokens. Rows are halved
-    only if that does not suffice, because it changes what is sampled.
+    First the number of parts that are generated at a time is lowered, which changes no token. Only
+    if that does not suffice, the number of rows is halved, which changes what is sampled.
 
     Args:
         batch_size: the most rows.
-        device: of the model.
+        device: the device of the model.
         row_bytes: bytes that one row takes.
         free_bytes: bytes of free memory.
     """
+    # Halve the rows until one part fits, and then generate as many parts at a time as fit.
     most_rows = max(1, int(MEMORY_SHARE * free_bytes) // row_bytes)
     num_rows = batch_size
     while num_rows > 1 and choose_part_rows(num_rows, device) > most_rows:
@@ -237,14 +252,15 @@ def plan_batch(batch_size: int, device: torch.device, row_bytes: int, free_bytes
 
 
 def choose_part_rows(num_rows: int, device: torch.device) -> int:
-    """Return the rows of the largest part of a batch."""
+    """Return the number of rows of the largest part of a batch."""
     return -(-num_rows // _count_parts(num_rows, device))
 
 
 def _count_parts(num_rows: int, device: torch.device) -> int:
     """Return how many parts a batch is split into.
 
-    On a CPU there may be several, each with enough rows for a thread.
+    On a CPU there may be several, each with at least MIN_PART_ROWS rows. Their number does not
+    depend on the number of cores, so the tokens do not depend on it, either.
     """
     if device.type != "cpu":
         return 1
@@ -270,10 +286,10 @@ def generate_batch(
     Args:
         model: the model, prepared by `prepare_generation`.
         prompts: token ids of each row.
-        temperatures: of each row; 0 is greedy.
+        temperatures: the temperature of each row; 0 is greedy.
         max_new_tokens: the most new tokens of a row.
         end_ids: tokens that end a row.
-        seed: of what is sampled.
+        seed: the seed of all sampling.
         num_parts: parts that the batch is split into; None for as many as suit the device and the
             prompts.
         num_parallel: parts that are generated at a time, at most one for each thread; None for all.
@@ -287,18 +303,22 @@ def generate_batch(
     num_parts = _count_parts(len(prompts), model.device) if num_parts is None else num_parts
     num_workers = min(threads, num_parts, num_parallel or num_parts)
 
-    def one_part(part: int) -> list[list[int]]:
+    def generate_part(part: int) -> list[list[int]]:
+        """Continue the prompts of a part: every `num_parts`-th prompt, from number `part` on."""
         return _generate_part(
             model,
             prompts[part::num_parts],
             temperatures[part::num_parts],
             max_new_tokens,
             end_ids,
+            # Each part has its own random numbers. 1,009 is larger than any number of parts, so no
+            # two parts of any batches have the same seed.
             seed * 1_009 + part,
         )
 
     if num_parts == 1:
-        return one_part(0)
+        return generate_part(0)
+
     # The workers share the threads of this process. Row r is in part r modulo the number of parts.
     try:
         with ThreadPoolExecutor(
@@ -306,9 +326,11 @@ def generate_batch(
             initializer=torch.set_num_threads,
             initargs=(max(1, threads // num_workers),),
         ) as pool:
-            generated = list(pool.map(one_part, range(num_parts)))
+            generated = list(pool.map(generate_part, range(num_parts)))
     finally:
         torch.set_num_threads(threads)
+
+    # Put the rows back into the order of the prompts.
     return [generated[row % num_parts][row // num_parts] for row in range(len(prompts))]
 
 
@@ -321,20 +343,19 @@ def _generate_part(
     end_ids: Sequence[int],
     seed: int,
 ) -> list[list[int]]:
-    """Continue the prompts of one part of a batch, as `generate` does."""
+    """Continue the prompts of one part of a batch, as `generate_batch` does."""
+    # `generated` holds the new tokens of all rows, and -1 where there is none yet.
     device = model.device
     num_rows = len(prompts)
-    length = max(map(len, prompts))
     generator = torch.Generator(device).manual_seed(seed)
     ends = torch.tensor(list(end_ids), dtype=torch.long, device=device)
     generated = torch.full((num_rows, max_new_tokens), -1, device=device)
-    # Prompts are padded on the left, so that all rows get their new tokens in the same slots.
-    ids = torch.tensor(
-        [[0] * (length - len(prompt)) + list(prompt) for prompt in prompts], device=device
-    )
+    ids = _pad_left(prompts, device)
+    length = ids.shape[1]
+
     # State of each unfinished row: its number, whether it has ended, its temperature, the number of
     # tokens of its prompt, and which slots of the cache hold tokens.
-    number = torch.arange(num_rows, device=device)
+    row_number = torch.arange(num_rows, device=device)
     ended = torch.zeros(num_rows, dtype=torch.bool, device=device)
     temperature = torch.tensor(temperatures, device=device)
     num_seen = torch.tensor([[len(prompt)] for prompt in prompts], device=device)
@@ -342,14 +363,13 @@ def _generate_part(
         num_rows, round_up_length(1, length + max_new_tokens), dtype=torch.bool, device=device
     )
     seen_mask[:, :length] = torch.arange(length, device=device) >= length - num_seen
-    cache = DynamicCache(config=model.config)
-    cache.layers = [
-        GrowingLayer() if type(layer) is DynamicLayer else layer  # type: ignore[no-untyped-call]
-        for layer in cache.layers
-    ]
+    cache = _create_growing_cache(model)
+    # A token's position is the number of tokens before it, without padding.
     positions = (seen_mask[:, :length].cumsum(1) - 1).clamp(min=0)
 
     for step in range(max_new_tokens):
+        # Read the prompts in the first step, and one token per row in later steps. Sample the next
+        # token of each row.
         logits_BV = model(
             input_ids=ids,
             attention_mask=seen_mask[:, : round_up_length(length - ids.shape[1], length)],
@@ -359,27 +379,63 @@ def _generate_part(
             logits_to_keep=1,
         ).logits[:, -1]
         tokens_B = sample(logits_BV, temperature, generator)
-        generated[number, step] = tokens_B
+        generated[row_number, step] = tokens_B
         ended |= torch.isin(tokens_B, ends)
+
+        # From time to time, stop if nearly all rows have ended, or drop those that have.
         if step % STEPS_BETWEEN_END_CHECKS == STEPS_BETWEEN_END_CHECKS - 1:
             unfinished = (~ended).nonzero().flatten()
             if len(unfinished) <= STOP_SHARE * num_rows:
                 break
+            # A recurrent layer's state cannot be selected by rows, so such a batch stays whole.
             if len(unfinished) <= KEEP_SHARE * len(tokens_B) and not is_recurrent(
                 model.config.get_text_config()
             ):
-                number, ended, temperature, num_seen, seen_mask, tokens_B = (
+                row_number, ended, temperature, num_seen, seen_mask, tokens_B = (
                     tensor[unfinished]
-                    for tensor in (number, ended, temperature, num_seen, seen_mask, tokens_B)
+                    for tensor in (row_number, ended, temperature, num_seen, seen_mask, tokens_B)
                 )
                 cache.batch_select_indices(unfinished)
+
+        # The new tokens are the inputs of the next step.
         seen_mask[:, length] = True
         ids = tokens_B[:, None]
         positions = num_seen + step
         length += 1
+    return _cut_after_end(generated, ends)
+
+
+def _pad_left(prompts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Return prompts as one tensor [B, P], padded on the left with token 0.
+
+    All rows then get their new tokens in the same slots of the KV cache.
+    """
+    longest = max(map(len, prompts))
+    rows = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+    return torch.tensor(rows, device=device)
+
+
+def _create_growing_cache(model: PreTrainedModel) -> DynamicCache:
+    """Return an empty KV cache whose full attention layers are a `GrowingLayer` each."""
+    cache = DynamicCache(config=model.config)
+    cache.layers = [
+        GrowingLayer() if type(layer) is DynamicLayer else layer  # type: ignore[no-untyped-call]
+        for layer in cache.layers
+    ]
+    return cache
+
+
+def _cut_after_end(generated: Tensor, ends: Tensor) -> list[list[int]]:
+    """Return the tokens of each row up to its first end token, which is included.
+
+    Args:
+        generated: token ids [B, max_new_tokens]; -1 for tokens that were not generated.
+        ends: the end tokens.
+    """
+    # No end token comes before a token that is kept.
     is_end = torch.isin(generated, ends).long()
-    # Each row is kept up to its first end token, which is included.
-    is_kept = (generated >= 0) & (is_end.cumsum(1) - is_end == 0)
+    num_ends_before = is_end.cumsum(1) - is_end
+    is_kept = (generated >= 0) & (num_ends_before == 0)
     return [row[mask].tolist() for row, mask in zip(generated.cpu(), is_kept.cpu(), strict=True)]
 
 
@@ -391,7 +447,7 @@ def sample(logits_BV: Tensor, temperatures_B: Tensor, generator: torch.Generator
     `torch.multinomial`, which on a CPU cost more than the head.
 
     Probabilities are float32, for as many rows at a time as SAMPLING_BYTES hold. Each row is
-    computed by itself, so their number changes no token.
+    computed by itself, so the number of rows at a time changes no token.
 
     Args:
         logits_BV: [B, V].
@@ -401,9 +457,13 @@ def sample(logits_BV: Tensor, temperatures_B: Tensor, generator: torch.Generator
     Returns:
         Token ids [B].
     """
+    # Start with the greedy tokens, and replace those of rows with a temperature. All uniform
+    # numbers are drawn at once, so that they do not depend on how rows are divided below.
     tokens_B = logits_BV.argmax(-1)
     sampled = (temperatures_B > 0).nonzero().flatten()
     uniform = torch.rand(len(sampled), 1, generator=generator, device=logits_BV.device)
+
+    # Draw for as many rows at a time as fit the limit; one number takes 4 bytes.
     rows_at_once = max(1, SAMPLING_BYTES // (4 * logits_BV.shape[1]))
     for rows, uniform_r1 in zip(
         sampled.split(rows_at_once), uniform.split(rows_at_once), strict=True
@@ -414,7 +474,18 @@ def sample(logits_BV: Tensor, temperatures_B: Tensor, generator: torch.Generator
 
 
 def _draw(logits_rV: Tensor, temperatures_r: Tensor, uniform_r1: Tensor) -> Tensor:
-    """Draw a token for each row by inverting its cumulative sum."""
+    """Draw a token for each row by inverting its cumulative sum.
+
+    Args:
+        logits_rV: [r, V].
+        temperatures_r: [r].
+        uniform_r1: uniform numbers [r, 1] in [0, 1).
+
+    Returns:
+        Token ids [r].
+    """
+    # The drawn token is the first whose cumulative sum exceeds u times the total. The total is 1
+    # except for rounding. Without the total, a u near 1 could exceed every cumulative sum.
     probabilities = (logits_rV.float() / temperatures_r[:, None]).softmax(-1)
     cumulative = probabilities.cumsum(-1)
     drawn = torch.searchsorted(cumulative, uniform_r1 * cumulative[:, -1:], right=True)

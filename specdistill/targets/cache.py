@@ -1,8 +1,8 @@
-"""The KV cache of a target during decoding, from which rejected tokens can be dropped again.
+"""Create the KV cache of a target for decoding, and drop rejected tokens from it.
 
 Attention layers drop their last positions (`crop`). The state of a recurrent layer cannot forget
-what it has read, so a copy from before the pass replaces it. Only such states, whose size does not
-depend on the length of the sequence, are copied, never keys and values.
+what it has read, so it is copied before the pass and restored afterwards. Only such states are
+copied, never keys and values. Their size does not depend on the length of the sequence.
 
 Shapes: B sequences, G key/value heads, T new positions, S positions held, d head size.
 """
@@ -19,16 +19,17 @@ from transformers.cache_utils import (
     LinearAttentionAndFullAttentionLayer,
 )
 
-# The fewest positions by which a full buffer grows. It grows by a quarter where that is more.
+# The fewest positions by which a full buffer grows. It grows by a quarter of its length where that
+# is more. Larger steps copy less often, but leave more memory unused.
 MIN_SPARE_POSITIONS = 256
 
 
 class BufferedLayer(DynamicLayer):
     """The cache of a full attention layer, with room for more positions.
 
-    Keys and values [B, G, S, d] are the beginnings of longer buffers. A pass writes its T positions
-    and copies none of those that are held. transformers' own layer copies all of them in every
-    pass.
+    Keys and values [B, G, S, d] are views of the beginnings of longer buffers. A pass writes its T
+    new positions behind them and copies nothing. transformers' own layer concatenates in every
+    pass, which copies all positions.
     """
 
     _buffers: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -47,8 +48,11 @@ class BufferedLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *_args: object, **_options: object
     ) -> tuple[Tensor, Tensor]:
+        """Append keys and values [B, G, T, d], and return those of all positions."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+
+        # Write the new positions into the buffers, and show the part that is filled.
         num_held = self.get_seq_length()
         keys = _append_positions(self._buffers[0], self.keys, num_held, key_states)
         values = _append_positions(self._buffers[1], self.values, num_held, value_states)
@@ -72,14 +76,17 @@ def _append_positions(
     """
     assert shown is not None
     end = num_held + new.shape[-2]
-    # The keys or values that the layer shows are no longer the beginning of the buffer once someone
-    # has replaced them, as a batch does that drops rows.
+    # Allocate a longer buffer if there is none, or if the new positions do not fit. A batch that
+    # drops rows replaces the layer's keys and values by smaller tensors, which are then no longer
+    # the beginning of the buffer.
     if buffer is None or buffer.data_ptr() != shown.data_ptr() or buffer.shape[-2] < end:
         buffer = new.new_empty(
             *new.shape[:-2], end + max(MIN_SPARE_POSITIONS, end // 4), new.shape[-1]
         )
         if num_held:
             buffer.narrow(-2, 0, num_held).copy_(shown)
+
+    # Write the new positions behind the others.
     buffer.narrow(-2, num_held, end - num_held).copy_(new)
     return buffer
 
@@ -89,10 +96,10 @@ CROPPABLE_LAYERS = (DynamicLayer, BufferedLayer, DynamicIndexedLayer, DummyLayer
 
 
 def create_empty_cache(text_config: PreTrainedConfig) -> DynamicCache:
-    """Return an empty KV cache.
+    """Return an empty KV cache from which tokens can be dropped.
 
-    Layers with a sliding window are cached in full, because a windowed layer could not restore
-    what it dropped. The mask applies the window.
+    Layers with a sliding window are cached in full, and the mask applies the window. A layer that
+    keeps only its window could not restore older tokens when newer ones are rejected.
     """
     cache = DynamicCache(config=text_config)
     cache.layers = [
@@ -103,9 +110,9 @@ def create_empty_cache(text_config: PreTrainedConfig) -> DynamicCache:
 
 
 def is_recurrent(text_config: PreTrainedConfig) -> bool:
-    """Return whether some layers keep a recurrent state instead of keys and values.
+    """Return whether some layers keep a recurrent state, which tokens cannot be dropped from.
 
-    Every token changes such a state (linear attention, state spaces).
+    Such layers are those of linear attention and of state space models.
     """
     return any(
         type(layer) not in CROPPABLE_LAYERS for layer in create_empty_cache(text_config).layers
@@ -117,10 +124,12 @@ Snapshot = list[dict[str, object]]
 
 
 def copy_state(cache: Cache) -> Snapshot:
-    """Copy what `roll_back` needs to restore.
+    """Copy the recurrent states of a cache, which `roll_back` restores.
 
-    These are the recurrent layers, without keys and values that can be cropped.
+    Layers that can be cropped have an empty entry.
     """
+    # A layer with linear and full attention crops its keys and values, and only its state is
+    # copied.
     states: Snapshot = []
     for layer in cache.layers:
         cropped = (
@@ -134,7 +143,7 @@ def copy_state(cache: Cache) -> Snapshot:
 
 
 def roll_back(cache: Cache, count: int, before: Snapshot) -> None:
-    """Drop the last `count` tokens from the cache.
+    """Drop the last `count` tokens from the cache, and restore its recurrent states.
 
     Args:
         cache: the cache.
@@ -146,5 +155,6 @@ def roll_back(cache: Cache, count: int, before: Snapshot) -> None:
             assert isinstance(layer, CROPPABLE_LAYERS)
             layer.crop(-count)
         elif type(layer) is LinearAttentionAndFullAttentionLayer:
+            # Crop only keys and values. The state is restored below.
             DynamicLayer.crop(layer, -count)
         vars(layer).update(state)

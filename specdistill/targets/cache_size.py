@@ -1,9 +1,9 @@
-"""Compute the size of a KV cache before there are weights.
+"""Compute the size of a model's KV cache from its config, without loading weights.
 
-The model class runs over tensors without content. Two passes over transformers' own cache, of two
-tokens and of three, tell what grows with the sequence and what does not. So grouped heads, latent
-attention, sliding windows and recurrent layers need no formula each.
-`tests/targets/test_cache_size.py` compares the sizes with caches that are full.
+The model runs on the meta device, where tensors have shapes but no content. It fills transformers'
+own cache once with two tokens and once with three. The difference is what grows with the sequence.
+This works for grouped heads, latent attention, sliding windows and recurrent layers without a
+formula for each. `tests/targets/test_cache_size.py` compares the sizes with caches of real models.
 """
 
 from dataclasses import dataclass
@@ -53,15 +53,15 @@ class CacheSize:
         """
         total = 0
         for layer in self.layers:
+            # Heads and states are divided between the devices and rounded up.
             heads = -(-layer.heads // tensor_parallel)
             tokens = context if layer.window is None else min(context, layer.window)
-            total += tokens * layer.size // layer.heads * heads * itemsize + -(
-                -layer.state // tensor_parallel
-            )
+            total += tokens * layer.size // layer.heads * heads * itemsize
+            total += -(-layer.state // tensor_parallel)
         return batch_size * total
 
     def count_bytes_per_token(self, itemsize: int) -> int:
-        """Return the bytes that one token of context takes in the layers without a window.
+        """Return the bytes that each token of context adds, in the layers without a window.
 
         Args:
             itemsize: bytes of one number of a key or a value.
@@ -80,15 +80,14 @@ def build_attention_cache_size(
         head_dim: size of a head.
         window: tokens that a query sees, itself included; None for all.
     """
+    # The query itself is in the window, so the cache keeps one token less.
     num_kept = None if window is None else window - 1
-    return CacheSize(
-        (LayerCache(num_key_value_heads, 2 * num_key_value_heads * head_dim, num_kept),)
-        * num_layers
-    )
+    layer = LayerCache(num_key_value_heads, 2 * num_key_value_heads * head_dim, num_kept)
+    return CacheSize((layer,) * num_layers)
 
 
 def cache_size(model: PreTrainedModel) -> CacheSize | None:
-    """Return the size of a model's KV cache.
+    """Compute the size of a model's KV cache by running the model on the meta device.
 
     Args:
         model: a causal language model on the meta device.
@@ -100,22 +99,20 @@ def cache_size(model: PreTrainedModel) -> CacheSize | None:
     try:
         # In this implementation no shape depends on which experts the tokens are sent to.
         model.set_experts_implementation("batched_mm")
-        two, three = (_build_cache_after(model, config, length) for length in (2, 3))
+        short_cache = _build_cache_after(model, config, 2)
+        long_cache = _build_cache_after(model, config, 3)
     except CLASS_ERRORS:  # The class cannot compute something on the meta device.
         return None
-    layers = tuple(
-        layer
-        for layer in map(_measure_layer, two.layers, three.layers)
-        if layer.size or layer.state
-    )
-    return CacheSize(layers) if layers else None
+    layers = map(_measure_layer, short_cache.layers, long_cache.layers)
+    filled_layers = tuple(layer for layer in layers if layer.size or layer.state)
+    return CacheSize(filled_layers) if filled_layers else None
 
 
 @torch.no_grad()
 def _build_cache_after(
     model: PreTrainedModel, config: PreTrainedConfig, length: int
 ) -> DynamicCache:
-    """Return the cache after a pass over `length` tokens."""
+    """Return the cache after one pass over `length` tokens on the meta device."""
     cache = DynamicCache(config=config)
     model(
         input_ids=torch.zeros(1, length, dtype=torch.long, device="meta"),
@@ -126,7 +123,7 @@ def _build_cache_after(
 
 
 def _list_tensors(layer: object) -> list[Tensor]:
-    """Return the tensors that a layer keeps.
+    """Return the tensors that a layer of a cache keeps.
 
     Tensors that only control it (flags, a window's length) have no dimensions and are left out.
     """
@@ -136,16 +133,29 @@ def _list_tensors(layer: object) -> list[Tensor]:
     return [part for part in values if isinstance(part, Tensor) and part.ndim]
 
 
-def _measure_layer(layer: object, longer: object) -> LayerCache:
-    """Return the size of a layer, by its caches after two tokens and after three."""
-    tensors = zip(_list_tensors(layer), _list_tensors(longer), strict=True)
-    grown = [(more.numel() - less.numel(), less.nbytes) for less, more in tensors]
+def _measure_layer(layer: object, longer_layer: object) -> LayerCache:
+    """Return the cache size of a layer.
+
+    Args:
+        layer: the layer's cache after two tokens.
+        longer_layer: the layer's cache after three tokens.
+    """
+    # Tensors that grew by the third token hold keys and values. The size of all other tensors does
+    # not depend on the length.
+    numbers_per_token = 0
+    state_bytes = 0
+    for tensor, longer in zip(_list_tensors(layer), _list_tensors(longer_layer), strict=True):
+        growth = longer.numel() - tensor.numel()
+        numbers_per_token += growth
+        if growth == 0:
+            state_bytes += tensor.nbytes
+
+    # Only keys of shape [B, heads, S, size] can be divided between devices by heads.
     keys = getattr(layer, "keys", None)
+    is_sliding = getattr(layer, "is_sliding", False)
     return LayerCache(
         heads=int(keys.shape[1]) if isinstance(keys, Tensor) and keys.ndim == 4 else 1,
-        size=sum(numbers for numbers, _ in grown),
-        window=int(vars(layer)["sliding_window"]) - 1
-        if getattr(layer, "is_sliding", False)
-        else None,
-        state=sum(size for numbers, size in grown if not numbers),
+        size=numbers_per_token,
+        window=int(vars(layer)["sliding_window"]) - 1 if is_sliding else None,
+        state=state_bytes,
     )

@@ -1,9 +1,10 @@
 """Read the files of a checkpoint, in a folder or on the Hub, without loading the model.
 
-These are its config.json and single tensors. The sha256 of a target's files identify the target
-that a draft was made for. They are the same wherever the files lie, and do not depend on the
-weights in memory. The Hub's cache names a large file by its sha256, so such files are not read
-again. Files in a folder are read once.
+This module reads the config.json and single tensors, and computes the identity of a target: the
+sha256 of its files. A draft records the identity of the target that it was made for. The identity
+is the same wherever the files lie, and does not depend on the dtype of the weights in memory.
+Hashing is cheap: the Hub's cache names a large file by its sha256, so it need not be read, and
+files in a folder are read once.
 """
 
 import hashlib
@@ -30,16 +31,20 @@ from specdistill.common.repositories import fetch, read_large_file_hashes, resol
 from specdistill.recipe.sections import TargetConfig
 from specdistill.targets.loading import read_gguf_config
 
-KEY = "target.model"
+KEY = "target.model"  # the recipe key that errors name
+# The weights of a checkpoint are in one file, or in several that an index lists.
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+# The files of a peft LoRA adapter.
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
-# The files that turn text into token ids. Templates, defaults and the names of special tokens are
-# in other files.
+# The files that turn text into token ids. They alone identify a tokenizer: chat templates, default
+# settings and names of special tokens are in other files and may differ.
 TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
 # The sections in which some layouts of config.json have the sizes of a decoder.
 NESTED_SECTIONS = ("transformer_layer_config", "model", "text_config")
-MAX_LAYERS = 1000  # the most layers of a model, which are built one by one
+# The most layers that a config may have. Layers are built one by one, so a broken config with a
+# huge number would take all memory.
+MAX_LAYERS = 1000
 # The types of the keys of config.json that are read here.
 KINDS = {
     **dict.fromkeys(
@@ -61,6 +66,7 @@ KINDS = {
     "num_hidden_layers": Annotated[int, Field(le=MAX_LAYERS)],
     "rope_theta": float,
 }
+# How the names of these two tensors end in the checkpoints of most classes.
 EMBEDDING = "embed_tokens.weight"
 HEAD = "lm_head.weight"
 NUM_SHOWN_HASH_DIGITS = 8  # hexadecimal digits of a hash that errors show
@@ -101,20 +107,25 @@ class Shards:
                     expected="a checkpoint in safetensors",
                 )
             return cls(folder, dict.fromkeys(_read_tensor_names(folder / SINGLE, key), SINGLE), key)
+
+        # Several files have an index, which says in which file each tensor is.
         with convert_errors(
             (ValueError, KeyError, TypeError, AttributeError),
             key,
             folder / INDEX,
             "a safetensors index",
         ):
-            # The index says in which file each tensor is.
             file_of: dict[str, str] = read_json(folder / INDEX)["weight_map"]
-            # os.fspath raises TypeError for values that are no names.
+            # os.fspath raises TypeError for values that are no file names, such as numbers.
             files = sorted(set(map(os.fspath, file_of.values())))
+
+        # The named files must exist. A name with a folder in it could lead out of the checkpoint.
         for file in files:
             if Path(file).name != file:
                 raise UserError(
-                    key, got=f"{folder / INDEX} with {file}", expected="files in the same folder"
+                    key,
+                    got=f"{folder / INDEX}, which names {file}",
+                    expected="names of files in the same folder",
                 )
             if complete and not (folder / file).is_file():
                 raise UserError(
@@ -123,24 +134,23 @@ class Shards:
         return cls(folder, file_of, key)
 
     def check(self) -> None:
-        """Check that every tensor is in the file that the index names, and in no other.
+        """Check that every tensor is in the file that the index names, and in no other file.
 
-        transformers is not as strict.
+        transformers does not check this.
 
         Raises:
             UserError: if files and index differ.
         """
         for file in self.files:
-            listed = {name for name, place in self.file_of.items() if place == file}
-            wrong = sorted(
-                listed.symmetric_difference(_read_tensor_names(self.folder / file, self.key))
-            )
-            if wrong:
+            indexed_names = {name for name, place in self.file_of.items() if place == file}
+            names_in_file = _read_tensor_names(self.folder / file, self.key)
+            mismatches = sorted(indexed_names.symmetric_difference(names_in_file))
+            if mismatches:
                 raise UserError(
                     self.key,
                     got=(
                         f"{self.folder}, whose index does not match its files for"
-                        f" {', '.join(wrong[:3])}"
+                        f" {', '.join(mismatches[:3])}"
                     ),
                     expected="every tensor in the one file that the index names",
                 )
@@ -157,38 +167,42 @@ class Shards:
     def build_without_content(self) -> dict[str, Tensor]:
         """Return all tensors on the meta device, by name. Only the headers of files are read."""
 
-        def described(weights: Any, name: str) -> Tensor:
+        def read_header(weights: Any, name: str) -> Tensor:
+            """Return an empty tensor with the shape and dtype of a tensor in an open file."""
             shape = weights.get_slice(name).get_shape()
             # A tensor without dimensions cannot be sliced.
             part = weights.get_slice(name)[:0] if shape else weights.get_tensor(name)
             return torch.empty(shape, dtype=part.dtype, device="meta")
 
-        return self._read(self.file_of, described)
+        return self._read(self.file_of, read_header)
 
     def load(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Load tensors by name, each in the dtype of its file."""
         return self._read(names, lambda weights, name: weights.get_tensor(name))
 
     def _read(self, names: Iterable[str], read: Callable[[Any, str], Tensor]) -> dict[str, Tensor]:
-        """Return what `read` returns for each tensor, by name. Each file is opened once.
+        """Call `read` for each tensor, and return its results by name. Each file is opened once.
 
         Args:
-            names: of the tensors.
+            names: the names of the tensors.
             read: called with an open file and the name of a tensor in it.
 
         Raises:
             UserError: for a broken file.
         """
+        # Group the names by file.
         tensors = {}
-        by_file = defaultdict(list)
+        names_by_file = defaultdict(list)
         for name in names:
-            by_file[self.folder / self.file_of[name]].append(name)
-        for path, inside in by_file.items():
+            names_by_file[self.folder / self.file_of[name]].append(name)
+
+        # Open each file, and read its tensors.
+        for path, names_in_file in names_by_file.items():
             with (
                 convert_errors(SafetensorError, self.key, path, "a whole file"),
                 safe_open(path, framework="pt") as weights,
             ):
-                tensors.update({name: read(weights, name) for name in inside})
+                tensors.update({name: read(weights, name) for name in names_in_file})
         return tensors
 
 
@@ -208,19 +222,35 @@ def read_config(
     """
     path = folder / "config.json"
     if not path.is_file():
-        names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
-        inside = next(
-            (str(folder / name) for name in names if (folder / name / "config.json").is_file()),
-            None,
-        )
-        nothing = "is empty" if folder.is_dir() else "is no folder"
-        shown = f"holds {', '.join(names[:5])}{', …' * (len(names) > 5)}" if names else nothing
-        raise UserError(key, got=f"{folder}, which {shown}", expected=expected, nearest=inside)
+        raise _build_missing_config_error(folder, key, expected)
+
+    # Check the types of all keys that are read later, in the config and in its nested sections.
     config = read_keys(path, key, expected)
-    for part in (config, *(config.get(name) for name in (*NESTED_SECTIONS, "rope_parameters"))):
+    nested_sections = [config.get(name) for name in (*NESTED_SECTIONS, "rope_parameters")]
+    for section in (config, *nested_sections):
         for name, kind in KINDS.items():
-            read_stated({} if part is None else part, name, kind, key)
+            read_stated({} if section is None else section, name, kind, key)
     return config
+
+
+def _build_missing_config_error(folder: Path, key: str, expected: str) -> UserError:
+    """Return the error for a folder without config.json.
+
+    The path is often one level too high or too low. So the error shows what the folder holds, and
+    suggests a subfolder that has a config.json.
+    """
+    names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+    candidates = [folder / name for name in names if (folder / name / "config.json").is_file()]
+    if names:
+        content = f"holds {', '.join(names[:5])}{', …' if len(names) > 5 else ''}"
+    else:
+        content = "is empty" if folder.is_dir() else "is no folder"
+    return UserError(
+        key,
+        got=f"{folder}, which {content}",
+        expected=expected,
+        nearest=str(candidates[0]) if candidates else None,
+    )
 
 
 def read_stated(config: Mapping[str, object], name: str, kind: Any, key: str) -> Any:
@@ -250,11 +280,12 @@ def read_stated(config: Mapping[str, object], name: str, kind: Any, key: str) ->
 
 @cache
 def _build_adapter(kind: Any) -> TypeAdapter[Any]:
+    """Return pydantic's validator of a type or None. Building one is slow, so it is cached."""
     return TypeAdapter(kind | None)
 
 
 def _read_tensor_names(path: Path, key: str) -> list[str]:
-    """Return the names of the tensors in a file."""
+    """Return the names of the tensors in a safetensors file, from its header."""
     with (
         convert_errors(SafetensorError, key, path, "a whole safetensors file"),
         safe_open(path, framework="pt") as weights,
@@ -263,18 +294,18 @@ def _read_tensor_names(path: Path, key: str) -> list[str]:
 
 
 def hash_files(paths: Iterable[Path]) -> list[str]:
-    """Return the sha256 of files, in hexadecimal. Several files are read at once."""
+    """Return the sha256 of files, in hexadecimal. Threads read several files at once."""
     with ThreadPoolExecutor() as pool:
         return list(pool.map(hash_file, paths))
 
 
 def combine_hashes(hashes: Iterable[str]) -> str:
-    """Return one sha256 of several hashes, whatever their order."""
+    """Combine several hashes into one sha256 that does not depend on their order."""
     return hashlib.sha256("\n".join(sorted(hashes)).encode()).hexdigest()
 
 
 def hash_contents(paths: Iterable[Path]) -> str:
-    """Return the sha256 of the names and contents of files, wherever they lie."""
+    """Return one sha256 of the names and contents of files, whatever folders they are in."""
     files = list(paths)
     # Paths are resolved so that each file is read, because the name of a link says nothing about
     # the content that it leads to.
@@ -307,6 +338,7 @@ class TargetIdentity:
         return (self.weights, self.tokenizer) == (other_identity.weights, other_identity.tokenizer)
 
     def __str__(self) -> str:
+        """Return the name with revision, adapter and the first digits of the hashes."""
         revision = f"@{self.revision[:NUM_SHOWN_HASH_DIGITS]}" if self.revision else ""
         adapter = f" + {self.adapter}" if self.adapter else ""
         hashes = (
@@ -325,7 +357,7 @@ class TargetFiles:
 
     Attributes:
         name: the folder, the GGUF file or the Hub id, as engines take it; for `pico` its folder.
-        revision: of a Hub id; None for the default.
+        revision: the revision of a Hub id; None for the default.
         adapter: a LoRA adapter that is merged when the target is loaded. Here only `identity` reads
             it.
         trust_remote_code: run the repository's own code.
@@ -347,7 +379,8 @@ class TargetFiles:
             raise UserError(
                 "target.adapter",
                 got=f"{len(self.adapter)} adapters",
-                expected="one: several are for `specdistill eval` with eval.engine=specdistill",
+                expected="one adapter; only `specdistill eval` with eval.engine=specdistill takes"
+                " several",
             )
 
     @classmethod
@@ -363,10 +396,14 @@ class TargetFiles:
     def identity(self) -> TargetIdentity:
         """The identity of the target, by the hashes of its files.
 
-        No weights are fetched, except a GGUF file and an adapter: the Hub states their hashes.
+        No weights are fetched, except a GGUF file and an adapter: the Hub states the hashes of
+        safetensors files.
         """
+        # Hash the weights: the GGUF file if there is one, otherwise the files of the checkpoint.
         folder = self.fetch("config.json", INDEX, *TOKENIZER, *self._gguf)
         weights = hash_files(folder / file for file in self._gguf) or self._hash_weights(folder)
+
+        # An adapter changes the weights, so its files count as weights, too.
         if self.adapter is not None:
             adapter_folder = fetch(
                 self.adapter,
@@ -374,47 +411,49 @@ class TargetFiles:
                 expected="the folder or Hub id of a LoRA adapter",
                 patterns=ADAPTER,
             )
-            weights += hash_files(
-                path for name in ADAPTER if (path := adapter_folder / name).is_file()
-            )
+            weights += hash_files(_list_existing_files(adapter_folder, ADAPTER))
+
+        # Hash the tokenizer, which a GGUF file holds together with the weights.
+        tokenizer = hash_files(_list_existing_files(folder, self._gguf or TOKENIZER))
         return TargetIdentity(
             name_or_path="pico" if self.name == str(PICO) else self.name,
             revision=self.commit,
             adapter=self.adapter,
             weights=combine_hashes(weights),
-            tokenizer=combine_hashes(
-                hash_files(
-                    path for name in self._gguf or TOKENIZER if (path := folder / name).is_file()
-                )
-            ),
+            tokenizer=combine_hashes(tokenizer),
         )
 
     def _hash_weights(self, folder: Path) -> list[str]:
         """Return the sha256 of every file of weights.
 
-        For a Hub id whose files are not in `folder` yet, the Hub states them.
+        For a Hub id whose files are not in `folder` yet, the Hub states the hashes.
 
         Raises:
             UserError: if there are no weights.
         """
+        # Files that are all here are hashed here.
         names_in_folder = {path.name for path in folder.iterdir()}
-        listed = Shards.open(folder, KEY, complete=False).files if INDEX in names_in_folder else []
-        files = listed or _find_unlisted_weights(names_in_folder)
+        has_index = INDEX in names_in_folder
+        indexed_files = Shards.open(folder, KEY, complete=False).files if has_index else []
+        files = indexed_files or _find_unlisted_weights(names_in_folder)
         if files and names_in_folder >= set(files):
             return hash_files(folder / file for file in files)
-        stated_hashes = (
+
+        # Otherwise the Hub is asked for the hashes, so that nothing has to be downloaded. Without
+        # an index, its list of files also tells which of them hold weights.
+        hub_hashes = (
             {}
             if Path(self.name).is_dir()
             else read_large_file_hashes(self.name, folder.name, key=KEY)
         )
-        files = listed or _find_unlisted_weights(stated_hashes)
-        if not files or not stated_hashes.keys() >= set(files):
+        files = indexed_files or _find_unlisted_weights(hub_hashes)
+        if not files or not hub_hashes.keys() >= set(files):
             raise UserError(
                 KEY,
                 got=f"{self.name} without weights",
-                expected="every weight that its config asks for",
+                expected="a checkpoint with its weights",
             )
-        return [stated_hashes[file] for file in files]
+        return [hub_hashes[file] for file in files]
 
     @property
     def gguf(self) -> Path | None:
@@ -468,15 +507,18 @@ class TargetFiles:
         Raises:
             UserError: if the checkpoint has no such tensor.
         """
+        # Find the files. Without an index, all tensors are in one file, which is fetched.
         folder = self.fetch("config.json", INDEX)
         shards = Shards.open(
             folder if (folder / INDEX).is_file() else self.fetch(SINGLE), KEY, complete=False
         )
-        for end in (name, EMBEDDING):
+
+        # Search for the tensor, then for the embedding, because a tied head has no tensor.
+        for suffix in (name, EMBEDDING):
             # The shortest name is the right one, because a multi-token-prediction layer may repeat
             # both tensors under longer names.
             full_name = min(
-                (full for full in shards.file_of if f".{full}".endswith(f".{end}")),
+                (full for full in shards.file_of if f".{full}".endswith(f".{suffix}")),
                 key=len,
                 default=None,
             )
@@ -512,8 +554,17 @@ class TargetFiles:
         return size
 
 
+def _list_existing_files(folder: Path, names: Iterable[str]) -> list[Path]:
+    """Return the paths of those files of a folder that exist, in the order of their names."""
+    paths = [folder / name for name in names]
+    return [path for path in paths if path.is_file()]
+
+
 def _find_unlisted_weights(names: Iterable[str]) -> list[str]:
-    """Return the files that hold the weights of a checkpoint without a safetensors index."""
+    """Return which of these files hold the weights of a checkpoint without an index.
+
+    They are the single safetensors file, or else the files that torch.save wrote.
+    """
     return (
         [SINGLE]
         if SINGLE in names
@@ -522,7 +573,7 @@ def _find_unlisted_weights(names: Iterable[str]) -> list[str]:
 
 
 def require_target(target: TargetFiles | None, why: str) -> TargetFiles:
-    """Return the target, which must be known.
+    """Return the target, and raise an error if no target was named.
 
     Args:
         target: the target's files; None if no target was named.

@@ -1,4 +1,4 @@
-"""The frozen target, and the features that a draft reads from it.
+"""Load the frozen target, and compute the features that a draft reads from it.
 
 A target can be any causal language model of transformers.
 
@@ -47,18 +47,23 @@ from specdistill.targets.packed_rows import (
 )
 from specdistill.targets.sharding import count_processes
 
-# The values of `target.device_map` that spread a model over all devices of a process.
+# The values of `target.device_map` with which accelerate spreads a model over all devices of a
+# process.
 SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")
-# The most compiled graphs of one function. There is one for each K and size of a KV cache, and one
-# for each step of an unroll, in training and in evaluation.
+# The most compiled graphs of one function, where torch's default is eight. There is one for each K
+# and size of a KV cache, and one for each step of an unroll, in training and in evaluation. This
+# leaves room for all of them.
 MAX_GRAPHS = 128
-# Tiny random targets: the numbers by which widths are divided, in the order in which they are
-# tried, the least hidden size, and the most parameters.
+# The numbers by which `build_tiny_target` divides widths, in the order in which they are tried. 24
+# and 12 are for sizes that have a factor of three. 1 keeps the sizes as they are.
 DIVISORS = (64, 32, 16, 24, 12, 8, 4, 2, 1)
+# The least hidden size and the most parameters (1 GB in float32) of a tiny target. A narrower one
+# has heads of few dimensions, and a larger one takes long to build.
 MIN_WIDTH = 64
 MAX_TINY_PARAMETERS = 2**28
-MIN_DIVIDED_SIZE = 16  # Smaller numbers of a config are not widths.
-# The keys of a config whose numbers are not widths.
+# Smaller numbers of a config are not widths, but counts or kernel sizes, and stay as they are.
+MIN_DIVIDED_SIZE = 16
+# The keys of a config whose numbers are counts or positions, not widths.
 NO_WIDTHS = re.compile(
     r"(^|_)(num|n)_\w*(head|layer|group)|heads$|layers?$|position|ctx|period|interval|offset|top_?k"
 )
@@ -78,7 +83,7 @@ class Features:
 
     @classmethod
     def from_tensors(cls, tensors: Iterable[Tensor]) -> "Features":
-        """Build features from tensors in the order of the property `tensors`."""
+        """Build features from the auxiliary layers in order, followed by the last hidden state."""
         *aux, last_hidden = tensors
         return cls(tuple(aux), last_hidden)
 
@@ -94,16 +99,16 @@ class Features:
     def concatenate(cls, parts: Sequence["Features"]) -> "Features":
         """Concatenate the features of all parts along the position axis (copies)."""
         return cls.from_tensors(
-            torch.cat(of_layer, dim=1)
-            for of_layer in zip(*(part.tensors for part in parts), strict=True)
+            torch.cat(layer_tensors, dim=1)
+            for layer_tensors in zip(*(part.tensors for part in parts), strict=True)
         )
 
     @classmethod
     def pad_and_stack(cls, rows: Sequence["Features"]) -> "Features":
-        """Batch B rows [1, T, D] of different lengths, padded to the longest."""
+        """Stack B rows [1, T, D] of different lengths into one batch, padded at the end with 0."""
         return cls.from_tensors(
-            pad_sequence([feature[0] for feature in of_layer], batch_first=True)
-            for of_layer in zip(*(row.tensors for row in rows), strict=True)
+            pad_sequence([feature[0] for feature in layer_tensors], batch_first=True)
+            for layer_tensors in zip(*(row.tensors for row in rows), strict=True)
         )
 
     def first(self, count: int) -> "Features":
@@ -149,25 +154,27 @@ class FrozenTarget:
         Raises:
             UserError: for a model that computes in a way that is not known here.
         """
+        # Keep the model, without dropout and gradients, and where it came from.
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name = name
         self.revision = revision
         self.files = files
         self.quantization = quantization
+
+        # Find its parts and sizes. The config of a model for images contains one for text.
         self.config = model.config.get_text_config(decoder=True)
         anatomy = examine_model(self.model, name)
-        self.is_recurrent, self.is_plain = is_recurrent(self.config), is_plain(self.model)
+        self.is_recurrent = is_recurrent(self.config)
+        self.is_plain = is_plain(self.model)
         self.backbone = anatomy.backbone
         self.layers = anatomy.layers
         self.norm = anatomy.norm
         self.device: torch.device = self.model.device
         self.logits = anatomy.head
         self.lm_head = anatomy.head.linear
-        self.hidden_size, self.vocab_size = (
-            int(self.config.hidden_size),
-            int(self.config.vocab_size),
-        )
+        self.hidden_size = int(self.config.hidden_size)
+        self.vocab_size = int(self.config.vocab_size)
         self.num_layers = len(self.layers)
 
     @classmethod
@@ -188,7 +195,7 @@ class FrozenTarget:
 
         Args:
             model: `pico`, a folder, a GGUF file or a Hub id.
-            revision: of a Hub id.
+            revision: the revision of a Hub id; None for the default.
             adapter: folder or Hub id of a LoRA adapter.
             quantization: the kind of quantization that weights are rounded to.
             device_map: `auto` for all devices of one process, or one device.
@@ -201,7 +208,8 @@ class FrozenTarget:
             UserError: if it is no target or no adapter of it, or if it cannot be held in this way.
             ResourceError: when the Hub fails.
         """
-        # Load the model, and find out which parts have content.
+        # Load the model. Merging an adapter needs the layers in memory, and a spread model has its
+        # layers placed by accelerate.
         _check_device_map(device_map)
         files = TargetFiles(model, revision, adapter)
         loaded, tokenizer = read_causal_lm(
@@ -212,6 +220,7 @@ class FrozenTarget:
             layers_on_disk=layers_on_disk and adapter is None and device_map not in SPREAD,
             **options,
         )
+        # accelerate leaves a weight that fits on no device on the meta device.
         if any(
             module.weight.is_meta
             for module in (loaded.get_input_embeddings(), loaded.get_output_embeddings())
@@ -244,12 +253,15 @@ class FrozenTarget:
 
     @property
     def max_length(self) -> int:
-        """The longest sequence, prompt and generation together, in tokens."""
+        """The longest sequence that the target reads, prompt and generation together, in tokens."""
         return find_max_length(self.config, self.tokenizer)
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """The tokens that end a generation, by the generation config or else the model's config."""
+        """The ids of the tokens that end a generation.
+
+        The generation config names them, or else the model's config.
+        """
         generation = self.model.generation_config
         return frozenset(end_tokens(self.config if generation.eos_token_id is None else generation))
 
@@ -267,10 +279,12 @@ class FrozenTarget:
 
     @property
     def embedding_scale(self) -> float:
-        """The factor by which the class multiplies the rows of its embedding table.
+        """The factor by which the model multiplies the rows of its embedding table.
 
-        For Gemma it is the square root of the hidden size.
+        For Gemma this is the square root of the hidden size, for most classes 1.
         """
+        # Classes of transformers keep the factor in one of these two attributes, as a number or as
+        # a buffer.
         module = self.model.get_input_embeddings()
         scale = getattr(module, "scalar_embed_scale", getattr(module, "embed_scale", 1.0))
         return 1.0 if scale is None else float(scale)
@@ -317,21 +331,29 @@ class FrozenTarget:
         Raises:
             UserError: if an auxiliary layer does not have the shape of the last hidden state.
         """
+        # A pass with a cache or a mask of its own is a pass of decoding: its rows are not packed.
         if attention_mask is not None or past_key_values is not None:
             backbone_inputs = {
                 "position_ids": position_ids_BT,
                 "attention_mask": attention_mask,
                 "past_key_values": past_key_values,
             }
-            grows = (
+            # Without a mask, the new tokens are the last ones of a growing cache. On a GPU this is
+            # plain causality, which needs no mask tensor. Caches of a fixed size are compileable.
+            can_omit_mask = (
                 attention_mask is None
                 and past_key_values is not None
                 and not past_key_values.is_compileable
             )
-            with replace_attention(self._maskless if grows else ()):
+            with replace_attention(self._maskless if can_omit_mask else ()):
                 return self._run_layers(aux_layers, {"input_ids": input_ids_BT, **backbone_inputs})
+
+        # Without position ids, each row is one document.
         if position_ids_BT is None:
             return self._run_layers(aux_layers, {"input_ids": input_ids_BT})
+
+        # Packed rows are given to the model in the way that keeps its documents apart. This may
+        # join all rows to one, so the features get their shape [B, T, D] back.
         inputs = {"input_ids": input_ids_BT, "position_ids": position_ids_BT}
         documents = Documents.from_positions(position_ids_BT) if documents is None else documents
         features = self._packing(
@@ -343,17 +365,18 @@ class FrozenTarget:
 
     @cached_property
     def _maskless(self) -> list[PreTrainedConfig]:
-        """The configs whose attention needs no mask over a KV cache.
+        """The configs whose attention needs no mask over a KV cache; empty on a CPU.
 
-        There are such configs only on a GPU, if the class allows it.
+        The list is also empty if the class uses more than causal attention (see
+        `find_maskless_configs`).
         """
         return find_maskless_configs(self.model) if self.device.type == "cuda" else []
 
     def compile(self, **options: Any) -> None:
         """Compile each layer with options of `torch.compile`.
 
-        The packing method is chosen before, because that runs the layers on shapes that do not come
-        again.
+        The packing method is chosen first, because the choice runs the layers on shapes that do not
+        occur again. They would be compiled for nothing.
         """
         _ = self._packing
         for layer in self.layers:
@@ -361,30 +384,36 @@ class FrozenTarget:
 
     @cached_property
     def _packing(self) -> PackingMethod:
-        """The way to give packed rows to the model; as they are if none separates documents."""
+        """The way to give packed rows to the model.
+
+        If no way keeps the documents apart, rows are given as they are.
+        """
         return choose_packing(self.model) or run_unchanged
 
     def _run_layers(self, aux_layers: Sequence[int], inputs: BackboneInputs) -> Features:
         """Run the backbone on its inputs, and return the features on the device of the inputs."""
-        # The features go to the device of the inputs. The target may be on another device, or on
-        # several.
+        # Move the inputs to the target, which may be on another device, or on several.
         device = inputs["input_ids"].device
-        moved = {
+        moved_inputs = {
             name: value.to(self.device) if isinstance(value, Tensor) else value
             for name, value in inputs.items()
         }
+
+        # Run the layers, and move the features back.
         with capture(self.layers, aux_layers) as captured:
-            output = self.backbone(**moved, use_cache=inputs.get("past_key_values") is not None)
+            has_cache = inputs.get("past_key_values") is not None
+            output = self.backbone(**moved_inputs, use_cache=has_cache)
         aux = tuple(captured[layer].to(device) for layer in aux_layers)
         last_hidden = output.last_hidden_state.to(device)
+
+        # Layers with several residual streams pass on hidden states of another shape.
         other_shapes = {tuple(feature.shape) for feature in aux} - {tuple(last_hidden.shape)}
         if other_shapes:
-            # Layers with several residual streams pass on hidden states of another shape.
             raise UserError(
                 "draft.aux_layers",
                 got=f"{self.name}, whose layers return {other_shapes.pop()} for an input of"
                 f" {tuple(last_hidden.shape)}",
-                expected="layers of one residual stream, or a head that reads none of them",
+                expected="layers with one residual stream, or a draft without auxiliary layers",
             )
         return Features(aux, last_hidden)
 
@@ -397,8 +426,8 @@ def allow_graphs() -> None:
 def compile_layers(train: Mapping[str, object], target: FrozenTarget, objective: Any) -> None:
     """Compile target and draft for training if `train.torch_compile` asks for it.
 
-    The layers of both are compiled one by one, and so is the loss of a chunk's logits. The rest is
-    not compiled.
+    The layers of both are compiled one by one, and so is the loss of a chunk's logits. No other
+    code is compiled.
 
     Layers of a class share a graph, so a target of 80 layers compiles as fast as one of two
     (regional compilation). A layer of the draft has one graph for each step of the unroll, because
@@ -415,10 +444,12 @@ def compile_layers(train: Mapping[str, object], target: FrozenTarget, objective:
     if not train.get("torch_compile"):
         return
     allow_graphs()
-    # DDP's optimizer would cut layers at the borders of gradient buckets.
+    # torch's DDPOptimizer would cut the graphs of layers at the borders of gradient buckets.
     torch._dynamo.config.optimize_ddp = False
-    # dynamo reads `.grad` of tensors that are no leaves, for which torch warns.
+    # dynamo reads `.grad` of tensors that are no leaves, and torch warns about each such read.
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+
+    # Compile the layers of the target, those of the draft, and the loss.
     options: dict[str, Any] = {
         "backend": train.get("torch_compile_backend") or "inductor",
         "mode": train.get("torch_compile_mode"),
@@ -437,7 +468,7 @@ def _check_device_map(device_map: str | None) -> None:
             key,
             got=f"{device_map} with {count_processes()} processes, which would take each other's"
             " devices",
-            expected="null, and target.shard=layers where one device is too small",
+            expected="null (and target.shard=layers if the model does not fit on one device)",
         )
     if device_map is not None and device_map not in SPREAD:
         # A torch without CUDA raises AssertionError.
@@ -464,12 +495,16 @@ def capture(layers: nn.ModuleList, layer_indices: Sequence[int]) -> Iterator[dic
     """
     captured: dict[int, Tensor] = {}
 
+    # Hidden states are the first argument or the keyword `hidden_states` of a layer. Some layers
+    # return them alone, some in a tuple with other results.
     def keep_input(
         layer: int, _module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]
     ) -> None:
+        """Keep the hidden states that a layer gets."""
         captured[layer] = args[0] if args else kwargs["hidden_states"]
 
     def keep_output(_module: nn.Module, _args: object, output: Tensor | tuple[Tensor, ...]) -> None:
+        """Keep the hidden states that the last layer returns."""
         captured[len(layers)] = output[0] if isinstance(output, tuple) else output
 
     with ExitStack() as hooks:
@@ -496,7 +531,7 @@ def build_tiny_target(
     narrowest first.
 
     Args:
-        config: of the target.
+        config: the target's config.
         name: the target's own name, which errors name.
         trust_remote_code: run the repository's own code.
 
@@ -506,29 +541,35 @@ def build_tiny_target(
     Raises:
         UserError: as loading the target would, if every size that can be built is refused.
     """
-    # Try narrower and narrower models of the class, until one is small enough.
+    # Try the narrowest model first, then wider ones, until one can be built and run.
     width = config.get_text_config(decoder=True).hidden_size
-    refused: UserError | None = None
+    last_error: UserError | None = None
     for divisor in DIVISORS:
         if divisor > 1 and width // divisor < MIN_WIDTH:
             continue
         options = {"dtype": torch.float32, "trust_remote_code": trust_remote_code}
         try:
             # The model is built without content first, to count its parameters.
-            small = (
+            small_config = (
                 type(config).from_dict(_divide_value(config.to_dict(), "", divisor))
                 if divisor > 1
                 else copy.deepcopy(config)
             )
             with torch.device("meta"):
                 num_parameters = (
-                    find_auto_class(small).from_config(small, **options).num_parameters()
+                    find_auto_class(small_config)
+                    .from_config(small_config, **options)
+                    .num_parameters()
                 )
+            # The divisors that follow make the model wider, so they are not tried.
             if num_parameters > MAX_TINY_PARAMETERS:
                 break
+
+            # Build it with random weights, and run it on two tokens: some classes accept sizes that
+            # do not fit each other, and fail only in their forward pass.
             with torch.random.fork_rng(), torch.no_grad():
                 torch.manual_seed(0)
-                model = find_auto_class(small).from_config(small, **options).eval()
+                model = find_auto_class(small_config).from_config(small_config, **options).eval()
                 if divisor > 1:
                     model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False)
         except CLASS_ERRORS:  # The sizes do not fit each other, so the next divisor is tried.
@@ -538,9 +579,9 @@ def build_tiny_target(
         try:
             return FrozenTarget(model, None, name=name)
         except UserError as error:
-            refused = error
-    if refused is not None:
-        raise refused
+            last_error = error
+    if last_error is not None:
+        raise last_error
     return None
 
 
@@ -552,7 +593,7 @@ def _divide_value(value: Any, name: str, divisor: int) -> Any:
     Args:
         value: the value, or a dictionary of values.
         name: its key.
-        divisor: of widths.
+        divisor: the number that widths are divided by.
     """
     if isinstance(value, dict):
         return {key: _divide_value(part, str(key), divisor) for key, part in value.items()}

@@ -1,7 +1,8 @@
-"""GGUF files for transformers: read their metadata once, and keep a copy in safetensors.
+"""Convert a GGUF file to safetensors once, and find the copy again.
 
-Later commands load the copy. Copies lie in the assets of the Hub's cache (`HF_HOME`), named by the
-sha256 of the file and the dtype of the weights.
+transformers takes long to load a GGUF file, so later commands load the copy. Copies lie in the
+assets folder of the Hub's cache (below `HF_HOME`). They are named by the sha256 of the file and the
+dtype of the weights.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,10 +25,11 @@ from specdistill.common.hashes import hash_file
 
 @contextmanager
 def use_fast_metadata() -> Iterator[None]:
-    """Make transformers read GGUF metadata with `MetadataReader`, once for each file.
+    """Make transformers read the metadata of each GGUF file only once, with `open_gguf`.
 
-    transformers 5.23 imports gguf's reader whenever it needs the config, the class of the
-    tokenizer, the class of the model or its weights, and takes no reader as an argument.
+    transformers 5.23 creates gguf's slow reader whenever it needs the config, the class of the
+    tokenizer, the class of the model or its weights. It takes no reader as an argument, so the
+    class in the package gguf is replaced.
     """
     original = gguf.GGUFReader
     gguf.GGUFReader = open_gguf  # type: ignore[misc, assignment]
@@ -38,7 +40,7 @@ def use_fast_metadata() -> Iterator[None]:
 
 
 def find_converted(file: Path) -> Path | None:
-    """Return a folder that holds a GGUF file in safetensors, of any dtype.
+    """Return a folder with the safetensors copy of a GGUF file, in any dtype.
 
     Returns:
         The folder; None if the file has not been converted.
@@ -51,13 +53,13 @@ def find_converted(file: Path) -> Path | None:
 def convert_once(
     file: Path, dtype: str, load: Callable[[], tuple[PreTrainedModel, PreTrainedTokenizerBase]]
 ) -> Path | None:
-    """Return the folder that holds a GGUF file in safetensors, and write it first if needed.
+    """Return the folder with the safetensors copy of a GGUF file, and write the copy if needed.
 
-    The first process that needs the folder writes it. Others wait.
+    The first process that needs the copy writes it, and other processes wait.
 
     Args:
         file: the GGUF file.
-        dtype: of the weights.
+        dtype: the dtype of the weights.
         load: loads the model and its tokenizer from the file itself.
 
     Returns:
@@ -66,6 +68,8 @@ def convert_once(
     folder = _cache_root() / f"{hash_file(file)}-{dtype}"
     if folder.is_dir():
         return folder
+
+    # Without a writable disk the copy is left out, because loading the file itself works, too.
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with WeakFileLock(folder.with_name(f"{folder.name}.lock")):
@@ -73,18 +77,19 @@ def convert_once(
                 _convert(file, folder, dtype, load)
     except (OSError, ResourceError) as error:
         logger.warning(
-            f"{file}: no copy in safetensors could be written ({error}); the file itself is loaded,"
-            " slowly each time. Free space, or set HF_HOME to a writable disk."
+            f"{file}: no copy in safetensors could be written ({error}), so the file itself is"
+            " loaded, slowly, each time. Free disk space, or set HF_HOME to a writable disk."
         )
         return None
     return folder
 
 
 def restore_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:
-    """Give a tokenizer that was loaded from a copy the rules that the copy holds.
+    """Restore the rules of a tokenizer that was loaded from the copy of a GGUF file.
 
-    Some classes of transformers add rules of their own that the tokenizer of a GGUF file lacks. For
-    example, Qwen2Tokenizer adds a normalizer. For any other folder this does nothing.
+    While it loads a tokenizer, a class of transformers may add rules that the GGUF file does not
+    have. For example, Qwen2Tokenizer adds a normalizer. So the rules are read again from the copy.
+    For any other folder this does nothing.
     """
     if Path(folder).parent == _cache_root():
         tokenizer._tokenizer = Tokenizer.from_file(str(Path(folder, "tokenizer.json")))
@@ -97,6 +102,7 @@ def _convert(
     load: Callable[[], tuple[PreTrainedModel, PreTrainedTokenizerBase]],
 ) -> None:
     """Write the model and the tokenizer of a GGUF file into a folder, in safetensors."""
+    # Say how large the copy is before it is written, which takes a while.
     num_bytes = getattr(torch, dtype).itemsize * sum(
         tensor.n_elements for tensor in open_gguf(file).tensors
     )
@@ -104,13 +110,17 @@ def _convert(
         f"Converting {file} to safetensors, once: {decimal(num_bytes)} in {folder}"
         " (target.cache=false loads the file itself)."
     )
+
+    # Write model and tokenizer into a temporary folder, which is renamed once it is complete.
     model, tokenizer = load()
     with create_folder(folder, key="target.cache") as partial:
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
-        # About generation a GGUF file names only the end tokens, which config.json has too.
+        # The only settings of generation in a GGUF file are its end tokens, which config.json has,
+        # too.
         (partial / "generation_config.json").unlink(missing_ok=True)
 
 
 def _cache_root() -> Path:
+    """Return the folder that holds all copies of GGUF files."""
     return Path(constants.HF_ASSETS_CACHE) / "specdistill" / "gguf"

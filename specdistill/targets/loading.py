@@ -1,6 +1,7 @@
-"""Load a causal language model and its tokenizer with transformers.
+"""Load a causal language model and its tokenizer from a folder, a GGUF file or the Hub.
 
-They come from a folder, a GGUF file or the Hub.
+transformers does the loading. This module chooses its options, and turns its errors into errors
+that name the recipe key and say what to do.
 """
 
 import logging
@@ -52,27 +53,32 @@ if TYPE_CHECKING:  # That module imports this one.
 # A broken config.json or GGUF file fails in transformers' own code, in any of these ways. A GGUF
 # file that was cut short raises struct.error.
 READING_ERRORS = (*CLASS_ERRORS, OSError, struct.error)
+# What errors say is expected: of any target, and of a GGUF file.
 TARGETS = "pico, a folder with config, weights and tokenizer, a GGUF file, or a Hub id"
 GGUF = (
     "a whole GGUF file of a type and architecture that transformers reads, e.g. Q8_0 or Q4_K_M of a"
     " Llama (llama-quantize makes them), or the checkpoint that it was made from"
 )
-FP8_CAPABILITY = (8, 9)  # the compute capability of Ada GPUs
+# The compute capability of Ada GPUs, the first ones with tensor cores for fp8.
+FP8_CAPABILITY = (8, 9)
 
 
-def _place(
+def _locate_model(
     path: str,
     key: str,
     revision: str | None,
     trust_remote_code: bool,
     find_copy: Callable[[Path], Path | None],
 ) -> tuple[str, dict[str, Any]]:
-    """Return where transformers' `from_pretrained` loads from, and the options that it needs.
+    """Return the path that `from_pretrained` loads from, and the options that it needs for it.
+
+    A folder or a Hub id is returned as it is. A GGUF file is fetched, and replaced by its copy in
+    safetensors if there is one, because transformers loads the copy much faster.
 
     Args:
         path: a folder, a GGUF file or a Hub id.
         key: the recipe key that errors name.
-        revision: of a Hub id.
+        revision: the revision of a Hub id; None for the default.
         trust_remote_code: run the repository's own code.
         find_copy: returns the folder with a copy of a GGUF file in safetensors; None if there is
             none.
@@ -86,6 +92,8 @@ def _place(
     folder, name = split_gguf(path)
     if name is None:
         return path, {"revision": revision, "trust_remote_code": trust_remote_code}
+
+    # Fetch the GGUF file, and check that it is whole.
     file = fetch(folder, key=key, expected=TARGETS, revision=revision, patterns=[name]) / name
     if not file.is_file():
         raise UserError(key, got=f"{path}, which is no file", expected=GGUF)
@@ -99,7 +107,7 @@ def convert_gguf(file: Path, dtype: str, *, key: str = "target.model") -> Path |
 
     Args:
         file: the GGUF file.
-        dtype: of the weights.
+        dtype: the dtype of the weights.
         key: the recipe key that errors name.
 
     Returns:
@@ -126,7 +134,8 @@ def _convert_reading_errors(key: str, name: str, expected: str) -> Iterator[None
         UserError: for missing or broken files.
         ResourceError: when the Hub fails.
     """
-    # Each kind of error says something else about the files.
+    # Each kind of error gets its own advice. The order of the clauses matters, because
+    # READING_ERRORS includes ImportError and RuntimeError.
     try:
         with convert_hub_errors(key, name, expected=expected, patterns=("*.safetensors",)):
             yield
@@ -140,9 +149,11 @@ def _convert_reading_errors(key: str, name: str, expected: str) -> Iterator[None
         raise UserError(
             key,
             got=f"{name} ({join_lines(str(error))})",
-            expected="packages that are installed, or another checkpoint or target.attn",
+            expected="an installed package, another checkpoint, or another target.attn",
         ) from error
     except READING_ERRORS as error:
+        # transformers asks for consent to run remote code with a ValueError. Only the target has a
+        # recipe key to give it.
         if "trust_remote_code" in str(error):
             consent = (
                 "target.trust_remote_code=true, if you have read that code, or "
@@ -181,8 +192,8 @@ def read_causal_lm(
     Args:
         path: a folder, a GGUF file or a Hub id.
         key: the recipe key that errors name.
-        revision: of a Hub id.
-        dtype: of the weights, by its name in torch.
+        revision: the revision of a Hub id; None for the default.
+        dtype: the dtype of the weights, by its name in torch.
         attn: the attention implementation; None for the default of the class.
         trust_remote_code: run the repository's own code.
         shard: how the processes of a launch share the model. A single process holds it whole.
@@ -204,7 +215,7 @@ def read_causal_lm(
     hide_bars_of_transformers()
     is_gguf = split_gguf(path)[1] is not None
     find_copy = (lambda file: convert_gguf(file, dtype, key=key)) if cache else (lambda _: None)
-    folder, options = _place(path, key, revision, trust_remote_code, find_copy)
+    folder, options = _locate_model(path, key, revision, trust_remote_code, find_copy)
     expected = (GGUF if is_gguf else TARGETS) + (
         "" if attn is None else ", and a target.attn that its class has"
     )
@@ -228,59 +239,79 @@ def read_causal_lm(
 
         # Quantize on loading, if the recipe says so.
         if quantize is not None:
-            if is_gguf or is_quantized or dtype != "bfloat16":
-                raise UserError(
-                    "target.quantization",
-                    got=f"{quantize} with"
-                    f" {'a quantized checkpoint' if is_quantized else f'target.dtype={dtype}'}",
-                    expected="null, or a checkpoint in floating point and target.dtype=bfloat16",
-                )
+            _check_can_quantize(quantize, is_gguf, is_quantized, dtype)
             load_options["quantization_config"] = build_quantization(quantize)
             is_quantized = True
 
-        # Load the layers onto the disk, into shards, or onto the device.
-        places = (
-            _build_disk_map(config, device_map, trust_remote_code)
-            if layers_on_disk and not is_quantized
-            else None
-        )
-        if places is not None:
+        # Choose where the layers go: to the disk, divided between processes, or to the device.
+        disk_map = None
+        if layers_on_disk and not is_quantized:
+            disk_map = _build_disk_map(config, device_map, trust_remote_code)
+        if disk_map is not None:
             # accelerate warns about parameters that are offloaded, which is intended here.
             logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)
-        if shard == "none" or places is not None or count_processes() == 1:
+        if shard == "none" or disk_map is not None or count_processes() == 1:
             model_class = find_auto_class(config)
         else:
             model_class = shard_class(
                 config, is_quantized=is_quantized, trust_remote_code=trust_remote_code
             )
+
+        # Load the weights. `end_tokens` raises an error for end tokens that are no token ids.
         model, report = model_class.from_pretrained(
-            folder, device_map=places or device_map, **load_options
+            folder, device_map=disk_map or device_map, **load_options
         )
         end_tokens(model.generation_config, model.config.get_text_config())
-    # transformers initializes weights that are missing instead of refusing them.
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise UserError(
-            key,
-            got=f"{path} without {', '.join(missing[:3])}",
-            expected="every weight that its config asks for",
-        )
+
+    _check_no_missing_weights(report["missing_keys"], key, path)
     if dtype == "float32" and is_plain(model):
         model.float()  # Weights that transformers had to dequantize are in bfloat16.
     return model, tokenizer
 
 
-def _check_generates(config: PreTrainedConfig, key: str, name: str) -> None:
-    """Raise UserError for an encoder-decoder.
+def _check_can_quantize(kind: str, is_gguf: bool, is_quantized: bool, dtype: str) -> None:
+    """Raise UserError unless weights can be quantized while they are loaded.
 
-    An encoder alone is refused after it is loaded, because of its logits.
+    Args:
+        kind: the value of `target.quantization`.
+        is_gguf: whether the weights are in a GGUF file.
+        is_quantized: whether the weights of the checkpoint are quantized already.
+        dtype: the dtype that weights are loaded in.
+    """
+    if is_gguf or is_quantized or dtype != "bfloat16":
+        raise UserError(
+            "target.quantization",
+            got=f"{kind} with"
+            f" {'a quantized checkpoint' if is_quantized else f'target.dtype={dtype}'}",
+            expected="null, or a checkpoint in floating point and target.dtype=bfloat16",
+        )
+
+
+def _check_no_missing_weights(missing_names: set[str], key: str, name: str) -> None:
+    """Raise UserError if weights are missing in the files of a model.
+
+    transformers initializes missing weights at random and only warns about them.
+    """
+    if missing_names:
+        raise UserError(
+            key,
+            got=f"{name} without {', '.join(sorted(missing_names)[:3])}",
+            expected="every weight that its config asks for",
+        )
+
+
+def _check_generates(config: PreTrainedConfig, key: str, name: str) -> None:
+    """Raise UserError for an encoder-decoder, which does not continue its prompt.
+
+    An encoder alone (e.g. BERT) cannot be told by its config. `examine_model` refuses it once it is
+    loaded, because of its logits.
     """
     if config.is_encoder_decoder:
         raise UserError(
             key,
             got=f"{name}, an encoder-decoder"
             f" ({', '.join(config.architectures or [config.model_type])})",
-            expected="a causal language model, which generates by itself what follows a prompt",
+            expected="a causal language model (decoder only)",
         )
 
 
@@ -293,6 +324,7 @@ def build_quantization(kind: str) -> BitsAndBytesConfig | TorchAoConfig:
     Raises:
         UserError: if the package or the hardware that it needs is missing.
     """
+    # Check that the package for this kind is installed.
     key = "target.quantization"
     package = {"fp8": "torchao", "bitsandbytes-8bit": "bitsandbytes"}[kind]
     if find_spec(package) is None:
@@ -304,13 +336,17 @@ def build_quantization(kind: str) -> BitsAndBytesConfig | TorchAoConfig:
         )
     if kind != "fp8":
         return BitsAndBytesConfig(load_in_8bit=True)
+
+    # fp8 needs a GPU with tensor cores for it.
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < FP8_CAPABILITY:
         raise UserError(
             key,
             got="fp8 without a GPU that supports it",
             expected="null, or a GPU with compute capability 8.9 or higher",
         )
-    # This import is slow, so it is only made where it is needed.
+
+    # This import is slow, so it is only made where it is needed. With PerRow, weights get one scale
+    # per output channel and activations one per token.
     from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow
 
     return TorchAoConfig(Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()))
@@ -321,7 +357,8 @@ def load_working_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Load a tokenizer, and check that it can tokenize a text.
 
-    Settings of a wrong type do not fail when they are loaded, only when they are used.
+    AutoTokenizer accepts settings of a wrong type. They fail only when a text is tokenized, so one
+    letter is tokenized here.
     """
     tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     restore_tokenizer(tokenizer, folder)
@@ -382,6 +419,7 @@ def _build_disk_map(
         The device map. None for a class whose files hold its weights in another form, e.g. those of
         most experts, because transformers would write them to the disk once more.
     """
+    # A class with converters stores its weights in another form than it computes with.
     with torch.device("meta"):
         model = find_auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
     if any(
@@ -389,14 +427,20 @@ def _build_disk_map(
         for conversion in get_model_conversion_mapping(model)
     ):
         return None
+
+    # Walk down from the whole model. A list of layers goes to the disk as one part, and a part
+    # without such a list goes to the device as one part.
     lists = find_layer_lists(model, find_backbone(model))
     places: dict[str, str] = {}
     for name, part in model.named_modules():
+        # The place of a part covers everything inside it.
         if any(name.startswith(f"{module_name}.") for module_name in places):
             continue
         if part in lists or not any(submodule in lists for submodule in part.modules()):
             places[name] = "disk" if part in lists else device
         else:
+            # A part around such a list is divided further. Only its own parameters and buffers,
+            # outside of any submodule, get their place here.
             places |= {
                 f"{name}.{tensor}".removeprefix("."): device
                 for tensor, _ in (
@@ -408,7 +452,7 @@ def _build_disk_map(
 
 
 def is_plain(model: PreTrainedModel) -> bool:
-    """Return whether a model's weights are whole and in floating point.
+    """Return whether a model's weights are neither quantized nor sharded between processes.
 
     Only such weights can be converted to another dtype.
     """
@@ -416,7 +460,9 @@ def is_plain(model: PreTrainedModel) -> bool:
 
 
 def read_tokenizer(files: "TargetFiles") -> tuple[PreTrainedTokenizerBase, tuple[int, ...], int]:
-    """Read the tokenizer of a target without its weights, which a server holds.
+    """Read the tokenizer of a target, its end tokens and its longest context, but no weights.
+
+    A target that runs in a server is used in this way.
 
     Args:
         files: the target's files.
@@ -429,8 +475,11 @@ def read_tokenizer(files: "TargetFiles") -> tuple[PreTrainedTokenizerBase, tuple
         UserError: if there is no such target.
         ResourceError: when the Hub fails.
     """
+    # Find the files. A GGUF file that was converted before is read from its copy.
     key = "target.model"
-    path, options = _place(files.name, key, files.revision, files.trust_remote_code, find_converted)
+    path, options = _locate_model(
+        files.name, key, files.revision, files.trust_remote_code, find_converted
+    )
     with (
         _convert_reading_errors(key, files.name, GGUF if "gguf_file" in options else TARGETS),
         use_fast_metadata(),
@@ -438,6 +487,8 @@ def read_tokenizer(files: "TargetFiles") -> tuple[PreTrainedTokenizerBase, tuple
         tokenizer = load_working_tokenizer(path, **options)
         config = AutoConfig.from_pretrained(path, **options)
         _check_generates(config, key, files.name)
+
+        # Any of these three may declare end tokens, and chat models often declare some in only one.
         try:
             generation = GenerationConfig.from_pretrained(path, **options)
         except OSError:  # A checkpoint may have no generation config.
@@ -455,21 +506,25 @@ def end_tokens(*declaring: object) -> set[int]:
     Raises:
         ValueError: for an `eos_token_id` that is no token id.
     """
-    declared = (getattr(config, "eos_token_id", None) for config in declaring)
-    ends = []
-    for ids in declared:
-        ends.extend(ids if isinstance(ids, list) else [] if ids is None else [ids])
-    wrong = [token for token in ends if type(token) is not int]
-    if wrong:
-        raise ValueError(f"eos_token_id {wrong[0]!r}")
+    # `eos_token_id` is one id, a list of ids, or None.
+    ends: list[Any] = []
+    for config in declaring:
+        ids = getattr(config, "eos_token_id", None)
+        if isinstance(ids, list):
+            ends.extend(ids)
+        elif ids is not None:
+            ends.append(ids)
+    invalid_ids = [token for token in ends if type(token) is not int]
+    if invalid_ids:
+        raise ValueError(f"eos_token_id {invalid_ids[0]!r}")
     return set(ends)
 
 
 def find_max_length(text_config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the longest context of a target in tokens.
 
-    Models without positions, or with relative ones, have no such number. For them the tokenizer
-    names one.
+    A config of a model without positions, or with relative ones, does not name it. The tokenizer's
+    `model_max_length` then takes its place.
     """
     return int(getattr(text_config, "max_position_embeddings", None) or tokenizer.model_max_length)
 
@@ -507,24 +562,23 @@ def merge_adapter(model: PreTrainedModel, adapter: str, *, base: str) -> PreTrai
         raise UserError(
             key, got=f"{adapter}, an adapter of {base_name}", expected=f"an adapter of {base}"
         )
-    # peft would warn about the name of the base model.
+    # The name of the base is checked above, and peft would warn about it again.
     config.inference_mode = True
     config.base_model_name_or_path = None
 
-    # Put the adapter on the model. All of its tensors must fit.
+    # Put the adapter on the model. All of its tensors must fit, and no LoRA tensor may be missing.
     with _convert_reading_errors(key, adapter, f"an adapter of {base}"):
         adapted = peft.get_peft_model(model, config)
         # This raises an error for tensors of another shape.
         loaded: Any = peft.set_peft_model_state_dict(adapted, weights)
-    wrong = [
-        *loaded.unexpected_keys,
-        *(name for name in loaded.missing_keys if "lora_" in name),
-    ]
-    if wrong:
+    missing_names = [name for name in loaded.missing_keys if "lora_" in name]
+    unfit_names = [*loaded.unexpected_keys, *missing_names]
+    if unfit_names:
         raise UserError(
             key,
-            got=f"{adapter}, whose tensors do not fit {base} ({wrong[0]})",
+            got=f"{adapter}, whose tensors do not fit {base} ({unfit_names[0]})",
             expected=f"an adapter of {base}",
         )
+    # Add each product of LoRA matrices to its weight, and remove peft's wrappers.
     merged: PreTrainedModel = adapted.merge_and_unload()
     return merged

@@ -27,10 +27,13 @@ CGROUP_FILES = (
 # and caps them.
 LOGITS_COPIES = 3
 # Numbers that one layer holds at once for each token of a prompt, in units of the hidden size and
-# of the intermediate size.
+# of the intermediate size. Too high a value makes batches smaller than they could be, and too low a
+# value lets a batch run out of memory.
 HIDDEN_COPIES = 8
 INTERMEDIATE_COPIES = 3
 
+# The vocabulary from which `map_large_tensors` acts. Below it the logits of a step are so small
+# that the holes in the heap do not matter.
 LARGE_VOCABULARY = 2**16
 # glibc's mallopt option, the size in bytes from which `map_large_tensors` maps tensors one
 # by one, and the largest size that glibc would choose itself (DEFAULT_MMAP_THRESHOLD_MAX).
@@ -44,10 +47,13 @@ def measure_free_memory(device: torch.device) -> int:
 
     On CUDA this is device memory, elsewhere main memory within the limit of the container.
     """
+    # The memory of a GPU.
     if device.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(device)
         # torch's own pool holds memory that is free to be used again.
         return free_bytes + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+    # Main memory. A container may have a lower limit than the machine.
     available = int(psutil.virtual_memory().available)
     for folder, limit_name, used_name, cache_name in CGROUP_FILES:
         try:
@@ -66,12 +72,17 @@ def measure_free_memory(device: torch.device) -> int:
 def estimate_row_bytes(model: PreTrainedModel, max_length: int) -> int:
     """Estimate the bytes that one row of `max_length` tokens takes while it is generated.
 
-    Counted are its KV cache, its logits and the hidden states of its prompt.
+    The estimate includes its KV cache, its logits and the hidden states of its prompt.
     """
+    # A config without an intermediate size is taken to have the usual four times the hidden size.
+    # It may also list one size per layer, of which the largest counts.
     config = model.config.get_text_config(decoder=True)
     itemsize = model.dtype.itemsize
     intermediate = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     widest = max(intermediate) if isinstance(intermediate, list) else intermediate
+
+    # Layers run one after the other, so the hidden states of only one layer exist at a time. In the
+    # worst case the prompt is as long as the row.
     numbers = (
         max_length * (HIDDEN_COPIES * config.hidden_size + INTERMEDIATE_COPIES * widest)
         + LOGITS_COPIES * config.vocab_size
@@ -80,7 +91,7 @@ def estimate_row_bytes(model: PreTrainedModel, max_length: int) -> int:
 
 
 def _cache_size(model: PreTrainedModel) -> CacheSize:
-    """Return the size of the KV cache; empty if the class cannot be built without weights."""
+    """Return the size of the KV cache; 0 layers if the class cannot be built without weights."""
     try:
         with torch.device("meta"):
             size = cache_size(find_auto_class(model.config).from_config(model.config))
@@ -93,16 +104,19 @@ def _cache_size(model: PreTrainedModel) -> CacheSize:
 def map_large_tensors(vocab_size: int) -> Iterator[None]:
     """Make glibc return the memory of large tensors when they are freed, for large vocabularies.
 
-    Otherwise the logits of each generation step come from the heap, as soon as glibc has raised its
-    threshold to their size. The KV cache then grows into the hole that they leave. The hole becomes
-    too small for the logits of the next step, so the heap grows: 23 rows with a vocabulary of
-    262,144 took 24 MB more with every token, 10 GB in all. Mapping memory at each step costs about
-    3 % of the time.
+    glibc maps a large block by itself, and returns it to the system when it is freed. But each such
+    block that is freed raises glibc's threshold, until the logits of a generation step come from
+    the heap. The KV cache then grows into the hole that they leave. The hole becomes too small for
+    the logits of the next step, so the heap grows: 23 rows with a vocabulary of 262,144 took 24 MB
+    more with every token, 10 GB in all. Mapping memory at each step costs about 3 % of the time.
     """
+    # Other C libraries, such as musl or that of macOS, have no such threshold.
     libc = ctypes.CDLL(None)
     if vocab_size < LARGE_VOCABULARY or not hasattr(libc, "gnu_get_libc_version"):
         yield
         return
+
+    # A threshold that is set once is fixed: glibc does not raise it any more.
     libc.mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
     try:
         yield

@@ -1,16 +1,16 @@
-"""Causal attention over packed documents in linear memory, and its log-sum-exp.
+"""Compute causal attention over packed documents in linear memory, and its log-sum-exp.
 
-No document sees another.
+A token sees the tokens of its own document up to itself, and no token of another document.
 
 Shapes: S tokens of all documents in a row, N query heads, G key/value heads, d key head size, e
 value head size, D documents.
 
-Forward and backward are two custom operators, which torch.compile does not trace into. So a step
-that calls them holds no operation that depends on data, and compiles as one graph. The backward is
-FlashAttention's (arXiv 2205.14135, appendix B): it computes the weights again as
-exp(scores - log-sum-exp), and uses the row sums of gradient times output. Given output and
-log-sum-exp of a softmax over these keys *and others*, it returns the gradients of that softmax for
-these keys.
+Forward and backward are two custom operators, which torch.compile does not trace into. Otherwise
+the document boundaries, which differ from batch to batch, would break its graph. So a training step
+compiles as one graph. The backward is FlashAttention's (arXiv 2205.14135, appendix B): it computes
+the weights again as exp(scores - log-sum-exp), and uses the row sums of gradient times output. It
+also works for a softmax over these keys *and others*: given the output and the log-sum-exp of that
+softmax, it returns the gradients for these keys.
 
 On a GPU, 16-bit dtypes use one kernel for all documents. Elsewhere each document is computed by
 itself: on a CPU at once if it fits the window, else `ROWS` tokens at a time.
@@ -27,11 +27,16 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 aten = torch.ops.aten
+# The queries of a block where documents are divided into blocks. More queries need more memory for
+# their scores, and fewer take more calls of small operations.
 ROWS = 256
 
 
 def choose_wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that sums are computed in: float32, or float64 for float64."""
+    """Return the dtype in which sums over many terms are computed: float32, or float64 for float64.
+
+    16-bit numbers would lose the small terms of a long sum.
+    """
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -58,13 +63,15 @@ def attend_packed(
         scale: factor of the scores; None for d^-1/2.
 
     Returns:
-        The output [S, N, e], and the log-sum-exp of the scores [N, S], in the dtype that `wide`
-        returns.
+        The output [S, N, e], and the log-sum-exp of the scores [N, S], in the dtype that
+        `choose_wide_dtype` returns.
     """
+    # Pad the heads to one size, as the kernels need it.
     scale = query_SNd.shape[-1] ** -0.5 if scale is None else scale
     query, key, value = _align_heads(query_SNd, key_SGd, value_SGe)
+
     if _has_one_kernel(query):
-        # One kernel computes all documents.
+        # One call of a GPU's kernel computes all documents.
         packing, options = _list_kernel_arguments(cumulative_lengths, longest, window, scale)
         output, lse, *_ = aten._flash_attention_forward(
             query, key, value, *packing, False, **options
@@ -73,12 +80,15 @@ def attend_packed(
         output = torch.empty_like(query)
         lse = query.new_empty(query.shape[1::-1], dtype=choose_wide_dtype(query.dtype))
         # Each block of a document is computed by itself, and written to its rows of the output.
+        # Query heads are grouped by the key/value head that they share: [G, N / G, S, size].
         q, k, v, o = (_group_heads(x, key.shape[1]) for x in (query, key, value, output))
         lse_GnS = lse.view(q.shape[:3])
         for rows, keys, bias in _split_blocks(cumulative_lengths, window, query):
-            o[:, :, rows], lse_GnS[:, :, rows] = _forward(
+            o[:, :, rows], lse_GnS[:, :, rows] = _attend_block(
                 q[:, :, rows], k[:, :, keys], v[:, :, keys], bias, scale
             )
+
+    # Cut the padding off.
     return output[..., : value_SGe.shape[-1]].contiguous(), lse
 
 
@@ -118,7 +128,7 @@ def attend_packed_backward(
         grad_SNe, query_SNd, key_SGd, value_SGe, output_SNe
     )
 
-    # One call of the kernel does it for all documents.
+    # One call of a GPU's kernel computes the gradients of all documents.
     if _has_one_kernel(query):
         packing, options = _list_kernel_arguments(cumulative_lengths, longest, window, scale)
         gradients = aten._flash_attention_backward(
@@ -135,29 +145,9 @@ def attend_packed_backward(
             **options,
         )
     else:
-        # Gradients of keys and values are summed over blocks, so they are in the wider dtype.
-        gradients = (
-            torch.empty_like(query),
-            *(torch.zeros_like(x, dtype=choose_wide_dtype(x.dtype)) for x in (key, value)),
+        gradients = _compute_gradients_by_blocks(
+            grad, query, key, value, output, lse_NS, cumulative_lengths, window, scale
         )
-        g, q, k, v, o, dq, dk, dv = (
-            _group_heads(x, key.shape[1]) for x in (grad, query, key, value, output, *gradients)
-        )
-        lse_GnS = lse_NS.view(q.shape[:3])
-        for rows, keys, bias in _split_blocks(cumulative_lengths, window, query):
-            dq[:, :, rows], of_keys, of_values = _compute_block_gradients(
-                g[:, :, rows],
-                q[:, :, rows],
-                k[:, :, keys],
-                v[:, :, keys],
-                o[:, :, rows],
-                lse_GnS[:, :, rows],
-                bias,
-                scale,
-            )
-            # All queries of a group share its key and value heads.
-            dk[:, :, keys] += of_keys.sum(1, keepdim=True)
-            dv[:, :, keys] += of_values.sum(1, keepdim=True)
 
     # Cut the padding off, and return the gradients in the dtypes of the inputs.
     dq_SNd, dk_SGd, dv_SGe = (
@@ -167,6 +157,51 @@ def attend_packed_backward(
     return dq_SNd, dk_SGd, dv_SGe
 
 
+def _compute_gradients_by_blocks(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse_NS: Tensor,
+    cumulative_lengths: Tensor,
+    window: int | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients of query, key and value, one block of a document after the other.
+
+    The arguments are those of `attend_packed_backward`, with heads of one size.
+    """
+    # Several blocks of queries add to the gradients of the same keys and values, so these are
+    # summed in the wider dtype.
+    gradients = (
+        torch.empty_like(query),
+        torch.zeros_like(key, dtype=choose_wide_dtype(key.dtype)),
+        torch.zeros_like(value, dtype=choose_wide_dtype(value.dtype)),
+    )
+
+    # Query heads are grouped by the key/value head that they share: [G, N / G, S, size].
+    g, q, k, v, o, dq, dk, dv = (
+        _group_heads(x, key.shape[1]) for x in (grad, query, key, value, output, *gradients)
+    )
+    lse_GnS = lse_NS.view(q.shape[:3])
+    for rows, keys, bias in _split_blocks(cumulative_lengths, window, query):
+        dq[:, :, rows], block_dk, block_dv = _compute_block_gradients(
+            g[:, :, rows],
+            q[:, :, rows],
+            k[:, :, keys],
+            v[:, :, keys],
+            o[:, :, rows],
+            lse_GnS[:, :, rows],
+            bias,
+            scale,
+        )
+        # All queries of a group share its key and value heads.
+        dk[:, :, keys] += block_dk.sum(1, keepdim=True)
+        dv[:, :, keys] += block_dv.sum(1, keepdim=True)
+    return gradients
+
+
 def attend_cached(
     query_1NTd: Tensor,
     key_1GSd: Tensor,
@@ -174,10 +209,10 @@ def attend_cached(
     window: int | None,
     scale: float | None = None,
 ) -> Tensor:
-    """Compute the attention of the last T of S positions, each to those up to itself.
+    """Compute causal attention of T new positions to all S positions of a KV cache.
 
-    A GPU's kernel needs no mask [T, S], nor does a prompt of which nothing is cached. With a mask,
-    keys and values would be repeated for every query head.
+    A mask [T, S] is only built where neither a GPU's kernel nor plain causality will do. With a
+    mask, torch repeats keys and values for every query head.
 
     Args:
         query_1NTd: [1, N, T, d].
@@ -189,6 +224,7 @@ def attend_cached(
     Returns:
         The output [1, T, N, e].
     """
+    # Heads are padded to one size, and kernels take [1, positions, heads, size].
     num_queries = query_1NTd.shape[2]
     num_keys = key_1GSd.shape[2]
     scale = query_1NTd.shape[-1] ** -0.5 if scale is None else scale
@@ -218,12 +254,13 @@ def attend_cached(
         seen_TS = None
         is_all = num_queries == num_keys and (window is None or window >= num_keys)
         if not is_all:
-            seen_TS = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril(
-                num_keys - num_queries
-            )
-            seen_TS = (
-                seen_TS if window is None else seen_TS.triu(num_keys - num_queries - window + 1)
-            )
+            # The queries are the last positions. Query t is at position S - T + t, and sees the
+            # window up to there.
+            num_before = num_keys - num_queries
+            seen_TS = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
+            seen_TS = seen_TS.tril(num_before)
+            if window is not None:
+                seen_TS = seen_TS.triu(num_before - window + 1)
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         output = F.scaled_dot_product_attention(
             query, key, value, seen_TS, is_causal=is_all, scale=scale, enable_gqa=True
@@ -232,41 +269,44 @@ def attend_cached(
     return unpadded_1TNe
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """Save inputs and outputs for the backward pass."""
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Save the inputs and outputs of `attend_packed` for the backward pass."""
     *tensors, ctx.longest, ctx.window, ctx.scale = inputs
     ctx.save_for_backward(*tensors, *output)
 
 
 def _compute_gradients(ctx: Any, grad_SNe: Tensor, _: object) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the inputs from the gradient of the output.
+    """Compute the gradients of the inputs of `attend_packed`, as autograd calls it.
 
-    The gradient of the log-sum-exp is ignored, because no loss depends on it.
+    The gradient of the log-sum-exp is ignored, because no loss depends on it. Inputs that are no
+    tensors, and the document boundaries, have the gradient None.
     """
     query, key, value, lengths, *output = ctx.saved_tensors
-    packing = lengths, ctx.longest, ctx.window, ctx.scale
-    return *attend_packed_backward(grad_SNe, query, key, value, *output, *packing), *[None] * len(
-        packing
-    )
+    packing = (lengths, ctx.longest, ctx.window, ctx.scale)
+    gradients = attend_packed_backward(grad_SNe, query, key, value, *output, *packing)
+    return (*gradients, None, None, None, None)
 
 
-attend_packed.register_autograd(_compute_gradients, setup_context=_keep)
+attend_packed.register_autograd(_compute_gradients, setup_context=_save_for_backward)
 
 
+# torch.compile learns the shapes and dtypes of the results from these two functions.
 @attend_packed.register_fake
 def _(
     query: Tensor, key: Tensor, value: Tensor, *rest: object, **options: object
 ) -> tuple[Tensor, Tensor]:
+    """Return empty tensors with the shapes and dtypes of output and log-sum-exp."""
     size, heads = query.shape[:2]
-    return query.new_empty(size, heads, value.shape[-1]), query.new_empty(
-        heads, size, dtype=choose_wide_dtype(query.dtype)
-    )
+    output = query.new_empty(size, heads, value.shape[-1])
+    lse = query.new_empty(heads, size, dtype=choose_wide_dtype(query.dtype))
+    return output, lse
 
 
 @attend_packed_backward.register_fake
 def _(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: object, **options: object
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return empty tensors with the shapes and dtypes of the three gradients."""
     dq, dk, dv = (
         torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
     )
@@ -284,7 +324,7 @@ def _(
     *scale: float,
     **options: object,
 ) -> int:
-    # Counted are the scores and the output.
+    # Counted are the scores (width d) and the output (width e).
     return _count_products(query, longest, window, width=query[-1] + value[-1])
 
 
@@ -302,14 +342,16 @@ def _(
     *scale: float,
     **options: object,
 ) -> int:
-    # Counted are the scores, their gradient, and the three gradients that follow from it.
+    # Counted are the scores, computed again (width d), the gradient of the weights (e), and the
+    # gradients of the queries (d), the keys (d) and the values (e).
     return _count_products(query, longest, window, width=3 * query[-1] + 2 * grad[-1])
 
 
 def _count_products(query: torch.Size, longest: int, window: int | None, *, width: int) -> int:
-    """Count the floating-point operations of products over all pairs of a query and a key.
+    """Count the floating-point operations of matrix products over all pairs of a query and a key.
 
-    Each query is paired with the keys that it sees. All documents count as long as the longest.
+    Only pairs that causality and the window allow are counted. Each document is counted as if it
+    were as long as the longest.
 
     Args:
         query: shape of the queries, [S, N, d].
@@ -317,26 +359,30 @@ def _count_products(query: torch.Size, longest: int, window: int | None, *, widt
         window: as of `attend_packed`.
         width: sum of the widths of the products.
     """
-    return int(2 * query[0] * query[1] * width * min((longest + 1) / 2, window or longest))
+    num_queries = query[0] * query[1]
+    mean_seen_keys = min((longest + 1) / 2, window or longest)
+    return int(2 * num_queries * width * mean_seen_keys)
 
 
 def _align_heads(*tensors: Tensor) -> list[Tensor]:
-    """Return tensors whose heads have one size, a multiple of 8, and are dense.
+    """Return dense copies or views of tensors, whose heads are padded to a common size.
 
-    Kernels need this. The heads are padded with zeros, which change no score and no output.
+    Kernels need a common size that is a multiple of 8. The padding is zero, so it changes no score
+    and no output.
     """
     size = -(-max(x.shape[-1] for x in tensors) // 8) * 8
     dense = (x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
     return [x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1])) for x in dense]
 
 
+# The lookup is cached, because it is made for every call of a kernel.
 capability = cache(torch.cuda.get_device_capability)
 
 
 def _has_one_kernel(query: Tensor) -> bool:
-    """Return whether FlashAttention's kernel supports a query.
+    """Return whether one call of FlashAttention's GPU kernel can compute all documents.
 
-    It needs a 16-bit dtype and heads of at most 256, on an Ampere GPU or later.
+    The kernel needs a 16-bit dtype and heads of at most 256 numbers, on an Ampere GPU or later.
     """
     return (
         query.is_cuda
@@ -349,25 +395,25 @@ def _has_one_kernel(query: Tensor) -> bool:
 def _list_kernel_arguments(
     cumulative_lengths: Tensor, longest: int, window: int | None, scale: float
 ) -> tuple[tuple[object, ...], dict[str, float]]:
-    """Return the arguments of FlashAttention's kernel after the tensors, and its options.
+    """Return the arguments of FlashAttention's kernel that follow the tensors, and its options.
 
-    Queries have the lengths of the keys, there is no dropout, and attention is causal, as in
-    `torch.nn.attention.varlen`.
+    They are those of `torch.nn.attention.varlen`.
     """
-    return (cumulative_lengths, cumulative_lengths, longest, longest, 0.0, window is None), {
-        "scale": scale,
-        **_convert_window(window),
-    }
+    # Queries and keys have the same boundaries and the same greatest length, and there is no
+    # dropout. The last argument is causality, which a window implies.
+    arguments = (cumulative_lengths, cumulative_lengths, longest, longest, 0.0, window is None)
+    return arguments, {"scale": scale, **_convert_window(window)}
 
 
 def _convert_window(window: int | None) -> dict[str, int]:
+    """Return a window as the kernel takes it, which does not count the token itself."""
     return {"window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
 
 
 def _group_heads(x_SHd: Tensor, groups: int) -> Tensor:
-    """Return a view [G, H / G, S, d] of H heads.
+    """Return a view [G, H / G, S, d] of H heads, grouped by the key/value head they use.
 
-    H / G is one for keys and values, which all queries of a group share.
+    For keys and values H = G, so the second dimension is one. All queries of a group share them.
     """
     output: Tensor = x_SHd.unflatten(1, (groups, -1)).permute(1, 2, 0, 3)
     return output
@@ -376,7 +422,7 @@ def _group_heads(x_SHd: Tensor, groups: int) -> Tensor:
 def _split_blocks(
     cumulative_lengths: Tensor, window: int | None, like: Tensor
 ) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """Yield blocks of queries of one document, with the keys that they see.
+    """Yield blocks of queries, each of one document, with the range of keys that they see.
 
     Args:
         cumulative_lengths: as of `attend_packed`.
@@ -384,42 +430,43 @@ def _split_blocks(
         like: a tensor whose dtype and device the bias gets.
 
     Yields:
-        The queries, the keys that they see, and the bias that is added to their scores. A bias of
-        None means causality alone, which is left to the fused kernel.
+        The queries, their keys, and the bias [queries, keys] that is added to the scores: 0 for a
+        key that is seen, otherwise -inf. A bias of None means causality alone, which the fused
+        kernel computes itself.
     """
     # `unique` leaves out empty documents.
     for start, end in pairwise(cumulative_lengths.unique().tolist()):
+        # A whole document is one block if its window covers it and a fused kernel exists.
         if _has_fused_kernel(like) and (window is None or end - start <= window):
             yield slice(start, end), slice(start, end), None
             continue
         for first in range(start, end, ROWS):
-            # The queries from first to last see keys from the oldest in their window on.
+            # The queries in [first, last) see keys from the oldest in their window on.
             last = min(first + ROWS, end)
             oldest = start if window is None else max(start, first - window + 1)
-            ago = torch.arange(first, last, device=like.device)[:, None] - torch.arange(
-                oldest, last, device=like.device
-            )
-            unseen = (ago < 0) if window is None else (ago < 0) | (ago >= window)
-            yield (
-                slice(first, last),
-                slice(oldest, last),
-                like.new_zeros(ago.shape).masked_fill_(unseen, -torch.inf),
-            )
+            query_positions = torch.arange(first, last, device=like.device)
+            key_positions = torch.arange(oldest, last, device=like.device)
+            distance = query_positions[:, None] - key_positions
+            is_unseen = distance < 0
+            if window is not None:
+                is_unseen = is_unseen | (distance >= window)
+            bias = like.new_zeros(distance.shape).masked_fill_(is_unseen, -torch.inf)
+            yield slice(first, last), slice(oldest, last), bias
 
 
 def _has_fused_kernel(like: Tensor) -> bool:
-    """Return whether the device has a fused kernel for one document.
+    """Return whether one document is computed by a fused kernel, as on a CPU.
 
-    This is only true of a CPU. The kernels of a GPU are for 16-bit dtypes, which use the kernel of
-    `_has_one_kernel`.
+    On a GPU the fused kernel is for 16-bit dtypes only, and those are computed by the kernel for
+    all documents (`_has_one_kernel`).
     """
     return like.is_cpu
 
 
-def _forward(
+def _attend_block(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute the output and the log-sum-exp of a block.
+    """Compute attention of one block of queries, and the log-sum-exp of its scores.
 
     Args:
         q: queries [G, N / G, rows, d].
@@ -431,12 +478,15 @@ def _forward(
     Returns:
         The output [G, N / G, rows, d] and the log-sum-exp [G, N / G, rows].
     """
+    # A CPU's kernel needs keys and values for every query head; `expand` copies nothing.
     if _has_fused_kernel(q):
         shared = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
         output, lse = aten._scaled_dot_product_flash_attention_for_cpu(
             q, *shared, 0.0, bias is None, attn_mask=bias, scale=scale
         )
         return output, lse
+
+    # Elsewhere: scores, log-sum-exp, then softmax = exp(scores - log-sum-exp).
     assert bias is not None
     scores = (q @ k.mT).to(choose_wide_dtype(q.dtype)) * scale + bias
     lse = scores.logsumexp(-1)
@@ -453,31 +503,32 @@ def _compute_block_gradients(
     bias: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of a block's queries, keys and values, each [G, N / G, ...].
+    """Compute the gradients of one block's queries, keys and values, each [G, N / G, ...].
 
     Args:
         g: the gradient of the output, in its shape.
-        q: as of `_forward`.
-        k: as of `_forward`.
-        v: as of `_forward`.
+        q: as of `_attend_block`.
+        k: as of `_attend_block`.
+        v: as of `_attend_block`.
         o: the output.
         lse: the log-sum-exp.
-        bias: as of `_forward`.
-        scale: as of `_forward`.
+        bias: as of `_attend_block`.
+        scale: as of `_attend_block`.
     """
+    # A CPU's kernel needs keys and values for every query head; `expand` copies nothing.
     if _has_fused_kernel(q):
         shared = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             g, q, *shared, o, lse, 0.0, bias is None, attn_mask=bias, scale=scale
         )
         return dq, dk, dv
+
     # The weights of the softmax are computed again from the log-sum-exp. The gradient of the scores
     # is weights * (gradient of the weights - row sum of gradient * output) * scale.
     assert bias is not None
     weights = ((q @ k.mT).to(lse.dtype) * scale + bias - lse.unsqueeze(-1)).exp()
-    of_scores = (
-        weights * ((g @ v.mT).to(lse.dtype) - (g * o).to(lse.dtype).sum(-1, keepdim=True)) * scale
-    )
-    of_scores = of_scores.to(q.dtype)
+    row_sums = (g * o).to(lse.dtype).sum(-1, keepdim=True)
+    grad_weights_centered = (g @ v.mT).to(lse.dtype) - row_sums
+    grad_scores = (weights * grad_weights_centered * scale).to(q.dtype)
     weights = weights.to(q.dtype)
-    return of_scores @ k, of_scores.mT @ q, weights.mT @ g
+    return grad_scores @ k, grad_scores.mT @ q, weights.mT @ g

@@ -1,12 +1,12 @@
 """Give packed rows to a model of transformers so that no document sees another.
 
-Several ways are tried, and the first one that works is used.
+Several ways are tried on a few tokens, and the first one that keeps documents apart is used.
 
 The default attention of most classes, `sdpa`, is kept within documents by a mask of T x T elements.
-A pass over packed rows replaces it by `attend_packed`, which is told where documents begin. Not
-every class supports this. It has to get its attention from transformers by name and pass its
-keywords on to it, and it may use only causality, a sliding window and a scale. Other passes keep
-the attention of the class.
+The first way replaces it by `attend_packed`, which gets the document boundaries instead of a mask.
+Not every class supports this. It has to get its attention from transformers by name and pass its
+keywords on to it, and it may use only causality, a sliding window and a scale. For the other
+classes, the attention of the class itself is used.
 
 Shapes: B rows, T positions, S = B T, N query heads, G key/value heads, d key head size, e value
 head size, D documents.
@@ -40,7 +40,7 @@ from specdistill.targets.cache import create_empty_cache
 from specdistill.targets.packed_attention import attend_cached, attend_packed
 
 NAME = "specdistill_packed"  # the name under which transformers finds the attention
-# Keywords that a class may pass on to its attention without an effect there.
+# Keywords that a class may pass on to its attention, and that change nothing there.
 KEYWORDS_WITHOUT_EFFECT = {*TransformersKwargs.__annotations__, "use_cache"}
 
 # The inputs of a backbone: input_ids [B, T], position_ids [B, T], and what a packing method adds.
@@ -48,7 +48,7 @@ BackboneInputs = dict[str, Any]
 
 
 class Documents(NamedTuple):
-    """The places of the documents in a batch whose rows are joined to one.
+    """The places of the documents in a batch whose rows are concatenated.
 
     Attributes:
         cumulative_lengths: int32 [D + 1], where each document begins, then S.
@@ -60,11 +60,13 @@ class Documents(NamedTuple):
 
     @classmethod
     def from_positions(cls, position_ids_BT: Tensor) -> "Documents":
-        """Find the documents by their position ids, which start again at 0 in each.
+        """Find the documents by their position ids, which start again at 0 in each document.
 
-        The host waits for the device. `specdistill.data.rows.packing` knows the documents without
-        waiting.
+        The host waits for the device here. Where that matters, `specdistill.data.rows.packing`
+        finds the documents on the host.
         """
+        # A document begins at each position 0, and at the beginning of each row. The end of the
+        # last document is the number of all tokens.
         begins_BT = position_ids_BT == 0
         begins_BT[:, 0] = True
         bounds = F.pad(begins_BT.flatten().nonzero().flatten(), (0, 1), value=begins_BT.numel())
@@ -91,7 +93,7 @@ class PackingMethod(Protocol):
 def run_by_lengths(
     model: PreTrainedModel, inputs: BackboneInputs, documents: Documents, run: Pass[PassOutput]
 ) -> PassOutput:
-    """Run a pass in which `attend` replaces `sdpa`.
+    """Run a pass in which `attend`, which gets the documents' lengths, replaces `sdpa`.
 
     Raises:
         LookupError: for a model without `sdpa`.
@@ -103,7 +105,8 @@ def run_by_lengths(
 def build_length_inputs(input_ids_BT: Tensor, documents: Documents) -> BackboneInputs:
     """Return the inputs that tell `attend` where documents are.
 
-    Without a mask transformers would look for the documents, for which the host has to wait.
+    The mask of ones only keeps transformers from searching for the documents itself, for which the
+    host would have to wait.
     """
     return {
         "attention_mask": torch.ones_like(input_ids_BT),
@@ -125,7 +128,7 @@ def run_unchanged(
 def run_in_one_row(
     _model: PreTrainedModel, inputs: BackboneInputs, _documents: Documents, run: Pass[PassOutput]
 ) -> PassOutput:
-    """Run a pass on all rows joined to one.
+    """Run a pass on all rows concatenated to one row.
 
     Flash attention tells documents apart only in a batch of one row, where transformers uses the
     kernel for variable lengths.
@@ -141,21 +144,18 @@ def run_with_masks(
     Some classes (gpt-oss) do not pass their position ids to transformers when it makes their masks,
     but accept masks from the caller.
     """
+    # transformers reads only shape, dtype and device of the embeddings, so theirs have width 0.
     rows_BT0 = torch.empty(
         *inputs["input_ids"].shape, 0, dtype=model.dtype, device=inputs["input_ids"].device
     )
-    return run(
-        {
-            **inputs,
-            "attention_mask": create_masks_for_generate(
-                model.config.get_text_config(decoder=True),
-                rows_BT0,
-                attention_mask=None,
-                past_key_values=None,
-                position_ids=inputs["position_ids"],
-            ),
-        }
+    masks = create_masks_for_generate(
+        model.config.get_text_config(decoder=True),
+        rows_BT0,
+        attention_mask=None,
+        past_key_values=None,
+        position_ids=inputs["position_ids"],
     )
+    return run({**inputs, "attention_mask": masks})
 
 
 @torch.no_grad()
@@ -168,6 +168,8 @@ def choose_packing(model: PreTrainedModel) -> PackingMethod | None:
         The first way that works. None where no way does: recurrent layers keep their state across
         documents, and ALiBi counts positions across them.
     """
+    # Make two rows of NUM_TOKENS tokens. The position ids start again at 0 after every NUM_CACHED
+    # tokens, so each row packs documents of that length.
     backbone = find_backbone(model)
     ids_BT = torch.arange(2 * NUM_TOKENS, device=model.device).view(2, NUM_TOKENS)
     inputs = {
@@ -177,25 +179,27 @@ def choose_packing(model: PreTrainedModel) -> PackingMethod | None:
     documents = Documents.from_positions(inputs["position_ids"])
 
     def run(backbone_inputs: BackboneInputs) -> Tensor:
+        """Return the last hidden states of a pass."""
         last_hidden: Tensor = backbone(**backbone_inputs, use_cache=False).last_hidden_state
         return last_hidden
 
-    # The rounding of autocast would look like one document seeing another.
+    # The last document of each row must have the hidden states that it has without the documents
+    # before it. Autocast is off, because its rounding would look like one document seeing another.
     with torch.autocast(model.device.type, enabled=False):
-        alone = run({"input_ids": ids_BT[:, NUM_CACHED:]})
-        for way in (run_by_lengths, run_unchanged, run_in_one_row, run_with_masks):
+        alone_hidden = run({"input_ids": ids_BT[:, NUM_CACHED:]})
+        for method in (run_by_lengths, run_unchanged, run_in_one_row, run_with_masks):
             try:
-                packed_hidden = way(model, inputs, documents, run).view(2, NUM_TOKENS, -1)
+                packed_hidden = method(model, inputs, documents, run).view(2, NUM_TOKENS, -1)
             except CLASS_ERRORS:  # The class does not accept its rows in this way.
                 continue
-            if reads_alike(packed_hidden[:, NUM_CACHED:], alone):
-                return way
+            if reads_alike(packed_hidden[:, NUM_CACHED:], alone_hidden):
+                return method
     return None
 
 
 @dataclass(frozen=True)
 class CausalMask:
-    """A description of a causal mask, which is used in place of a tensor.
+    """A description of a causal mask, which `attend` gets in place of a mask tensor.
 
     Attributes:
         window: the most tokens of its document that a token sees, itself included; None for all up
@@ -208,7 +212,9 @@ class CausalMask:
 def capture_mask(
     *, allow_is_causal_skip: bool, local_size: int | None = None, **_: object
 ) -> CausalMask:
-    """Return the mask that a class asks transformers for.
+    """Describe the mask that a class asks transformers for, instead of building it.
+
+    `attend` then checks that the attention it computes has this mask.
 
     Raises:
         NotImplementedError: if the class asks for more than a `CausalMask`.
@@ -233,10 +239,11 @@ def attend(
     dropout: float = 0.0,
     **options: object,
 ) -> tuple[Tensor, None]:
-    """Compute attention as a class of transformers calls it.
+    """Compute causal attention within documents, called by a class of transformers.
 
     The mask says what `sdpa` would compute, and the keywords say what flash attention would
-    compute. Where the two differ, as for attention in chunks, neither window is right.
+    compute. Where the two differ, as for attention in chunks, neither window is right, so this
+    function refuses.
 
     Args:
         module: the attention module that calls this.
@@ -259,28 +266,29 @@ def attend(
     Raises:
         NotImplementedError: for attention that is not computed here.
     """
+    # Refuse everything but causality, a sliding window and a scale. Without document boundaries
+    # there may be only one sequence, and with them all positions must be new.
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    unknown = {
-        name for name, value in options.items() if value is not None
-    } - KEYWORDS_WITHOUT_EFFECT
-    fits = (
-        len(query_BNTd) == 1 if cu_seq_lens_q is None else key_BGTd.shape[2] == query_BNTd.shape[2]
-    )
-    if (
-        unknown
-        or dropout
-        or not is_causal
-        or not fits
-        or attention_mask != CausalMask(sliding_window)
-    ):
+    used_options = {name for name, value in options.items() if value is not None}
+    unknown_options = used_options - KEYWORDS_WITHOUT_EFFECT
+    if cu_seq_lens_q is None:
+        has_supported_shape = len(query_BNTd) == 1
+    else:
+        has_supported_shape = key_BGTd.shape[2] == query_BNTd.shape[2]
+    has_supported_mask = is_causal and attention_mask == CausalMask(sliding_window)
+    if unknown_options or dropout or not has_supported_shape or not has_supported_mask:
         raise NotImplementedError(
-            f"more than causal attention: {attention_mask}, {sliding_window}, {sorted(unknown)}"
+            f"more than causal attention: {attention_mask}, {sliding_window},"
+            f" {sorted(unknown_options)}"
         )
+
     # Under autocast, float32 rotary tables widen queries and keys. Values keep the dtype that the
     # projections compute in.
     query, key, value = (x.to(value_BGTe.dtype) for x in (query_BNTd, key_BGTd, value_BGTe))
     if cu_seq_lens_q is None:
         return attend_cached(query, key, value, sliding_window, scaling), None
+
+    # Concatenate the rows to [S, heads, size], attend within documents, and separate them again.
     flat = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     output_SNe, _ = attend_packed(*flat, cu_seq_lens_q, max_length_q, sliding_window, scaling)
     return output_SNe.unflatten(0, (query_BNTd.shape[0], -1)), None
@@ -292,7 +300,7 @@ AttentionMaskInterface.register(NAME, capture_mask)
 
 @contextmanager
 def replace_attention(configs: Sequence[PreTrainedConfig]) -> Iterator[None]:
-    """Replace `sdpa` by `attend` in these configs."""
+    """Replace `sdpa` by `attend` in these configs, and restore it afterwards."""
     try:
         for config in configs:
             # A dictionary sets only the config's own attention, not that of configs within it.
@@ -309,6 +317,7 @@ def find_sdpa_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
     Raises:
         LookupError: if there are none.
     """
+    # Modules share configs, so each is kept once. Configs are not hashable, so the key is the id.
     configs = (getattr(part, "config", None) for part in model.modules())
     part_configs = {
         id(config): config
@@ -321,29 +330,33 @@ def find_sdpa_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
 
 
 def find_length_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """Return the configs for `attending` under which a model is trained on packed rows.
+    """Return the configs that `replace_attention` needs to train a model on packed rows.
 
-    The model then reads its rows with the inputs of `build_length_inputs`.
+    Under it, the model reads its rows with the inputs of `build_length_inputs`.
 
     Returns:
         The configs; empty if the model has attention dropout, or reads packed rows in another way.
     """
-    drops = getattr(model.config, "attention_dropout", 0)
-    return find_sdpa_configs(model) if not drops and choose_packing(model) is run_by_lengths else []
+    # `attend` has no dropout.
+    if getattr(model.config, "attention_dropout", 0):
+        return []
+    return find_sdpa_configs(model) if choose_packing(model) is run_by_lengths else []
 
 
 @torch.no_grad()
 def find_maskless_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """Return the configs for `attending` under which passes over a KV cache need no mask.
+    """Return the configs that `replace_attention` needs for passes over a KV cache without masks.
 
     Returns:
         The configs; empty for a class whose attention uses more than causality, a sliding window
         and a scale.
     """
+    # A few tokens are read in two passes.
     backbone = find_backbone(model)
     ids_1T = torch.arange(NUM_TOKENS, device=model.device).unsqueeze(0)
 
     def run() -> Tensor:
+        """Return the last hidden states of two passes over a KV cache."""
         cache = create_empty_cache(model.config.get_text_config(decoder=True))
         for part_1T in ids_1T.split(NUM_CACHED, dim=1):
             hidden: Tensor = backbone(
@@ -351,10 +364,11 @@ def find_maskless_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
             ).last_hidden_state
         return hidden
 
+    # Compare the hidden states of `attend`, which gets no mask, with those of the class itself.
     try:
         configs = find_sdpa_configs(model)
         with replace_attention(configs):
-            without = run()
+            hidden_without_mask = run()
     except CLASS_ERRORS:
         return []
-    return configs if reads_alike(without, run()) else []
+    return configs if reads_alike(hidden_without_mask, run()) else []

@@ -1,12 +1,14 @@
-"""Share a frozen target between the processes of a launch.
+"""Divide the weights of a frozen target between the processes of a launch.
 
-Each process loads its own part of the decoder layers, and none ever holds the whole. It passes its
-own batch through layers that are gathered one at a time (torch's fully_shard), which is exact.
+Each process loads its own part of every decoder layer, and none ever holds the whole model. It
+passes its own batch through layers that are gathered one at a time (torch's `fully_shard`), so the
+results are those of the whole model.
 
 Embedding, final norm and head stay whole in every process: drafts are initialized from them, and
 soft targets need them.
 
-A pass is a collective: every process has to make as many as the others, in the same order.
+A pass is a collective operation: all processes have to make the same number of passes, in the same
+order. Otherwise they wait for each other forever.
 """
 
 import os
@@ -31,14 +33,14 @@ def count_processes() -> int:
 
 
 def is_shared(model: nn.Module) -> bool:
-    """Return whether processes share the model, so that each pass is a collective."""
+    """Return whether processes share the model's weights, so that each pass is a collective."""
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def gather_whole(tensor: Tensor) -> Tensor:
-    """Return the whole of a parameter.
+    """Return a parameter as a whole, gathered from all processes if they share it.
 
-    If the parameter is shared this is a collective, so every process has to call it.
+    Gathering is a collective, so every process has to call this.
     """
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -52,7 +54,7 @@ def shard_class(
     reads from each file only what this process keeps.
 
     Args:
-        config: of the target.
+        config: the target's config.
         is_quantized: whether the weights are quantized, which is not supported.
         trust_remote_code: run the repository's own code.
 
@@ -63,7 +65,7 @@ def shard_class(
         raise UserError(
             KEY,
             got="layers, but the processes form no group",
-            expected="a training script in accelerate launch",
+            expected="a training script that accelerate launch starts",
         )
     if is_quantized:
         raise UserError(
@@ -71,15 +73,21 @@ def shard_class(
             got="layers with a quantized checkpoint",
             expected="none, or a checkpoint in floating point",
         )
+
+    # Building the model once, without storage, tells its class.
     with torch.device("meta"):
-        plain = type(
+        model_class = type(
             find_auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
         )
 
     def init(self: PreTrainedModel, *args: object, **options: object) -> None:
-        plain.__init__(self, *args, **options)
-        self.__class__ = plain
+        """Initialize a model of the original class, and shard its layers."""
+        model_class.__init__(self, *args, **options)
+        # The subclass is only needed for this method, so the model gets its original class back.
+        self.__class__ = model_class
         self.requires_grad_(False)
+
+        # Shard each decoder layer by itself, so that layers are gathered one at a time.
         backbone = find_backbone(self)
         mesh = init_device_mesh(
             "cuda" if torch.cuda.is_available() else "cpu", (count_processes(),)
@@ -87,15 +95,19 @@ def shard_class(
         layers = list(chain.from_iterable(find_layer_lists(self, backbone)))
         for layer in layers:
             fully_shard(layer, mesh=mesh)
+
+        # The backbone is wrapped too, so that all layers follow one schedule. Its parameters
+        # outside of the layers stay whole.
         sharded_parameters = set[nn.Parameter]()
         for layer in layers:
             sharded_parameters.update(layer.parameters())
-        # The backbone is wrapped too, so that all layers follow one schedule.
         remaining_parameters = set(self.parameters()) - sharded_parameters
         fully_shard(backbone, mesh=mesh, ignored_params=remaining_parameters)
-        # Since torch 2.13 each pass stores notes for a backward pass. That never comes here, so
-        # they would pile up.
+
+        # Since torch 2.13, fully_shard records each forward pass until the backward pass. A frozen
+        # target has none, so the records would pile up.
         if hasattr(backbone, "reset_iter_state"):
             backbone.register_forward_hook(lambda module, *_: module.reset_iter_state())
 
-    return type(plain.__name__, (plain,), {"__init__": init, "__module__": plain.__module__})
+    attributes = {"__init__": init, "__module__": model_class.__module__}
+    return type(model_class.__name__, (model_class,), attributes)

@@ -1,9 +1,9 @@
-"""The `train:` section of a recipe as `transformers.TrainingArguments`, for one launch.
+"""Turn the `train:` section of a recipe into `transformers.TrainingArguments`, for one launch.
 
-The section is checked field by field. `accelerate launch` says in the environment how many
-processes there are and how they share the model. On a machine without a GPU, accelerate needs help
-to make the processes one group. Without it each would train alone and overwrite the others'
-checkpoint, without a message.
+The section is checked field by field, so that errors name the recipe's keys. `accelerate launch`
+says in the environment how many processes there are and how they share the model. On a machine
+without a GPU, accelerate does not always make the processes one group. Each would then train alone
+and overwrite the others' checkpoint without a message, so this module makes the group or refuses.
 """
 
 import atexit
@@ -30,11 +30,12 @@ from specdistill.recipe.fields import format_value
 from specdistill.recipe.key_errors import ALIASES
 from specdistill.targets.sharding import count_processes
 
-# Version and state dict type of the FSDP whose weights are put together to be saved.
+# The only version and state dict type of FSDP that are supported: with them, the weights are
+# gathered when they are saved.
 FSDP = ("2", "FULL_STATE_DICT")
 
-# The values that a field may have: a test, and the same in words. TrainingArguments accepts others,
-# with which training would fail later, or train nothing.
+# The values that a field may have: a test of a value, and the same test in words.
+# TrainingArguments accepts other values, with which training would fail later, or train nothing.
 Range = tuple[Callable[[Any], bool], str]
 AT_LEAST_ONE: Range = (lambda number: number >= 1, "at least 1")
 ABOVE_ZERO: Range = (lambda number: number > 0, "above 0")
@@ -76,12 +77,13 @@ RANGES: dict[str, Range] = {
     "dataloader_num_workers": (lambda number: 0 <= number <= 1024, "0 to 1024"),
     "ddp_timeout": (lambda seconds: seconds >= 30, "30 or more"),
 }
-# Values of fields whose definition does not list them: trackers, and backends and modes of
-# compiling.
+# The allowed values of fields whose definition in transformers does not list them: trackers, and
+# backends and modes of torch.compile.
 NAMES = {
     "report_to": ["all", "none", *INTEGRATION_TO_CALLBACK],
     "torch_compile_backend": ["inductor", "aot_eager", "eager"],
-    # Modes with CUDA graphs are left out: they would write over the features of the layers before.
+    # Modes with CUDA graphs are left out. Their outputs are in memory that the next graph reuses,
+    # so the features of earlier layers would be overwritten.
     "torch_compile_mode": ["default", "max-autotune-no-cudagraphs"],
 }
 # Fields that are read only where another one is set.
@@ -92,8 +94,8 @@ CONDITIONAL_FIELDS = {
     "gradient_checkpointing_kwargs": "gradient_checkpointing",
     **dict.fromkeys(("torch_compile_backend", "torch_compile_mode"), "torch_compile"),
 }
-# A part of each message of transformers about settings that cannot be combined: the field to
-# change, what is wrong and what to type.
+# Messages of transformers about settings that cannot be combined. A part of each message leads to
+# the field to change, and to a text that says what is wrong and what to type.
 EXCLUSIVE_FIELDS = {
     "fp16 and bf16": ("fp16", "set with train.bf16. Set one of the two to false."),
     "support bf16": (
@@ -127,7 +129,7 @@ EXCLUSIVE_FIELDS = {
         "needed with train.save_strategy=best. Set train.metric_for_best_model=acceptance_length.",
     ),
 }
-# Parameters of a schedule that the Trainer gives it.
+# Parameters of a schedule that the Trainer sets, so they are not options of the recipe.
 TRAINER_SCHEDULE_PARAMETERS = (
     "optimizer",
     "num_warmup_steps",
@@ -135,12 +137,13 @@ TRAINER_SCHEDULE_PARAMETERS = (
     "last_epoch",
     "kwargs",
 )
-# Fields that specdistill.targets.frozen reads, and the Trainer must not see.
+# Fields that only `specdistill.targets.frozen.compile_layers` reads. They are not passed on to the
+# Trainer, which would compile the whole model.
 COMPILE = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
 
 
 def build_training_arguments(train: Mapping[str, Any], **defaults: Any) -> TrainingArguments:
-    """Build the Trainer's arguments from `train:`, and start the processes of the launch.
+    """Build the Trainer's arguments from `train:`, and connect the processes of the launch.
 
     Args:
         train: the recipe's section.
@@ -150,73 +153,29 @@ def build_training_arguments(train: Mapping[str, Any], **defaults: Any) -> Train
         UserError: for unknown or mistyped fields, and for a launch with more processes than GPUs
             or whose processes would each train alone.
     """
+    # Check the fields, first each one by itself.
     check_devices(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), "accelerate launch")
+    fields = {**defaults, **_check_fields(train)}
+    _check_combinations(fields)
 
-    # Check each field by itself.
-    hints = get_type_hints(TrainingArguments)
-    known_fields = {
-        entry.name: entry.metadata for entry in dataclasses.fields(TrainingArguments) if entry.init
-    }
-    fields = dict(defaults)
-    for name, value in train.items():
-        if name not in known_fields:
-            close = ALIASES.get(name) or (
-                f"train.{near}" if (near := find_nearest(name, known_fields)) else None
-            )
-            raise UserError(
-                f"train.{name}",
-                got="an unknown key",
-                expected="a field of transformers.TrainingArguments",
-                nearest=close,
-            )
-        if name == "report_to" and isinstance(value, str):
-            value = value.split(",")
-        # YAML reads an unquoted no as false.
-        if name.endswith("_strategy") and value is False:
-            value = "no"
-        fields[name] = _check_value(
-            name, value, hints[name], NAMES.get(name) or known_fields[name].get("choices") or ()
-        )
-
-    # Refuse fields that cannot be combined, with a message that names keys of the recipe.
-    for name, condition in CONDITIONAL_FIELDS.items():
-        if fields.get(name) and not fields.get(condition):
-            raise make_unused_key_error(
-                f"train.{name}",
-                format_value(fields[name]),
-                f"only used with train.{condition}",
-                alternative=f"set train.{condition}",
-            )
-    if fields.get("output_dir") is None:
-        raise UserError("train.output_dir", got="nothing", expected="a folder")
+    # Adapt the fields: the Trainer would choose the wrong direction of a loss like `loss_1`, where
+    # less is better, and would compile the whole model.
     metric = fields.get("metric_for_best_model")
     if metric:
-        # Without this, transformers takes loss_1 for a score, where greater is better.
         fields.setdefault("greater_is_better", "loss" not in metric)
-    if fields.get("torch_compile") and is_weight_sharded():
-        raise UserError(
-            "train.torch_compile",
-            got="true with sharded weights",
-            expected="false, or a launch that leaves weights whole: ddp, zero1, zero2",
-        )
-    if fields.get("torch_compile") and (
-        fields.get("activation_checkpointing") or fields.get("gradient_checkpointing")
-    ):
-        raise UserError(
-            "train.torch_compile",
-            got="true with activation checkpointing",
-            expected="one of the two",
-        )
     for compile_key in COMPILE:
-        fields.pop(compile_key, None)  # The Trainer would compile the step as a whole.
-
-    # Build the arguments, and adapt them to the launch.
+        fields.pop(compile_key, None)
     precision = _take_precision(fields)
     fields = {**_launch_defaults(), **fields}
+
+    # Build the arguments. Some messages of transformers are about one field, and some about several
+    # that conflict.
     try:
         arguments = TrainingArguments(**fields)
     except (ValueError, TypeError, OSError) as error:
         raise _make_field_error(error, fields) or make_trainer_error(error, fields) from error
+
+    # Adapt them to the launch, and check what can only be checked on built arguments.
     if precision == "fp16" and arguments.device.type == "cpu":
         raise UserError(
             "train.fp16",
@@ -231,15 +190,87 @@ def build_training_arguments(train: Mapping[str, Any], **defaults: Any) -> Train
     return arguments
 
 
+def _check_fields(train: Mapping[str, Any]) -> dict[str, Any]:
+    """Check each field of `train:` by itself, and return the fields with their values.
+
+    Raises:
+        UserError: for unknown or mistyped fields.
+    """
+    # The fields of TrainingArguments, their types, and their metadata, which may have `choices`.
+    hints = get_type_hints(TrainingArguments)
+    known_fields = {
+        entry.name: entry.metadata for entry in dataclasses.fields(TrainingArguments) if entry.init
+    }
+
+    # Check the values. Two texts are converted first: a list of trackers, and `no`, which YAML 1.1
+    # reads as false if it is unquoted.
+    fields = {}
+    for name, value in train.items():
+        if name not in known_fields:
+            nearest_field = find_nearest(name, known_fields)
+            nearest_key = f"train.{nearest_field}" if nearest_field else None
+            raise UserError(
+                f"train.{name}",
+                got="an unknown key",
+                expected="a field of transformers.TrainingArguments",
+                nearest=ALIASES.get(name) or nearest_key,
+            )
+        if name == "report_to" and isinstance(value, str):
+            value = value.split(",")
+        if name.endswith("_strategy") and value is False:
+            value = "no"
+        allowed_values = NAMES.get(name) or known_fields[name].get("choices") or ()
+        fields[name] = _check_value(name, value, hints[name], allowed_values)
+    return fields
+
+
+def _check_combinations(fields: Mapping[str, Any]) -> None:
+    """Raise UserError for fields that cannot be combined, in this launch or at all.
+
+    transformers refuses other combinations, but its messages do not name keys of the recipe.
+
+    Args:
+        fields: all fields of TrainingArguments that have a value.
+    """
+    for name, condition in CONDITIONAL_FIELDS.items():
+        if fields.get(name) and not fields.get(condition):
+            raise make_unused_key_error(
+                f"train.{name}",
+                format_value(fields[name]),
+                f"only used with train.{condition}",
+                alternative=f"set train.{condition}",
+            )
+    if fields.get("output_dir") is None:
+        raise UserError("train.output_dir", got="nothing", expected="a folder")
+
+    # torch.compile works neither with sharded weights nor with activation checkpointing.
+    if fields.get("torch_compile") and is_weight_sharded():
+        raise UserError(
+            "train.torch_compile",
+            got="true with sharded weights",
+            expected="false, or a launch that leaves weights whole: ddp, zero1, zero2",
+        )
+    if fields.get("torch_compile") and (
+        fields.get("activation_checkpointing") or fields.get("gradient_checkpointing")
+    ):
+        raise UserError(
+            "train.torch_compile",
+            got="true with activation checkpointing",
+            expected="one of the two",
+        )
+
+
 def make_trainer_error(error: Exception, fields: Mapping[str, object]) -> UserError:
     """Return the error for settings that TrainingArguments or the Trainer refused.
 
-    Their messages name options of another command line, which are replaced by keys of `train:`.
+    Messages of transformers name options of its own scripts (`--bf16`, `args.bf16`), which are
+    replaced by keys of the recipe (`train.bf16`).
 
     Args:
-        error: of TrainingArguments or the Trainer.
-        fields: that they were given.
+        error: the error of TrainingArguments or the Trainer.
+        fields: the values that they were given.
     """
+    # A known message has a text of its own, in which the values of fields are filled in.
     values = {
         entry.name: fields.get(entry.name, entry.default)
         for entry in dataclasses.fields(TrainingArguments)
@@ -249,6 +280,8 @@ def make_trainer_error(error: Exception, fields: Mapping[str, object]) -> UserEr
             return UserError(
                 f"train.{name}", got=values[name], text=f"train.{name}: {problem.format(**values)}"
             )
+
+    # Any other message is repeated with the names of keys.
     reason = _name_keys(join_lines(str(error)))
     return UserError(
         "train", got=reason, text=f"train: these settings cannot be combined: {reason}"
@@ -256,18 +289,22 @@ def make_trainer_error(error: Exception, fields: Mapping[str, object]) -> UserEr
 
 
 def _name_keys(message: str) -> str:
-    """Rewrite a message of transformers, so that it names keys of `train:` and no options."""
+    """Replace names of options in a message of transformers by keys of `train:`."""
     return re.sub(r"--(?=[a-z])|\bargs\.", "train.", message)
 
 
 def _make_field_error(error: Exception, fields: Mapping[str, object]) -> UserError | None:
-    """Return the error for the one field that TrainingArguments refuses, whatever the others are.
+    """Return the error for the one field that TrainingArguments refuses by itself.
 
-    None if the settings are refused together.
+    Returns:
+        The error, which names the field. None if several settings conflict.
     """
+    # Messages about several fields are known.
     message = str(error)
     if any(part in message for part in EXCLUSIVE_FIELDS):
         return None
+
+    # Try each field alone, with defaults for all others, until one gives the same message.
     always = {**_launch_defaults(), "output_dir": fields["output_dir"]}
     for name, value in fields.items():
         try:
@@ -296,11 +333,13 @@ def check_precision(arguments: TrainingArguments, target_dtype: str) -> None:
 
 
 def find_autocast_dtype(arguments: TrainingArguments) -> torch.dtype | None:
-    """Return the dtype of matrix products under mixed precision; None without it."""
+    """Return the dtype of matrix products under mixed precision, or None without it."""
     plugin = arguments.deepspeed_plugin
     if plugin is not None:
         return torch.bfloat16 if plugin.deepspeed_config["torch_autocast"]["enabled"] else None
-    return torch.bfloat16 if arguments.bf16 else torch.float16 if arguments.fp16 else None
+    if arguments.bf16:
+        return torch.bfloat16
+    return torch.float16 if arguments.fp16 else None
 
 
 def is_sharded() -> bool:
@@ -319,25 +358,33 @@ def is_weight_sharded() -> bool:
 
 
 def _take_precision(fields: dict[str, object]) -> str:
-    """Return the mixed precision of a run: `bf16`, `fp16` or `no`.
+    """Choose the mixed precision of a run: `bf16`, `fp16` or `no`.
 
-    It is what the recipe says, or else the launch. For a replicated draft it is set in `fields`.
-    For a sharded draft it is removed from them: DeepSpeed and FSDP would turn the weights to 16
-    bits, each in its own way. Left in float32, with autocast, drafts learn the same everywhere.
+    The recipe chooses it, or else the launch. If every process holds the whole draft, the choice is
+    set in `fields`. If the draft is sharded, it is removed from `fields`: DeepSpeed and FSDP would
+    convert the weights to 16 bits, each in its own way. Weights in float32 with autocast learn the
+    same under every launch.
 
     Args:
-        fields: of TrainingArguments, which this changes.
+        fields: the fields of TrainingArguments, which this changes.
 
     Raises:
         UserError: for fp16 with a sharded draft.
     """
-    requested = [name for name in ("bf16", "fp16") if fields.get(name)]
-    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    precision: str = next(iter(requested), launched if not {"bf16", "fp16"} & set(fields) else "no")
+    # The launch chooses only if the recipe says nothing, not even false.
+    precision = "no"
+    if fields.get("bf16"):
+        precision = "bf16"
+    elif fields.get("fp16"):
+        precision = "fp16"
+    elif "bf16" not in fields and "fp16" not in fields:
+        precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if not is_sharded():
         if precision != "no":
             fields[precision] = True
         return precision
+
+    # A sharded draft: hide the precision from transformers and accelerate.
     if precision == "fp16":
         raise UserError(
             "train.fp16",
@@ -350,9 +397,10 @@ def _take_precision(fields: dict[str, object]) -> str:
 
 
 def _adapt_sharding(arguments: TrainingArguments, precision: str) -> None:
-    """Let a sharded launch autocast (see `_take_precision`), and load models whole.
+    """Adapt a sharded launch: autocast, load models whole, and save drafts whole.
 
-    Under ZeRO-3 transformers shards the models that it loads. Drafts are put together to be saved,
+    Autocast replaces the mixed precision that `_take_precision` removed. Under ZeRO-3 transformers
+    would shard every model that it loads, also the target. Drafts are gathered to be saved,
     whatever the configuration of ZeRO-3 says.
 
     Args:
@@ -360,8 +408,8 @@ def _adapt_sharding(arguments: TrainingArguments, precision: str) -> None:
         precision: `bf16` or `no`.
 
     Raises:
-        UserError: for an FSDP that does not put drafts together, and for checkpoints of FSDP whose
-            parts could not be put together again.
+        UserError: for FSDP settings with which drafts are not saved whole, or with which the parts
+            of a checkpoint would be on different machines.
     """
     if not is_sharded():
         return
@@ -369,20 +417,19 @@ def _adapt_sharding(arguments: TrainingArguments, precision: str) -> None:
     # FSDP: only the second version is supported, with whole state dicts.
     if arguments.deepspeed_plugin is None:
         arguments.bf16 = precision == "bf16"
-        kind = (
-            os.environ.get("FSDP_VERSION", "1"),
-            os.environ.get("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT"),
-        )
-        if kind != FSDP:
+        fsdp_version = os.environ.get("FSDP_VERSION", "1")
+        state_dict_type = os.environ.get("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT")
+        if (fsdp_version, state_dict_type) != FSDP:
             raise UserError(
                 "accelerate launch",
-                got=f"a configuration with FSDP {kind[0]} and fsdp_state_dict_type {kind[1]}",
+                got=f"a configuration with FSDP {fsdp_version} and fsdp_state_dict_type"
+                f" {state_dict_type}",
                 expected=f"fsdp_version {FSDP[0]} and {FSDP[1]}, as fsdp2.yaml has them",
             )
         if arguments.save_on_each_node:
             raise UserError(
                 "train.save_on_each_node",
-                got="true under FSDP, whose checkpoints are in parts of one whole",
+                got="true under FSDP, where a checkpoint is divided between the machines",
                 expected=(
                     "false, with a folder that all machines share, or"
                     " accelerate_configs/zero3_multinode.yaml"
@@ -391,38 +438,37 @@ def _adapt_sharding(arguments: TrainingArguments, precision: str) -> None:
         return
 
     # DeepSpeed: gather whole weights on saving, and let torch autocast.
-    arguments.deepspeed_plugin.deepspeed_config["zero_optimization"][
-        "stage3_gather_16bit_weights_on_model_save"
-    ] = True
-    arguments.deepspeed_plugin.deepspeed_config["torch_autocast"] = {
+    config = arguments.deepspeed_plugin.deepspeed_config
+    config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    config["torch_autocast"] = {
         "enabled": precision == "bf16",
         "dtype": "bfloat16",
         "lower_precision_safe_modules": [],
     }
     if arguments.save_on_each_node:
-        arguments.deepspeed_plugin.deepspeed_config["checkpoint"] = {"use_node_local_storage": True}
+        config["checkpoint"] = {"use_node_local_storage": True}
+    # Without this global setting, transformers loads models whole.
     unset_hf_deepspeed_config()
 
 
 def _check_trackers_and_schedule(arguments: Any) -> None:
     """Raise UserError for a tracker or a schedule that the Trainer could not build.
 
-    The Trainer would build them only when the data is made. So this builds each once, to find what
-    is not installed or lacks options.
+    The Trainer would build them only after the data is made, which may take hours. So this function
+    builds each once, to find early what is not installed or lacks options.
     """
-    # A tracker must be installed, and set up.
+    # A tracker must be installed, and set up (for example, with an account).
     for tracker in arguments.report_to:
         try:
             INTEGRATION_TO_CALLBACK[tracker]()
         except (ImportError, RuntimeError, ValueError, KeyError) as error:
+            is_missing = "install" in str(error)
+            hint = f"train.report_to: {tracker} is not installed. Run: pip install {tracker}"
             raise UserError(
                 "train.report_to",
                 got=f"{tracker} ({error})",
-                expected="none alone, or what is installed and set up",
-                text=(
-                    f"train.report_to: {tracker} is not installed. Run: pip install {tracker}"
-                    * ("install" in str(error))
-                ),
+                expected="none, or trackers that are installed and set up",
+                text=hint if is_missing else "",
             ) from error
 
     # Build the schedule once, to see whether its options are valid.
@@ -439,18 +485,15 @@ def _check_trackers_and_schedule(arguments: Any) -> None:
         )
     except (TypeError, ValueError) as error:
         schedule_function: Any = TYPE_TO_SCHEDULER_FUNCTION[schedule]
-        known_trackers = [
-            name
-            for name in inspect.signature(schedule_function).parameters
-            if name not in TRAINER_SCHEDULE_PARAMETERS
-        ]
+        parameters = inspect.signature(schedule_function).parameters
+        known_options = [name for name in parameters if name not in TRAINER_SCHEDULE_PARAMETERS]
         raise UserError(
             "train.lr_scheduler_kwargs",
             got=(
                 f"{format_value(options) if options else 'nothing'} with"
                 f" train.lr_scheduler_type={schedule.value}"
             ),
-            expected=f"options of that schedule ({', '.join(known_trackers) or 'it has none'})",
+            expected=f"options of that schedule ({', '.join(known_options) or 'it has none'})",
         ) from error
 
 
@@ -481,7 +524,7 @@ def _launch_defaults() -> dict[str, Any]:
 
 def _join_processes(arguments: TrainingArguments) -> None:
     """Start the process group and check that every process of the launch is in it."""
-    # Each GPU needs a process of its own.
+    # Each GPU needs a process of its own. With one process, the Trainer would use DataParallel.
     if arguments.n_gpu > 1:
         raise UserError(
             "accelerate launch",
@@ -498,8 +541,8 @@ def _join_processes(arguments: TrainingArguments) -> None:
     if count_processes() == 1:
         return
 
-    # Several processes must form one group.
-    _ = arguments.device  # Building the device starts the group.
+    # Reading the device starts the process group.
+    _ = arguments.device
     atexit.register(leave_process_group)
     state = arguments.distributed_state
     if (
@@ -507,7 +550,8 @@ def _join_processes(arguments: TrainingArguments) -> None:
         and is_launched_with("FSDP")
         and not torch.cuda.is_available()
     ):
-        # On a CPU accelerate leaves NO, and then neither shards nor synchronises.
+        # For FSDP on a CPU, accelerate leaves the type NO, and would neither shard nor synchronise.
+        # With this type it does both.
         state.distributed_type = DistributedType.MULTI_GPU
     if state.num_processes != count_processes() or state.distributed_type == DistributedType.NO:
         raise UserError(
@@ -521,49 +565,70 @@ def _join_processes(arguments: TrainingArguments) -> None:
 
 
 def is_launched_with(sharding: str) -> bool:
-    """Return whether accelerate launches with `DEEPSPEED` or `FSDP`."""
+    """Return whether this process was launched with a kind of sharding.
+
+    Args:
+        sharding: `DEEPSPEED` or `FSDP`.
+    """
     return os.environ.get(f"ACCELERATE_USE_{sharding}", "false").lower() == "true"
 
 
-def _check_value(name: str, value: object, hint: object, names: Collection[str]) -> object:
-    """Return the value if the field has its type, its name is known and its number is in range.
+def _check_value(name: str, value: object, hint: object, allowed_values: Collection[str]) -> object:
+    """Check the value of a field of `train:`, and return it.
 
-    TrainingArguments would take a text for a number, and a text where a mapping belongs.
+    TrainingArguments itself accepts a text for a number, and a text where a mapping belongs.
+
+    Args:
+        name: the field.
+        value: its value.
+        hint: the type in its definition.
+        allowed_values: empty if the field has no list of them.
+
+    Raises:
+        UserError: for a value of another type, an unknown name, or a number out of range.
     """
-    # Some fields have a list of names; others have types and ranges.
+    # Null is allowed where the type says so. A null report_to would be taken for a tracker's name.
     kinds = _list_value_types(hint)
-    # A null report_to would be a tracker of that name.
     if value is None and NoneType in kinds and name != "report_to":
         return value
-    if names:
+
+    # A field with a list of allowed values, of which it has one or several.
+    if allowed_values:
         for item in value if isinstance(value, list) else [value]:
-            if item not in names:
+            if item not in allowed_values:
                 raise UserError(
                     f"train.{name}",
                     got="null" if item is None else repr(item),
-                    expected=f"one of {', '.join(names)}",
-                    nearest=find_nearest(str(item), names),
+                    expected=f"one of {', '.join(allowed_values)}",
+                    nearest=find_nearest(str(item), allowed_values),
                 )
         return value
-    if type(value) not in kinds | ({int} if float in kinds else set()):
-        known_names = sorted(
-            {NoneType: "null", dict: "mapping"}.get(kind, kind.__name__) for kind in kinds
-        )
+
+    # Any other field: its value must have the type and be in range. An integer is a valid float.
+    allowed_types = kinds | {int} if float in kinds else kinds
+    if type(value) not in allowed_types:
+        type_names = {NoneType: "null", dict: "mapping"}
+        known_names = sorted(type_names.get(kind, kind.__name__) for kind in kinds)
         raise UserError(
             f"train.{name}",
             got="null" if value is None else f"{value!r} ({type(value).__name__})",
             expected=" or ".join(known_names),
         )
-    holds, expected = RANGES.get(name, FINITE)
-    if value is not None and not (FINITE[0](value) and holds(value)):
+    is_finite, _ = FINITE
+    is_in_range, expected = RANGES.get(name, FINITE)
+    if value is not None and not (is_finite(value) and is_in_range(value)):
         raise UserError(f"train.{name}", got=value, expected=expected)
     return value
 
 
 def _list_value_types(hint: object) -> set[type]:
-    """Return the types of a field's values in a recipe, where enumerations are texts.
+    """Return the types that the value of a field may have in a recipe.
 
-    What may be a mapping must be one: a file of its own would be no part of the recipe.
+    The values of an enumeration are texts. Where transformers takes a mapping or the name of a file
+    with one, only the mapping is allowed, because the file would be no part of the recipe.
+
+    Args:
+        hint: the type in the field's definition.
     """
     kinds: set[type] = set()
     for entry in get_args(hint) or (hint,):

@@ -1,9 +1,9 @@
-"""Checkpoints of a run on disk, so that a run that was killed at any moment resumes.
+"""Write and find the checkpoints of a run, so that a run that was killed at any moment resumes.
 
-A checkpoint is complete or it does not exist. All processes write `checkpoint-N` under another
-name, and it is renamed when the last of them is done. Its manifest is written just before. It lists
-every file with its size, and the launch by which the checkpoint can be resumed. A checkpoint that
-later lost a file, or a part of one, is skipped.
+A checkpoint is complete or it does not exist. All processes write `checkpoint-N` into another
+folder, and it is moved to its place when the last process is done. Its manifest is written just
+before. The manifest lists every file with its size, and the launch with which the checkpoint can be
+resumed. A checkpoint that later lost a file, or a part of one, is skipped.
 """
 
 import json
@@ -24,11 +24,13 @@ from specdistill.common.processes import all_gather_object
 from specdistill.data.rows.files import is_first_here, on_disk
 from specdistill.training.arguments import is_launched_with
 
-MANIFEST = "manifest.json"
-STATE = "trainer_state.json"
-# The folder of a run that holds what is not complete yet. No pattern of the Trainer matches it.
+MANIFEST = "manifest.json"  # the list of files of a checkpoint
+STATE = "trainer_state.json"  # the Trainer's own file
+# The folder of a run in which files are written before they are moved to their place. The Trainer
+# searches for `checkpoint-*`, which this name does not match.
 STAGING_DIR = "saving"
 
+# A context manager for writing files: a full disk becomes a ResourceError that says what to do.
 saving = partial(
     on_disk, next_step="free the disk, then repeat the command: it resumes from the last checkpoint"
 )
@@ -41,34 +43,37 @@ def find_checkpoint(run: Path, step: int) -> Path:
 
 def list_steps(run: Path) -> list[int]:
     """Return the steps of a run's checkpoints, complete or not, in order."""
-    names = [re.fullmatch(r"checkpoint-(\d+)", path.name) for path in run.glob("checkpoint-*")]
-    return sorted(int(match[1]) for match in names if match)
+    matches = [re.fullmatch(r"checkpoint-(\d+)", path.name) for path in run.glob("checkpoint-*")]
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def publish_checkpoint(folder: Path, run: Path, launch: dict[str, object], seconds: float) -> None:
-    """Give a checkpoint that all processes have written its manifest, and its place in the run.
+    """Write the manifest of a checkpoint, and move the checkpoint to its place in the run.
+
+    All processes must have written their files before.
 
     Args:
-        folder: where it was written.
+        folder: where the checkpoint was written.
         run: the run's folder.
-        launch: as `launch` returns it.
-        seconds: that its steps took; NaN if unknown.
+        launch: as `describe_launch` returns it.
+        seconds: the time that training took so far; NaN if unknown.
     """
-    # DeepSpeed finds its parts by the file `latest`, which only its first machine writes.
+    # DeepSpeed finds its parts by the file `latest`, which it writes on the first machine only.
     for parts in folder.glob("global_step*"):
         (folder / "latest").write_text(parts.name, encoding="utf-8")
+
+    # Write the manifest.
     files = {
         path.relative_to(folder).as_posix(): path.stat().st_size
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
-    manifest = {
-        "files": files,
-        "launch": launch,
-        **({} if math.isnan(seconds) else {"seconds": seconds}),
-    }
+    manifest: dict[str, object] = {"files": files, "launch": launch}
+    if not math.isnan(seconds):
+        manifest["seconds"] = seconds
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-    # There may be a damaged checkpoint of this step.
+
+    # Move the folder. There may be a damaged checkpoint of this step, which it replaces.
     shutil.rmtree(run / folder.name, ignore_errors=True)
     os.replace(folder, run / folder.name)
 
@@ -82,13 +87,14 @@ def prune(run: Path, limit: int | None, kept_folders: set[Path]) -> None:
         kept_folders: those that are never removed: the newest and the best.
     """
     folders = [find_checkpoint(run, step) for step in list_steps(run)]
-    surplus = len(folders) - limit if limit else 0
-    for folder in [folder for folder in folders if folder not in kept_folders][: max(0, surplus)]:
+    num_surplus = max(0, len(folders) - limit) if limit else 0
+    removable_folders = [folder for folder in folders if folder not in kept_folders]
+    for folder in removable_folders[:num_surplus]:
         shutil.rmtree(folder)
 
 
 def describe_launch(arguments: Any) -> dict[str, object]:
-    """Return the facts of this launch on which a checkpoint depends.
+    """Return the facts of this launch that decide which checkpoints it can resume.
 
     Args:
         arguments: the Trainer's.
@@ -96,80 +102,78 @@ def describe_launch(arguments: Any) -> dict[str, object]:
     Returns:
         `sharding`, `processes`, and `rows`: the rows of one optimizer step.
     """
+    # accelerate says in the environment how weights are sharded.
+    sharding = "none"
+    if is_launched_with("DEEPSPEED"):
+        sharding = f"zero{arguments.deepspeed_plugin.zero_stage}"
+    elif is_launched_with("FSDP"):
+        sharding = "fsdp"
+    process_rows = arguments.train_batch_size * arguments.gradient_accumulation_steps
     return {
-        "sharding": (
-            f"zero{arguments.deepspeed_plugin.zero_stage}"
-            if is_launched_with("DEEPSPEED")
-            else "fsdp"
-            if is_launched_with("FSDP")
-            else "none"
-        ),
+        "sharding": sharding,
         "processes": arguments.world_size,
-        "rows": (
-            arguments.train_batch_size
-            * arguments.gradient_accumulation_steps
-            * arguments.world_size
-        ),
+        "rows": process_rows * arguments.world_size,
     }
 
 
 def check_launch(folder: Path, arguments: TrainingArguments) -> None:
     """Raise UserError if this launch cannot resume a complete checkpoint.
 
-    Shards fit only as many processes as saved them. What a machine keeps for itself fits only the
-    processes of that machine.
+    Shards of weights fit only the number of processes that saved them. Without sharding, any number
+    of processes can resume, as long as a step has as many rows.
 
     Args:
-        folder: of the checkpoint.
+        folder: the checkpoint's folder.
         arguments: the Trainer's.
     """
     saved = read_json(folder / MANIFEST)["launch"]
     now = describe_launch(arguments)
-    # Without sharding, any number of processes resumes a checkpoint.
-    fixed = (
-        ("sharding", "rows") if saved["sharding"] == "none" else ("sharding", "rows", "processes")
-    )
-    if any(saved[name] != now[name] for name in fixed):
-        got, expected = (
-            "sharding {sharding}, {processes} processes, {rows} rows per step".format(**facts)
-            for facts in (now, saved)
-        )
+    # Compare the facts that must be equal.
+    names = ["sharding", "rows"]
+    if saved["sharding"] != "none":
+        names.append("processes")
+    if any(saved[name] != now[name] for name in names):
+        description = "sharding {sharding}, {processes} processes, {rows} rows per step"
         raise UserError(
-            "accelerate launch", got=got, expected=f"{expected}, as when {folder} was saved"
+            "accelerate launch",
+            got=description.format(**now),
+            expected=f"{description.format(**saved)}, as when {folder} was saved",
         )
 
-    # Another number of processes resumes with other random numbers, which is said once.
+    # Another number of processes resumes with other random numbers, so one process warns.
     if saved["processes"] != now["processes"]:
         if is_first_here():
             logger.warning(
                 f"{folder} was saved by {saved['processes']} processes, and this launch has"
-                f" {now['processes']}:"
-                " sums are rounded differently, and noise and dropout are drawn anew."
+                f" {now['processes']}: sums are rounded differently, and noise and dropout are"
+                " drawn anew."
             )
         return
+
+    # Each process needs its own state of the random numbers, which may be on one machine only.
+    # Without the file the Trainer would continue with other random numbers.
     state = (
         f"rng_state_{arguments.process_index}.pth" if arguments.world_size > 1 else "rng_state.pth"
     )
-    lacking = (
-        None
-        if (folder / state).exists()
-        else f"{folder} on {socket.gethostname()}, which has no {state}"
-    )
-    # Without its file the Trainer would continue with other random numbers.
-    lacking = next(filter(None, all_gather_object(lacking)), None)
-    if lacking:
-        raise UserError(
-            "accelerate launch --machine_rank",
-            got=lacking,
-            expected="each machine's number when it was saved",
-        )
+    problem = None
+    if not (folder / state).exists():
+        problem = f"{folder} on {socket.gethostname()}, which has no {state}"
+    for process_problem in all_gather_object(problem):
+        if process_problem:
+            raise UserError(
+                "accelerate launch --machine_rank",
+                got=process_problem,
+                expected="the machine_rank that each machine had when the checkpoint was saved",
+            )
 
 
 def find_complete_steps(run: Path) -> list[int]:
     """Return the steps that a run can resume from, newest first.
 
-    Warn of newer checkpoints that are damaged, and say how.
+    A damaged checkpoint that is newer than all of them is skipped with a warning that says what is
+    wrong with it.
     """
+    # Only damaged checkpoints newer than the newest complete one are worth a warning.
     complete_steps: list[int] = []
     for step in reversed(list_steps(run)):
         flaw = find_corruption(find_checkpoint(run, step))
@@ -181,39 +185,41 @@ def find_complete_steps(run: Path) -> list[int]:
 
 
 def find_corruption(folder: Path, *, is_best: bool = False) -> str | None:
-    """Say what a checkpoint lacks, or the best checkpoint that it refers to.
+    """Describe what is wrong with a checkpoint, or with the best checkpoint that it refers to.
 
     Args:
-        folder: of the checkpoint.
-        is_best: whether `folder` is that best checkpoint, for which its own best is not checked.
+        folder: the checkpoint's folder.
+        is_best: whether `folder` is such a best checkpoint itself. Then only its own files are
+            checked.
 
     Returns:
-        None if the checkpoint is complete.
+        A description for a message; None if the checkpoint is complete.
     """
-    # Every file of the manifest must be there, in its size.
-    read = MANIFEST
+    # The manifest must have its keys, and every file in it must exist with its size.
+    file_name = MANIFEST
     try:
-        manifest = read_json(folder / read)
+        manifest = read_json(folder / file_name)
         files = manifest["files"]
         _ = float(manifest.get("seconds", 0))
-        lacking = {"sharding", "processes", "rows"} - {*manifest["launch"]}
-        if lacking:
-            return f"its {read} has no {min(lacking)}"
+        missing_keys = {"sharding", "processes", "rows"} - {*manifest["launch"]}
+        if missing_keys:
+            return f"its {file_name} has no {min(missing_keys)}"
         for name, size in files.items():
             num_bytes = (folder / name).stat().st_size
             if num_bytes != size:
                 return f"{name} has {num_bytes} of {size} bytes"
 
-        # The best checkpoint, which the state names, must be intact, too.
-        read = STATE
-        best = Path(
-            read_json(folder / read, allow_nan=True)["best_model_checkpoint"] or folder
-        ).name
+        # The Trainer's state names the best checkpoint so far.
+        file_name = STATE
+        state = read_json(folder / file_name, allow_nan=True)
+        best = Path(state["best_model_checkpoint"] or folder).name
     except FileNotFoundError as error:
         return f"it has no {Path(error.filename).relative_to(folder)}"
     # The file is no JSON, or other JSON than expected.
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"its {read} cannot be read ({error})"
+        return f"its {file_name} cannot be read ({error})"
+
+    # The best checkpoint must be intact, too, because it is loaded at the end of the run.
     if is_best or best == folder.name:
         return None
     flaw = find_corruption(folder.parent / best, is_best=True)

@@ -1,7 +1,8 @@
-"""The history of a training run, from the Trainer's log.
+"""Print, draw, save and read the history of a training run.
 
-While a run trains, it is printed as lines. After each evaluation it is drawn as
-`training_curve.png`, and at the end it is saved as `run/history.json`, which can be read back.
+The history comes from the Trainer's log. While a run trains, progress lines are printed. After each
+evaluation the curves are drawn as `training_curve.png`. At the end the history is saved as
+`run/history.json`, which reports read.
 """
 
 import json
@@ -27,9 +28,11 @@ from specdistill.common.errors import convert_errors, logger
 from specdistill.common.progress import MIN_PARTS, SECONDS, format_clock, format_speed
 from specdistill.training.checkpoints import find_checkpoint, saving
 
+# A number of steps. Larger integers are not exact in every reader of JSON.
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 HISTORY, CURVE = Path("run") / "history.json", "training_curve.png"  # in a run's folder
-CUMULATIVE = "eval_cumulative_acceptance_"  # followed by a position in the draft, from 1
+# Names of metrics in the Trainer's log. The first is followed by a position in the draft, from 1.
+CUMULATIVE = "eval_cumulative_acceptance_"
 DECODED_METRIC = "eval_decoded_acceptance_length"
 # The figures of a log that progress lines show, and their formats.
 PROGRESS_FIGURES = {
@@ -43,10 +46,10 @@ PROGRESS_FIGURES = {
 
 @dataclass(frozen=True)
 class History:
-    """A finished training.
+    """The history of a finished training.
 
     Attributes:
-        seconds: its wall time, without steps that were lost and repeated; None where it is unknown.
+        seconds: its wall time, without steps that were lost and repeated; None if unknown.
         steps: optimizer steps.
         log: the Trainer's `log_history`.
         best_step: the step of the draft that was saved; None if that is the last step.
@@ -69,28 +72,27 @@ class History:
 
     @property
     def saved_step(self) -> int:
-        """The step after which the draft was as it was saved."""
+        """The step after which the saved draft was trained."""
         return self.steps if self.best_step is None else self.best_step
 
     def compare_before_and_after(self) -> dict[str, object] | None:
         """Return the acceptance length before and after training, for a report.
 
-        It is that of the draft before its first step, and that of the draft that was saved.
-        `simulated` is measured on held-out rows; `decoded` is there if each evaluation decoded.
+        "Before" is the draft before its first step, and "after" is the draft that was saved.
 
         Returns:
-            None for a training that was not evaluated at both steps.
+            The step of the saved draft, and `before` and `after` for each way of measuring:
+            `simulated` on held-out rows, and `decoded` if each evaluation decoded. None for a
+            training that was not evaluated at both steps.
         """
+        # Step 0 is the evaluation before the first step. A diverged draft has no finite length.
         step = self.saved_step
         lengths = dict[str, object]()
         for name, key in (("simulated", "eval_acceptance_length"), ("decoded", DECODED_METRIC)):
-            measured = {
-                at: value
-                for at, value in zip(*_read_series(self.log, key), strict=True)
-                if math.isfinite(value)
-            }
-            if 0 in measured and step in measured:
-                lengths[name] = {"before": measured[0], "after": measured[step]}
+            points = zip(*_read_series(self.log, key), strict=True)
+            length_by_step = {at: length for at, length in points if math.isfinite(length)}
+            if 0 in length_by_step and step in length_by_step:
+                lengths[name] = {"before": length_by_step[0], "after": length_by_step[step]}
         return {"steps": step, **lengths} if lengths else None
 
     def list_acceptance_curve(self) -> list[dict[str, object]]:
@@ -98,6 +100,7 @@ class History:
 
         It is measured on held-out rows, for each position in the draft.
         """
+        # A diverged training has rates that are not numbers, which are left out.
         points = [(entry["step"], read_cumulative(entry)) for entry in self.log]
         return [
             {"step": step, "rates": rates}
@@ -106,7 +109,8 @@ class History:
         ]
 
 
-validated = TypeAdapter(History).validate_python  # Other keys of the file are not read.
+# Checks the types of a history that was read from a file. Unknown keys are ignored.
+validated = TypeAdapter(History).validate_python
 
 
 def read_history(draft_folder: Path, *, key: str) -> History | None:
@@ -117,7 +121,7 @@ def read_history(draft_folder: Path, *, key: str) -> History | None:
         key: the recipe key that errors name.
 
     Returns:
-        None for a draft elsewhere, or of a run without a history.
+        The history; None for a draft that is not in a run's folder, or a run without a history.
 
     Raises:
         UserError: naming `key`, for a history that cannot be read.
@@ -135,15 +139,15 @@ def read_history(draft_folder: Path, *, key: str) -> History | None:
 def save_history(
     state: TrainerState, folder: Path, seconds: float, *, has_best: bool = False
 ) -> None:
-    """Save the drawing of a training that has ended, and its history.
+    """Draw the curves of a training that has ended, and save its history.
 
     The drawing is saved in the run's folder, and the history next to the run's record.
 
     Args:
         state: the Trainer's.
-        folder: of the run.
-        seconds: of all of its steps; NaN if unknown.
-        has_best: whether the draft is that of the best evaluation, not of the last step.
+        folder: the run's folder.
+        seconds: the wall time of all steps; NaN if unknown.
+        has_best: whether the saved draft is that of the best evaluation, not of the last step.
     """
     draw(state.log_history, folder / CURVE)
     history = History(
@@ -159,9 +163,9 @@ def save_history(
 
 
 def select_finite(logs: dict[str, float]) -> dict[str, float]:
-    """Return the figures of a log that are finite.
+    """Return the figures of a log without those that are infinite or not a number.
 
-    JSON has no other numbers, and a figure that is missing was not measured.
+    JSON has no such numbers. Readers of a log treat a missing figure as one that was not measured.
     """
     return {
         name: value
@@ -171,19 +175,19 @@ def select_finite(logs: dict[str, float]) -> dict[str, float]:
 
 
 class Bar(ProgressCallback):
-    """The Trainer's progress bar, without the log that it prints as a dictionary."""
+    """The Trainer's progress bar, which prints no log: `ProgressLines` does that."""
 
     def on_log(
         self, args: object, state: object, control: object, logs: object = None, **kwargs: object
     ) -> None:
-        pass
+        """Do nothing, where the base class prints the log as a dictionary."""
 
 
 class ProgressLines(TrainerCallback):
-    """Prints the progress of training to stderr.
+    """A callback that prints the progress of training to stderr.
 
-    It prints every `SECONDS`, at the end, and after each evaluation. After an evaluation it also
-    prints the result, and saves a drawing.
+    It prints a line every `SECONDS`, at the end, and after each evaluation. After an evaluation it
+    also prints the result, and draws the curves.
     """
 
     def on_train_begin(
@@ -193,6 +197,8 @@ class ProgressLines(TrainerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
+        """Start the clock, and say from which checkpoint a run resumes."""
+        # `shown` is the last step that a line was printed for.
         self.begin = self.last = time.monotonic()
         self.first_step = state.global_step
         self.figures = dict[str, float]()
@@ -206,6 +212,7 @@ class ProgressLines(TrainerCallback):
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        """Keep the latest value of each figure in the log."""
         self.figures |= kwargs["logs"]
 
     def on_step_end(
@@ -215,6 +222,7 @@ class ProgressLines(TrainerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
+        """Print a line if the last one was printed at least `SECONDS` ago."""
         if state.is_world_process_zero and time.monotonic() - self.last >= SECONDS:
             self._print(state)
 
@@ -225,18 +233,18 @@ class ProgressLines(TrainerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
+        """Print a line and the result of the evaluation, and draw the curves."""
         if not state.is_world_process_zero:
             return
         self._print(state)
+
+        # Print the acceptance that was measured, and draw the curves so far.
         rates = read_cumulative(self.figures)
         if rates:
             shown = "/".join(f"{100 * rate:.0f}" for rate in rates)
             parts = [f"simulated at positions 1 to {len(rates)}: {shown}% accepted"]
-            parts += (
-                [f"decoded acceptance length {self.figures[DECODED_METRIC]:.2f}"]
-                if DECODED_METRIC in self.figures
-                else []
-            )
+            if DECODED_METRIC in self.figures:
+                parts.append(f"decoded acceptance length {self.figures[DECODED_METRIC]:.2f}")
             self._write(state, parts)
             path = Path(str(args.output_dir)) / CURVE
             with saving(path):
@@ -249,52 +257,61 @@ class ProgressLines(TrainerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
+        """Print a line for the last step, if it has none yet."""
         if state.is_world_process_zero and self.shown < state.global_step:
             self._print(state)
 
     def _print(self, state: TrainerState) -> None:
-        """Print the figures so far, and how much time is left if that can be estimated."""
+        """Print a line with the latest figures, and with the time left if it can be estimated."""
         self.last = time.monotonic()
         self.shown = state.global_step
         figures: dict[str, float | str] = dict(self.figures)
         if "tokens_per_second" in figures:
             figures["tokens_per_second"] = format_speed(self.figures["tokens_per_second"])
+
+        # Format the figures. Estimate the time left from the steps since training began or resumed,
+        # once there are enough of them.
         parts = [
-            form.format(figures[name]) for name, form in PROGRESS_FIGURES.items() if name in figures
+            template.format(figures[name])
+            for name, template in PROGRESS_FIGURES.items()
+            if name in figures
         ]
-        # A resumed run estimates its speed from the steps since it resumed.
         num_done = state.global_step - self.first_step
         if num_done >= MIN_PARTS or (num_done and state.global_step == state.max_steps):
             steps_left = state.max_steps - state.global_step
-            parts.append(f"{format_clock((self.last - self.begin) * steps_left / num_done)} left")
+            seconds_left = (self.last - self.begin) * steps_left / num_done
+            parts.append(f"{format_clock(seconds_left)} left")
         self._write(state, parts)
 
     def _write(self, state: TrainerState, parts: list[str]) -> None:
+        """Print one line about the current step, without breaking the progress bar."""
         figures = f": {', '.join(parts)}" if parts else ""
         tqdm.write(f"Step {state.global_step}/{state.max_steps}{figures}", file=sys.stderr)
 
 
 def read_cumulative(entry: dict[str, float]) -> list[float]:
-    """Return the cumulative acceptance by position in the draft, from an evaluation in the log.
+    """Return the cumulative acceptance at each position in the draft, from one entry of the log.
 
-    It is the share of simulated drafts that are accepted up to the position.
+    The cumulative acceptance is the share of simulated drafts that are accepted up to the position.
+    The list is empty for an entry that is no evaluation.
     """
-    return [entry[key] for k in range(1, len(entry)) if (key := f"{CUMULATIVE}{k}") in entry]
+    names = [f"{CUMULATIVE}{k}" for k in range(1, len(entry))]
+    return [entry[name] for name in names if name in entry]
 
 
 def draw(log: list[dict[str, float]], path: Path) -> None:
-    """Draw a Trainer's log history as three panels.
+    """Draw a Trainer's log history as an image of three panels.
 
-    They are the loss, the simulated acceptance by position at each evaluation, and the simulated
-    acceptance length over training.
+    The panels show the loss, the simulated acceptance by position at each evaluation, and the
+    simulated acceptance length over training.
 
     Args:
         log: the Trainer's `log_history`.
-        path: of the image.
+        path: the file of the image.
     """
     import matplotlib  # It is imported here, and not above, because it is slow to import.
 
-    matplotlib.use("Agg")
+    matplotlib.use("Agg")  # This backend draws into a file, and needs no display.
     import matplotlib.pyplot as plt
 
     figure, (left_panel, middle, right) = plt.subplots(1, 3, figsize=(13, 3.8))
@@ -314,17 +331,18 @@ def draw(log: list[dict[str, float]], path: Path) -> None:
     left_panel.legend(frameon=False)
 
     # One line for each evaluation, darker with each step. Only the first and the last are labelled.
-    evaluations = [(entry["step"], rates) for entry in log if (rates := read_cumulative(entry))]
+    points = [(entry["step"], read_cumulative(entry)) for entry in log]
+    evaluations = [(step, rates) for step, rates in points if rates]
     for index, (step, rates) in enumerate(evaluations, start=1):
         shade = plt.get_cmap("viridis_r")(index / len(evaluations))
-        is_last = index in (1, len(evaluations))
+        is_labelled = index in (1, len(evaluations))
         middle.plot(
             range(1, len(rates) + 1),
             rates,
             color=shade,
             marker="o",
             markersize=3,
-            label=f"step {step}" if is_last else None,
+            label=f"step {step}" if is_labelled else None,
         )
     middle.set(
         title="Simulated acceptance",
@@ -334,17 +352,19 @@ def draw(log: list[dict[str, float]], path: Path) -> None:
     if evaluations:
         middle.legend(frameon=False, fontsize="small")
 
-    # The simulated acceptance length, step by step.
+    # The simulated acceptance length over training.
     right.plot(
         *_read_series(log, "eval_acceptance_length"), color="tab:green", marker="o", markersize=3
     )
     right.set(title="Simulated acceptance length", ylabel="tokens per target pass")
-    for axis, along in (
+
+    # What the panels have in common.
+    for axis, x_label in (
         (left_panel, "optimizer step"),
         (middle, "position in the draft"),
         (right, "optimizer step"),
     ):
-        axis.set_xlabel(along)
+        axis.set_xlabel(x_label)
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)

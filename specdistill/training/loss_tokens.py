@@ -1,7 +1,7 @@
 """Select the packed rows from which a draft can learn something.
 
-Such a row has a loss token that the draft predicts. This module also tells how far into a draft the
-answers of the rows reach.
+Such a row has a loss token that the draft predicts. This module also checks that some answers are
+as long as a draft: drafted positions beyond the longest answer would learn nothing.
 
 Shapes: B rows of a batch, T positions.
 """
@@ -22,7 +22,9 @@ from specdistill.training.objective import Objective
 
 
 def find_longest_runs(rows: Dataset, ahead: int) -> NDArray[np.int64]:
-    """Return the longest run of loss tokens in each packed row; 0 for a row that teaches nothing.
+    """Return the longest run of consecutive loss tokens in each packed row, in tokens.
+
+    A row that teaches nothing has 0.
 
     Args:
         rows: with the columns of `specdistill.data.rows.packing`.
@@ -34,8 +36,9 @@ def find_longest_runs(rows: Dataset, ahead: int) -> NDArray[np.int64]:
         has_loss_BT = (np.stack(batch["loss_mask"]) > 0) & (
             np.stack(batch["position_ids"]) >= ahead
         )
-        # A token's place in its run: loss tokens up to it, less those up to the last token without
-        # loss. A document's first token has none, so that no run goes on into the next document.
+        # A token's place in its run is the count of loss tokens up to it, minus the count up to the
+        # last token without loss. A document's first token has no loss, so no run continues into
+        # the next document.
         counts_BT = has_loss_BT.cumsum(1)
         before_BT = np.maximum.accumulate(np.where(has_loss_BT, 0, counts_BT), axis=1)
         longest.append((counts_BT - before_BT).max(axis=1))
@@ -47,24 +50,28 @@ def select_learnable_rows(
 ) -> list[Dataset]:
     """Return the training and the validation rows from which a draft learns something.
 
-    Warn of rows that are left out, which row sets of earlier versions hold, and of drafted
-    positions that no answer reaches.
+    Rows that teach nothing are left out with a warning. Row sets of earlier versions hold such
+    rows. There is also a warning if no answer is as long as a draft.
 
     Args:
         sets: the training and the validation rows.
-        objective: of the draft. It says which tokens it predicts, and how many positions it drafts.
+        objective: the draft's objective. It tells which tokens are predicted (`ahead`), and how
+            many positions are drafted.
         config: the recipe's section `data`, whose keys errors and warnings name.
 
     Raises:
         UserError: if no training row or no validation row is left.
     """
-    # How many tokens before a loss token the method needs.
+    # Find the loss tokens that the method can predict: those with `ahead` tokens before them.
     ahead = getattr(objective, "ahead", Objective.ahead)
     key = "data.rows" if config.rows else "data.source"
     runs = [find_longest_runs(rows, ahead) for rows in sets]
-    for split, runs_of_split in zip(SPLITS, runs, strict=True):
-        num_useless = np.count_nonzero(runs_of_split == 0)
-        if num_useless == len(runs_of_split):
+
+    # Refuse a split without any useful row, and warn about useless rows. The first process of each
+    # machine warns for all.
+    for split, split_runs in zip(SPLITS, runs, strict=True):
+        num_useless = np.count_nonzero(split_runs == 0)
+        if num_useless == len(split_runs):
             where = config.rows or ", ".join(list_source_names(config.source))
             raise UserError(
                 key,
@@ -78,21 +85,24 @@ def select_learnable_rows(
             )
         if num_useless and is_first_here():
             logger.warning(
-                f"{key}: left out {num_useless:,} of {len(runs_of_split):,} rows of the {split}"
-                " split, which have no loss token that a draft of this method can learn"
+                f"{key}: left out {num_useless:,} of {len(split_runs):,} rows of the {split}"
+                " split, which have no loss token that a draft of this method can learn."
             )
 
     # Drafted positions beyond the longest answer learn nothing.
-    longest = [int(runs_of_split.max()) for runs_of_split in runs]
+    longest = [int(split_runs.max()) for split_runs in runs]
     num_positions = getattr(objective, "num_positions", 1)
     if min(longest) < num_positions and is_first_here():
         logger.warning(
             f"The answers are too short for drafted positions {min(longest) + 1} to"
             f" {num_positions}. Longest run of loss tokens: {longest[0]} in training rows,"
-            f" {longest[1]} in validation rows. Positions beyond the former cannot be taught, those"
-            " beyond the latter are not measured. Add longer answers, or draft fewer tokens."
+            f" {longest[1]} in validation rows. Positions beyond the former learn nothing, and"
+            " positions beyond the latter are not measured. Add longer answers, or draft fewer"
+            " tokens."
         )
+
+    # Leave out the useless rows.
     return [
-        rows.select(np.flatnonzero(runs_of_split)) if (runs_of_split == 0).any() else rows
-        for rows, runs_of_split in zip(sets, runs, strict=True)
+        rows.select(np.flatnonzero(split_runs)) if (split_runs == 0).any() else rows
+        for rows, split_runs in zip(sets, runs, strict=True)
     ]

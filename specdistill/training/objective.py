@@ -1,8 +1,9 @@
-"""The parts that objectives share: loss rows, the target's distributions, weights and metrics.
+"""Define what all objectives share: the target's distributions, loss weights and metrics.
 
-Rows are found once, when a batch is collated (specdistill.data.rows.packing). The distributions are
-those of the frozen target at these rows. Weights and metrics are those of each drafted position.
-Metrics are sums and counts, and are divided after batches and processes have been added up.
+An objective is a draft together with its loss. The loss compares the draft's distribution with the
+target's at each loss token. The positions of loss tokens are found once, when a batch is collated
+(specdistill.data.rows.packing). Metrics are kept as sums and counts, and are divided after those of
+all batches and processes have been added up.
 
 Shapes: B rows of a batch, T positions, R loss tokens (padded), r of a chunk of them, D target
 hidden, V target vocabulary, W draft vocabulary, K drafted positions, N drafts (blocks or chains).
@@ -103,22 +104,25 @@ class SoftTargets:
             return TargetDistributions(
                 (self.pruned(hidden_rD).float() / self.temperature).softmax(-1)
             )
-        # The whole vocabulary tells how probable the draft's tokens are together.
+
+        # Metrics need the logits of the whole vocabulary: the target's top-1 may be no token of the
+        # draft, and the draft's tokens have a part of the probability only.
         logits_rV = self.head(hidden_rD).float()
         top1_r = logits_rV.argmax(-1)
         logits_rV = logits_rV / self.temperature
         if self.ids_W is None:
-            return TargetDistributions(
-                logits_rV.softmax(-1), torch.ones_like(top1_r, dtype=torch.float32), top1_r
-            )
+            mass_r = torch.ones_like(top1_r, dtype=torch.float32)
+            return TargetDistributions(logits_rV.softmax(-1), mass_r, top1_r)
+
+        # Renormalise over the draft's tokens. Their mass is the ratio of the two normalisers.
         logits_rW = logits_rV.index_select(-1, self.ids_W)
-        return TargetDistributions(
-            logits_rW.softmax(-1), (logits_rW.logsumexp(-1) - logits_rV.logsumexp(-1)).exp(), top1_r
-        )
+        probs_rW = logits_rW.softmax(-1)
+        mass_r = (logits_rW.logsumexp(-1) - logits_rV.logsumexp(-1)).exp()
+        return TargetDistributions(probs_rW, mass_r, top1_r)
 
 
 def prune_head(head: LogitsHead, ids_W: Tensor) -> LogitsHead | None:
-    """Return the head of some tokens alone.
+    """Return a head that computes the logits of some tokens only.
 
     Args:
         head: the whole head.
@@ -130,15 +134,11 @@ def prune_head(head: LogitsHead, ids_W: Tensor) -> LogitsHead | None:
     linear = head.linear
     if type(linear) is not nn.Linear:
         return None
+    # Select the rows of the weight, and of the bias if there is one.
     part = nn.Linear(linear.in_features, len(ids_W), linear.bias is not None, device="meta")
     for name, parameter in linear.named_parameters():
-        setattr(
-            part,
-            name,
-            nn.Parameter(
-                parameter.index_select(0, ids_W.to(parameter.device)), requires_grad=False
-            ),
-        )
+        selected = parameter.index_select(0, ids_W.to(parameter.device))
+        setattr(part, name, nn.Parameter(selected, requires_grad=False))
     return replace(head, linear=part)
 
 
@@ -147,35 +147,32 @@ def gather_before(x_BTD: Tensor, positions: Tensor, by: int) -> Tensor:
 
     Args:
         x_BTD: states of a batch, which is flattened.
-        positions: in the flattened batch, of any shape.
+        positions: positions in the flattened batch, of any shape.
         by: how many positions before. Where that is before the whole batch, it is the batch's first
             position.
 
     Returns:
         [*positions, D].
     """
-    return (
-        x_BTD.flatten(0, 1)
-        .index_select(0, (positions - by).clamp_min(0).flatten())
-        .view(*positions.shape, -1)
-    )
+    index = (positions - by).clamp_min(0).flatten()
+    return x_BTD.flatten(0, 1).index_select(0, index).view(*positions.shape, -1)
 
 
 def select_loss_rows(position_ids_BT: Tensor, loss_positions_R: Tensor, *, ahead: int) -> Tensor:
-    """Return which loss tokens, [R] bool, have `ahead` tokens of their document before them.
+    """Return which loss tokens are predicted, [R] bool.
 
-    Those are the ones that are predicted.
+    A token is predicted if `ahead` tokens of its document are before it.
 
     Args:
-        position_ids_BT: of packed rows; each document begins at 0.
-        loss_positions_R: in the flattened batch.
+        position_ids_BT: position ids of packed rows; each document begins at 0.
+        loss_positions_R: the positions of the loss tokens in the flattened batch.
         ahead: tokens that a predicted token needs before it.
     """
     return position_ids_BT.flatten()[loss_positions_R] >= ahead
 
 
 def shift_left(x_BT: Tensor, by: int, fill: int) -> Tensor:
-    """Return x[t + by] at each position t, and `fill` past the end."""
+    """Shift each row to the left by `by` positions, and fill its end with `fill`."""
     return F.pad(x_BT[:, by:], (0, min(by, x_BT.shape[1])), value=fill)
 
 
@@ -192,34 +189,36 @@ def compute_geometric_weights(decay: float, num_positions: int) -> Tensor:
 
 
 def compute_d_pace_weights(chances_NK: Tensor, has_loss_NK: Tensor, alpha: float) -> Tensor:
-    """Return the weights [N, K] of D-PACE (arXiv 2605.18810), which take no gradient.
+    """Return the weights [N, K] of drafted positions by D-PACE (arXiv 2605.18810).
 
-    The weight of position k is what it adds to a smoothed expected length, divided by K. The draft
-    gives the right token the chance q_k, which is smoothed to s_k = alpha + (1 - alpha) q_k. The
-    expected length is sum_k prod_{j<=k} s_j. Position k counts the terms that hold s_k: sum_{j>=k}
-    prod_{i<=j} s_i.
+    The weight of position k is its contribution to a smoothed expected length, divided by K. The
+    draft gives the right token the probability q_k, which is smoothed to s_k = alpha + (1 - alpha)
+    q_k. The expected length is sum_j prod_{i<=j} s_i. The contribution of position k is the sum of
+    the terms that contain s_k: sum_{j>=k} prod_{i<=j} s_i. The weights take no gradient.
 
     Args:
         chances_NK: q_k of each draft.
         has_loss_NK: whether there is a loss at the position. Other positions have weight zero.
-        alpha: how much is smoothed.
+        alpha: the strength of the smoothing, from 0 (none) to 1.
     """
+    # Products up to each position, then sums from each position to the end. A position without loss
+    # is a factor of 1, and no term.
     smoothed_NK = alpha + (1 - alpha) * chances_NK.detach()
     reached_NK = smoothed_NK.masked_fill(~has_loss_NK, 1.0).cumprod(1) * has_loss_NK
     return reached_NK.flip(1).cumsum(1).flip(1) * has_loss_NK / chances_NK.shape[1]
 
 
 # The arguments of an objective's forward by name: the columns of packed rows, which are tensors [B,
-# T], and what `prepare` and `read_target` add to them.
+# T], and the entries that `prepare` and `read_target` add to them.
 ForwardInputs = dict[str, Any]
 
 
 class Objective(nn.Module):
-    """A draft with its loss, as the trainer has it.
+    """A draft together with its loss: the module that the trainer trains.
 
-    Its `forward(**batch, **target_outputs, measure)` returns the loss, summed over the loss tokens,
-    and StepSums. The sum is a scalar. It may also be [P], one for each drafted position, which then
-    has a denominator of its own.
+    A subclass defines `forward(**batch, **target_outputs, measure)`. It returns the loss, summed
+    over the loss tokens, and `StepSums`. The sum is a scalar, or has one value for each of P
+    drafted positions, each of which is then divided by its own count.
 
     Attributes:
         ahead: positions from the first one that is read to the first one that is predicted.
@@ -237,6 +236,7 @@ class Objective(nn.Module):
     def __init__(
         self, draft: nn.Module, divergence: Divergence, temperature: float, step_weights: Tensor
     ) -> None:
+        """Set the attributes of the same names, and K as the number of weights."""
         super().__init__()
         self.draft: Any = draft
         self.divergence = divergence
@@ -245,23 +245,23 @@ class Objective(nn.Module):
         self.register_buffer("step_weights", step_weights, persistent=False)
 
     def prepare(self, batch: ForwardInputs, number: int | None) -> ForwardInputs:
-        """Return the batch as it is trained on.
+        """Prepare a batch for the loss: by default, return it as it is.
 
-        That is the batch as it is, with its anchors, or with rows that the draft generated in its
-        place. Its shapes do not depend on what it holds.
+        A subclass may add anchors, or replace the rows by rows that the draft generated. The shapes
+        must not depend on the content of the batch.
 
         Args:
             batch: packed rows.
-            number: the batch's number in the run. What is random follows from it, so that a resumed
-                run repeats it. None in evaluation, where every batch is prepared the same way each
+            number: the batch's number in the run. It seeds what is random, so that a resumed run
+                draws the same. None in evaluation, where every batch is prepared the same way each
                 time.
         """
         return batch
 
     def count_loss_tokens(self, batch: ForwardInputs) -> Tensor:
-        """Return what the loss of a prepared batch is divided by, a scalar or [P].
+        """Count the loss tokens of a prepared batch, by which its loss is divided.
 
-        It is the loss tokens of the first drafted position.
+        The count, a scalar or [P], is that of the first drafted position.
         """
         return select_loss_rows(
             batch["position_ids"], batch["loss_positions"], ahead=self.ahead
@@ -274,19 +274,20 @@ class Objective(nn.Module):
         return layers
 
     def scale_output(self, factor: float) -> None:
-        """Multiply the logits of a fresh draft by a factor, as near as its parts allow it."""
+        """Multiply the logits of a fresh draft by a factor, as nearly as its parts allow."""
         self.draft.scale_output(factor)
 
     def activation_checkpointing_enable(self, **options: Any) -> None:
-        """Let backward compute the layers' MLPs again, from now on.
+        """Save memory: the backward pass recomputes the layers' MLPs, from now on.
 
         transformers' Trainer calls this for `train.activation_checkpointing`. The MLPs' wide states
-        are most of what a layer keeps for backward. The attention is not computed again, because it
-        would enter its keys and values into the cache twice.
+        take most of the memory that a layer keeps for the backward pass. The attention is not
+        recomputed, because it would append its keys and values to the cache twice.
 
         Raises:
             UserError: for layers without an MLP.
         """
+        # The names that transformers' decoder layers give their MLP.
         names = ("mlp", "feed_forward", "block_sparse_moe")
         mlps = [
             module
@@ -303,19 +304,21 @@ class Objective(nn.Module):
             mlp.forward = partial(checkpoint, mlp.forward, use_reentrant=False)
 
     def read_target(self, target: FrozenTarget, inputs: ForwardInputs) -> ForwardInputs:
-        """Return what forward needs from the frozen target; called without gradients.
+        """Run the frozen target, and return the arguments of forward that come from it.
+
+        The trainer calls this without gradients.
 
         Args:
             target: the target.
-            inputs: the prepared batch. With a store it has `features` [B, A + 1, T, D], in place of
-                which forward is given the returned ones.
+            inputs: the prepared batch. If features are read from a store, it has `features`
+                [B, A + 1, T, D]. The returned `features` then replace them.
         """
         return self.read_target_outputs(target, inputs, inputs["loss_positions"])
 
     def read_target_outputs(
         self, target: FrozenTarget, inputs: ForwardInputs, labels: Tensor
     ) -> ForwardInputs:
-        """Return features, and soft targets before the tokens at some positions.
+        """Compute the target's features, and its distributions for the tokens at some positions.
 
         Args:
             target: the target. It is not run for a batch from a store, which has features.
@@ -325,10 +328,10 @@ class Objective(nn.Module):
         Returns:
             `features` of [B, T, D], and `soft_targets`.
         """
+        # Features come from the store, or from a pass of the target.
         if "features" in inputs:
-            features = Features.from_tensors(
-                inputs["features"].to(target.tensor("embed_tokens.weight").dtype).unbind(1)
-            )
+            dtype = target.tensor("embed_tokens.weight").dtype
+            features = Features.from_tensors(inputs["features"].to(dtype).unbind(1))
         else:
             features = target.features(
                 inputs["input_ids"],
@@ -336,24 +339,24 @@ class Objective(nn.Module):
                 position_ids_BT=inputs["position_ids"],
                 documents=Documents(inputs["cumulative_lengths"], inputs["longest"]),
             )
-        return {
-            "features": features,
-            "soft_targets": SoftTargets.from_hidden(
-                target.logits,
-                features.last_hidden,
-                labels,
-                getattr(self.draft, "target_ids_W", None),
-                self.temperature,
-            ),
-        }
+        soft_targets = SoftTargets.from_hidden(
+            target.logits,
+            features.last_hidden,
+            labels,
+            getattr(self.draft, "target_ids_W", None),
+            self.temperature,
+        )
+        return {"features": features, "soft_targets": soft_targets}
 
     def compute_row_losses(
         self, logits_rW: Tensor, soft: TargetDistributions, k: int
     ) -> tuple[Tensor, Tensor]:
-        """Return nats [r], and the metrics of each row [M, r]; see `compute_head_loss`.
+        """Compute the losses [r] in nats, and the metrics [M, r], of some rows.
+
+        This is the argument `loss_of` of `compute_head_loss`.
 
         Args:
-            logits_rW: the draft's.
+            logits_rW: the draft's logits.
             soft: the target's distributions at the rows.
             k: the drafted position, from 0.
         """
@@ -363,11 +366,11 @@ class Objective(nn.Module):
     def add_metrics(
         self, losses_r: Tensor, logits_rW: Tensor, soft: TargetDistributions | None
     ) -> tuple[Tensor, Tensor]:
-        """Return nats [r], and the metrics of each row.
+        """Return the losses of rows together with their metrics.
 
         Args:
-            losses_r: nats.
-            logits_rW: the draft's.
+            losses_r: the losses in nats.
+            logits_rW: the draft's logits.
             soft: the target's distributions at the rows; None if there are none.
 
         Returns:
@@ -376,10 +379,14 @@ class Objective(nn.Module):
         """
         if soft is None or soft.mass_r is None or soft.top1_r is None:
             return losses_r, losses_r.detach().unsqueeze(0)
+        # The draft's token has an index in the draft's vocabulary and an id of the target. Expected
+        # acceptance uses the target's probabilities over all its tokens, so the renormalised ones
+        # are multiplied by their mass.
         with torch.no_grad():
             best_r = logits_rW.argmax(-1)
             target_ids_W = getattr(self.draft, "target_ids_W", None)
-            correct_r = (best_r if target_ids_W is None else target_ids_W[best_r]) == soft.top1_r
+            best_id_r = best_r if target_ids_W is None else target_ids_W[best_r]
+            correct_r = best_id_r == soft.top1_r
             accepted_r = acceptance(
                 logits_rW.float().softmax(-1), soft.probs_rW * soft.mass_r.unsqueeze(-1)
             )
@@ -388,10 +395,10 @@ class Objective(nn.Module):
 
 @dataclass
 class StepSums:
-    """Sums [K] over the loss tokens of one batch.
+    """Sums over the loss tokens of one batch, [K] each: one value per drafted position.
 
-    Divide a sum by `loss_tokens` to get a mean, and a sum over chains by `chains`. A sum that was
-    not measured is None.
+    A sum divided by `loss_tokens` is a mean over tokens, and a sum over chains divided by `chains`
+    is a mean over chains. A sum that was not measured is None.
 
     Attributes:
         loss: nats.
@@ -421,7 +428,7 @@ class StepSums:
         *measured: Tensor,
         by_chain: Callable[[Tensor], Tensor] = lambda values_KR: values_KR,
     ) -> "StepSums":
-        """Build the sums of R loss tokens.
+        """Sum the losses and metrics of R loss tokens.
 
         Args:
             has_loss_KR: 1 where there is a loss.
@@ -432,15 +439,17 @@ class StepSums:
                 through its K drafted positions.
         """
         sums = [values_KR.sum(1) for values_KR in (losses_KR, has_loss_KR, *measured)]
-        chains = (
-            [chain_products(by_chain(values_KR)) for values_KR in (*measured, has_loss_KR)]
-            if measured
-            else []
-        )
-        return cls(*sums, *chains)
+        chain_sums = []
+        if measured:
+            for values_KR in (*measured, has_loss_KR):
+                chain_sums.append(chain_products(by_chain(values_KR)))
+        return cls(*sums, *chain_sums)
 
     def table(self) -> Tensor:
-        """Return the sums as [8, K] float32 in the order above; what was not measured is NaN."""
+        """Return the eight sums as one table [8, K] float32, in the order of the attributes.
+
+        Sums that were not measured are NaN.
+        """
         rows = [self.loss.new_empty(0) if row is None else row for row in vars(self).values()]
         return pad_sequence(
             [row.float() for row in rows], batch_first=True, padding_value=torch.nan
@@ -450,44 +459,53 @@ class StepSums:
 def arrange_in_chains(
     loss_positions_R: Tensor, shape: torch.Size, num_positions: int, values_1R: Tensor
 ) -> Tensor:
-    """Arrange values of loss tokens as chains of K draft tokens [K, S].
+    """Arrange values of loss tokens as chains of K consecutive draft tokens, [K, S].
 
-    This is for a draft that predicts every token [B, T] from the one before. A value is placed at
-    the position that predicts. Consecutive positions with a loss are in one document, because the
-    last token of a document predicts nothing.
+    This is for a draft that predicts every token [B, T] from the token before. So a chain starts at
+    every position, S = B T, and its k-th value is that of the loss token k + 1 positions later.
+    Chains do not continue into the next document, because the last token of a document predicts
+    nothing, so its value is zero.
 
     Args:
-        loss_positions_R: in the flattened batch.
+        loss_positions_R: the positions of the loss tokens in the flattened batch.
         shape: [B, T] of the batch.
         num_positions: K.
         values_1R: the values.
     """
+    # Write each value to the position that predicts it, then read K consecutive positions.
     roots_R = (loss_positions_R - 1).clamp_min(0)
     values_BT = values_1R.new_zeros(shape.numel()).scatter_add(0, roots_R, values_1R[0]).view(shape)
     return torch.stack([shift_left(values_BT, k, 0).flatten() for k in range(num_positions)])
 
 
 def chain_products(values_KS: Tensor) -> Tensor:
-    """Return the sum [K] over chains of the product of this and every earlier position."""
+    """Return the sum over chains of the product of their values up to each position, [K]."""
     return values_KS.float().cumprod(0).sum(1)
 
 
 def step_metrics(prediction: EvalPrediction) -> dict[str, float]:
-    """Return the metrics of an evaluation, without those that the data could not measure.
+    """Compute the metrics of an evaluation from the sums of its batches.
 
-    loss_k, accuracy_k and acceptance_k, for every drafted position k from 1, are means over the
-    tokens that are predicted there. cumulative_acceptance_k is the share of chains whose first k
-    draft tokens are all correct, counted chain by chain and not as a product of marginals. It is a
-    share of the chains that reach position k, with k loss tokens one after the other: a chain that
-    ends earlier, with its answer, counts at the positions that it reaches. A position that nothing
-    reaches has no metrics.
+    For every drafted position k from 1:
 
-    acceptance_length = 1 + sum_k cumulative_acceptance_k, over the positions that were measured.
-    The 1 is the bonus token, so that it compares with the acceptance length of greedy decoding.
-    acceptance_length_sampled is that of sampling: the first k draft tokens are accepted with the
-    product of their expected acceptances. acceptance_length_uncorrected is what a block drafter's
-    tokens would have without its correction.
+    - loss_k, accuracy_k and acceptance_k are means over the tokens that are predicted there.
+    - cumulative_acceptance_k is the share of chains whose first k draft tokens are all correct. It
+      is counted chain by chain, and is not a product of marginals. Only chains that reach position
+      k are counted, that is, chains of k consecutive loss tokens. A chain that ends earlier, with
+      its answer, counts at the positions that it reaches.
+
+    Over all positions:
+
+    - acceptance_length = 1 + sum_k cumulative_acceptance_k. The 1 is the bonus token, so the value
+      is comparable with the acceptance length of greedy decoding.
+    - acceptance_length_sampled is the same for sampling: the first k draft tokens are accepted with
+      the product of their expected acceptances.
+    - acceptance_length_uncorrected is the acceptance length of a block drafter without its
+      correction.
+
+    A position that no token reaches has no metrics, and is left out of these sums.
     """
+    # Add up the tables of all batches (see `StepSums.table`).
     (
         loss,
         loss_tokens,
@@ -522,11 +540,9 @@ def step_metrics(prediction: EvalPrediction) -> dict[str, float]:
         for k, rate in zip(reached.tolist(), rates.tolist(), strict=True)
     }
     metrics["acceptance_length"] = 1.0 + float(rates.sum())
-    metrics["acceptance_length_sampled"] = 1.0 + float(
-        (chain_accepted[reached] / chains[reached]).sum()
-    )
+    sampled_rates = chain_accepted[reached] / chains[reached]
+    metrics["acceptance_length_sampled"] = 1.0 + float(sampled_rates.sum())
     if chain_uncorrected.isfinite().all():
-        metrics["acceptance_length_uncorrected"] = 1.0 + float(
-            (chain_uncorrected[reached] / chains[reached]).sum()
-        )
+        uncorrected_rates = chain_uncorrected[reached] / chains[reached]
+        metrics["acceptance_length_uncorrected"] = 1.0 + float(uncorrected_rates.sum())
     return metrics

@@ -1,4 +1,4 @@
-"""Muon for matrices and AdamW for the rest, as one optimizer.
+"""Combine Muon for matrices and AdamW for all other parameters in one optimizer.
 
 Muon: Jordan et al. 2024. Learning-rate matching: arXiv 2502.16982.
 
@@ -7,7 +7,7 @@ mean square of an AdamW update, so that one learning rate, schedule and weight d
 parts. Embeddings, heads, norms and biases stay with AdamW.
 
 Under data parallelism every process has the same gradients. The orthogonalisation is the costly
-part, so no two processes do it for the same matrix.
+part, so the processes divide the matrices among them.
 """
 
 from collections.abc import Sequence
@@ -26,46 +26,53 @@ from specdistill.training.arguments import is_sharded
 class SharedMuon(torch.optim.Muon):
     """torch's Muon, with the matrices divided among the processes.
 
-    Each process takes the step of its matrices, and the others receive their weights. The weights
-    are those of one process with the same gradients, bit for bit. Every process keeps the momentum
-    of all matrices. So the first process can write checkpoints alone, and a run resumes with any
-    number of processes.
+    Each process updates its own matrices, and sends the new weights to the other processes. The
+    weights are those of one process with the same gradients, bit for bit. Every process keeps the
+    momentum of all matrices. So the first process can write checkpoints alone, and a run resumes
+    with any number of processes.
     """
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update the matrices of this process, and receive those of the other processes."""
+        # Divide the matrices that have a gradient. Every process computes the same division.
         rank, num_processes = find_rank_and_world_size()
         (group,) = self.param_groups
         matrices = group["params"]
         shares = divide([matrix for matrix in matrices if matrix.grad is not None], num_processes)
-        # The momentum of the other processes' matrices follows the gradients here, too.
-        received = []
-        for owner, owned_by_owner in enumerate(shares):
+
+        # Update the momentum of the other processes' matrices, as their steps do.
+        other_matrices: list[Tensor] = []
+        for owner, share in enumerate(shares):
             if owner != rank:
-                received += owned_by_owner
-        for matrix in received:
+                other_matrices += share
+        for matrix in other_matrices:
             if not self.state[matrix]:
                 self.state[matrix]["momentum_buffer"] = torch.zeros_like(matrix)
             self.state[matrix]["momentum_buffer"].lerp_(matrix.grad, 1 - group["momentum"])
-        # Torch's step sees the matrices of this process only.
+
+        # Let torch's step see the matrices of this process only.
         group["params"] = shares[rank]
         super().step()  # type: ignore[no-untyped-call]
         group["params"] = matrices
-        # Each process sends the new weights of its matrices to the others.
+
+        # Each process sends the new weights of its matrices to the other processes.
         if num_processes > 1:
-            sent = []
-            for owner, owned in enumerate(shares):
-                for matrix in owned:
-                    sent.append(distributed.broadcast(matrix, owner, async_op=True))
-            for broadcast in sent:
+            broadcasts = []
+            for owner, share in enumerate(shares):
+                for matrix in share:
+                    broadcasts.append(distributed.broadcast(matrix, owner, async_op=True))
+            for broadcast in broadcasts:
                 broadcast.wait()
 
 
 def divide(matrices: Sequence[Tensor], num_processes: int) -> list[list[Tensor]]:
-    """Divide the matrices among the processes.
+    """Divide the matrices among the processes, so that each process has about the same work.
 
-    The costliest matrices come first, and each goes to the process that has least to do.
+    Matrices are assigned one by one, the costliest first. Each goes to the process that has least
+    work so far.
     """
+    # `loads` has the work of each process so far, in floating-point operations.
     loads = [0] * num_processes
     shares: list[list[Tensor]] = [[] for _ in loads]
     for matrix in sorted(matrices, key=count_flops, reverse=True):
@@ -76,40 +83,58 @@ def divide(matrices: Sequence[Tensor], num_processes: int) -> list[list[Tensor]]
 
 
 def count_flops(matrix: Tensor) -> int:
-    """Return the floating-point operations of one Newton-Schulz step."""
+    """Return the floating-point operations of one Newton-Schulz step on a matrix.
+
+    For a matrix X [short, long] these are the products X Xᵀ, its square, and that times X.
+    """
     short, long = sorted(matrix.shape)
     return 2 * short**2 * (2 * long + short)
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """Two torch optimizers behind the interface of one.
+    """Two torch optimizers, Muon and AdamW, behind the interface of one.
 
     They share a schedule and a state dict. A part without parameters does not exist.
 
-    Of a model's trainable parameters, matrices of linear layers go to Muon, the language-model head
-    and the rest to AdamW. Muon needs whole matrices: refuse it under ZeRO or FSDP, where parameters
-    are shards.
+    Of a model's trainable parameters, the weights of linear layers go to Muon. The language-model
+    head and all other parameters go to AdamW. Muon needs whole matrices, so `build_optimizer`
+    refuses it under ZeRO and FSDP, where parameters are shards.
     """
 
     def __init__(self, model: nn.Module, lr: float, weight_decay: float = 0.0) -> None:
-        linear = {
+        """Divide the trainable parameters of a model between Muon and AdamW.
+
+        Args:
+            model: the model.
+            lr: the learning rate of both parts.
+            weight_decay: the weight decay of Muon; AdamW has none.
+        """
+        # Find the weights of linear layers, without the head.
+        linear_weights = {
             id(module.weight)
             for name, module in model.named_modules()
             if isinstance(module, nn.Linear) and not name.endswith("lm_head")
         }
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        # One torch optimizer for the matrices, and one for all other parameters.
+
+        # Create one torch optimizer for the matrices, and one for all other parameters. Muon's step
+        # is rescaled to the size of an AdamW step, so that both use the same learning rate.
         self.parts: dict[str, torch.optim.Optimizer] = {}
-        matrices = [parameter for parameter in trainable if id(parameter) in linear]
+        matrices = [parameter for parameter in trainable if id(parameter) in linear_weights]
         if matrices:
             self.parts["muon"] = SharedMuon(
                 matrices, lr, weight_decay, adjust_lr_fn="match_rms_adamw"
             )
-        remaining_parameters = [parameter for parameter in trainable if id(parameter) not in linear]
+        remaining_parameters = [
+            parameter for parameter in trainable if id(parameter) not in linear_weights
+        ]
         if remaining_parameters:
             self.parts["adamw"] = torch.optim.AdamW(
                 remaining_parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
             )
+
+        # The groups must be the parts' own dictionaries (see `_list_groups`), also if the
+        # constructor copies them.
         super().__init__(self._list_groups(), defaults={"lr": lr})
         self.param_groups = self._list_groups()
 
@@ -122,6 +147,7 @@ class MuonAdamW(torch.optim.Optimizer):
         return {name: part.state_dict() for name, part in self.parts.items()}
 
     def load_state_dict(self, state_dict: dict[str, dict[str, object]]) -> None:
+        """Load the states of both parts, which replaces their parameter groups."""
         for name, part in self.parts.items():
             part.load_state_dict(state_dict[name])
         self.param_groups = self._list_groups()
@@ -137,28 +163,34 @@ class MuonAdamW(torch.optim.Optimizer):
 def build_optimizer(
     name: str, model: nn.Module, arguments: TrainingArguments
 ) -> torch.optim.Optimizer | None:
-    """Return the optimizer that a recipe names, or None to leave `train.optim` to the Trainer.
+    """Build the optimizer that a recipe names, or check that the Trainer can build it.
 
     Args:
         name: the recipe's `optimizer`.
         model: whose trainable parameters it updates.
         arguments: the Trainer's.
 
+    Returns:
+        MuonAdamW; None for an optimizer that the Trainer builds (`train.optim`).
+
     Raises:
         UserError: where Muon cannot work, and for a `train.optim` that is not installed or lacks
             options.
     """
+    # Any other optimizer is the Trainer's. It is tried out now, so that an error comes early.
     if name != "muon_adamw":
-        chosen = OptimizerNames(arguments.optim)
+        optimizer_name = OptimizerNames(arguments.optim).value
         try:
             Trainer.get_optimizer_cls_and_kwargs(arguments, model)  # type: ignore[arg-type]
         except (ImportError, ValueError) as error:
             raise UserError(
                 "train.optim",
-                got=chosen.value,
-                text=f"train.optim: {chosen.value} cannot be used: {join_lines(str(error))}",
+                got=optimizer_name,
+                text=f"train.optim: {optimizer_name} cannot be used: {join_lines(str(error))}",
             ) from error
         return None
+
+    # Muon needs whole matrices.
     if arguments.deepspeed or arguments.fsdp or is_sharded():
         raise UserError(
             "optimizer",

@@ -1,12 +1,13 @@
-"""`ResumableTrainer`, transformers' Trainer whose runs can be stopped and resumed.
+"""Extend transformers' Trainer so that a run can be stopped at any moment and resumed.
 
-A run that was killed at any moment, or asked to stop, is resumed to the same weights.
+The resumed run reaches the same weights as an uninterrupted one.
 
 A training ends before its last step in two cases. If a signal asks it to, it saves and ends. If a
-loss is not finite, it ends without saving. A signal reaches one process or all, at different
-moments, and a loss may be finite in all processes but one. So at the end of each step the findings
-of all processes are added up, and all processes end after the same step. The sums are copied to the
-CPU while the device continues. They are read one step later, or at once where the step is saved.
+loss is not finite, it ends without saving. All processes must end after the same step, but a signal
+reaches them at different moments or reaches only one, and a loss may be finite in all processes but
+one. So at the end of each step the findings of all processes are added up. The sums are copied to
+the CPU while the device continues with the next step. They are read one step later, or at once if
+the step is saved.
 """
 
 import json
@@ -44,23 +45,26 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # Seconds within which a second signal is taken for the same one: a terminal's Ctrl-C reaches a
 # process twice at once, from the terminal and from its launcher.
 REPEATED_SIGNAL_S = 1.0
-# Environment variables that a launcher sets in its processes.
+# Environment variables that launchers (accelerate, torchrun) set in the processes that they start.
 LAUNCHERS = ("ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID")
+# The file in a run's folder that names the training rows of a loss that is not finite.
 NOT_FINITE_FILE = Path("run") / "loss_not_finite.json"
 
 
 class ResumableTrainer(Trainer):
-    """A Trainer that writes whole checkpoints only, and stops between two steps (see `Stopping`).
+    """A Trainer that writes only complete checkpoints, and stops between two steps.
 
-    Checkpoints are written aside and renamed.
+    Checkpoints are written into a staging folder and moved to their place. `Stopping` ends the run.
 
     Attributes:
-        micro_batch_losses: of the step under way.
-        begun: when an uninterrupted run would have begun, by `time.monotonic`.
+        micro_batch_losses: the losses of the current step's micro-batches so far.
+        begun: the start of the run by `time.monotonic`, as if it had never been interrupted. The
+            wall time so far is the current time minus this.
         stopping: the callback that ends the run.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Initialize the Trainer, and add the callback `stopping`."""
         self._run_dir: str | None = None
         self.micro_batch_losses: list[Tensor] = []
         self.begun = time.monotonic()
@@ -69,20 +73,22 @@ class ResumableTrainer(Trainer):
         self.add_callback(self.stopping)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Train on a micro-batch as the Trainer does, and keep its loss for `Stopping`."""
         loss: Tensor = super().training_step(*args, **kwargs)
         self.micro_batch_losses.append(loss)
         return loss
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """Run an epoch as the Trainer does, with the order of this epoch's rows.
+        """Run an epoch as the Trainer does, with the order of rows that this epoch has.
 
-        If only the end of the run was lost, this runs not one step more.
+        A run that was interrupted after its last step has no step left, so no epoch is run.
         """
         if self.state.global_step == self.state.max_steps:
             return
         sampler = kwargs["train_dataloader"].batch_sampler
-        # If a part of an epoch is left, accelerate wraps the sampler, and does not set the epoch of
-        # the innermost one.
+
+        # A run that resumes within an epoch skips batches with a wrapper around the sampler, and
+        # accelerate does not set the epoch of the sampler inside it.
         while hasattr(sampler, "batch_sampler"):
             sampler = sampler.batch_sampler
         if hasattr(getattr(sampler, "sampler", None), "set_epoch"):
@@ -90,23 +96,23 @@ class ResumableTrainer(Trainer):
         super()._run_epoch(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def _finalize_training(self, *args: object, **kwargs: object) -> object:
-        """Finish as the Trainer does, with `train_loss` averaged over all processes.
+        """Finish as the Trainer does, but average `train_loss` over all processes.
 
-        The Trainer averages the losses of the steps when it logs them, and takes the last ones,
-        which it did not log, from this process alone.
+        The Trainer averages losses over processes only when it logs them. The losses of the steps
+        after the last log would be those of this process alone.
         """
         self._tr_loss = self.accelerator.reduce(self._tr_loss, "mean")
         return super()._finalize_training(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log as the Trainer does, but no figure that is not finite: JSON has no such numbers."""
+        """Log as the Trainer does, but leave out infinite figures and NaN, which JSON lacks."""
         super().log(select_finite(logs), start_time)
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: object) -> bool:
-        """Determine the best metric as the Trainer does, and save the draft that has it.
+        """Determine the best metric as the Trainer does, and save a draft that reaches it.
 
-        A best draft that is to be loaded at the end is saved, also between two steps of
-        `train.save_steps`.
+        If the best draft is loaded at the end, it must be saved even if `train.save_steps` asks for
+        no checkpoint at this step.
         """
         is_best = super()._determine_best_metric(metrics, trial)
         if is_best and self.args.load_best_model_at_end:
@@ -114,61 +120,67 @@ class ResumableTrainer(Trainer):
         return is_best
 
     def _get_output_dir(self, trial: object) -> str:
+        """Return the folder that the Trainer saves in: during a save the staging folder."""
         return self._run_dir or str(super()._get_output_dir(trial))
 
     def _save_checkpoint(self, model: nn.Module, trial: object) -> None:
-        """Save a checkpoint as the Trainer does, but into a folder aside.
+        """Save a checkpoint as the Trainer does, but so that it is complete or does not exist.
 
-        When every process is done, it is moved to its place. Then older checkpoints are removed.
+        It is written into the staging folder. When every process is done, it is moved to its place.
+        Then older checkpoints are removed.
         """
+        # Every process writes its files into the staging folder.
         run = Path(str(self.args.output_dir))
         step = self.state.global_step
         self._run_dir = str(run / STAGING_DIR)
-        aside = find_checkpoint(run / STAGING_DIR, step)
+        staging_folder = find_checkpoint(run / STAGING_DIR, step)
         with saving(find_checkpoint(run, step)):
             super()._save_checkpoint(model, trial)
         self._run_dir = None
+
+        # Move the checkpoint once all processes are done. If it is the best, the state must name
+        # its final place.
         if self.state.best_global_step == step:
             self.state.best_model_checkpoint = str(find_checkpoint(run, step))
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             with saving(find_checkpoint(run, step)):
                 # The state is written again: it now names the best checkpoint by its final place.
-                self.state.save_to_json(str(aside / STATE))
-                publish_checkpoint(
-                    aside, run, describe_launch(self.args), time.monotonic() - self.begun
-                )
-            best = self.state.best_model_checkpoint
-            prune(
-                run,
-                self.args.save_total_limit,
-                {find_checkpoint(run, step), *([Path(best)] if best else [])},
-            )
+                self.state.save_to_json(str(staging_folder / STATE))
+                seconds = time.monotonic() - self.begun
+                publish_checkpoint(staging_folder, run, describe_launch(self.args), seconds)
+
+            # Remove old checkpoints, but neither this one nor the best.
+            kept_folders = {find_checkpoint(run, step)}
+            if self.state.best_model_checkpoint:
+                kept_folders.add(Path(self.state.best_model_checkpoint))
+            prune(run, self.args.save_total_limit, kept_folders)
         self.accelerator.wait_for_everyone()
 
 
 @dataclass(frozen=True)
 class EndedStep:
-    """A step that has ended, with what the processes found in it.
+    """A step that has ended, with the findings of all processes about it.
 
     Attributes:
-        number: of the step, from 1.
-        losses: of this process's micro-batches.
-        found_2: [2], the numbers of processes that were asked to stop, and of those whose loss is
-            not finite. It is on the CPU, and filled once `copied` is reached.
-        copied: the event after which a device has copied `found_2`; None without a device.
+        number: the step's number, from 1.
+        losses: the losses of this process's micro-batches.
+        findings_2: [2], the number of processes that were asked to stop, and the number of
+            processes whose loss is not finite. It is on the CPU, and filled once `copied` is
+            reached.
+        copied: the event after which a device has copied `findings_2`; None without a device.
     """
 
     number: int
     losses: list[Tensor]
-    found_2: Tensor
+    findings_2: Tensor
     copied: torch.cuda.Event | None
 
 
 class Stopping(TrainerCallback):
-    """Ends a ResumableTrainer's run when a signal asks for it, or when a loss is not finite.
+    """A callback that ends a run when a signal asks for it, or when a loss is not finite.
 
-    A second signal ends the process.
+    The first signal saves and ends. A second signal ends the process at once.
 
     Attributes:
         received: the first signal that asked this process to stop.
@@ -179,6 +191,7 @@ class Stopping(TrainerCallback):
     """
 
     def __init__(self, trainer: ResumableTrainer) -> None:
+        """Prepare to stop a trainer, and remember the process that launched this one."""
         self.trainer = trainer
         self.stops = False
         self.unread: list[EndedStep] = []
@@ -188,7 +201,7 @@ class Stopping(TrainerCallback):
 
     @contextmanager
     def handle_signals(self) -> Iterator[None]:
-        """Handle signals while the block runs."""
+        """Handle SIGTERM and SIGINT while the block runs, and restore their handlers afterwards."""
         handlers = {number: signal.signal(number, self._receive) for number in SIGNALS}
         try:
             yield
@@ -202,10 +215,11 @@ class Stopping(TrainerCallback):
             self.received = number
             self.received_at = time.monotonic()
             if os.environ.get("RANK", "0") == "0":
-                # This does not print, because the signal may have interrupted a print.
+                # os.write instead of print, because the signal may have interrupted a print, which
+                # cannot be entered twice.
                 os.write(
                     2,
-                    f"{signal.Signals(number).name}: saving after this step; a second one ends"
+                    f"{signal.Signals(number).name}: saving after this step; a second signal ends"
                     " without saving\n".encode(),
                 )
         elif time.monotonic() - self.received_at > REPEATED_SIGNAL_S:
@@ -213,9 +227,9 @@ class Stopping(TrainerCallback):
 
     @property
     def asked(self) -> bool:
-        """Whether this process was asked to stop.
+        """Whether this process was asked to stop, by a signal or by the end of its launcher.
 
-        A launcher that is gone asks as well, because some launchers pass no signal on.
+        Some launchers do not pass a signal on. When one ends, this process gets another parent.
         """
         return self.received is not None or self.launcher not in (None, os.getppid())
 
@@ -226,17 +240,19 @@ class Stopping(TrainerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Add up the findings of all processes, and read those that are due."""
+        """Add up the findings of all processes on this step, and read those that are due."""
         # Count the processes that were asked to stop, and those whose loss is not finite.
         losses = self.trainer.micro_batch_losses
         self.trainer.micro_batch_losses = []
-        finite = torch.stack(losses).isfinite().all()
-        found_2 = self.trainer.accelerator.reduce(
-            torch.stack([torch.full_like(finite, self.asked), ~finite]).long(), "sum"
-        )
-        on_cpu_2 = found_2.to("cpu", non_blocking=True)  # This copies into pinned memory.
-        copied = torch.cuda.current_stream().record_event() if found_2.is_cuda else None
-        self.unread.append(EndedStep(state.global_step, losses, on_cpu_2, copied))
+        is_finite = torch.stack(losses).isfinite().all()
+        is_asked = torch.full_like(is_finite, self.asked)
+        local_findings_2 = torch.stack([is_asked, ~is_finite]).long()
+        findings_2 = self.trainer.accelerator.reduce(local_findings_2, "sum")
+
+        # Copy the counts to the CPU without waiting for the device.
+        cpu_findings_2 = findings_2.to("cpu", non_blocking=True)  # This copies into pinned memory.
+        copied = torch.cuda.current_stream().record_event() if findings_2.is_cuda else None
+        self.unread.append(EndedStep(state.global_step, losses, cpu_findings_2, copied))
         self._read(args, control)
 
     def on_epoch_end(
@@ -248,25 +264,30 @@ class Stopping(TrainerCallback):
     ) -> None:
         """Read the findings at the end of an epoch, too.
 
-        Only here the Trainer asks for what `train.save_strategy=epoch` saves and
-        `train.eval_strategy=epoch` evaluates.
+        With `train.save_strategy=epoch` or `train.eval_strategy=epoch`, the Trainer decides only
+        here to save or to evaluate, and the last step must be read before.
         """
         self._read(args, control)
 
     def _read(self, args: TrainingArguments, control: TrainerControl) -> None:
-        """Read what the steps before the last one found.
+        """Read the findings of all steps but the last, and act on them.
 
-        The last step is read, too, where its weights are about to be used.
+        The last step is read, too, if its weights are about to be saved or evaluated. Otherwise it
+        is read one step later, so that the CPU does not wait for the device.
         """
-        ends = control.should_save or control.should_evaluate or control.should_training_stop
-        while self.unread and (ends or self.stops or len(self.unread) > 1):
+        uses_weights = (
+            control.should_save or control.should_evaluate or control.should_training_stop
+        )
+        while self.unread and (uses_weights or self.stops or len(self.unread) > 1):
+            # Wait until the counts are on the CPU, and read them.
             step = self.unread.pop(0)
             if step.copied:
                 step.copied.synchronize()
-            num_asked, num_not_finite = step.found_2.tolist()
+            num_asked, num_not_finite = step.findings_2.tolist()
             if num_not_finite:
                 self._stop_if_not_finite(step, args)
             self.stops = self.stops or num_asked > 0
+        # A run that stops saves first. `on_save` then ends it.
         control.should_save = control.should_save or self.stops
 
     def on_save(
@@ -291,46 +312,52 @@ class Stopping(TrainerCallback):
         """Save the rows of training data whose loss was not finite, and end on every process.
 
         Args:
-            step: in which the loss was not finite.
+            step: the step in which the loss was not finite.
             args: the Trainer's arguments.
 
         Raises:
             ResourceError: always.
         """
+        # Collect the rows of the micro-batches whose loss is not finite, from all processes.
+        batch_rows = self._list_step_rows(step, args)
         local_rows = [
-            rows
-            for rows, loss in zip(self._list_step_rows(step, args), step.losses, strict=True)
-            if not loss.isfinite()
+            rows for rows, loss in zip(batch_rows, step.losses, strict=True) if not loss.isfinite()
         ]
         rows = []
         for batches in all_gather_object(local_rows):
             for batch in batches:
                 rows.extend(batch)
+
+        # Write them into a file, and name the first ones in the error.
         path = Path(str(args.output_dir)) / NOT_FINITE_FILE
         if args.should_save:
             with saving(path):
                 path.write_text(
                     json.dumps({"step": step.number, "rows": rows}) + "\n", encoding="utf-8"
                 )
-        shown = ", ".join(map(str, rows[:8])) + ", …" * (len(rows) > 8)
+        shown = ", ".join(map(str, rows[:8])) + (", …" if len(rows) > 8 else "")
         raise ResourceError(
             f"the loss of step {step.number} is not finite, in a batch of rows {shown} of the"
             f" training data ({path})",
-            next_step="look at these rows, or lower train.learning_rate or train.max_grad_norm",
+            next_step="check these rows, or lower train.learning_rate or train.max_grad_norm",
         )
 
     def _list_step_rows(self, step: EndedStep, args: TrainingArguments) -> list[list[int]]:
-        """Return the rows of each micro-batch of this process in a step.
+        """Return the row numbers of each micro-batch of this process in a step.
 
-        They are read from the sampler, because the order of rows is a function of the epoch.
+        Batches do not carry row numbers, so they are computed again by the sampler: the order of
+        rows is a function of the epoch.
         """
         # The sampler of a new loader gives the same order, once it has the step's epoch.
         loader: Any = self.trainer.get_train_dataloader()
         num_batches = len(loader) if has_length(loader) else 0
-        per_step = args.gradient_accumulation_steps
+        step_batches = args.gradient_accumulation_steps
         if not num_batches:
             # The rows are a stream, as in the training of pico itself, and have no numbers.
             return [[] for _ in step.losses]
-        epoch, index = divmod(step.number - 1, math.ceil(num_batches / per_step))
+
+        # Find the epoch of the step, and the step's place in it.
+        epoch, index = divmod(step.number - 1, math.ceil(num_batches / step_batches))
         loader.set_epoch(epoch)
-        return list(islice(loader.batch_sampler, index * per_step, (index + 1) * per_step))
+        first = index * step_batches
+        return list(islice(loader.batch_sampler, first, first + step_batches))

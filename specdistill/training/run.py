@@ -1,8 +1,8 @@
-"""A training run from its recipe to its best draft: the steps that all training scripts share.
+"""Open, record, train and resume a training run: the steps that all training scripts share.
 
-Its folder holds `draft/`, `report/`, the trainer's checkpoints, and `run/`. The last one is the
-record of the run's inputs (resolved recipe, command, versions, revision, data fingerprint), which
-is written before the first step.
+The folder of a run holds `draft/`, `report/`, the trainer's checkpoints, and `run/`. The folder
+`run/` is the record of the run's inputs (resolved recipe, command, versions, revision, data
+fingerprint). It is written before the first step.
 """
 
 import hashlib
@@ -55,20 +55,24 @@ from specdistill.training.history import Bar, ProgressLines, save_history
 from specdistill.training.resumable import ResumableTrainer
 from specdistill.training.trainer import DistillationTrainer
 
+# The packages whose versions are recorded, because they influence the numbers of a training.
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors")
+# The files of the record, and the file that one process locks while it writes the run's folder.
 RECIPE = "recipe.yaml"
 PROVENANCE = "provenance.json"
 LOCK = ".lock"
+# Seconds to wait for a network file system to show a file of another machine. Most show it within
+# seconds; a longer wait would delay machines that share no folder.
 VISIBILITY_WAIT_S = 10
-# Keys that name places on a machine. A run resumes with other places.
+# Keys that name places on a machine. A run can be resumed with other places.
 PATH_KEYS = (
     "train.output_dir",
     "train.logging_dir",
     "data.cache_dir",
     "hidden_states.path",
 )
-# Keys of `train:` that say how processes share a step's rows. A run resumes with other values, as
-# long as a step has as many rows.
+# Keys of `train:` that say how processes share a step's rows. A run can be resumed with other
+# values, as long as a step has as many rows.
 BATCH_KEYS = (
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
@@ -81,7 +85,7 @@ DURATION_KEYS = ("max_steps", "num_train_epochs")
 
 MAX_SHOWN_KEYS = 3  # keys of another recipe that an error names
 START_OVER_HINT = "To start over, name another train.output_dir, or remove the folder."
-# The facts that a run records of its inputs, in words.
+# The facts that a run records of its inputs, and how errors call them.
 FACTS = {
     "target": "target.model",
     "target_revision": "target.revision",
@@ -97,7 +101,7 @@ class TrainingRun:
 
     Attributes:
         recipe: what is trained.
-        arguments: of transformers' Trainer.
+        arguments: the arguments of transformers' Trainer.
         path: the run's folder.
         checkpoint: what the run resumes from; None for a new run.
         writer: holds the lock of the folder, which one process writes from the record to the draft.
@@ -119,7 +123,7 @@ class TrainingRun:
 
         Args:
             recipe: what is trained.
-            target_dtype: of the frozen target, if there is one.
+            target_dtype: the dtype of the frozen target; None without one.
             defaults: values of fields that `train:` leaves out.
 
         Raises:
@@ -127,6 +131,7 @@ class TrainingRun:
                 their recipe, for a folder that cannot be written or holds other files, another run
                 or a finished one, and for a checkpoint that this launch cannot resume.
         """
+        # Build the Trainer's arguments. All machines must have the same recipe and launch.
         arguments = build_training_arguments(
             recipe.train, **{"disable_tqdm": not sys.stderr.isatty(), **defaults}
         )
@@ -138,23 +143,25 @@ class TrainingRun:
         )
         if target_dtype is not None:
             check_precision(arguments, target_dtype)
+
+        # Refuse a folder in which some process finds another run or other files. All processes look
+        # before any of them writes.
         path = Path(str(arguments.output_dir))
         check_writable(path, "train.output_dir")
-        # All processes look before any of them writes.
         local_steps = find_complete_steps(path)
-        obstacles, complete_steps = zip(
-            *all_gather_object((_describe_obstacle(path, recipe, local_steps), local_steps)),
-            strict=True,
-        )
-        obstacle = next(filter(None, obstacles), None)
-        if obstacle:
-            raise UserError(
-                "train.output_dir",
-                got=f"{path}, which holds {obstacle}",
-                text=f"train.output_dir: {path} holds {obstacle}. {START_OVER_HINT}",
-            )
+        local_obstacle = _describe_obstacle(path, recipe, local_steps)
+        gathered = all_gather_object((local_obstacle, local_steps))
+        for obstacle, _ in gathered:
+            if obstacle:
+                raise UserError(
+                    "train.output_dir",
+                    got=f"{path}, which holds {obstacle}",
+                    text=f"train.output_dir: {path} holds {obstacle}. {START_OVER_HINT}",
+                )
+
         # Resume from the newest checkpoint that every process finds complete.
-        step = max(set(complete_steps[0]).intersection(*complete_steps), default=None)
+        complete_steps = [set(steps) for _, steps in gathered]
+        step = max(set.intersection(*complete_steps), default=None)
         if step is None and any(complete_steps):
             raise UserError(
                 "train.output_dir",
@@ -165,6 +172,8 @@ class TrainingRun:
         if run.checkpoint is not None:
             check_launch(run.checkpoint, arguments)
             arguments.eval_on_start = False  # A run that resumes is not at its start.
+
+        # Seed the run, and warn about inputs that may change.
         set_seed(arguments.seed)
         if arguments.process_index == 0:
             for warning in warn_unpinned_revisions(recipe):
@@ -174,20 +183,17 @@ class TrainingRun:
     def record(self, **facts: object) -> None:
         """Write the record of the run's inputs, before the first step.
 
-        It has the resolved recipe, command, versions, git revision and the facts given. Warn where
-        machines that share no folder keep no checkpoints of their own.
+        The record has the resolved recipe, command, versions, git revision and the facts given.
+        There is a warning if machines share no folder and keep no checkpoints of their own.
 
         Args:
-            facts: of the target and the data; see FACTS.
+            facts: facts about the target and the data; see FACTS.
 
         Raises:
             UserError: if the facts are not those of the run that is resumed.
         """
-        # The process that writes the folder locks it, and the others wait until it has.
-        # Only one run may write into the folder.
-        folder = self.path / "run"
-        aside = self.path / STAGING_DIR / "run"
-        facts = remove_places(facts)
+        # Lock the folder, because only one run may write into it. One process locks it, and the
+        # others wait until it has.
         if self.arguments.should_save:
             self.writer.enter_context(
                 exclusive_lock(
@@ -199,33 +205,9 @@ class TrainingRun:
             )
         all_gather_object(None)
 
-        # An interrupted run must have had the same target and data.
-        record = (
-            read_keys(folder / PROVENANCE, "train.output_dir", "an interrupted run")
-            if self.checkpoint
-            else {}
-        )
-        old = remove_places(record)
-        differing_key = next(
-            (name for name, now in facts.items() if old.get(name, now) != now), None
-        )
-        # Every process must have read the old record before the first one overwrites it.
-        differing_key = next(filter(None, all_gather_object(differing_key)), None)
-        if differing_key:
-            raise UserError(
-                "train.output_dir",
-                got=(
-                    f"{self.path}, an interrupted run with {differing_key} {old.get(differing_key)}"
-                ),
-                text=(
-                    f"train.output_dir: {self.path} holds an interrupted run, in which"
-                    f" {FACTS.get(differing_key, differing_key)} is {old.get(differing_key)};"
-                    f" now it is {facts[differing_key]}."
-                    f" {START_OVER_HINT}"
-                ),
-            )
-
-        # Write the record aside and move it to its place.
+        # Compare the facts with the old record, and write the new one.
+        facts = remove_places(facts)
+        self._check_same_facts(facts)
         provenance = {
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "recipe": hashlib.sha256(format_recipe(self.recipe, public=True).encode()).hexdigest(),
@@ -236,81 +218,126 @@ class TrainingRun:
             **facts,
         }
         if self.arguments.should_save:
-            with saving(folder):
-                self._keep_finished()
-                aside.mkdir(parents=True, exist_ok=True)
-                (aside / RECIPE).write_text(format_recipe(self.recipe), encoding="utf-8")
-                (aside / PROVENANCE).write_text(
-                    json.dumps(provenance, indent=2) + "\n", encoding="utf-8"
-                )
-                if not folder.exists():
-                    os.replace(aside, folder)
-                else:
-                    for path in aside.iterdir():
-                        os.replace(path, folder / path.name)
+            with saving(self.path / "run"):
+                self._rename_finished()
+                self._write_record(provenance)
         all_gather_object(None)
-        # A network file system shows a new folder late: within seconds, as a rule. After that this
-        # warns and does not refuse, as some take a minute.
+        self._wait_for_record()
+
+    def _check_same_facts(self, facts: Mapping[str, object]) -> None:
+        """Raise UserError if an interrupted run had another target or other data.
+
+        Args:
+            facts: facts about the target and the data of this run.
+        """
+        # Compare with the record of the run, if it is resumed. Facts that an earlier version did
+        # not record are taken as equal.
+        old_record: dict[str, Any] = {}
+        if self.checkpoint:
+            path = self.path / "run" / PROVENANCE
+            old_record = read_keys(path, "train.output_dir", "an interrupted run")
+        old_facts = remove_places(old_record)
+        local_differing_keys = [
+            name for name, value in facts.items() if old_facts.get(name, value) != value
+        ]
+
+        # Every process must have read the old record before the first one overwrites it.
+        differing_keys = list(
+            itertools.chain.from_iterable(all_gather_object(local_differing_keys))
+        )
+        if differing_keys:
+            key = differing_keys[0]
+            raise UserError(
+                "train.output_dir",
+                got=f"{self.path}, an interrupted run with {key} {old_facts.get(key)}",
+                text=(
+                    f"train.output_dir: {self.path} holds an interrupted run, in which"
+                    f" {FACTS.get(key, key)} is {old_facts.get(key)}; now it is {facts[key]}."
+                    f" {START_OVER_HINT}"
+                ),
+            )
+
+    def _write_record(self, provenance: Mapping[str, object]) -> None:
+        """Write the recipe and the provenance of the run, and replace those of an earlier start.
+
+        The files are written into the staging folder first, so that they are never half written.
+        """
+        folder = self.path / "run"
+        staging_folder = self.path / STAGING_DIR / "run"
+        staging_folder.mkdir(parents=True, exist_ok=True)
+        (staging_folder / RECIPE).write_text(format_recipe(self.recipe), encoding="utf-8")
+        (staging_folder / PROVENANCE).write_text(
+            json.dumps(provenance, indent=2) + "\n", encoding="utf-8"
+        )
+        # A new record is moved as a folder, which makes it appear whole. In an existing folder each
+        # file is replaced.
+        if not folder.exists():
+            os.replace(staging_folder, folder)
+        else:
+            for path in staging_folder.iterdir():
+                os.replace(path, folder / path.name)
+
+    def _wait_for_record(self) -> None:
+        """Wait until this process sees the record of the run, and warn if it does not appear.
+
+        A network file system may show a new folder late. This only warns and does not refuse,
+        because some file systems take a minute.
+        """
+        folder = self.path / "run"
         end = time.monotonic() + VISIBILITY_WAIT_S
         while not (folder / RECIPE).exists() and time.monotonic() < end:
             time.sleep(1)
         if not (folder / RECIPE).exists():
             logger.warning(
-                f"Process {self.arguments.process_index} does not see {folder}. If the machines"
-                " share no folder, set train.save_on_each_node=true: an interrupted run could not"
-                " be resumed."
+                f"Process {self.arguments.process_index} does not see {folder}, so an interrupted"
+                " run could not be resumed. If the machines share no folder, set"
+                " train.save_on_each_node=true."
             )
 
-    def _keep_finished(self) -> None:
+    def _rename_finished(self) -> None:
         """Rename the draft and the report of a finished run that is trained further.
 
-        Nothing is renamed in a run without a draft, which is no finished one.
+        They get the step of the checkpoint that training continues from, e.g. `draft-500`. A run
+        without a draft is not finished, and nothing is renamed.
         """
         if self.checkpoint is None or not (self.path / "draft").exists():
             return
         step = self.checkpoint.name.removeprefix("checkpoint-")
-        kept_folder = self.path
+        new_path = self.path
         # The draft comes last, because without it the run counts as an interrupted one.
         for name in ("report", "draft"):
             if (self.path / name).exists():
-                names = (
-                    f"{name}-{step}{f'-{number}' if number > 1 else ''}"
-                    for number in itertools.count(1)
-                )
-                kept_folder = next(
-                    self.path / candidate
-                    for candidate in names
-                    if not (self.path / candidate).exists()
-                )
-                os.replace(self.path / name, kept_folder)
+                new_path = _find_free_path(self.path / f"{name}-{step}")
+                os.replace(self.path / name, new_path)
         logger.info(
             f"Training in {self.path} continues from step {step}, with the learning rates of"
-            f" the new"
-            f" length. The previous draft is kept in {kept_folder}."
+            f" the new length. The previous draft is kept in {new_path}."
         )
 
     def train(self, trainer: ResumableTrainer) -> None:
         """Train, or resume where an interrupted run stopped, and save the best draft.
 
-        A DistillationTrainer has loaded the best draft back by then.
+        At the end of training, the Trainer loads the best draft back if the recipe says so. Only a
+        DistillationTrainer has a draft.
         """
-        # Replace the Trainer's printed logs by ours.
         with self.writer:
-            # These callbacks print every log as a dictionary.
-            for verbose in (PrinterCallback, ProgressCallback):
-                trainer.remove_callback(verbose)
-            for callback in (
-                [ProgressLines()] if self.arguments.disable_tqdm else [Bar(), ProgressLines()]
-            ):
-                trainer.add_callback(callback)
-            # `stopping` comes last: on a save it may end the run, and the others would not be told.
+            # Replace the Trainer's callbacks that print, which print each log as a dictionary.
+            for callback_class in (PrinterCallback, ProgressCallback):
+                trainer.remove_callback(callback_class)
+            if not self.arguments.disable_tqdm:
+                trainer.add_callback(Bar())
+            trainer.add_callback(ProgressLines())
+            # `stopping` comes last: on a save it may end the run, and callbacks after it would not
+            # be called.
             trainer.callback_handler.callbacks.sort(
                 key=lambda callback: callback is trainer.stopping
             )
 
-            # Resume: go on with the time that was counted so far.
+            # A resumed run continues to count time where it stopped.
             if self.checkpoint is not None:
                 trainer.begun -= read_json(self.checkpoint / MANIFEST).get("seconds", math.nan)
+
+            # Remove what an interrupted save left, before any process saves. Then train.
             if self.arguments.should_save:
                 shutil.rmtree(self.path / STAGING_DIR, ignore_errors=True)
             all_gather_object(None)
@@ -328,20 +355,7 @@ class TrainingRun:
             if not isinstance(trainer, DistillationTrainer):
                 return
 
-            # Write the draft and its history aside, then move them to their place.
-            with saving(self.path / "draft"):
-                trainer.save_draft(self.path / STAGING_DIR / "draft")
-                if self.arguments.should_save:
-                    save_history(
-                        trainer.state,
-                        self.path,
-                        time.monotonic() - trainer.begun,
-                        has_best=self.arguments.load_best_model_at_end,
-                    )
-                    if (self.path / STAGING_DIR / "draft").exists():
-                        os.replace(self.path / STAGING_DIR / "draft", self.path / "draft")
-                    # The folder is not there where another machine writes the draft.
-                    shutil.rmtree(self.path / STAGING_DIR, ignore_errors=True)
+            self._save_draft(trainer)
             print_result(
                 {
                     "draft": self.path / "draft",
@@ -351,95 +365,125 @@ class TrainingRun:
                 }
             )
 
+    def _save_draft(self, trainer: DistillationTrainer) -> None:
+        """Save the draft and the history of a training that has ended.
+
+        The draft is moved to its place last, because a run with a draft counts as finished.
+        """
+        staging_folder = self.path / STAGING_DIR
+        with saving(self.path / "draft"):
+            trainer.save_draft(staging_folder / "draft")
+            if self.arguments.should_save:
+                save_history(
+                    trainer.state,
+                    self.path,
+                    time.monotonic() - trainer.begun,
+                    has_best=self.arguments.load_best_model_at_end,
+                )
+                if (staging_folder / "draft").exists():
+                    os.replace(staging_folder / "draft", self.path / "draft")
+                # On a machine that does not write the draft, the folder does not exist.
+                shutil.rmtree(staging_folder, ignore_errors=True)
+
+
+def _find_free_path(path: Path) -> Path:
+    """Return a path that does not exist yet: the path itself, or the path with `-2`, `-3`, …."""
+    free_path = path
+    number = 1
+    while free_path.exists():
+        number += 1
+        free_path = path.with_name(f"{path.name}-{number}")
+    return free_path
+
 
 def warn_unpinned_revisions(recipe: Section) -> Iterator[str]:
-    """Yield warnings of inputs that may change from one day to the next.
+    """Yield warnings about inputs that may change from one day to the next.
 
-    These are a target on the Hub without a revision, and what `data_sources.left_open` finds.
+    These are a target on the Hub without a revision, and the sources of data that
+    `warn_unpinned_sources` finds.
     """
-    target, data = (getattr(recipe, name, None) for name in ("target", "data"))
+    target = getattr(recipe, "target", None)
+    data = getattr(recipe, "data", None)
     if target is not None and TARGET_IS_ON_HUB.holds(target) and target.revision is None:
         yield (
-            f"target.revision: {target.model} is not pinned, and its weights are those of today:"
-            " target.revision=COMMIT keeps them"
+            f"target.revision: {target.model} is not pinned, so its weights may change:"
+            " set target.revision=COMMIT"
         )
     if data is not None:
         yield from data_sources.warn_unpinned_sources(data.source)
 
 
 def list_recipe_keys(values: Mapping[str, object]) -> dict[str, str]:
-    """Return each key of a recipe with its value, except keys that name places."""
+    """Return each key of a recipe with its value as text, except keys that name places."""
     return {key: str(value) for key, value in flatten_keys(values) if key not in PATH_KEYS}
 
 
 def _describe_obstacle(path: Path, recipe: Section, complete_steps: list[int]) -> str | None:
-    """Say in words which files in a folder keep a run out of it.
+    """Describe the files in a folder that keep a run from using it.
 
     Args:
         path: the run's folder.
-        recipe: of the run.
+        recipe: the run's recipe.
         complete_steps: steps of its complete checkpoints.
 
     Returns:
-        None if there are no such files.
+        A description for an error; None if the run can use the folder.
     """
     # A folder without a run must hold nothing else.
     entries = {entry.name for entry in path.iterdir()} if path.exists() else set()
     record = path / "run" / RECIPE
     if not record.exists():
         return "other files" if entries - {STAGING_DIR, LOCK} else None
-    # With only a record and a tracker's log, the run died before its first checkpoint.
+
+    # With only a record and a tracker's log, a run died before its first checkpoint. It may be
+    # started again, with any recipe.
     if entries <= {"run", "runs", STAGING_DIR, LOCK}:
         return None
+
+    # Compare the recipes, without the keys in which they may differ.
     recorded = read_keys(record, "train.output_dir", "a new folder, or an interrupted run")
     recipe_keys = parse_yaml(format_recipe(recipe))
     is_finished = "draft" in entries
-
-    # Compare the recipes, without the keys in which they may differ.
     old = dict(flatten_keys(_remove_irrelevant_keys(recorded, is_finished)))
     new = dict(flatten_keys(_remove_irrelevant_keys(recipe_keys, is_finished)))
-    differing = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-    if differing:
-        values = (
+    differing_keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    if differing_keys:
+        # Show the first differences, and how to type a command with the old values.
+        differences = [
             f"{key} is {format_value(old.get(key))} there and {format_value(new.get(key))} here"
-            for key in differing[:MAX_SHOWN_KEYS]
-        )
-        same = [f"{key}={format_value(old.get(key))}" for key in differing]
-        typed = shlex.join(same) if len(same) <= MAX_SHOWN_KEYS else f"recipe={record}"
-        return f"a run of another recipe: {'; '.join(values)}. To resume it, type {typed}"
+            for key in differing_keys[:MAX_SHOWN_KEYS]
+        ]
+        old_values = [f"{key}={format_value(old.get(key))}" for key in differing_keys]
+        has_few = len(old_values) <= MAX_SHOWN_KEYS
+        arguments = shlex.join(old_values) if has_few else f"recipe={record}"
+        return f"a run of another recipe: {'; '.join(differences)}. To resume it, type {arguments}"
+    if not is_finished:
+        return None
 
     # A finished run can only be trained further, for more steps or epochs.
-    if is_finished and not any(
-        (recipe_keys["train"].get(key) or 0) > (recorded["train"].get(key) or 0)
-        for key in DURATION_KEYS
-    ):
-        key = (
-            "train.max_steps"
-            if (recorded["train"].get("max_steps") or 0) > 0
-            else "train.num_train_epochs"
-        )
+    old_train = recorded["train"]
+    new_train = recipe_keys["train"]
+    is_longer = any((new_train.get(key) or 0) > (old_train.get(key) or 0) for key in DURATION_KEYS)
+    if not is_longer:
+        has_max_steps = (old_train.get("max_steps") or 0) > 0
+        key = "train.max_steps" if has_max_steps else "train.num_train_epochs"
         return f"a finished run. To train it further, raise {key}"
-    return (
-        "a finished run that kept no complete checkpoint, so it cannot be trained further"
-        if is_finished and not complete_steps
-        else None
-    )
+    if not complete_steps:
+        return "a finished run that kept no complete checkpoint, so it cannot be trained further"
+    return None
 
 
 def _remove_irrelevant_keys(recipe: dict[str, Any], is_finished: bool) -> dict[str, object]:
-    """Return a recipe without the keys that change no number of the training.
+    """Return a recipe without the keys in which a resumed run may differ.
 
-    This leaves out the keys that say how processes share the rows of a step. For a finished run it
-    also leaves out its length, which may be raised.
+    These are the keys that say how processes share the rows of a step, `target.cache` and
+    `publish`. For a finished run its length is left out, too, because it may be raised.
     """
+    # A recipe that is read from a file may be broken, so its sections need not be mappings.
     train = recipe.get("train")
-    irrelevant_keys = BATCH_KEYS + DURATION_KEYS * is_finished
-    steps = (
-        {name: value for name, value in train.items() if name not in irrelevant_keys}
-        if isinstance(train, dict)
-        else train
-    )
-    target = {
-        name: value for name, value in (recipe.get("target") or {}).items() if name != "cache"
-    }
-    return {**recipe, "target": target, "train": steps, "publish": None}
+    if isinstance(train, dict):
+        irrelevant_keys = (*BATCH_KEYS, *DURATION_KEYS) if is_finished else BATCH_KEYS
+        train = {name: value for name, value in train.items() if name not in irrelevant_keys}
+    target = dict(recipe.get("target") or {})
+    target.pop("cache", None)
+    return {**recipe, "target": target, "train": train, "publish": None}

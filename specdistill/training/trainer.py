@@ -1,8 +1,9 @@
-"""transformers' Trainer with a frozen target, and the one place where losses are divided.
+"""Train a draft with transformers' Trainer, next to a frozen target.
 
-The loop, accumulation, data parallelism, sharding, checkpoints and resuming are the Trainer's. The
-loss is the objective's: `TrainingTimeTest` for heads, `Distillation` for draft models. Trained
-weights are float32. Mixed precision is autocast over them, however they are sharded.
+transformers' Trainer runs the loop, with accumulation, data parallelism, sharding and checkpoints.
+The loss is that of the objective: `TrainingTimeTest` for heads, `Distillation` for draft models.
+This module is the only place where the sum of losses is divided. Trained weights are float32, and
+mixed precision is autocast over them, whatever the sharding.
 """
 
 import copy
@@ -34,9 +35,10 @@ from specdistill.training.resumable import ResumableTrainer
 
 
 class DistillationTrainer(ResumableTrainer):
-    """Trains a draft on rows of `specdistill.data.rows`.
+    """A Trainer that trains a draft on packed rows.
 
-    The rows have the columns input_ids, loss_mask, document_ids and position_ids.
+    The rows have the columns input_ids, loss_mask, document_ids and position_ids
+    (`specdistill.data.rows`).
 
     Args:
         objective: the draft with its loss.
@@ -44,12 +46,12 @@ class DistillationTrainer(ResumableTrainer):
         arguments: the Trainer's.
         train_set: training rows.
         eval_set: held-out rows.
-        save: (draft, folder) -> None, writes the draft in its public layout. Checkpoints hold it
-            next to the Trainer's own file.
+        save: writes a draft into a folder, in its public layout. Checkpoints hold it next to the
+            Trainer's own file.
         optimizer: None leaves the choice to the Trainer.
-        decode: (draft folder) -> its acceptance length in decoding. Evaluations then measure that,
-            too.
-        store: features that batches come with, so that the target computes none.
+        decode: measures the acceptance length in decoding of the draft in a folder. Evaluations
+            then log it, too; None to leave it out.
+        store: the store that features are read from; None if the target computes them.
     """
 
     def __init__(
@@ -65,22 +67,25 @@ class DistillationTrainer(ResumableTrainer):
         decode: Callable[[Path], float] | None = None,
         store: FeatureStore | None = None,
     ) -> None:
-        self.num_rows = len(train_set)
-        # The rows are filled up to whole steps, so that `epoch` in the log does not depend on how
+        """Initialize the Trainer with rows that are filled up to whole steps."""
+        # Fill the rows up to whole steps, so that `epoch` in the log does not depend on how
         # processes and micro-batches share a step's rows.
+        self.num_rows = len(train_set)
         step_rows = (
             arguments.train_batch_size
             * arguments.world_size
             * arguments.gradient_accumulation_steps
         )
-        filled = fill_up(train_set, step_rows)
-        self.num_empty = len(filled) - self.num_rows
+        filled_train_set = fill_up(train_set, step_rows)
+        self.num_empty = len(filled_train_set) - self.num_rows
         arguments.remove_unused_columns = False  # `prepare` reads columns that `forward` does not.
+
+        # Initialize the Trainer. It may refuse combinations of arguments.
         try:
             super().__init__(
                 model=objective,
                 args=arguments,
-                train_dataset=filled,
+                train_dataset=filled_train_set,
                 eval_dataset=fill_up(eval_set, arguments.eval_batch_size * arguments.world_size),
                 data_collator=collate if store is None else store.collate,
                 compute_metrics=step_metrics,
@@ -88,26 +93,30 @@ class DistillationTrainer(ResumableTrainer):
             )
         except ValueError as error:
             raise make_trainer_error(error, vars(arguments)) from error
+
+        # Set what this class needs in addition.
         self.objective: Any = objective
         self.target = target
         self.save = save
         self.decode = decode
         self.num_tokens: Tensor
         self._count_tokens_from_now()
-        # compute_loss divides by the whole batch's count itself: the Trainer must not divide again.
+
+        # Say that the loss is already divided by the whole batch's count, so that the Trainer does
+        # not divide it by the accumulation steps.
         self.model_accepts_loss_kwargs = True
-        # FSDP shards these modules one by one: the layers that transformers names for a language
-        # model, or the layers in a head's list, if it has one.
+
+        # Name the modules that FSDP shards one by one: the layers that transformers names for a
+        # language model, or the layers in a head's list, if it has one.
         layers = {type(layer).__name__ for layer in getattr(self.objective.draft, "layers", ())}
         undivided_modules = getattr(self.objective.draft, "_no_split_modules", None)
         objective._no_split_modules = sorted(undivided_modules or layers)  # type: ignore[assignment]
-        # Sharded weights are gathered into this copy to be saved.
+
+        # Keep a copy of a sharded draft, into which its weights are gathered to be saved.
         self.is_sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
-        self.whole: Any = (
-            copy.deepcopy(self.objective.draft).cpu()
-            if self.is_sharded and arguments.should_save
-            else None
-        )
+        self.whole: Any = None
+        if self.is_sharded and arguments.should_save:
+            self.whole = copy.deepcopy(self.objective.draft).cpu()
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler[int] | None:
         """Return a sampler whose order does not depend on the number of processes."""
@@ -119,15 +128,19 @@ class DistillationTrainer(ResumableTrainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[ForwardInputs], num_batches: int, device: torch.device
     ) -> tuple[list[ForwardInputs], Tensor]:
-        """Return the micro-batches of one optimizer step, and the loss tokens of all processes."""
-        # Batches are numbered in the order of their rows, which the processes take in turn.
+        """Return the micro-batches of one optimizer step, and the loss tokens of all processes.
+
+        The Trainer calls this, and passes the number of loss tokens on to `compute_loss`.
+        """
+        # Prepare the batches. They are numbered in the order of their rows, which the processes
+        # take in turn.
         first = self.state.global_step * num_batches
-        batches = [
-            self.objective.prepare(
-                batch, (first + index) * self.args.world_size + self.args.process_index
-            )
-            for index, batch in enumerate(islice(epoch_iterator, num_batches))
-        ]
+        batches = []
+        for index, batch in enumerate(islice(epoch_iterator, num_batches)):
+            number = (first + index) * self.args.world_size + self.args.process_index
+            batches.append(self.objective.prepare(batch, number))
+
+        # Count tokens for the speed in the log, and loss tokens for the division of the loss.
         self.num_tokens = self.num_tokens + sum(
             (batch["document_ids"] != PADDING_DOCUMENT).sum() for batch in batches
         )
@@ -143,10 +156,11 @@ class DistillationTrainer(ResumableTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor | tuple[Tensor, StepSums]:
-        """Divide the sum over this micro-batch by the count of the whole global batch.
+        """Return the loss of a micro-batch: its sum divided by the whole global batch's count.
 
-        This is the one division. Data parallelism averages gradients over processes, so the sum is
-        scaled by their number. The step's gradient is then the same however the batch was cut.
+        Nothing else divides the loss. Data parallelism averages gradients over processes, so the
+        sum is multiplied by their number. The step's gradient is then the same however the batch
+        was divided into micro-batches and processes.
         """
         total, sums = self._sum_losses(model, inputs, measure=not model.training)
         assert num_items_in_batch is not None
@@ -162,7 +176,8 @@ class DistillationTrainer(ResumableTrainer):
     ) -> tuple[None, Tensor, Tensor]:
         """Compute the sums of one batch in an evaluation.
 
-        They are returned in place of logits and labels, so that compute_metrics can add them up.
+        They are returned in place of logits and labels. The Trainer collects them and gives them to
+        `step_metrics`.
 
         Returns:
             None; the sums of each drafted position [1, 8, K] in place of logits; and the loss's
@@ -181,16 +196,18 @@ class DistillationTrainer(ResumableTrainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
-        """Evaluate as the Trainer does, and decode with the draft if there is a `decode`.
+        """Evaluate as the Trainer does, and measure acceptance in decoding if there is `decode`.
 
-        For that the draft is saved, and the first process decodes with it while the others wait. An
-        evaluation before the first step leaves the training that follows as it is.
+        To decode, the draft is saved, and the first process decodes with it while the others wait.
 
         Raises:
             UserError: if the held-out rows do not measure `train.metric_for_best_model`.
         """
+        # The state of the random numbers is kept, so that an evaluation before the first step does
+        # not change the training that follows.
         with torch.random.fork_rng(enabled=self.state.global_step == 0):
             metrics = select_finite(super().evaluate(eval_dataset, ignore_keys, metric_key_prefix))
+
         # Decode with the draft as it is saved for users.
         if self.decode is not None:
             folder = Path(str(self.args.output_dir)) / STAGING_DIR / "measured"
@@ -205,6 +222,7 @@ class DistillationTrainer(ResumableTrainer):
             self.log(measured)
             metrics |= measured
         self._count_tokens_from_now()
+
         # The held-out rows must measure what the best draft is chosen by.
         metric = self.args.metric_for_best_model
         if metric is not None and f"eval_{metric.removeprefix('eval_')}" not in metrics:
@@ -216,18 +234,15 @@ class DistillationTrainer(ResumableTrainer):
         return metrics
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log as the Trainer does, and with the loss of steps their speed and memory.
+        """Log as the Trainer does, and add speed and memory to the log of a training loss.
 
-        Both are over all processes. Tokens per second leave out evaluations and saving. The peak
-        memory is that of the process that needs most.
+        Tokens per second are the sum over all processes, without the time of evaluations and saves.
+        The peak memory is that of the process that needs most.
         """
-        # Sum the tokens of all processes; take the largest peak.
+        # Logs without a loss are those of evaluations, and of the end of training.
         if "loss" in logs:
-            tokens = int(
-                self.accelerator.reduce(
-                    torch.as_tensor(self.num_tokens, device=self.args.device), "sum"
-                )
-            )
+            local_tokens = torch.as_tensor(self.num_tokens, device=self.args.device)
+            tokens = int(self.accelerator.reduce(local_tokens, "sum"))
             logs["tokens_per_second"] = tokens / (time.monotonic() - self.counted_from)
             peak_bytes = torch.tensor(
                 [measure_peak_memory_bytes(self.args.device)], device=self.args.device
@@ -242,17 +257,18 @@ class DistillationTrainer(ResumableTrainer):
         self.counted_from = time.monotonic()
 
     def _save_checkpoint(self, model: nn.Module, trial: object) -> None:
+        """Save a checkpoint, whose time does not count in tokens per second."""
         super()._save_checkpoint(model, trial)
         self._count_tokens_from_now()
 
     def _sum_losses(
         self, model: nn.Module, inputs: ForwardInputs, measure: bool
     ) -> tuple[Tensor, StepSums]:
-        """Return the loss's sum over a micro-batch, and the sums of its metrics."""
+        """Run target and draft on a micro-batch; return the sum of its losses and its metrics."""
         dtype = find_autocast_dtype(self.args)
         with torch.autocast(self.args.device.type, dtype, enabled=dtype is not None):
-            # This is no_grad, because tensors of inference_mode cannot be kept for backward without
-            # a copy.
+            # no_grad and not inference_mode, whose tensors cannot be saved for the backward pass
+            # without a copy.
             with torch.no_grad():
                 target_outputs = self.objective.read_target(self.target, inputs)
             output: tuple[Tensor, StepSums] = model(**{**inputs, **target_outputs}, measure=measure)
@@ -261,10 +277,11 @@ class DistillationTrainer(ResumableTrainer):
     def save_draft(self, folder: Path) -> None:
         """Write the draft in its public layout.
 
-        Every process calls this, since all may hold a part of the draft. The first one writes. With
-        `train.save_on_each_node` the first process of each machine writes, unless only the first
-        process of all has the whole draft.
+        Every process calls this, because each may hold a part of the draft. The first process
+        writes. With `train.save_on_each_node` the first process of each machine writes, if it has
+        the whole draft.
         """
+        # Gather the weights of a sharded draft. Some processes get an empty dictionary.
         state = self.accelerator.get_state_dict(self.model_wrapped) if self.is_sharded else None
         if self.args.should_save and (state or not self.is_sharded):
             self._write_draft(folder, state)
@@ -278,53 +295,60 @@ class DistillationTrainer(ResumableTrainer):
         """
         if not self.args.should_save or (self.is_sharded and not state_dict):
             return
+
+        # Save the Trainer's file. Tied weights are saved only once.
         state = self.objective.state_dict() if state_dict is None else state_dict
-        repeated = set(getattr(self.objective, "_keys_to_ignore_on_save", ()))
-        super()._save(
-            output_dir, {name: tensor for name, tensor in state.items() if name not in repeated}
-        )
+        repeated_names = set(getattr(self.objective, "_keys_to_ignore_on_save", ()))
+        kept_state = {name: tensor for name, tensor in state.items() if name not in repeated_names}
+        super()._save(output_dir, kept_state)
         self._write_draft(Path(output_dir or str(self.args.output_dir)) / "draft", state)
 
     def _write_draft(self, folder: Path, state: dict[str, Tensor] | None) -> None:
-        """Write the draft, whose gathered weights are in `state` if it is sharded."""
+        """Write the draft in its public layout.
+
+        Args:
+            folder: where it is written.
+            state: the gathered weights of the objective; only needed for a sharded draft.
+        """
         if self.whole is None:
             return self.save(self.objective.draft, folder)
         assert state is not None
-        self.whole.load_state_dict(
-            {
-                name.removeprefix("draft."): tensor
-                for name, tensor in state.items()
-                if name.startswith("draft.")
-            }
-        )
+        draft_state = {
+            name.removeprefix("draft."): tensor
+            for name, tensor in state.items()
+            if name.startswith("draft.")
+        }
+        self.whole.load_state_dict(draft_state)
         return self.save(self.whole, folder)
 
 
 def fill_up(rows: Dataset, multiple: int) -> Dataset:
     """Append empty rows until the number of rows is a multiple of `multiple`.
 
-    Empty rows are all padding, without loss. For a set whose size is no multiple, accelerate would
-    give some rows twice, and an evaluation would count them twice.
+    An empty row is padding without loss. Without them, accelerate repeats rows so that every
+    process gets the same number, and an evaluation would count some rows twice.
     """
+    # All rows have one length. No row is appended if the number fits already.
     length = len(rows[0]["input_ids"])
-    missing = -len(rows) % multiple
-    empty = {"input_ids": 0, "loss_mask": 0, "document_ids": PADDING_DOCUMENT, "position_ids": 0}
-    table = {column: [[value] * length] * missing for column, value in empty.items()}
-    return (
-        concatenate_datasets([rows, Dataset.from_dict(table, features=rows.features)])
-        if missing
-        else rows
-    )
+    num_missing = -len(rows) % multiple
+    if num_missing == 0:
+        return rows
+    padding = {"input_ids": 0, "loss_mask": 0, "document_ids": PADDING_DOCUMENT, "position_ids": 0}
+
+    # Each column of an empty row repeats one value.
+    table = {column: [[value] * length] * num_missing for column, value in padding.items()}
+    return concatenate_datasets([rows, Dataset.from_dict(table, features=rows.features)])
 
 
 class RandomOrder(Sampler[int]):
-    """The indices of an epoch: first the rows in random order, then the empty rows.
+    """A sampler that yields the rows of an epoch in random order, then the empty rows.
 
-    The order follows from seed and epoch alone. So it is the same for any number of processes,
+    The order depends only on the seed and the epoch. So it is the same for any number of processes,
     although the number of empty rows is not.
     """
 
     def __init__(self, num_rows: int, num_empty: int, seed: int) -> None:
+        """Prepare the order of `num_rows` rows, which are followed by `num_empty` empty rows."""
         self.rows = SeedableRandomSampler(range(num_rows), data_seed=seed)
         self.empty = range(num_rows, num_rows + num_empty)
 

@@ -192,7 +192,7 @@ def test_no_weights_no_work(acquire: Acquire, hub: Hub) -> None:
 def test_no_draft_is_chosen(acquire: Acquire) -> None:
     said = acquire("method=eagle3", f"target={TARGET}")
     assert (said.code, said.out, said.key) == (2, "", "draft")
-    assert said.error.endswith(f"`specdistill plan target={TARGET}` lists those that the Hub has")
+    assert said.error.endswith(f"`specdistill plan target={TARGET}` lists the drafts on the Hub")
 
 
 # What is refused

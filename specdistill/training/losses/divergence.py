@@ -1,9 +1,9 @@
-"""Divergences: how far a draft's distribution q is from the target's p, token by token.
+"""Compute divergences: how far a draft's distribution q is from the target's p, token by token.
 
 Shapes: R rows, one for each loss token, W draft vocabulary. `target_probs_RW` is p restricted to
 the draft vocabulary and renormalised there. It takes no gradient and may hold exact zeros. alpha =
-sum_w min(p_w, q_w) is the probability that a token drawn from q is accepted. All are computed in
-float32.
+sum_w min(p_w, q_w) is the probability that a token drawn from q is accepted. All divergences are
+computed in float32.
 
     forward_kl     KL(p || q)                                arXiv 2310.08461, covers all of p
     reverse_kl     KL(q || p)                                arXiv 2310.08461, seeks its mode
@@ -19,7 +19,7 @@ float32.
     cross_entropy  -log q(argmax p)                          arXiv 2401.10774, the target's top-1
                                                              alone
 
-Each returns nats for every row, and nothing here mixes rows. The trainer
+Each function returns one value per row, in nats. No function here averages over rows: the trainer
 (specdistill.training.trainer) divides the sum once, by the count of the whole global batch. A mean
 taken here would make the gradient depend on how the batch was split.
 
@@ -42,10 +42,10 @@ from specdistill.recipe.fields import Section
 from specdistill.recipe.load import validate_recipe
 
 KEY = "loss.divergence"
-# How fast the LK mix turns from KL to total variation as acceptance grows.
+# How fast the LK mix turns from KL to total variation as acceptance grows. 3 is the paper's value.
 LK_DECAY = 3.0
 
-# (draft logits [R, W], target probabilities [R, W], its options) -> nats [R]
+# The type of a divergence: draft logits [R, W], target probabilities [R, W], options -> nats [R]
 Divergence = Callable[..., Tensor]
 
 
@@ -55,7 +55,8 @@ def forward_kl(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> Tensor:
     Zero iff q = p. Its gradient with respect to the draft's logits is q - p.
     """
     log_q = draft_logits_RW.float().log_softmax(-1)
-    # torch.xlogy would take twice the time on a CPU.
+    # The first term is constant for the draft, but without it the value would not be zero for q =
+    # p. torch.xlogy would take twice the time on a CPU.
     negative_entropy_R = (target_probs_RW * _compute_floored_log(target_probs_RW)).sum(-1)
     return negative_entropy_R - (target_probs_RW * log_q).sum(-1)
 
@@ -83,6 +84,7 @@ def jsd(
     """
     log_q = draft_logits_RW.float().log_softmax(-1)
     log_p = _compute_floored_log(target_probs_RW)
+    # log m = log(beta p + (1 - beta) q)
     log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))
     forward = target_probs_RW * (log_p - log_m)
     reverse = log_q.exp() * (log_q - log_m)
@@ -108,6 +110,8 @@ def tvd_plus_plus(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> Tensor:
     little mass on the tokens that p prefers. Without a reward there is no gradient.
     """
     log_q = draft_logits_RW.float().log_softmax(-1)
+    # Compute the advantage A, which is a constant for the gradient: (1 - Q) / sqrt(Q (1 - Q)) for a
+    # rewarded token and -Q / sqrt(Q (1 - Q)) for another. Q is `hit_R` here, and 1 - Q `miss_R`.
     with torch.no_grad():
         q = log_q.exp()
         rewarded = target_probs_RW > q
@@ -118,6 +122,8 @@ def tvd_plus_plus(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> Tensor:
         # zero.
         advantage_RW = torch.where(rewarded, miss_R, -hit_R) / deviation_R
         value_R = tvd(draft_logits_RW, target_probs_RW)
+
+    # The value is that of tvd. The surrogate adds its gradient, and cancels in the value.
     surrogate_R = -(q * advantage_RW * log_q).sum(-1)
     return value_R + surrogate_R - surrogate_R.detach()
 
@@ -137,6 +143,7 @@ def lk(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> Tensor:
 
     The weight l takes no gradient.
     """
+    # The distance 1/2 sum |p - q| is 1 - alpha. As a weight it is detached.
     log_q = draft_logits_RW.float().log_softmax(-1)
     kl_R = (target_probs_RW * (_compute_floored_log(target_probs_RW) - log_q)).sum(-1)
     distance_R = 0.5 * (target_probs_RW - log_q.exp()).abs().sum(-1)
@@ -153,6 +160,7 @@ def cross_entropy(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> Tensor:
     return -log_q.gather(-1, target_probs_RW.argmax(-1, keepdim=True)).squeeze(-1)
 
 
+# The divergences by the names that recipes use.
 DIVERGENCES: dict[str, Divergence] = {
     divergence.__name__: divergence
     for divergence in (forward_kl, reverse_kl, jsd, tvd, tvd_plus_plus, nla, lk, cross_entropy)
@@ -173,10 +181,13 @@ def build_divergence(spec: object) -> Divergence:
     Raises:
         UserError: for an unknown name or option, and for a weight or an option outside its range.
     """
+    # One divergence, with or without options.
     if isinstance(spec, str):
         return _build_term({"name": spec}, KEY)
     if not isinstance(spec, list):
         return _build_term(spec, KEY)
+
+    # A weighted sum of divergences.
     if not spec:
         raise UserError(KEY, got="[]", expected=FORMS)
     terms = []
@@ -192,15 +203,22 @@ def build_divergence(spec: object) -> Divergence:
         terms.append((divergence.keywords.pop("weight"), divergence))
 
     def sum_terms(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> Tensor:
-        return torch.stack(
-            [weight * divergence(draft_logits_RW, target_probs_RW) for weight, divergence in terms]
-        ).sum(0)
+        """Compute the weighted sum of the divergences, [R]."""
+        values = [weight * term(draft_logits_RW, target_probs_RW) for weight, term in terms]
+        return torch.stack(values).sum(0)
 
     return sum_terms
 
 
 def _build_term(spec: object, key: str, **more_fields: Any) -> partial[Tensor]:
-    """Return a divergence with its options, and with the options that `more_fields` defines."""
+    """Return a divergence with its options set, after checking its name and its options.
+
+    Args:
+        spec: a mapping of `name` and options.
+        key: the recipe key that errors name.
+        **more_fields: types and defaults of further options, as pydantic takes them.
+    """
+    # Find the divergence by its name.
     if not isinstance(spec, Mapping) or "name" not in spec:
         raise UserError(key, got=repr(spec), expected=FORMS)
     name = spec["name"]
@@ -211,6 +229,8 @@ def _build_term(spec: object, key: str, **more_fields: Any) -> partial[Tensor]:
             expected=f"one of {', '.join(DIVERGENCES)}",
             nearest=find_nearest(str(name), DIVERGENCES),
         )
+
+    # Its keyword-only parameters are its options, which pydantic checks like keys of a recipe.
     fields = {}
     for parameter in inspect.signature(DIVERGENCES[name]).parameters.values():
         if parameter.kind is parameter.KEYWORD_ONLY:
@@ -221,7 +241,7 @@ def _build_term(spec: object, key: str, **more_fields: Any) -> partial[Tensor]:
 
 
 def _compute_floored_log(probs_RW: Tensor) -> Tensor:
-    """Compute log p, finite where p is zero, so that 0 log 0 = 0."""
+    """Compute log p with a finite floor, so that p log p = 0 where p is zero."""
     return probs_RW.clamp_min(torch.finfo(torch.float32).tiny).log()
 
 

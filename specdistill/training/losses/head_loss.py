@@ -1,11 +1,12 @@
-"""The loss of rows through an output head, computed block by block.
+"""Compute the loss of rows through an output head, block by block.
 
 The logits [rows, vocabulary] of a large vocabulary would fill the memory, so they never exist all
-at once. A block's logits are needed for the loss and for its gradient, and both are taken while
-they exist. Each row of logits is overwritten by its own gradient, and two matrix products turn that
-into the gradients of the rows and of the head. Forward keeps these gradients, the head's summed in
-float32, and backward only scales them. The tests compare the result with the same loss in one
-piece, differentiated by autograd.
+at once. The forward pass computes the logits of one block, then the loss and its gradient with
+respect to these logits, which overwrites them. Two matrix products turn that gradient into the
+gradients of the rows and of the head's weight. Then the next block uses the same memory. The
+forward pass keeps the gradients of rows and weight (that of the weight is summed in float32), and
+the backward pass only scales them. The tests compare the result with the same loss in one piece,
+differentiated by autograd.
 
 Shapes: K drafted positions, R rows, b rows of a block, r rows of a chunk of it, H hidden size, W
 vocabulary, M metrics, e width of a correction.
@@ -32,9 +33,11 @@ BLOCK_BYTES = {"cpu": 256 << 20, "cuda": 4 << 30}
 # less than their launch.
 CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
 
-# Returns what the logits of some rows are compared with. It takes no gradient.
+# A function that returns what the logits of some rows are compared with: rows -> targets. Targets
+# take no gradient.
 TargetsOf = Callable[[slice], Any]
-# From logits [r, W], targets and k: nats [r] and metrics [M, r].
+# A function that compares logits with targets: logits [r, W], targets, and the drafted position k
+# -> losses in nats [r], and metrics [M, r].
 LossOf = Callable[[Tensor, Any, int], tuple[Tensor, Tensor]]
 
 
@@ -77,7 +80,9 @@ def compute_head_loss(
     vocab_size = len(linear.weight)
     device = rows_KRH.device.type
 
-    # How many rows fit into a block and into a chunk
+    # Compute how many rows fit into a block and into a chunk: a chunk is a whole number of groups,
+    # and a block a whole number of chunks. Logits have the product's dtype in a block, and float32
+    # (4 bytes) in a chunk.
     itemsize = _get_product_dtype(linear.weight).itemsize
     block_rows = min(block_rows, BLOCK_BYTES[device] // (itemsize * vocab_size))
     if chunk_bytes is None:
@@ -86,6 +91,7 @@ def compute_head_loss(
     chunk_size = max(1, chunk_size // group_size) * group_size
     block_size = chunk_size * max(1, block_rows // (num_positions * chunk_size))
 
+    # The gradients are computed in the forward pass, so it must know whether they are needed.
     products = (rows_KRH, linear.weight, *(correction or ()))
     trains = False
     if torch.is_grad_enabled():
@@ -118,7 +124,8 @@ class _Product:
     """A product of rows and a weight, computed block by block, with its gradients.
 
     Attributes:
-        weight_WH: in the dtype of the product.
+        rows_KRH: the rows.
+        weight_WH: the weight, in the dtype of the product.
         rows_grad_KRH: None if the rows take no gradient.
         weight_grad_WH: float32; None if the weight takes no gradient.
         buffer: holds the logits of a block.
@@ -130,17 +137,56 @@ class _Product:
     weight_grad_WH: Tensor | None
     buffer: Tensor
 
+    @classmethod
+    def allocate(
+        cls,
+        rows_KRH: Tensor,
+        weight_WH: Tensor,
+        dtype: torch.dtype,
+        buffer_rows: int,
+        trains: bool,
+    ) -> "_Product":
+        """Allocate the gradients of a product and the buffer for its logits.
+
+        Args:
+            rows_KRH: the rows.
+            weight_WH: the weight.
+            dtype: the dtype of the product.
+            buffer_rows: rows of the buffer.
+            trains: whether gradients are needed.
+        """
+        # A gradient is only kept if it is needed. That of the weight is a sum over all rows, so it
+        # is float32.
+        rows_grad_KRH = None
+        if trains and rows_KRH.requires_grad:
+            rows_grad_KRH = torch.empty_like(rows_KRH)
+        weight_grad_WH = None
+        if trains and weight_WH.requires_grad:
+            weight_grad_WH = torch.zeros_like(weight_WH, dtype=torch.float32)
+        cast_weight_WH = weight_WH.to(dtype)
+        buffer = cast_weight_WH.new_empty(buffer_rows, len(weight_WH))
+        return cls(rows_KRH, cast_weight_WH, rows_grad_KRH, weight_grad_WH, buffer)
+
     def compute_logits(self, start: int, stop: int) -> Tensor:
         """Return the logits [K, b, W] of rows start to stop, in the buffer."""
         rows_KbH = self.rows_KRH[:, start:stop].to(self.weight_WH.dtype)
         self._block_rows = rows_KbH.flatten(0, 1)
-        logits = torch.mm(
-            self._block_rows, self.weight_WH.t(), out=self.buffer[: len(self._block_rows)]
-        )
+        block_buffer = self.buffer[: len(self._block_rows)]
+        logits = torch.mm(self._block_rows, self.weight_WH.t(), out=block_buffer)
         return logits.view(len(rows_KbH), stop - start, -1)
 
     def add_gradients(self, logits_grad_KbW: Tensor, start: int, stop: int) -> None:
-        """Set the rows' gradient of the block whose logits were computed last; add the weight's."""
+        """Compute the gradients of rows and weight from the gradient of a block's logits.
+
+        The rows' gradient is stored at the place of the block. The weight's gradient is added to
+        that of the other blocks.
+
+        Args:
+            logits_grad_KbW: the gradient of the logits that `compute_logits` returned last.
+            start: the first row of the block.
+            stop: the row after the block.
+        """
+        # The product is logits = rows · weightᵀ.
         logits_grad = logits_grad_KbW.flatten(0, 1)
         if self.rows_grad_KRH is not None:
             shape = (len(logits_grad_KbW), stop - start, -1)
@@ -162,14 +208,15 @@ def _compute_loss_and_gradient(
     Args:
         logits: [r, W] of each product.
         weights_r: the weight of each row's loss.
-        finish: of the head, for the logits of the first product.
+        finish: the head's function that scales and caps the logits of the first product.
         loss_of: see `LossOf`.
-        loss_arguments: of `loss_of`, the targets and k.
+        loss_arguments: the other arguments of `loss_of`: the targets and k.
         trains: whether the gradient is needed.
 
     Returns:
         The weighted sum of the losses, and the metrics [M, r]; neither takes a gradient.
     """
+    # Detached logits are leaves, at which autograd stops. They share the memory of the logits.
     inputs = [logits_rW.detach().requires_grad_(trains) for logits_rW in logits]
     with torch.set_grad_enabled(trains):
         logits_rW = finish(inputs[0])
@@ -177,6 +224,8 @@ def _compute_loss_and_gradient(
             logits_rW = logits_rW + inputs[1]
         losses_r, metrics_Mr = loss_of(logits_rW, *loss_arguments)
         loss = (losses_r * weights_r).sum()
+
+    # Nobody needs the logits after this, so their memory holds their gradient.
     if trains:
         for logits_rW, grad_rW in zip(logits, torch.autograd.grad(loss, inputs), strict=True):
             logits_rW.copy_(grad_rW)
@@ -184,10 +233,10 @@ def _compute_loss_and_gradient(
 
 
 class _BlockwiseHeadLoss(torch.autograd.Function):
-    """The loss of one or two products of rows and a weight.
+    """An autograd function that sums the losses of rows, from one or two products.
 
-    The first product is the head's, whose `finish` is applied to its logits. The second is that of
-    a correction, which is added.
+    The first product is that of rows and the head's weight, and `finish` scales and caps its
+    logits. The second product is that of a correction, which is added to them.
     """
 
     @staticmethod
@@ -203,25 +252,20 @@ class _BlockwiseHeadLoss(torch.autograd.Function):
         trains: bool,
         *tensors: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        # Allocate the gradients, and a buffer for the logits of a block
-        # For each product of hidden states and weights: its gradients, and a buffer for its logits.
+        """Compute the sum of the losses, the metrics, and all gradients, block by block.
+
+        `tensors` holds the rows and the weight of the first product, then those of the second, if
+        there is one. The other arguments are those of `compute_head_loss`.
+        """
+        # Allocate, for each product, the gradients of its rows and of its weight, and a buffer for
+        # the logits of a block.
         num_positions, num_rows, _ = tensors[0].shape
         dtype = _get_product_dtype(tensors[1])
-        products = []
-        for rows_KRH, weight_WH in zip(tensors[::2], tensors[1::2], strict=True):
-            rows_grad_KRH = None
-            if trains and rows_KRH.requires_grad:
-                rows_grad_KRH = torch.empty_like(rows_KRH)
-            weight_grad_WH = None
-            if trains and weight_WH.requires_grad:
-                weight_grad_WH = torch.zeros_like(weight_WH, dtype=torch.float32)
-            cast_weight_WH = weight_WH.to(dtype)
-            buffer = cast_weight_WH.new_empty(
-                num_positions * min(block_size, num_rows), len(weight_WH)
-            )
-            products.append(
-                _Product(rows_KRH, cast_weight_WH, rows_grad_KRH, weight_grad_WH, buffer)
-            )
+        buffer_rows = num_positions * min(block_size, num_rows)
+        products = [
+            _Product.allocate(rows_KRH, weight_WH, dtype, buffer_rows, trains)
+            for rows_KRH, weight_WH in zip(tensors[::2], tensors[1::2], strict=True)
+        ]
         bias_grad_W = None
         if trains and bias_W is not None and bias_W.requires_grad:
             bias_grad_W = torch.zeros_like(bias_W, dtype=torch.float32)
@@ -241,6 +285,7 @@ class _BlockwiseHeadLoss(torch.autograd.Function):
                 chunk_in_block = slice(chunk.start - start, chunk.stop - start)
                 with torch.no_grad():
                     targets = targets_of(chunk)
+                # All K positions of a row share a target, so its distribution is computed once.
                 chunk_metrics = []
                 for k in range(num_positions):
                     loss, metrics_Mr = _compute_loss_and_gradient(
@@ -255,7 +300,7 @@ class _BlockwiseHeadLoss(torch.autograd.Function):
                     chunk_metrics.append(metrics_Mr)
                 metrics.append(torch.stack(chunk_metrics, dim=1))
 
-            # What was logits is now their gradient.
+            # The memory of the block's logits now holds their gradient.
             block_logits_grad = block_logits
             for product, logits_grad_KbW in zip(products, block_logits_grad, strict=True):
                 product.add_gradients(logits_grad_KbW, start, stop)
@@ -274,6 +319,8 @@ class _BlockwiseHeadLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        """Scale the gradients that the forward pass computed, and return one per argument."""
+        # Multiply each gradient of the forward pass by the gradient of the loss, a scalar.
         scaled_grads: list[Tensor | None] = []
         for saved_grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True):
             if saved_grad is None:
@@ -294,7 +341,8 @@ def compute_head_loss_at_once(
     loss_of: LossOf,
     correction: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute what `compute_head_loss` computes, with all logits at once; the oracle of tests."""
+    """Compute the same as `compute_head_loss` with all logits at once, as a reference for tests."""
+    # All rows are one block.
     with torch.no_grad():
         targets = targets_of(slice(None))
     losses = []
