@@ -1,8 +1,8 @@
-"""Decode with this package's decoder, and count drafts and accepted tokens as engines count them.
+"""Decode with this package's decoder, and count drafts and accepted tokens as vLLM counts them.
 
-Engines count what the target accepted of a draft before they cut the completion at its limit or at
-a stop token; rounds here count after the cut. So decoding here ignores stop tokens and continues
-until the last round is complete.
+vLLM counts the accepted tokens of a round first, and cuts the completion at its limit or at a stop
+token afterwards. Rounds here count after the cut. So decoding here ignores stop tokens, continues
+past the limit until the last round is complete, and then cuts the completion itself.
 """
 
 import math
@@ -21,7 +21,8 @@ class Counts:
     Attributes:
         num_drafts: rounds in which something was drafted.
         num_draft_tokens: draft tokens of these rounds.
-        accepted_per_position: K numbers: the drafts whose token at this position was accepted.
+        accepted_per_position: K numbers: in how many rounds the draft token at this position was
+            accepted.
     """
 
     num_drafts: int
@@ -31,6 +32,7 @@ class Counts:
     @property
     def mean_acceptance_length(self) -> float:
         """The tokens per round, the target's own included; NaN if nothing was drafted."""
+        # The first 1 is the token that the target adds in every round.
         return (
             1 + sum(self.accepted_per_position) / self.num_drafts if self.num_drafts else math.nan
         )
@@ -51,6 +53,7 @@ class Completion:
 
 def sum_counts(completions: Sequence[Completion]) -> Counts:
     """Return the counts of all completions together."""
+    # Add up rounds, draft tokens, and the accepted tokens of each position, column by column.
     counts = [completion.counts for completion in completions]
     rows = [
         (count.num_drafts, count.num_draft_tokens, *count.accepted_per_position) for count in counts
@@ -93,6 +96,7 @@ def generate_here(
     Raises:
         UserError: if the target's context has no room for K more tokens.
     """
+    # Each prompt is continued by K tokens more than asked for, so that no round is cut off.
     decoder = Decoder(target, proposer)
     completions = []
     for prompt_ids in prompts:
@@ -100,16 +104,22 @@ def generate_here(
         generation = decoder.generate(
             prompt_ids, max_new_tokens=max_new_tokens + k, num_speculative_tokens=k
         )
+
+        # Find the end of the completion: the first stop token, or the limit.
         stops = (
             place for place, token in enumerate(generation.token_ids, start=1) if token in stop_ids
         )
         end = min(max_new_tokens, next(stops, max_new_tokens))
+
+        # Count the rounds that begin before this end, and in which something was drafted.
         length, drafts = 1, []  # the first token comes from the prefill, not from a round
         for entry in generation.rounds:
             if length >= end:
                 break
             length += len(entry.emitted)
             drafts += [entry] if entry.drafted else []
+
+        # Position k counts as accepted in a round that accepted more than k draft tokens.
         accepted = [
             sum(entry.num_accepted > k for entry in drafts) for k in range(num_speculative_tokens)
         ]

@@ -77,14 +77,24 @@ from specdistill.training.losses import head_loss
 
 aten = torch.ops.aten
 
+# The counts that were accepted last, which `make cuda-check` compares with.
 RECORD = Path(__file__).with_name("results") / "cuda_check.json"
-MAX_RATIO_TO_RECORD = 1.05  # of what is recorded
+# Counts may exceed the record by 5 % before the check fails, so that small changes pass.
+MAX_RATIO_TO_RECORD = 1.05
+
+# The device of tensors without content. No such device has to exist.
 DEVICE = "cuda:0"
+
+# The training step: rows of a micro-batch, tokens of a row, and tokens of the draft vocabulary.
 NUM_ROWS = 4
 LENGTH = 2048
 VOCABULARY = 32_000
 PROMPT_LENGTH = 2048  # tokens of the sequence that a round continues
+
+# A tree of 60 nodes: node 0 follows the root, and nodes 2k + 1 and 2k + 2 follow node k.
 TREE = Tree(tuple((node - 1) // 2 if node else -1 for node in range(60)))
+
+# The keys that a recipe must have. Their values are never used.
 RECIPE = {
     "method": "eagle3",
     "target": {"model": "x"},
@@ -97,7 +107,11 @@ DRAFT_MODEL = {
     "num_attention_heads": 32, "num_key_value_heads": 8,
     "vocab_size": 128_256, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
 }  # fmt: skip
+
+# The host waits for a blocking copy between host and device.
 COPY_OPERATIONS = {aten._to_copy, aten.copy_}
+
+# The host waits for operations whose result, or the shape of the result, depends on values.
 WAITING_OPERATIONS = {
     aten._local_scalar_dense,
     aten.nonzero,
@@ -108,6 +122,8 @@ WAITING_OPERATIONS = {
 
 
 packed_attention.capability = lambda device: (9, 0)  # type: ignore[assignment]  # an H100's: there is no driver to ask
+# Four operations for each query element and key position: two matrix products, each with a
+# multiplication and an addition.
 # torch's own formula assumes that heads come before positions.
 flop_registry[aten._flash_attention_forward] = lambda query, key, *_, **__: (
     4 * query.numel() * key.shape[1]
@@ -137,16 +153,23 @@ class LaunchLedger(Ledger):
         self.device = device
         self.kernels = self.copies = 0
         self.in_graph = self.compiles = False
+
+        # While torch compiles, it runs the operations itself. They must not be counted.
         callback.on_compile_start(lambda _: vars(self).update(compiles=True))
         callback.on_compile_end(lambda _: vars(self).update(compiles=False))
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        return True  # else nothing is compiled within it
+        # With torch's default, False, torch.compile compiles nothing within this mode.
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # In a compiled graph only matrix products and attention are counted one by one. The fused
+        # kernels were counted when the graph was called.
         if self.compiles or (self.in_graph and func.overloadpacket not in flop_registry):
             return func(*args, **(kwargs or {}))
+
+        # Run the operation, and let the base class count its memory, traffic and arithmetic.
         inputs = list_tensors((args, kwargs))
         held_storages = {tensor.untyped_storage()._cdata for tensor in inputs}
         try:
@@ -159,6 +182,8 @@ class LaunchLedger(Ledger):
             result = super().__torch_dispatch__(
                 func, types, (args[0], expand_masks(args[1])), kwargs
             )
+
+        # Count a kernel if the operation writes to an operand or to new memory. Views do neither.
         operation = func.overloadpacket
         outputs = list_tensors(result)
         writes = func._schema.is_mutable or any(
@@ -168,6 +193,9 @@ class LaunchLedger(Ledger):
         self.kernels += (
             writes and on_device and operation not in VIEW_OPERATIONS and not self.in_graph
         )
+
+        # Count a wait for a blocking copy between host and device, and for a result that depends on
+        # values.
         between = {tensor.device.type for tensor in (*inputs, *outputs)} == {"cpu", "cuda"}
         blocks = operation in COPY_OPERATIONS and between and not (kwargs or {}).get("non_blocking")
         self.copies += blocks or (operation in WAITING_OPERATIONS and on_device)
@@ -190,6 +218,8 @@ class LaunchLedger(Ledger):
         from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode
         from torch._inductor.virtualized import V
 
+        # Lower the graph with Inductor, as torch.compile would, but stop before it generates code.
+        # The scheduler then holds one node for each kernel, after fusion.
         with unset_fake_temporarily():
             mode = fake_tensor_prop(module, inputs)
         with unset_fake_temporarily(), V.set_fake_mode(mode), V.set_debug_handler(DebugContext()):
@@ -198,6 +228,9 @@ class LaunchLedger(Ledger):
             with V.set_graph_handler(lowered), V.set_real_inputs(inputs):
                 lowered.run(*inputs)
                 lowered._update_scheduler()
+
+                # A no-op node runs nothing. External kernels are matrix products, which are counted
+                # as they run, so only the other nodes count for traffic.
                 kernels = [
                     node
                     for node in lowered.scheduler.nodes
@@ -208,6 +241,8 @@ class LaunchLedger(Ledger):
                 ]
                 traffic = sum(node.get_read_write_buffers_sizes() for node in fused)
 
+        # Each call adds the counts of the whole graph, then runs the operations without counting
+        # them.
         def call(*graph_inputs: Tensor) -> Any:
             self.kernels += len(kernels)
             self.traffic += traffic
@@ -249,9 +284,9 @@ def expand_masks(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 @contextmanager
 def enable_autocast() -> Iterator[None]:
-    """Run as under `train.bf16=true`.
+    """Turn on bfloat16 autocast for CUDA, as `train.bf16=true` does.
 
-    torch's own context manager refuses a device that is not there.
+    `torch.autocast` itself refuses a device that does not exist on this machine.
     """
     torch.set_autocast_enabled("cuda", True)
     torch.set_autocast_dtype("cuda", torch.bfloat16)
@@ -268,16 +303,21 @@ def plan_head() -> PlannedDraft:
 
 def main(options: Options) -> ExitCode:
     """Count all parts, print them, and compare them with the record."""
+    # Build a batch of packed rows. Each row is one document in which all tokens have a loss.
     head = plan_head()
     row = {"input_ids": [0], "loss_mask": [1], "document_ids": [0]}
     packed = {name: value * LENGTH for name, value in row.items()} | {
         "position_ids": list(range(LENGTH))
     }
     batch = collate([packed] * NUM_ROWS)
+
+    # Count the parts that can run with the schemas of CUDA.
     counts_by_part = {}
     with FakeTensorMode() as mode, torch.device(DEVICE):
         for name, part in build_parts(head, batch, mode).items():
             counts_by_part[name] = count(part)
+
+    # Count the gradients on the CPU, with the chunk size of the loss on a GPU.
     head_loss.CHUNK_BYTES["cpu"] = head_loss.CHUNK_BYTES["cuda"]
     for compiled in (False, True):
         ledger = LaunchLedger("cpu")
@@ -291,10 +331,14 @@ def main(options: Options) -> ExitCode:
             format_counts(ledger)
         )
     counts_by_part["training: target layers, compiled"] = count_compiled_target(batch)
+
+    # Print the counts, and record them if asked.
     for name, counts in counts_by_part.items():
         print(json.dumps({"part": name, **counts}), flush=True)
     if options.record:
         RECORD.write_text(json.dumps(counts_by_part, indent=1) + "\n", encoding="utf-8")
+
+    # Report each wait in training, and each count that exceeds the record.
     recorded = json.loads(RECORD.read_text(encoding="utf-8"))
     worse = [
         f"{name} waits for the host"
@@ -313,12 +357,14 @@ def main(options: Options) -> ExitCode:
 
 
 def count_compiled_target(batch: dict[str, Any]) -> dict[str, float]:
-    """Count a pass of the target over packed rows, with its layers compiled for a CPU."""
+    """Return the counts of a target pass over packed rows, with its layers compiled for a CPU."""
     with FakeTensorMode() as mode:
         batch = {
             name: mode.from_tensor(value) if isinstance(value, Tensor) else value
             for name, value in batch.items()
         }
+
+        # Run the layers by the lengths of documents, as on a GPU with varlen attention.
         target = WeightlessTarget(TARGET)
         vars(target).update(_packing=run_by_lengths)
         ledger = LaunchLedger("cpu")
@@ -355,12 +401,15 @@ def build_parts(
         batch: packed rows, whose tensors lose their content here.
         mode: the mode of tensors without content.
     """
+    # Move the batch to the pretended GPU, without its content.
     batch = {
         name: mode.from_tensor(value).to(DEVICE) if isinstance(value, Tensor) else value
         for name, value in batch.items()
     }
     target = WeightlessTarget(TARGET)
     vars(target).update(_packing=run_by_lengths, _maskless=find_sdpa_configs(target.model))
+
+    # Build the head, its training objective, and a draft model.
     assert planned.build is not None
     head = planned.build(target)
     recipe = validate_recipe(
@@ -368,7 +417,9 @@ def build_parts(
     )
     step: Any = METHODS["eagle3"].load().build_objective(head, recipe, target)
     draft: Any = LlamaForCausalLM(LlamaConfig(**DRAFT_MODEL))
-    torch.set_default_dtype(torch.bfloat16)  # such a tensor cannot be cast in place
+    # Decoding runs in bfloat16. A tensor without content cannot be cast in place, so the head is
+    # created in this dtype.
+    torch.set_default_dtype(torch.bfloat16)
     decoding = Decoding(target, planned.build(target))
     torch.set_default_dtype(torch.float32)
     return {
@@ -390,7 +441,7 @@ def run_target_layers(target: FrozenTarget, aux_layers: Any, batch: dict[str, An
 
 @torch.no_grad()
 def run_target_pass(target: FrozenTarget, aux_layers: Any, batch: dict[str, Any]) -> None:
-    """Run the layers of the target over packed rows, as they are run to get features."""
+    """Run the layers of the target over packed rows, as a training step does to get features."""
     rows = {"position_ids_BT": batch["position_ids"], "documents": build_documents(batch)}
     FrozenTarget.features(target, batch["input_ids"], aux_layers, **rows)
 
@@ -415,9 +466,10 @@ def run_draft_model(draft: Any, batch: dict[str, Any]) -> None:
 
 
 class Decoding:
-    """The passes of a decoding round after PROMPT tokens, with acceptance that is fixed beforehand.
+    """The passes of a decoding round after a prompt of PROMPT_LENGTH tokens.
 
-    What depends on computed values is left out.
+    Tensors without content cannot decide what is accepted. So the accepted tokens are fixed
+    beforehand, and operations that depend on computed values are left out.
     """
 
     def __init__(self, target: FrozenTarget, head: Any) -> None:
@@ -444,6 +496,7 @@ class Decoding:
             ids, hidden = self._step(ids, hidden)
 
     def _step(self, ids_1T: Tensor, hidden_1TH: Tensor) -> tuple[Tensor, Tensor]:
+        """Run one step of the head, and return its best next token and its last hidden state."""
         normed, hidden = self.head(
             ids_1T, hidden_1TH, self.cache.begin_chain([ids_1T.shape[1]]), self.cache
         )
@@ -457,7 +510,7 @@ class Decoding:
 
     @torch.no_grad()
     def verify_tree(self) -> None:
-        """Read TREE in one pass of the target, and keep a path of it."""
+        """Read TREE in one pass of the target, and keep the features of one path."""
         _, features = self.reader.read([range(1 + len(TREE.parents))], [TREE])
         self.reader.keep([[1, 4]])
         features.at(pad_rows([[0, 2, 5]], torch.device(DEVICE)))

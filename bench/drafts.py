@@ -27,6 +27,8 @@ from specdistill.methods.recipe import Recipe
 from specdistill.recipe.load import format_recipe, load_recipe
 
 TRAINING = "Training is the time of its steps, without the generation of its data."
+
+# The columns of the table of methods.
 HEAD = (
     "method",
     "acceptance length",
@@ -51,10 +53,13 @@ def run_specdistill(verb: str, *arguments: str, failing: bool = False) -> int:
     Returns:
         The exit code: 0, or that of the gate.
     """
+    # Show the command, as a user would type it, before its own output.
     print(f"$ specdistill {verb} {' '.join(arguments)}", flush=True)
     code = subprocess.run(
         [sys.executable, "-m", "specdistill", verb, *arguments], check=False
     ).returncode
+
+    # A gate that fails or is inconclusive is a result. Any other error ends this process, too.
     if code and not (failing and code in (ExitCode.CHECK_FAILED, ExitCode.INCONCLUSIVE)):
         sys.exit(code)
     return code
@@ -72,6 +77,7 @@ def train(folder: Path, *keys: str, launch: str | None = None) -> None:
         UserError: if the folder holds the training of another recipe, or of the same recipe with
             other keys.
     """
+    # Refuse a folder in which another recipe was trained: its draft would be taken for this one's.
     keys = (*keys, f"train.output_dir={folder}")
     record = folder / "run" / "recipe.yaml"
     recipe = format_recipe(load_recipe(Recipe, list(keys)))
@@ -84,6 +90,8 @@ def train(folder: Path, *keys: str, launch: str | None = None) -> None:
             got=got,
             expected="the recipe and the keys of then, or no such folder: move it away",
         )
+
+    # A finished training has left its draft. An interrupted one resumes.
     if not (folder / "draft").is_dir():
         run_specdistill("train", *keys, *([f"launch={launch}"] if launch else []))
 
@@ -128,6 +136,7 @@ def format_methods_table(candidates: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _format_line(candidate: Mapping[str, Any]) -> list[str]:
+    """Return the cells of a candidate, in the order of HEAD."""
     report = candidate["report"]
     training = candidate["training"]
     row = report["results"][0]
@@ -161,6 +170,9 @@ def describe_shape(report: dict[str, Any]) -> str:
     """
     method = describe_method(report)
     settings = report["settings"]
+
+    # With a lookup in front, a round drafts what the lookup finds, and otherwise what the draft
+    # itself proposes.
     lookup = settings.get("drafting", {}).get("lookup_first")
     if lookup:
         behind = describe_tree(lookup.get("draft_tree")) or f"chain of {lookup['draft_tokens']}"

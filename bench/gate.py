@@ -40,11 +40,19 @@ MEASUREMENTS_FILE = Path(__file__).with_suffix(".json")
 PAGE = ROOT / "docs" / "gate.md"
 PICTURE = ROOT / "docs" / "images" / "gate.svg"
 GATE = "release"
+
+# The numbers of prompts that are simulated, for each metric. A curve and a row of the table are
+# made for each.
 NUM_PROMPTS = {"mean_acceptance_length": (48, 128, 192, 384), "speedup": (48, 128, 192, 384)}
+
+# The true relative changes at which the curves are computed.
 CHANGES = (-0.06, -0.05, -0.04, -0.03, -0.02, -0.01, 0.0, 0.01)
-# The numbers of simulated releases for a point of a curve, and for a number of the table.
+# The simulated releases for each point of a curve, and for each point that the table shows too.
+# More of them make the chances more precise and take longer.
 NUM_TRIALS = 20
 NUM_TRIALS_IN_TABLE = 150
+
+# The columns of a table of timings: the sums that the speedup is computed from.
 TIMING_COLUMNS = ("num_tokens", "seconds", "baseline_num_tokens", "baseline_seconds")
 
 Counts = NDArray[np.int64]
@@ -84,9 +92,13 @@ class Drafts:
         Returns:
             The prompt sums of the later and of the earlier draft.
         """
+        # The acceptance length is 1 + accepted tokens per round. Find by how many accepted tokens
+        # per round the later draft has to change.
         wanted_change = (1 + change) * (1 + _compute_mean_accepted(self.before_PA)) - (
             1 + _compute_mean_accepted(self.after_PA)
         )
+
+        # Draw prompts, and change the later draft's rounds of these prompts.
         drawn = generator.integers(len(self.before_PA), size=num_prompts)
         return _sum_accepted(
             shift_rounds(self.after_PA, wanted_change, drawn, generator)
@@ -99,7 +111,7 @@ class Timings:
 
     Attributes:
         name: what the draft is, for captions.
-        first_PT: [P, 4], the columns of TIMED, in the first measurement.
+        first_PT: [P, 4], the columns of TIMING_COLUMNS, in the first measurement.
         again_PT: [P, 4], in the second measurement.
         metric: the metric that the rule compares.
     """
@@ -125,6 +137,8 @@ class Timings:
         Returns:
             The prompt sums of the second and of the first measurement.
         """
+        # The two measurements of the same draft differ a little. Scaling by this ratio makes them
+        # equal before the change is applied.
         drift = _compute_speedup(self.again_PT) / _compute_speedup(self.first_PT)
         drawn = generator.integers(len(self.first_PT), size=num_prompts)
         second_sums = dict(zip(TIMING_COLUMNS, self.again_PT[drawn].T, strict=True))
@@ -134,12 +148,15 @@ class Timings:
 
 def main() -> ExitCode:
     """Simulate all populations, and write the picture and the tables."""
+    # Only rules that compare with an earlier report are simulated.
     rules = {rule.metric: rule for rule in load_gate(GATE) if rule.requirement == "max_regression"}
     populations = load(MEASUREMENTS_FILE)
     with ProcessPoolExecutor() as pool:
         curves = [
             compute_curve(population, rules[population.metric], pool) for population in populations
         ]
+
+    # Write the picture and the tables of docs/gate.md.
     draw(populations, curves, rules)
     populations_and_curves = zip(populations, curves, strict=True)
     shown = "\n\n".join(
@@ -184,6 +201,7 @@ def simulate_releases(
         trials: the number of simulated releases.
         seed: seeds the draws, together with the number of prompts.
     """
+    # Decide on each simulated release with the code of the gate, and count the verdicts.
     generator = np.random.default_rng([seed, num_prompts])
     counts: Counter[Verdict] = Counter()
     for trial in range(trials):
@@ -199,11 +217,14 @@ def simulate_releases(
 
 def compute_curve(population: Drafts | Timings, rule: Rule, pool: Executor) -> Curve:
     """Return the chances of each verdict, for each number of prompts and each true change."""
+    # The changes that the table shows, none and the threshold itself, are simulated more often.
     points = list(itertools.product(NUM_PROMPTS[population.metric], CHANGES))
     trials = {
         change: NUM_TRIALS_IN_TABLE if change in (0.0, -float(rule.threshold)) else NUM_TRIALS
         for change in CHANGES
     }
+
+    # Each point is a task of its own in the pool.
     futures = [
         pool.submit(simulate_releases, population, rule, change, number, trials=trials[change])
         for number, change in points
@@ -234,9 +255,13 @@ def shift_rounds(
     Returns:
         [drawn prompts, A].
     """
+    # Rounds that accept the largest number cannot accept one more, and those that accept 0 cannot
+    # accept one less. All other rounds move with the same probability.
     chosen_PA = rounds_PA[drawn]
     movable = slice(0, -1) if wanted_change > 0 else slice(1, None)
     share = abs(wanted_change) * rounds_PA.sum() / rounds_PA[:, movable].sum()
+
+    # Move the chosen rounds by one column.
     moved = generator.binomial(chosen_PA[:, movable], share)
     result = chosen_PA.copy()
     result[:, movable] -= moved
@@ -248,6 +273,7 @@ def draw(
     populations: Sequence[Drafts | Timings], curves: Sequence[Curve], rules: dict[str, Rule]
 ) -> None:
     """Draw a panel for each population, with a curve for each number of prompts."""
+    # Text stays text in the SVG, and the fixed salt makes the file reproducible.
     matplotlib.rcParams.update(
         {
             "svg.fonttype": "none",
@@ -256,6 +282,8 @@ def draw(
             "font.size": 9,
         }
     )
+
+    # Draw one panel for each population, and one darker curve for each larger number of prompts.
     figure = Figure(figsize=(3.6 * len(populations), 3.2), layout="constrained")
     panels = figure.subplots(1, len(populations), sharey=True, squeeze=False)[0]
     for panel, population, curve in zip(panels, populations, curves, strict=True):
@@ -267,6 +295,8 @@ def draw(
             panel.plot(
                 percents, shares, color=(0.1, 0.35, 0.6, shade), label=f"{num_prompts} prompts"
             )
+
+        # Mark the two changes that the table shows.
         for true_change in (0.0, -100 * float(rules[population.metric].threshold)):
             panel.axvline(true_change, color="0.6", linewidth=0.8, linestyle=":")
         panel.set_title(f"{population.metric.replace('_', ' ')}:\n{population.name}", fontsize=9)
@@ -279,6 +309,8 @@ def draw(
 
 def format_population(population: Drafts | Timings, curve: Curve, rule: Rule) -> str:
     """Return the rule and the population, and a table with a line for each number of prompts."""
+    # A row for each number of prompts: the chance of each verdict without a change, then with a
+    # true drop of the threshold.
     threshold = float(rule.threshold)
     rows = []
     for number, chances_by_change in curve.items():
@@ -292,6 +324,8 @@ def format_population(population: Drafts | Timings, curve: Curve, rule: Rule) ->
                 ),
             )
         )
+
+    # The head names the same columns in the same order.
     states = ("no change", f"a true drop of {threshold:.0%}")
     head = (
         "prompts",

@@ -45,8 +45,11 @@ VISIBLE_DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 # Nine minutes, minus INSTALL_LIMIT_S of bench/gpu_wheels.py, which runs before this, and minus the
 # time to end the last part.
 SHORT_BUDGET_S = 500
-DEVICE_LIMIT_S = 60  # torch's first import on a fresh machine
-NUM_OUTPUT_LINES = 20  # the last lines of the output of a part that fails
+
+# Seconds to ask for the name of the GPU: the first import of torch on a fresh machine is slow.
+DEVICE_LIMIT_S = 60
+NUM_OUTPUT_LINES = 20  # the last lines of a failed part's output that the JSON keeps
+# Seconds to wait for a killed process. A process in a broken driver never ends.
 KILL_GRACE_S = 5
 
 
@@ -122,6 +125,8 @@ class Options(Section):
 def main(options: Options) -> ExitCode:
     """Run the parts one after the other, and write the JSON after each."""
     start = time.monotonic()
+
+    # Print the plan, and choose the file of the results by the name of the device.
     limits = choose_limits(options)
     print(format_plan(limits), flush=True)
     device = "cpu" if options.small else find_device_name()
@@ -130,11 +135,15 @@ def main(options: Options) -> ExitCode:
         / f"{device.lower().replace(' ', '-')}{'-short' * options.short}.json"
     )
     path.parent.mkdir(parents=True, exist_ok=True)
+
+    # Keep the earlier results of other parts if only some parts are asked for.
     results: dict[str, dict[str, Any]] = {}
     if options.parts and path.exists():
         earlier = json.loads(path.read_text(encoding="utf-8"))
         results = {name: numbers for name, numbers in earlier.items() if name in PARTS}
 
+    # Run the parts. The JSON is written after each one, so that a killed run loses one part at
+    # most.
     last_name = list(limits)[-1]
     for name in limits:
         if options.short:
@@ -149,6 +158,7 @@ def main(options: Options) -> ExitCode:
         )
         write_results(path, results)
 
+    # Update the page, and print what has run.
     if not options.small:
         write_between(PAGE, "gpu", format_results(sorted(RESULTS.glob("*.json"))))
     print(format_summary(limits, results))
@@ -199,6 +209,7 @@ def run_part(name: str, limit_s: float, options: Options) -> dict[str, Any]:
 
     If it did not end well, `failed` says why, and `output` holds its last lines.
     """
+    # In the short form the time may be over before the last parts start.
     created = datetime.now(UTC).isoformat(timespec="seconds")
     if limit_s <= 0:
         return {
@@ -206,6 +217,8 @@ def run_part(name: str, limit_s: float, options: Options) -> dict[str, Any]:
             "created": created,
             "seconds": 0,
         }
+
+    # Run the part. It appends its results to a file, which is read even if the part is killed.
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "results.jsonl"
@@ -213,6 +226,9 @@ def run_part(name: str, limit_s: float, options: Options) -> dict[str, Any]:
             build_part_command(name, options, path), limit_s, build_part_environment()
         )
         numbers = merge_lines(path)
+
+    # Say why the part failed. An error message of our own says more than the last line of a
+    # traceback.
     if exit_code is None:
         numbers["failed"] = f"ended at its time limit of {limit_s:.0f} s"
     elif exit_code:
@@ -239,14 +255,19 @@ def build_part_command(name: str, options: Options, path: Path) -> list[str]:
 
 def build_part_environment() -> dict[str, str]:
     """Return the environment of a part: this checkout, no network, and one GPU."""
+    # The allocator setting avoids fragmentation: parts hold tensors of very different sizes.
     environment = {
         "HF_HUB_OFFLINE": "1",
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         **os.environ,
     }
+
+    # The part imports this checkout first, and then what the caller's PYTHONPATH has.
     environment["PYTHONPATH"] = os.pathsep.join(
         filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
     )
+
+    # Use the first of the visible GPUs.
     environment[VISIBLE_DEVICES_VARIABLE] = os.environ.get(VISIBLE_DEVICES_VARIABLE, "0").split(
         ","
     )[0]
@@ -308,10 +329,13 @@ def kill_process_tree(process: "subprocess.Popen[str]") -> None:
     The children are in its own process group or, when a launcher starts them, in others. A process
     that waits for a broken driver cannot be killed; it is left behind after some seconds.
     """
+    # Children that a launcher has put into other process groups.
     with suppress(psutil.NoSuchProcess):
         for descendant in psutil.Process(process.pid).children(recursive=True):
             with suppress(psutil.NoSuchProcess):
                 descendant.kill()
+
+    # Then the process itself, with its own group.
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     with suppress(subprocess.TimeoutExpired):
@@ -336,6 +360,7 @@ def merge_lines(path: Path) -> dict[str, Any]:
 
 def write_results(path: Path, results: dict[str, dict[str, Any]]) -> None:
     """Replace the JSON in one step, so that an interrupted run leaves a complete file."""
+    # Write a second file, and rename it: renaming replaces the old file at once.
     ordered = {name: results[name] for name in PARTS if name in results}
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
@@ -376,6 +401,7 @@ def format_results(paths: Iterable[Path]) -> str:
 
 def list_rows(device: str, results: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
     """Yield a row for each number of a device: device, part, measure and value."""
+    # These are no numbers of a part, or too long for a table.
     left_out = ("created", "seconds", "hardware", "software", "kernels", "failures", "output")
     for part, numbers in results.items():
         for name, value in numbers.items():
@@ -389,6 +415,6 @@ def list_rows(device: str, results: dict[str, Any]) -> Iterator[tuple[str, str, 
 
 
 if __name__ == "__main__":
-    # So that ending this process ends the part that runs, too.
+    # SIGTERM raises SystemExit, so that `run_process` kills the running part before this ends.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(run(main, Options))

@@ -30,12 +30,16 @@ WHEELS = ROOT / "wheels"
 LIST = Path(__file__).with_suffix(".json")
 CONSTRAINTS = ROOT / "constraints.txt"
 PYTHON = "3.12"
+
+# The platform tags of wheels that run there: glibc 2.28 or older, on x86-64.
 PLATFORMS = (
     "manylinux_2_28_x86_64",
     "manylinux_2_27_x86_64",
     "manylinux_2_17_x86_64",
     "manylinux2014_x86_64",
 )
+
+# The values of environment markers on that machine. Requirements for other systems are skipped.
 MARKERS = {
     "python_version": PYTHON,
     "python_full_version": f"{PYTHON}.0",
@@ -44,11 +48,13 @@ MARKERS = {
 }
 # These take 130 MB even without torch, so the machine must have them.
 LARGE_PACKAGES = ("matplotlib", "numpy", "pandas", "pyarrow", "scipy", "torch")
-LIMIT_BYTES = 64 * 2**20  # the largest size of checkout and wheels together
+# The largest size of checkout and wheels together.
+LIMIT_BYTES = 64 * 2**20
+# Seconds of an installation. bench/gpu.py subtracts them from the time of its short form.
 INSTALL_LIMIT_S = 30
-RESOURCE_EXIT_CODE = (
-    3  # the exit code of specdistill's commands if something outside of them is missing
-)
+# The exit code of specdistill's commands if something outside of them is missing. This file cannot
+# import it from the package, whose own requirements may not be installed yet.
+RESOURCE_EXIT_CODE = 3
 
 
 def main(arguments: list[str]) -> int:
@@ -82,6 +88,7 @@ def read_list() -> dict[str, dict[str, int]]:
 
 def download() -> int:
     """Fill wheels/ with the wheels of the list, print what travels, and return the exit code."""
+    # Download exactly the listed versions: a wheel's name begins with `project-version-`.
     carried = read_list()["carried"]
     shutil.rmtree(WHEELS, ignore_errors=True)
     fetch(["==".join(wheel.split("-")[:2]) for wheel in carried], WHEELS)
@@ -94,11 +101,14 @@ def report_size() -> int:
     Returns:
         The exit code: RESOURCE_EXIT_CODE if they are too large together, or if a wheel is wrong.
     """
+    # The wheels must be the listed ones.
     damaged = find_damaged_wheels()
     if damaged:
         print(f"error: not as {LIST.name} lists them: {', '.join(damaged)}", file=sys.stderr)
         print("Run `make gpu-wheels ARGS=record` to renew the list.", file=sys.stderr)
         return RESOURCE_EXIT_CODE
+
+    # Print the size of everything that travels.
     wheels = read_list()["carried"].values()
     tracked = measure_checkout()
     total = tracked + sum(wheels)
@@ -127,10 +137,13 @@ def record() -> int:
 
     The list holds what pyproject.toml requires, and what that requires in turn.
     """
+    # Download everything but torch once, to learn the names and sizes of the wheels.
     names = sorted(name for name in find_closure() if name != "torch")
     with tempfile.TemporaryDirectory() as folder:
         fetch([*names, "--constraint", str(CONSTRAINTS)], Path(folder))
         sizes = {path.name: path.stat().st_size for path in sorted(Path(folder).iterdir())}
+
+    # Large packages stay at home: the machine must have them.
     large = {wheel: size for wheel, size in sizes.items() if project_name(wheel) in LARGE_PACKAGES}
     carried = {wheel: size for wheel, size in sizes.items() if wheel not in large}
     LIST.write_text(
@@ -203,9 +216,11 @@ def walk_requirements() -> Iterator[tuple[str, Any, str | None]]:
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
+    # Walk from requirement to requirement, beginning with those of pyproject.toml.
     pending = [(Requirement(text), ("",)) for text in read_requirements()]
     visited = set()
     while pending:
+        # Skip a requirement that is for another system or for an extra that nobody asked for.
         requirement, extras = pending.pop()
         marker = requirement.marker
         is_needed = marker is None or any(
@@ -214,6 +229,8 @@ def walk_requirements() -> Iterator[tuple[str, Any, str | None]]:
         if str(requirement) in visited or not is_needed:
             continue
         visited.add(str(requirement))
+
+        # Yield the requirement with the version that this Python has.
         name = canonicalize_name(requirement.name)
         try:
             installed_version = version(name)
@@ -236,14 +253,19 @@ def install(folder: Path) -> int:
     Returns:
         The exit code: RESOURCE_EXIT_CODE if packages are still missing; they are printed.
     """
+    # Packages of an earlier installation count as installed.
     sys.path.insert(0, str(folder))
     if has_packaging() and not find_unmet():
         return 0
+
+    # Install the wheels if all of them are here and are for this Python.
     damaged = find_damaged_wheels()
     if not damaged and f"{sys.version_info.major}.{sys.version_info.minor}" == PYTHON:
         shutil.rmtree(folder, ignore_errors=True)
         install_wheels(folder)
         importlib.invalidate_caches()
+
+    # Refuse to continue if something is still missing.
     unmet = find_unmet() if has_packaging() else {"packaging": "packaging (not installed)"}
     if unmet:
         print_refusal(unmet, damaged)
@@ -287,6 +309,7 @@ def install_wheels(folder: Path) -> None:
 
 def print_refusal(unmet: dict[str, str], damaged: list[str]) -> None:
     """Print the missing packages, the wheels that bring them, and what to do."""
+    # For each missing package, name the wheel that brings it.
     wheels = {project_name(wheel): wheel for group in read_list().values() for wheel in group}
     lines = [
         f"error: Python {platform.python_version()} here lacks packages that make gpu needs"
@@ -296,6 +319,8 @@ def print_refusal(unmet: dict[str, str], damaged: list[str]) -> None:
         wheel = "its CUDA build" if name == "torch" else wheels.get(name, f"not in {LIST.name}")
         note = ", too large to carry: the machine must have it" if name in LARGE_PACKAGES else ""
         lines.append(f"  {text}: {wheel}{note}")
+
+    # Then say what is wrong with wheels/, and what to do.
     if WHEELS.is_dir() and damaged:
         lines.append(f"wheels/ lacks, or has in another size: {', '.join(damaged)}.")
     lines.append(
