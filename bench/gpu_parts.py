@@ -52,6 +52,8 @@ from specdistill.training.losses.divergence import forward_kl
 from specdistill.training.optimizer import MuonAdamW
 from specdistill.training.trainer import DistillationTrainer
 
+# The tree that decoding is timed with: up to 60 nodes, 6 levels, 10 candidates per node. K is the
+# length of the chain.
 TREE = {"budget": 60, "depth": 6, "top_k": 10}
 K = 4
 # These test losslessness in float32, batches, trees, sampling, a training step, and attention over
@@ -80,7 +82,7 @@ class Shape:
         matrix: rows and columns of the matrix whose product is timed.
         num_kernels: how many of the most expensive kernels are listed.
         tests: arguments of pytest.
-        keys: keys of the recipe's section `train`.
+        keys: further keys of the recipe's section `train`.
     """
 
     small: bool = False
@@ -104,6 +106,7 @@ class Shape:
         return build_random_target(self.small)
 
 
+# The target of `small=true`: the same layers as Llama, in a size that a CPU runs at once.
 TINY = LlamaConfig(
     hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
     num_key_value_heads=2, vocab_size=512,
@@ -129,6 +132,7 @@ class Options(Section):
 
 def main(options: Options) -> None:
     """Run a part, and append each piece of its result to the file."""
+    # Print each piece and write it at once, so that a killed part keeps the earlier pieces.
     path = Path(options.results)
     for numbers in PARTS[options.part](build_shape(options)):
         line = json.dumps(numbers)
@@ -149,7 +153,8 @@ def build_shape(options: Options) -> Shape:
 def build_random_target(small: bool) -> FrozenTarget:
     """Return a target with random weights that ignores stop tokens.
 
-    It has the shape of Llama-3.1-8B and is on the GPU, or is a tiny one on the CPU.
+    It has the shape of Llama-3.1-8B and is on the GPU. If it is to be small, it is a tiny model on
+    the CPU. Later calls return the same target, because building 16 GB of weights takes long.
     """
     with torch.device("cpu" if small else "cuda"):
         model = AutoModelForCausalLM.from_config(TINY if small else CONFIG, dtype=torch.bfloat16)
@@ -171,12 +176,16 @@ def measure_ceilings(shape: Shape) -> Iterator[dict[str, Any]]:
         "hardware": describe_hardware(device),
         "software": {**list_software(), "cuda": torch.version.cuda},
     }
+
+    # A product of two matrices of n rows and columns takes 2 n^3 operations.
     size = shape.matrix
     first_matrix, right = (
         torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2)
     )
     product_s = measure_seconds(device, lambda: first_matrix @ right)
     yield {"tflops": round(2 * size**3 / product_s / 1e12, 1)}
+
+    # A copy reads and writes every byte.
     large = torch.empty(size, size, 4, dtype=torch.float32, device=device)
     copy_s = measure_seconds(device, lambda: large.clone())
     yield {"copy_gb_per_second": round(2 * large.nbytes / copy_s / 1e9)}
@@ -196,6 +205,7 @@ def run_tests(shape: Shape) -> Iterator[dict[str, Any]]:
     Raises:
         CalledProcessError: if a test fails.
     """
+    # Run pytest on the tests marked `gpu`, and pass its output on line by line.
     options = ["-v", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", *options, *shape.tests]
     summary = ""
@@ -204,9 +214,13 @@ def run_tests(shape: Shape) -> Iterator[dict[str, Any]]:
         assert process.stdout
         for line in process.stdout:
             print(line, end="", flush=True)
+
+            # The last line that is not empty is the summary of pytest.
             summary = line.strip() or summary
             if line.startswith(("FAILED", "ERROR")):
                 failures.append(line.strip()[:200])
+
+    # The summary is yielded before a failure is raised, so that the JSON has both.
     yield {"summary": summary, "failures": failures[:20]}
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command)
@@ -218,8 +232,11 @@ def run_tests(shape: Shape) -> Iterator[dict[str, Any]]:
 def measure_training(shape: Shape) -> Iterator[dict[str, Any]]:
     """Yield speed and memory of the trainer's steps, then a step's parts, waits and kernels."""
     with build_trainer(shape) as trainer:
+        # Train first, so that the measurements below find a trainer that has warmed up.
         yield measure_steps(trainer)
         yield {"parts_ms": time_parts_of_a_step(trainer, shape)}
+
+        # Take one batch, and run the same step twice more: to count waits, then under the profiler.
         batch, *_ = trainer.get_batch_samples(
             iter(trainer.get_train_dataloader()), 1, trainer.args.device
         )
@@ -249,11 +266,15 @@ def build_trainer(shape: Shape, **draft: Any) -> Iterator[DistillationTrainer]:
     """
     device = shape.device
     target = shape.target
+
+    # Build the head. It has a draft vocabulary of its own if that is smaller than the target's.
     vocabulary = torch.arange(shape.draft_vocab_size, device=device)
     head = build_eagle3(
         target, draft_vocabulary=vocabulary if shape.draft_vocab_size < target.vocab_size else None
     )
     data = draw_rows(target, shape.rows, shape.length)
+
+    # The settings of the Trainer: three log entries, no checkpoints.
     keys = {
         "learning_rate": 1e-4,
         "bf16": True,
@@ -267,12 +288,16 @@ def build_trainer(shape: Shape, **draft: Any) -> Iterator[DistillationTrainer]:
         "disable_tqdm": True,
     }
     objective = TrainingTimeTest(head, forward_kl, NUM_STEPS)
+
+    # Count the peak of memory from here.
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as folder:
         arguments = build_training_arguments({**keys, **shape.keys, "output_dir": folder})
         compile_layers(shape.keys, target, objective)
+
+        # The optimizer is built here, because it needs the parameters of the head.
         options = {
             "save": save_eagle3,
             **draft,
@@ -292,6 +317,8 @@ def measure_steps(trainer: DistillationTrainer) -> dict[str, Any]:
     By then compiling and the first allocations are over.
     """
     trainer.train()
+
+    # Entries without a speed are those of the end of the training.
     last = [entry for entry in trainer.state.log_history if "tokens_per_second" in entry][-1]
     return {name: round(last[name], 4) for name in ("tokens_per_second", "peak_memory_gib", "loss")}
 
@@ -300,6 +327,8 @@ def compute_step(shape: Shape) -> dict[str, Any]:
     """Return what `specdistill plan` counts for the same step, without the target's layers."""
     if shape.small:
         return {}
+
+    # Run the step's code over tensors without content.
     draft = Eagle3Advice().plan_draft(TARGET, None, {"vocab_size": shape.draft_vocab_size})
     ledger = count_training_step(
         "eagle3",
@@ -322,10 +351,14 @@ def time_parts_of_a_step(trainer: DistillationTrainer, shape: Shape) -> dict[str
     target = trainer.target
     objective = trainer.objective
     device = trainer.args.device
+
+    # Move the whole training set to the device as one batch.
     batch = {
         name: value.to(device) if isinstance(value, torch.Tensor) else value
         for name, value in collate_all_rows(trainer).items()
     }
+
+    # Read the clock before the step and after each of its four parts. Reading it waits for the GPU.
     names = ("target", "unroll and loss", "backward", "optimizer")
     times: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(5):
@@ -341,6 +374,8 @@ def time_parts_of_a_step(trainer: DistillationTrainer, shape: Shape) -> dict[str
         trainer.optimizer.step()
         trainer.optimizer.zero_grad()
         marks.append(read_clock(device))
+
+        # The time of a part is the distance between two marks.
         for name, start, end in zip(names, marks, marks[1:], strict=False):
             times[name].append(end - start)
     return {name: round(1000 * statistics.median(values), 1) for name, values in times.items()}
@@ -359,6 +394,8 @@ def count_waits(step: Callable[[], object]) -> dict[str, Any]:
     """
     if not torch.cuda.is_available():
         return {}
+
+    # Let torch warn of every wait in one step.
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
@@ -366,6 +403,8 @@ def count_waits(step: Callable[[], object]) -> dict[str, Any]:
             step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+    # Count the warnings by the line that caused them.
     places = [
         f"{Path(entry.filename).name}:{entry.lineno}"
         for entry in caught
@@ -376,11 +415,14 @@ def count_waits(step: Callable[[], object]) -> dict[str, Any]:
 
 def list_kernels(step: Callable[[], object], num_kernels: int) -> list[dict[str, Any]]:
     """Return the kernels that take longest in one step."""
+    # Profile one step.
     on_gpu = torch.cuda.is_available()
     with profile(
         activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     ) as profiled:
         step()
+
+    # Sort by the time within each kernel itself. The profiler gives microseconds.
     name = "self_device_time_total" if on_gpu else "self_cpu_time_total"
     events = sorted(profiled.key_averages(), key=lambda event: getattr(event, name), reverse=True)
     return [
@@ -426,6 +468,8 @@ def measure_variants(shape: Shape) -> Iterator[dict[str, Any]]:
 def measure_decoding(shape: Shape) -> Iterator[dict[str, Any]]:
     """Yield the times of a round without a draft, with a chain and with a tree, then batches."""
     target = shape.target
+
+    # The head is untrained: how long a round takes does not depend on what is accepted.
     head = HeadProposer(build_eagle3(target).to(torch.bfloat16))
     for length in shape.prompts:
         prompt = draw_prompt(target, length)
@@ -437,6 +481,9 @@ def measure_decoding(shape: Shape) -> Iterator[dict[str, Any]]:
             ),
         }
         yield {f"{length} tokens": numbers}
+
+    # Decode a batch of equal prompts twice. Only the second time counts, when kernels are loaded
+    # and memory is allocated.
     prompts = [draw_prompt(target, shape.prompts[0])] * shape.batch
     for name, proposer, k in (("plain", None, 0), ("chain", head, K)):
         decoder = Decoder(target, proposer)
@@ -460,6 +507,8 @@ def measure_compiled_decoding(shape: Shape) -> Iterator[dict[str, Any]]:
     target = shape.target
     head = HeadProposer(build_eagle3(target).to(torch.bfloat16))
     head.compiled = True
+
+    # Compile once for each prompt length, in the first of the two generations of `time_rounds`.
     new_tokens = 8 if shape.small else 48
     for length in shape.prompts[1:] or shape.prompts:
         prompt = draw_prompt(target, length)
@@ -485,6 +534,7 @@ def time_rounds(
     decoder: Decoder, prompt_ids: list[int], new_tokens: int, **options: Any
 ) -> dict[str, float]:
     """Return the median times of a round, in ms, from the second of two generations."""
+    # The first generation warms up.
     rounds = [
         decoder.generate(prompt_ids, max_new_tokens=new_tokens, **options).rounds for _ in range(2)
     ][-1]
@@ -510,6 +560,7 @@ def measure_generation(shape: Shape) -> Iterator[dict[str, Any]]:
 
 def train_pico(shape: Shape) -> Iterator[dict[str, Any]]:
     """Train a head for pico, decode with it losslessly in float32, and judge it by its gate."""
+    # Tiny sizes for a CPU, on which the numbers mean nothing.
     few = [
         "train.max_steps=4",
         "data.regenerate.num_tokens=600",
@@ -518,6 +569,8 @@ def train_pico(shape: Shape) -> Iterator[dict[str, Any]]:
         "eval.repeats=1",
     ]
     small = few if shape.small else []
+
+    # Train, then measure. The gate may fail: its verdict is a result like any other.
     with tempfile.TemporaryDirectory() as folder:
         yield {
             "train_seconds": run_command(
@@ -530,6 +583,8 @@ def train_pico(shape: Shape) -> Iterator[dict[str, Any]]:
             )
         }
         report = json.loads((Path(folder) / "run/report/report.json").read_text(encoding="utf-8"))
+
+    # Yield the verdict, and the metrics that the report has.
     first = report["results"][0]
     numbers = {
         name: round(first[name], 3)
@@ -552,6 +607,7 @@ def run_command(verb: str, *arguments: str, failing: bool = False) -> float:
 def measure_store(shape: Shape) -> Iterator[dict[str, Any]]:
     """Yield the speed of training on features of pico that are written once and then read."""
     with tempfile.TemporaryDirectory() as folder:
+        # In hybrid mode the store is filled before the first step, and steps read from it.
         stored = [f"hidden_states.path={folder}/features", "hidden_states.mode=hybrid"]
         few = (
             ["data.regenerate.num_tokens=600", "train.max_steps=4"]
@@ -560,6 +616,8 @@ def measure_store(shape: Shape) -> Iterator[dict[str, Any]]:
         )
         run_command("train", "recipe=pico/eagle3", f"train.output_dir={folder}/run", *few, *stored)
         history = (Path(folder) / "run/run/history.json").read_text(encoding="utf-8")
+
+    # The last logged speed is that of steps that read the store.
     log = json.loads(history)["log"]
     last = [entry for entry in log if "tokens_per_second" in entry][-1]
     yield {name: round(last[name], 2) for name in ("tokens_per_second", "peak_memory_gib")}

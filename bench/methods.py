@@ -19,6 +19,8 @@ from specdistill.common.project import ROOT
 from specdistill.methods import METHODS
 
 FOLDER = Path("runs/methods")
+
+# By method, the recipe that trains it for pico. Methods without such a recipe are left out.
 RECIPES = {
     method: name
     for method in METHODS
@@ -28,8 +30,11 @@ RECIPES = {
 
 def main() -> int:
     """Train all methods, compare them, and write the table."""
+    # Train each method, unless its draft exists.
     for name, recipe in RECIPES.items():
         train(FOLDER / name, f"recipe={recipe}")
+
+    # Compare all drafts and n-gram lookup in one run, so that they meet the same machine.
     drafts = ",".join([*(str(FOLDER / name / "draft") for name in RECIPES), "ngram"])
     run_specdistill(
         "compare",
@@ -39,6 +44,8 @@ def main() -> int:
         f"output_dir={FOLDER}",
         *sys.argv[1:],
     )
+
+    # Write the table.
     comparison = json.loads((FOLDER / "comparison.json").read_text(encoding="utf-8"))
     candidates = comparison["candidates"]
     measured = format_caption(candidates[0]["report"], "pico by `make methods`")

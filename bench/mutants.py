@@ -32,6 +32,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 LIST = ROOT / "tests" / "mutants.json"
+
+# Imported once, before the first fork.
 LIBRARIES = (
     "torch",
     "transformers",
@@ -42,7 +44,10 @@ LIBRARIES = (
     "huggingface_hub",
     "scipy.stats",
 )
-TEST_TIMEOUT_S = 120  # the time limit of a test that takes two seconds on a quiet machine
+
+# Seconds after which a test counts as hanging. The slowest quick test takes two seconds on a quiet
+# machine, and many run side by side here.
+TEST_TIMEOUT_S = 120
 
 
 class Mutant(NamedTuple):
@@ -110,6 +115,7 @@ def read_mutants(path: Path) -> list[Mutant]:
 @contextmanager
 def copy_tree(tree: Path) -> Iterator[Path]:
     """Yield a copy of the files that git tracks or would add, for the tests to read and change."""
+    # List tracked files, and new ones that git does not ignore.
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=True)
     with tempfile.TemporaryDirectory(prefix="specdistill-mutants-") as folder:
@@ -135,6 +141,7 @@ def find_first_failure(folder: Path, tests: Sequence[str]) -> str | None:
     """
     import datasets
 
+    # Make the tests import the mutated copy.
     os.chdir(folder)
     os.environ["PYTHONPATH"] = str(folder)
     # Cached rows are found by their input, not by the code that made them. So those of another
@@ -156,6 +163,9 @@ def find_first_failure(folder: Path, tests: Sequence[str]) -> str | None:
         "not long",
     ]
     options += [f"--timeout={TEST_TIMEOUT_S}"]
+
+    # A test failed exactly if pytest says so. Anything else, such as no tests found, is an error of
+    # this list.
     with redirect_stdout(log):
         code = pytest.main([*options, *tests], plugins=[failure])
     assert (code == pytest.ExitCode.OK) == (failure.name is None), log.getvalue()[-3000:]
@@ -165,6 +175,7 @@ def find_first_failure(folder: Path, tests: Sequence[str]) -> str | None:
 def run_tests_on_mutant(tree: Path, mutant: Mutant) -> str | None:
     """Apply a mutation to a copy of the tree, and return the first test that fails."""
     with copy_tree(tree) as folder:
+        # Replace the text, which must occur exactly once.
         path = folder / mutant.file
         text = path.read_text(encoding="utf-8")
         assert text.count(mutant.old) == 1, (
@@ -179,10 +190,13 @@ def run_mutants(tree: Path, mutants: Sequence[Mutant], num_workers: int) -> Iter
 
     Each mutation runs in a process of its own, which may start others.
     """
+    # Children are forked, so that they have the loaded libraries. Each sends its outcome over a
+    # pipe.
     waiting = list(mutants)
     running = dict[Connection, tuple[BaseProcess, Mutant, float]]()
     context = multiprocessing.get_context("fork")
     while waiting or running:
+        # Start children up to the number of workers.
         while waiting and len(running) < num_workers:
             mutant = waiting.pop(0)
             receiver, sender = context.Pipe(duplex=False)
@@ -190,6 +204,8 @@ def run_mutants(tree: Path, mutants: Sequence[Mutant], num_workers: int) -> Iter
             running[receiver] = process, mutant, time.perf_counter()
             process.start()
             sender.close()
+
+        # Collect those that have ended.
         for receiver in cast(list[Connection], wait([*running])):
             process, mutant, start = running.pop(receiver)
             try:
@@ -201,6 +217,7 @@ def run_mutants(tree: Path, mutants: Sequence[Mutant], num_workers: int) -> Iter
 
 
 def _send(sender: Connection, tree: Path, mutant: Mutant) -> None:
+    """Run the tests in the child process, and send the name of the first failure."""
     sender.send(run_tests_on_mutant(tree, mutant))
 
 
@@ -210,11 +227,14 @@ def main(arguments: Sequence[str]) -> int:
     Args:
         arguments: the IDs of the mutations; empty for all.
     """
+    # Select the mutations.
     names = set(arguments)
     mutants = [mutant for mutant in read_mutants(LIST) if not names or mutant.id in names]
     unknown = names - {mutant.id for mutant in mutants}
     assert not unknown, f"{LIST} has no {unknown}"
     os.environ.setdefault("SPECDISTILL_TEST_DATA", str(ROOT.parent / "shared" / "data"))
+
+    # Import the libraries with a cache of their own, then run the mutations side by side.
     survivors = []
     with tempfile.TemporaryDirectory(prefix="specdistill-mutants-") as cache:
         # Set before the import of the libraries, which read these variables.

@@ -35,8 +35,11 @@ from specdistill.methods.sizes import ModelConfigInfo, PlannedDraft
 from specdistill.recipe.fields import Section, option
 from specdistill.recipe.load import REQUIRED_MARK, load_recipe, merge_values
 
+# The recorded numbers, and the page with their table.
 RECORD = Path(__file__).with_name("results") / "recipes.json"
 PAGE = ROOT / "docs" / "recipes.md"
+
+# The line in a recipe's header that this script writes.
 COMPUTED_LINE = re.compile(r"^# Computed: .*$", re.MULTILINE)
 TARGET_ITEMSIZE = 2  # bytes of a weight in bfloat16
 CHECKPOINTS = 2  # the best and the last one are kept
@@ -62,10 +65,13 @@ class Options(Section):
 
 def main(options: Options) -> ExitCode:
     """Compute the needs of all published recipes, and compare them with the record or write it."""
+    # Compute the needs of every recipe whose header has such a line.
     needs_by_recipe = {}
     for name in list_published_recipes():
         needs_by_recipe[name] = compute_needs(name)
         print(name, json.dumps(needs_by_recipe[name]), flush=True)
+
+    # Compare with the record, or write record, table and headers.
     is_recorded = RECORD.exists() and needs_by_recipe == load_record()
     if options.record:
         RECORD.write_text(json.dumps(needs_by_recipe, indent=1) + "\n", encoding="utf-8")
@@ -99,15 +105,21 @@ def list_published_recipes() -> list[str]:
 
 def read_settings(name: str) -> dict[str, Any]:
     """Return the settings of a recipe that its needs are computed from."""
+    # Load the recipe. If it leaves the target to its user, any name does, because the sizes come
+    # from its folder.
     text = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8")
     values = merge_values([f"recipe={name}"])
     model = values["target"]["model"]
     recipe: Any = load_recipe(
         Recipe, [f"recipe={name}", *([f"target.model={name}"] if model == REQUIRED_MARK else [])]
     )
+
+    # Read the launch and the memory of a GPU from the header.
     launch, num_processes = launch_of(name)
     memory = re.search(r"GPUs of (\d+) GB", text)
     assert memory, name
+
+    # Methods whose draft reads no hidden states have no such section.
     stored = getattr(recipe, "hidden_states", None)
     return {
         "method": recipe.method,
@@ -143,6 +155,8 @@ def compute_needs(name: str) -> dict[str, Any]:
         - `disk_gb`: GB of disk in addition to the target.
     """
     of = read_settings(name)
+
+    # Read the configs of target and draft that lie next to the recipe.
     folder = (RECIPES / name).parent
     target = replace(read_model_config(str(folder), key="target.model"), name=of["target"])
     draft_config = (
@@ -150,6 +164,8 @@ def compute_needs(name: str) -> dict[str, Any]:
         if (folder / "draft").is_dir() and of["method"] == "draft_model"
         else None
     )
+
+    # Plan the draft, and estimate what one process needs to train it.
     plan = METHODS[of["method"]].load().advice.plan_draft
     draft: PlannedDraft = plan(target, draft_config, of["draft"])
     number = of["num_processes"]
@@ -164,12 +180,19 @@ def compute_needs(name: str) -> dict[str, Any]:
         TARGET_ITEMSIZE,
         runs_layers=not of["is_stored"],
     )
+
+    # With stored hidden states no step runs the target's layers, so no GPU holds them.
     if of["is_stored"]:
         memory["target"] -= count_layer_bytes(target)
+
+    # Divide among the processes of the launch.
     launch = describe_launch(
         target, memory, of["launch"], number, is_sharded=of["shard"] == "layers"
     )
     tokens = of["rows"] * of["max_length"] * of["gradient_accumulation_steps"] * number
+
+    # Disk: the best and the last checkpoint, the prepared rows, and hidden states in two bytes per
+    # number if they are stored.
     features = (
         METHODS[of["method"]].features * target.text.hidden_size * 2 if of["is_stored"] else 0
     )
@@ -196,6 +219,7 @@ def find_device(gpu_gb: int) -> Device:
 
 def count_layer_bytes(target: ModelConfigInfo) -> int:
     """Return the bytes of the target's layers, which no step reads if their outputs are stored."""
+    # Weights of the transformer layers have `.layers.` in their names.
     layers = (size.numel() for name, size in target.model.named_parameters() if ".layers." in name)
     return TARGET_ITEMSIZE * sum(layers)
 
@@ -203,6 +227,8 @@ def count_layer_bytes(target: ModelConfigInfo) -> int:
 def format_header_line(need: dict[str, Any]) -> str:
     """Return the line of computed numbers in a recipe's header."""
     tokens = need["tokens_a_step"] * need["of"]["max_steps"]
+
+    # Rows that are not packed may be shorter than max_length, so tokens and hours are upper bounds.
     most = "" if need["of"]["is_packed"] else "at most "
     what = (
         f"{need['gpu_gb']} GB on each GPU, {most}{need['hours']:g} hours for"
@@ -220,7 +246,10 @@ def format_needs_table(needs: dict[str, Any]) -> str:
 
 
 def _format_row(name: str, need: dict[str, Any]) -> tuple[str, ...]:
+    """Return the cells of a recipe, in the order of HEAD."""
     of = need["of"]
+
+    # The target has no name if its user is to choose it.
     most = "" if of["is_packed"] else "≤ "
     shard = " `target.shard=layers`" if of["shard"] == "layers" else ""
     target = (
