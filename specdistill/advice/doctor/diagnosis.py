@@ -64,18 +64,23 @@ from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.history import read_history
 
 LAYER = re.compile(r".*\blayers\.\d+\.")  # the prefix of a name within a layer
-MAX_TRAINED_WEIGHT = 1000.0  # Weights of trained drafts stay far below this.
-# A draft is no better than chance if a smaller share of its first draft tokens is accepted.
+# Weights of trained drafts stay far below this. A larger one is a sign that training diverged.
+MAX_TRAINED_WEIGHT = 1000.0
+# A draft is no better than chance if a smaller share of its first draft tokens is accepted. Even a
+# draft that only knows the most frequent tokens is sometimes right.
 NO_BETTER_THAN_CHANCE = 0.05
 # Acceptance is far below that of training if it is less than this share of the draft tokens that
-# were accepted then.
+# were accepted then. A larger share would also report drafts that merely meet other text here.
 LOW_ACCEPTANCE_SHARE = 0.6
-MIN_DIVERGENCE_DROP = 0.02  # A repair counts if the divergence falls by more than this share.
+# A repair counts if the divergence falls by more than this share. A smaller fall changes nothing in
+# decoding, however certain it is.
+MIN_DIVERGENCE_DROP = 0.02
 CONFIDENCE = 0.95  # the confidence level over all causes that are tried together
 # The parts that the completion of a single prompt is cut into. They are used in place of prompts.
 NUM_PARTS = 8
 # A cause is a problem if its repair multiplies the accepted draft tokens by more than this.
 MIN_ACCEPTANCE_GAIN = 1.05
+# Draft tokens per round if no training history says how many the draft was evaluated with.
 DEFAULT_STEPS = 4
 
 
@@ -153,6 +158,7 @@ def diagnose(options: CommonDoctorOptions) -> Diagnosis:
         UserError: if the draft, the target or the suite is not one.
         ResourceError: when the Hub fails.
     """
+    # Open the files of draft and target.
     model = options.target.model
     engine = options.engine
     lookup_first = options.eval.lookup_first
@@ -168,6 +174,8 @@ def diagnose(options: CommonDoctorOptions) -> Diagnosis:
     )
     if files and draft.resolve() == Path(files.name).resolve():
         return examine_native_layer(files)
+
+    # Examine the files, and read what training recorded.
     diagnosis = examine_draft(draft, files, engine, options)
     run = run_of(draft)
     # An export in the run's folder has the history of the run's draft.
@@ -176,6 +184,8 @@ def diagnose(options: CommonDoctorOptions) -> Diagnosis:
         diagnosis.findings.append(
             problem(f"specdistill starts {ENGINES[engine].title} without a lookup in front")
         )
+
+    # Decode a few prompts, unless a reader refused the files.
     if model and options.decode and diagnosis.method is not None and not diagnosis.refused:
         loaded = FrozenTarget.load(**vars(options.target))
         use_recorded_template([draft], loaded.tokenizer, KEY)
@@ -197,6 +207,8 @@ def diagnose(options: CommonDoctorOptions) -> Diagnosis:
                 diagnosis.method, draft, loaded, key=KEY, logs=False, **of_method
             )
             diagnosis.acceptance = check_acceptance(diagnosis, loaded, proposer, prompts)
+
+            # Decode them once more behind the lookup, with enough tokens per round for both.
             if lookup_first:
                 of_method |= {"lookup_first": lookup_first, "logs": False}
                 behind = load_proposer(diagnosis.method, draft, loaded, key=KEY, **of_method)
@@ -335,12 +347,16 @@ def find_norms_that_add_one(config: RawConfig) -> dict[str, bool]:
     Returns:
         By the name of each norm within a layer. Empty if transformers cannot build such a model.
     """
+    # Build the model of the config without weights. A config that transformers does not know says
+    # nothing about its norms.
     try:
         model_config = AutoConfig.for_model(**(config.get("text_config") or config))
         with torch.device("meta"):
             model = find_auto_class(model_config).from_config(model_config)
     except CLASS_ERRORS:
         return {}
+
+    # Try one norm of each name: all layers have the same kind.
     result: dict[str, bool] = {}
     for name, module in model.named_modules():
         place = LAYER.sub("", name)
@@ -358,10 +374,14 @@ def _check_values(tensors: Mapping[str, Tensor], config: RawConfig) -> Iterator[
 
     The readers refuse NaN and infinity already.
     """
+    # Building the model takes a while, so the norms are looked at only if one of them is all zeros.
     adds_one_at = cache(lambda: find_norms_that_add_one(config))
     for name, tensor in tensors.items():
         if tensor.dtype not in FLOATS:
             continue
+
+        # A norm that multiplies by 1 + weight begins at zero. Its zeros are no sign of a missing
+        # weight.
         largest = max(map(abs, find_extremes(tensor)))
         if largest == 0 and "norm" in name:
             place = LAYER.sub("", name.removesuffix(".weight"))
@@ -445,6 +465,7 @@ def read_recorded_length(draft: Path) -> SimulatedAcceptance | None:
     Returns:
         The acceptance; None without a history.
     """
+    # Find the evaluation by which training chose the weights that it saved.
     history = read_history(draft, key=KEY)
     evaluations = (
         [entry for entry in history.log if "eval_acceptance_length" in entry] if history else []
@@ -452,6 +473,8 @@ def read_recorded_length(draft: Path) -> SimulatedAcceptance | None:
     if not evaluations:
         return None
     best = max(evaluations, key=lambda entry: float(entry["eval_acceptance_length"]))
+
+    # An evaluation has an entry for each drafted position, such as `eval_acceptance_1`.
     steps = [key for key in best if key.startswith("eval_acceptance_") and key[-1].isdigit()]
     return SimulatedAcceptance(len(steps) or DEFAULT_STEPS, float(best["eval_acceptance_length"]))
 
@@ -575,6 +598,7 @@ def _is_recorded(draft: object, repaired: object, recorded: Mapping[str, object]
 
     The recipe must record them with the values that the draft has.
     """
+    # List the settings that the repair changes, and look each one up in the recipe.
     before = getattr(draft, "config", None)
     after = getattr(repaired, "config", None)
     if not is_dataclass(before) or not is_dataclass(after):
@@ -586,6 +610,7 @@ def _is_recorded(draft: object, repaired: object, recorded: Mapping[str, object]
 
 
 def _list_values(value: object) -> object:
+    """Return a tuple as a list, as recipes write it, and any other value unchanged."""
     return list(value) if isinstance(value, tuple) else value
 
 
@@ -597,6 +622,8 @@ def compute_confidence_interval(values: Sequence[float], confidence: float) -> t
     mean = fmean(values)
     if len(values) < 2 or max(values) == min(values):
         return mean, mean
+
+    # Half of the width: the quantile of Student's t times the standard error of the mean.
     half = (
         float(t.ppf((1 + confidence) / 2, len(values) - 1)) * stdev(values) / math.sqrt(len(values))
     )
@@ -704,6 +731,7 @@ def _fit(
     Returns:
         The mean forward KL of the drafted positions in nats, and the simulated acceptance length.
     """
+    # The positions whose loss counts: those of this part of the completion.
     ids = torch.tensor([[*completion.prompt_ids, *completion.token_ids]], device=target.device)
     positions = torch.arange(ids.shape[1], device=target.device).unsqueeze(0)
     num_new = len(completion.token_ids)
@@ -716,8 +744,13 @@ def _fit(
         "document_ids": torch.zeros_like(ids),
         "position_ids": positions,
     }
+
+    # Run the draft once over prompt and completion, and sum over the positions of each draft step.
     objective, inputs = objective.eval(), objective.prepare(index_batch(inputs), None)
     _, sums = objective(**inputs, **objective.read_target(target, inputs), measure=True)
+
+    # The mean of the KL over the draft steps. The acceptance length is 1 and the share of chains
+    # that are right up to each step.
     divergence = fmean(
         float(total / num_tokens)
         for total, num_tokens in zip(sums.loss, sums.loss_tokens, strict=True)

@@ -21,6 +21,8 @@ CONTEXT = 4096  # the context in tokens, if none is asked for
 ENGINE_BYTES = 2**30
 PASS_TOKENS = 8192  # prompt tokens of one pass, as in vLLM
 NO_LIMIT = 2**30  # tokens of context from which on there is no limit
+
+# No target is planned for more devices than this, so that the search ends.
 MAX_DEVICES = 64
 # The usable share of a device's memory. The rest is the context of the driver, and what the
 # allocator cannot use.
@@ -56,6 +58,7 @@ def check_serving(
         UserError: for what no engine would serve: more context than the target has, another dtype
             for quantized weights, or attention heads that the devices cannot share.
     """
+    # The context: as asked, or the default, within what the target can read.
     longest = getattr(target.text, "max_position_embeddings", None)
     context = serving.context or min(CONTEXT, longest or CONTEXT)
     if longest and context > longest:
@@ -64,6 +67,8 @@ def check_serving(
             got=context,
             expected=f"at most {longest}, the target's max_position_embeddings",
         )
+
+    # Quantized weights are served as they are stored.
     if serving.dtype and target.quantization:
         raise make_unused_key_error(
             "serving.dtype",
@@ -71,6 +76,8 @@ def check_serving(
             f"the weights of {target.name} are"
             f" {target.quantization.get('quant_method', 'quantised')}",
         )
+
+    # Each device holds whole attention heads.
     for model in filter(None, (target, draft)):
         heads = getattr(model.text, "num_attention_heads", serving.tensor_parallel)
         if heads % serving.tensor_parallel:
@@ -203,6 +210,7 @@ def _estimate_activation_bytes(
         verified: tokens whose logits are computed in a round.
         devices: devices that share the model.
     """
+    # Six vectors of the hidden size, and three of the MLP, which the devices share.
     width = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     # Some classes have a width for each layer.
     widest = max(width) if isinstance(width, list) else width

@@ -55,6 +55,8 @@ BYTES_PER_TRAINED = 16
 BYTES_PER_COPIED = 4
 # Operations per second of one H100 or H200 in bfloat16: 40 % of the peak of its tensor cores.
 TRAINING_FLOPS = 4e14
+
+# The micro-batch of a training that no recipe describes: rows, and tokens of a row.
 BATCH_SIZE = 4
 MAX_LENGTH = 2048
 # The launch configuration that a recipe's header names.
@@ -67,6 +69,7 @@ RecipeKeys = dict[str, Any]  # the keys of a shipped recipe, by section
 
 def list_assumptions(device: Device) -> tuple[str, ...]:
     """Return the assumptions of the estimates for a device, in sentences."""
+    # A CPU was measured, so its sentences name the measurement. A GPU has the figures of its maker.
     if isinstance(device, Machine):
         passes = (
             "A pass over several tokens takes as long as products of matrices with as many rows"
@@ -129,7 +132,7 @@ def list_assumptions(device: Device) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class ExpectedSpeedup:
-    """The best K at one alpha, with its acceptance length and its speedup."""
+    """The best K at one acceptance rate, with its acceptance length and its speedup."""
 
     num_speculative_tokens: int
     acceptance_length: float
@@ -384,7 +387,8 @@ def build_plan_row(method: str, draft_info: ModelConfigInfo | None, scenario: Sc
 def _count_draft_bytes(
     method: str, planned: PlannedDraft, draft_info: ModelConfigInfo | None, scenario: Scenario
 ) -> tuple[float, float]:
-    """Return the bytes of a draft's weights, and of the weights that a step reads."""
+    """Return the bytes of all weights of a draft, and of the weights that one step reads."""
+    # Weights have the dtype of serving, of the draft's config, or of the target's.
     parts = planned.parts
     target = scenario.target
     itemsize = (
@@ -393,9 +397,13 @@ def _count_draft_bytes(
         or target.dtype
         or sizes.ASSUMED_DTYPE
     ).itemsize
+
+    # Only a layer in the checkpoint of a quantized target has weights of two kinds.
     if not (METHODS[method].in_target and target.native_mtp and target.quantization):
         return parts.parameters * float(itemsize), parts.read * float(itemsize)
-    tables = parts.copied / 2  # All other weights are stored as the target's own layers are.
+    # A step reads half of the copied tables, which keep that dtype. All other weights are stored as
+    # the target's own layers are.
+    tables = parts.copied / 2
     return (
         parts.parameters * target.converted_itemsize,
         tables * itemsize + (parts.read - tables) * target.converted_itemsize,
@@ -413,11 +421,14 @@ def _estimate_speed(
         scenario: what is planned for.
         read: bytes of weights that a step reads.
     """
+    # c, the cost of a draft step: by what it reads, and by the layers that it runs.
     parts = planned.parts
     num_layers = scenario.target.text.num_hidden_layers
     alphas = planned.published.alphas
     step = scenario.count_pass_bytes(read, planned.cache, parts.read, 1) if parts.read else 0.0
     shares = {"weights": step / scenario.plain, "layers": parts.num_layers / num_layers}
+
+    # The speedup at both ends, if somebody published how much such drafts accept.
     low = high = None
     if alphas:
         best, verify = (
@@ -451,6 +462,8 @@ def _estimate_serving(
     """
     if not planned.parts.parameters:
         return None
+
+    # The draft costs the context that the target alone could have in addition.
     alone = compute_budget(scenario.target, scenario.serving)
     budget = compute_budget(
         scenario.target,
@@ -623,6 +636,8 @@ def _launch(
     Returns:
         The first configuration with which it fits; None if there is none.
     """
+    # List the ways from few devices to many, and without ZeRO first, which needs less
+    # communication.
     ways = []
     for number in (1, 2, 4, 8):
         if number <= most:
@@ -653,12 +668,17 @@ def describe_launch(
         number: processes.
         is_sharded: whether the processes share the target's layers.
     """
+    # Sharding: a process holds its part of the layers, and the one layer that is gathered at a
+    # time.
     layers = target.itemsize() * sum(
         size.numel() for key, size in target.model.named_parameters() if ".layers." in key
     )
     spared = (
         layers - (layers / number + layers / target.text.num_hidden_layers) if is_sharded else 0
     )
+
+    # Of the 16 bytes of a trained parameter, ZeRO stage 2 divides gradient and moments (12). Stage
+    # 3 divides all 16, and holds the gathered weights (4) in addition.
     kept_share = {"zero2": 0.25 + 0.75 / number, "zero3": 0.25 + 1 / number}.get(
         name.partition("_")[0], 1.0
     )
@@ -685,7 +705,11 @@ def find_recipe(method: str, target: str) -> tuple[str | None, RecipeKeys]:
     names = sorted(
         path.relative_to(RECIPES).with_suffix("").as_posix() for path in RECIPES.rglob("*.yaml")
     )
+
+    # Read all shipped recipes of the method.
     recipes = {name: keys for name in names if (keys := read_recipe(name)).get("method") == method}
+
+    # Prefer the recipe of this very target, then that of small targets, then that of pico.
     own_recipe = next(
         (name for name, keys in recipes.items() if keys["target"]["model"] == target), None
     )
@@ -724,11 +748,15 @@ def select_best_k(
         c: the cost of a draft pass, in plain target steps.
         passes: of the draft per round: "K", "1" or "0". c is multiplied by this number.
     """
+    # Compute S for every K. c counts once for each pass of the draft.
     lengths = [expected_acceptance_length(alpha, k) for k in range(1, len(verify) + 1)]
     speedups = [
         float(predicted_speedup(length, verify[k - 1], {"K": c * k, "1": c, "0": 0.0}[passes]))
         for k, length in enumerate(lengths, 1)
     ]
+
+    # Take the smallest K that is nearly the best: more draft tokens only pay if acceptance is as
+    # high as estimated.
     index = next(index for index, speedup in enumerate(speedups) if speedup >= 0.99 * max(speedups))
     return ExpectedSpeedup(index + 1, lengths[index], speedups[index])
 
@@ -755,6 +783,7 @@ def compute_speedup_range(
         passes: as of `select_best_k`.
         verify_at_best: v at the high end; None for 1, as for a dense target with few sequences.
     """
+    # At the low end the overhead of an engine adds to the draft step and to verification.
     overhead = LAYERS_OVERHEAD / target_layers if shares["layers"] else 0.0
     low = select_best_k(
         alphas[0], [v + VERIFY_OVERHEAD for v in verify], max(shares.values()) + overhead, passes
@@ -786,6 +815,7 @@ def estimate_training_memory(
         num_steps: drafted positions.
         num_tokens: tokens of a micro-batch.
     """
+    # Two bytes for each number that is kept for backward.
     layers = 2 * (28 * shape.hidden_size + 4 * shape.intermediate_size) * parts.num_layers
     return {
         "target": target_bytes,

@@ -175,6 +175,7 @@ def make_plan(
 
 def _list_target_warnings(target: ModelConfigInfo) -> list[str]:
     """Return warnings about what a plan cannot know of its target."""
+    # Each thing that the config does not tell has a warning of its own.
     warnings = []
     if target.tiny_random is None:
         warnings.append(
@@ -381,6 +382,7 @@ def _needs(row: PlanRow, target: TargetFacts, start: str | None) -> str:
 
 def _format_command(verb: str, target: TargetFacts, keys: Mapping[str, object]) -> str:
     """Return the shell command, leaving out keys whose value is None."""
+    # Quote the arguments for a shell. The consent to run a repository's code comes last.
     pairs = [f"{key}={value}" for key, value in keys.items() if value is not None]
     return shlex.join(["specdistill", *verb.split(), *pairs]) + (
         CONSENT["specdistill"] if target["trust_remote_code"] else ""
@@ -388,6 +390,7 @@ def _format_command(verb: str, target: TargetFacts, keys: Mapping[str, object]) 
 
 
 def _name_draft_folder(row: PlanRow, target: TargetFacts) -> str:
+    """Return a folder for the run, named after the target and the method."""
     return (
         f"runs/{target['model'].rstrip('/').split('/')[-1].lower()}-{row.method.replace('_', '-')}"
     )
@@ -397,6 +400,7 @@ def _format_eval_command(
     row: PlanRow, target: TargetFacts, budget: Budget | None, suite: str
 ) -> str:
     """Return the command that measures a draft that exists, or n-gram lookup."""
+    # Take the K in the middle of both ends.
     tokens = (
         (row.low.num_speculative_tokens + row.high.num_speculative_tokens) // 2
         if row.low and row.high
@@ -511,6 +515,8 @@ def _list_size_keys(row: PlanRow, target: TargetFacts, budget: Budget | None) ->
         else MAX_GENERATED_SEQUENCES
     )
     at_a_time = max(1, min(MAX_GENERATED_SEQUENCES, room))
+
+    # ZeRO divides the state of AdamW. Muon needs whole matrices, so it is replaced there.
     adamw = "adamw" if launch.configuration.startswith("zero") else None
     return keys | {
         "data.max_length": length,
