@@ -83,6 +83,10 @@ MIN_ACCEPTANCE_GAIN = 1.05
 # Draft tokens per round if no training history says how many the draft was evaluated with.
 DEFAULT_STEPS = 4
 
+# How close a draft is to the target on some positions: the mean forward KL in nats, and the
+# simulated acceptance length.
+Fit = tuple[float, float]
+
 
 @dataclass(frozen=True)
 class SimulatedAcceptance:
@@ -165,13 +169,12 @@ def diagnose(options: CommonDoctorOptions) -> Diagnosis:
     # A draft of the same name as the target is the layer in the target's own checkpoint. None of
     # its weights are read.
     draft = Path(options.draft) if options.draft == model else locate(options.draft, key=KEY)
-    files = (
-        TargetFiles(
-            model, **options.target.model_dump(include={"revision", "adapter", "trust_remote_code"})
+    files = None
+    if model:
+        file_options = options.target.model_dump(
+            include={"revision", "adapter", "trust_remote_code"}
         )
-        if model
-        else None
-    )
+        files = TargetFiles(model, **file_options)
     if files and draft.resolve() == Path(files.name).resolve():
         return examine_native_layer(files)
 
@@ -186,39 +189,62 @@ def diagnose(options: CommonDoctorOptions) -> Diagnosis:
         )
 
     # Decode a few prompts, unless a reader refused the files.
-    if model and options.decode and diagnosis.method is not None and not diagnosis.refused:
-        loaded = FrozenTarget.load(**vars(options.target))
-        use_recorded_template([draft], loaded.tokenizer, KEY)
-        prompts, diagnosis.prompts, is_known = select_prompts(
-            run, options.eval.suite, loaded, options.eval.num_prompts
-        )
-        if not is_known:
-            diagnosis.recorded = None  # It may have been simulated on other text.
-            diagnosis.findings.append(
-                warning(
-                    f"the draft is tried on lines of Python ({DEFAULT_SUITE}): no run here says"
-                    " what text it is for",
-                    "name prompts of that text with suite=",
-                )
-            )
-        with collect_refusals(diagnosis):
-            of_method = list_method_options(options, [diagnosis.method])[0]
-            proposer = load_proposer(
-                diagnosis.method, draft, loaded, key=KEY, logs=False, **of_method
-            )
-            diagnosis.acceptance = check_acceptance(diagnosis, loaded, proposer, prompts)
-
-            # Decode them once more behind the lookup, with enough tokens per round for both.
-            if lookup_first:
-                of_method |= {"lookup_first": lookup_first, "logs": False}
-                behind = load_proposer(diagnosis.method, draft, loaded, key=KEY, **of_method)
-                num_tokens = max(diagnosis.acceptance.num_tokens, lookup_first.levels)
-                diagnosis.behind_lookup = compute_acceptance_length(
-                    complete(Decoder(loaded, behind), prompts, num_tokens), num_tokens
-                )
-    elif model and options.decode:
-        diagnosis.findings.append(note("skipped decoding: fix the problems above first"))
+    if model and options.decode:
+        if diagnosis.method is None or diagnosis.refused:
+            diagnosis.findings.append(note("skipped decoding: fix the problems above first"))
+        else:
+            _try_on_prompts(diagnosis, draft, run, options)
     return diagnosis
+
+
+def _try_on_prompts(
+    diagnosis: Diagnosis, draft: Path, run: Path | None, options: CommonDoctorOptions
+) -> None:
+    """Decode a few prompts with a draft, and add the acceptance and its causes to the diagnosis.
+
+    Args:
+        diagnosis: the diagnosis of the draft's files, whose method is known.
+        draft: the draft's folder.
+        run: the folder of the draft's run; None if it is in no run.
+        options: the options of the command, with a target.
+    """
+    assert diagnosis.method is not None
+
+    # Load the target, and choose prompts of the kind that the draft was trained for.
+    target = FrozenTarget.load(**vars(options.target))
+    use_recorded_template([draft], target.tokenizer, KEY)
+    prompts, diagnosis.prompts, is_known = select_prompts(
+        run, options.eval.suite, target, options.eval.num_prompts
+    )
+    if not is_known:
+        # What training recorded may have been simulated on other text, so it is not compared.
+        diagnosis.recorded = None
+        diagnosis.findings.append(
+            warning(
+                f"the draft is tried on lines of Python ({DEFAULT_SUITE}): no run here says"
+                " what text it is for",
+                "name prompts of that text with suite=",
+            )
+        )
+
+    # Decode the prompts with the draft, and look for the cause if it accepts little.
+    with collect_refusals(diagnosis):
+        method_options = list_method_options(options, [diagnosis.method])[0]
+        proposer = load_proposer(
+            diagnosis.method, draft, target, key=KEY, logs=False, **method_options
+        )
+        diagnosis.acceptance = check_acceptance(diagnosis, target, proposer, prompts)
+
+        # Decode them once more behind the lookup, with enough tokens per round for both.
+        lookup_first = options.eval.lookup_first
+        if lookup_first:
+            method_options |= {"lookup_first": lookup_first, "logs": False}
+            behind_lookup = load_proposer(
+                diagnosis.method, draft, target, key=KEY, **method_options
+            )
+            num_tokens = max(diagnosis.acceptance.num_tokens, lookup_first.levels)
+            completions = complete(Decoder(target, behind_lookup), prompts, num_tokens)
+            diagnosis.behind_lookup = compute_acceptance_length(completions, num_tokens)
 
 
 def examine_draft(
@@ -256,8 +282,8 @@ def examine_draft(
     diagnosis.num_tensors = len(tensors)
     diagnosis.dtype = choose_stored_dtype(floats) if floats else None
     diagnosis.findings += _check_values(tensors, config)
-    parts = [config, *(config.get(part) or {} for part in NESTED_SECTIONS)]
-    if not any(part.get("architectures") for part in parts):
+    sections = [config, *(config.get(name) or {} for name in NESTED_SECTIONS)]
+    if not any(section.get("architectures") for section in sections):
         diagnosis.findings.append(
             problem(
                 "config.json names no architectures",
@@ -265,36 +291,83 @@ def examine_draft(
             )
         )
 
-    # Compare the draft with its target: by the record of its training, then tensor by tensor.
-    of_method = list_method_options(options, [diagnosis.method])[0] if options else {}
+    # Compare the draft with its target, and with what the engine's loader expects.
+    method_options = list_method_options(options, [diagnosis.method])[0] if options else {}
+    _check_fit(diagnosis, config, tensors, target, method_options)
+    if engine is not None:
+        _check_engine(diagnosis, config, tensors, target, engine, method_options)
+    return diagnosis
+
+
+def _check_fit(
+    diagnosis: Diagnosis,
+    config: RawConfig,
+    tensors: Mapping[str, Tensor],
+    target: TargetFiles | None,
+    method_options: Mapping[str, Any],
+) -> None:
+    """Compare a draft with its target: by the record of its training, then tensor by tensor.
+
+    Args:
+        diagnosis: the diagnosis, whose method is known. It gets the findings.
+        config: the draft's config.json.
+        tensors: the draft's tensors, by name.
+        target: the target; None to check the draft alone.
+        method_options: options of decoding that the draft's method has.
+    """
+    assert diagnosis.method is not None
+    folder = diagnosis.folder
     if target is not None:
         with collect_refusals(diagnosis):
-            check_target(folder, target, KEY, **of_method)
+            check_target(folder, target, KEY, **method_options)
+
+    # The method's own reader refuses a draft that cannot be loaded for this target.
     with collect_refusals(diagnosis):
-        diagnosis.config = method.check(folder, tensors, target, key=KEY, name=folder, **of_method)
+        diagnosis.config = load_method(diagnosis.method).check(
+            folder, tensors, target, key=KEY, name=folder, **method_options
+        )
+
+    # Settings that differ without being refused are findings, too.
     mismatches = list(
-        find_mismatches(diagnosis.method, config, tensors, diagnosis.config, target, **of_method)
+        find_mismatches(
+            diagnosis.method, config, tensors, diagnosis.config, target, **method_options
+        )
     )
     diagnosis.findings += mismatches
-    diagnosis.refused = diagnosis.refused or any(
-        finding.severity == "problem" for finding in mismatches
-    )
+    if any(finding.severity == "problem" for finding in mismatches):
+        diagnosis.refused = True
 
-    # Follow the engine's loader over the names and shapes of the tensors.
-    if engine is not None:
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        diagnosis.findings += find_loader_problems(
-            ENGINES[engine], diagnosis.method, diagnosis.config, config, shapes, target
-        )
-        if of_method.get("heterogeneous_vocab"):
-            diagnosis.findings.append(
-                problem(
-                    f"{ENGINES[engine].title} is not started to translate between two tokenizers",
-                    "a draft for it has the target's tokenizer: check it without"
-                    " heterogeneous_vocab",
-                )
+
+def _check_engine(
+    diagnosis: Diagnosis,
+    config: RawConfig,
+    tensors: Mapping[str, Tensor],
+    target: TargetFiles | None,
+    engine: str,
+    method_options: Mapping[str, Any],
+) -> None:
+    """Follow an engine's loader over a draft's tensors, and add its problems to the diagnosis.
+
+    Args:
+        diagnosis: the diagnosis, whose method is known. It gets the findings.
+        config: the draft's config.json.
+        tensors: the draft's tensors, by name. Only names and shapes are read.
+        target: the target; None if it is not known.
+        engine: the name of the engine.
+        method_options: options of decoding that the draft's method has.
+    """
+    assert diagnosis.method is not None
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    diagnosis.findings += find_loader_problems(
+        ENGINES[engine], diagnosis.method, diagnosis.config, config, shapes, target
+    )
+    if method_options.get("heterogeneous_vocab"):
+        diagnosis.findings.append(
+            problem(
+                f"{ENGINES[engine].title} is not started to translate between two tokenizers",
+                "a draft for it has the target's tokenizer: check it without heterogeneous_vocab",
             )
-    return diagnosis
+        )
 
 
 def examine_native_layer(target: TargetFiles) -> Diagnosis:
@@ -494,68 +567,94 @@ def check_acceptance(
         The acceptance on these prompts.
     """
     assert diagnosis.method is not None
-    # The tokens that a draft proposes in a round must fit into its sliding window.
+
+    # Decode with as many draft tokens per round as training evaluated with. They must fit into the
+    # draft's sliding window.
     expected = diagnosis.recorded
     window = diagnosis.config.sliding_window if diagnosis.config else None
     num_tokens = expected.num_tokens if expected else min(DEFAULT_STEPS, window or DEFAULT_STEPS)
     completions = complete(Decoder(target, proposer), prompts, num_tokens)
     decoded = compute_acceptance_length(completions, num_tokens)
+    findings = _compare_with_training(expected, decoded, completions)
 
-    # Count how many rounds accept their first draft token.
-    accepted = []
-    for completion in completions:
-        for entry in completion.rounds:
-            accepted.append(entry.num_accepted > 0)
-    first = sum(accepted) / max(1, len(accepted))
-    findings: list[Finding] = []
-
-    # The draft is far below its training if even the upper end of the interval is.
-    is_far_below = expected is not None and _compute_upper_length(
-        completions
-    ) - 1 < LOW_ACCEPTANCE_SHARE * (expected.length - 1)
-    if first < NO_BETTER_THAN_CHANCE and expected is not None and not is_far_below:
-        findings.append(
-            warning(
-                f"{first:.0%} of its first draft tokens are accepted, as few as when it was"
-                " trained",
-                "train it longer, or with a larger learning rate",
-            )
-        )
-    elif first < NO_BETTER_THAN_CHANCE:
-        findings.append(problem(f"{first:.0%} of its first draft tokens are accepted"))
-    elif expected is not None and is_far_below:
-        findings.append(
-            problem(
-                f"acceptance length {decoded.length:.2f} on {len(prompts)} prompts, far below the"
-                f" {expected.length:.2f} that its training saw with as many draft tokens"
-            )
-        )
+    # Look for a setting whose repair brings the draft closer to the target. Settings that the
+    # recipe of the draft's run records are not questioned.
     advice = load_method(diagnosis.method).advice
-    # Settings that the recipe of the draft's run records are not questioned.
     run = run_of(diagnosis.folder)
     recipe = read_run_recipe(run) if run else None
-    recorded = vars(recipe.draft) if isinstance(recipe, TrainedRecipe) else {}
-
-    # Look for a setting whose repair brings the draft closer to the target.
+    recorded_settings = vars(recipe.draft) if isinstance(recipe, TrainedRecipe) else {}
     cause = _find_cause(
-        advice, getattr(proposer, "draft", None), target, completions, num_tokens, recorded
+        advice,
+        getattr(proposer, "draft", None),
+        target,
+        completions,
+        num_tokens,
+        recorded_settings,
     )
+
+    # Without a clear cause, name the usual ones, or say that there was nothing to compare with.
     if cause:
         findings.append(cause)
     elif any(finding.severity == "problem" for finding in findings):
-        likely = [
+        likely_causes = [
             "it was trained for another target, or another revision of it",
             "it was hardly trained",
             advice.likely_cause,
             "the prompts are unlike its training data: choose others with suite=",
         ]
-        findings.append(note(f"likely causes: {'; '.join(likely)}"))
+        findings.append(note(f"likely causes: {'; '.join(likely_causes)}"))
     elif expected is None and not findings:
         findings.append(
             warning("no training history to compare with", "`specdistill eval` measures the draft")
         )
     diagnosis.findings += findings
     return decoded
+
+
+def _compare_with_training(
+    expected: SimulatedAcceptance | None,
+    decoded: SimulatedAcceptance,
+    completions: Sequence[Generation],
+) -> list[Finding]:
+    """Return a finding if a draft accepts next to nothing, or far less than in its training.
+
+    Args:
+        expected: the acceptance that training simulated; None without a history.
+        decoded: the acceptance on the completions.
+        completions: one for each prompt.
+    """
+    # Count how many rounds accept their first draft token.
+    is_first_accepted = []
+    for completion in completions:
+        for entry in completion.rounds:
+            is_first_accepted.append(entry.num_accepted > 0)
+    first_token_rate = sum(is_first_accepted) / max(1, len(is_first_accepted))
+
+    # The draft is far below its training if even the upper end of the interval is. Compared are
+    # accepted draft tokens: the acceptance length without the target's own token.
+    is_far_below = False
+    if expected is not None:
+        most_accepted = _compute_upper_length(completions) - 1
+        is_far_below = most_accepted < LOW_ACCEPTANCE_SHARE * (expected.length - 1)
+
+    if first_token_rate < NO_BETTER_THAN_CHANCE:
+        accepted = f"{first_token_rate:.0%} of its first draft tokens are accepted"
+        if expected is None or is_far_below:
+            return [problem(accepted)]
+        return [
+            warning(
+                f"{accepted}, as few as when it was trained",
+                "train it longer, or with a larger learning rate",
+            )
+        ]
+    if expected is not None and is_far_below:
+        return [
+            problem(
+                f"acceptance length {decoded.length:.2f} on {len(completions)} prompts, far below"
+                f" the {expected.length:.2f} that its training saw with as many draft tokens"
+            )
+        ]
+    return []
 
 
 def complete(
@@ -663,60 +762,102 @@ def _find_cause(
     ]
     if not completions or draft is None or advice.build_simulation(draft, num_tokens) is None:
         return None
-    num_parts = NUM_PARTS if len(completions) == 1 else 1
-
-    # Each completion, or each part of a single one, gives one pair of numbers to compare.
-    def measure_fits(candidate: nn.Module) -> list[tuple[float, float]]:
-        objective = advice.build_simulation(candidate, num_tokens)
-        parts = ((completion, part) for completion in completions for part in range(num_parts))
-        return [_fit(objective, target, completion, part, num_parts) for completion, part in parts]
 
     # Measure the draft as it is, and with each repair of a setting that nothing records.
-    before = best = measure_fits(draft)
-    results = []
-    for likely, repaired in advice.find_repairs(draft, target):
+    fits_before = _measure_fits(advice, draft, target, completions, num_tokens)
+    repairs = []
+    for cause, repaired in advice.find_repairs(draft, target):
         if not _is_recorded(draft, repaired, recorded):
-            results.append((likely, measure_fits(repaired)))
+            fits = _measure_fits(advice, repaired, target, completions, num_tokens)
+            repairs.append((cause, fits))
+    best_repair = _choose_repair(fits_before, repairs)
+    if best_repair is None:
+        return None
 
-    # Several repairs are tried, so each one is tested at a stricter level (Bonferroni).
-    confidence = 1 - (1 - CONFIDENCE) / max(1, len(results))
-    best_fall = 0.0
-    cause = ""
-    gain = (0.0, 0.0)
-
-    # Take the repair with the largest fall of the divergence whose interval excludes 0.
-    for likely, after in results:
-        pairs = list(zip(before, after, strict=True))
-        falls = [
-            1 - repaired / current if current else 0.0 for (current, _), (repaired, _) in pairs
-        ]
-        lowest_fall, _ = compute_confidence_interval(falls, confidence)
-        if fmean(falls) > max(best_fall, MIN_DIVERGENCE_DROP) and lowest_fall > 0:
-            best = after
-            best_fall = fmean(falls)
-            cause = likely
-            gain = compute_confidence_interval(
-                [repaired - current for (_, current), (_, repaired) in pairs], CONFIDENCE
-            )
-    was = fmean(length for _, length in before)
-    becomes = fmean(length for _, length in best)
     # A repair that brings the draft closer to the target, but leaves it useless, is not the cause.
-    if not cause or becomes - 1 < NO_BETTER_THAN_CHANCE:
+    cause, fits_after = best_repair
+    length_before = fmean(length for _, length in fits_before)
+    length_after = fmean(length for _, length in fits_after)
+    if length_after - 1 < NO_BETTER_THAN_CHANCE:
         return None
 
     # It is a problem only if more tokens are accepted, too. Otherwise it is a warning.
-    is_worth = becomes - 1 > MIN_ACCEPTANCE_GAIN * (was - 1) and gain[0] > 0
-    return (problem if is_worth else warning)(
+    gains = [
+        after - before for (_, before), (_, after) in zip(fits_before, fits_after, strict=True)
+    ]
+    lowest_gain, _ = compute_confidence_interval(gains, CONFIDENCE)
+    is_large_gain = length_after - 1 > MIN_ACCEPTANCE_GAIN * (length_before - 1)
+    severity = problem if is_large_gain and lowest_gain > 0 else warning
+    drop = fmean(_compute_drops(fits_before, fits_after))
+    return severity(
         cause,
-        f"after the repair, KL to the target drops {best_fall:.0%}, and simulated acceptance length"
-        f" rises from {was:.2f} to {becomes:.2f}",
+        f"after the repair, KL to the target drops {drop:.0%}, and simulated acceptance length"
+        f" rises from {length_before:.2f} to {length_after:.2f}",
     )
+
+
+def _measure_fits(
+    advice: Advice[nn.Module],
+    draft: nn.Module,
+    target: FrozenTarget,
+    completions: Sequence[Generation],
+    num_tokens: int,
+) -> list[Fit]:
+    """Return how close a draft is to the target on each completion, or each part of a single one.
+
+    Args:
+        advice: of the draft's method, which simulates drafting.
+        draft: the draft, as it is or repaired.
+        target: the target.
+        completions: of the prompts, by the target.
+        num_tokens: draft tokens per round.
+    """
+    objective = advice.build_simulation(draft, num_tokens)
+    num_parts = NUM_PARTS if len(completions) == 1 else 1
+    fits = []
+    for completion in completions:
+        for part in range(num_parts):
+            fits.append(_fit(objective, target, completion, part, num_parts))
+    return fits
+
+
+def _choose_repair(
+    fits_before: Sequence[Fit], repairs: Sequence[tuple[str, list[Fit]]]
+) -> tuple[str, list[Fit]] | None:
+    """Return the repair with the largest drop of the divergence whose interval excludes 0.
+
+    Args:
+        fits_before: of the draft as it is.
+        repairs: the cause that each repair removes, and the fits of the repaired draft.
+
+    Returns:
+        The cause and the fits after its repair; None if no repair is clearly better.
+    """
+    # Several repairs are tried, so each one is tested at a stricter level (Bonferroni).
+    confidence = 1 - (1 - CONFIDENCE) / max(1, len(repairs))
+    best_repair = None
+    best_drop = MIN_DIVERGENCE_DROP
+    for cause, fits_after in repairs:
+        drops = _compute_drops(fits_before, fits_after)
+        lowest_drop, _ = compute_confidence_interval(drops, confidence)
+        if fmean(drops) > best_drop and lowest_drop > 0:
+            best_repair = (cause, fits_after)
+            best_drop = fmean(drops)
+    return best_repair
+
+
+def _compute_drops(fits_before: Sequence[Fit], fits_after: Sequence[Fit]) -> list[float]:
+    """Return by which share the divergence drops after a repair, for each pair of fits."""
+    drops = []
+    for (before, _), (after, _) in zip(fits_before, fits_after, strict=True):
+        drops.append(1 - after / before if before else 0.0)
+    return drops
 
 
 @torch.inference_mode()
 def _fit(
     objective: Any, target: FrozenTarget, completion: Generation, part: int = 0, num_parts: int = 1
-) -> tuple[float, float]:
+) -> Fit:
     """Return how close a head is to the target on a part of a completion.
 
     This varies less than the number of accepted tokens, and takes one pass of the draft.
@@ -735,9 +876,9 @@ def _fit(
     ids = torch.tensor([[*completion.prompt_ids, *completion.token_ids]], device=target.device)
     positions = torch.arange(ids.shape[1], device=target.device).unsqueeze(0)
     num_new = len(completion.token_ids)
-    begin, end = (
-        len(completion.prompt_ids) + num_new * number // num_parts for number in (part, part + 1)
-    )
+    num_prompt_tokens = len(completion.prompt_ids)
+    begin = num_prompt_tokens + num_new * part // num_parts
+    end = num_prompt_tokens + num_new * (part + 1) // num_parts
     inputs = {
         "input_ids": ids,
         "loss_mask": ((positions >= begin) & (positions < end)).long(),
@@ -746,15 +887,18 @@ def _fit(
     }
 
     # Run the draft once over prompt and completion, and sum over the positions of each draft step.
-    objective, inputs = objective.eval(), objective.prepare(index_batch(inputs), None)
-    _, sums = objective(**inputs, **objective.read_target(target, inputs), measure=True)
+    objective = objective.eval()
+    inputs = objective.prepare(index_batch(inputs), None)
+    target_outputs = objective.read_target(target, inputs)
+    _, sums = objective(**inputs, **target_outputs, measure=True)
 
-    # The mean of the KL over the draft steps. The acceptance length is 1 and the share of chains
-    # that are right up to each step.
-    divergence = fmean(
-        float(total / num_tokens)
-        for total, num_tokens in zip(sums.loss, sums.loss_tokens, strict=True)
-    )
-    return divergence, 1 + sum(
-        float(right / chains) for right, chains in zip(sums.chain_correct, sums.chains, strict=True)
-    )
+    # The divergence is the mean over the draft steps. The acceptance length is 1, plus the share of
+    # chains that are right up to each step.
+    mean_losses = [
+        float(total / count) for total, count in zip(sums.loss, sums.loss_tokens, strict=True)
+    ]
+    correct_shares = [
+        float(correct / chains)
+        for correct, chains in zip(sums.chain_correct, sums.chains, strict=True)
+    ]
+    return fmean(mean_losses), 1 + sum(correct_shares)
