@@ -32,10 +32,10 @@ class Counts:
     @property
     def mean_acceptance_length(self) -> float:
         """The tokens per round, the target's own included; NaN if nothing was drafted."""
-        # The first 1 is the token that the target adds in every round.
-        return (
-            1 + sum(self.accepted_per_position) / self.num_drafts if self.num_drafts else math.nan
-        )
+        if not self.num_drafts:
+            return math.nan
+        # The target adds one token of its own in every round.
+        return 1 + sum(self.accepted_per_position) / self.num_drafts
 
 
 @dataclass(frozen=True)
@@ -100,32 +100,46 @@ def generate_here(
     decoder = Decoder(target, proposer)
     completions = []
     for prompt_ids in prompts:
-        k = num_speculative_tokens
+        # K tokens more than asked for are generated, so that the last round is not cut off.
         generation = decoder.generate(
-            prompt_ids, max_new_tokens=max_new_tokens + k, num_speculative_tokens=k
+            prompt_ids,
+            max_new_tokens=max_new_tokens + num_speculative_tokens,
+            num_speculative_tokens=num_speculative_tokens,
         )
+        end = _find_end(generation.token_ids, stop_ids, max_new_tokens)
 
-        # Find the end of the completion: the first stop token, or the limit.
-        stops = (
-            place for place, token in enumerate(generation.token_ids, start=1) if token in stop_ids
-        )
-        end = min(max_new_tokens, next(stops, max_new_tokens))
-
-        # Count the rounds that begin before this end, and in which something was drafted.
-        length, drafts = 1, []  # the first token comes from the prefill, not from a round
+        # Count the rounds that begin before this end, and in which something was drafted. The
+        # first token comes from the prefill, not from a round.
+        length = 1
+        drafted_rounds = []
         for entry in generation.rounds:
             if length >= end:
                 break
             length += len(entry.emitted)
-            drafts += [entry] if entry.drafted else []
+            if entry.drafted:
+                drafted_rounds.append(entry)
 
-        # Position k counts as accepted in a round that accepted more than k draft tokens.
-        accepted = [
-            sum(entry.num_accepted > k for entry in drafts) for k in range(num_speculative_tokens)
-        ]
-        counts = Counts(len(drafts), sum(len(entry.drafted) for entry in drafts), tuple(accepted))
+        # A position was accepted in a round that accepted more draft tokens than precede it.
+        accepted_per_position = []
+        for position in range(num_speculative_tokens):
+            accepted_per_position.append(
+                sum(entry.num_accepted > position for entry in drafted_rounds)
+            )
+        counts = Counts(
+            num_drafts=len(drafted_rounds),
+            num_draft_tokens=sum(len(entry.drafted) for entry in drafted_rounds),
+            accepted_per_position=tuple(accepted_per_position),
+        )
         completions.append(Completion(generation.token_ids[:end], counts))
     return completions
+
+
+def _find_end(token_ids: Sequence[int], stop_ids: Collection[int], limit: int) -> int:
+    """Return the length of a completion: up to its first stop token, or up to the limit."""
+    for length, token in enumerate(token_ids[:limit], start=1):
+        if token in stop_ids:
+            return length
+    return limit
 
 
 def count_identical_completions(first: Sequence[Completion], second: Sequence[Completion]) -> int:

@@ -28,9 +28,13 @@ FOLDER = Path(os.environ.get("SPECDISTILL_ENGINES", CACHE / "specdistill" / "eng
 
 
 def find_environment(name: str) -> Path:
-    """Return the folder of an engine, which `make engines` names after the hash of its list."""
-    listed = ROOT / "tests" / "with_engines" / f"{name}.txt"
-    return FOLDER / f"{name}-{hashlib.sha256(listed.read_bytes()).hexdigest()[:12]}"
+    """Return the folder of an engine's environment.
+
+    `make engines` names it after the hash of the engine's list of packages.
+    """
+    package_list = ROOT / "tests" / "with_engines" / f"{name}.txt"
+    sha256 = hashlib.sha256(package_list.read_bytes()).hexdigest()
+    return FOLDER / f"{name}-{sha256[:12]}"
 
 
 def is_set_up(name: str) -> bool:
@@ -39,7 +43,7 @@ def is_set_up(name: str) -> bool:
 
 
 def run(*command: str | Path) -> str:
-    """Run a program of an engine, in a process that sees nothing of this process's Python.
+    """Run a program of an engine, in a process that does not see the packages of this Python.
 
     Returns:
         The output: stdout, then stderr.
@@ -58,8 +62,8 @@ def run(*command: str | Path) -> str:
     if process.returncode:
         output = f"{process.stdout[-2000:]}\n{process.stderr[-6000:]}"
         raise ResourceError(
-            f"{command[0]} ended with {process.returncode}:\n{output}",
-            next_step="look at what it printed",
+            f"{command[0]} failed with exit code {process.returncode}:\n{output}",
+            next_step="read its output above",
         )
     return process.stdout + process.stderr
 

@@ -94,15 +94,14 @@ class Drafts:
         """
         # The acceptance length is 1 + accepted tokens per round. Find by how many accepted tokens
         # per round the later draft has to change.
-        wanted_change = (1 + change) * (1 + _compute_mean_accepted(self.before_PA)) - (
-            1 + _compute_mean_accepted(self.after_PA)
-        )
+        length_before = 1 + _compute_mean_accepted(self.before_PA)
+        length_after = 1 + _compute_mean_accepted(self.after_PA)
+        wanted_change = (1 + change) * length_before - length_after
 
         # Draw prompts, and change the later draft's rounds of these prompts.
         drawn = generator.integers(len(self.before_PA), size=num_prompts)
-        return _sum_accepted(
-            shift_rounds(self.after_PA, wanted_change, drawn, generator)
-        ), _sum_accepted(self.before_PA[drawn])
+        shifted_rounds = shift_rounds(self.after_PA, wanted_change, drawn, generator)
+        return _sum_accepted(shifted_rounds), _sum_accepted(self.before_PA[drawn])
 
 
 @dataclass(frozen=True)
@@ -143,7 +142,8 @@ class Timings:
         drawn = generator.integers(len(self.first_PT), size=num_prompts)
         second_sums = dict(zip(TIMING_COLUMNS, self.again_PT[drawn].T, strict=True))
         second_sums["seconds"] = second_sums["seconds"] * drift / (1 + change)
-        return second_sums, dict(zip(TIMING_COLUMNS, self.first_PT[drawn].T, strict=True))
+        first_sums = dict(zip(TIMING_COLUMNS, self.first_PT[drawn].T, strict=True))
+        return second_sums, first_sums
 
 
 def main() -> ExitCode:
@@ -158,13 +158,12 @@ def main() -> ExitCode:
 
     # Write the picture and the tables of docs/gate.md.
     draw(populations, curves, rules)
-    populations_and_curves = zip(populations, curves, strict=True)
-    shown = "\n\n".join(
-        format_population(population, curve, rules[population.metric])
-        for population, curve in populations_and_curves
-    )
-    write_between(PAGE, "chances", shown)
-    print(shown)
+    tables = []
+    for population, curve in zip(populations, curves, strict=True):
+        tables.append(format_population(population, curve, rules[population.metric]))
+    text = "\n\n".join(tables)
+    write_between(PAGE, "chances", text)
+    print(text)
     return ExitCode.DONE
 
 
@@ -206,12 +205,11 @@ def simulate_releases(
     counts: Counter[Verdict] = Counter()
     for trial in range(trials):
         after, before = population.release(change, num_prompts, generator)
-        estimate = Estimate(
-            *compute_relative_change(
-                METRICS[rule.metric], after, before, confidence=rule.confidence, seed=trial
-            )
+        relative_change = compute_relative_change(
+            METRICS[rule.metric], after, before, confidence=rule.confidence, seed=trial
         )
-        counts[compare_with_threshold(rule, estimate)[0]] += 1
+        verdict, _ = compare_with_threshold(rule, Estimate(*relative_change))
+        counts[verdict] += 1
     return {verdict: counts[verdict] / trials for verdict in get_args(Verdict)}
 
 
@@ -219,10 +217,10 @@ def compute_curve(population: Drafts | Timings, rule: Rule, pool: Executor) -> C
     """Return the chances of each verdict, for each number of prompts and each true change."""
     # The changes that the table shows, none and the threshold itself, are simulated more often.
     points = list(itertools.product(NUM_PROMPTS[population.metric], CHANGES))
-    trials = {
-        change: NUM_TRIALS_IN_TABLE if change in (0.0, -float(rule.threshold)) else NUM_TRIALS
-        for change in CHANGES
-    }
+    trials = dict.fromkeys(CHANGES, NUM_TRIALS)
+    for change in (0.0, -float(rule.threshold)):
+        if change in trials:
+            trials[change] = NUM_TRIALS_IN_TABLE
 
     # Each point is a task of its own in the pool.
     futures = [
@@ -258,14 +256,17 @@ def shift_rounds(
     # Rounds that accept the largest number cannot accept one more, and those that accept 0 cannot
     # accept one less. All other rounds move with the same probability.
     chosen_PA = rounds_PA[drawn]
-    movable = slice(0, -1) if wanted_change > 0 else slice(1, None)
+    all_but_last = slice(0, -1)
+    all_but_first = slice(1, None)
+    is_rise = wanted_change > 0
+    movable = all_but_last if is_rise else all_but_first
     share = abs(wanted_change) * rounds_PA.sum() / rounds_PA[:, movable].sum()
 
     # Move the chosen rounds by one column.
     moved = generator.binomial(chosen_PA[:, movable], share)
     result = chosen_PA.copy()
     result[:, movable] -= moved
-    result[:, slice(1, None) if wanted_change > 0 else slice(0, -1)] += moved
+    result[:, all_but_first if is_rise else all_but_last] += moved
     return result
 
 
@@ -287,9 +288,8 @@ def draw(
     figure = Figure(figsize=(3.6 * len(populations), 3.2), layout="constrained")
     panels = figure.subplots(1, len(populations), sharey=True, squeeze=False)[0]
     for panel, population, curve in zip(panels, populations, curves, strict=True):
-        for shade, (num_prompts, chances_by_change) in zip(
-            (0.25, 0.5, 0.75, 1.0), curve.items(), strict=True
-        ):
+        shades = (0.25, 0.5, 0.75, 1.0)
+        for shade, (num_prompts, chances_by_change) in zip(shades, curve.items(), strict=True):
             percents = [100 * change for change in chances_by_change]
             shares = [chances["passed"] for chances in chances_by_change.values()]
             panel.plot(
@@ -312,25 +312,18 @@ def format_population(population: Drafts | Timings, curve: Curve, rule: Rule) ->
     # A row for each number of prompts: the chance of each verdict without a change, then with a
     # true drop of the threshold.
     threshold = float(rule.threshold)
+    verdicts = get_args(Verdict)
     rows = []
     for number, chances_by_change in curve.items():
-        rows.append(
-            (
-                str(number),
-                *(
-                    f"{chances_by_change[change][verdict]:.1%}"
-                    for change in (0.0, -threshold)
-                    for verdict in get_args(Verdict)
-                ),
-            )
-        )
+        cells = [str(number)]
+        for change in (0.0, -threshold):
+            cells += [f"{chances_by_change[change][verdict]:.1%}" for verdict in verdicts]
+        rows.append(cells)
 
     # The head names the same columns in the same order.
-    states = ("no change", f"a true drop of {threshold:.0%}")
-    head = (
-        "prompts",
-        *(f"{state}: {verdict}" for state in states for verdict in get_args(Verdict)),
-    )
+    head = ["prompts"]
+    for state in ("no change", f"a true drop of {threshold:.0%}"):
+        head += [f"{state}: {verdict}" for verdict in verdicts]
     return (
         f"`{rule.metric}`, `max_regression: {threshold:g}`,"
         f" {population.name}:\n\n{format_table(head, rows)}"
@@ -339,7 +332,8 @@ def format_population(population: Drafts | Timings, curve: Curve, rule: Rule) ->
 
 def _compute_mean_accepted(rounds_PA: Counts) -> float:
     """Return the mean number of accepted tokens of a round."""
-    return float((rounds_PA @ np.arange(rounds_PA.shape[1])).sum() / rounds_PA.sum())
+    num_accepted_P = rounds_PA @ np.arange(rounds_PA.shape[1])
+    return float(num_accepted_P.sum() / rounds_PA.sum())
 
 
 def _sum_accepted(rounds_PA: Counts) -> PromptSums:

@@ -15,15 +15,17 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -49,6 +51,7 @@ from specdistill.targets.batch_generate import generate_batch, prepare_generatio
 from specdistill.targets.frozen import FrozenTarget, compile_layers
 from specdistill.training.arguments import build_training_arguments
 from specdistill.training.losses.divergence import forward_kl
+from specdistill.training.objective import ForwardInputs
 from specdistill.training.optimizer import MuonAdamW
 from specdistill.training.trainer import DistillationTrainer
 
@@ -65,6 +68,10 @@ SHORT_TESTS = (
     "-k",
     "not compiled",
 )
+
+
+# A piece of a part's result: numbers, text and lists by name, which are written as JSON.
+Piece = Mapping[str, object]
 
 
 @dataclass(frozen=True)
@@ -95,7 +102,7 @@ class Shape:
     matrix: int = 8192
     num_kernels: int = 40
     tests: tuple[str, ...] = ("tests",)
-    keys: dict[str, Any] = field(default_factory=dict)
+    keys: dict[str, object] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
@@ -166,7 +173,7 @@ def build_random_target(small: bool) -> FrozenTarget:
 # Machine
 
 
-def measure_ceilings(shape: Shape) -> Iterator[dict[str, Any]]:
+def measure_ceilings(shape: Shape) -> Iterator[Piece]:
     """Yield the machine and its versions, then what the device reaches.
 
     The ceilings are a product of bfloat16 matrices, and a copy, which reads and writes.
@@ -179,10 +186,9 @@ def measure_ceilings(shape: Shape) -> Iterator[dict[str, Any]]:
 
     # A product of two matrices of n rows and columns takes 2 n^3 operations.
     size = shape.matrix
-    first_matrix, right = (
-        torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2)
-    )
-    product_s = measure_seconds(device, lambda: first_matrix @ right)
+    left = torch.randn(size, size, dtype=torch.bfloat16, device=device)
+    right = torch.randn(size, size, dtype=torch.bfloat16, device=device)
+    product_s = measure_seconds(device, lambda: left @ right)
     yield {"tflops": round(2 * size**3 / product_s / 1e12, 1)}
 
     # A copy reads and writes every byte.
@@ -196,7 +202,7 @@ def measure_seconds(device: torch.device, work: Callable[[], object]) -> float:
     return measure_median_seconds(SimpleNamespace(device=device), work)  # type: ignore[arg-type]
 
 
-def run_tests(shape: Shape) -> Iterator[dict[str, Any]]:
+def run_tests(shape: Shape) -> Iterator[Piece]:
     """Run the tests that need a GPU.
 
     Each test is printed when it ends, so that the output of one that hangs ends with the test
@@ -229,7 +235,7 @@ def run_tests(shape: Shape) -> Iterator[dict[str, Any]]:
 # Training
 
 
-def measure_training(shape: Shape) -> Iterator[dict[str, Any]]:
+def measure_training(shape: Shape) -> Iterator[Piece]:
     """Yield speed and memory of the trainer's steps, then a step's parts, waits and kernels."""
     with build_trainer(shape) as trainer:
         # Train first, so that the measurements below find a trainer that has warmed up.
@@ -242,36 +248,32 @@ def measure_training(shape: Shape) -> Iterator[dict[str, Any]]:
         )
         trainer.num_tokens = torch.tensor(0)
         count = torch.tensor(shape.rows * shape.length, device=trainer.args.device)
-        yield {
-            "waits": count_waits(
-                lambda: trainer.training_step(trainer.model, dict(batch[0]), count)
-            )
-        }
-        kernels = list_kernels(
-            lambda: trainer.training_step(trainer.model, dict(batch[0]), count), shape.num_kernels
-        )
-        yield {"kernels": kernels}
+        step = partial(trainer.training_step, trainer.model)
+        yield {"waits": count_waits(lambda: step(dict(batch[0]), count))}
+        yield {"kernels": list_kernels(lambda: step(dict(batch[0]), count), shape.num_kernels)}
     yield {"computed": compute_step(shape)}
 
 
 @contextmanager
-def build_trainer(shape: Shape, **draft: Any) -> Iterator[DistillationTrainer]:
+def build_trainer(
+    shape: Shape, build_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
+) -> Iterator[DistillationTrainer]:
     """Yield the trainer of an EAGLE-3 head, built as for a recipe.
 
     The peak of memory is counted from here on.
 
     Args:
         shape: the sizes.
-        **draft: arguments of the trainer. `optimizer` is a function of the head.
+        build_optimizer: builds the optimizer of the head; None for the Trainer's AdamW.
     """
     device = shape.device
     target = shape.target
 
     # Build the head. It has a draft vocabulary of its own if that is smaller than the target's.
-    vocabulary = torch.arange(shape.draft_vocab_size, device=device)
-    head = build_eagle3(
-        target, draft_vocabulary=vocabulary if shape.draft_vocab_size < target.vocab_size else None
-    )
+    draft_vocabulary = None
+    if shape.draft_vocab_size < target.vocab_size:
+        draft_vocabulary = torch.arange(shape.draft_vocab_size, device=device)
+    head = build_eagle3(target, draft_vocabulary=draft_vocabulary)
     data = draw_rows(target, shape.rows, shape.length)
 
     # The settings of the Trainer: three log entries, no checkpoints.
@@ -280,8 +282,6 @@ def build_trainer(shape: Shape, **draft: Any) -> Iterator[DistillationTrainer]:
         "bf16": True,
         "max_steps": shape.steps,
         "logging_steps": max(1, shape.steps // 3),
-    }
-    keys |= {
         "per_device_train_batch_size": shape.rows,
         "save_strategy": "no",
         "report_to": "none",
@@ -297,21 +297,18 @@ def build_trainer(shape: Shape, **draft: Any) -> Iterator[DistillationTrainer]:
         arguments = build_training_arguments({**keys, **shape.keys, "output_dir": folder})
         compile_layers(shape.keys, target, objective)
 
-        # The optimizer is built here, because it needs the parameters of the head.
-        options = {
-            "save": save_eagle3,
-            **draft,
-            **({"optimizer": draft["optimizer"](head)} if "optimizer" in draft else {}),
-        }
+        optimizer = build_optimizer(head) if build_optimizer else None
         try:
-            yield DistillationTrainer(objective, target, arguments, data, data, **options)
+            yield DistillationTrainer(
+                objective, target, arguments, data, data, save=save_eagle3, optimizer=optimizer
+            )
         finally:
             for layer in target.layers:
                 # A compiled layer would stay compiled for the next training.
                 vars(layer).pop("forward", None)
 
 
-def measure_steps(trainer: DistillationTrainer) -> dict[str, Any]:
+def measure_steps(trainer: DistillationTrainer) -> dict[str, float]:
     """Train, and return the last logged numbers, those of the last third of the steps.
 
     By then compiling and the first allocations are over.
@@ -323,8 +320,8 @@ def measure_steps(trainer: DistillationTrainer) -> dict[str, Any]:
     return {name: round(last[name], 4) for name in ("tokens_per_second", "peak_memory_gib", "loss")}
 
 
-def compute_step(shape: Shape) -> dict[str, Any]:
-    """Return what `specdistill plan` counts for the same step, without the target's layers."""
+def compute_step(shape: Shape) -> dict[str, float]:
+    """Return what `specdistill plan` computes for the same step, without the target's layers."""
     if shape.small:
         return {}
 
@@ -338,11 +335,10 @@ def compute_step(shape: Shape) -> dict[str, Any]:
         rows=shape.rows,
         length=shape.length,
     )
-    gigabytes = round(ledger.traffic / 1e9, 1)
     return {
         "peak_gib": round(ledger.peak / 2**30, 2),
         "tflop": round(ledger.flops / 1e12, 1),
-        "traffic_gb": gigabytes,
+        "traffic_gb": round(ledger.traffic / 1e9, 1),
     }
 
 
@@ -381,13 +377,12 @@ def time_parts_of_a_step(trainer: DistillationTrainer, shape: Shape) -> dict[str
     return {name: round(1000 * statistics.median(values), 1) for name, values in times.items()}
 
 
-def collate_all_rows(trainer: DistillationTrainer) -> dict[str, Any]:
+def collate_all_rows(trainer: DistillationTrainer) -> ForwardInputs:
     """Return all rows of the training data as one batch."""
-    rows: Any = trainer.train_dataset
-    return collate([dict(row) for row in rows])
+    return collate([dict(row) for row in trainer.train_dataset])
 
 
-def count_waits(step: Callable[[], object]) -> dict[str, Any]:
+def count_waits(step: Callable[[], object]) -> dict[str, int]:
     """Return how often the host waits for the device in one step, by file and line.
 
     torch warns of each wait.
@@ -413,25 +408,27 @@ def count_waits(step: Callable[[], object]) -> dict[str, Any]:
     return {place: places.count(place) for place in dict.fromkeys(places)}
 
 
-def list_kernels(step: Callable[[], object], num_kernels: int) -> list[dict[str, Any]]:
+def list_kernels(step: Callable[[], object], num_kernels: int) -> list[Piece]:
     """Return the kernels that take longest in one step."""
     # Profile one step.
     on_gpu = torch.cuda.is_available()
-    with profile(
-        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    ) as profiled:
+    activities = [ProfilerActivity.CPU]
+    if on_gpu:
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities) as profiled:
         step()
 
     # Sort by the time within each kernel itself. The profiler gives microseconds.
-    name = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-    events = sorted(profiled.key_averages(), key=lambda event: getattr(event, name), reverse=True)
-    return [
-        {"name": event.key[:100], "ms": round(getattr(event, name) / 1000, 2), "calls": event.count}
-        for event in events[:num_kernels]
-    ]
+    get_time = attrgetter("self_device_time_total" if on_gpu else "self_cpu_time_total")
+    events = sorted(profiled.key_averages(), key=get_time, reverse=True)
+    kernels: list[Piece] = []
+    for event in events[:num_kernels]:
+        milliseconds = round(get_time(event) / 1000, 2)
+        kernels.append({"name": event.key[:100], "ms": milliseconds, "calls": event.count})
+    return kernels
 
 
-def measure_shapes(shape: Shape) -> Iterator[dict[str, Any]]:
+def measure_shapes(shape: Shape) -> Iterator[Piece]:
     """Yield the speed of the step with other sizes.
 
     These are one long row, the whole vocabulary, and recomputed activations, which take less memory
@@ -444,41 +441,42 @@ def measure_shapes(shape: Shape) -> Iterator[dict[str, Any]]:
         "recomputed": replace(shape, keys={"activation_checkpointing": True}),
     }
     for name, changed_shape in changed_shapes.items():
-        yield {name: measure_steps_of(changed_shape)}
+        yield {name: build_and_measure_steps(changed_shape)}
 
 
-def measure_steps_of(shape: Shape, **draft: Any) -> dict[str, Any]:
-    """Train with these sizes, and return the numbers of the last steps."""
-    with build_trainer(shape, **draft) as trainer:
+def build_and_measure_steps(
+    shape: Shape, build_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
+) -> dict[str, float]:
+    """Build a trainer of these sizes, train, and return the numbers of the last steps."""
+    with build_trainer(shape, build_optimizer) as trainer:
         return measure_steps(trainer)
 
 
-def measure_variants(shape: Shape) -> Iterator[dict[str, Any]]:
+def measure_variants(shape: Shape) -> Iterator[Piece]:
     """Yield the speed of the same step: plain, with Muon, and compiled."""
-    yield {"plain": measure_steps_of(shape)}
-    yield {"Muon": measure_steps_of(shape, optimizer=lambda head: MuonAdamW(head, 1e-4))}
+    yield {"plain": build_and_measure_steps(shape)}
+    yield {"Muon": build_and_measure_steps(shape, lambda head: MuonAdamW(head, 1e-4))}
     backend = {"torch_compile_backend": "aot_eager"} if shape.small else {}
     compiled = replace(shape, keys={"torch_compile": True, **backend})
-    yield {"compiled": measure_steps_of(compiled)}
+    yield {"compiled": build_and_measure_steps(compiled)}
 
 
 # Decoding
 
 
-def measure_decoding(shape: Shape) -> Iterator[dict[str, Any]]:
+def measure_decoding(shape: Shape) -> Iterator[Piece]:
     """Yield the times of a round without a draft, with a chain and with a tree, then batches."""
     target = shape.target
 
     # The head is untrained: how long a round takes does not depend on what is accepted.
     head = HeadProposer(build_eagle3(target).to(torch.bfloat16))
+    tree = build_tree_shape(TreeConfig(**TREE))
     for length in shape.prompts:
         prompt = draw_prompt(target, length)
         numbers = {
             "plain": time_rounds(Decoder(target), prompt, 48),
             "chain": time_rounds(Decoder(target, head), prompt, 48, num_speculative_tokens=K),
-            "tree": time_rounds(
-                Decoder(target, head), prompt, 48, tree=build_tree_shape(TreeConfig(**TREE))
-            ),
+            "tree": time_rounds(Decoder(target, head), prompt, 48, tree=tree),
         }
         yield {f"{length} tokens": numbers}
 
@@ -487,19 +485,14 @@ def measure_decoding(shape: Shape) -> Iterator[dict[str, Any]]:
     prompts = [draw_prompt(target, shape.prompts[0])] * shape.batch
     for name, proposer, k in (("plain", None, 0), ("chain", head, K)):
         decoder = Decoder(target, proposer)
-        generations = [
-            decoder.generate_all(prompts, max_new_tokens=48, num_speculative_tokens=k)
-            for _ in range(2)
-        ][-1]
+        for _ in range(2):
+            generations = decoder.generate_all(prompts, max_new_tokens=48, num_speculative_tokens=k)
         seconds = sum(generation.seconds - generation.prefill_seconds for generation in generations)
-        yield {
-            f"batch of {shape.batch}, {name}": {
-                "tokens_per_second": round(48 * shape.batch / seconds, 1)
-            }
-        }
+        tokens_per_second = round(48 * shape.batch / seconds, 1)
+        yield {f"batch of {shape.batch}, {name}": {"tokens_per_second": tokens_per_second}}
 
 
-def measure_compiled_decoding(shape: Shape) -> Iterator[dict[str, Any]]:
+def measure_compiled_decoding(shape: Shape) -> Iterator[Piece]:
     """Yield the times of a compiled round without a draft and with a chain.
 
     The shortest prompt is left out. Compiling takes most of the time of this part.
@@ -512,11 +505,8 @@ def measure_compiled_decoding(shape: Shape) -> Iterator[dict[str, Any]]:
     new_tokens = 8 if shape.small else 48
     for length in shape.prompts[1:] or shape.prompts:
         prompt = draw_prompt(target, length)
-        yield {
-            f"{length} tokens, plain": time_rounds(
-                Decoder(target, compiled=True), prompt, new_tokens
-            )
-        }
+        plain = time_rounds(Decoder(target, compiled=True), prompt, new_tokens)
+        yield {f"{length} tokens, plain": plain}
         chain = time_rounds(
             Decoder(target, head, compiled=True), prompt, new_tokens, num_speculative_tokens=K
         )
@@ -525,9 +515,8 @@ def measure_compiled_decoding(shape: Shape) -> Iterator[dict[str, Any]]:
 
 def draw_prompt(target: FrozenTarget, length: int) -> list[int]:
     """Return the ids of random tokens, the same ones in each call."""
-    return torch.randint(
-        target.vocab_size, (length,), generator=torch.Generator().manual_seed(1)
-    ).tolist()
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(target.vocab_size, (length,), generator=generator).tolist()
 
 
 def time_rounds(
@@ -535,15 +524,14 @@ def time_rounds(
 ) -> dict[str, float]:
     """Return the median times of a round, in ms, from the second of two generations."""
     # The first generation warms up.
-    rounds = [
-        decoder.generate(prompt_ids, max_new_tokens=new_tokens, **options).rounds for _ in range(2)
-    ][-1]
+    for _ in range(2):
+        rounds = decoder.generate(prompt_ids, max_new_tokens=new_tokens, **options).rounds
     draft_s = statistics.median(entry.draft_seconds for entry in rounds)
     verify_s = statistics.median(entry.verify_seconds for entry in rounds)
     return {"draft_ms": round(1000 * draft_s, 3), "verify_ms": round(1000 * verify_s, 3)}
 
 
-def measure_generation(shape: Shape) -> Iterator[dict[str, Any]]:
+def measure_generation(shape: Shape) -> Iterator[Piece]:
     """Yield the tokens per second of the target's answers, for each batch size."""
     target = shape.target
     with prepare_generation(target.model, torch.bfloat16) as model:
@@ -558,30 +546,26 @@ def measure_generation(shape: Shape) -> Iterator[dict[str, Any]]:
 # From recipe to gate
 
 
-def train_pico(shape: Shape) -> Iterator[dict[str, Any]]:
+def train_pico(shape: Shape) -> Iterator[Piece]:
     """Train a head for pico, decode with it losslessly in float32, and judge it by its gate."""
     # Tiny sizes for a CPU, on which the numbers mean nothing.
-    few = [
+    small_keys = [
         "train.max_steps=4",
         "data.regenerate.num_tokens=600",
         "eval.num_prompts=3",
         "eval.max_new_tokens=8",
         "eval.repeats=1",
     ]
-    small = few if shape.small else []
+    keys = small_keys if shape.small else []
 
     # Train, then measure. The gate may fail: its verdict is a result like any other.
     with tempfile.TemporaryDirectory() as folder:
-        yield {
-            "train_seconds": run_command(
-                "train", "recipe=pico/eagle3", f"train.output_dir={folder}/run", *small
-            )
-        }
-        yield {
-            "eval_seconds": run_command(
-                "eval", f"recipe={folder}/run/run/recipe.yaml", *small, failing=True
-            )
-        }
+        train_s = run_command(
+            "train", "recipe=pico/eagle3", f"train.output_dir={folder}/run", *keys
+        )
+        yield {"train_seconds": train_s}
+        eval_s = run_command("eval", f"recipe={folder}/run/run/recipe.yaml", *keys, failing=True)
+        yield {"eval_seconds": eval_s}
         report = json.loads((Path(folder) / "run/report/report.json").read_text(encoding="utf-8"))
 
     # Yield the verdict, and the metrics that the report has.
@@ -604,17 +588,20 @@ def run_command(verb: str, *arguments: str, failing: bool = False) -> float:
     return round(time.monotonic() - start, 1)
 
 
-def measure_store(shape: Shape) -> Iterator[dict[str, Any]]:
+def measure_store(shape: Shape) -> Iterator[Piece]:
     """Yield the speed of training on features of pico that are written once and then read."""
     with tempfile.TemporaryDirectory() as folder:
         # In hybrid mode the store is filled before the first step, and steps read from it.
-        stored = [f"hidden_states.path={folder}/features", "hidden_states.mode=hybrid"]
-        few = (
-            ["data.regenerate.num_tokens=600", "train.max_steps=4"]
-            if shape.small
-            else ["train.max_steps=60"]
-        )
-        run_command("train", "recipe=pico/eagle3", f"train.output_dir={folder}/run", *few, *stored)
+        keys = [
+            f"train.output_dir={folder}/run",
+            f"hidden_states.path={folder}/features",
+            "hidden_states.mode=hybrid",
+        ]
+        if shape.small:
+            keys += ["data.regenerate.num_tokens=600", "train.max_steps=4"]
+        else:
+            keys += ["train.max_steps=60"]
+        run_command("train", "recipe=pico/eagle3", *keys)
         history = (Path(folder) / "run/run/history.json").read_text(encoding="utf-8")
 
     # The last logged speed is that of steps that read the store.
@@ -623,7 +610,7 @@ def measure_store(shape: Shape) -> Iterator[dict[str, Any]]:
     yield {name: round(last[name], 2) for name in ("tokens_per_second", "peak_memory_gib")}
 
 
-PARTS: dict[str, Callable[[Shape], Iterator[dict[str, Any]]]] = {
+PARTS: dict[str, Callable[[Shape], Iterator[Piece]]] = {
     "ceilings": measure_ceilings,
     "tests": run_tests,
     "train": measure_training,

@@ -6,7 +6,7 @@
     # the first step of `make gpu`: checks the packages, and installs wheels/ into folder D
     python -m bench.gpu_wheels install D
 
-The machine has Python 3.12, a CUDA build of torch, and the other packages of LARGE. All other
+The machine has Python 3.12, a CUDA build of torch, and the other LARGE_PACKAGES. All other
 packages that pyproject.toml requires travel as wheels, at the versions of constraints.txt. Of the
 packages that such a machine could lack, this file imports only `packaging`, which is among the
 wheels.
@@ -23,7 +23,10 @@ import tomllib
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
 WHEELS = ROOT / "wheels"
@@ -104,7 +107,7 @@ def report_size() -> int:
     # The wheels must be the listed ones.
     damaged = find_damaged_wheels()
     if damaged:
-        print(f"error: not as {LIST.name} lists them: {', '.join(damaged)}", file=sys.stderr)
+        print(f"error: wheels that differ from {LIST.name}: {', '.join(damaged)}", file=sys.stderr)
         print("Run `make gpu-wheels ARGS=record` to renew the list.", file=sys.stderr)
         return RESOURCE_EXIT_CODE
 
@@ -171,12 +174,10 @@ def fetch(requirements: list[str], folder: Path) -> None:
 
 def read_requirements() -> list[str]:
     """Return the requirements of the package, and that of pytest."""
-    project: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))[
-        "project"
-    ]
-    pytest = [
-        text for text in project["optional-dependencies"]["dev"] if text.startswith("pytest>")
-    ]
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    project = tomllib.loads(text)["project"]
+    development = project["optional-dependencies"]["dev"]
+    pytest = [requirement for requirement in development if requirement.startswith("pytest>")]
     return [*project["dependencies"], *pytest]
 
 
@@ -193,22 +194,19 @@ def find_unmet() -> dict[str, str]:
     """
     unmet = {}
     for name, requirement, installed_version in walk_requirements():
-        if installed_version is None or not requirement.specifier.contains(
-            installed_version, prereleases=True
-        ):
-            installed = (
-                "not installed"
-                if installed_version is None
-                else f"{installed_version} is installed"
-            )
-            unmet[name] = f"{requirement.name}{requirement.specifier} ({installed})"
+        specifier = requirement.specifier
+        if installed_version is None:
+            unmet[name] = f"{requirement.name}{specifier} (not installed)"
+        elif not specifier.contains(installed_version, prereleases=True):
+            unmet[name] = f"{requirement.name}{specifier} ({installed_version} is installed)"
     return unmet
 
 
-def walk_requirements() -> Iterator[tuple[str, Any, str | None]]:
+def walk_requirements() -> Iterator[tuple[str, "Requirement", str | None]]:
     """Yield all requirements, those of the required packages included.
 
-    The requirements of the packages in LARGE are left out: the machine must meet them itself.
+    The requirements of the packages in LARGE_PACKAGES are left out: the machine must meet them
+    itself.
 
     Yields:
         Name, requirement and installed version, which is None if the package is not installed.
@@ -310,10 +308,12 @@ def install_wheels(folder: Path) -> None:
 def print_refusal(unmet: dict[str, str], damaged: list[str]) -> None:
     """Print the missing packages, the wheels that bring them, and what to do."""
     # For each missing package, name the wheel that brings it.
-    wheels = {project_name(wheel): wheel for group in read_list().values() for wheel in group}
+    wheels = {}
+    for group in read_list().values():
+        wheels.update({project_name(wheel): wheel for wheel in group})
     lines = [
-        f"error: Python {platform.python_version()} here lacks packages that make gpu needs"
-        f" ({len(unmet)}):"
+        f"error: this Python {platform.python_version()} lacks {len(unmet)} packages that make gpu"
+        " needs:"
     ]
     for name, text in sorted(unmet.items()):
         wheel = "its CUDA build" if name == "torch" else wheels.get(name, f"not in {LIST.name}")
@@ -322,7 +322,7 @@ def print_refusal(unmet: dict[str, str], damaged: list[str]) -> None:
 
     # Then say what is wrong with wheels/, and what to do.
     if WHEELS.is_dir() and damaged:
-        lines.append(f"wheels/ lacks, or has in another size: {', '.join(damaged)}.")
+        lines.append(f"Missing in wheels/, or of another size: {', '.join(damaged)}.")
     lines.append(
         f"The wheels are for Python {PYTHON} on Linux, x86-64; {LIST.name} lists all of them."
     )

@@ -185,7 +185,11 @@ def diagnose(options: CommonDoctorOptions) -> Diagnosis:
     diagnosis.recorded = read_recorded_length(run / "draft" if run else draft)
     if engine and lookup_first and not ENGINES[engine].describe_front(lookup_first):
         diagnosis.findings.append(
-            problem(f"specdistill starts {ENGINES[engine].title} without a lookup in front")
+            problem(
+                f"specdistill cannot start {ENGINES[engine].title} with a lookup in front of the"
+                " draft",
+                "leave eval.lookup_first out, or name another engine",
+            )
         )
 
     # Decode a few prompts, unless a reader refused the files.
@@ -221,8 +225,8 @@ def _try_on_prompts(
         diagnosis.recorded = None
         diagnosis.findings.append(
             warning(
-                f"the draft is tried on lines of Python ({DEFAULT_SUITE}): no run here says"
-                " what text it is for",
+                f"the draft is tried on lines of Python ({DEFAULT_SUITE}), because no run here"
+                " says what text it was trained for",
                 "name prompts of that text with suite=",
             )
         )
@@ -287,7 +291,7 @@ def examine_draft(
         diagnosis.findings.append(
             problem(
                 "config.json names no architectures",
-                "engines choose the code that loads a draft by them",
+                "engines choose the class that loads a draft by this key",
             )
         )
 
@@ -364,8 +368,9 @@ def _check_engine(
     if method_options.get("heterogeneous_vocab"):
         diagnosis.findings.append(
             problem(
-                f"{ENGINES[engine].title} is not started to translate between two tokenizers",
-                "a draft for it has the target's tokenizer: check it without heterogeneous_vocab",
+                f"specdistill cannot start {ENGINES[engine].title} with a draft that has another"
+                " tokenizer than the target",
+                "leave heterogeneous_vocab out, for a draft with the target's tokenizer",
             )
         )
 
@@ -384,8 +389,8 @@ def examine_native_layer(target: TargetFiles) -> Diagnosis:
         diagnosis.method = "mtp"
         diagnosis.findings.append(
             note(
-                "the layer is in its target's own checkpoint, from which engines serve it; not"
-                " decoded"
+                "not decoded: the layer is in the target's own checkpoint, from which engines"
+                " serve it"
             )
         )
     return diagnosis
@@ -503,7 +508,9 @@ def find_loader_problems(
     # A layer of the target's own and a draft model have no loader of their own to follow.
     if row.in_target:
         yield problem(
-            f"{engine.title} loads such a layer from its target's checkpoint alone", exported
+            f"{engine.title} loads a multi-token-prediction layer only from the target's own"
+            " checkpoint",
+            exported,
         )
     elif row.standalone:
         if target is not None and size != target.vocab_size:
