@@ -84,15 +84,13 @@ class Outcome(NamedTuple):
     exit_code: int = 0
 
     def __str__(self) -> str:
-        died = (
-            f"NOT TRIED, its process ended with exit code {self.exit_code}"
-            if self.exit_code
-            else "SURVIVES"
-        )
-        return (
-            f"{self.mutant.id}: {f'caught by {self.caught_by}' if self.caught_by else died}"
-            f" ({self.seconds:.0f} s)"
-        )
+        if self.caught_by:
+            text = f"caught by {self.caught_by}"
+        elif self.exit_code:
+            text = f"NOT TRIED, its process ended with exit code {self.exit_code}"
+        else:
+            text = "SURVIVES"
+        return f"{self.mutant.id}: {text} ({self.seconds:.0f} s)"
 
 
 class FirstFailure:
@@ -152,17 +150,8 @@ def find_first_failure(folder: Path, tests: Sequence[str]) -> str | None:
     log = StringIO()
     # One of the loaded libraries brings a pytest plugin, hence the filter. The time limit is there
     # because a mutation may loop for ever.
-    options = [
-        "-W",
-        "ignore::pytest.PytestAssertRewriteWarning",
-        "-p",
-        "no:cacheprovider",
-        "-n0",
-        "-x",
-        "-m",
-        "not long",
-    ]
-    options += [f"--timeout={TEST_TIMEOUT_S}"]
+    options = ["-W", "ignore::pytest.PytestAssertRewriteWarning", "-p", "no:cacheprovider"]
+    options += ["-n0", "-x", "-m", "not long", f"--timeout={TEST_TIMEOUT_S}"]
 
     # A test failed exactly if pytest says so. Anything else, such as no tests found, is an error of
     # this list.
@@ -231,7 +220,7 @@ def main(arguments: Sequence[str]) -> int:
     names = set(arguments)
     mutants = [mutant for mutant in read_mutants(LIST) if not names or mutant.id in names]
     unknown = names - {mutant.id for mutant in mutants}
-    assert not unknown, f"{LIST} has no {unknown}"
+    assert not unknown, f"{LIST} has no mutations {sorted(unknown)}"
     os.environ.setdefault("SPECDISTILL_TEST_DATA", str(ROOT.parent / "shared" / "data"))
 
     # Import the libraries with a cache of their own, then run the mutations side by side.
@@ -243,11 +232,12 @@ def main(arguments: Sequence[str]) -> int:
             importlib.import_module(library)
         for outcome in run_mutants(ROOT, mutants, num_workers=os.cpu_count() or 1):
             print(outcome, flush=True)
-            survivors += [] if outcome.caught_by else [outcome.mutant.id]
-    print(
-        f"{len(survivors)} of {len(mutants)} mutations survive"
-        + "".join(f"\n  {name}" for name in survivors)
-    )
+            if not outcome.caught_by:
+                survivors.append(outcome.mutant.id)
+
+    print(f"{len(survivors)} of {len(mutants)} mutations survive")
+    for name in survivors:
+        print(f"  {name}")
     return int(bool(survivors))
 
 
