@@ -1,8 +1,8 @@
-"""Decode with this package's decoder, and count drafts and accepted tokens as engines count them.
+"""Decode with this package's decoder, and count drafts and accepted tokens as vLLM counts them.
 
-Engines count what the target accepted of a draft before they cut the completion at its limit or at
-a stop token; rounds here count after the cut. So decoding here ignores stop tokens and continues
-until the last round is complete.
+vLLM counts the accepted tokens of a round first, and cuts the completion at its limit or at a stop
+token afterwards. Rounds here count after the cut. So decoding here ignores stop tokens, continues
+past the limit until the last round is complete, and then cuts the completion itself.
 """
 
 import math
@@ -21,7 +21,8 @@ class Counts:
     Attributes:
         num_drafts: rounds in which something was drafted.
         num_draft_tokens: draft tokens of these rounds.
-        accepted_per_position: K numbers: the drafts whose token at this position was accepted.
+        accepted_per_position: K numbers: in how many rounds the draft token at this position was
+            accepted.
     """
 
     num_drafts: int
@@ -31,9 +32,10 @@ class Counts:
     @property
     def mean_acceptance_length(self) -> float:
         """The tokens per round, the target's own included; NaN if nothing was drafted."""
-        return (
-            1 + sum(self.accepted_per_position) / self.num_drafts if self.num_drafts else math.nan
-        )
+        if not self.num_drafts:
+            return math.nan
+        # The target adds one token of its own in every round.
+        return 1 + sum(self.accepted_per_position) / self.num_drafts
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Completion:
 
 def sum_counts(completions: Sequence[Completion]) -> Counts:
     """Return the counts of all completions together."""
+    # Add up rounds, draft tokens, and the accepted tokens of each position, column by column.
     counts = [completion.counts for completion in completions]
     rows = [
         (count.num_drafts, count.num_draft_tokens, *count.accepted_per_position) for count in counts
@@ -93,29 +96,50 @@ def generate_here(
     Raises:
         UserError: if the target's context has no room for K more tokens.
     """
+    # Each prompt is continued by K tokens more than asked for, so that no round is cut off.
     decoder = Decoder(target, proposer)
     completions = []
     for prompt_ids in prompts:
-        k = num_speculative_tokens
+        # K tokens more than asked for are generated, so that the last round is not cut off.
         generation = decoder.generate(
-            prompt_ids, max_new_tokens=max_new_tokens + k, num_speculative_tokens=k
+            prompt_ids,
+            max_new_tokens=max_new_tokens + num_speculative_tokens,
+            num_speculative_tokens=num_speculative_tokens,
         )
-        stops = (
-            place for place, token in enumerate(generation.token_ids, start=1) if token in stop_ids
-        )
-        end = min(max_new_tokens, next(stops, max_new_tokens))
-        length, drafts = 1, []  # the first token comes from the prefill, not from a round
+        end = _find_end(generation.token_ids, stop_ids, max_new_tokens)
+
+        # Count the rounds that begin before this end, and in which something was drafted. The
+        # first token comes from the prefill, not from a round.
+        length = 1
+        drafted_rounds = []
         for entry in generation.rounds:
             if length >= end:
                 break
             length += len(entry.emitted)
-            drafts += [entry] if entry.drafted else []
-        accepted = [
-            sum(entry.num_accepted > k for entry in drafts) for k in range(num_speculative_tokens)
-        ]
-        counts = Counts(len(drafts), sum(len(entry.drafted) for entry in drafts), tuple(accepted))
+            if entry.drafted:
+                drafted_rounds.append(entry)
+
+        # A position was accepted in a round that accepted more draft tokens than precede it.
+        accepted_per_position = []
+        for position in range(num_speculative_tokens):
+            accepted_per_position.append(
+                sum(entry.num_accepted > position for entry in drafted_rounds)
+            )
+        counts = Counts(
+            num_drafts=len(drafted_rounds),
+            num_draft_tokens=sum(len(entry.drafted) for entry in drafted_rounds),
+            accepted_per_position=tuple(accepted_per_position),
+        )
         completions.append(Completion(generation.token_ids[:end], counts))
     return completions
+
+
+def _find_end(token_ids: Sequence[int], stop_ids: Collection[int], limit: int) -> int:
+    """Return the length of a completion: up to its first stop token, or up to the limit."""
+    for length, token in enumerate(token_ids[:limit], start=1):
+        if token in stop_ids:
+            return length
+    return limit
 
 
 def count_identical_completions(first: Sequence[Completion], second: Sequence[Completion]) -> int:

@@ -28,19 +28,21 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo import callback
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
     unset_fake_temporarily,
 )
+from torch.fx import GraphModule
 from torch.utils.flop_counter import flop_registry
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -60,7 +62,7 @@ from specdistill.decoding.transformers_models import pad_rows
 from specdistill.decoding.tree import Tree
 from specdistill.methods import METHODS
 from specdistill.methods.eagle3.advice import Eagle3Advice
-from specdistill.methods.eagle3.module import check_aux_layers
+from specdistill.methods.eagle3.module import Eagle3Draft, check_aux_layers
 from specdistill.methods.sizes import PlannedDraft, WeightlessTarget
 from specdistill.recipe.fields import Section, option
 from specdistill.recipe.load import validate_recipe
@@ -74,17 +76,28 @@ from specdistill.targets.packed_rows import (
     run_by_lengths,
 )
 from specdistill.training.losses import head_loss
+from specdistill.training.objective import ForwardInputs, Objective
 
 aten = torch.ops.aten
 
+# The counts that were accepted last, which `make cuda-check` compares with.
 RECORD = Path(__file__).with_name("results") / "cuda_check.json"
-MAX_RATIO_TO_RECORD = 1.05  # of what is recorded
+# Counts may exceed the record by 5 % before the check fails, so that small changes pass.
+MAX_RATIO_TO_RECORD = 1.05
+
+# The device of tensors without content. No such device has to exist.
 DEVICE = "cuda:0"
+
+# The training step: rows of a micro-batch, tokens of a row, and tokens of the draft vocabulary.
 NUM_ROWS = 4
 LENGTH = 2048
 VOCABULARY = 32_000
 PROMPT_LENGTH = 2048  # tokens of the sequence that a round continues
+
+# A tree of 60 nodes: node 0 follows the root, and nodes 2k + 1 and 2k + 2 follow node k.
 TREE = Tree(tuple((node - 1) // 2 if node else -1 for node in range(60)))
+
+# The keys that a recipe must have. Their values are never used.
 RECIPE = {
     "method": "eagle3",
     "target": {"model": "x"},
@@ -97,7 +110,11 @@ DRAFT_MODEL = {
     "num_attention_heads": 32, "num_key_value_heads": 8,
     "vocab_size": 128_256, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
 }  # fmt: skip
+
+# The host waits for a blocking copy between host and device.
 COPY_OPERATIONS = {aten._to_copy, aten.copy_}
+
+# The host waits for operations whose result, or the shape of the result, depends on values.
 WAITING_OPERATIONS = {
     aten._local_scalar_dense,
     aten.nonzero,
@@ -108,6 +125,8 @@ WAITING_OPERATIONS = {
 
 
 packed_attention.capability = lambda device: (9, 0)  # type: ignore[assignment]  # an H100's: there is no driver to ask
+# Four operations for each query element and key position: two matrix products, each with a
+# multiplication and an addition.
 # torch's own formula assumes that heads come before positions.
 flop_registry[aten._flash_attention_forward] = lambda query, key, *_, **__: (
     4 * query.numel() * key.shape[1]
@@ -137,16 +156,29 @@ class LaunchLedger(Ledger):
         self.device = device
         self.kernels = self.copies = 0
         self.in_graph = self.compiles = False
+
+        # While torch compiles, it runs the operations itself. They must not be counted.
         callback.on_compile_start(lambda _: vars(self).update(compiles=True))
         callback.on_compile_end(lambda _: vars(self).update(compiles=False))
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        return True  # else nothing is compiled within it
+        # With torch's default, False, torch.compile compiles nothing within this mode.
+        return True
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        # In a compiled graph only matrix products and attention are counted one by one. The fused
+        # kernels were counted when the graph was called.
         if self.compiles or (self.in_graph and func.overloadpacket not in flop_registry):
             return func(*args, **(kwargs or {}))
+
+        # Run the operation, and let the base class count its memory, traffic and arithmetic.
         inputs = list_tensors((args, kwargs))
         held_storages = {tensor.untyped_storage()._cdata for tensor in inputs}
         try:
@@ -156,28 +188,33 @@ class LaunchLedger(Ledger):
             if func.overloadpacket is not aten.index:
                 raise
             self.copies += 1
-            result = super().__torch_dispatch__(
-                func, types, (args[0], expand_masks(args[1])), kwargs
-            )
+            indices = expand_masks(cast(Sequence[Tensor | None], args[1]))
+            result = super().__torch_dispatch__(func, types, (args[0], indices), kwargs)
+
+        # Count a kernel if the operation writes to an operand or to new memory. Views do neither.
         operation = func.overloadpacket
         outputs = list_tensors(result)
         writes = func._schema.is_mutable or any(
             tensor.untyped_storage()._cdata not in held_storages for tensor in outputs
         )
-        on_device = any(tensor.device.type == self.device for tensor in (*inputs, *outputs))
-        self.kernels += (
-            writes and on_device and operation not in VIEW_OPERATIONS and not self.in_graph
-        )
-        between = {tensor.device.type for tensor in (*inputs, *outputs)} == {"cpu", "cuda"}
-        blocks = operation in COPY_OPERATIONS and between and not (kwargs or {}).get("non_blocking")
-        self.copies += blocks or (operation in WAITING_OPERATIONS and on_device)
+        device_types = {tensor.device.type for tensor in (*inputs, *outputs)}
+        on_device = self.device in device_types
+        if writes and on_device and operation not in VIEW_OPERATIONS and not self.in_graph:
+            self.kernels += 1
+
+        # Count a wait for a blocking copy between host and device, and for a result that depends on
+        # values.
+        is_copy = operation in COPY_OPERATIONS and device_types == {"cpu", "cuda"}
+        blocks = is_copy and not (kwargs or {}).get("non_blocking")
+        if blocks or (operation in WAITING_OPERATIONS and on_device):
+            self.copies += 1
         return result
 
-    def compile_graph(self, module: Any, inputs: Any) -> Any:
-        """Return the backend of torch.compile that counts the fused kernels of each call.
+    def compile_graph(self, module: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., object]:
+        """Compile a graph for torch.compile: return a function that runs it and counts its kernels.
 
-        The call itself runs the operations one by one. Only its matrix products and attention are
-        counted as they run.
+        The function runs the operations one by one. It counts the fused kernels of the graph as a
+        whole, and only matrix products and attention as they run.
 
         Args:
             module: the traced graph.
@@ -190,6 +227,8 @@ class LaunchLedger(Ledger):
         from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode
         from torch._inductor.virtualized import V
 
+        # Lower the graph with Inductor, as torch.compile would, but stop before it generates code.
+        # The scheduler then holds one node for each kernel, after fusion.
         with unset_fake_temporarily():
             mode = fake_tensor_prop(module, inputs)
         with unset_fake_temporarily(), V.set_fake_mode(mode), V.set_debug_handler(DebugContext()):
@@ -198,6 +237,9 @@ class LaunchLedger(Ledger):
             with V.set_graph_handler(lowered), V.set_real_inputs(inputs):
                 lowered.run(*inputs)
                 lowered._update_scheduler()
+
+                # A no-op node runs nothing. External kernels are matrix products, which are counted
+                # as they run, so only the other nodes count for traffic.
                 kernels = [
                     node
                     for node in lowered.scheduler.nodes
@@ -208,7 +250,8 @@ class LaunchLedger(Ledger):
                 ]
                 traffic = sum(node.get_read_write_buffers_sizes() for node in fused)
 
-        def call(*graph_inputs: Tensor) -> Any:
+        def call(*graph_inputs: Tensor) -> object:
+            """Run the graph, and count its kernels and traffic as those of one call."""
             self.kernels += len(kernels)
             self.traffic += traffic
             self.in_graph = True
@@ -219,7 +262,7 @@ class LaunchLedger(Ledger):
 
         return make_boxed_func(call)
 
-    def compile(self, target: Any, objective: Any) -> None:
+    def compile(self, target: FrozenTarget, objective: nn.Module) -> None:
         """Compile target and objective like `train.torch_compile=true`, with `graph` as backend."""
         from torch._inductor.decomposition import select_decomp_table
 
@@ -249,9 +292,9 @@ def expand_masks(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 @contextmanager
 def enable_autocast() -> Iterator[None]:
-    """Run as under `train.bf16=true`.
+    """Turn on bfloat16 autocast for CUDA, as `train.bf16=true` does.
 
-    torch's own context manager refuses a device that is not there.
+    `torch.autocast` itself refuses a device that does not exist on this machine.
     """
     torch.set_autocast_enabled("cuda", True)
     torch.set_autocast_dtype("cuda", torch.bfloat16)
@@ -268,57 +311,96 @@ def plan_head() -> PlannedDraft:
 
 def main(options: Options) -> ExitCode:
     """Count all parts, print them, and compare them with the record."""
-    head = plan_head()
-    row = {"input_ids": [0], "loss_mask": [1], "document_ids": [0]}
-    packed = {name: value * LENGTH for name, value in row.items()} | {
-        "position_ids": list(range(LENGTH))
-    }
-    batch = collate([packed] * NUM_ROWS)
-    counts_by_part = {}
-    with FakeTensorMode() as mode, torch.device(DEVICE):
-        for name, part in build_parts(head, batch, mode).items():
-            counts_by_part[name] = count(part)
-    head_loss.CHUNK_BYTES["cpu"] = head_loss.CHUNK_BYTES["cuda"]
-    for compiled in (False, True):
-        ledger = LaunchLedger("cpu")
-        step: dict[str, Any] = {"rows": NUM_ROWS, "length": LENGTH, "ledger": ledger}
-        if compiled:
-            step["prepare"] = partial(
-                ledger.compile, SimpleNamespace(compile=lambda **options: None)
-            )
-        count_training_step("eagle3", head.build, {"ttt_steps": NUM_STEPS}, TARGET, **step)
-        counts_by_part["training: unroll and loss with gradients" + ", compiled" * compiled] = (
-            format_counts(ledger)
-        )
-    counts_by_part["training: target layers, compiled"] = count_compiled_target(batch)
+    counts_by_part = count_all_parts()
     for name, counts in counts_by_part.items():
         print(json.dumps({"part": name, **counts}), flush=True)
     if options.record:
         RECORD.write_text(json.dumps(counts_by_part, indent=1) + "\n", encoding="utf-8")
+
+    regressions = find_regressions(counts_by_part)
+    for regression in regressions:
+        print(regression, file=sys.stderr)
+    return ExitCode.CHECK_FAILED if regressions else ExitCode.DONE
+
+
+def count_all_parts() -> dict[str, dict[str, float]]:
+    """Return the counts of each part, by its name."""
+    # Build a batch of packed rows. Each row is one document in which all tokens have a loss.
+    head = plan_head()
+    row = {
+        "input_ids": [0] * LENGTH,
+        "loss_mask": [1] * LENGTH,
+        "document_ids": [0] * LENGTH,
+        "position_ids": list(range(LENGTH)),
+    }
+    batch = collate([row] * NUM_ROWS)
+
+    # Count the parts that can run with the schemas of CUDA.
+    counts_by_part = {}
+    with FakeTensorMode() as mode, torch.device(DEVICE):
+        for name, part in build_parts(head, batch, mode).items():
+            counts_by_part[name] = count(part)
+
+    # Count the gradients on the CPU, with the chunk size of the loss on a GPU.
+    head_loss.CHUNK_BYTES["cpu"] = head_loss.CHUNK_BYTES["cuda"]
+    name = "training: unroll and loss with gradients"
+    counts_by_part[name] = count_step_with_gradients(head, compiled=False)
+    counts_by_part[f"{name}, compiled"] = count_step_with_gradients(head, compiled=True)
+    counts_by_part["training: target layers, compiled"] = count_compiled_target(batch)
+    return counts_by_part
+
+
+def find_regressions(counts_by_part: dict[str, dict[str, float]]) -> list[str]:
+    """Return a sentence for each wait in training, and for each count that exceeds the record."""
     recorded = json.loads(RECORD.read_text(encoding="utf-8"))
-    worse = [
-        f"{name} waits for the host"
-        for name in counts_by_part
-        if name.startswith("training") and counts_by_part[name]["waits"]
-    ]
+    regressions = []
+    for name, counts in counts_by_part.items():
+        if name.startswith("training") and counts["waits"]:
+            regressions.append(f"{name} waits for the host")
     for name, counts in counts_by_part.items():
         recorded_counts = recorded.get(name, dict.fromkeys(counts, 0))
-        worse += [
-            f"{name}: {key} {counts[key]}, recorded {recorded_counts[key]}"
-            for key in counts
-            if counts[key] > MAX_RATIO_TO_RECORD * recorded_counts[key]
-        ]
-    print(*worse, sep="\n", file=sys.stderr, end="\n" * bool(worse))
-    return ExitCode.CHECK_FAILED if worse else ExitCode.DONE
+        for key, number in counts.items():
+            if number > MAX_RATIO_TO_RECORD * recorded_counts[key]:
+                regressions.append(f"{name}: {key} {number}, recorded {recorded_counts[key]}")
+    return regressions
 
 
-def count_compiled_target(batch: dict[str, Any]) -> dict[str, float]:
-    """Count a pass of the target over packed rows, with its layers compiled for a CPU."""
+def count_step_with_gradients(head: PlannedDraft, *, compiled: bool) -> dict[str, float]:
+    """Count unroll and loss of a head with their gradients, on tensors of the CPU.
+
+    Args:
+        head: the EAGLE-3 head.
+        compiled: whether the head is compiled, as under `train.torch_compile=true`.
+    """
+    assert head.build is not None
+    ledger = LaunchLedger("cpu")
+    options: dict[str, Callable[[nn.Module], None]] = {}
+    if compiled:
+        # No target is compiled with the head: its features are given.
+        target = SimpleNamespace(compile=lambda **options: None)
+        options["prepare"] = partial(ledger.compile, target)
+    count_training_step(
+        "eagle3",
+        head.build,
+        {"ttt_steps": NUM_STEPS},
+        TARGET,
+        rows=NUM_ROWS,
+        length=LENGTH,
+        ledger=ledger,
+        **options,
+    )
+    return format_counts(ledger)
+
+
+def count_compiled_target(batch: ForwardInputs) -> dict[str, float]:
+    """Return the counts of a target pass over packed rows, with its layers compiled for a CPU."""
     with FakeTensorMode() as mode:
         batch = {
             name: mode.from_tensor(value) if isinstance(value, Tensor) else value
             for name, value in batch.items()
         }
+
+        # Run the layers by the lengths of documents, as on a GPU with varlen attention.
         target = WeightlessTarget(TARGET)
         vars(target).update(_packing=run_by_lengths)
         ledger = LaunchLedger("cpu")
@@ -328,7 +410,7 @@ def count_compiled_target(batch: dict[str, Any]) -> dict[str, float]:
     return format_counts(ledger)
 
 
-def count(run_part: Callable[[], Any]) -> dict[str, float]:
+def count(run_part: Callable[[], object]) -> dict[str, float]:
     """Run a part and return its counts."""
     with LaunchLedger() as ledger:
         run_part()
@@ -346,8 +428,8 @@ def format_counts(ledger: LaunchLedger) -> dict[str, float]:
 
 
 def build_parts(
-    planned: PlannedDraft, batch: dict[str, Any], mode: FakeTensorMode
-) -> dict[str, Callable[[], Any]]:
+    planned: PlannedDraft, batch: ForwardInputs, mode: FakeTensorMode
+) -> dict[str, Callable[[], object]]:
     """Return the parts that are counted with the schemas of CUDA, by name.
 
     Args:
@@ -355,26 +437,31 @@ def build_parts(
         batch: packed rows, whose tensors lose their content here.
         mode: the mode of tensors without content.
     """
+    # Move the batch to the pretended GPU, without its content.
     batch = {
         name: mode.from_tensor(value).to(DEVICE) if isinstance(value, Tensor) else value
         for name, value in batch.items()
     }
     target = WeightlessTarget(TARGET)
     vars(target).update(_packing=run_by_lengths, _maskless=find_sdpa_configs(target.model))
+
+    # Build the head, its training objective, and a draft model.
     assert planned.build is not None
     head = planned.build(target)
     recipe = validate_recipe(
         METHODS["eagle3"].recipe(), {**RECIPE, "draft": {"ttt_steps": NUM_STEPS}}
     )
-    step: Any = METHODS["eagle3"].load().build_objective(head, recipe, target)
-    draft: Any = LlamaForCausalLM(LlamaConfig(**DRAFT_MODEL))
-    torch.set_default_dtype(torch.bfloat16)  # such a tensor cannot be cast in place
+    objective = METHODS["eagle3"].load().build_objective(head, recipe, target)
+    draft_model = LlamaForCausalLM(LlamaConfig(**DRAFT_MODEL))
+    # Decoding runs in bfloat16. A tensor without content cannot be cast in place, so the head is
+    # created in this dtype.
+    torch.set_default_dtype(torch.bfloat16)
     decoding = Decoding(target, planned.build(target))
     torch.set_default_dtype(torch.float32)
     return {
         "training: target layers": partial(run_target_layers, target, head.aux_layers, batch),
-        "training: unroll and loss": partial(compute_unroll_loss, step, target, batch),
-        "training: draft model": partial(run_draft_model, draft, batch),
+        "training: unroll and loss": partial(compute_unroll_loss, objective, target, batch),
+        "training: draft model": partial(run_draft_model, draft_model, batch),
         "decoding: prompt": decoding.prompt,
         "decoding: chain drafted": decoding.draft,
         "decoding: chain verified": decoding.verify,
@@ -382,27 +469,29 @@ def build_parts(
     }
 
 
-def run_target_layers(target: FrozenTarget, aux_layers: Any, batch: dict[str, Any]) -> None:
+def run_target_layers(
+    target: FrozenTarget, aux_layers: Sequence[int], batch: ForwardInputs
+) -> None:
     """Run the layers of the target under autocast."""
     with enable_autocast():
         run_target_pass(target, aux_layers, batch)
 
 
 @torch.no_grad()
-def run_target_pass(target: FrozenTarget, aux_layers: Any, batch: dict[str, Any]) -> None:
-    """Run the layers of the target over packed rows, as they are run to get features."""
+def run_target_pass(target: FrozenTarget, aux_layers: Sequence[int], batch: ForwardInputs) -> None:
+    """Run the layers of the target over packed rows, as a training step does to get features."""
     rows = {"position_ids_BT": batch["position_ids"], "documents": build_documents(batch)}
     FrozenTarget.features(target, batch["input_ids"], aux_layers, **rows)
 
 
-def compute_unroll_loss(step: Any, target: FrozenTarget, batch: dict[str, Any]) -> None:
-    """Compute the loss of a head as the Trainer computes it."""
-    batch = step.prepare(batch, None)
+def compute_unroll_loss(objective: Objective, target: FrozenTarget, batch: ForwardInputs) -> None:
+    """Compute the loss of a head as the Trainer computes it, without gradients."""
+    batch = objective.prepare(batch, None)
     with torch.no_grad(), enable_autocast():
-        step(**batch, **step.read_target(target, batch))
+        objective(**batch, **objective.read_target(target, batch))
 
 
-def run_draft_model(draft: Any, batch: dict[str, Any]) -> None:
+def run_draft_model(draft: LlamaForCausalLM, batch: ForwardInputs) -> None:
     """Run the layers of a draft model over packed rows."""
     packed = build_length_inputs(batch["input_ids"], build_documents(batch))
     with enable_autocast(), replace_attention(find_sdpa_configs(draft)):
@@ -415,12 +504,13 @@ def run_draft_model(draft: Any, batch: dict[str, Any]) -> None:
 
 
 class Decoding:
-    """The passes of a decoding round after PROMPT tokens, with acceptance that is fixed beforehand.
+    """The passes of a decoding round after a prompt of PROMPT_LENGTH tokens.
 
-    What depends on computed values is left out.
+    Tensors without content cannot decide what is accepted. So the accepted tokens are fixed
+    beforehand, and operations that depend on computed values are left out.
     """
 
-    def __init__(self, target: FrozenTarget, head: Any) -> None:
+    def __init__(self, target: FrozenTarget, head: Eagle3Draft) -> None:
         self.head = head
         target = copy.copy(target)
         vars(target)["features"] = partial(FrozenTarget.features, target)
@@ -444,10 +534,11 @@ class Decoding:
             ids, hidden = self._step(ids, hidden)
 
     def _step(self, ids_1T: Tensor, hidden_1TH: Tensor) -> tuple[Tensor, Tensor]:
-        normed, hidden = self.head(
-            ids_1T, hidden_1TH, self.cache.begin_chain([ids_1T.shape[1]]), self.cache
-        )
-        return self.head.target_ids_W[self.head.logits(normed[:, -1:]).argmax(-1)], hidden[:, -1:]
+        """Run one step of the head, and return its best next token and its last hidden state."""
+        rotary = self.cache.begin_chain([ids_1T.shape[1]])
+        normed_1TH, hidden_1TH = self.head(ids_1T, hidden_1TH, rotary, self.cache)
+        draft_ids_11 = self.head.logits(normed_1TH[:, -1:]).argmax(-1)
+        return self.head.target_ids_W[draft_ids_11], hidden_1TH[:, -1:]
 
     @torch.no_grad()
     def verify(self) -> None:
@@ -457,13 +548,13 @@ class Decoding:
 
     @torch.no_grad()
     def verify_tree(self) -> None:
-        """Read TREE in one pass of the target, and keep a path of it."""
+        """Read TREE in one pass of the target, and keep the features of one path."""
         _, features = self.reader.read([range(1 + len(TREE.parents))], [TREE])
         self.reader.keep([[1, 4]])
         features.at(pad_rows([[0, 2, 5]], torch.device(DEVICE)))
 
 
-def build_documents(batch: dict[str, Any]) -> Documents:
+def build_documents(batch: ForwardInputs) -> Documents:
     """Return the documents of a batch of packed rows."""
     return Documents(batch["cumulative_lengths"], batch["longest"])
 

@@ -2,15 +2,15 @@
 
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from specdistill.common.errors import ExitCode, UserError
-from specdistill.evaluation.comparison.compare import is_lossless
+from specdistill.evaluation.comparison.compare import Comparison, Entry, is_lossless
 from specdistill.evaluation.report.phrases import (
+    Report,
     describe_tree,
     format_bracketed_interval,
     format_count,
@@ -27,6 +27,8 @@ from specdistill.methods.recipe import Recipe
 from specdistill.recipe.load import format_recipe, load_recipe
 
 TRAINING = "Training is the time of its steps, without the generation of its data."
+
+# The columns of the table of methods.
 HEAD = (
     "method",
     "acceptance length",
@@ -51,11 +53,15 @@ def run_specdistill(verb: str, *arguments: str, failing: bool = False) -> int:
     Returns:
         The exit code: 0, or that of the gate.
     """
+    # Show the command, as a user would type it, before its own output.
     print(f"$ specdistill {verb} {' '.join(arguments)}", flush=True)
     code = subprocess.run(
         [sys.executable, "-m", "specdistill", verb, *arguments], check=False
     ).returncode
-    if code and not (failing and code in (ExitCode.CHECK_FAILED, ExitCode.INCONCLUSIVE)):
+
+    # A gate that fails or is inconclusive is a result. Any other error ends this process, too.
+    is_verdict = failing and code in (ExitCode.CHECK_FAILED, ExitCode.INCONCLUSIVE)
+    if code and not is_verdict:
         sys.exit(code)
     return code
 
@@ -72,24 +78,26 @@ def train(folder: Path, *keys: str, launch: str | None = None) -> None:
         UserError: if the folder holds the training of another recipe, or of the same recipe with
             other keys.
     """
+    # Refuse a folder in which another recipe was trained: its draft would be taken for this one's.
     keys = (*keys, f"train.output_dir={folder}")
     record = folder / "run" / "recipe.yaml"
     recipe = format_recipe(load_recipe(Recipe, list(keys)))
-    if record.is_file() and _select_training_sections(
-        record.read_text(encoding="utf-8")
-    ) != _select_training_sections(recipe):
-        got = f"{folder}, where another recipe, or the same with other keys, was trained"
-        raise UserError(
-            "train.output_dir",
-            got=got,
-            expected="the recipe and the keys of then, or no such folder: move it away",
-        )
+    if record.is_file():
+        recorded_sections = _select_training_sections(record.read_text(encoding="utf-8"))
+        if recorded_sections != _select_training_sections(recipe):
+            raise UserError(
+                "train.output_dir",
+                got=f"{folder}, where another recipe, or the same with other keys, was trained",
+                expected="a new folder, or the earlier recipe and keys: move the old folder away",
+            )
+
+    # A finished training has left its draft. An interrupted one resumes.
     if not (folder / "draft").is_dir():
         run_specdistill("train", *keys, *([f"launch={launch}"] if launch else []))
 
 
-def _select_training_sections(recipe: str) -> dict[str, Any]:
-    """Return a recipe's sections, without those that apply after training."""
+def _select_training_sections(recipe: str) -> dict[str, object]:
+    """Return the sections of a recipe's YAML text, without those that apply after training."""
     return {
         name: section
         for name, section in yaml.safe_load(recipe).items()
@@ -97,9 +105,7 @@ def _select_training_sections(recipe: str) -> dict[str, Any]:
     }
 
 
-def format_caption(
-    report: Mapping[str, Any], measured_for: str, settings: str | None = None
-) -> str:
+def format_caption(report: Report, measured_for: str, settings: str | None = None) -> str:
     """Return a sentence that says how a table was measured.
 
     Args:
@@ -118,7 +124,7 @@ def format_caption(
     )
 
 
-def format_methods_table(candidates: Sequence[Mapping[str, Any]]) -> str:
+def format_methods_table(candidates: Sequence[Entry]) -> str:
     """Return a table with one line for each candidate, in the order of METHODS."""
     order = list(METHODS)
     ordered = sorted(
@@ -127,7 +133,8 @@ def format_methods_table(candidates: Sequence[Mapping[str, Any]]) -> str:
     return format_table(HEAD, map(_format_line, ordered))
 
 
-def _format_line(candidate: Mapping[str, Any]) -> list[str]:
+def _format_line(candidate: Entry) -> list[str]:
+    """Return the cells of a candidate, in the order of HEAD."""
     report = candidate["report"]
     training = candidate["training"]
     row = report["results"][0]
@@ -143,33 +150,35 @@ def _format_line(candidate: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def describe_method(report: Mapping[str, Any]) -> str:
+def describe_method(report: Report) -> str:
     """Return the method of a report's draft, after the lookup in front of it: `ngram+eagle3`."""
     lookup = report["settings"].get("drafting", {}).get("lookup_first")
-    return "+".join(filter(None, (lookup and lookup["method"], report["draft"]["method"])))
+    method = str(report["draft"]["method"])
+    return f"{lookup['method']}+{method}" if lookup else method
 
 
-def reports_by_name(comparison: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def reports_by_name(comparison: Comparison) -> dict[str, Report]:
     """Return the report of each candidate by its name, in the order of the drafts."""
     return {candidate["name"]: candidate["report"] for candidate in comparison["candidates"]}
 
 
-def describe_shape(report: dict[str, Any]) -> str:
-    """Return a sentence on what a round drafts if it is a tree or behind a lookup.
+def describe_shape(report: Report) -> str:
+    """Return a sentence on what a round drafts: a tree, or with a lookup in front of the draft.
 
-    Otherwise the text is empty.
+    The text is empty for a draft that proposes a chain without a lookup.
     """
     method = describe_method(report)
     settings = report["settings"]
+
+    # With a lookup in front, a round drafts what the lookup finds, and otherwise what the draft
+    # itself proposes.
     lookup = settings.get("drafting", {}).get("lookup_first")
     if lookup:
-        behind = describe_tree(lookup.get("draft_tree")) or f"chain of {lookup['draft_tokens']}"
+        own_shape = describe_tree(lookup.get("draft_tree")) or f"chain of {lookup['draft_tokens']}"
         return (
             f"`{method}` looks up {settings['num_speculative_tokens']} tokens where the last"
-            f" {lookup['min']} or more occurred before; elsewhere its draft drafts a {behind}."
+            f" {lookup['min']} or more occurred before; elsewhere its draft drafts a {own_shape}."
         )
-    return (
-        f"`{method}` drafts a {describe_tree(settings['tree'])}, whose depth is its K."
-        if settings["tree"]
-        else ""
-    )
+    if settings["tree"]:
+        return f"`{method}` drafts a {describe_tree(settings['tree'])}, whose depth is its K."
+    return ""

@@ -14,20 +14,27 @@ from specdistill.common.errors import ResourceError
 from specdistill.common.project import ROOT
 from specdistill.serving.engines.guard import build_environment
 
+# vLLM reaches no network, sends no statistics, and reserves 1 GiB for its KV cache on a CPU.
 QUIET_VLLM = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
 }
+
+# The folder in which `make engines` sets up the environments.
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 FOLDER = Path(os.environ.get("SPECDISTILL_ENGINES", CACHE / "specdistill" / "engines"))
 
 
 def find_environment(name: str) -> Path:
-    """Return the folder of an engine, which `make engines` names after the hash of its list."""
-    listed = ROOT / "tests" / "with_engines" / f"{name}.txt"
-    return FOLDER / f"{name}-{hashlib.sha256(listed.read_bytes()).hexdigest()[:12]}"
+    """Return the folder of an engine's environment.
+
+    `make engines` names it after the hash of the engine's list of packages.
+    """
+    package_list = ROOT / "tests" / "with_engines" / f"{name}.txt"
+    sha256 = hashlib.sha256(package_list.read_bytes()).hexdigest()
+    return FOLDER / f"{name}-{sha256[:12]}"
 
 
 def is_set_up(name: str) -> bool:
@@ -36,7 +43,7 @@ def is_set_up(name: str) -> bool:
 
 
 def run(*command: str | Path) -> str:
-    """Run a program of an engine, in a process that sees nothing of this process's Python.
+    """Run a program of an engine, in a process that does not see the packages of this Python.
 
     Returns:
         The output: stdout, then stderr.
@@ -44,6 +51,7 @@ def run(*command: str | Path) -> str:
     Raises:
         ResourceError: if the program fails; the message shows the end of the output.
     """
+    # Output is shown only if the program fails.
     process = subprocess.run(
         list(map(str, command)),
         capture_output=True,
@@ -54,8 +62,8 @@ def run(*command: str | Path) -> str:
     if process.returncode:
         output = f"{process.stdout[-2000:]}\n{process.stderr[-6000:]}"
         raise ResourceError(
-            f"{command[0]} ended with {process.returncode}:\n{output}",
-            next_step="look at what it printed",
+            f"{command[0]} failed with exit code {process.returncode}:\n{output}",
+            next_step="read its output above",
         )
     return process.stdout + process.stderr
 
@@ -68,11 +76,14 @@ def install_plugin(folder: Path) -> str:
     Args:
         folder: where the metadata is written that pip would write.
     """
+    # Write the metadata of an installed package, so that vLLM finds the plugin by its entry point.
     information = folder / f"specdistill-{__version__}.dist-info"
     information.mkdir(parents=True, exist_ok=True)
     (information / "METADATA").write_text(
         f"Metadata-Version: 2.1\nName: specdistill\nVersion: {__version__}\n"
     )
+
+    # Copy the entry points of pyproject.toml in the format of entry_points.txt.
     groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
     lines = []
     for group, entries in groups.items():
@@ -82,6 +93,7 @@ def install_plugin(folder: Path) -> str:
     return f"{folder}{os.pathsep}{ROOT}"
 
 
+# llama.cpp is built from the sources that its environment unpacks.
 LLAMA_CPP = find_environment("llama.cpp") / "source" / "vendor" / "llama.cpp"
 SERVER = LLAMA_CPP / "build" / "bin" / "llama-server"
 

@@ -40,11 +40,19 @@ MEASUREMENTS_FILE = Path(__file__).with_suffix(".json")
 PAGE = ROOT / "docs" / "gate.md"
 PICTURE = ROOT / "docs" / "images" / "gate.svg"
 GATE = "release"
+
+# The numbers of prompts that are simulated, for each metric. A curve and a row of the table are
+# made for each.
 NUM_PROMPTS = {"mean_acceptance_length": (48, 128, 192, 384), "speedup": (48, 128, 192, 384)}
+
+# The true relative changes at which the curves are computed.
 CHANGES = (-0.06, -0.05, -0.04, -0.03, -0.02, -0.01, 0.0, 0.01)
-# The numbers of simulated releases for a point of a curve, and for a number of the table.
+# The simulated releases for each point of a curve, and for each point that the table shows too.
+# More of them make the chances more precise and take longer.
 NUM_TRIALS = 20
 NUM_TRIALS_IN_TABLE = 150
+
+# The columns of a table of timings: the sums that the speedup is computed from.
 TIMING_COLUMNS = ("num_tokens", "seconds", "baseline_num_tokens", "baseline_seconds")
 
 Counts = NDArray[np.int64]
@@ -84,13 +92,16 @@ class Drafts:
         Returns:
             The prompt sums of the later and of the earlier draft.
         """
-        wanted_change = (1 + change) * (1 + _compute_mean_accepted(self.before_PA)) - (
-            1 + _compute_mean_accepted(self.after_PA)
-        )
+        # The acceptance length is 1 + accepted tokens per round. Find by how many accepted tokens
+        # per round the later draft has to change.
+        length_before = 1 + _compute_mean_accepted(self.before_PA)
+        length_after = 1 + _compute_mean_accepted(self.after_PA)
+        wanted_change = (1 + change) * length_before - length_after
+
+        # Draw prompts, and change the later draft's rounds of these prompts.
         drawn = generator.integers(len(self.before_PA), size=num_prompts)
-        return _sum_accepted(
-            shift_rounds(self.after_PA, wanted_change, drawn, generator)
-        ), _sum_accepted(self.before_PA[drawn])
+        shifted_rounds = shift_rounds(self.after_PA, wanted_change, drawn, generator)
+        return _sum_accepted(shifted_rounds), _sum_accepted(self.before_PA[drawn])
 
 
 @dataclass(frozen=True)
@@ -99,7 +110,7 @@ class Timings:
 
     Attributes:
         name: what the draft is, for captions.
-        first_PT: [P, 4], the columns of TIMED, in the first measurement.
+        first_PT: [P, 4], the columns of TIMING_COLUMNS, in the first measurement.
         again_PT: [P, 4], in the second measurement.
         metric: the metric that the rule compares.
     """
@@ -125,29 +136,34 @@ class Timings:
         Returns:
             The prompt sums of the second and of the first measurement.
         """
+        # The two measurements of the same draft differ a little. Scaling by this ratio makes them
+        # equal before the change is applied.
         drift = _compute_speedup(self.again_PT) / _compute_speedup(self.first_PT)
         drawn = generator.integers(len(self.first_PT), size=num_prompts)
         second_sums = dict(zip(TIMING_COLUMNS, self.again_PT[drawn].T, strict=True))
         second_sums["seconds"] = second_sums["seconds"] * drift / (1 + change)
-        return second_sums, dict(zip(TIMING_COLUMNS, self.first_PT[drawn].T, strict=True))
+        first_sums = dict(zip(TIMING_COLUMNS, self.first_PT[drawn].T, strict=True))
+        return second_sums, first_sums
 
 
 def main() -> ExitCode:
     """Simulate all populations, and write the picture and the tables."""
+    # Only rules that compare with an earlier report are simulated.
     rules = {rule.metric: rule for rule in load_gate(GATE) if rule.requirement == "max_regression"}
     populations = load(MEASUREMENTS_FILE)
     with ProcessPoolExecutor() as pool:
         curves = [
             compute_curve(population, rules[population.metric], pool) for population in populations
         ]
+
+    # Write the picture and the tables of docs/gate.md.
     draw(populations, curves, rules)
-    populations_and_curves = zip(populations, curves, strict=True)
-    shown = "\n\n".join(
-        format_population(population, curve, rules[population.metric])
-        for population, curve in populations_and_curves
-    )
-    write_between(PAGE, "chances", shown)
-    print(shown)
+    tables = []
+    for population, curve in zip(populations, curves, strict=True):
+        tables.append(format_population(population, curve, rules[population.metric]))
+    text = "\n\n".join(tables)
+    write_between(PAGE, "chances", text)
+    print(text)
     return ExitCode.DONE
 
 
@@ -184,26 +200,29 @@ def simulate_releases(
         trials: the number of simulated releases.
         seed: seeds the draws, together with the number of prompts.
     """
+    # Decide on each simulated release with the code of the gate, and count the verdicts.
     generator = np.random.default_rng([seed, num_prompts])
     counts: Counter[Verdict] = Counter()
     for trial in range(trials):
         after, before = population.release(change, num_prompts, generator)
-        estimate = Estimate(
-            *compute_relative_change(
-                METRICS[rule.metric], after, before, confidence=rule.confidence, seed=trial
-            )
+        relative_change = compute_relative_change(
+            METRICS[rule.metric], after, before, confidence=rule.confidence, seed=trial
         )
-        counts[compare_with_threshold(rule, estimate)[0]] += 1
+        verdict, _ = compare_with_threshold(rule, Estimate(*relative_change))
+        counts[verdict] += 1
     return {verdict: counts[verdict] / trials for verdict in get_args(Verdict)}
 
 
 def compute_curve(population: Drafts | Timings, rule: Rule, pool: Executor) -> Curve:
     """Return the chances of each verdict, for each number of prompts and each true change."""
+    # The changes that the table shows, none and the threshold itself, are simulated more often.
     points = list(itertools.product(NUM_PROMPTS[population.metric], CHANGES))
-    trials = {
-        change: NUM_TRIALS_IN_TABLE if change in (0.0, -float(rule.threshold)) else NUM_TRIALS
-        for change in CHANGES
-    }
+    trials = dict.fromkeys(CHANGES, NUM_TRIALS)
+    for change in (0.0, -float(rule.threshold)):
+        if change in trials:
+            trials[change] = NUM_TRIALS_IN_TABLE
+
+    # Each point is a task of its own in the pool.
     futures = [
         pool.submit(simulate_releases, population, rule, change, number, trials=trials[change])
         for number, change in points
@@ -234,13 +253,20 @@ def shift_rounds(
     Returns:
         [drawn prompts, A].
     """
+    # Rounds that accept the largest number cannot accept one more, and those that accept 0 cannot
+    # accept one less. All other rounds move with the same probability.
     chosen_PA = rounds_PA[drawn]
-    movable = slice(0, -1) if wanted_change > 0 else slice(1, None)
+    all_but_last = slice(0, -1)
+    all_but_first = slice(1, None)
+    is_rise = wanted_change > 0
+    movable = all_but_last if is_rise else all_but_first
     share = abs(wanted_change) * rounds_PA.sum() / rounds_PA[:, movable].sum()
+
+    # Move the chosen rounds by one column.
     moved = generator.binomial(chosen_PA[:, movable], share)
     result = chosen_PA.copy()
     result[:, movable] -= moved
-    result[:, slice(1, None) if wanted_change > 0 else slice(0, -1)] += moved
+    result[:, all_but_first if is_rise else all_but_last] += moved
     return result
 
 
@@ -248,6 +274,7 @@ def draw(
     populations: Sequence[Drafts | Timings], curves: Sequence[Curve], rules: dict[str, Rule]
 ) -> None:
     """Draw a panel for each population, with a curve for each number of prompts."""
+    # Text stays text in the SVG, and the fixed salt makes the file reproducible.
     matplotlib.rcParams.update(
         {
             "svg.fonttype": "none",
@@ -256,17 +283,20 @@ def draw(
             "font.size": 9,
         }
     )
+
+    # Draw one panel for each population, and one darker curve for each larger number of prompts.
     figure = Figure(figsize=(3.6 * len(populations), 3.2), layout="constrained")
     panels = figure.subplots(1, len(populations), sharey=True, squeeze=False)[0]
     for panel, population, curve in zip(panels, populations, curves, strict=True):
-        for shade, (num_prompts, chances_by_change) in zip(
-            (0.25, 0.5, 0.75, 1.0), curve.items(), strict=True
-        ):
+        shades = (0.25, 0.5, 0.75, 1.0)
+        for shade, (num_prompts, chances_by_change) in zip(shades, curve.items(), strict=True):
             percents = [100 * change for change in chances_by_change]
             shares = [chances["passed"] for chances in chances_by_change.values()]
             panel.plot(
                 percents, shares, color=(0.1, 0.35, 0.6, shade), label=f"{num_prompts} prompts"
             )
+
+        # Mark the two changes that the table shows.
         for true_change in (0.0, -100 * float(rules[population.metric].threshold)):
             panel.axvline(true_change, color="0.6", linewidth=0.8, linestyle=":")
         panel.set_title(f"{population.metric.replace('_', ' ')}:\n{population.name}", fontsize=9)
@@ -279,24 +309,21 @@ def draw(
 
 def format_population(population: Drafts | Timings, curve: Curve, rule: Rule) -> str:
     """Return the rule and the population, and a table with a line for each number of prompts."""
+    # A row for each number of prompts: the chance of each verdict without a change, then with a
+    # true drop of the threshold.
     threshold = float(rule.threshold)
+    verdicts = get_args(Verdict)
     rows = []
     for number, chances_by_change in curve.items():
-        rows.append(
-            (
-                str(number),
-                *(
-                    f"{chances_by_change[change][verdict]:.1%}"
-                    for change in (0.0, -threshold)
-                    for verdict in get_args(Verdict)
-                ),
-            )
-        )
-    states = ("no change", f"a true drop of {threshold:.0%}")
-    head = (
-        "prompts",
-        *(f"{state}: {verdict}" for state in states for verdict in get_args(Verdict)),
-    )
+        cells = [str(number)]
+        for change in (0.0, -threshold):
+            cells += [f"{chances_by_change[change][verdict]:.1%}" for verdict in verdicts]
+        rows.append(cells)
+
+    # The head names the same columns in the same order.
+    head = ["prompts"]
+    for state in ("no change", f"a true drop of {threshold:.0%}"):
+        head += [f"{state}: {verdict}" for verdict in verdicts]
     return (
         f"`{rule.metric}`, `max_regression: {threshold:g}`,"
         f" {population.name}:\n\n{format_table(head, rows)}"
@@ -305,7 +332,8 @@ def format_population(population: Drafts | Timings, curve: Curve, rule: Rule) ->
 
 def _compute_mean_accepted(rounds_PA: Counts) -> float:
     """Return the mean number of accepted tokens of a round."""
-    return float((rounds_PA @ np.arange(rounds_PA.shape[1])).sum() / rounds_PA.sum())
+    num_accepted_P = rounds_PA @ np.arange(rounds_PA.shape[1])
+    return float(num_accepted_P.sum() / rounds_PA.sum())
 
 
 def _sum_accepted(rounds_PA: Counts) -> PromptSums:

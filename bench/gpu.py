@@ -45,9 +45,16 @@ VISIBLE_DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 # Nine minutes, minus INSTALL_LIMIT_S of bench/gpu_wheels.py, which runs before this, and minus the
 # time to end the last part.
 SHORT_BUDGET_S = 500
-DEVICE_LIMIT_S = 60  # torch's first import on a fresh machine
-NUM_OUTPUT_LINES = 20  # the last lines of the output of a part that fails
+
+# Seconds to ask for the name of the GPU: the first import of torch on a fresh machine is slow.
+DEVICE_LIMIT_S = 60
+NUM_OUTPUT_LINES = 20  # the last lines of a failed part's output that the JSON keeps
+# Seconds to wait for a killed process. A process in a broken driver never ends.
 KILL_GRACE_S = 5
+
+
+# The numbers that a part measured, by name, and when and how it ended. They are written as JSON.
+PartResult = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -122,42 +129,42 @@ class Options(Section):
 def main(options: Options) -> ExitCode:
     """Run the parts one after the other, and write the JSON after each."""
     start = time.monotonic()
+
+    # Print the plan, and choose the file of the results by the name of the device.
     limits = choose_limits(options)
     print(format_plan(limits), flush=True)
     device = "cpu" if options.small else find_device_name()
-    path = (
-        Path(options.output_dir)
-        / f"{device.lower().replace(' ', '-')}{'-short' * options.short}.json"
-    )
+    suffix = "-short" if options.short else ""
+    path = Path(options.output_dir) / f"{device.lower().replace(' ', '-')}{suffix}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    results: dict[str, dict[str, Any]] = {}
+
+    # Keep the earlier results of other parts if only some parts are asked for.
+    results: dict[str, PartResult] = {}
     if options.parts and path.exists():
         earlier = json.loads(path.read_text(encoding="utf-8"))
         results = {name: numbers for name, numbers in earlier.items() if name in PARTS}
 
+    # Run the parts. The JSON is written after each one, so that a killed run loses one part at
+    # most.
     last_name = list(limits)[-1]
     for name in limits:
         if options.short:
             left_s = int(SHORT_BUDGET_S - (time.monotonic() - start))
             # The last part compiles, which nobody has timed on a GPU. So it gets all the time that
-            # the others have left.
+            # the earlier parts have left.
             limits[name] = left_s if name == last_name else min(limits[name], left_s)
         results[name] = run_part(name, limits[name], options)
-        print(
-            f"{name}: {results[name].get('failed', 'done')} ({results[name]['seconds']} s)",
-            flush=True,
-        )
+        outcome = results[name].get("failed", "done")
+        print(f"{name}: {outcome} ({results[name]['seconds']} s)", flush=True)
         write_results(path, results)
 
+    # Update the page, and print what has run.
     if not options.small:
         write_between(PAGE, "gpu", format_results(sorted(RESULTS.glob("*.json"))))
     print(format_summary(limits, results))
     print(f"{path}: {path.stat().st_size:,} bytes, after {time.monotonic() - start:.0f} s")
-    return (
-        ExitCode.CHECK_FAILED
-        if any("failed" in results[name] for name in limits)
-        else ExitCode.DONE
-    )
+    has_failures = any("failed" in results[name] for name in limits)
+    return ExitCode.CHECK_FAILED if has_failures else ExitCode.DONE
 
 
 def choose_limits(options: Options) -> dict[str, int]:
@@ -165,8 +172,9 @@ def choose_limits(options: Options) -> dict[str, int]:
     limits = {}
     for name, part in PARTS.items():
         limit_s = part.short_limit_s if options.short else part.limit_s
-        is_asked = name in options.parts if options.parts else limit_s is not None
-        if is_asked:
+        # A part without a short limit runs in the short form only if it is asked for by name.
+        is_selected = name in options.parts if options.parts else limit_s is not None
+        if is_selected:
             limits[name] = limit_s or part.limit_s
     return limits
 
@@ -194,18 +202,21 @@ def find_device_name() -> str:
 # Run a part in its process
 
 
-def run_part(name: str, limit_s: float, options: Options) -> dict[str, Any]:
+def run_part(name: str, limit_s: float, options: Options) -> PartResult:
     """Run a part in a process of its own and return what it measured.
 
     If it did not end well, `failed` says why, and `output` holds its last lines.
     """
+    # In the short form the time may be over before the last parts start.
     created = datetime.now(UTC).isoformat(timespec="seconds")
     if limit_s <= 0:
         return {
-            "failed": "not started: the time of the short form is over",
+            "failed": "not started: the short form has no time left",
             "created": created,
             "seconds": 0,
         }
+
+    # Run the part. It appends its results to a file, which is read even if the part is killed.
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "results.jsonl"
@@ -213,14 +224,15 @@ def run_part(name: str, limit_s: float, options: Options) -> dict[str, Any]:
             build_part_command(name, options, path), limit_s, build_part_environment()
         )
         numbers = merge_lines(path)
+
+    # Say why the part failed. An error message of our own says more than the last line of a
+    # traceback.
     if exit_code is None:
         numbers["failed"] = f"ended at its time limit of {limit_s:.0f} s"
     elif exit_code:
         errors = [line for line in last_lines if line.startswith("error: ")]
-        numbers["failed"] = (
-            f"exit code {exit_code}:"
-            f" {join_lines((errors or last_lines or ['no output'])[-1])[:300]}"
-        )
+        reason = (errors or last_lines or ["no output"])[-1]
+        numbers["failed"] = f"exit code {exit_code}: {join_lines(reason)[:300]}"
     if "failed" in numbers:
         numbers["output"] = [line[:300] for line in last_lines]
     return {**numbers, "created": created, "seconds": round(time.monotonic() - start, 1)}
@@ -239,17 +251,20 @@ def build_part_command(name: str, options: Options, path: Path) -> list[str]:
 
 def build_part_environment() -> dict[str, str]:
     """Return the environment of a part: this checkout, no network, and one GPU."""
+    # The allocator setting avoids fragmentation: parts hold tensors of very different sizes.
     environment = {
         "HF_HUB_OFFLINE": "1",
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         **os.environ,
     }
-    environment["PYTHONPATH"] = os.pathsep.join(
-        filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
-    )
-    environment[VISIBLE_DEVICES_VARIABLE] = os.environ.get(VISIBLE_DEVICES_VARIABLE, "0").split(
-        ","
-    )[0]
+
+    # The part imports this checkout first, and then what the caller's PYTHONPATH has.
+    python_path = os.environ.get("PYTHONPATH")
+    environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{python_path}" if python_path else str(ROOT)
+
+    # Use the first of the visible GPUs.
+    visible_devices = os.environ.get(VISIBLE_DEVICES_VARIABLE, "0")
+    environment[VISIBLE_DEVICES_VARIABLE] = visible_devices.split(",")[0]
     return environment
 
 
@@ -308,10 +323,13 @@ def kill_process_tree(process: "subprocess.Popen[str]") -> None:
     The children are in its own process group or, when a launcher starts them, in others. A process
     that waits for a broken driver cannot be killed; it is left behind after some seconds.
     """
+    # Children that a launcher has put into other process groups.
     with suppress(psutil.NoSuchProcess):
         for descendant in psutil.Process(process.pid).children(recursive=True):
             with suppress(psutil.NoSuchProcess):
                 descendant.kill()
+
+    # Then the process itself, with its own group.
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     with suppress(subprocess.TimeoutExpired):
@@ -321,12 +339,12 @@ def kill_process_tree(process: "subprocess.Popen[str]") -> None:
 # Results
 
 
-def merge_lines(path: Path) -> dict[str, Any]:
-    """Return all pieces that a part has written.
+def merge_lines(path: Path) -> PartResult:
+    """Read all pieces of a result that a part has written, and return them as one dictionary.
 
     A last line that is cut off is left out. NaN, which JSON lacks, becomes text.
     """
-    numbers: dict[str, Any] = {}
+    numbers: PartResult = {}
     if path.exists():
         for line in path.read_text(encoding="utf-8").splitlines():
             with suppress(json.JSONDecodeError):
@@ -334,8 +352,9 @@ def merge_lines(path: Path) -> dict[str, Any]:
     return numbers
 
 
-def write_results(path: Path, results: dict[str, dict[str, Any]]) -> None:
+def write_results(path: Path, results: dict[str, PartResult]) -> None:
     """Replace the JSON in one step, so that an interrupted run leaves a complete file."""
+    # Write a second file, and rename it: renaming replaces the old file at once.
     ordered = {name: results[name] for name in PARTS if name in results}
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
@@ -343,14 +362,14 @@ def write_results(path: Path, results: dict[str, dict[str, Any]]) -> None:
 
 
 def format_plan(limits: dict[str, int]) -> str:
-    """Return a table of the parts that are to run, what they measure, and when they are ended."""
+    """Return a table of the parts that are to run: what they measure, and their time limits."""
     rows = [(f"`{name}`", PARTS[name].measures, f"{limit_s} s") for name, limit_s in limits.items()]
     return format_table(
         ("part", "measures", "time limit"), [*rows, ("all", "", f"{sum(limits.values())} s")]
     )
 
 
-def format_summary(limits: dict[str, int], results: dict[str, dict[str, Any]]) -> str:
+def format_summary(limits: dict[str, int], results: dict[str, PartResult]) -> str:
     """Return a table of the parts that have run: done or failed, and the seconds."""
     rows = []
     for name, limit_s in limits.items():
@@ -374,21 +393,18 @@ def format_results(paths: Iterable[Path]) -> str:
     )
 
 
-def list_rows(device: str, results: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
+def list_rows(device: str, results: dict[str, PartResult]) -> Iterator[tuple[str, str, str, str]]:
     """Yield a row for each number of a device: device, part, measure and value."""
+    # These are no numbers of a part, or too long for a table.
     left_out = ("created", "seconds", "hardware", "software", "kernels", "failures", "output")
     for part, numbers in results.items():
         for name, value in numbers.items():
             if name not in left_out:
-                yield (
-                    device,
-                    part,
-                    name,
-                    join_lines(json.dumps(value).strip('{}"').replace('"', "")),
-                )
+                text = join_lines(json.dumps(value).strip('{}"').replace('"', ""))
+                yield device, part, name, text
 
 
 if __name__ == "__main__":
-    # So that ending this process ends the part that runs, too.
+    # SIGTERM raises SystemExit, so that `run_process` kills the running part before this ends.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(run(main, Options))

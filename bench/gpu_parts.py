@@ -15,15 +15,17 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -49,9 +51,12 @@ from specdistill.targets.batch_generate import generate_batch, prepare_generatio
 from specdistill.targets.frozen import FrozenTarget, compile_layers
 from specdistill.training.arguments import build_training_arguments
 from specdistill.training.losses.divergence import forward_kl
+from specdistill.training.objective import ForwardInputs
 from specdistill.training.optimizer import MuonAdamW
 from specdistill.training.trainer import DistillationTrainer
 
+# The tree that decoding is timed with: up to 60 nodes, 6 levels, 10 candidates per node. K is the
+# length of the chain.
 TREE = {"budget": 60, "depth": 6, "top_k": 10}
 K = 4
 # These test losslessness in float32, batches, trees, sampling, a training step, and attention over
@@ -63,6 +68,10 @@ SHORT_TESTS = (
     "-k",
     "not compiled",
 )
+
+
+# A piece of a part's result: numbers, text and lists by name, which are written as JSON.
+Piece = Mapping[str, object]
 
 
 @dataclass(frozen=True)
@@ -80,7 +89,7 @@ class Shape:
         matrix: rows and columns of the matrix whose product is timed.
         num_kernels: how many of the most expensive kernels are listed.
         tests: arguments of pytest.
-        keys: keys of the recipe's section `train`.
+        keys: further keys of the recipe's section `train`.
     """
 
     small: bool = False
@@ -93,7 +102,7 @@ class Shape:
     matrix: int = 8192
     num_kernels: int = 40
     tests: tuple[str, ...] = ("tests",)
-    keys: dict[str, Any] = field(default_factory=dict)
+    keys: dict[str, object] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
@@ -104,6 +113,7 @@ class Shape:
         return build_random_target(self.small)
 
 
+# The target of `small=true`: the same layers as Llama, in a size that a CPU runs at once.
 TINY = LlamaConfig(
     hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
     num_key_value_heads=2, vocab_size=512,
@@ -129,6 +139,7 @@ class Options(Section):
 
 def main(options: Options) -> None:
     """Run a part, and append each piece of its result to the file."""
+    # Print each piece and write it at once, so that a killed part keeps the earlier pieces.
     path = Path(options.results)
     for numbers in PARTS[options.part](build_shape(options)):
         line = json.dumps(numbers)
@@ -149,7 +160,8 @@ def build_shape(options: Options) -> Shape:
 def build_random_target(small: bool) -> FrozenTarget:
     """Return a target with random weights that ignores stop tokens.
 
-    It has the shape of Llama-3.1-8B and is on the GPU, or is a tiny one on the CPU.
+    It has the shape of Llama-3.1-8B and is on the GPU. If it is to be small, it is a tiny model on
+    the CPU. Later calls return the same target, because building 16 GB of weights takes long.
     """
     with torch.device("cpu" if small else "cuda"):
         model = AutoModelForCausalLM.from_config(TINY if small else CONFIG, dtype=torch.bfloat16)
@@ -161,7 +173,7 @@ def build_random_target(small: bool) -> FrozenTarget:
 # Machine
 
 
-def measure_ceilings(shape: Shape) -> Iterator[dict[str, Any]]:
+def measure_ceilings(shape: Shape) -> Iterator[Piece]:
     """Yield the machine and its versions, then what the device reaches.
 
     The ceilings are a product of bfloat16 matrices, and a copy, which reads and writes.
@@ -171,12 +183,15 @@ def measure_ceilings(shape: Shape) -> Iterator[dict[str, Any]]:
         "hardware": describe_hardware(device),
         "software": {**list_software(), "cuda": torch.version.cuda},
     }
+
+    # A product of two matrices of n rows and columns takes 2 n^3 operations.
     size = shape.matrix
-    first_matrix, right = (
-        torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2)
-    )
-    product_s = measure_seconds(device, lambda: first_matrix @ right)
+    left = torch.randn(size, size, dtype=torch.bfloat16, device=device)
+    right = torch.randn(size, size, dtype=torch.bfloat16, device=device)
+    product_s = measure_seconds(device, lambda: left @ right)
     yield {"tflops": round(2 * size**3 / product_s / 1e12, 1)}
+
+    # A copy reads and writes every byte.
     large = torch.empty(size, size, 4, dtype=torch.float32, device=device)
     copy_s = measure_seconds(device, lambda: large.clone())
     yield {"copy_gb_per_second": round(2 * large.nbytes / copy_s / 1e9)}
@@ -187,7 +202,7 @@ def measure_seconds(device: torch.device, work: Callable[[], object]) -> float:
     return measure_median_seconds(SimpleNamespace(device=device), work)  # type: ignore[arg-type]
 
 
-def run_tests(shape: Shape) -> Iterator[dict[str, Any]]:
+def run_tests(shape: Shape) -> Iterator[Piece]:
     """Run the tests that need a GPU.
 
     Each test is printed when it ends, so that the output of one that hangs ends with the test
@@ -196,6 +211,7 @@ def run_tests(shape: Shape) -> Iterator[dict[str, Any]]:
     Raises:
         CalledProcessError: if a test fails.
     """
+    # Run pytest on the tests marked `gpu`, and pass its output on line by line.
     options = ["-v", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", *options, *shape.tests]
     summary = ""
@@ -204,9 +220,13 @@ def run_tests(shape: Shape) -> Iterator[dict[str, Any]]:
         assert process.stdout
         for line in process.stdout:
             print(line, end="", flush=True)
+
+            # The last line that is not empty is the summary of pytest.
             summary = line.strip() or summary
             if line.startswith(("FAILED", "ERROR")):
                 failures.append(line.strip()[:200])
+
+    # The summary is yielded before a failure is raised, so that the JSON has both.
     yield {"summary": summary, "failures": failures[:20]}
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command)
@@ -215,91 +235,97 @@ def run_tests(shape: Shape) -> Iterator[dict[str, Any]]:
 # Training
 
 
-def measure_training(shape: Shape) -> Iterator[dict[str, Any]]:
+def measure_training(shape: Shape) -> Iterator[Piece]:
     """Yield speed and memory of the trainer's steps, then a step's parts, waits and kernels."""
     with build_trainer(shape) as trainer:
+        # Train first, so that the measurements below find a trainer that has warmed up.
         yield measure_steps(trainer)
         yield {"parts_ms": time_parts_of_a_step(trainer, shape)}
+
+        # Take one batch, and run the same step twice more: to count waits, then under the profiler.
         batch, *_ = trainer.get_batch_samples(
             iter(trainer.get_train_dataloader()), 1, trainer.args.device
         )
         trainer.num_tokens = torch.tensor(0)
         count = torch.tensor(shape.rows * shape.length, device=trainer.args.device)
-        yield {
-            "waits": count_waits(
-                lambda: trainer.training_step(trainer.model, dict(batch[0]), count)
-            )
-        }
-        kernels = list_kernels(
-            lambda: trainer.training_step(trainer.model, dict(batch[0]), count), shape.num_kernels
-        )
-        yield {"kernels": kernels}
+        step = partial(trainer.training_step, trainer.model)
+        yield {"waits": count_waits(lambda: step(dict(batch[0]), count))}
+        yield {"kernels": list_kernels(lambda: step(dict(batch[0]), count), shape.num_kernels)}
     yield {"computed": compute_step(shape)}
 
 
 @contextmanager
-def build_trainer(shape: Shape, **draft: Any) -> Iterator[DistillationTrainer]:
+def build_trainer(
+    shape: Shape, build_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
+) -> Iterator[DistillationTrainer]:
     """Yield the trainer of an EAGLE-3 head, built as for a recipe.
 
     The peak of memory is counted from here on.
 
     Args:
         shape: the sizes.
-        **draft: arguments of the trainer. `optimizer` is a function of the head.
+        build_optimizer: builds the optimizer of the head; None for the Trainer's AdamW.
     """
     device = shape.device
     target = shape.target
-    vocabulary = torch.arange(shape.draft_vocab_size, device=device)
-    head = build_eagle3(
-        target, draft_vocabulary=vocabulary if shape.draft_vocab_size < target.vocab_size else None
-    )
+
+    # Build the head. It has a draft vocabulary of its own if that is smaller than the target's.
+    draft_vocabulary = None
+    if shape.draft_vocab_size < target.vocab_size:
+        draft_vocabulary = torch.arange(shape.draft_vocab_size, device=device)
+    head = build_eagle3(target, draft_vocabulary=draft_vocabulary)
     data = draw_rows(target, shape.rows, shape.length)
+
+    # The settings of the Trainer: three log entries, no checkpoints.
     keys = {
         "learning_rate": 1e-4,
         "bf16": True,
         "max_steps": shape.steps,
         "logging_steps": max(1, shape.steps // 3),
-    }
-    keys |= {
         "per_device_train_batch_size": shape.rows,
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
     }
     objective = TrainingTimeTest(head, forward_kl, NUM_STEPS)
+
+    # Count the peak of memory from here.
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as folder:
         arguments = build_training_arguments({**keys, **shape.keys, "output_dir": folder})
         compile_layers(shape.keys, target, objective)
-        options = {
-            "save": save_eagle3,
-            **draft,
-            **({"optimizer": draft["optimizer"](head)} if "optimizer" in draft else {}),
-        }
+
+        optimizer = build_optimizer(head) if build_optimizer else None
         try:
-            yield DistillationTrainer(objective, target, arguments, data, data, **options)
+            yield DistillationTrainer(
+                objective, target, arguments, data, data, save=save_eagle3, optimizer=optimizer
+            )
         finally:
             for layer in target.layers:
                 # A compiled layer would stay compiled for the next training.
                 vars(layer).pop("forward", None)
 
 
-def measure_steps(trainer: DistillationTrainer) -> dict[str, Any]:
+def measure_steps(trainer: DistillationTrainer) -> dict[str, float]:
     """Train, and return the last logged numbers, those of the last third of the steps.
 
     By then compiling and the first allocations are over.
     """
     trainer.train()
+
+    # Entries without a speed are those of the end of the training.
     last = [entry for entry in trainer.state.log_history if "tokens_per_second" in entry][-1]
     return {name: round(last[name], 4) for name in ("tokens_per_second", "peak_memory_gib", "loss")}
 
 
-def compute_step(shape: Shape) -> dict[str, Any]:
-    """Return what `specdistill plan` counts for the same step, without the target's layers."""
+def compute_step(shape: Shape) -> dict[str, float]:
+    """Return what `specdistill plan` computes for the same step, without the target's layers."""
     if shape.small:
         return {}
+
+    # Run the step's code over tensors without content.
     draft = Eagle3Advice().plan_draft(TARGET, None, {"vocab_size": shape.draft_vocab_size})
     ledger = count_training_step(
         "eagle3",
@@ -309,11 +335,10 @@ def compute_step(shape: Shape) -> dict[str, Any]:
         rows=shape.rows,
         length=shape.length,
     )
-    gigabytes = round(ledger.traffic / 1e9, 1)
     return {
         "peak_gib": round(ledger.peak / 2**30, 2),
         "tflop": round(ledger.flops / 1e12, 1),
-        "traffic_gb": gigabytes,
+        "traffic_gb": round(ledger.traffic / 1e9, 1),
     }
 
 
@@ -322,10 +347,14 @@ def time_parts_of_a_step(trainer: DistillationTrainer, shape: Shape) -> dict[str
     target = trainer.target
     objective = trainer.objective
     device = trainer.args.device
+
+    # Move the whole training set to the device as one batch.
     batch = {
         name: value.to(device) if isinstance(value, torch.Tensor) else value
         for name, value in collate_all_rows(trainer).items()
     }
+
+    # Read the clock before the step and after each of its four parts. Reading it waits for the GPU.
     names = ("target", "unroll and loss", "backward", "optimizer")
     times: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(5):
@@ -341,24 +370,27 @@ def time_parts_of_a_step(trainer: DistillationTrainer, shape: Shape) -> dict[str
         trainer.optimizer.step()
         trainer.optimizer.zero_grad()
         marks.append(read_clock(device))
+
+        # The time of a part is the distance between two marks.
         for name, start, end in zip(names, marks, marks[1:], strict=False):
             times[name].append(end - start)
     return {name: round(1000 * statistics.median(values), 1) for name, values in times.items()}
 
 
-def collate_all_rows(trainer: DistillationTrainer) -> dict[str, Any]:
+def collate_all_rows(trainer: DistillationTrainer) -> ForwardInputs:
     """Return all rows of the training data as one batch."""
-    rows: Any = trainer.train_dataset
-    return collate([dict(row) for row in rows])
+    return collate([dict(row) for row in trainer.train_dataset])
 
 
-def count_waits(step: Callable[[], object]) -> dict[str, Any]:
+def count_waits(step: Callable[[], object]) -> dict[str, int]:
     """Return how often the host waits for the device in one step, by file and line.
 
     torch warns of each wait.
     """
     if not torch.cuda.is_available():
         return {}
+
+    # Let torch warn of every wait in one step.
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
@@ -366,6 +398,8 @@ def count_waits(step: Callable[[], object]) -> dict[str, Any]:
             step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+    # Count the warnings by the line that caused them.
     places = [
         f"{Path(entry.filename).name}:{entry.lineno}"
         for entry in caught
@@ -374,22 +408,27 @@ def count_waits(step: Callable[[], object]) -> dict[str, Any]:
     return {place: places.count(place) for place in dict.fromkeys(places)}
 
 
-def list_kernels(step: Callable[[], object], num_kernels: int) -> list[dict[str, Any]]:
+def list_kernels(step: Callable[[], object], num_kernels: int) -> list[Piece]:
     """Return the kernels that take longest in one step."""
+    # Profile one step.
     on_gpu = torch.cuda.is_available()
-    with profile(
-        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    ) as profiled:
+    activities = [ProfilerActivity.CPU]
+    if on_gpu:
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities) as profiled:
         step()
-    name = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-    events = sorted(profiled.key_averages(), key=lambda event: getattr(event, name), reverse=True)
-    return [
-        {"name": event.key[:100], "ms": round(getattr(event, name) / 1000, 2), "calls": event.count}
-        for event in events[:num_kernels]
-    ]
+
+    # Sort by the time within each kernel itself. The profiler gives microseconds.
+    get_time = attrgetter("self_device_time_total" if on_gpu else "self_cpu_time_total")
+    events = sorted(profiled.key_averages(), key=get_time, reverse=True)
+    kernels: list[Piece] = []
+    for event in events[:num_kernels]:
+        milliseconds = round(get_time(event) / 1000, 2)
+        kernels.append({"name": event.key[:100], "ms": milliseconds, "calls": event.count})
+    return kernels
 
 
-def measure_shapes(shape: Shape) -> Iterator[dict[str, Any]]:
+def measure_shapes(shape: Shape) -> Iterator[Piece]:
     """Yield the speed of the step with other sizes.
 
     These are one long row, the whole vocabulary, and recomputed activations, which take less memory
@@ -402,57 +441,58 @@ def measure_shapes(shape: Shape) -> Iterator[dict[str, Any]]:
         "recomputed": replace(shape, keys={"activation_checkpointing": True}),
     }
     for name, changed_shape in changed_shapes.items():
-        yield {name: measure_steps_of(changed_shape)}
+        yield {name: build_and_measure_steps(changed_shape)}
 
 
-def measure_steps_of(shape: Shape, **draft: Any) -> dict[str, Any]:
-    """Train with these sizes, and return the numbers of the last steps."""
-    with build_trainer(shape, **draft) as trainer:
+def build_and_measure_steps(
+    shape: Shape, build_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
+) -> dict[str, float]:
+    """Build a trainer of these sizes, train, and return the numbers of the last steps."""
+    with build_trainer(shape, build_optimizer) as trainer:
         return measure_steps(trainer)
 
 
-def measure_variants(shape: Shape) -> Iterator[dict[str, Any]]:
+def measure_variants(shape: Shape) -> Iterator[Piece]:
     """Yield the speed of the same step: plain, with Muon, and compiled."""
-    yield {"plain": measure_steps_of(shape)}
-    yield {"Muon": measure_steps_of(shape, optimizer=lambda head: MuonAdamW(head, 1e-4))}
+    yield {"plain": build_and_measure_steps(shape)}
+    yield {"Muon": build_and_measure_steps(shape, lambda head: MuonAdamW(head, 1e-4))}
     backend = {"torch_compile_backend": "aot_eager"} if shape.small else {}
     compiled = replace(shape, keys={"torch_compile": True, **backend})
-    yield {"compiled": measure_steps_of(compiled)}
+    yield {"compiled": build_and_measure_steps(compiled)}
 
 
 # Decoding
 
 
-def measure_decoding(shape: Shape) -> Iterator[dict[str, Any]]:
+def measure_decoding(shape: Shape) -> Iterator[Piece]:
     """Yield the times of a round without a draft, with a chain and with a tree, then batches."""
     target = shape.target
+
+    # The head is untrained: how long a round takes does not depend on what is accepted.
     head = HeadProposer(build_eagle3(target).to(torch.bfloat16))
+    tree = build_tree_shape(TreeConfig(**TREE))
     for length in shape.prompts:
         prompt = draw_prompt(target, length)
         numbers = {
             "plain": time_rounds(Decoder(target), prompt, 48),
             "chain": time_rounds(Decoder(target, head), prompt, 48, num_speculative_tokens=K),
-            "tree": time_rounds(
-                Decoder(target, head), prompt, 48, tree=build_tree_shape(TreeConfig(**TREE))
-            ),
+            "tree": time_rounds(Decoder(target, head), prompt, 48, tree=tree),
         }
         yield {f"{length} tokens": numbers}
+
+    # Decode a batch of equal prompts twice. Only the second time counts, when kernels are loaded
+    # and memory is allocated.
     prompts = [draw_prompt(target, shape.prompts[0])] * shape.batch
     for name, proposer, k in (("plain", None, 0), ("chain", head, K)):
         decoder = Decoder(target, proposer)
-        generations = [
-            decoder.generate_all(prompts, max_new_tokens=48, num_speculative_tokens=k)
-            for _ in range(2)
-        ][-1]
+        for _ in range(2):
+            generations = decoder.generate_all(prompts, max_new_tokens=48, num_speculative_tokens=k)
         seconds = sum(generation.seconds - generation.prefill_seconds for generation in generations)
-        yield {
-            f"batch of {shape.batch}, {name}": {
-                "tokens_per_second": round(48 * shape.batch / seconds, 1)
-            }
-        }
+        tokens_per_second = round(48 * shape.batch / seconds, 1)
+        yield {f"batch of {shape.batch}, {name}": {"tokens_per_second": tokens_per_second}}
 
 
-def measure_compiled_decoding(shape: Shape) -> Iterator[dict[str, Any]]:
+def measure_compiled_decoding(shape: Shape) -> Iterator[Piece]:
     """Yield the times of a compiled round without a draft and with a chain.
 
     The shortest prompt is left out. Compiling takes most of the time of this part.
@@ -460,14 +500,13 @@ def measure_compiled_decoding(shape: Shape) -> Iterator[dict[str, Any]]:
     target = shape.target
     head = HeadProposer(build_eagle3(target).to(torch.bfloat16))
     head.compiled = True
+
+    # Compile once for each prompt length, in the first of the two generations of `time_rounds`.
     new_tokens = 8 if shape.small else 48
     for length in shape.prompts[1:] or shape.prompts:
         prompt = draw_prompt(target, length)
-        yield {
-            f"{length} tokens, plain": time_rounds(
-                Decoder(target, compiled=True), prompt, new_tokens
-            )
-        }
+        plain = time_rounds(Decoder(target, compiled=True), prompt, new_tokens)
+        yield {f"{length} tokens, plain": plain}
         chain = time_rounds(
             Decoder(target, head, compiled=True), prompt, new_tokens, num_speculative_tokens=K
         )
@@ -476,24 +515,23 @@ def measure_compiled_decoding(shape: Shape) -> Iterator[dict[str, Any]]:
 
 def draw_prompt(target: FrozenTarget, length: int) -> list[int]:
     """Return the ids of random tokens, the same ones in each call."""
-    return torch.randint(
-        target.vocab_size, (length,), generator=torch.Generator().manual_seed(1)
-    ).tolist()
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(target.vocab_size, (length,), generator=generator).tolist()
 
 
 def time_rounds(
     decoder: Decoder, prompt_ids: list[int], new_tokens: int, **options: Any
 ) -> dict[str, float]:
     """Return the median times of a round, in ms, from the second of two generations."""
-    rounds = [
-        decoder.generate(prompt_ids, max_new_tokens=new_tokens, **options).rounds for _ in range(2)
-    ][-1]
+    # The first generation warms up.
+    for _ in range(2):
+        rounds = decoder.generate(prompt_ids, max_new_tokens=new_tokens, **options).rounds
     draft_s = statistics.median(entry.draft_seconds for entry in rounds)
     verify_s = statistics.median(entry.verify_seconds for entry in rounds)
     return {"draft_ms": round(1000 * draft_s, 3), "verify_ms": round(1000 * verify_s, 3)}
 
 
-def measure_generation(shape: Shape) -> Iterator[dict[str, Any]]:
+def measure_generation(shape: Shape) -> Iterator[Piece]:
     """Yield the tokens per second of the target's answers, for each batch size."""
     target = shape.target
     with prepare_generation(target.model, torch.bfloat16) as model:
@@ -508,28 +546,29 @@ def measure_generation(shape: Shape) -> Iterator[dict[str, Any]]:
 # From recipe to gate
 
 
-def train_pico(shape: Shape) -> Iterator[dict[str, Any]]:
+def train_pico(shape: Shape) -> Iterator[Piece]:
     """Train a head for pico, decode with it losslessly in float32, and judge it by its gate."""
-    few = [
+    # Tiny sizes for a CPU, on which the numbers mean nothing.
+    small_keys = [
         "train.max_steps=4",
         "data.regenerate.num_tokens=600",
         "eval.num_prompts=3",
         "eval.max_new_tokens=8",
         "eval.repeats=1",
     ]
-    small = few if shape.small else []
+    keys = small_keys if shape.small else []
+
+    # Train, then measure. The gate may fail: its verdict is a result like any other.
     with tempfile.TemporaryDirectory() as folder:
-        yield {
-            "train_seconds": run_command(
-                "train", "recipe=pico/eagle3", f"train.output_dir={folder}/run", *small
-            )
-        }
-        yield {
-            "eval_seconds": run_command(
-                "eval", f"recipe={folder}/run/run/recipe.yaml", *small, failing=True
-            )
-        }
+        train_s = run_command(
+            "train", "recipe=pico/eagle3", f"train.output_dir={folder}/run", *keys
+        )
+        yield {"train_seconds": train_s}
+        eval_s = run_command("eval", f"recipe={folder}/run/run/recipe.yaml", *keys, failing=True)
+        yield {"eval_seconds": eval_s}
         report = json.loads((Path(folder) / "run/report/report.json").read_text(encoding="utf-8"))
+
+    # Yield the verdict, and the metrics that the report has.
     first = report["results"][0]
     numbers = {
         name: round(first[name], 3)
@@ -549,23 +588,29 @@ def run_command(verb: str, *arguments: str, failing: bool = False) -> float:
     return round(time.monotonic() - start, 1)
 
 
-def measure_store(shape: Shape) -> Iterator[dict[str, Any]]:
+def measure_store(shape: Shape) -> Iterator[Piece]:
     """Yield the speed of training on features of pico that are written once and then read."""
     with tempfile.TemporaryDirectory() as folder:
-        stored = [f"hidden_states.path={folder}/features", "hidden_states.mode=hybrid"]
-        few = (
-            ["data.regenerate.num_tokens=600", "train.max_steps=4"]
-            if shape.small
-            else ["train.max_steps=60"]
-        )
-        run_command("train", "recipe=pico/eagle3", f"train.output_dir={folder}/run", *few, *stored)
+        # In hybrid mode the store is filled before the first step, and steps read from it.
+        keys = [
+            f"train.output_dir={folder}/run",
+            f"hidden_states.path={folder}/features",
+            "hidden_states.mode=hybrid",
+        ]
+        if shape.small:
+            keys += ["data.regenerate.num_tokens=600", "train.max_steps=4"]
+        else:
+            keys += ["train.max_steps=60"]
+        run_command("train", "recipe=pico/eagle3", *keys)
         history = (Path(folder) / "run/run/history.json").read_text(encoding="utf-8")
+
+    # The last logged speed is that of steps that read the store.
     log = json.loads(history)["log"]
     last = [entry for entry in log if "tokens_per_second" in entry][-1]
     yield {name: round(last[name], 2) for name in ("tokens_per_second", "peak_memory_gib")}
 
 
-PARTS: dict[str, Callable[[Shape], Iterator[dict[str, Any]]]] = {
+PARTS: dict[str, Callable[[Shape], Iterator[Piece]]] = {
     "ceilings": measure_ceilings,
     "tests": run_tests,
     "train": measure_training,

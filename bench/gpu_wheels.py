@@ -6,7 +6,7 @@
     # the first step of `make gpu`: checks the packages, and installs wheels/ into folder D
     python -m bench.gpu_wheels install D
 
-The machine has Python 3.12, a CUDA build of torch, and the other packages of LARGE. All other
+The machine has Python 3.12, a CUDA build of torch, and the other LARGE_PACKAGES. All other
 packages that pyproject.toml requires travel as wheels, at the versions of constraints.txt. Of the
 packages that such a machine could lack, this file imports only `packaging`, which is among the
 wheels.
@@ -23,19 +23,26 @@ import tomllib
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
 WHEELS = ROOT / "wheels"
 LIST = Path(__file__).with_suffix(".json")
 CONSTRAINTS = ROOT / "constraints.txt"
 PYTHON = "3.12"
+
+# The platform tags of wheels that run there: glibc 2.28 or older, on x86-64.
 PLATFORMS = (
     "manylinux_2_28_x86_64",
     "manylinux_2_27_x86_64",
     "manylinux_2_17_x86_64",
     "manylinux2014_x86_64",
 )
+
+# The values of environment markers on that machine. Requirements for other systems are skipped.
 MARKERS = {
     "python_version": PYTHON,
     "python_full_version": f"{PYTHON}.0",
@@ -44,11 +51,13 @@ MARKERS = {
 }
 # These take 130 MB even without torch, so the machine must have them.
 LARGE_PACKAGES = ("matplotlib", "numpy", "pandas", "pyarrow", "scipy", "torch")
-LIMIT_BYTES = 64 * 2**20  # the largest size of checkout and wheels together
+# The largest size of checkout and wheels together.
+LIMIT_BYTES = 64 * 2**20
+# Seconds of an installation. bench/gpu.py subtracts them from the time of its short form.
 INSTALL_LIMIT_S = 30
-RESOURCE_EXIT_CODE = (
-    3  # the exit code of specdistill's commands if something outside of them is missing
-)
+# The exit code of specdistill's commands if something outside of them is missing. This file cannot
+# import it from the package, whose own requirements may not be installed yet.
+RESOURCE_EXIT_CODE = 3
 
 
 def main(arguments: list[str]) -> int:
@@ -82,6 +91,7 @@ def read_list() -> dict[str, dict[str, int]]:
 
 def download() -> int:
     """Fill wheels/ with the wheels of the list, print what travels, and return the exit code."""
+    # Download exactly the listed versions: a wheel's name begins with `project-version-`.
     carried = read_list()["carried"]
     shutil.rmtree(WHEELS, ignore_errors=True)
     fetch(["==".join(wheel.split("-")[:2]) for wheel in carried], WHEELS)
@@ -94,11 +104,14 @@ def report_size() -> int:
     Returns:
         The exit code: RESOURCE_EXIT_CODE if they are too large together, or if a wheel is wrong.
     """
+    # The wheels must be the listed ones.
     damaged = find_damaged_wheels()
     if damaged:
-        print(f"error: not as {LIST.name} lists them: {', '.join(damaged)}", file=sys.stderr)
+        print(f"error: wheels that differ from {LIST.name}: {', '.join(damaged)}", file=sys.stderr)
         print("Run `make gpu-wheels ARGS=record` to renew the list.", file=sys.stderr)
         return RESOURCE_EXIT_CODE
+
+    # Print the size of everything that travels.
     wheels = read_list()["carried"].values()
     tracked = measure_checkout()
     total = tracked + sum(wheels)
@@ -127,10 +140,13 @@ def record() -> int:
 
     The list holds what pyproject.toml requires, and what that requires in turn.
     """
+    # Download everything but torch once, to learn the names and sizes of the wheels.
     names = sorted(name for name in find_closure() if name != "torch")
     with tempfile.TemporaryDirectory() as folder:
         fetch([*names, "--constraint", str(CONSTRAINTS)], Path(folder))
         sizes = {path.name: path.stat().st_size for path in sorted(Path(folder).iterdir())}
+
+    # Large packages stay at home: the machine must have them.
     large = {wheel: size for wheel, size in sizes.items() if project_name(wheel) in LARGE_PACKAGES}
     carried = {wheel: size for wheel, size in sizes.items() if wheel not in large}
     LIST.write_text(
@@ -158,12 +174,10 @@ def fetch(requirements: list[str], folder: Path) -> None:
 
 def read_requirements() -> list[str]:
     """Return the requirements of the package, and that of pytest."""
-    project: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))[
-        "project"
-    ]
-    pytest = [
-        text for text in project["optional-dependencies"]["dev"] if text.startswith("pytest>")
-    ]
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    project = tomllib.loads(text)["project"]
+    development = project["optional-dependencies"]["dev"]
+    pytest = [requirement for requirement in development if requirement.startswith("pytest>")]
     return [*project["dependencies"], *pytest]
 
 
@@ -180,22 +194,19 @@ def find_unmet() -> dict[str, str]:
     """
     unmet = {}
     for name, requirement, installed_version in walk_requirements():
-        if installed_version is None or not requirement.specifier.contains(
-            installed_version, prereleases=True
-        ):
-            installed = (
-                "not installed"
-                if installed_version is None
-                else f"{installed_version} is installed"
-            )
-            unmet[name] = f"{requirement.name}{requirement.specifier} ({installed})"
+        specifier = requirement.specifier
+        if installed_version is None:
+            unmet[name] = f"{requirement.name}{specifier} (not installed)"
+        elif not specifier.contains(installed_version, prereleases=True):
+            unmet[name] = f"{requirement.name}{specifier} ({installed_version} is installed)"
     return unmet
 
 
-def walk_requirements() -> Iterator[tuple[str, Any, str | None]]:
+def walk_requirements() -> Iterator[tuple[str, "Requirement", str | None]]:
     """Yield all requirements, those of the required packages included.
 
-    The requirements of the packages in LARGE are left out: the machine must meet them itself.
+    The requirements of the packages in LARGE_PACKAGES are left out: the machine must meet them
+    itself.
 
     Yields:
         Name, requirement and installed version, which is None if the package is not installed.
@@ -203,9 +214,11 @@ def walk_requirements() -> Iterator[tuple[str, Any, str | None]]:
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
+    # Walk from requirement to requirement, beginning with those of pyproject.toml.
     pending = [(Requirement(text), ("",)) for text in read_requirements()]
     visited = set()
     while pending:
+        # Skip a requirement that is for another system or for an extra that nobody asked for.
         requirement, extras = pending.pop()
         marker = requirement.marker
         is_needed = marker is None or any(
@@ -214,6 +227,8 @@ def walk_requirements() -> Iterator[tuple[str, Any, str | None]]:
         if str(requirement) in visited or not is_needed:
             continue
         visited.add(str(requirement))
+
+        # Yield the requirement with the version that this Python has.
         name = canonicalize_name(requirement.name)
         try:
             installed_version = version(name)
@@ -236,14 +251,19 @@ def install(folder: Path) -> int:
     Returns:
         The exit code: RESOURCE_EXIT_CODE if packages are still missing; they are printed.
     """
+    # Packages of an earlier installation count as installed.
     sys.path.insert(0, str(folder))
     if has_packaging() and not find_unmet():
         return 0
+
+    # Install the wheels if all of them are here and are for this Python.
     damaged = find_damaged_wheels()
     if not damaged and f"{sys.version_info.major}.{sys.version_info.minor}" == PYTHON:
         shutil.rmtree(folder, ignore_errors=True)
         install_wheels(folder)
         importlib.invalidate_caches()
+
+    # Refuse to continue if something is still missing.
     unmet = find_unmet() if has_packaging() else {"packaging": "packaging (not installed)"}
     if unmet:
         print_refusal(unmet, damaged)
@@ -287,17 +307,22 @@ def install_wheels(folder: Path) -> None:
 
 def print_refusal(unmet: dict[str, str], damaged: list[str]) -> None:
     """Print the missing packages, the wheels that bring them, and what to do."""
-    wheels = {project_name(wheel): wheel for group in read_list().values() for wheel in group}
+    # For each missing package, name the wheel that brings it.
+    wheels = {}
+    for group in read_list().values():
+        wheels.update({project_name(wheel): wheel for wheel in group})
     lines = [
-        f"error: Python {platform.python_version()} here lacks packages that make gpu needs"
-        f" ({len(unmet)}):"
+        f"error: this Python {platform.python_version()} lacks {len(unmet)} packages that make gpu"
+        " needs:"
     ]
     for name, text in sorted(unmet.items()):
         wheel = "its CUDA build" if name == "torch" else wheels.get(name, f"not in {LIST.name}")
         note = ", too large to carry: the machine must have it" if name in LARGE_PACKAGES else ""
         lines.append(f"  {text}: {wheel}{note}")
+
+    # Then say what is wrong with wheels/, and what to do.
     if WHEELS.is_dir() and damaged:
-        lines.append(f"wheels/ lacks, or has in another size: {', '.join(damaged)}.")
+        lines.append(f"Missing in wheels/, or of another size: {', '.join(damaged)}.")
     lines.append(
         f"The wheels are for Python {PYTHON} on Linux, x86-64; {LIST.name} lists all of them."
     )

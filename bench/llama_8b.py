@@ -6,6 +6,8 @@ from specdistill.methods.sizes import ModelConfigInfo
 
 NAME = "meta-llama/Llama-3.1-8B-Instruct"
 NUM_STEPS = 7  # steps of the unroll of an EAGLE-3 head for this target
+
+# The config of the published model. Nothing is downloaded.
 CONFIG = LlamaConfig(
     hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
     num_key_value_heads=8,

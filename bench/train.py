@@ -48,6 +48,7 @@ from specdistill.targets.batch_generate import choose_fast_dtype
 from specdistill.targets.files import TargetFiles
 from specdistill.targets.frozen import FrozenTarget
 
+# Everything is compared on the CPU.
 DEVICE = torch.device("cpu")
 RESULTS = Path(__file__).with_name("results") / "train.json"
 PAGE = ROOT / "docs" / "performance.md"
@@ -101,6 +102,8 @@ class Options(Section):
 def main(options: Options) -> ExitCode:
     """Measure the three parts, and write the results after each and the tables at the end."""
     results: dict[str, Any] = {}
+
+    # Write the results after each part, so that a killed run keeps them.
     for part, measure in (("step", measure_step), ("block", measure_block), ("loss", measure_loss)):
         measurement = measure(options)
         machine = {
@@ -125,6 +128,7 @@ def measure_step(options: Options) -> dict[str, Any]:
     """Measure the step of an EAGLE-3 head, in each layout of its tokens."""
 
     def save(target: FrozenTarget, folder: Path) -> None:
+        """Write a fresh head that reads the layers 0, 1 and 2 of the target."""
         save_eagle3(build_eagle3(target, aux_layers=[0, 1, 2]), folder)
 
     trainer_settings = {"num_steps": options.num_steps}
@@ -136,6 +140,7 @@ def measure_block(options: Options) -> dict[str, Any]:
     trainer_settings = {name: getattr(options, name) for name in ("block_size", "num_anchors")}
 
     def save(target: FrozenTarget, folder: Path) -> None:
+        """Write a fresh drafter of five layers that reads all five layers of the target."""
         shape = {
             "num_layers": 5,
             "aux_layers": [1, 2, 3, 4, 5],
@@ -168,6 +173,8 @@ def measure_layouts(
     layouts = []
     with tempfile.TemporaryDirectory() as folder:
         write_models(Path(folder), options, save)
+
+        # In each layout a step has the same number of tokens, in rows of another length.
         for length in options.row_lengths:
             layout = {"rows": options.num_tokens // length, "length": length}
             shared = {"folder": folder, **layout, **trainer_settings, "bf16": uses_bf16()}
@@ -182,6 +189,7 @@ def measure_layouts(
 
 def measure_loss(options: Options) -> dict[str, Any]:
     """Measure head and loss alone, in chunks and in their plain form."""
+    # Compare the two forms of the same loss: in chunks, and with all logits at once.
     shape = {"rows": options.loss_rows // options.loss_steps, "num_steps": options.loss_steps}
     shape |= {"hidden_size": options.hidden_size, "vocab_size": options.vocab_size}
     settings_by_form = {
@@ -206,6 +214,8 @@ def write_models(
 
     The draft is in our layout in `draft`, and in that of speculators in `head`.
     """
+    # The initializer keeps the size of outputs independent of the hidden size, so that losses stay
+    # comparable.
     config = LlamaConfig(
         hidden_size=options.hidden_size, intermediate_size=3 * options.hidden_size,
         num_hidden_layers=5,
@@ -228,11 +238,15 @@ def run_interleaved(compared: Compared, rounds: int, threads: int) -> Steps:
         For each trainer, the numbers of its steps, those of the first step included.
     """
     with ExitStack() as stack:
+        # Start one process for each trainer. Each waits for its turn.
         processes = {
             name: stack.enter_context(start_trainer(*kind, threads))
             for name, kind in compared.items()
         }
         steps: Steps = {name: [] for name in processes}
+
+        # The order is reversed in every second round, so that no trainer always follows the same
+        # one.
         for number in range(1 + rounds):
             for name in list(processes)[:: (-1) ** number]:
                 steps[name].append(request_step(processes[name], name))
@@ -251,6 +265,7 @@ def start_trainer(
     Raises:
         UserError: if the trainer needs speculators, which is not set up.
     """
+    # speculators has an environment of its own, without this checkout on its path.
     python = Path(sys.executable)
     path = str(ROOT)
     if "speculators" in name:
@@ -262,6 +277,8 @@ def start_trainer(
     # OpenMP waits passively: a thread that spins while it waits would take time from the process
     # whose turn it is.
     changed = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": path}
+
+    # The trainer takes a step for each line on its stdin.
     command = [
         str(python),
         "-P",
@@ -281,6 +298,8 @@ def request_step(process: subprocess.Popen[str], name: str) -> dict[str, float]:
         ResourceError: if the process has ended.
     """
     assert process.stdin and process.stdout
+
+    # An empty line asks for a step. The answer is one line of JSON.
     process.stdin.write("\n")
     process.stdin.flush()
     answer = process.stdout.readline()
@@ -299,6 +318,8 @@ def summarize_steps(steps: Steps, num_tokens: int) -> dict[str, Any]:
     trainers: dict[str, dict[str, float]] = {}
     ratios: dict[str, dict[str, Any]] = {}
     for name, (first, *timed) in steps.items():
+        # The medians over the timed steps. The first step only warms up, and gives the peak of
+        # memory.
         medians = {}
         for part in ("seconds", "forward", "backward", "optimizer"):
             medians[part] = median(step_numbers[part] for step_numbers in timed)
@@ -308,6 +329,8 @@ def summarize_steps(steps: Steps, num_tokens: int) -> dict[str, Any]:
             "peak": first["peak"],
             "loss": first["loss"],
         }
+
+        # Compare round by round: the speed with an interval over the rounds, and the memory.
         if name != "ours":
             pair = {"ours": steps["ours"], "other": steps[name]}
             seconds = {}
@@ -327,6 +350,8 @@ def summarize_steps(steps: Steps, num_tokens: int) -> dict[str, Any]:
 def format_page(results: Mapping[str, Any]) -> str:
     """Return the results as tables."""
     sections = []
+
+    # One section for each kind of draft, with a row for each layout and trainer.
     for part, title in (("step", "An EAGLE-3 head's step"), ("block", "A DFlash drafter's step")):
         measurement = results.get(part)
         if measurement:
@@ -342,6 +367,8 @@ def format_page(results: Mapping[str, Any]) -> str:
                 f"{setup}, {describe_setup(measurement)}. {describe_machine(measurement)}",
                 format_table(("rows", *HEAD), rows),
             ]
+
+    # The section of head and loss alone.
     measurement = results.get("loss")
     if measurement:
         setup = (
@@ -381,6 +408,8 @@ def list_step_rows(measurement: Mapping[str, Any], layout: str) -> Iterator[tupl
         times = ", ".join(
             f"{1000 * numbers[part]:,.0f}" for part in ("forward", "backward", "optimizer")
         )
+
+        # Our own trainer is compared with nothing.
         ratio = measurement["ratios"].get(name)
         shown = OTHER_TRAINERS[name][0] if name in OTHER_TRAINERS else name
         against = (

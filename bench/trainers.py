@@ -63,6 +63,7 @@ class Trainer:
             `loss`; `peak`, the bytes that the step took at most, above those that the process held
             before.
         """
+        # Remember the memory before the step.
         reset_peak()
         stands = read_resident_bytes("VmRSS")
         losses = []
@@ -70,23 +71,29 @@ class Trainer:
         start = last = time.perf_counter()
 
         def passed(part: str) -> None:
+            """Add the time since the last call to a part of the step."""
             nonlocal last
             reached = time.perf_counter()
             times[part] += reached - last
             last = reached
 
+        # Run the micro-batches. The mean of their losses is the loss of the step.
         for micro_batch in self.micro_batches:
             loss, compared = micro_batch()
             passed("forward")
             (loss / len(self.micro_batches)).backward()
             passed("backward")
             losses.append(compared)
+
+        # Update the parameters, and give back the memory of the gradients.
         if self.optimizer is not None:
             torch.nn.utils.clip_grad_norm_(self.parameters, MAX_NORM)
             self.optimizer.step()
         for parameter in self.parameters:
             parameter.grad = None
         passed("optimizer")
+
+        # Add the loss and the peak of memory above what the process held before.
         measured = {
             "loss": sum(losses) / len(losses),
             "peak": read_resident_bytes("VmHWM") - stands,
@@ -96,6 +103,7 @@ class Trainer:
 
 def reset_peak() -> None:
     """Set `VmHWM`, the peak of this process, to the memory that it has now."""
+    # Linux resets the peak when 5 is written to this file (man 5 proc).
     Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -131,6 +139,7 @@ def draw_inputs(
         Tokens [B, T], the target's features [B, T, A H], and the output of its last layer
         [B, T, H].
     """
+    # The same seeds give every trainer the same inputs.
     ids = torch.randint(vocab_size, (rows, length), generator=torch.Generator().manual_seed(0)).to(
         DEVICE
     )
@@ -168,13 +177,19 @@ def build_target_with_features(
     from specdistill.targets.frozen import Features, FrozenTarget
 
     length = len(loss_mask)
+
+    # Load the target, and let it return the drawn features without running its layers.
     target: Any = FrozenTarget(
         AutoModelForCausalLM.from_pretrained(f"{folder}/target").to(DEVICE), None, name=folder
     )
+
+    # The inputs are those of our trainer.
     ids, aux, last = draw_inputs(rows, length, num_aux, target.vocab_size, target.hidden_size, bf16)
     with torch.no_grad():
         features = Features(aux.chunk(num_aux, dim=-1), target.norm(last))
     target.features = lambda *_, **__: features
+
+    # Each row is one document.
     column = {
         "loss_mask": loss_mask,
         "document_ids": [0] * length,
@@ -203,6 +218,7 @@ def build_own_trainer(
     numbers = itertools.count()
 
     def micro_batch() -> tuple[Tensor, float]:
+        """Return the loss of the next step, and the loss to compare."""
         prepared = objective.prepare(batch, next(numbers)).items()
         inputs = {
             name: value.to(DEVICE) if isinstance(value, Tensor) else value
@@ -214,6 +230,7 @@ def build_own_trainer(
             total, sums = objective(**inputs, **target_outputs)
         return total / objective.count_loss_tokens(inputs), float(compared(sums))
 
+    # Frozen parameters, such as the LM head, get no state in the optimizer.
     parameters = [parameter for parameter in objective.parameters() if parameter.requires_grad]
     return Trainer([micro_batch], parameters, torch.optim.AdamW(parameters, **ADAMW, fused=True))
 
@@ -241,15 +258,19 @@ def build_own_head_trainer(
     from specdistill.training.losses.divergence import forward_kl
     from specdistill.training.losses.head_loss import compute_head_loss_at_once
 
+    # Replace the attention and the loss by their plain forms.
     if plainly:
         objective.UnrollKVCache = DenseKVCache
         objective.compute_head_loss = compute_head_loss_at_once
+
+    # Build the objective. The LM head is frozen.
     target, batch = build_target_with_features(folder, rows, [1] * length, NUM_AUX["head"], bf16)
     draft = load_eagle3(f"{folder}/draft", target)
     draft.lm_head.weight.requires_grad_(False)  # as in the trainer of speculators
     unroll = objective.TrainingTimeTest(draft, forward_kl, num_steps)
 
     def compared(sums: Any) -> Any:
+        """Return the sum over the steps of the unroll of each step's mean loss."""
         return sum(loss / count for loss, count in zip(sums.loss, sums.loss_tokens, strict=True))
 
     return build_own_trainer(unroll, target, batch, compared, bf16)
@@ -280,6 +301,8 @@ def build_own_block_trainer(
     from specdistill.training.losses.divergence import forward_kl
     from specdistill.training.losses.head_loss import compute_head_loss_at_once
 
+    # Replace the attention and the loss by their plain forms: one chunk with all blocks, and all
+    # logits at once.
     if plainly:
         objective.split_blocks = lambda batch, anchors_N, _: [
             (0, len(anchors_N), 0, batch["input_ids"].numel())
@@ -288,6 +311,8 @@ def build_own_block_trainer(
         objective.compute_head_loss = lambda *of_rows, group_size, **options: (
             compute_head_loss_at_once(*of_rows, **options)
         )
+
+    # Build the objective. Anchors are drawn for each row, so each row has its share of the blocks.
     target, batch = build_target_with_features(
         folder, rows, block_loss_mask(length, block_size), NUM_AUX["block"], bf16
     )
@@ -315,10 +340,13 @@ class DenseKVCache:
         self, layer: int, query_BNTd: Tensor, key_BGTd: Tensor, value_BGTd: Tensor
     ) -> Tensor:
         """Return the attention output [B, N, T, d] of a step over the keys of all steps so far."""
+        # Append this step's keys and values to those of earlier steps, in the dtype of the values.
         steps = self.steps[layer]
         steps.append((key_BGTd.to(value_BGTd.dtype), value_BGTd))
         keys, values = (torch.cat(part, dim=2) for part in zip(*steps, strict=True))
         rows, _, length, _ = query_BNTd.shape
+
+        # Number the documents of all positions.
         document = torch.bucketize(
             torch.arange(rows * length, device=DEVICE), self.starts, right=True
         ).view(rows, 1, length)
@@ -332,6 +360,8 @@ class DenseKVCache:
             .repeat(1, len(steps) - 1)
             .expand(rows, -1, -1)
         )
+
+        # The mask is [B, 1, T, K T] for K steps so far.
         mask = torch.cat((root, chain), dim=-1).unsqueeze(1)
         return F.scaled_dot_product_attention(
             query_BNTd.to(values.dtype), keys, values, mask, enable_gqa=True
@@ -359,6 +389,8 @@ def build_speculators_head_trainer(
     model = load_speculators_model(folder, attention)
     model.lm_head.weight.requires_grad_(False)
     settings = call_settings(type(model), ttt_steps=num_steps, ttt_step_loss_decay=1.0)
+
+    # The inputs are those of our trainer, unshifted.
     ids, aux, last = draw_inputs(
         rows, length, NUM_AUX["head"], model.verifier_vocab_size, model.hidden_size, bf16
     )
@@ -418,6 +450,7 @@ def load_speculators_model(folder: str, attention: str) -> Any:
     """Load the exported draft as a model of speculators."""
     from speculators import SpeculatorModel
 
+    # Choose the attention before the model is built.
     config = SpeculatorModel.config_class.from_pretrained(f"{folder}/head")
     config.transformer_layer_config._attn_implementation = attention
     return (
@@ -437,6 +470,7 @@ def build_speculators_trainer(
     from speculators.train.optimizers import build_optimizers
 
     def micro_batch(row: int) -> tuple[Tensor, float]:
+        """Return the loss of one row, for backward and to compare."""
         with build_autocast(bf16):
             _, loss, _ = model(
                 **{name: part[row : row + 1] for name, part in batch.items()}, **settings
@@ -479,6 +513,7 @@ def build_head_and_loss_trainer(
     from specdistill.training.losses.head_loss import compute_head_loss, compute_head_loss_at_once
     from specdistill.training.objective import SoftTargets, TargetDistributions
 
+    # Two heads of random weights, scaled so that logits have a variance of one.
     draft_head, of_target = (
         torch.nn.Linear(hidden_size, vocab_size, bias=False, device=DEVICE) for _ in range(2)
     )
@@ -486,6 +521,8 @@ def build_head_and_loss_trainer(
         linear.weight.data = (
             draw_noise(vocab_size, hidden_size, bf16=False, seed=seed) * hidden_size**-0.5
         )
+
+    # The target's distributions follow from R random hidden states.
     soft = SoftTargets(
         draw_noise(rows, hidden_size, bf16=False, seed=2),
         LogitsHead(of_target),
@@ -493,15 +530,19 @@ def build_head_and_loss_trainer(
         LogitsHead(of_target),
         temperature=1.0,
     )
+
+    # The draft's hidden states need gradients. Each step of the unroll has the same weight.
     hidden_KRH = draw_noise(num_steps, rows, hidden_size, bf16=False, seed=3).requires_grad_()
     weights_KR = torch.full((num_steps, rows), 1 / rows, device=DEVICE)
     form = compute_head_loss_at_once if plainly else compute_head_loss
 
     def loss_of(logits_rW: Tensor, targets: TargetDistributions, k: int) -> tuple[Tensor, Tensor]:
+        """Return the forward KL of each row, for backward and as a metric."""
         losses_r = forward_kl(logits_rW, targets.probs_rW)
         return losses_r, losses_r.detach().unsqueeze(0)
 
     def micro_batch() -> tuple[Tensor, float]:
+        """Return the weighted loss of all rows and steps, for backward and to compare."""
         with build_autocast(bf16):
             total, _ = form(
                 hidden_KRH,
@@ -526,8 +567,9 @@ TRAINERS: dict[str, Callable[..., Trainer]] = {
 
 def main(name: str, settings: dict[str, Any]) -> None:
     """Take a step for each line of stdin, and print its numbers as a JSON line."""
+    # Answers go to the original stdout. What libraries print there goes to stderr instead.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what libraries print goes to stderr, because it is no answer
+    os.dup2(2, 1)
     trainer = TRAINERS[name](**settings)
     for _ in sys.stdin:
         print(json.dumps(trainer.step()), file=answers, flush=True)

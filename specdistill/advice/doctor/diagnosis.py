@@ -64,19 +64,28 @@ from specdistill.targets.frozen import FrozenTarget
 from specdistill.training.history import read_history
 
 LAYER = re.compile(r".*\blayers\.\d+\.")  # the prefix of a name within a layer
-MAX_TRAINED_WEIGHT = 1000.0  # Weights of trained drafts stay far below this.
-# A draft is no better than chance if a smaller share of its first draft tokens is accepted.
+# Weights of trained drafts stay far below this. A larger one is a sign that training diverged.
+MAX_TRAINED_WEIGHT = 1000.0
+# A draft is no better than chance if a smaller share of its first draft tokens is accepted. Even a
+# draft that only knows the most frequent tokens is sometimes right.
 NO_BETTER_THAN_CHANCE = 0.05
 # Acceptance is far below that of training if it is less than this share of the draft tokens that
-# were accepted then.
+# were accepted then. A larger share would also report drafts that merely meet other text here.
 LOW_ACCEPTANCE_SHARE = 0.6
-MIN_DIVERGENCE_DROP = 0.02  # A repair counts if the divergence falls by more than this share.
+# A repair counts if the divergence falls by more than this share. A smaller fall changes nothing in
+# decoding, however certain it is.
+MIN_DIVERGENCE_DROP = 0.02
 CONFIDENCE = 0.95  # the confidence level over all causes that are tried together
 # The parts that the completion of a single prompt is cut into. They are used in place of prompts.
 NUM_PARTS = 8
 # A cause is a problem if its repair multiplies the accepted draft tokens by more than this.
 MIN_ACCEPTANCE_GAIN = 1.05
+# Draft tokens per round if no training history says how many the draft was evaluated with.
 DEFAULT_STEPS = 4
+
+# How close a draft is to the target on some positions: the mean forward KL in nats, and the
+# simulated acceptance length.
+Fit = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -153,60 +162,93 @@ def diagnose(options: CommonDoctorOptions) -> Diagnosis:
         UserError: if the draft, the target or the suite is not one.
         ResourceError: when the Hub fails.
     """
+    # Open the files of draft and target.
     model = options.target.model
     engine = options.engine
     lookup_first = options.eval.lookup_first
     # A draft of the same name as the target is the layer in the target's own checkpoint. None of
     # its weights are read.
     draft = Path(options.draft) if options.draft == model else locate(options.draft, key=KEY)
-    files = (
-        TargetFiles(
-            model, **options.target.model_dump(include={"revision", "adapter", "trust_remote_code"})
+    files = None
+    if model:
+        file_options = options.target.model_dump(
+            include={"revision", "adapter", "trust_remote_code"}
         )
-        if model
-        else None
-    )
+        files = TargetFiles(model, **file_options)
     if files and draft.resolve() == Path(files.name).resolve():
         return examine_native_layer(files)
+
+    # Examine the files, and read what training recorded.
     diagnosis = examine_draft(draft, files, engine, options)
     run = run_of(draft)
     # An export in the run's folder has the history of the run's draft.
     diagnosis.recorded = read_recorded_length(run / "draft" if run else draft)
     if engine and lookup_first and not ENGINES[engine].describe_front(lookup_first):
         diagnosis.findings.append(
-            problem(f"specdistill starts {ENGINES[engine].title} without a lookup in front")
-        )
-    if model and options.decode and diagnosis.method is not None and not diagnosis.refused:
-        loaded = FrozenTarget.load(**vars(options.target))
-        use_recorded_template([draft], loaded.tokenizer, KEY)
-        prompts, diagnosis.prompts, is_known = select_prompts(
-            run, options.eval.suite, loaded, options.eval.num_prompts
-        )
-        if not is_known:
-            diagnosis.recorded = None  # It may have been simulated on other text.
-            diagnosis.findings.append(
-                warning(
-                    f"the draft is tried on lines of Python ({DEFAULT_SUITE}): no run here says"
-                    " what text it is for",
-                    "name prompts of that text with suite=",
-                )
+            problem(
+                f"specdistill cannot start {ENGINES[engine].title} with a lookup in front of the"
+                " draft",
+                "leave eval.lookup_first out, or name another engine",
             )
-        with collect_refusals(diagnosis):
-            of_method = list_method_options(options, [diagnosis.method])[0]
-            proposer = load_proposer(
-                diagnosis.method, draft, loaded, key=KEY, logs=False, **of_method
-            )
-            diagnosis.acceptance = check_acceptance(diagnosis, loaded, proposer, prompts)
-            if lookup_first:
-                of_method |= {"lookup_first": lookup_first, "logs": False}
-                behind = load_proposer(diagnosis.method, draft, loaded, key=KEY, **of_method)
-                num_tokens = max(diagnosis.acceptance.num_tokens, lookup_first.levels)
-                diagnosis.behind_lookup = compute_acceptance_length(
-                    complete(Decoder(loaded, behind), prompts, num_tokens), num_tokens
-                )
-    elif model and options.decode:
-        diagnosis.findings.append(note("skipped decoding: fix the problems above first"))
+        )
+
+    # Decode a few prompts, unless a reader refused the files.
+    if model and options.decode:
+        if diagnosis.method is None or diagnosis.refused:
+            diagnosis.findings.append(note("skipped decoding: fix the problems above first"))
+        else:
+            _try_on_prompts(diagnosis, draft, run, options)
     return diagnosis
+
+
+def _try_on_prompts(
+    diagnosis: Diagnosis, draft: Path, run: Path | None, options: CommonDoctorOptions
+) -> None:
+    """Decode a few prompts with a draft, and add the acceptance and its causes to the diagnosis.
+
+    Args:
+        diagnosis: the diagnosis of the draft's files, whose method is known.
+        draft: the draft's folder.
+        run: the folder of the draft's run; None if it is in no run.
+        options: the options of the command, with a target.
+    """
+    assert diagnosis.method is not None
+
+    # Load the target, and choose prompts of the kind that the draft was trained for.
+    target = FrozenTarget.load(**vars(options.target))
+    use_recorded_template([draft], target.tokenizer, KEY)
+    prompts, diagnosis.prompts, is_known = select_prompts(
+        run, options.eval.suite, target, options.eval.num_prompts
+    )
+    if not is_known:
+        # What training recorded may have been simulated on other text, so it is not compared.
+        diagnosis.recorded = None
+        diagnosis.findings.append(
+            warning(
+                f"the draft is tried on lines of Python ({DEFAULT_SUITE}), because no run here"
+                " says what text it was trained for",
+                "name prompts of that text with suite=",
+            )
+        )
+
+    # Decode the prompts with the draft, and look for the cause if it accepts little.
+    with collect_refusals(diagnosis):
+        method_options = list_method_options(options, [diagnosis.method])[0]
+        proposer = load_proposer(
+            diagnosis.method, draft, target, key=KEY, logs=False, **method_options
+        )
+        diagnosis.acceptance = check_acceptance(diagnosis, target, proposer, prompts)
+
+        # Decode them once more behind the lookup, with enough tokens per round for both.
+        lookup_first = options.eval.lookup_first
+        if lookup_first:
+            method_options |= {"lookup_first": lookup_first, "logs": False}
+            behind_lookup = load_proposer(
+                diagnosis.method, draft, target, key=KEY, **method_options
+            )
+            num_tokens = max(diagnosis.acceptance.num_tokens, lookup_first.levels)
+            completions = complete(Decoder(target, behind_lookup), prompts, num_tokens)
+            diagnosis.behind_lookup = compute_acceptance_length(completions, num_tokens)
 
 
 def examine_draft(
@@ -244,45 +286,93 @@ def examine_draft(
     diagnosis.num_tensors = len(tensors)
     diagnosis.dtype = choose_stored_dtype(floats) if floats else None
     diagnosis.findings += _check_values(tensors, config)
-    parts = [config, *(config.get(part) or {} for part in NESTED_SECTIONS)]
-    if not any(part.get("architectures") for part in parts):
+    sections = [config, *(config.get(name) or {} for name in NESTED_SECTIONS)]
+    if not any(section.get("architectures") for section in sections):
         diagnosis.findings.append(
             problem(
                 "config.json names no architectures",
-                "engines choose the code that loads a draft by them",
+                "engines choose the class that loads a draft by this key",
             )
         )
 
-    # Compare the draft with its target: by the record of its training, then tensor by tensor.
-    of_method = list_method_options(options, [diagnosis.method])[0] if options else {}
+    # Compare the draft with its target, and with what the engine's loader expects.
+    method_options = list_method_options(options, [diagnosis.method])[0] if options else {}
+    _check_fit(diagnosis, config, tensors, target, method_options)
+    if engine is not None:
+        _check_engine(diagnosis, config, tensors, target, engine, method_options)
+    return diagnosis
+
+
+def _check_fit(
+    diagnosis: Diagnosis,
+    config: RawConfig,
+    tensors: Mapping[str, Tensor],
+    target: TargetFiles | None,
+    method_options: Mapping[str, Any],
+) -> None:
+    """Compare a draft with its target: by the record of its training, then tensor by tensor.
+
+    Args:
+        diagnosis: the diagnosis, whose method is known. It gets the findings.
+        config: the draft's config.json.
+        tensors: the draft's tensors, by name.
+        target: the target; None to check the draft alone.
+        method_options: options of decoding that the draft's method has.
+    """
+    assert diagnosis.method is not None
+    folder = diagnosis.folder
     if target is not None:
         with collect_refusals(diagnosis):
-            check_target(folder, target, KEY, **of_method)
+            check_target(folder, target, KEY, **method_options)
+
+    # The method's own reader refuses a draft that cannot be loaded for this target.
     with collect_refusals(diagnosis):
-        diagnosis.config = method.check(folder, tensors, target, key=KEY, name=folder, **of_method)
+        diagnosis.config = load_method(diagnosis.method).check(
+            folder, tensors, target, key=KEY, name=folder, **method_options
+        )
+
+    # Settings that differ without being refused are findings, too.
     mismatches = list(
-        find_mismatches(diagnosis.method, config, tensors, diagnosis.config, target, **of_method)
+        find_mismatches(
+            diagnosis.method, config, tensors, diagnosis.config, target, **method_options
+        )
     )
     diagnosis.findings += mismatches
-    diagnosis.refused = diagnosis.refused or any(
-        finding.severity == "problem" for finding in mismatches
-    )
+    if any(finding.severity == "problem" for finding in mismatches):
+        diagnosis.refused = True
 
-    # Follow the engine's loader over the names and shapes of the tensors.
-    if engine is not None:
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        diagnosis.findings += find_loader_problems(
-            ENGINES[engine], diagnosis.method, diagnosis.config, config, shapes, target
-        )
-        if of_method.get("heterogeneous_vocab"):
-            diagnosis.findings.append(
-                problem(
-                    f"{ENGINES[engine].title} is not started to translate between two tokenizers",
-                    "a draft for it has the target's tokenizer: check it without"
-                    " heterogeneous_vocab",
-                )
+
+def _check_engine(
+    diagnosis: Diagnosis,
+    config: RawConfig,
+    tensors: Mapping[str, Tensor],
+    target: TargetFiles | None,
+    engine: str,
+    method_options: Mapping[str, Any],
+) -> None:
+    """Follow an engine's loader over a draft's tensors, and add its problems to the diagnosis.
+
+    Args:
+        diagnosis: the diagnosis, whose method is known. It gets the findings.
+        config: the draft's config.json.
+        tensors: the draft's tensors, by name. Only names and shapes are read.
+        target: the target; None if it is not known.
+        engine: the name of the engine.
+        method_options: options of decoding that the draft's method has.
+    """
+    assert diagnosis.method is not None
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    diagnosis.findings += find_loader_problems(
+        ENGINES[engine], diagnosis.method, diagnosis.config, config, shapes, target
+    )
+    if method_options.get("heterogeneous_vocab"):
+        diagnosis.findings.append(
+            problem(
+                f"specdistill cannot start {ENGINES[engine].title} with a draft that has another"
+                " tokenizer than the target",
+                "leave heterogeneous_vocab out, for a draft with the target's tokenizer",
             )
-    return diagnosis
+        )
 
 
 def examine_native_layer(target: TargetFiles) -> Diagnosis:
@@ -299,8 +389,8 @@ def examine_native_layer(target: TargetFiles) -> Diagnosis:
         diagnosis.method = "mtp"
         diagnosis.findings.append(
             note(
-                "the layer is in its target's own checkpoint, from which engines serve it; not"
-                " decoded"
+                "not decoded: the layer is in the target's own checkpoint, from which engines"
+                " serve it"
             )
         )
     return diagnosis
@@ -335,12 +425,16 @@ def find_norms_that_add_one(config: RawConfig) -> dict[str, bool]:
     Returns:
         By the name of each norm within a layer. Empty if transformers cannot build such a model.
     """
+    # Build the model of the config without weights. A config that transformers does not know says
+    # nothing about its norms.
     try:
         model_config = AutoConfig.for_model(**(config.get("text_config") or config))
         with torch.device("meta"):
             model = find_auto_class(model_config).from_config(model_config)
     except CLASS_ERRORS:
         return {}
+
+    # Try one norm of each name: all layers have the same kind.
     result: dict[str, bool] = {}
     for name, module in model.named_modules():
         place = LAYER.sub("", name)
@@ -358,10 +452,14 @@ def _check_values(tensors: Mapping[str, Tensor], config: RawConfig) -> Iterator[
 
     The readers refuse NaN and infinity already.
     """
+    # Building the model takes a while, so the norms are looked at only if one of them is all zeros.
     adds_one_at = cache(lambda: find_norms_that_add_one(config))
     for name, tensor in tensors.items():
         if tensor.dtype not in FLOATS:
             continue
+
+        # A norm that multiplies by 1 + weight begins at zero. Its zeros are no sign of a missing
+        # weight.
         largest = max(map(abs, find_extremes(tensor)))
         if largest == 0 and "norm" in name:
             place = LAYER.sub("", name.removesuffix(".weight"))
@@ -410,7 +508,9 @@ def find_loader_problems(
     # A layer of the target's own and a draft model have no loader of their own to follow.
     if row.in_target:
         yield problem(
-            f"{engine.title} loads such a layer from its target's checkpoint alone", exported
+            f"{engine.title} loads a multi-token-prediction layer only from the target's own"
+            " checkpoint",
+            exported,
         )
     elif row.standalone:
         if target is not None and size != target.vocab_size:
@@ -445,6 +545,7 @@ def read_recorded_length(draft: Path) -> SimulatedAcceptance | None:
     Returns:
         The acceptance; None without a history.
     """
+    # Find the evaluation by which training chose the weights that it saved.
     history = read_history(draft, key=KEY)
     evaluations = (
         [entry for entry in history.log if "eval_acceptance_length" in entry] if history else []
@@ -452,6 +553,8 @@ def read_recorded_length(draft: Path) -> SimulatedAcceptance | None:
     if not evaluations:
         return None
     best = max(evaluations, key=lambda entry: float(entry["eval_acceptance_length"]))
+
+    # An evaluation has an entry for each drafted position, such as `eval_acceptance_1`.
     steps = [key for key in best if key.startswith("eval_acceptance_") and key[-1].isdigit()]
     return SimulatedAcceptance(len(steps) or DEFAULT_STEPS, float(best["eval_acceptance_length"]))
 
@@ -471,68 +574,94 @@ def check_acceptance(
         The acceptance on these prompts.
     """
     assert diagnosis.method is not None
-    # The tokens that a draft proposes in a round must fit into its sliding window.
+
+    # Decode with as many draft tokens per round as training evaluated with. They must fit into the
+    # draft's sliding window.
     expected = diagnosis.recorded
     window = diagnosis.config.sliding_window if diagnosis.config else None
     num_tokens = expected.num_tokens if expected else min(DEFAULT_STEPS, window or DEFAULT_STEPS)
     completions = complete(Decoder(target, proposer), prompts, num_tokens)
     decoded = compute_acceptance_length(completions, num_tokens)
+    findings = _compare_with_training(expected, decoded, completions)
 
-    # Count how many rounds accept their first draft token.
-    accepted = []
-    for completion in completions:
-        for entry in completion.rounds:
-            accepted.append(entry.num_accepted > 0)
-    first = sum(accepted) / max(1, len(accepted))
-    findings: list[Finding] = []
-
-    # The draft is far below its training if even the upper end of the interval is.
-    is_far_below = expected is not None and _compute_upper_length(
-        completions
-    ) - 1 < LOW_ACCEPTANCE_SHARE * (expected.length - 1)
-    if first < NO_BETTER_THAN_CHANCE and expected is not None and not is_far_below:
-        findings.append(
-            warning(
-                f"{first:.0%} of its first draft tokens are accepted, as few as when it was"
-                " trained",
-                "train it longer, or with a larger learning rate",
-            )
-        )
-    elif first < NO_BETTER_THAN_CHANCE:
-        findings.append(problem(f"{first:.0%} of its first draft tokens are accepted"))
-    elif expected is not None and is_far_below:
-        findings.append(
-            problem(
-                f"acceptance length {decoded.length:.2f} on {len(prompts)} prompts, far below the"
-                f" {expected.length:.2f} that its training saw with as many draft tokens"
-            )
-        )
+    # Look for a setting whose repair brings the draft closer to the target. Settings that the
+    # recipe of the draft's run records are not questioned.
     advice = load_method(diagnosis.method).advice
-    # Settings that the recipe of the draft's run records are not questioned.
     run = run_of(diagnosis.folder)
     recipe = read_run_recipe(run) if run else None
-    recorded = vars(recipe.draft) if isinstance(recipe, TrainedRecipe) else {}
-
-    # Look for a setting whose repair brings the draft closer to the target.
+    recorded_settings = vars(recipe.draft) if isinstance(recipe, TrainedRecipe) else {}
     cause = _find_cause(
-        advice, getattr(proposer, "draft", None), target, completions, num_tokens, recorded
+        advice,
+        getattr(proposer, "draft", None),
+        target,
+        completions,
+        num_tokens,
+        recorded_settings,
     )
+
+    # Without a clear cause, name the usual ones, or say that there was nothing to compare with.
     if cause:
         findings.append(cause)
     elif any(finding.severity == "problem" for finding in findings):
-        likely = [
+        likely_causes = [
             "it was trained for another target, or another revision of it",
             "it was hardly trained",
             advice.likely_cause,
             "the prompts are unlike its training data: choose others with suite=",
         ]
-        findings.append(note(f"likely causes: {'; '.join(likely)}"))
+        findings.append(note(f"likely causes: {'; '.join(likely_causes)}"))
     elif expected is None and not findings:
         findings.append(
             warning("no training history to compare with", "`specdistill eval` measures the draft")
         )
     diagnosis.findings += findings
     return decoded
+
+
+def _compare_with_training(
+    expected: SimulatedAcceptance | None,
+    decoded: SimulatedAcceptance,
+    completions: Sequence[Generation],
+) -> list[Finding]:
+    """Return a finding if a draft accepts next to nothing, or far less than in its training.
+
+    Args:
+        expected: the acceptance that training simulated; None without a history.
+        decoded: the acceptance on the completions.
+        completions: one for each prompt.
+    """
+    # Count how many rounds accept their first draft token.
+    is_first_accepted = []
+    for completion in completions:
+        for entry in completion.rounds:
+            is_first_accepted.append(entry.num_accepted > 0)
+    first_token_rate = sum(is_first_accepted) / max(1, len(is_first_accepted))
+
+    # The draft is far below its training if even the upper end of the interval is. Compared are
+    # accepted draft tokens: the acceptance length without the target's own token.
+    is_far_below = False
+    if expected is not None:
+        most_accepted = _compute_upper_length(completions) - 1
+        is_far_below = most_accepted < LOW_ACCEPTANCE_SHARE * (expected.length - 1)
+
+    if first_token_rate < NO_BETTER_THAN_CHANCE:
+        accepted = f"{first_token_rate:.0%} of its first draft tokens are accepted"
+        if expected is None or is_far_below:
+            return [problem(accepted)]
+        return [
+            warning(
+                f"{accepted}, as few as when it was trained",
+                "train it longer, or with a larger learning rate",
+            )
+        ]
+    if expected is not None and is_far_below:
+        return [
+            problem(
+                f"acceptance length {decoded.length:.2f} on {len(completions)} prompts, far below"
+                f" the {expected.length:.2f} that its training saw with as many draft tokens"
+            )
+        ]
+    return []
 
 
 def complete(
@@ -575,6 +704,7 @@ def _is_recorded(draft: object, repaired: object, recorded: Mapping[str, object]
 
     The recipe must record them with the values that the draft has.
     """
+    # List the settings that the repair changes, and look each one up in the recipe.
     before = getattr(draft, "config", None)
     after = getattr(repaired, "config", None)
     if not is_dataclass(before) or not is_dataclass(after):
@@ -586,6 +716,7 @@ def _is_recorded(draft: object, repaired: object, recorded: Mapping[str, object]
 
 
 def _list_values(value: object) -> object:
+    """Return a tuple as a list, as recipes write it, and any other value unchanged."""
     return list(value) if isinstance(value, tuple) else value
 
 
@@ -597,6 +728,8 @@ def compute_confidence_interval(values: Sequence[float], confidence: float) -> t
     mean = fmean(values)
     if len(values) < 2 or max(values) == min(values):
         return mean, mean
+
+    # Half of the width: the quantile of Student's t times the standard error of the mean.
     half = (
         float(t.ppf((1 + confidence) / 2, len(values) - 1)) * stdev(values) / math.sqrt(len(values))
     )
@@ -636,60 +769,102 @@ def _find_cause(
     ]
     if not completions or draft is None or advice.build_simulation(draft, num_tokens) is None:
         return None
-    num_parts = NUM_PARTS if len(completions) == 1 else 1
-
-    # Each completion, or each part of a single one, gives one pair of numbers to compare.
-    def measure_fits(candidate: nn.Module) -> list[tuple[float, float]]:
-        objective = advice.build_simulation(candidate, num_tokens)
-        parts = ((completion, part) for completion in completions for part in range(num_parts))
-        return [_fit(objective, target, completion, part, num_parts) for completion, part in parts]
 
     # Measure the draft as it is, and with each repair of a setting that nothing records.
-    before = best = measure_fits(draft)
-    results = []
-    for likely, repaired in advice.find_repairs(draft, target):
+    fits_before = _measure_fits(advice, draft, target, completions, num_tokens)
+    repairs = []
+    for cause, repaired in advice.find_repairs(draft, target):
         if not _is_recorded(draft, repaired, recorded):
-            results.append((likely, measure_fits(repaired)))
+            fits = _measure_fits(advice, repaired, target, completions, num_tokens)
+            repairs.append((cause, fits))
+    best_repair = _choose_repair(fits_before, repairs)
+    if best_repair is None:
+        return None
 
-    # Several repairs are tried, so each one is tested at a stricter level (Bonferroni).
-    confidence = 1 - (1 - CONFIDENCE) / max(1, len(results))
-    best_fall = 0.0
-    cause = ""
-    gain = (0.0, 0.0)
-
-    # Take the repair with the largest fall of the divergence whose interval excludes 0.
-    for likely, after in results:
-        pairs = list(zip(before, after, strict=True))
-        falls = [
-            1 - repaired / current if current else 0.0 for (current, _), (repaired, _) in pairs
-        ]
-        lowest_fall, _ = compute_confidence_interval(falls, confidence)
-        if fmean(falls) > max(best_fall, MIN_DIVERGENCE_DROP) and lowest_fall > 0:
-            best = after
-            best_fall = fmean(falls)
-            cause = likely
-            gain = compute_confidence_interval(
-                [repaired - current for (_, current), (_, repaired) in pairs], CONFIDENCE
-            )
-    was = fmean(length for _, length in before)
-    becomes = fmean(length for _, length in best)
     # A repair that brings the draft closer to the target, but leaves it useless, is not the cause.
-    if not cause or becomes - 1 < NO_BETTER_THAN_CHANCE:
+    cause, fits_after = best_repair
+    length_before = fmean(length for _, length in fits_before)
+    length_after = fmean(length for _, length in fits_after)
+    if length_after - 1 < NO_BETTER_THAN_CHANCE:
         return None
 
     # It is a problem only if more tokens are accepted, too. Otherwise it is a warning.
-    is_worth = becomes - 1 > MIN_ACCEPTANCE_GAIN * (was - 1) and gain[0] > 0
-    return (problem if is_worth else warning)(
+    gains = [
+        after - before for (_, before), (_, after) in zip(fits_before, fits_after, strict=True)
+    ]
+    lowest_gain, _ = compute_confidence_interval(gains, CONFIDENCE)
+    is_large_gain = length_after - 1 > MIN_ACCEPTANCE_GAIN * (length_before - 1)
+    severity = problem if is_large_gain and lowest_gain > 0 else warning
+    drop = fmean(_compute_drops(fits_before, fits_after))
+    return severity(
         cause,
-        f"after the repair, KL to the target drops {best_fall:.0%}, and simulated acceptance length"
-        f" rises from {was:.2f} to {becomes:.2f}",
+        f"after the repair, KL to the target drops {drop:.0%}, and simulated acceptance length"
+        f" rises from {length_before:.2f} to {length_after:.2f}",
     )
+
+
+def _measure_fits(
+    advice: Advice[nn.Module],
+    draft: nn.Module,
+    target: FrozenTarget,
+    completions: Sequence[Generation],
+    num_tokens: int,
+) -> list[Fit]:
+    """Return how close a draft is to the target on each completion, or each part of a single one.
+
+    Args:
+        advice: of the draft's method, which simulates drafting.
+        draft: the draft, as it is or repaired.
+        target: the target.
+        completions: of the prompts, by the target.
+        num_tokens: draft tokens per round.
+    """
+    objective = advice.build_simulation(draft, num_tokens)
+    num_parts = NUM_PARTS if len(completions) == 1 else 1
+    fits = []
+    for completion in completions:
+        for part in range(num_parts):
+            fits.append(_fit(objective, target, completion, part, num_parts))
+    return fits
+
+
+def _choose_repair(
+    fits_before: Sequence[Fit], repairs: Sequence[tuple[str, list[Fit]]]
+) -> tuple[str, list[Fit]] | None:
+    """Return the repair with the largest drop of the divergence whose interval excludes 0.
+
+    Args:
+        fits_before: of the draft as it is.
+        repairs: the cause that each repair removes, and the fits of the repaired draft.
+
+    Returns:
+        The cause and the fits after its repair; None if no repair is clearly better.
+    """
+    # Several repairs are tried, so each one is tested at a stricter level (Bonferroni).
+    confidence = 1 - (1 - CONFIDENCE) / max(1, len(repairs))
+    best_repair = None
+    best_drop = MIN_DIVERGENCE_DROP
+    for cause, fits_after in repairs:
+        drops = _compute_drops(fits_before, fits_after)
+        lowest_drop, _ = compute_confidence_interval(drops, confidence)
+        if fmean(drops) > best_drop and lowest_drop > 0:
+            best_repair = (cause, fits_after)
+            best_drop = fmean(drops)
+    return best_repair
+
+
+def _compute_drops(fits_before: Sequence[Fit], fits_after: Sequence[Fit]) -> list[float]:
+    """Return by which share the divergence drops after a repair, for each pair of fits."""
+    drops = []
+    for (before, _), (after, _) in zip(fits_before, fits_after, strict=True):
+        drops.append(1 - after / before if before else 0.0)
+    return drops
 
 
 @torch.inference_mode()
 def _fit(
     objective: Any, target: FrozenTarget, completion: Generation, part: int = 0, num_parts: int = 1
-) -> tuple[float, float]:
+) -> Fit:
     """Return how close a head is to the target on a part of a completion.
 
     This varies less than the number of accepted tokens, and takes one pass of the draft.
@@ -704,24 +879,33 @@ def _fit(
     Returns:
         The mean forward KL of the drafted positions in nats, and the simulated acceptance length.
     """
+    # The positions whose loss counts: those of this part of the completion.
     ids = torch.tensor([[*completion.prompt_ids, *completion.token_ids]], device=target.device)
     positions = torch.arange(ids.shape[1], device=target.device).unsqueeze(0)
     num_new = len(completion.token_ids)
-    begin, end = (
-        len(completion.prompt_ids) + num_new * number // num_parts for number in (part, part + 1)
-    )
+    num_prompt_tokens = len(completion.prompt_ids)
+    begin = num_prompt_tokens + num_new * part // num_parts
+    end = num_prompt_tokens + num_new * (part + 1) // num_parts
     inputs = {
         "input_ids": ids,
         "loss_mask": ((positions >= begin) & (positions < end)).long(),
         "document_ids": torch.zeros_like(ids),
         "position_ids": positions,
     }
-    objective, inputs = objective.eval(), objective.prepare(index_batch(inputs), None)
-    _, sums = objective(**inputs, **objective.read_target(target, inputs), measure=True)
-    divergence = fmean(
-        float(total / num_tokens)
-        for total, num_tokens in zip(sums.loss, sums.loss_tokens, strict=True)
-    )
-    return divergence, 1 + sum(
-        float(right / chains) for right, chains in zip(sums.chain_correct, sums.chains, strict=True)
-    )
+
+    # Run the draft once over prompt and completion, and sum over the positions of each draft step.
+    objective = objective.eval()
+    inputs = objective.prepare(index_batch(inputs), None)
+    target_outputs = objective.read_target(target, inputs)
+    _, sums = objective(**inputs, **target_outputs, measure=True)
+
+    # The divergence is the mean over the draft steps. The acceptance length is 1, plus the share of
+    # chains that are right up to each step.
+    mean_losses = [
+        float(total / count) for total, count in zip(sums.loss, sums.loss_tokens, strict=True)
+    ]
+    correct_shares = [
+        float(correct / chains)
+        for correct, chains in zip(sums.chain_correct, sums.chains, strict=True)
+    ]
+    return fmean(mean_losses), 1 + sum(correct_shares)

@@ -16,7 +16,8 @@ from specdistill.recipe.sections import DataConfig
 from specdistill.targets.frozen import FrozenTarget
 
 KEY = "draft"
-RECIPE, PROVENANCE = "run/recipe.yaml", "run/provenance.json"  # paths in the folder of a run
+# Paths in the folder of a run.
+RECIPE, PROVENANCE = "run/recipe.yaml", "run/provenance.json"
 # Tokens generated for each prompt. Completions repeat themselves later on, so short ones accept
 # less than long ones.
 NUM_TOKENS = 96
@@ -59,6 +60,7 @@ def select_prompts(
     Raises:
         UserError: for a suite that cannot be read, or does not fit the target.
     """
+    # Look for a named suite: in the options, then in the recipe of the run.
     recipe = read_run_recipe(run) if run else None
     suite_name = suite or (recipe and recipe.eval.suite)
     ids = (
@@ -66,6 +68,9 @@ def select_prompts(
         if run and isinstance(recipe, TrainedRecipe) and not suite_name
         else []
     )
+
+    # Without one, take held-out rows. Without these, take the default suite, whose text the draft
+    # may not be for.
     what = f"the held-out rows of {run}"
     is_known = bool(suite_name or ids)
     if not ids:
@@ -81,6 +86,8 @@ def select_prompts(
             )
         ]
         what = f"suite {suite_name or DEFAULT_SUITE}"
+
+    # Show the beginning of the first prompt, so that a reader sees what kind of text it is.
     first = join_lines(target.tokenizer.decode(ids[0], skip_special_tokens=True))
     return ids, f"{len(ids)} of {what}, the first: {first[:60]!r}", is_known
 
@@ -98,6 +105,7 @@ def _select_held_out_prompts(
         The token ids of each prompt; empty if the rows are not on this machine, or were made with
         another tokenizer.
     """
+    # Find the folder of the rows: named in the recipe, or in the cache under their fingerprint.
     fingerprint = str(
         read_keys(run / PROVENANCE, KEY, "a run with its record").get("data_fingerprint")
     )
@@ -106,9 +114,13 @@ def _select_held_out_prompts(
     )
     if not is_whole(folder):
         return []
+
+    # Token ids of another tokenizer would be other text.
     _, rows, manifest = read_rows(folder)
     if manifest.fit.tokenizer != hash_tokenizer(target.tokenizer):
         return []
+
+    # Take rows at even distances. The prompt ends where the first answer begins.
     prompts = []
     for row in rows.select(range(0, len(rows), max(1, len(rows) // num_prompts))):
         length = row["document_ids"].count(0)

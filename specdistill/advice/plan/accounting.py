@@ -64,7 +64,8 @@ OVERWRITING_OPERATIONS = {
     aten.zeros_like,
 }
 # The assumed shares of a device's peaks: of its arithmetic, which matrix products reach, and of its
-# bandwidth, which all other operations reach.
+# bandwidth, which all other operations reach. They are round numbers, and no fit to a measurement:
+# larger shares give fewer hours.
 MATRIX_SHARE = 0.5
 TRAFFIC_SHARE = 0.8
 # Operations that read as much of a table as they return.
@@ -73,9 +74,14 @@ LOOKUPS = {aten.embedding, aten.gather, aten.index, aten.index_select}
 # Total size of the timed matrices, which is more than the cache of most CPUs. A server with more
 # cache looks faster than it is.
 BANK_BYTES = 128 * 2**20
+
+# Small matrices would need thousands of products to fill the bank. This many are enough to time.
 MAX_MATRICES = 64
 NUM_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 32)  # the numbers of input rows that are timed
-TRAINING_ROWS = 512  # the number of input rows that stands for a training step
+# The number of input rows that stands for a training step, whose products have hundreds of rows or
+# more.
+TRAINING_ROWS = 512
+# Runs of each timing. The fastest counts, because other work on the machine only makes runs slower.
 NUM_TIMED_RUNS = 3
 DTYPES = ("float32", "bfloat16")
 
@@ -123,6 +129,8 @@ class Device:
             num_tokens: tokens of the step.
             other_flops: operations that the ledger does not count, those of the target's layers.
         """
+        # Matrix products are limited by arithmetic, and all other operations by bandwidth. They
+        # follow one another, so their times add up.
         products = (step.flops + other_flops) / (MATRIX_SHARE * self.flops)
         return num_tokens / (products + step.traffic / (TRAFFIC_SHARE * self.bandwidth))
 
@@ -146,7 +154,11 @@ class Machine(Device):
     memory_gb: float = 0.0
 
     def count_pass_bytes(self, read: float, parameters: float, num_tokens: int) -> float:
-        """Return how long a pass takes, as `Device.pass_bytes`, by the measured `row_costs`."""
+        """Return how long a pass takes, in bytes read in that time, by the measured `row_costs`.
+
+        Between two measured numbers of rows the cost is interpolated. Beyond the largest it grows
+        in proportion.
+        """
         assert self.row_costs is not None
         rows = [*self.row_costs]
         beyond = max(1.0, num_tokens / rows[-1])
@@ -183,10 +195,14 @@ class Ledger(TorchDispatchMode):
         inputs = list_tensors((args, kwargs))
         for tensor in inputs:
             self._enter(tensor, 0)
+
+        # Run the operation, and count the memory of its results from now until they are released.
         result = func(*args, **kwargs)
         outputs = list_tensors(result)
         operation = func.overloadpacket
         new = [self._enter(tensor, tensor.untyped_storage().nbytes()) for tensor in outputs]
+
+        # Matrix products and attention count as arithmetic, everything else as traffic.
         if operation in flop_registry:
             self.flops += flop_registry[operation](*args, **kwargs, out_val=result)
         elif operation in LOOKUPS:
@@ -210,6 +226,7 @@ class Ledger(TorchDispatchMode):
         Returns:
             Whether the storage is new.
         """
+        # Views share a storage. It counts once, for as long as any tensor holds it.
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._known:
@@ -278,6 +295,7 @@ def count_training_step(
     Returns:
         The ledger.
     """
+    # Build a recipe with the keys that it must have. Only its section `draft` matters here.
     values = {
         "method": method,
         "target": {"model": method},
@@ -286,12 +304,16 @@ def count_training_step(
     }
     recipe = validate_recipe(METHODS[method].recipe(), {**values, "draft": dict(draft)})
     assert isinstance(recipe, TrainedRecipe)
+
+    # Every row is one document, and all of its tokens have a loss.
     packed = {
         "input_ids": [0] * length,
         "loss_mask": [1] * length,
         "document_ids": [0] * length,
         "position_ids": list(range(length)),
     }
+
+    # Build the objective with target and draft, whose tensors have no content.
     mode = FakeTensorMode()
     with mode:
         weightless = WeightlessTarget(target)
@@ -305,6 +327,8 @@ def count_training_step(
                 parameter.grad = torch.empty_like(parameter)
     # This reads the values of the tokens, so the batch needs content.
     batch = objective.prepare(collate([packed] * rows), None)
+
+    # Run forward and backward as the Trainer does, and count their operations.
     with mode:
         batch = {
             name: mode.from_tensor(value) if isinstance(value, Tensor) else value
@@ -349,6 +373,7 @@ def measure_machine(
         num_parameters: of the target. A target that fits into the cache is timed there.
         training_dtype: of the matrix products of a training step.
     """
+    # Time products with few rows in both dtypes, and take the dtype that decodes faster.
     facts = describe_hardware(torch.device("cpu"))
     times = {
         name: time_products(getattr(torch, name), width, inner_width, num_parameters)
@@ -357,6 +382,8 @@ def measure_machine(
     # Decoding consists of plain steps and of rounds with a few draft tokens, here four.
     dtype = min(DTYPES, key=lambda name: times[name][1] + times[name][5])
     seconds = times[dtype]
+
+    # Time what a training step does: products with many rows, and copies.
     training = time_products(training_dtype, width, inner_width, num_parameters, [TRAINING_ROWS])
     # A copy reads and writes every byte.
     bytes_per_second = 2 * BANK_BYTES / time_fastest(torch.ones(BANK_BYTES // 4).clone)
@@ -388,6 +415,7 @@ def time_products(
         num_parameters: of the target. No more numbers than these are timed.
         row_counts: the numbers of input rows that are timed.
     """
+    # Take enough matrices to exceed the cache, but no more weights than the target has.
     size = width * inner_width
     bank = min(BANK_BYTES // dtype.itemsize, num_parameters)
     matrices = torch.ones(max(1, min(MAX_MATRICES, bank // size)), inner_width, width, dtype=dtype)
@@ -397,6 +425,7 @@ def time_products(
         # Products with many rows take longer, so fewer matrices are timed.
         few = matrices[:4] if rows > NUM_ROWS[-1] else matrices
 
+        # The defaults bind this round's values, which a later round would replace.
         def multiply(inputs: Tensor = inputs, few: Tensor = few) -> None:
             for matrix in few:
                 torch.nn.functional.linear(inputs, matrix)

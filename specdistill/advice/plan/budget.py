@@ -6,6 +6,7 @@ part of its weights, and whole heads of its cache.
 """
 
 import bisect
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +22,8 @@ CONTEXT = 4096  # the context in tokens, if none is asked for
 ENGINE_BYTES = 2**30
 PASS_TOKENS = 8192  # prompt tokens of one pass, as in vLLM
 NO_LIMIT = 2**30  # tokens of context from which on there is no limit
+
+# No target is planned for more devices than this, so that the search ends.
 MAX_DEVICES = 64
 # The usable share of a device's memory. The rest is the context of the driver, and what the
 # allocator cannot use.
@@ -56,6 +59,7 @@ def check_serving(
         UserError: for what no engine would serve: more context than the target has, another dtype
             for quantized weights, or attention heads that the devices cannot share.
     """
+    # The context: as asked, or the default, within what the target can read.
     longest = getattr(target.text, "max_position_embeddings", None)
     context = serving.context or min(CONTEXT, longest or CONTEXT)
     if longest and context > longest:
@@ -64,6 +68,8 @@ def check_serving(
             got=context,
             expected=f"at most {longest}, the target's max_position_embeddings",
         )
+
+    # Quantized weights are served as they are stored.
     if serving.dtype and target.quantization:
         raise make_unused_key_error(
             "serving.dtype",
@@ -71,6 +77,8 @@ def check_serving(
             f"the weights of {target.name} are"
             f" {target.quantization.get('quant_method', 'quantised')}",
         )
+
+    # Each device holds whole attention heads.
     for model in filter(None, (target, draft)):
         heads = getattr(model.text, "num_attention_heads", serving.tensor_parallel)
         if heads % serving.tensor_parallel:
@@ -88,7 +96,7 @@ class Budget:
 
     Attributes:
         parts: bytes of each part that the device holds, by name.
-        needs: bytes of memory that a device needs, with the share that the engine does not use.
+        needs: bytes of memory that a device needs, including the share that the engine leaves free.
         fits: whether the parts fit into the memory that was asked for.
         room: tokens of context that all sequences together can have on that memory; 0 if the
             weights alone do not fit, and None if no layer keeps tokens for good.
@@ -121,53 +129,37 @@ def compute_budget(
         draft_cache: the size of the draft's KV cache; None if it has none.
         num_speculative_tokens: K, draft tokens per round.
     """
-    dtype = parse_dtype(serving.dtype)
+    assert serving.context is not None
     devices = serving.tensor_parallel
     itemsize = count_kv_itemsize(serving, target)
 
-    # All that does not depend on the context.
-    parts = {
-        "target": count_weight_bytes(target, dtype) / devices,
-        "KV cache": 0,
-        "draft": draft_bytes / devices,
-        "draft's KV cache": 0,
-        "engine": (
-            ENGINE_BYTES
-            + _estimate_activation_bytes(
-                target.text,
-                target.itemsize(dtype),
-                verified=serving.batch_size * (num_speculative_tokens + 1),
-                devices=devices,
-            )
-        ),
-    }
-
-    def caches(context: int) -> list[int]:
+    def count_cache_bytes(context: int) -> list[int]:
+        """Return the bytes of the target's and of the draft's KV cache on each device."""
         return [
             size.num_bytes(context, serving.batch_size, itemsize, devices) if size else 0
             for size in (target.cache, draft_cache)
         ]
 
-    # Fill in the caches for the context that was asked for.
-    assert serving.context is not None
-    usable = serving.gpu_memory_utilization * serving.memory_gb * 2**30
+    # Add up what a device holds: the parts that do not depend on the context, and the caches for
+    # the context that was asked for.
+    parts = _list_fixed_parts(target, serving, draft_bytes, num_speculative_tokens)
     fixed = sum(parts.values())
-    parts["KV cache"], parts["draft's KV cache"] = caches(serving.context)
+    parts["KV cache"], parts["draft's KV cache"] = count_cache_bytes(serving.context)
     total = int(sum(parts.values()))
-    # The longest context that fits: the cache grows with the context, so this is a binary search.
-    beyond = bisect.bisect_left(
-        range(NO_LIMIT + 1), True, key=lambda context: fixed + sum(caches(context)) > usable
-    )
-    longest = max(0, beyond - 1)
+
+    # Compare with the memory that the engine may use.
+    usable = serving.gpu_memory_utilization * serving.memory_gb * 2**30
+    longest = _find_longest_context(lambda context: fixed + sum(count_cache_bytes(context)), usable)
     budget = Budget(
         parts={name: int(size) for name, size in parts.items() if size},
         needs=int(total / serving.gpu_memory_utilization),
         fits=total <= usable,
         room=None if longest >= NO_LIMIT else longest * serving.batch_size,
     )
-    # If it does not fit, find the number of devices on which it does by doubling.
     if budget.fits or 2 * devices > MAX_DEVICES:
         return budget
+
+    # If it does not fit, find the number of devices on which it does by doubling.
     doubled = compute_budget(
         target,
         serving.model_copy(update={"tensor_parallel": 2 * devices}),
@@ -176,6 +168,51 @@ def compute_budget(
         num_speculative_tokens,
     )
     return replace(budget, tensor_parallel=2 * devices if doubled.fits else doubled.tensor_parallel)
+
+
+def _list_fixed_parts(
+    target: ModelConfigInfo,
+    serving: ServingOptions,
+    draft_bytes: float,
+    num_speculative_tokens: int,
+) -> dict[str, float]:
+    """Return the bytes of each part that a device holds for any context; 0 for the KV caches.
+
+    Args:
+        target: the target.
+        serving: how it is served.
+        draft_bytes: bytes of the draft's weights; 0 without a draft.
+        num_speculative_tokens: K, draft tokens per round.
+    """
+    dtype = parse_dtype(serving.dtype)
+    devices = serving.tensor_parallel
+    activation_bytes = _estimate_activation_bytes(
+        target.text,
+        target.itemsize(dtype),
+        verified=serving.batch_size * (num_speculative_tokens + 1),
+        devices=devices,
+    )
+    return {
+        "target": count_weight_bytes(target, dtype) / devices,
+        "KV cache": 0,
+        "draft": draft_bytes / devices,
+        "draft's KV cache": 0,
+        "engine": ENGINE_BYTES + activation_bytes,
+    }
+
+
+def _find_longest_context(count_bytes: Callable[[int], float], usable: float) -> int:
+    """Return the longest context in tokens that fits into the usable bytes, up to NO_LIMIT.
+
+    Args:
+        count_bytes: returns the bytes that a device holds with a context. They grow with it, so
+            that a binary search finds the longest one.
+        usable: bytes.
+    """
+    first_too_long = bisect.bisect_left(
+        range(NO_LIMIT + 1), True, key=lambda context: count_bytes(context) > usable
+    )
+    return max(0, first_too_long - 1)
 
 
 def count_weight_bytes(target: ModelConfigInfo, dtype: torch.dtype | None = None) -> float:
@@ -203,6 +240,7 @@ def _estimate_activation_bytes(
         verified: tokens whose logits are computed in a round.
         devices: devices that share the model.
     """
+    # Six vectors of the hidden size, and three of the MLP, which the devices share.
     width = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     # Some classes have a width for each layer.
     widest = max(width) if isinstance(width, list) else width

@@ -55,6 +55,8 @@ BYTES_PER_TRAINED = 16
 BYTES_PER_COPIED = 4
 # Operations per second of one H100 or H200 in bfloat16: 40 % of the peak of its tensor cores.
 TRAINING_FLOPS = 4e14
+
+# The micro-batch of a training that no recipe describes: rows, and tokens of a row.
 BATCH_SIZE = 4
 MAX_LENGTH = 2048
 # The launch configuration that a recipe's header names.
@@ -67,6 +69,7 @@ RecipeKeys = dict[str, Any]  # the keys of a shipped recipe, by section
 
 def list_assumptions(device: Device) -> tuple[str, ...]:
     """Return the assumptions of the estimates for a device, in sentences."""
+    # A CPU was measured, so its sentences name the measurement. A GPU has the figures of its maker.
     if isinstance(device, Machine):
         passes = (
             "A pass over several tokens takes as long as products of matrices with as many rows"
@@ -129,7 +132,7 @@ def list_assumptions(device: Device) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class ExpectedSpeedup:
-    """The best K at one alpha, with its acceptance length and its speedup."""
+    """The best K at one acceptance rate, with its acceptance length and its speedup."""
 
     num_speculative_tokens: int
     acceptance_length: float
@@ -175,8 +178,8 @@ class PlanRow:
         disk_bytes: bytes of the hidden states of all training tokens.
         training_memory: bytes of each part of training on one device.
         training_hours: hours of one GPU, or of this machine.
-        training_launch: the launch of the recipe, else that of `_launch`; None if a machine cannot
-            hold the training.
+        training_launch: the launch of the recipe, else that of `_choose_launch`; None if a machine
+            cannot hold the training.
         kv_bytes: bytes of the draft's KV cache for a token of context.
         step_ratio: c, the larger of the two shares.
         step_shares: the cost of a draft step over that of a target step, by what they read (weights
@@ -384,7 +387,8 @@ def build_plan_row(method: str, draft_info: ModelConfigInfo | None, scenario: Sc
 def _count_draft_bytes(
     method: str, planned: PlannedDraft, draft_info: ModelConfigInfo | None, scenario: Scenario
 ) -> tuple[float, float]:
-    """Return the bytes of a draft's weights, and of the weights that a step reads."""
+    """Return the bytes of all weights of a draft, and of the weights that one step reads."""
+    # Weights have the dtype of serving, of the draft's config, or of the target's.
     parts = planned.parts
     target = scenario.target
     itemsize = (
@@ -393,9 +397,14 @@ def _count_draft_bytes(
         or target.dtype
         or sizes.ASSUMED_DTYPE
     ).itemsize
-    if not (METHODS[method].in_target and target.native_mtp and target.quantization):
+
+    # Only a layer in the checkpoint of a quantized target has weights of two kinds.
+    is_quantized_layer = METHODS[method].in_target and target.native_mtp and target.quantization
+    if not is_quantized_layer:
         return parts.parameters * float(itemsize), parts.read * float(itemsize)
-    tables = parts.copied / 2  # All other weights are stored as the target's own layers are.
+    # A step reads half of the copied tables, which keep that dtype. All other weights are stored as
+    # the target's own layers are.
+    tables = parts.copied / 2
     return (
         parts.parameters * target.converted_itemsize,
         tables * itemsize + (parts.read - tables) * target.converted_itemsize,
@@ -413,18 +422,20 @@ def _estimate_speed(
         scenario: what is planned for.
         read: bytes of weights that a step reads.
     """
+    # c, the cost of a draft step: by what it reads, and by the layers that it runs.
     parts = planned.parts
     num_layers = scenario.target.text.num_hidden_layers
     alphas = planned.published.alphas
     step = scenario.count_pass_bytes(read, planned.cache, parts.read, 1) if parts.read else 0.0
     shares = {"weights": step / scenario.plain, "layers": parts.num_layers / num_layers}
+
+    # The speedup at both ends, if somebody published how much such drafts accept.
     low = high = None
     if alphas:
-        best, verify = (
-            scenario.estimate_verification(MAX_K[passes], spread=spread) for spread in (False, True)
-        )
+        verify = scenario.estimate_verification(MAX_K[passes], spread=True)
+        verify_at_best = scenario.estimate_verification(MAX_K[passes], spread=False)
         low, high = compute_speedup_range(
-            alphas, verify, shares, num_layers, passes, verify_at_best=best
+            alphas, verify, shares, num_layers, passes, verify_at_best=verify_at_best
         )
     return {
         "step_ratio": max(shares.values()),
@@ -451,6 +462,8 @@ def _estimate_serving(
     """
     if not planned.parts.parameters:
         return None
+
+    # The draft costs the context that the target alone could have in addition.
     alone = compute_budget(scenario.target, scenario.serving)
     budget = compute_budget(
         scenario.target,
@@ -459,11 +472,9 @@ def _estimate_serving(
         planned.cache,
         high.num_speculative_tokens if high else 0,
     )
-    return (
-        budget
-        if budget.room is None or alone.room is None
-        else replace(budget, cost=alone.room - budget.room)
-    )
+    if budget.room is None or alone.room is None:
+        return budget
+    return replace(budget, cost=alone.room - budget.room)
 
 
 def _estimate_training(
@@ -489,57 +500,59 @@ def _estimate_training(
         nothing = None if tokens is None else 0
         return {"disk_bytes": nothing, "training_memory": {}, "training_hours": nothing}
     target = scenario.target
-
-    # The micro-batch: as asked, or as the recipe has it, within the target's context.
-    row = METHODS[method]
-    itemsize = scenario.target.itemsize()
-    train = recipe.get("train", {})
-    draft = {key: value for key, value in recipe.get("draft", {}).items() if key == "ttt_steps"}
-    rows = scenario.batch_size or train.get("per_device_train_batch_size", BATCH_SIZE)
-    length = scenario.max_length or recipe.get("data", {}).get("max_length", MAX_LENGTH)
-    length = min(length, getattr(target.text, "max_position_embeddings", None) or length)
+    itemsize = target.itemsize()
+    rows, length = _choose_micro_batch(scenario, recipe)
 
     # Memory and speed of a step decide on how many devices it is launched.
+    # Of the recipe's section `draft`, the steps of the unroll decide on the cost of a step.
+    draft_keys = {
+        key: value for key, value in recipe.get("draft", {}).items() if key == "ttt_steps"
+    }
     memory, rate = estimate_training_needs(
         method,
         planned,
         target,
         scenario.device,
-        draft,
+        draft_keys,
         (rows, length),
         itemsize,
         computed=scenario.computed,
     )
-    launch = _launch(
-        target, memory, scenario.serving.memory_gb * 2**30, scenario.device.most_per_machine
-    )
+    device_memory = scenario.serving.memory_gb * 2**30
+    launch = _choose_launch(target, memory, device_memory, scenario.device.most_per_machine)
 
     # A recipe says how it is launched, and how many tokens it trains on.
     trained = tokens
     if recipe:
-        launch = describe_launch(
-            target,
-            memory,
-            *launch_of(str(name)),
-            is_sharded=recipe["target"].get("shard") == "layers",
-        )
-        trained = (
-            train["max_steps"]
-            * train.get("gradient_accumulation_steps", 1)
-            * rows
-            * length
-            * launch.num_processes
-        )
+        is_sharded = recipe["target"].get("shard") == "layers"
+        launch = describe_launch(target, memory, *launch_of(str(name)), is_sharded=is_sharded)
+        train = recipe["train"]
+        steps = train["max_steps"] * train.get("gradient_accumulation_steps", 1)
+        trained = steps * rows * length * launch.num_processes
+
+    # Stored hidden states take as many bytes per token as the draft reads.
+    bytes_per_token = METHODS[method].features * target.text.hidden_size * itemsize
     return {
-        "disk_bytes": (
-            None if tokens is None else row.features * target.text.hidden_size * itemsize * tokens
-        ),
+        "disk_bytes": None if tokens is None else bytes_per_token * tokens,
         "micro_batch": (rows, length),
         "trained_tokens": trained,
         "training_memory": memory,
         "training_hours": None if trained is None else trained / rate / 3600,
         "training_launch": launch,
     }
+
+
+def _choose_micro_batch(scenario: Scenario, recipe: RecipeKeys) -> tuple[int, int]:
+    """Return the rows of a micro-batch, and the tokens of a row.
+
+    Both are as asked, or as the recipe has them, or the defaults. A row is no longer than the
+    target's context.
+    """
+    train = recipe.get("train", {})
+    rows = scenario.batch_size or train.get("per_device_train_batch_size", BATCH_SIZE)
+    length = scenario.max_length or recipe.get("data", {}).get("max_length", MAX_LENGTH)
+    context = getattr(scenario.target.text, "max_position_embeddings", None)
+    return rows, min(length, context or length)
 
 
 def estimate_training_needs(
@@ -603,11 +616,12 @@ def estimate_training_needs(
 
     # Otherwise take two operations per weight in the forward pass, and six where it is trained.
     head = count_weights_read(target.model) - sizes.count_layer_weights_read(target.model)
+    flops_per_token = 2 * (layers + head) + 6 * planned.parts.read * positions
     flops = MATRIX_SHARE * device.flops if isinstance(device, Machine) else TRAINING_FLOPS
-    return memory, flops / (2 * (layers + head) + 6 * planned.parts.read * positions)
+    return memory, flops / flops_per_token
 
 
-def _launch(
+def _choose_launch(
     target: ModelConfigInfo, memory: Mapping[str, int], device_memory: float, most: int
 ) -> Launch | None:
     """Return the launch on the fewest devices of a machine on which training fits.
@@ -623,19 +637,16 @@ def _launch(
     Returns:
         The first configuration with which it fits; None if there is none.
     """
-    ways = []
-    for number in (1, 2, 4, 8):
-        if number <= most:
-            ways += [("ddp", number), ("zero2", number)]
-    launches = (describe_launch(target, memory, *way, is_sharded=way[1] > 1) for way in ways)
-    return next(
-        (
-            launch
-            for launch in launches
-            if launch.device_bytes <= USABLE_MEMORY_SHARE * device_memory
-        ),
-        None,
-    )
+    # Try few devices first, and without ZeRO first, which needs less communication.
+    for num_processes in (1, 2, 4, 8):
+        if num_processes > most:
+            break
+        for name in ("ddp", "zero2"):
+            is_sharded = num_processes > 1
+            launch = describe_launch(target, memory, name, num_processes, is_sharded=is_sharded)
+            if launch.device_bytes <= USABLE_MEMORY_SHARE * device_memory:
+                return launch
+    return None
 
 
 def describe_launch(
@@ -649,25 +660,27 @@ def describe_launch(
     Args:
         target: the target.
         memory: bytes of each part of training on one device.
-        name: of the configuration in accelerate_configs/.
-        number: processes.
+        name: name of the configuration in accelerate_configs/.
+        number: number of processes.
         is_sharded: whether the processes share the target's layers.
     """
-    layers = target.itemsize() * sum(
+    # Sharding: a process holds its part of the layers, and the one layer that is gathered at a
+    # time.
+    layer_bytes = target.itemsize() * sum(
         size.numel() for key, size in target.model.named_parameters() if ".layers." in key
     )
-    spared = (
-        layers - (layers / number + layers / target.text.num_hidden_layers) if is_sharded else 0
-    )
-    kept_share = {"zero2": 0.25 + 0.75 / number, "zero3": 0.25 + 1 / number}.get(
-        name.partition("_")[0], 1.0
-    )
-    return Launch(
-        name,
-        number,
-        is_sharded,
-        int(sum(memory.values()) - spared - (1 - kept_share) * memory["draft"]),
-    )
+    spared_bytes = 0.0
+    if is_sharded:
+        held_bytes = layer_bytes / number + layer_bytes / target.text.num_hidden_layers
+        spared_bytes = layer_bytes - held_bytes
+
+    # Of the 16 bytes of a trained parameter, ZeRO stage 2 divides gradient and moments (12). Stage
+    # 3 divides all 16, and holds the gathered weights (4) in addition.
+    kept_shares = {"zero2": 0.25 + 0.75 / number, "zero3": 0.25 + 1 / number}
+    kept_share = kept_shares.get(name.partition("_")[0], 1.0)
+    divided_bytes = (1 - kept_share) * memory["draft"]
+    device_bytes = int(sum(memory.values()) - spared_bytes - divided_bytes)
+    return Launch(name, number, is_sharded, device_bytes)
 
 
 def find_recipe(method: str, target: str) -> tuple[str | None, RecipeKeys]:
@@ -685,12 +698,18 @@ def find_recipe(method: str, target: str) -> tuple[str | None, RecipeKeys]:
     names = sorted(
         path.relative_to(RECIPES).with_suffix("").as_posix() for path in RECIPES.rglob("*.yaml")
     )
-    recipes = {name: keys for name in names if (keys := read_recipe(name)).get("method") == method}
-    own_recipe = next(
-        (name for name, keys in recipes.items() if keys["target"]["model"] == target), None
-    )
-    if own_recipe:
-        return own_recipe, recipes[own_recipe]
+
+    # Read all shipped recipes of the method.
+    recipes = {}
+    for name in names:
+        keys = read_recipe(name)
+        if keys.get("method") == method:
+            recipes[name] = keys
+
+    # Prefer the recipe of this very target, then that of small targets, then that of pico.
+    for name, keys in recipes.items():
+        if keys["target"]["model"] == target:
+            return name, keys
     for folder in ("small", "pico"):
         for name in recipes:
             if name.startswith(f"{folder}/"):
@@ -700,7 +719,9 @@ def find_recipe(method: str, target: str) -> tuple[str | None, RecipeKeys]:
 
 def launch_of(recipe: str) -> tuple[str, int]:
     """Return the launch configuration and the number of processes in a shipped recipe's header."""
-    (name, number), *_ = LAUNCH.findall((RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8"))
+    text = (RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8")
+    (name, number), *_ = LAUNCH.findall(text)
+    # Without `--num_processes`, the configuration itself says how many processes there are.
     return name, int(number or read_yaml(LAUNCHES / f"{name}.yaml")["num_processes"])
 
 
@@ -724,11 +745,17 @@ def select_best_k(
         c: the cost of a draft pass, in plain target steps.
         passes: of the draft per round: "K", "1" or "0". c is multiplied by this number.
     """
-    lengths = [expected_acceptance_length(alpha, k) for k in range(1, len(verify) + 1)]
-    speedups = [
-        float(predicted_speedup(length, verify[k - 1], {"K": c * k, "1": c, "0": 0.0}[passes]))
-        for k, length in enumerate(lengths, 1)
-    ]
+    # Compute S for every K. c counts once for each pass of the draft.
+    lengths = []
+    speedups = []
+    for k, v in enumerate(verify, 1):
+        draft_cost = {"K": c * k, "1": c, "0": 0.0}[passes]
+        length = expected_acceptance_length(alpha, k)
+        lengths.append(length)
+        speedups.append(float(predicted_speedup(length, v, draft_cost)))
+
+    # Take the smallest K that is nearly the best: more draft tokens only pay if acceptance is as
+    # high as estimated.
     index = next(index for index, speedup in enumerate(speedups) if speedup >= 0.99 * max(speedups))
     return ExpectedSpeedup(index + 1, lengths[index], speedups[index])
 
@@ -755,13 +782,15 @@ def compute_speedup_range(
         passes: as of `select_best_k`.
         verify_at_best: v at the high end; None for 1, as for a dense target with few sequences.
     """
+    # At the low end the overhead of an engine adds to the draft step and to verification.
+    lower_alpha, higher_alpha = alphas
     overhead = LAYERS_OVERHEAD / target_layers if shares["layers"] else 0.0
-    low = select_best_k(
-        alphas[0], [v + VERIFY_OVERHEAD for v in verify], max(shares.values()) + overhead, passes
-    )
-    return low, select_best_k(
-        alphas[1], verify_at_best or [1.0] * len(verify), shares["weights"], passes
-    )
+    slow_verify = [v + VERIFY_OVERHEAD for v in verify]
+    low = select_best_k(lower_alpha, slow_verify, max(shares.values()) + overhead, passes)
+
+    fast_verify = verify_at_best or [1.0] * len(verify)
+    high = select_best_k(higher_alpha, fast_verify, shares["weights"], passes)
+    return low, high
 
 
 def estimate_training_memory(
@@ -786,6 +815,7 @@ def estimate_training_memory(
         num_steps: drafted positions.
         num_tokens: tokens of a micro-batch.
     """
+    # Two bytes for each number that is kept for backward.
     layers = 2 * (28 * shape.hidden_size + 4 * shape.intermediate_size) * parts.num_layers
     return {
         "target": target_bytes,

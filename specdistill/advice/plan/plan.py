@@ -48,6 +48,9 @@ PROMPT_TOKENS = 128  # tokens of a text that the target continues
 # Learning rates for a target of billions of parameters. Recipes of small targets have higher ones.
 LEARNING_RATE = 1e-3
 ADAMW_LEARNING_RATE = 1e-4
+# A command in the header of a recipe that runs before training, and where its line is broken.
+HEADER_COMMAND = re.compile(r"^#   ((vllm|specdistill) (?:serve|data make) .*)$", re.MULTILINE)
+LINE_BREAK_IN_HEADER = " \\\n#      "
 MAX_GENERATED_SEQUENCES = 512  # the most sequences that are generated at a time
 EVALUATIONS = 10  # the fewest evaluations in a run
 
@@ -98,7 +101,7 @@ class Plan:
     Attributes:
         target: facts about the target.
         methods: the row of each method.
-        recommendation: the recommended method, the reason, and commands (see `recommend`).
+        recommendation: the recommended method, the reason, and commands (see `recommend_method`).
         warnings: what the plan cannot know, and what does not fit.
         serving: how the target is to be served.
         alone: what each device holds while it serves without a draft.
@@ -175,25 +178,28 @@ def make_plan(
 
 def _list_target_warnings(target: ModelConfigInfo) -> list[str]:
     """Return warnings about what a plan cannot know of its target."""
+    # Each thing that the config does not tell has a warning of its own.
     warnings = []
     if target.tiny_random is None:
         warnings.append(
-            f"no small {type(target.model).__name__} can be made: whether it is a target shows when"
-            " its weights are loaded"
+            f"cannot build a small {type(target.model).__name__} to try: whether it can be a target"
+            " shows when its weights are loaded"
         )
     if target.dtype is None:
         warnings.append(
-            f"the config names no dtype: bytes are of {str(ASSUMED_DTYPE).removeprefix('torch.')}"
+            f"config.json names no dtype: assuming {str(ASSUMED_DTYPE).removeprefix('torch.')}"
         )
     settings = target.quantization
     if settings and target.stored_bytes is None:
         dtype = str(target.dtype or ASSUMED_DTYPE).removeprefix("torch.")
         warnings.append(
-            f"the target's weights are {settings.get('quant_method', 'quantised')}: no index says"
-            f" their size: bytes here are of {dtype}, and c of a draft in that is higher"
+            f"the target's weights are {settings.get('quant_method', 'quantised')}, and no index"
+            f" says their size: counting them in {dtype}, so c of an unquantized draft is too low"
         )
     if target.cache is None:
-        warnings.append("its class does not show its KV cache: budgets are without it")
+        warnings.append(
+            "the target's class does not show how large its KV cache is: budgets leave it out"
+        )
     return warnings
 
 
@@ -249,72 +255,101 @@ def recommend_method(
         measures n-gram `lookup`. `method` and `start` are None if no method is expected to be
         faster than plain decoding.
     """
-    # The candidates: drafts with an estimate, in the order in which they suit the target.
-    ends = {row.method: (row.low.speedup, row.high.speedup) for row in rows if row.low and row.high}
+    # Measure n-gram lookup in any case: it needs no training.
     lookup = next(row for row in rows if not METHODS[row.method].is_trained)
-    drafts = sorted(
-        (row for row in rows if row.method in ends and row is not lookup),
-        key=partial(_order, target),
-    )
-    native = target["native_mtp"] and any(METHODS[row.method].in_target for row in drafts)
-    if native:
-        drafts.sort(key=lambda row: not METHODS[row.method].in_target)
+    suite = _find_suite(rows, target)
+    lookup_command = _format_eval_command(lookup, target, budget, suite)
 
-    # The best one promises more than the lookup, which needs no training.
-    promise = (lambda row: ends[row.method][1]) if native else (lambda row: row.middle)
-    best = drafts[0] if drafts and promise(drafts[0]) > promise(lookup) else lookup
-    low, high = ends[best.method]
-
-    # Measure on the suite of a recipe for this target, if there is one.
-    training_keys = (
-        keys
-        for row in rows
-        if row.recipe and (keys := read_recipe(row.recipe))["target"]["model"] == target["model"]
-    )
-    suite = next(
-        (keys["eval"]["suite"] for keys in training_keys if "suite" in keys["eval"]), PROMPTS
-    )
-    advice: dict[str, str | None] = {"lookup": _format_eval_command(lookup, target, budget, suite)}
-
-    # Plain decoding is the fastest if even the optimistic end is below 1.
-    if high <= 1:
+    # Plain decoding is the fastest if even the high end is below 1.
+    best = _choose_row(rows, lookup, target)
+    assert best.low is not None and best.high is not None
+    if best.high.speedup <= 1:
         return {
             "method": None,
             "reason": "no method promises more than plain decoding",
             "start": None,
-            **advice,
+            "lookup": lookup_command,
         }
 
-    # Say why, and with which commands to begin.
-    why = (
-        "by a recipe of this target's own"
-        if _is_own(best, target)
-        else "the highest middle that fits here"
+    # Measure a draft that needs no training, or train one.
+    if best.draft or not METHODS[best.method].is_trained:
+        start: str | None = _format_eval_command(best, target, budget, suite)
+    else:
+        start = _format_training_commands(best, target, budget)
+    why = _explain_choice(best, rows, lookup, target)
+    reason = (
+        f"an estimated {best.low.speedup:.2f} to {best.high.speedup:.2f} times the speed of plain"
+        f" decoding, {why}.{_describe_needs(best, target, start)}"
     )
-    if best.middle == max(row.middle for row in rows):
-        why = "the highest middle of all methods"
+    return {"method": best.method, "reason": reason, "start": start, "lookup": lookup_command}
+
+
+def _choose_row(rows: Sequence[PlanRow], lookup: PlanRow, target: TargetFacts) -> PlanRow:
+    """Return the row of the method to start with: the draft that suits best, or n-gram lookup.
+
+    Args:
+        rows: the rows of the plan.
+        lookup: the row of n-gram lookup, which has an estimate.
+        target: the facts of the plan about the target.
+    """
+    # The candidates: drafts with an estimate, in the order in which they suit the target.
+    drafts = [row for row in rows if row.low and row.high and row is not lookup]
+    drafts.sort(key=partial(_make_sort_key, target))
+    has_native_layer = _has_native_layer(drafts, target)
+    if has_native_layer:
+        drafts.sort(key=lambda row: not METHODS[row.method].in_target)
+
+    # The draft has to promise more than the lookup, which needs no training. A layer that comes
+    # with the target needs none either, so its high end counts. Otherwise the middle does.
+    def get_promise(row: PlanRow) -> float:
+        assert row.high is not None
+        return row.high.speedup if has_native_layer else row.middle
+
+    if drafts and get_promise(drafts[0]) > get_promise(lookup):
+        return drafts[0]
+    return lookup
+
+
+def _has_native_layer(rows: Sequence[PlanRow], target: TargetFacts) -> bool:
+    """Return whether the target comes with layers that one of the rows drafts with."""
+    return bool(target["native_mtp"]) and any(METHODS[row.method].in_target for row in rows)
+
+
+def _explain_choice(
+    best: PlanRow, rows: Sequence[PlanRow], lookup: PlanRow, target: TargetFacts
+) -> str:
+    """Return why a row was chosen, as the end of a sentence.
+
+    Args:
+        best: the chosen row.
+        rows: the rows of the plan.
+        lookup: the row of n-gram lookup.
+        target: the facts of the plan about the target.
+    """
+    estimated_rows = [row for row in rows if row.low and row.high]
     if best is lookup:
-        why = "without training, and nothing that is trained quickly promises more"
-    elif native:
-        why = "its layer comes with the target"
-    start = (
-        _format_eval_command(best, target, budget, suite)
-        if best.draft or not METHODS[best.method].is_trained
-        else _format_training_commands(best, target, budget)
-    )
-    return {
-        "method": best.method,
-        "reason": (
-            f"an estimated {low:.2f} to {high:.2f} times the speed of plain decoding,"
-            f" {why}.{_needs(best, target, start)}"
-        ),
-        "start": start,
-        **advice,
-    }
+        return "without training, and nothing that is trained quickly promises more"
+    if _has_native_layer(estimated_rows, target):
+        return "its layer comes with the target"
+    if best.middle == max(row.middle for row in rows):
+        return "the highest middle of all methods"
+    if _is_own(best, target):
+        return "by a recipe of this target's own"
+    return "the highest middle that fits here"
 
 
-def _order(target: TargetFacts, row: PlanRow) -> tuple[bool, bool, bool, float]:
-    """Return the sort key of a draft for `recommend`.
+def _find_suite(rows: Sequence[PlanRow], target: TargetFacts) -> str:
+    """Return the suite of a recipe of the target's own; a placeholder if there is none."""
+    for row in rows:
+        if _is_own(row, target):
+            eval_keys = read_recipe(str(row.recipe))["eval"]
+            if "suite" in eval_keys:
+                return str(eval_keys["suite"])
+    return PROMPTS
+
+
+def _make_sort_key(target: TargetFacts, row: PlanRow) -> tuple[bool, bool, bool, float]:
+    """Return the key by which drafts are sorted: the draft to start with has the smallest.
 
     Drafts that exist and recipes of the target's own come first, then drafts that can be trained.
     For small targets block drafters come later: they learn slowly, and with the training data of
@@ -334,12 +369,12 @@ def _order(target: TargetFacts, row: PlanRow) -> tuple[bool, bool, bool, float]:
 
 def _is_own(row: PlanRow, target: TargetFacts) -> bool:
     """Return whether a row's recipe is the target's own."""
-    return row.recipe is not None and bool(
-        read_recipe(row.recipe)["target"]["model"] == target["model"]
-    )
+    if row.recipe is None:
+        return False
+    return bool(read_recipe(row.recipe)["target"]["model"] == target["model"])
 
 
-def _needs(row: PlanRow, target: TargetFacts, start: str | None) -> str:
+def _describe_needs(row: PlanRow, target: TargetFacts, start: str | None) -> str:
     """Return a sentence about the needs of training; empty if nothing is trained.
 
     It names the launch, the sharding and what generates the data, in the order in which they are
@@ -352,9 +387,8 @@ def _needs(row: PlanRow, target: TargetFacts, start: str | None) -> str:
     if launch is None:
         rows, length = row.micro_batch
         return (
-            f" {rows} rows of {length:,} tokens on"
-            f" {'this machine' if target['on_cpu'] else 'each of 8 devices'} are too much to train:"
-            " lower training.batch_size."
+            f" Training with {rows} rows of {length:,} tokens at a time does not fit on"
+            f" {'this machine' if target['on_cpu'] else '8 devices'}: lower training.batch_size."
         )
 
     # One process: say only how much memory it takes.
@@ -365,7 +399,9 @@ def _needs(row: PlanRow, target: TargetFacts, start: str | None) -> str:
     # Several processes: name the launch, and how the target is divided among them.
     kind = target["quantization"]
     refused = (
-        f" (which takes no {kind}: save the target in {target['dtype']} first)" if kind else ""
+        f" (which does not take {kind} weights: save the target in {target['dtype']} first)"
+        if kind
+        else ""
     )
     shared = f"; target.shard=layers{refused}" if launch.is_sharded else ""
     served = (
@@ -381,27 +417,26 @@ def _needs(row: PlanRow, target: TargetFacts, start: str | None) -> str:
 
 def _format_command(verb: str, target: TargetFacts, keys: Mapping[str, object]) -> str:
     """Return the shell command, leaving out keys whose value is None."""
+    # Quote the arguments for a shell. The consent to run a repository's code comes last.
     pairs = [f"{key}={value}" for key, value in keys.items() if value is not None]
-    return shlex.join(["specdistill", *verb.split(), *pairs]) + (
-        CONSENT["specdistill"] if target["trust_remote_code"] else ""
-    )
+    command = shlex.join(["specdistill", *verb.split(), *pairs])
+    return command + CONSENT["specdistill"] if target["trust_remote_code"] else command
 
 
 def _name_draft_folder(row: PlanRow, target: TargetFacts) -> str:
-    return (
-        f"runs/{target['model'].rstrip('/').split('/')[-1].lower()}-{row.method.replace('_', '-')}"
-    )
+    """Return a folder for the run, named after the target and the method."""
+    target_name = target["model"].rstrip("/").split("/")[-1].lower()
+    return f"runs/{target_name}-{row.method.replace('_', '-')}"
 
 
 def _format_eval_command(
     row: PlanRow, target: TargetFacts, budget: Budget | None, suite: str
 ) -> str:
     """Return the command that measures a draft that exists, or n-gram lookup."""
-    tokens = (
-        (row.low.num_speculative_tokens + row.high.num_speculative_tokens) // 2
-        if row.low and row.high
-        else 1
-    )
+    # Take the K in the middle of both ends.
+    tokens = 1
+    if row.low and row.high:
+        tokens = (row.low.num_speculative_tokens + row.high.num_speculative_tokens) // 2
     keys = {
         "method": row.method,
         "target": target["model"],
@@ -424,7 +459,8 @@ def _format_training_commands(
     Returns:
         The commands; None if no recipe of the method ships, or no device can hold the training.
     """
-    if row.recipe is None or (launch := row.training_launch) is None:
+    launch = row.training_launch
+    if row.recipe is None or launch is None:
         return None
     number = launch.num_processes
     trusted = target["trust_remote_code"]
@@ -434,14 +470,12 @@ def _format_training_commands(
 
     # A recipe for this target has its commands in its header.
     if _is_own(row, target):
-        header = (
-            (RECIPES / f"{row.recipe}.yaml").read_text(encoding="utf-8").replace(" \\\n#      ", "")
-        )
-        before = re.findall(
-            r"^#   ((vllm|specdistill) (?:serve|data make) .*)$", header, re.MULTILINE
-        )
-        train = _format_command("train", target, {"recipe": row.recipe, **launched})
-        return "\n".join([*(line + CONSENT[program] * trusted for line, program in before), train])
+        text = (RECIPES / f"{row.recipe}.yaml").read_text(encoding="utf-8")
+        commands = []
+        for line, program in HEADER_COMMAND.findall(text.replace(LINE_BREAK_IN_HEADER, "")):
+            commands.append(line + CONSENT[program] * trusted)
+        commands.append(_format_command("train", target, {"recipe": row.recipe, **launched}))
+        return "\n".join(commands)
 
     # Several devices: servers generate the data, and training shards the target.
     if number > 1:
@@ -458,9 +492,8 @@ def _format_training_commands(
         **_list_size_keys(row, target, budget),
         "train.output_dir": _name_draft_folder(row, target),
     }
-    train = _format_command(
-        "train", target, {**keys, **dict(key.split("=", 1) for key in row.recipe_keys)}
-    )
+    recipe_keys = dict(key.split("=", 1) for key in row.recipe_keys)
+    train = _format_command("train", target, {**keys, **recipe_keys})
     if number == 1:
         return train
 
@@ -476,8 +509,11 @@ def _format_training_commands(
         if value not in (None, 1):
             words.extend((name, str(value)))
     server = shlex.join(["vllm", "serve", target["model"], *words]) + CONSENT["vllm"] * trusted
-    of_rows = {key: value for key, value in keys.items() if key in model or key.startswith("data.")}
-    return "\n".join([server, _format_command("data make", target, of_rows), train])
+    data_keys = {
+        key: value for key, value in keys.items() if key in model or key.startswith("data.")
+    }
+    make_data = _format_command("data make", target, data_keys)
+    return "\n".join([server, make_data, train])
 
 
 def _list_size_keys(row: PlanRow, target: TargetFacts, budget: Budget | None) -> dict[str, object]:
@@ -491,6 +527,8 @@ def _list_size_keys(row: PlanRow, target: TargetFacts, budget: Budget | None) ->
 
     # Recurrent layers would carry state from one document of a packed row into the next.
     keys: dict[str, object] = {"data.packing": "false" if target["recurrent"] else None}
+
+    # A CPU decodes in the dtype that is faster on it.
     if target["on_cpu"] and target["decode_dtype"] != target["dtype"]:
         keys["target.dtype"] = target["decode_dtype"]
 
@@ -504,13 +542,14 @@ def _list_size_keys(row: PlanRow, target: TargetFacts, budget: Budget | None) ->
     every = max(1, min(1000, steps // EVALUATIONS))
     positions = METHODS[row.method].positions
 
-    # Generate as many sequences at a time as the KV cache has room for.
-    room = (
-        (budget.room or 0) // length
-        if budget and launch.num_processes == 1
-        else MAX_GENERATED_SEQUENCES
-    )
+    # Generate as many sequences at a time as the KV cache has room for, rounded down to a power of
+    # two. With several processes a server generates them.
+    room = MAX_GENERATED_SEQUENCES
+    if budget and launch.num_processes == 1:
+        room = (budget.room or 0) // length
     at_a_time = max(1, min(MAX_GENERATED_SEQUENCES, room))
+
+    # ZeRO divides the state of AdamW. Muon needs whole matrices, so it is replaced there.
     adamw = "adamw" if launch.configuration.startswith("zero") else None
     return keys | {
         "data.max_length": length,

@@ -28,6 +28,7 @@ from specdistill.targets.anatomy import CLASS_ERRORS
 from specdistill.targets.files import INDEX, SINGLE, Shards
 from specdistill.targets.loading import read_gguf_config
 
+# Seconds after which an unreachable Hub is given up. The plan itself does not need it.
 TIMEOUT_SECONDS = 5
 DRAFT = "the config.json of an EAGLE head, an MTP layer or a causal language model"
 # Patterns of the names that drafts have, by method. Special names come first.
@@ -40,6 +41,8 @@ METHOD_PATTERNS = OTHER_METHODS | {
     "pard": r"(?<![a-z])pard(?![a-z])",
     "draft_model": r"draft",
 }
+
+# The words that the Hub is searched for, one request each.
 SEARCH_WORDS = ("eagle", "speculator", "draft", "dflash", "dspark", "mtp", "pard")
 
 
@@ -139,6 +142,7 @@ def find_method_of_config(draft: ModelConfigInfo, target: ModelConfigInfo) -> st
     Raises:
         UserError: if it describes no method that can be decoded here.
     """
+    # Methods of other projects that nothing here can decode have a message of their own.
     foreign_method = find_foreign_method(draft.raw)
     if foreign_method:
         raise UserError(
@@ -146,6 +150,8 @@ def find_method_of_config(draft: ModelConfigInfo, target: ModelConfigInfo) -> st
             got=f"{draft.name}, a draft of method {foreign_method}, which is not decoded here yet",
             expected=DRAFT,
         )
+
+    # Otherwise each method says whether the config is one of its own.
     method_name = next(
         (name for name, row in METHODS.items() if row.load().advice.is_described(draft, target)),
         None,
@@ -297,6 +303,8 @@ def infer_method(repository: str, tags: list[str]) -> str | None:
     Returns:
         The method; None if nothing suggests a draft.
     """
+    # The patterns are in the order of METHOD_PATTERNS, in which special names come before general
+    # ones.
     text = " ".join([repository, *tags]).lower()
     return next(
         (method for method, pattern in METHOD_PATTERNS.items() if re.search(pattern, text)), None
@@ -308,6 +316,8 @@ def has_target_name(repository: str, target: str) -> bool:
 
     For example, `EAGLE3-LLaMA3.1-Instruct-8B` names `Llama-3.1-8B-Instruct`.
     """
+    # Compare words and sizes, such as `llama`, `3.1` and `8b`. The version of EAGLE is no version
+    # of the target.
     words, target_words = (
         set(
             re.findall(

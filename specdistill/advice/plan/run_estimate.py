@@ -232,6 +232,8 @@ def _estimate_generation_seconds(
     """Return the seconds in which the device reads the prompts and generates the tokens."""
     if not size.num_generated:
         return 0.0
+
+    # Each row begins with a prompt, so the prompt tokens follow from the generated ones.
     length = recipe.data.max_length
     # The keys are checked against each other when rows are made.
     prompt_tokens = min(recipe.data.generation.prompt_tokens, length - 1)
@@ -243,6 +245,7 @@ def _estimate_generation_seconds(
         / (MATRIX_SHARE * device.flops)
     )
 
+    # A CPU is timed. For a GPU the figures of its maker are used.
     if isinstance(device, Machine):
         token_seconds = _time_token(recipe, target, size.batch_size)
     else:
@@ -255,6 +258,7 @@ def _time_token(recipe: TrainedRecipe, target: ModelConfigInfo, batch_size: int)
 
     There a batch is generated in parts. Returns seconds.
     """
+    # Time the matrix products of one pass over a part of the batch.
     cpu = torch.device("cpu")
     rows = choose_part_rows(batch_size, cpu)
     parameters = count_weights_read(target.model)
@@ -262,6 +266,8 @@ def _time_token(recipe: TrainedRecipe, target: ModelConfigInfo, batch_size: int)
     products = time_products(
         choose_fast_dtype(cpu), *find_matrix_sizes(target), int(parameters), [rows]
     )
+
+    # Time sampling on random logits. Greedy answers do not sample.
     temperatures = recipe.data.generation.temperatures
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(SAMPLED_ROWS, vocab_size, generator=generator).to(choose_fast_dtype(cpu))
@@ -274,6 +280,7 @@ def _time_token(recipe: TrainedRecipe, target: ModelConfigInfo, batch_size: int)
 
 def _estimate_token_seconds(target: ModelConfigInfo, device: Device, batch_size: int) -> float:
     """Return the seconds of one generated token on a GPU, by its published figures."""
+    # A pass reads the weights once. Sampling adds its own traffic for each sequence.
     parameters = count_weights_read(target.model)
     pass_bytes = device.count_pass_bytes(
         parameters * torch.bfloat16.itemsize, parameters, batch_size
@@ -312,11 +319,13 @@ def _estimate_disk_bytes(
 
     Rows that are not counted yet do not count.
     """
+    # Checkpoints: as many as are saved, and at most as many as are kept.
     num_tokens = (num_rows or 0) * recipe.data.max_length
     num_saves = _count_saves(arguments, num_steps)
     num_checkpoints = min(num_saves, arguments.save_total_limit or num_saves)
     checkpoint_bytes = num_checkpoints * CHECKPOINT_BYTES * planned.parts.parameters
 
+    # Hidden states: those of all tokens, up to the limit of the store.
     store = getattr(recipe, "hidden_states", None)
     stored_bytes = 0
     if store is not None and store.mode == "hybrid":

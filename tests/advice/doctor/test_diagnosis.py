@@ -441,10 +441,13 @@ def test_a_lookup_in_front(
     assert (
         "acceptance length 4.75 with 4" in printed
         and behind in printed
-        and "without a lookup" not in printed
+        and "cannot start" not in printed
     )
     assert main(["doctor", *common, lookup, "engine=sglang"]) == 1
-    assert "specdistill starts SGLang without a lookup in front" in capsys.readouterr().out
+    assert (
+        "specdistill cannot start SGLang with a lookup in front of the draft"
+        in capsys.readouterr().out
+    )
     assert main(["doctor", *common, "eval.lookup_first={min: 6}"]) == 2
     assert (
         "eval.lookup_first.min: got 6, expected at most eval.lookup_first.max, which is 5"
