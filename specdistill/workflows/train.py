@@ -1,7 +1,7 @@
-"""Train a draft: check, target, rows, draft, objective, optimizer, steps, save.
+"""Train a draft, from the checks of its recipe to the saved draft.
 
-One function trains the drafts of every method. The method says which draft is created and what it
-learns.
+`train_draft` trains the drafts of every method, and calls each step in order. The method says which
+draft is created and what the draft learns.
 """
 
 from collections.abc import Sequence
@@ -36,25 +36,30 @@ from specdistill.workflows.next_step import describe_after
 
 
 def train_draft(recipe: TrainedRecipe, callbacks: Sequence[TrainerCallback] = ()) -> Path:
-    """Train the draft of a recipe. Every process of a launch calls this function.
+    """Train the draft of a recipe, or resume its interrupted training.
+
+    Every process of a launch calls this function.
 
     Args:
-        recipe: a recipe of a method that is trained.
+        recipe: the recipe of a method that is trained.
         callbacks: callbacks of transformers' Trainer.
 
     Returns:
-        The folder of the run, which holds the draft in `draft`. An interrupted run resumes.
+        The folder of the run. Its folder `draft` holds the draft.
 
     Raises:
-        UserError: for what cannot be trained, naming the key.
-        ResourceError: when memory, disk or the Hub fails.
+        UserError: for a recipe that cannot be trained. The error names the key.
+        ResourceError: if memory, the disk or the Hub fails.
     """
-    # Open the run folder, or resume the run in it. Methods whose draft reads no hidden states have
-    # no such section.
+    # Methods whose drafts read no hidden states have no section `hidden_states`. Their targets are
+    # run in each step too, as with the default mode `online`.
     hidden_states = getattr(recipe, "hidden_states", OnlineStates())
-    # If features are read from a store, two processes read them while a GPU trains.
+    # If hidden states are read from a store, two processes read them while the GPU trains. On a CPU
+    # these processes would take cores from the training.
     reads_store = isinstance(hidden_states, StoredStates)
     num_workers = 2 if reads_store and torch.cuda.is_available() else 0
+
+    # Open the run folder, or resume the run in it.
     run = TrainingRun.open(
         recipe,
         target_dtype=recipe.target.dtype,
@@ -63,21 +68,24 @@ def train_draft(recipe: TrainedRecipe, callbacks: Sequence[TrainerCallback] = ()
     )
     is_first_process = run.arguments.process_index == 0
 
-    # Check everything that files tell, before weights are loaded, and estimate the cost.
+    # Check everything that can be checked without loading weights, and print what the training will
+    # cost. A resumed run printed that when it began.
     job = check_training(recipe)
     if run.checkpoint is None and is_first_process:
         print_estimate(recipe, run.arguments, job.run_size(), job.folder)
 
-    # Load the target. Its layers stay on disk if all features are read from a store.
+    # Load the target. If all hidden states come from a store, and no checkpoints are measured by
+    # decoding, its layers are never run, so their weights stay on the disk.
     runs_layers = hidden_states.runs_layers or recipe.selection is not None
     target = FrozenTarget.load(**vars(recipe.target), layers_on_disk=not runs_layers)
     check_engines(recipe, target)
     use_template(target.tokenizer, recipe)
 
-    # Open the rows, which are generated first if they do not exist.
+    # Open the packed rows. They are generated first if they do not exist.
     train_rows, eval_rows = open_rows(job.load_target(RowTarget.from_target(target)))
 
-    # Create the draft and its objective: the draft together with its loss.
+    # Create the draft, and its objective, the module that computes its loss. Rows from which this
+    # objective learns nothing are left out.
     method = load_method(recipe.method)
     draft = create_draft(recipe, target, train_rows)
     initialization = getattr(recipe.draft, "init", None)
@@ -96,7 +104,7 @@ def train_draft(recipe: TrainedRecipe, callbacks: Sequence[TrainerCallback] = ()
         vocabulary_coverage=coverage,
     )
 
-    # Open the store of hidden states, if the target does not compute them in each step.
+    # Open the store of hidden states. Without a store the target computes them in each step.
     store = open_feature_store(
         hidden_states,
         target,
@@ -107,7 +115,8 @@ def train_draft(recipe: TrainedRecipe, callbacks: Sequence[TrainerCallback] = ()
         force=recipe.data.force,
     )
 
-    # Train, and save the best draft.
+    # Train, and save the best draft. With a section `selection`, the trainer measures checkpoints
+    # by decoding with them (`decode`), to find the best one.
     trainer = DistillationTrainer(
         objective,
         target,
@@ -123,14 +132,15 @@ def train_draft(recipe: TrainedRecipe, callbacks: Sequence[TrainerCallback] = ()
         trainer.add_callback(callback)
     run.train(trainer)
 
-    # Say where the draft is, and what to type next.
+    # Print where the draft is, and what to type next.
     if is_first_process:
         _print_trained(run.path)
     return run.path
 
 
 def _print_trained(run: Path) -> None:
-    """Print where the draft is, what it reached, and what to type next."""
+    """Print where the draft is, its simulated acceptance length, and what to type next."""
+    # The history has the acceptance length at each evaluation, simulated on held-out data.
     history = read_history(run / "draft", key="train.output_dir")
     assert history is not None
     acceptance_lengths = dict(history.summary()["curve"])
@@ -140,6 +150,8 @@ def _print_trained(run: Path) -> None:
         length = acceptance_lengths[step]
         sentence += f", acceptance length {length:.2f} (simulated on held-out data)"
     print(f"{sentence}.")
+
+    # The commands that continue this run, usually `eval`.
     message, commands = describe_after(run, merge_values([f"recipe={run / 'run' / 'recipe.yaml'}"]))
     print(message)
     for command in commands:
