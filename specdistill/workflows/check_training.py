@@ -51,10 +51,10 @@ def check_training(recipe: TrainedRecipe) -> Job:
 
     # Check that a row fits into the target's context. Rows that a server generates are checked when
     # training opens them (`check_row_set`).
-    positions = files.text_config.get("max_position_embeddings")
+    context_length = files.text_config.get("max_position_embeddings")
     is_served = isinstance(recipe.data.regenerate, ServerRegeneration)
-    if positions and recipe.data.max_length > positions and not is_served:
-        expected = f"at most {positions}, the target's context length"
+    if context_length and recipe.data.max_length > context_length and not is_served:
+        expected = f"at most {context_length}, the target's context length"
         raise UserError("data.max_length", got=recipe.data.max_length, expected=expected)
 
     # Check the data, unless the rows exist already. Reading the property `job.sources` loads and
@@ -93,17 +93,18 @@ def check_judgement(
     # Reading the gate checks its rules.
     load_gate(recipe.gate)
     for key, section in (("eval.suite", recipe.eval), ("selection.suite", recipe.selection)):
-        suite = check_suite(section.suite, key=key) if section is not None else None
-        if section is None or suite is None:
+        # The section `selection` is optional, and so is the suite in a section.
+        if section is None:
+            continue
+        suite = check_suite(section.suite, key=key)
+        if suite is None:
             continue
 
-        # Without `num_prompts`, `eval` takes only some prompts of a long file (`count_measured`)
-        # and `selection` takes all.
-        num_prompts = (
-            count_measured(suite, section.num_prompts, logs=False)
-            if section is recipe.eval
-            else section.num_prompts
-        )
+        # Without `num_prompts`, `selection` takes all prompts of a suite. `eval` takes only some of
+        # a long file (`count_measured`).
+        num_prompts = section.num_prompts
+        if section is recipe.eval:
+            num_prompts = count_measured(suite, num_prompts, logs=False)
 
         # Tokenize these prompts, to find those that leave no room for new tokens.
         try:
@@ -144,27 +145,27 @@ def check_new_draft(recipe: TrainedRecipe, files: TargetFiles, tokenizer: object
 
     # Read the target's config. A class that can be built at all can be built tiny, too.
     target = recipe.target
-    described = read_model_config(
+    target_info = read_model_config(
         target.model,
         key="target.model",
         revision=target.revision,
         trust_remote_code=target.trust_remote_code,
     )
-    if described.tiny_random is None:
+    if target_info.tiny_random is None:
         return
 
     # Ask the method how it builds the draft; some methods cannot do so without weights.
     settings = recipe.draft.model_dump(exclude_unset=True)
-    planned = load_method(recipe.method).advice.plan_draft(described, None, settings)
-    if planned.build is None:
+    planned_draft = load_method(recipe.method).advice.plan_draft(target_info, None, settings)
+    if planned_draft.build is None:
         return
 
     # The full-size target without weights gets the real tokenizer and files, which drafts read.
-    weightless = described.weightless
-    vars(weightless).update(tokenizer=tokenizer, files=files)
+    weightless_target = target_info.weightless
+    vars(weightless_target).update(tokenizer=tokenizer, files=files)
 
     # Build the draft. Initializing weights advances the CPU's random generator even on the meta
     # device, so its state is restored afterwards.
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
-        draft = load_method(recipe.method).create(recipe, weightless, NO_ROWS)
-    check_engines(recipe, weightless, draft)
+        draft = load_method(recipe.method).create(recipe, weightless_target, NO_ROWS)
+    check_engines(recipe, weightless_target, draft)

@@ -43,8 +43,7 @@ def compare_drafts(options: CommonOptions) -> dict[str, object]:
 
     # Rank the drafts, and write the pages. The cache of decoded batches is not needed any more.
     comparison = compare(candidates, seed=options.seed)
-    write_comparison(
-        folder, comparison, {candidate.name: candidate.records for candidate in candidates}
-    )
+    records_by_name = {candidate.name: candidate.records for candidate in candidates}
+    write_comparison(folder, comparison, records_by_name)
     discard_cache(folder / CACHE_FOLDER)
     return comparison

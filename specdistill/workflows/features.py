@@ -25,7 +25,7 @@ from specdistill.workflows.make_data import open_rows
 
 
 class StoredFeatures(NamedTuple):
-    """How much of a training's data a store of hidden states holds.
+    """The size of a store of hidden states, and what it lacks for a training.
 
     Attributes:
         folder: the folder of the store.

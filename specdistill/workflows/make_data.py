@@ -66,7 +66,7 @@ def make_shard(recipe: TrainedRecipe) -> tuple[Job, int, int]:
     Returns:
         The job, the number of the shard (from 0), and the number of all shards.
     """
-    index, count = shard_of(recipe.data.shard)
+    index, count = parse_shard(recipe.data.shard)
     job = prepare_job(recipe, generates=True)
     job.check()
     make_blocks(job, index, count)
@@ -174,24 +174,25 @@ def _find_shares(folder: Path) -> tuple[int, int]:
 
     # The first process writes the marker. Its random name, which all processes take from rank 0,
     # differs from markers that killed processes have left.
-    mark = folder / f"launch-{all_gather_object(uuid.uuid4().hex)[0]}"
+    random_name = all_gather_object(uuid.uuid4().hex)[0]
+    marker = folder / f"launch-{random_name}"
     if rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        mark.touch()
+        marker.touch()
+
+    # The first call waits until the marker is written, the second until every process has looked.
     all_gather_object(None)
-    is_common = all(all_gather_object(mark.exists()))
+    is_common = all(all_gather_object(marker.exists()))
     if rank == 0:
-        mark.unlink()
+        marker.unlink()
 
     # Without a common folder, ranks count within the machine.
-    return (
-        (rank, count)
-        if is_common
-        else (int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
-    )
+    if is_common:
+        return rank, count
+    return int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
 
 
-def shard_of(shard_text: str | None) -> tuple[int, int]:
+def parse_shard(shard_text: str | None) -> tuple[int, int]:
     """Return the number of the shard (from 0) and the number of shards that `data.shard` names.
 
     Args:
@@ -213,7 +214,8 @@ def shard_of(shard_text: str | None) -> tuple[int, int]:
     if index == "auto":
         env = os.environ
         if "SLURM_ARRAY_TASK_ID" in env:
-            index = str(int(env["SLURM_ARRAY_TASK_ID"]) - int(env.get("SLURM_ARRAY_TASK_MIN", "0")))
+            first_id = int(env.get("SLURM_ARRAY_TASK_MIN", "0"))
+            index = str(int(env["SLURM_ARRAY_TASK_ID"]) - first_id)
             count = count or env.get("SLURM_ARRAY_TASK_COUNT", "")
         else:
             index = env.get("JOB_COMPLETION_INDEX", "")
