@@ -1,10 +1,10 @@
-"""The Python interface: the functions and classes that `import specdistill` offers.
+"""The Python interface: the functions and classes that `import specdistill` provides.
 
-Each function does what the command of the same name does. The keyword arguments of a call become
-the arguments of that command, which checks them.
+A function such as `train` does what the command `specdistill train` does. Its keyword arguments are
+turned into the `key=value` arguments of that command, and checked in the same way.
 
-Functions raise UserError for mistakes of the user and ResourceError for failures outside, such as
-of the Hub. Both are in specdistill.common.errors.
+Functions raise UserError for mistakes of the user, and ResourceError for failures outside, for
+example of the Hub. Both are in specdistill.common.errors.
 """
 
 import json
@@ -74,17 +74,19 @@ __all__ = [
     "publish",
     "train",
 ]
+# The name or file of a recipe, the folder of a run, or the sections of a recipe as mappings.
 RecipeOrRun = str | os.PathLike[str] | Mapping[str, object]
 
 
 def build_arguments(recipe: RecipeOrRun, keys: Mapping[str, object]) -> list[str]:
-    """Return the command-line arguments, `key=value`, of a recipe and of keys that override it.
+    """Turn a recipe, and keys that override it, into arguments of the command line (`key=value`).
 
     Args:
-        recipe: the name of a recipe under recipes/, a file, the folder of a run, or the sections
-            themselves as mappings.
+        recipe: the name of a recipe under recipes/, a file, the folder of a run, or the sections of
+            a recipe as mappings.
         keys: settings that take precedence over those of the recipe.
     """
+    # A recipe is named by `recipe=`. The folder of a run holds the recipe that it was trained with.
     recipe_arguments = []
     sections = [keys]
     if isinstance(recipe, Mapping):
@@ -92,6 +94,9 @@ def build_arguments(recipe: RecipeOrRun, keys: Mapping[str, object]) -> list[str
     else:
         recorded = Path(recipe) / "run" / "recipe.yaml"
         recipe_arguments = [f"recipe={recorded if recorded.is_file() else os.fspath(recipe)}"]
+
+    # Sections become `section.key=value`, with values in JSON, which is YAML too. Paths become
+    # text.
     values = chain.from_iterable(map(flatten_keys, sections))
     return recipe_arguments + [
         f"{key}={json.dumps(value, ensure_ascii=False, default=os.fspath)}" for key, value in values
@@ -100,7 +105,7 @@ def build_arguments(recipe: RecipeOrRun, keys: Mapping[str, object]) -> list[str
 
 @dataclass(frozen=True)
 class Completion(Generation):
-    """The continuation of a prompt.
+    """The continuation of a prompt: the new tokens, the rounds that made them, and their text.
 
     Attributes:
         text: the text of the new tokens, without special tokens.
@@ -110,7 +115,7 @@ class Completion(Generation):
 
 
 def load_target(model: str | os.PathLike[str], **keys: object) -> FrozenTarget:
-    """Load a target: a causal language model that verifies the tokens of a draft.
+    """Load a target, the causal language model that verifies the tokens of a draft.
 
     Args:
         model: `pico`, a folder, a GGUF file or a Hub id.
@@ -124,26 +129,29 @@ def load_target(model: str | os.PathLike[str], **keys: object) -> FrozenTarget:
 def load_draft(
     draft: str | os.PathLike[str], target: FrozenTarget | PreTrainedModel, **keys: object
 ) -> Draft:
-    """Load a draft of any method, in any layout that can be read.
+    """Load a draft of any method, from a checkpoint in any supported layout.
 
     Args:
-        draft: a folder, or a Hub id (`org/name` or `org/name@revision`). For a draft without
-            weights, `ngram` or `suffix`.
+        draft: a folder, or a Hub id (`org/name` or `org/name@revision`), or `ngram` or `suffix` for
+            a draft without weights.
         target: a target from `load_target`, or a model that transformers loaded from a folder or
-            the Hub. Such a model is put into evaluation mode without gradients.
-        keys: keys of a recipe's section `eval:`: `lookup_first`, and those that only the draft's
-            method reads.
+            the Hub. Such a model is put into evaluation mode, and its gradients are switched off.
+        keys: keys of the section `eval:` of a recipe: `lookup_first`, and the keys that only the
+            method of this draft reads.
 
     Raises:
-        UserError: for a key that such a draft does not read, and for a draft that is broken or does
-            not fit the target.
+        UserError: for a key that a draft of this method does not read, and for a draft that is
+            broken or does not fit the target.
     """
+    # Find out the method of the draft, from its name or from its files.
     place = os.fspath(draft)
     method = (
         place
         if place in UNTRAINED_METHODS
         else find_method(locate(place, key="draft"), key="draft")
     )
+
+    # Check the keys: only some keys of a recipe's section `eval:` belong to a draft.
     recipe = METHODS[method].recipe()
     read = [*list_own_eval_keys(recipe), "lookup_first"]
     unread = next((name for name in keys if name not in read), None)
@@ -152,6 +160,8 @@ def load_draft(
         raise UserError(
             unread, got="an unknown key", expected=expected, nearest=find_nearest(unread, read)
         )
+
+    # Wrap a model of transformers with what a target needs besides: its tokenizer and its files.
     section = validate_recipe(select_eval_schema(recipe), keys)
     if not isinstance(target, FrozenTarget):
         name = str(target.name_or_path)
@@ -159,6 +169,8 @@ def load_draft(
         files = TargetFiles(name, revision)
         tokenizer, *_ = read_tokenizer(files)
         target = FrozenTarget(target, tokenizer, name=name, revision=revision, files=files)
+
+    # Load the object that drafts during decoding.
     options = {name: getattr(section, name) for name in read}
     return Draft(method, load_proposer(method, place, target, key="draft", **options), target)
 
@@ -175,29 +187,34 @@ def generate(
     top_k: int = 0,
     seed: int = 0,
 ) -> Completion:
-    """Continue a prompt with a draft, or with a target alone.
+    """Continue a prompt by speculative decoding with a draft, or with the target alone.
 
-    The options have the names and meanings of the keys of a recipe's section `eval:`.
+    The options have the same names and meanings as the keys of a recipe's section `eval:`.
 
     Args:
-        draft: a draft from `load_draft`, or a target from `load_target`, which decodes alone.
+        draft: a draft from `load_draft`, or a target from `load_target`, which decodes without a
+            draft.
         prompt: a text or token ids.
         max_new_tokens: the most tokens to generate.
         num_speculative_tokens: K, the most draft tokens of a round.
-        tree: the shape of a tree to draft in place of a chain; see `eval.tree`.
-        temperature: 0 decodes greedily.
-        top_p: the share of probability that is sampled from; 1 for all of it.
-        top_k: how many of the most likely tokens are sampled from; 0 for all of them.
-        seed: the seed of the random numbers that sampling uses.
+        tree: the shape of a tree to draft instead of a chain, as in `eval.tree`.
+        temperature: the sampling temperature; 0 decodes greedily.
+        top_p: sample from the most likely tokens that together have this probability; 1 for all.
+        top_k: sample from this many of the most likely tokens; 0 for all.
+        seed: the seed of the random numbers for sampling.
 
     Returns:
-        The completion. It has `text`, `token_ids` and `rounds`. For each round it lists the tokens
-        drafted, how many of them were accepted, and the seconds.
+        The completion, with `text`, `token_ids` and `rounds`. A round has the number of tokens
+        drafted, how many of them were accepted, and the seconds that it took.
     """
+    # At this point the local variables are exactly the arguments. Those that are settings of a
+    # measurement are checked as the keys of a recipe are.
     keys = {
         name: value for name, value in locals().items() if name in MeasurementConfig.model_fields
     }
     settings = Settings.from_section(validate_recipe(MeasurementConfig, keys))
+
+    # Decode. The prompt and the completion are converted with the tokenizer of the target.
     target, proposer = (draft.target, draft.proposer) if isinstance(draft, Draft) else (draft, None)
     generation = Decoder(target, proposer).generate(
         target.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt,
@@ -216,7 +233,7 @@ def train(
     """Train a draft, as `specdistill train` does. An interrupted run resumes.
 
     Args:
-        recipe: the name of a recipe, a file or the sections as mappings.
+        recipe: the name of a recipe, a file, or the sections of a recipe as mappings.
         callbacks: callbacks of transformers' Trainer.
         keys: settings that take precedence over those of the recipe, e.g.
             train={"output_dir": "runs/a"}.
@@ -232,15 +249,18 @@ def train(
 
 
 class DraftConfig:
-    """The settings with which a `DraftTrainer` trains.
+    """The settings of a `DraftTrainer`.
 
     Args:
         output_dir: the folder of the run.
-        keys: fields of transformers.TrainingArguments, and sections of a recipe, e.g.
-            draft={"ttt_steps": 5}.
+        keys: fields of transformers.TrainingArguments, such as learning_rate=1e-3, and sections of
+            a recipe, such as draft={"ttt_steps": 5}.
     """
 
     def __init__(self, output_dir: str | os.PathLike[str], **keys: object) -> None:
+        # A keyword argument that is the name of a section, in the recipe of any method, is a
+        # section. All others are fields of TrainingArguments, which a recipe has in its section
+        # `train`.
         sections = set[str]()
         for schema in Recipe.list_schemas().values():
             sections.update(schema.model_fields)
@@ -254,15 +274,15 @@ class DraftConfig:
 
 
 class DraftTrainer:
-    """Trains a draft for a target, in the manner of transformers' Trainer.
+    """Trains a draft for a target, with an interface like that of transformers' Trainer.
 
     Args:
         method: the method of the draft, e.g. `eagle3`.
         target: the name of the target, or a recipe's section `target:` as a mapping.
         args: the settings of the training.
-        train_dataset: rows in a form that `data.source` reads, e.g. with `messages`, or the name of
-            a source. None for the data that `args` names. Rows in memory are written to
-            `<output_dir>.jsonl`, so that the recipe in the run's record is complete.
+        train_dataset: rows in a form that `data.source` reads, for example with `messages`, or the
+            name of a source. None for the data that `args` names. Rows are written to the file
+            `<output_dir>.jsonl`, so that the recorded recipe of the run names all its data.
         callbacks: callbacks of transformers' Trainer.
     """
 
@@ -278,9 +298,12 @@ class DraftTrainer:
         | None = None,
         callbacks: Sequence[TrainerCallback] = (),
     ) -> None:
+        # Text names a source of data. Anything else is rows, which `train` writes to a file.
         self.rows = None if isinstance(train_dataset, str | os.PathLike) else train_dataset
         self.callbacks = callbacks
         source = train_dataset if self.rows is None else f"{os.fspath(args.output_dir)}.jsonl"
+
+        # Check the recipe. `method` and `target` take precedence over the sections of `args`.
         train_keys = {
             "method": method,
             "target": target if isinstance(target, Mapping) else {"model": target},
@@ -299,13 +322,16 @@ class DraftTrainer:
         Raises:
             UserError: if `<output_dir>.jsonl` already holds other rows.
         """
+        # Write the rows to the file that the recipe names. An earlier run may have written it;
+        # other rows in it are not overwritten.
         if self.rows is not None:
             place = Path(str(self.recipe.data.source))
             text = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in self.rows)
             if place.exists() and place.read_bytes() != text.encode():
                 got = f"other rows than those in {place}"
                 raise UserError("train_dataset", got=got, expected="them, or another output_dir")
-            # Each process of a launch writes the same file.
+            # Each process of a launch writes the same content. Staging replaces the file in one
+            # step.
             with stage_files(place.parent) as staging:
                 (staging / place.name).write_text(text, encoding="utf-8")
         return train_draft(self.recipe, self.callbacks)
@@ -316,11 +342,11 @@ class Report:
     """The report of a measured draft.
 
     Attributes:
-        data: the content of report.json. The rules of the gate, with their reasons, are in
-            `data["gate"]["rules"]`.
+        data: the content of report.json. `data["gate"]["rules"]` has the rules of the gate, with
+            the outcome of each.
         folder: the folder of the report.
-        acceptance_length: the mean over the whole suite, in tokens per round; None if it was not
-            measured.
+        acceptance_length: the mean acceptance length over the whole suite, in tokens per round;
+            None if it was not measured.
         speedup: the speedup over the whole suite; None if it was not measured.
         verdict: the verdict of the gate: passed, failed or inconclusive.
     """
@@ -333,7 +359,8 @@ class Report:
 
     @classmethod
     def of(cls, data: dict[str, Any], folder: Path) -> "Report":
-        """Return the report with this content, from this folder."""
+        """Build a Report from the content of a report.json and its folder."""
+        # The first result is that of the whole suite in the main configuration.
         first = data["results"][0]
         return cls(
             data,
@@ -346,7 +373,8 @@ class Report:
     def to_dataframe(self) -> Any:
         """Return the results as a pandas.DataFrame.
 
-        It has a row for each configuration and category. The first row is for the whole suite.
+        The table has one row for each configuration and category. The first row is for the whole
+        suite.
         """
         import pandas  # imported here because it is slow to import
 
@@ -356,12 +384,13 @@ class Report:
 def measure(recipe: RecipeOrRun | None = None, **keys: object) -> Report:
     """Measure a draft by decoding with it, and judge it by the gate of its recipe.
 
-    Does what `specdistill eval` does, and writes the same files.
+    This does what `specdistill eval` does, and writes the same files.
 
     Args:
-        recipe: the folder of a run, or a recipe. None if the keys say everything.
-        keys: keys of that command, e.g. draft="org/name", eval={"num_prompts": 16}.
+        recipe: the folder of a run, or a recipe; None if `keys` has all settings.
+        keys: keys of `specdistill eval`, e.g. draft="org/name", eval={"num_prompts": 16}.
     """
+    # Settings without a recipe need a value for the folder of the run, which a recipe requires.
     first = ARGUMENTS_WITHOUT_RECIPE if recipe is None or isinstance(recipe, Mapping) else []
     arguments = build_arguments(recipe or {}, keys)
     with rename_keys_as_typed(arguments, SHORTHANDS):
@@ -373,15 +402,15 @@ def measure(recipe: RecipeOrRun | None = None, **keys: object) -> Report:
 def judge(
     report: Report | str | os.PathLike[str], gate: str = "default", *, baseline: str | None = None
 ) -> Report:
-    """Judge a report by a gate, as `specdistill gate` does.
+    """Judge an existing report by a gate, as `specdistill gate` does.
 
-    The judged report is written to a folder that is named after the gate, inside the report's
-    folder.
+    The report with the new verdict is written to a folder with the name of the gate, inside the
+    folder of the report.
 
     Args:
         report: a report, or the path of one: its folder or its report.json.
         gate: the name of a gate, or a YAML file.
-        baseline: the report that regressions are relative to, or `none` for a first release.
+        baseline: the report that the draft is compared with, or `none` for a first release.
 
     Returns:
         The report with the verdict of the gate.
@@ -401,7 +430,7 @@ def compare(
     Args:
         target: the name of the target, or a recipe's section `target:` as a mapping.
         drafts: folders, Hub ids, or names of methods without weights, such as `ngram`.
-        keys: keys of `specdistill compare`.
+        keys: further keys of `specdistill compare`.
 
     Returns:
         The content of comparison.json.
@@ -422,12 +451,12 @@ def acquire(
     Args:
         method: the method of the draft.
         target: the name of the target, or the section `target:` as a mapping.
-        draft: a folder, `org/name` or `org/name@revision`. None for the layer in the target's own
-            checkpoint.
+        draft: a folder, `org/name` or `org/name@revision`. None for the layer for multi-token
+            prediction in the target's own checkpoint (method `mtp`).
         keys: further keys of `specdistill acquire`.
 
     Returns:
-        The folder of the draft, or of the target if its own layer drafts.
+        The folder of the draft. It is the folder of the target if `draft` is None.
     """
     arguments = build_arguments({"method": method, "target": target, "draft": draft}, keys)
     with rename_keys_as_typed(arguments, TARGET):
@@ -439,9 +468,9 @@ def publish(run: str | os.PathLike[str], **keys: object) -> Publication:
 
     Args:
         run: the folder of a finished run.
-        keys: keys of `specdistill publish`.
+        keys: further keys of `specdistill publish`.
 
     Returns:
-        What was published. If nothing was, its `refusals` say why.
+        The outcome. If nothing was published, its `refusals` say why.
     """
     return publish_run(load_recipe(PublishOptions, build_arguments({"run": run}, keys)))

@@ -1,1 +1,1 @@
-"""The command line: one file per verb, with its options, help and output."""
+"""The command line: one file per verb (`specdistill VERB`), with its options, help and output."""

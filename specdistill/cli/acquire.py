@@ -1,4 +1,4 @@
-"""`specdistill acquire`, and what it prints."""
+"""`specdistill acquire`: fetch a published draft."""
 
 from specdistill.cli.launch import import_libraries
 from specdistill.common.errors import ExitCode
@@ -13,11 +13,13 @@ def acquire(arguments: list[str]) -> int:
 
     specdistill acquire method=eagle3 target=org/model draft=org/draft@v1
     """
+    # Check the options before torch is imported, which is slow.
     options = load_recipe(AcquireOptions, select_recipe_keys(arguments, TARGET))
     import_libraries()
     # This module imports torch, so it is imported only here.
     from specdistill.hub.acquire import acquire as fetch
 
+    # Print only the path of the draft, so that a shell can use the output.
     folder = fetch(options)
     print(folder)
     print_result({"folder": folder})

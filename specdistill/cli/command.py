@@ -1,6 +1,7 @@
 """The parts that commands share: `key=value` arguments, `--help`, errors and exit codes.
 
-`--help` comes from the recipe's schema. A failure is one line and an exit code.
+The schema of a command's keys is the source of `--help`. A command that fails prints one line and
+returns an exit code.
 """
 
 import sys
@@ -47,29 +48,35 @@ def run(
 ) -> int:
     """Load a recipe from the command line and run `main` on it.
 
-    Scripts end with `sys.exit(run(main, Recipe))`. `debug=true` shows the traceback of a user's
-    error.
+    This is for the scripts of the repository, which end with `sys.exit(run(main, Recipe))`. The
+    verbs of `specdistill` are run by `specdistill.cli.main`.
 
     Args:
-        main: runs with the recipe. The docstring of its module is the help's introduction.
+        main: the function of the script. It is called with the recipe. `--help` begins with the
+            docstring of its module.
         schema: the class of the recipe.
-        arguments: None: those of the command line.
-        shorthands: short key -> recipe key, e.g. {"target": "target.model"} lets `target=pico`
-            stand for `target.model=pico`. `eval.*` -> `*` drops a section's name.
-        without_recipe: arguments that come first if there is no `recipe=`, for keys that only
-            recipes need to set.
+        arguments: the arguments of the command; None for those of the command line.
+        shorthands: short key -> recipe key. For example, {"target": "target.model"} lets
+            `target=pico` stand for `target.model=pico`, and {"eval.*": "*"} lets `eval.suite=pico`
+            stand for `suite=pico`.
+        without_recipe: arguments that are put first if there is no `recipe=`. They set keys that
+            every recipe sets, so that a command without a recipe need not.
 
     Returns:
         The exit code.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
 
+    # Everything happens inside this function, so that `run_and_report` reports all its errors.
     def command() -> ExitCode:
         if HELP & set(arguments):
+            # The globals of a function are those of its module.
             print_help(main.__globals__.get("__doc__") or "", [schema], arguments, shorthands)
             return ExitCode.DONE
         hide_bars_of_transformers()
         check_arguments(arguments)
+
+        # Load the recipe, and run the script with it. Errors name keys as the user typed them.
         keys = add_defaults(select_recipe_keys(arguments, shorthands), without_recipe)
         with report_keys_as_typed(arguments, shorthands):
             return main(load_recipe(schema, keys)) or ExitCode.DONE
@@ -79,10 +86,20 @@ def run(
 
 @contextmanager
 def report_keys_as_typed(arguments: Sequence[str], shorthands: Mapping[str, str]) -> Iterator[None]:
-    """Name keys in errors as the user typed them, and say what helps if the device is full."""
+    """Name keys in errors as the user typed them, and turn out-of-memory errors into advice.
+
+    Args:
+        arguments: the arguments of the command.
+        shorthands: short key -> recipe key.
+
+    Raises:
+        ResourceError: if the memory of the accelerator is full.
+    """
     try:
         with rename_keys_as_typed(arguments, shorthands):
             yield
+    # torch is only looked up if something has imported it. Without torch, the empty tuple catches
+    # no error.
     except getattr(sys.modules.get("torch"), "OutOfMemoryError", ()) as error:
         raise ResourceError(
             f"the accelerator's memory is full ({error})",
@@ -97,20 +114,22 @@ def print_help(
     shorthands: Mapping[str, str] = NO_SHORTHANDS,
     common: Sequence[str] = (),
 ) -> None:
-    """Print the command's docstring, and its keys by section with meaning, type and default.
+    """Print the help of a command: an introduction, and its keys with meaning, type and default.
 
     Args:
-        introduction: the docstring.
+        introduction: the docstring of the command.
         schemas: the classes whose keys are printed.
-        arguments: of the command. With `all` among them, all keys are printed. With a method among
-            them, or in their recipe, the keys of other methods are left out.
+        arguments: the arguments of the command. If `all` is among them, all keys are printed. If
+            they name a method, or a recipe that does, the keys of other methods are left out.
         shorthands: short key -> recipe key.
-        common: the keys that are printed without `all`. Empty: all keys.
+        common: the most used keys. Only these are printed, unless `all` is among the arguments.
+            Empty: all keys are printed.
     """
     console = Console()
     is_short = bool(common) and "all" not in arguments
 
-    # With a method, show the keys of this method only. Otherwise show those of all methods.
+    # Collect a row (key, type, default, meaning) for each key. `list_leaves` lists the keys of one
+    # method, the default one if none is named; `describe` lists the keys of all methods.
     values = merge_values(
         [argument for argument in select_recipe_keys(arguments, shorthands) if "=" in argument]
     )
@@ -120,10 +139,12 @@ def print_help(
         for schema in schemas
     )
     rows = [row for row in chain.from_iterable(tables) if not is_short or row[0] in common]
+
+    # With --json the help is a list of keys. Otherwise it begins with the docstring.
     print_result([dict(zip(("key", "type", "default", "help"), row, strict=True)) for row in rows])
     console.print(cleandoc(introduction), soft_wrap=True)
 
-    # One table for each section of the recipe, and one for keys without a section.
+    # Print one table for each section of the recipe, and one for the keys without a section.
     groups: dict[str, list[tuple[str, str, str, str]]] = {}
     for row in rows:
         groups.setdefault(
@@ -134,6 +155,7 @@ def print_help(
         grid.add_column(no_wrap=True, style="bold")
         grid.add_column()
         for key, kind, default, meaning in group:
+            # "null" as a default means that the key need not be set, so the help leaves it out.
             value = kind.replace(" or null", "") + {"null": "", "required": ", required"}.get(
                 default, f"; default {default}"
             )
@@ -141,7 +163,7 @@ def print_help(
         console.print(f"\n{title}", style="bold")
         console.print(grid)
 
-    # The short keys, and the arguments that every command takes.
+    # Print the short keys, and the arguments that every command takes.
     print()
     more = (
         {"--help all": "list all keys, of all methods; with method=NAME: those of that method"}

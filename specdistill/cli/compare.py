@@ -1,4 +1,4 @@
-"""`specdistill compare`, and what it prints of a comparison."""
+"""`specdistill compare`: rank drafts, or compare one draft with published figures."""
 
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,15 @@ def compare(arguments: list[str]) -> int:
     specdistill compare published=vllm-ci-qwen3-8b-eagle3 draft=path/to/draft
     specdistill compare published=vllm-ci-qwen3-8b-eagle3 report=runs/mine/report
     """
+    # With published=NAME, one draft is compared with the figures that somebody published for it.
     if any(argument.startswith("published=") for argument in arguments):
         # This module imports scipy, so it is imported only here.
         from specdistill.evaluation.comparison.published import compare_published
 
         return compare_published(arguments, _measure)
 
-    # Check the suite before torch is imported.
+    # Check the suite before torch is imported, which is slow. The check names the key of `eval`; an
+    # error has to name the key of this command.
     keys = select_recipe_keys(arguments, COMPARE)
     with rename_keys_as_typed(arguments, {"suite": "eval.suite"}):
         check_suite_and_gate(merge_values([key for key in keys if "=" in key]).get("suite"), None)
@@ -36,12 +38,21 @@ def compare(arguments: list[str]) -> int:
     from specdistill.evaluation.comparison.options import CompareOptions
     from specdistill.workflows.compare import compare_drafts
 
+    # Measure all drafts in turns, rank them, and print the ranking.
     options = load_recipe(CompareOptions, keys)
     return print_ranking(compare_drafts(options), Path(options.output_dir))
 
 
 def print_ranking(comparison: dict[str, Any], folder: Path) -> ExitCode:
-    """Print a comparison, and return an exit code that says whether all drafts are lossless."""
+    """Print the ranking of a comparison, and return the exit code of the command.
+
+    Args:
+        comparison: the content of comparison.json.
+        folder: the folder that the comparison was written to.
+
+    Returns:
+        DONE if every draft is lossless, else CHECK_FAILED.
+    """
     # This module imports scipy, so it is imported only here.
     from specdistill.evaluation.comparison.pages import print_comparison
 
@@ -52,7 +63,11 @@ def print_ranking(comparison: dict[str, Any], folder: Path) -> ExitCode:
 
 
 def _measure(keys: list[str]) -> tuple[dict[str, Any], Path]:
-    """Measure one draft as `specdistill eval` does, with these keys."""
+    """Measure one draft as `specdistill eval` does, and return its report and the folder of that.
+
+    Args:
+        keys: the `key=value` arguments of the measurement.
+    """
     # This module imports torch, so it is imported only here.
     from specdistill.workflows.evaluate import ARGUMENTS_WITHOUT_RECIPE, evaluate
 

@@ -1,4 +1,4 @@
-"""`specdistill data`: make, merge and show a recipe's row set, and store hidden states."""
+"""`specdistill data`: make, merge and show the training rows of a recipe; store hidden states."""
 
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # These import torch.
     from specdistill.data.produce.job import Job
     from specdistill.data.rows.row_set import Manifest
 
-# A recipe requires this key, and rows do not depend on it.
+# The schema of a recipe requires this key. Rows do not depend on its value.
 OUTPUT_DIR_WITHOUT_RUN = "train.output_dir=runs"
 
 
@@ -34,6 +34,7 @@ def data(arguments: list[str]) -> int:
     specdistill data make recipe=mine.yaml on=ray shards=100
     specdistill data merge recipe=mine.yaml
     """
+    # `specdistill data recipe=…` without another word shows the data.
     has_verb = bool(arguments) and "=" not in arguments[0]
     verb = arguments[0] if has_verb else "show"
     remaining_arguments = arguments[1:] if has_verb else arguments
@@ -48,7 +49,11 @@ def data(arguments: list[str]) -> int:
 
 
 def make(arguments: list[str]) -> int:
-    """Make the row set of a recipe, or a shard of its blocks; with on=ray all shards."""
+    """Make the row set of a recipe, or only the blocks of one shard.
+
+    With on=ray all shards are made on the nodes of a cluster.
+    """
+    # Separate the keys of the cluster from the keys of the recipe.
     fleet, keys = load_own_keys(FleetOptions, select_recipe_keys(arguments, TRAIN))
     recipe = _load_data_recipe(keys)
     if fleet.on:
@@ -58,6 +63,8 @@ def make(arguments: list[str]) -> int:
     # This module imports torch, so it is imported only here.
     from specdistill.workflows.make_data import make_shard, merge_shards
 
+    # A shard is merged later, together with the shards of other machines. Without shards the row
+    # set is finished at once.
     job, index, count = make_shard(recipe)
     if recipe.data.shard is not None:
         print(
@@ -87,7 +94,8 @@ def merge(arguments: list[str]) -> int:
 
 
 def show(arguments: list[str]) -> int:
-    """Show what a row set holds and some of its documents; it is made if it does not exist."""
+    """Print the counts of a row set and some of its documents; make it first if it is missing."""
+    # Separate the keys of this verb from the keys of the recipe, and check both.
     options, keys = load_own_keys(ShowOptions, select_recipe_keys(arguments, TRAIN))
     recipe = _load_data_recipe(keys)
     check_named_files(recipe)
@@ -96,6 +104,7 @@ def show(arguments: list[str]) -> int:
     from specdistill.data.rows.show import decode_documents, measure_lengths, print_data
     from specdistill.workflows.make_data import open_or_make_rows
 
+    # Print the counts, and the first documents as text.
     job, rows, manifest = open_or_make_rows(recipe)
     document_lengths = measure_lengths(rows)
     documents = decode_documents(rows, document_lengths, options.documents, job.target.tokenizer)
@@ -105,7 +114,8 @@ def show(arguments: list[str]) -> int:
 
 
 def features(arguments: list[str]) -> int:
-    """Store the hidden states that training with a recipe reads."""
+    """Store the hidden states of the target that training with a recipe reads."""
+    # Store them in this process, or in the processes that accelerate starts.
     launch_options, recipe_arguments = load_own_keys(LaunchOptions, arguments)
     import_libraries()
     if launch_options.launch is not None:
@@ -125,7 +135,7 @@ def features(arguments: list[str]) -> int:
 
 
 def _load_data_recipe(keys: list[str]) -> TrainedRecipe:
-    """Load the recipe whose rows are made. Raise UserError for a method that is not trained."""
+    """Load the recipe whose rows are made; raise UserError if its method needs no training."""
     recipe = load_recipe(Recipe, [*keys, OUTPUT_DIR_WITHOUT_RUN])
     if not isinstance(recipe, TrainedRecipe):
         raise UserError(
@@ -137,9 +147,10 @@ def _load_data_recipe(keys: list[str]) -> TrainedRecipe:
 
 
 def check_named_files(recipe: TrainedRecipe) -> None:
-    """Check the sources, the suite and the gate that a recipe names.
+    """Check the data sources, the suite and the gate that a recipe names, without importing torch.
 
-    This takes no library that is slow to import. `check_training` checks them again, and all else.
+    So a mistake in them is reported at once. `check_training` checks them again, together with
+    everything else.
     """
     # These modules import scipy and pyarrow, so they are imported only here.
     from specdistill.evaluation.gate.rules import load_gate
@@ -153,18 +164,28 @@ def check_named_files(recipe: TrainedRecipe) -> None:
 
 
 def _make_on_ray(options: FleetOptions, recipe: TrainedRecipe, keys: list[str]) -> ExitCode:
-    """Make all shards as tasks of a Ray cluster.
+    """Make all shards of a row set as tasks of a Ray cluster.
 
-    The named files are not checked before: the nodes may see other files than this machine.
+    The files that the recipe names are not checked first, because the nodes of the cluster may see
+    other files than this machine.
+
+    Args:
+        options: the number of shards, and the resources of each.
+        recipe: the recipe of the rows.
+        keys: the `key=value` arguments of the recipe, which each task gets.
     """
     options.check(recipe.data)
     import_libraries()
     # This module imports torch, so it is imported only here.
     from specdistill.workflows.make_data import prepare_job
 
+    # Reading this property loads and filters the sources, and caches them on the disk, where the
+    # nodes find them.
     job = prepare_job(recipe, generates=False)
     job.check()
-    _ = job.sources  # This prepares the sources, so that the nodes find them prepared.
+    _ = job.sources
+
+    # Each task runs `specdistill data make` with its shard.
     make_on_ray(data, keys, options)
     print(f"Made {options.shards} shards in {job.blocks}. Next: specdistill data merge")
     print_result({"blocks": job.blocks, "shards": options.shards})
@@ -172,7 +193,7 @@ def _make_on_ray(options: FleetOptions, recipe: TrainedRecipe, keys: list[str]) 
 
 
 def _print_manifest(job: "Job", manifest: "Manifest") -> ExitCode:
-    """Print where a row set is and what it holds."""
+    """Print the folder of a row set, and how many tokens and documents it holds."""
     counts = [
         f"{split.tokens:,} tokens in {split.documents:,} documents"
         for split in manifest.splits.values()
@@ -182,4 +203,5 @@ def _print_manifest(job: "Job", manifest: "Manifest") -> ExitCode:
     return ExitCode.DONE
 
 
+# The word after `specdistill data` -> the function that runs it.
 VERBS = {"make": make, "merge": merge, "show": show, "features": features}

@@ -1,4 +1,4 @@
-"""`specdistill demo`, which runs the verbs train and eval one after the other."""
+"""`specdistill demo`: run the verbs train and eval one after the other for the bundled target."""
 
 import shlex
 import shutil
@@ -21,10 +21,13 @@ def demo(arguments: list[str]) -> int:
 
     specdistill demo train.max_steps=50
     """
+    # Keys of the user come last, so that they override those of the demo. Loading the recipe checks
+    # them first, so that a mistake in a key does not delete the results of an earlier demo.
     keys = [f"recipe={DEMO_RECIPE}", f"train.output_dir={DEMO_FOLDER}", *arguments]
     output_dir = load_recipe(Recipe, select_recipe_keys(keys)).train["output_dir"]
-    # The recipe was loaded first, so that a mistake in it does not cost the earlier demo. Only what
-    # a demo wrote is removed. The verb `train` judges any other folder.
+
+    # Remove the results of an earlier demo. Only a folder that a training wrote is removed; `train`
+    # decides about a folder with another name or other content.
     if output_dir == DEMO_FOLDER and (Path(DEMO_FOLDER) / "run" / "recipe.yaml").is_file():
         if Path(DEMO_FOLDER).is_symlink():
             raise UserError(
@@ -33,6 +36,8 @@ def demo(arguments: list[str]) -> int:
                 expected="a folder, or another train.output_dir",
             )
         shutil.rmtree(DEMO_FOLDER)
+
+    # Run each verb in a process of its own, as a user would, and stop at the first that fails.
     for verb in ("train", "eval"):
         # With --json only the verb `eval` prints a result, its report.
         command = [verb, *(key for key in keys if verb == "eval" or key != JSON)]
@@ -40,6 +45,8 @@ def demo(arguments: list[str]) -> int:
         code = subprocess.run(
             [sys.executable, "-m", "specdistill", *command], check=False
         ).returncode
+        # A negative code is the number of the signal that ended the process, mostly SIGKILL when
+        # memory runs out.
         if code < 0:
             raise ResourceError(
                 f"specdistill {verb} was killed by signal {-code}",

@@ -1,4 +1,4 @@
-"""`specdistill doctor`, what it prints, and its exit code."""
+"""`specdistill doctor`: check a draft, and print what is wrong with it."""
 
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -15,10 +15,10 @@ from specdistill.recipe.short_keys import TARGET, select_recipe_keys
 if TYPE_CHECKING:
     from specdistill.advice.doctor.diagnosis import Diagnosis
 
-# Severity of a finding -> its style, the worst first.
+# The severity of a finding -> the style that it is printed in. Findings are printed in this order.
 STYLES = {"problem": "bold red", "warning": "yellow", "note": "dim"}
-INDENT = 9
-DOCTOR = {**TARGET, "suite": "eval.suite"}  # short key -> recipe key
+INDENT = 9  # columns of the severity, before the text of a finding
+DOCTOR = {**TARGET, "suite": "eval.suite"}  # short key -> recipe key, for this command
 
 
 def doctor(arguments: list[str]) -> int:
@@ -27,6 +27,7 @@ def doctor(arguments: list[str]) -> int:
     specdistill doctor draft=runs/mine/draft target=path/to/model
     specdistill doctor draft=org/draft engine=vllm
     """
+    # Check the options before torch is imported, which is slow.
     options = load_recipe(DoctorOptions, select_recipe_keys(arguments, DOCTOR))
     import_libraries()
     # This module imports torch, so it is imported only here.
@@ -39,16 +40,16 @@ def doctor(arguments: list[str]) -> int:
 
 
 def print_diagnosis(diagnosis: "Diagnosis") -> None:
-    """Print what the draft is, every finding, what was accepted, and the verdict.
-
-    A finding comes with what to do about it.
-    """
+    """Print the draft, every finding with its remedy, the acceptance length, and a summary."""
+    # The draft in one line, for example its method, layers and dtype.
     console = Console(soft_wrap=True)
     console.print(
         Text(f"{diagnosis.folder}", style="bold").append(
             f": {diagnosis.description}", style="not bold"
         )
     )
+
+    # The findings, the worst first. The remedy of a finding stands below it.
     for finding in sorted(
         diagnosis.findings, key=lambda finding: list(STYLES).index(finding.severity)
     ):
@@ -60,7 +61,7 @@ def print_diagnosis(diagnosis: "Diagnosis") -> None:
         if finding.do:
             console.print(" " * INDENT + finding.do)
 
-    # What was accepted
+    # The acceptance length on a few prompts, and the one that training had simulated.
     if diagnosis.prompts:
         console.print(f"prompts: {diagnosis.prompts}")
     decoded = diagnosis.acceptance
@@ -73,6 +74,8 @@ def print_diagnosis(diagnosis: "Diagnosis") -> None:
         if simulated:
             what += f"; training simulated {simulated.length:.2f} with {simulated.num_tokens}"
         console.print(what)
+
+    # The acceptance length if a lookup proposes first, where it finds something.
     behind = diagnosis.behind_lookup
     if behind:
         console.print(
@@ -80,7 +83,7 @@ def print_diagnosis(diagnosis: "Diagnosis") -> None:
             f" {behind.num_tokens} looked-up tokens per round)"
         )
 
-    # The verdict
+    # How many problems and warnings there are. Notes are not counted.
     count = Counter(finding.severity for finding in diagnosis.findings)
     counted = [
         f"{count[kind]} {kind}{'s' * (count[kind] != 1)}"

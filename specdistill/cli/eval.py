@@ -1,4 +1,4 @@
-"""`specdistill eval`, and what it prints of a measurement."""
+"""`specdistill eval`: measure a draft, and print the report and its verdict."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,16 +20,18 @@ def eval(arguments: list[str]) -> int:
     specdistill eval target=path/to/model method=eagle3 draft=path/to/draft suite=prompts.jsonl
     specdistill eval recipe=mine.yaml eval.engine=vllm eval.sweep.concurrency=4,16
     """
+    # Separate the keys of the launcher from the keys of the recipe.
     launch_options, recipe_arguments = load_own_keys(LaunchOptions, arguments)
     keys = select_recipe_keys(recipe_arguments, SHORTHANDS)
 
-    # Check the two files that a measurement names before torch is imported.
+    # Check the suite and the gate before torch is imported, which is slow. A section `eval` of
+    # another type is refused below, when the recipe is loaded.
     values = merge_values([key for key in keys if "=" in key])
     measurement = values.get("eval")
     suite = measurement.get("suite") if isinstance(measurement, Mapping) else None
     check_suite_and_gate(suite, values.get("gate"))
 
-    # Measure in this process, or in those that accelerate starts.
+    # Measure in this process, or in the processes that accelerate starts.
     import_libraries()
     if launch_options.launch is not None:
         return launch(ROOT / "eval" / "run.py", recipe_arguments, launch_options)
@@ -41,9 +43,15 @@ def eval(arguments: list[str]) -> int:
 
 
 def check_suite_and_gate(suite: object, gate_name: object) -> None:
-    """Check the suite and the gate that are named, if they are named by text.
+    """Check the suite and the gate of a measurement without importing torch.
 
-    Values of other types are refused when the recipe is loaded.
+    Args:
+        suite: the value of `eval.suite`; None for no suite.
+        gate_name: the value of `gate`; None for no gate. Values that are not text are not checked:
+            they are refused when the recipe is loaded.
+
+    Raises:
+        UserError: for a suite or a gate that does not exist or is broken.
     """
     # These modules import scipy and pyarrow, so they are imported only here.
     from specdistill.evaluation.gate.rules import load_gate
@@ -56,17 +64,25 @@ def check_suite_and_gate(suite: object, gate_name: object) -> None:
 
 
 def print_verdict(report: Report, folder: Path) -> ExitCode:
-    """Print a report on the first process of a launch, and return the exit code of its verdict."""
+    """Print a report in the first process of a launch, and return the exit code of its verdict.
+
+    Args:
+        report: the content of report.json.
+        folder: the folder of the report.
+    """
     # These modules import torch and scipy, so they are imported only here.
     from specdistill.common.processes import is_first
     from specdistill.evaluation.gate.decide import EXIT_CODES
     from specdistill.evaluation.report.text import print_report
 
     if not is_first():
-        # Another code would end the launch while the first process writes.
+        # If a process ends with another code, accelerate ends all of them, also the first process
+        # while it writes.
         return ExitCode.DONE
     print_report(report, folder)
     print_result(report)
+
+    # A report is incomplete if, for example, a server died during the measurement.
     if report.get("incomplete"):
         logger.error(f"error: {report['not_measured']['incomplete']}")
         return ExitCode.RESOURCE_ERROR

@@ -1,4 +1,4 @@
-"""`specdistill export`, its options, and what it prints."""
+"""`specdistill export`: convert a draft for an inference engine."""
 
 import tempfile
 from pathlib import Path
@@ -49,7 +49,8 @@ def export(arguments: list[str]) -> int:
     from specdistill.serving.export import write_untrained
     from specdistill.targets.files import TargetFiles
 
-    # Export the trained draft, or an untrained one that is written to a temporary folder.
+    # Export the trained draft, or an untrained one that is written to a temporary folder first.
+    # With an untrained draft, the recipe names the target.
     source = recipe.target if recipe else options.target
     with tempfile.TemporaryDirectory() as temporary:
         if recipe:
@@ -66,7 +67,7 @@ def export(arguments: list[str]) -> int:
             num_speculative_tokens=options.num_speculative_tokens,
         )
 
-    # Say where the export is, and where it says how to serve it.
+    # Print where the exported draft is, and which file says how to serve it.
     print(
         f"{'an untrained draft' if recipe else 'draft'} of method {served.method} for"
         f" {options.engine}: {options.output_dir}"
@@ -77,17 +78,20 @@ def export(arguments: list[str]) -> int:
 
 
 def _read_export_request(arguments: list[str]) -> tuple[ExportOptions, Recipe | None]:
-    """Return the options, and with dry_run=true the recipe of the untrained draft.
+    """Return the options of an export, and with dry_run=true the recipe of the untrained draft.
 
-    The other keys give the recipe. Its target is then the target of the export.
+    With dry_run=true, keys that are no options of this command belong to the recipe.
 
     Args:
-        arguments: the keys.
+        arguments: the `key=value` arguments.
+
+    Returns:
+        The options, and the recipe; None as the recipe of a trained draft.
 
     Raises:
-        UserError: unless there is either a draft, or dry_run=true with a recipe.
+        UserError: unless the keys name either a trained draft, or dry_run=true with a recipe.
     """
-    # An untrained draft needs a recipe, and a trained one must not have one.
+    # A recipe and dry_run=true are only allowed together.
     is_untrained = "dry_run=true" in arguments
     recipes = [argument for argument in arguments if argument.startswith("recipe=")]
     if bool(recipes) != is_untrained:
@@ -99,11 +103,15 @@ def _read_export_request(arguments: list[str]) -> tuple[ExportOptions, Recipe | 
                 " draft=PATH without them."
             ),
         )
+
+    # Separate the options of this command from the keys of the recipe.
     options, of_recipe = (
         load_own_keys(ExportOptions, arguments)
         if is_untrained
         else (load_recipe(ExportOptions, arguments), [])
     )
+
+    # A trained draft has to be named, and an untrained one cannot be.
     if (options.draft is None) != is_untrained:
         raise UserError(
             "draft",
@@ -113,6 +121,8 @@ def _read_export_request(arguments: list[str]) -> tuple[ExportOptions, Recipe | 
                 " untrained one."
             ),
         )
+
+    # A recipe requires an output folder, which building an untrained draft does not use.
     return options, (
         load_recipe(Recipe, [*of_recipe, "train.output_dir=runs"]) if is_untrained else None
     )

@@ -1,4 +1,4 @@
-"""`specdistill gate`, and what it prints."""
+"""`specdistill gate`: judge an existing report by a gate."""
 
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ def gate(arguments: list[str]) -> int:
 
 
 def judge_report(options: "GateOptions") -> ExitCode:
-    """Judge a report again, print the verdict, and return its exit code."""
+    """Judge a report by a gate, print the verdict, and return the exit code of the verdict."""
     # These modules import scipy, so they are imported only here.
     from specdistill.evaluation.gate.decide import EXIT_CODES, judge_again
     from specdistill.evaluation.report.text import print_gate

@@ -1,9 +1,12 @@
-"""`specdistill train … launch=NAME`: a script in several processes, with accelerate's launcher.
+"""Run a command in several processes with accelerate's launcher (`specdistill … launch=NAME`).
 
-A name is a file of `accelerate_configs/`, which the wheel carries. Launches are refused here if
-their processes would fail one by one, or wait for each other. The exit code is that of the process
-that failed first. SIGTERM and SIGINT reach every process. In a terminal's foreground a single
-process gets SIGINT from Ctrl-C itself, so it is not passed on.
+NAME is a file of `accelerate_configs/`, which the wheel contains too, or any other YAML file of
+accelerate. A launch is refused at once if its processes would fail one by one, or would wait for
+each other forever.
+
+The exit code of a launch is that of the process that failed first. SIGTERM and SIGINT are passed on
+to the processes. A Ctrl-C in a terminal is not, because the terminal itself sends SIGINT to all
+processes in its foreground.
 """
 
 import gc
@@ -38,7 +41,7 @@ LAUNCH_IS_GIVEN = Condition("with launch=NAME", lambda options: options.launch i
 
 
 class LaunchOptions(Section):
-    """The keys by which a command starts processes with accelerate."""
+    """The keys with which a command starts processes with accelerate."""
 
     launch: str | None = option(
         None,
@@ -68,14 +71,15 @@ class LaunchOptions(Section):
     )
 
 
-LIBRARIES = ("torch", "transformers.trainer", "datasets")  # These are slow to import.
+# The libraries that are slow to import, which all jobs need.
+LIBRARIES = ("torch", "transformers.trainer", "datasets")
 
 
 def import_libraries() -> None:
-    """Import torch, transformers and datasets without the garbage collector, if they are not yet.
+    """Import torch, transformers and datasets, with the garbage collector switched off meanwhile.
 
-    Importing them creates a million objects that live until the process ends. Going over them again
-    and again took the collector 3 of the 8 seconds in which a command reported a mistake.
+    The imports create a million objects that live until the process ends. The collector went over
+    them again and again, which took 3 of the 8 seconds until a command reported a mistake.
     """
     if "torch" not in sys.modules and gc.isenabled():
         gc.disable()
@@ -83,35 +87,39 @@ def import_libraries() -> None:
             for name in LIBRARIES:
                 importlib.import_module(name)
         finally:
+            # Later collections skip the objects that exist now.
             gc.freeze()
             gc.enable()
     hide_bars_of_transformers()
 
 
 def launch(script: Path, arguments: Sequence[str], options: LaunchOptions) -> int:
-    """Run a script with `accelerate launch`.
+    """Run a script in several processes with `accelerate launch`.
 
     Args:
-        script: the file.
-        arguments: of the script.
-        options: which configuration, and what is changed in it.
+        script: the file of the script.
+        arguments: the arguments of the script.
+        options: the name of accelerate's configuration file, and values that override it.
 
     Returns:
-        The exit code.
+        The exit code of the process that failed first; 0 if none failed.
 
     Raises:
-        UserError: for what cannot be started.
-        ResourceError: for a killed process.
+        UserError: for a launch that cannot be started. The error names the key.
+        ResourceError: if a signal killed a process.
     """
     # These modules import torch, so they are imported only here.
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    # Find the configuration, and check the options before a process is started.
     configuration = find_yaml(str(options.launch), LAUNCHES, "launch")
     launching = _check_launch_options(
         configuration, options.model_dump(exclude={"launch"}, exclude_none=True)
     )
+
+    # The command is logged, so that a user can type it without specdistill.
     command = [
         f"--config_file={configuration}",
         *(f"--{name}={value}" for name, value in launching.items()),
@@ -119,12 +127,16 @@ def launch(script: Path, arguments: Sequence[str], options: LaunchOptions) -> in
         *arguments,
     ]
     logger.info(f"$ accelerate launch {shlex.join(command)}")
-    # torch's messages are replaced by those below.
+
+    # torch logs a long report about a failed process. The errors below take its place.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    # For several processes torch sets handlers of its own. For one process nobody does.
+    # Pass signals on to the processes. If there are several, torch replaces these handlers by its
+    # own while it runs; for one process accelerate sets none.
     handlers = {}
     for number in (signal.SIGTERM, signal.SIGINT):
         handlers[number] = signal.signal(number, _forward)
+
+    # Run the processes, and turn each kind of failure into an exit code or an error.
     try:
         launch_command(launch_command_parser().parse_args(command))
     except ChildFailedError as error:
@@ -136,6 +148,7 @@ def launch(script: Path, arguments: Sequence[str], options: LaunchOptions) -> in
         reason = join_lines(str(error)) or type(error).__name__
         raise UserError("launch", got=reason, text=f"launch: {reason}") from error
     except SignalException as error:
+        # Shells report a signal as 128 plus its number.
         return 128 + error.sigval
     finally:
         for number, handler in handlers.items():
@@ -144,20 +157,24 @@ def launch(script: Path, arguments: Sequence[str], options: LaunchOptions) -> in
 
 
 def _check_launch_options(configuration: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that accelerate is given besides its configuration.
+    """Check the options of a launch, and return those to pass to accelerate.
 
     Args:
-        configuration: the file.
-        options: the options that the user set.
+        configuration: accelerate's configuration file.
+        options: the options that the user typed, without `launch`.
+
+    Returns:
+        The options that override the configuration, always with `main_process_port`.
 
     Raises:
-        UserError: for values that accelerate ignores, or with which the processes would wait for
-            each other.
+        UserError: for options that accelerate would ignore, or with which the processes would wait
+            for each other forever.
     """
     from accelerate.utils import DistributedType, is_deepspeed_available
 
     from specdistill.common.processes import check_devices
 
+    # Read the configuration. DeepSpeed is an optional dependency.
     settings, file_keys = _read(configuration)
     if settings.distributed_type == DistributedType.DEEPSPEED and not is_deepspeed_available():
         raise UserError(
@@ -166,7 +183,7 @@ def _check_launch_options(configuration: Path, options: dict[str, Any]) -> dict[
             expected="DeepSpeed: DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed",
         )
 
-    # What the user sets overrides what the configuration sets.
+    # Options that the user typed override those of the configuration. Count processes and machines.
     chosen = validate_recipe(
         LaunchOptions, {"launch": str(configuration), **file_keys, **options}, f"{configuration}: "
     )
@@ -186,7 +203,8 @@ def _check_launch_options(configuration: Path, options: dict[str, Any]) -> dict[
         )
     check_devices(processes // machines, "num_processes")
 
-    # Several machines need a rank and an address each; a single machine ignores both.
+    # A launch on several machines needs the rank of this machine and the address of machine 0. On a
+    # single machine accelerate ignores both.
     for name in ("machine_rank", "main_process_ip"):
         if machines == 1 and name in options:
             raise make_unused_key_error(
@@ -202,12 +220,15 @@ def _check_launch_options(configuration: Path, options: dict[str, Any]) -> dict[
                 expected=LaunchOptions.model_fields[name].description or "",
             )
 
+    # Ranks of machines count from 0.
     rank = chosen.machine_rank or 0
     if machines > 1 and rank >= machines:
         raise UserError(
             "machine_rank", got=rank, expected=f"below {machines}, the number of machines"
         )
-    # Port 0 stands for any that is free.
+
+    # On one machine, port 0 lets accelerate take any free port. On several machines all have to
+    # name the same port; 29500 is the default of torch.
     return {
         **options,
         "main_process_port": chosen.main_process_port or (29500 if machines > 1 else 0),
@@ -215,10 +236,16 @@ def _check_launch_options(configuration: Path, options: dict[str, Any]) -> dict[
 
 
 def _read(configuration: Path) -> tuple[Any, dict[str, Any]]:
-    """Return a configuration as accelerate reads it, and which of our keys the file itself sets.
+    """Read a configuration file of accelerate.
+
+    accelerate fills in defaults, which cannot be told from values of the file. So the keys that the
+    file itself sets are returned, too.
+
+    Returns:
+        The configuration as accelerate reads it, and the keys of LaunchOptions that the file sets.
 
     Raises:
-        UserError: for what accelerate refuses.
+        UserError: for a file that accelerate refuses.
     """
     from accelerate.commands.config.config_args import ClusterConfig
 
@@ -226,7 +253,10 @@ def _read(configuration: Path) -> tuple[Any, dict[str, Any]]:
     file_keys = read_keys(configuration, "launch", expected)
     with convert_errors((ValueError, TypeError, KeyError), "launch", configuration, expected):
         settings = ClusterConfig.from_yaml_file(str(configuration))
-    if file_keys.get("main_process_port") == 0:  # accelerate writes 0 for any port that is free.
+
+    # `accelerate config` writes port 0 to mean any free port. LaunchOptions says the same with
+    # None.
+    if file_keys.get("main_process_port") == 0:
         del file_keys["main_process_port"]
     return settings, {
         name: file_keys[name]
@@ -248,9 +278,12 @@ def _exit_code(code: int, process: str) -> int:
 
 
 def _forward(number: int, _frame: FrameType | None) -> None:
-    """Pass a signal on to this process's children, except a terminal's Ctrl-C.
+    """Pass a signal on to the child processes of this process, except a Ctrl-C in a terminal.
 
-    A Ctrl-C reaches them anyway.
+    The terminal sends the SIGINT of a Ctrl-C to the children itself.
+
+    Args:
+        number: the number of the signal.
     """
     import psutil
 
@@ -261,7 +294,11 @@ def _forward(number: int, _frame: FrameType | None) -> None:
 
 
 def _is_in_foreground() -> bool:
-    """Return whether a terminal's Ctrl-C goes to this process and those that it has started."""
+    """Return whether this process runs in the foreground of a terminal.
+
+    If so, a Ctrl-C reaches this process and its children.
+    """
+    # A terminal sends SIGINT to the process group in its foreground.
     try:
         with open("/dev/tty", "rb") as terminal:
             return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()

@@ -1,6 +1,7 @@
-"""The command `specdistill VERB key=value …`: the table of verbs, help, and what to type next.
+"""The command `specdistill VERB key=value …`: the table of verbs, the help, and the first checks.
 
-A verb checks what it was given before it imports anything that is slow to import.
+Modules that import torch are imported inside functions, so that `--help` and mistakes in arguments
+are answered at once.
 """
 
 import pkgutil
@@ -33,21 +34,38 @@ from specdistill.workflows.next_step import describe_next_step
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb, or say what to type next if there is none, and return the exit code."""
+    """Run the command `specdistill`, and return its exit code.
+
+    Args:
+        arguments: the verb and its arguments; None for those of the command line.
+    """
+    # Without any argument, the verb is the empty string.
     verb, *rest = (sys.argv[1:] if arguments is None else arguments) or [""]
     return run_and_report(lambda: _run(verb, rest), rest)
 
 
 def _run(verb: str, arguments: list[str]) -> int:
+    """Run one verb, or print the help, the version or the next step.
+
+    Args:
+        verb: the first argument of the command, such as `train`; empty if there is none.
+        arguments: the arguments after it.
+
+    Returns:
+        The exit code.
+    """
+    # `specdistill help VERB` is the same as `specdistill VERB --help`.
     if verb == "help" and arguments and not arguments[0].startswith("-"):
         verb = arguments[0]
         arguments = [*arguments[1:], "--help"]
+
+    # Print one line for each verb.
     if verb in {*HELP, "help"}:
         print(
             f"{specdistill.__doc__}\n\nUsage: specdistill VERB key=value …     specdistill help"
             " VERB lists its keys\n"
         )
-        # The first paragraph of a verb's docstring says what it does.
+        # The first paragraph of a verb's docstring is its line.
         summaries = {
             name: join_lines(cleandoc(row.run.__doc__ or "").partition("\n\n")[0])
             for name, row in VERBS.items()
@@ -55,10 +73,13 @@ def _run(verb: str, arguments: list[str]) -> int:
         print(*(f"  {name:10} {summary}" for name, summary in summaries.items()), sep="\n")
         print_result(summaries)
         return ExitCode.DONE
+
     if verb == "--version":
         print(f"specdistill {specdistill.__version__}")
         print_result({"version": specdistill.__version__})
         return ExitCode.DONE
+
+    # Without a verb, print which command continues the newest run.
     if not verb:
         message, commands = describe_next_step()
         print(
@@ -68,6 +89,8 @@ def _run(verb: str, arguments: list[str]) -> int:
             sep="\n",
         )
         return ExitCode.DONE
+
+    # Refuse secrets and unknown verbs.
     check_arguments(arguments)
     if verb not in VERBS:
         raise UserError(
@@ -76,6 +99,9 @@ def _run(verb: str, arguments: list[str]) -> int:
             expected=f"one of {', '.join(VERBS)}",
             nearest=find_nearest(verb, VERBS),
         )
+
+    # Print the help of a verb. The recipe that trains the target pico has keys of its own, so its
+    # script prints its help.
     row = VERBS[verb]
     if HELP & set(arguments) and not (verb == "train" and is_target_recipe(arguments)):
         print_help(
@@ -86,22 +112,24 @@ def _run(verb: str, arguments: list[str]) -> int:
             row.common.split(),
         )
         return ExitCode.DONE
+
+    # Run the verb. GGUF files are checked first, because that needs no slow import.
     with report_keys_as_typed(arguments, row.shorthands):
-        # This check comes first, before torch is imported.
         parts = [argument.partition("=") for argument in arguments]
         check_gguf_files((key, value) for key, _, value in parts)
         return row.run(arguments)
 
 
 class Verb(NamedTuple):
-    """A verb of the command line.
-
-    The first paragraph of its docstring says what the verb does. The others are examples.
+    """A verb of the command line, such as `train` in `specdistill train`.
 
     Attributes:
-        run: runs the verb with the arguments after it, and returns the exit code.
-        schemas: the classes whose keys it takes, as pkgutil finds them, separated by spaces.
-        common: keys that `--help` shows, separated by spaces. Empty: it shows all.
+        run: the function that runs the verb with the arguments after it, and returns the exit code.
+            The first paragraph of its docstring says what the verb does; the second has examples.
+        schemas: the classes whose keys the verb takes, as `module:Class` below the package
+            `specdistill`, separated by spaces. They are named by text, because importing some of
+            them is slow.
+        common: the keys that `--help` shows, separated by spaces. Empty: it shows all keys.
         shorthands: short key -> recipe key.
     """
 
@@ -111,6 +139,7 @@ class Verb(NamedTuple):
     shorthands: Mapping[str, str] = NO_SHORTHANDS
 
 
+# The verbs, in the order in which the help lists them.
 VERBS = {
     "demo": Verb(demo, "methods.recipe:Recipe", "train eval.num_prompts"),
     "plan": Verb(plan, "advice.plan.options:PlanOptions", "", TARGET),

@@ -1,4 +1,4 @@
-"""`specdistill monitor`: its keys, what it prints and writes, and its exit code."""
+"""`specdistill monitor`: measure the acceptance of a draft on a running server."""
 
 import json
 import os
@@ -21,8 +21,9 @@ from specdistill.recipe.short_keys import select_recipe_keys
 from specdistill.serving.engines.client import Counters
 from specdistill.serving.engines.server import Server
 
-# Parts of the time that is watched. They are few and long, because long parts depend on each other
-# less.
+# The watched time is divided into this many equal parts, and the intervals are computed from the
+# differences between them. That assumes independent parts. A request that runs across a boundary
+# belongs to two of them, so a few long parts are better than many short ones.
 NUM_PARTS = 6
 SECONDS_ARE_GIVEN = Condition("with seconds above 0", lambda options: options.seconds > 0)
 
@@ -51,24 +52,29 @@ def monitor(arguments: list[str]) -> int:
 
     specdistill monitor server=http://127.0.0.1:8000 seconds=300 watch=true
     """
+    # Check the keys, and whether the output file can be written. Writing it renames another file to
+    # its path, which must not replace a folder or a device. `output=` without a value names the
+    # working directory, so it is refused.
     options = load_recipe(MonitorOptions, select_recipe_keys(arguments))
     output = Path(os.path.realpath(options.output or ""))
     seconds = options.seconds
     if options.output is not None or "output=" in arguments:
-        # The file would take the place of a folder or a device.
         if output.exists() and not output.is_file():
             raise UserError("output", got=repr(options.output or ""), expected="a JSON file")
         check_writable(output.parent, "output")
+
+    # Connect to the server.
     server = Server(
         options.server, key="server", timeout=options.server_timeout, timeout_key="server_timeout"
     )
-    # No engine keeps a connection alive from one reading to the next.
+    # Engines close idle connections between two readings, so each reading opens a new one.
     server.session.headers["Connection"] = "close"
     # These modules import scipy, so they are imported only here.
     from specdistill.evaluation.gate.decide import EXIT_CODES
     from specdistill.evaluation.report.files import stage_files
     from specdistill.serving.monitor import find_engine, summarize_acceptance
 
+    # Find out which engine it is, and print what will be measured.
     engine, client = find_engine(server)
     num_parts = NUM_PARTS if seconds else 1
     intervals = (
@@ -77,13 +83,19 @@ def monitor(arguments: list[str]) -> int:
         else "since it started"
     )
     print(f"{engine} at {server.address}, {intervals}", flush=True)
+
+    # The counters count since the server started. So read them now, before the first part; with
+    # seconds=0 the empty page stands for the start of the server.
     pages: list[Counters] = [client.read_counters(server) if seconds else {}]
     while True:
+        # Read the counters after each part. The last page of one interval is the first of the next.
         start = time.monotonic()
         pages = pages[-1:]
         for part in range(1, num_parts + 1):
             time.sleep(max(0.0, start + seconds * part / num_parts - time.monotonic()))
             pages.append(client.read_counters(server))
+
+        # Compute acceptance, intervals and verdict, and print them in one line.
         result = {
             "server": server.address,
             "engine": engine,
@@ -93,17 +105,25 @@ def monitor(arguments: list[str]) -> int:
         }
         print(f"{time.strftime('%H:%M:%S')} {format_line(result)}", flush=True)
         print_result(result)
+
+        # Staging replaces the file in one step, so that readers never see half of it.
         if options.output:
-            with stage_files(output.parent) as staging:  # The file is complete at any time.
+            with stage_files(output.parent) as staging:
                 (staging / output.name).write_text(
                     json.dumps(result, indent=2) + "\n", encoding="utf-8"
                 )
+
+        # Without `watch`, one interval is all. With it, Ctrl-C ends the loop.
         if not options.watch:
             return EXIT_CODES[result["verdict"]]
 
 
 def format_line(row: ResultRow) -> str:
-    """Return one line with the verdict, the metrics and the counts."""
+    """Return one line with the verdict, the acceptance and the number of drafts.
+
+    Args:
+        row: a result of `summarize_acceptance`, with metrics named as in a report.
+    """
     length, rate = (
         f"{format_number(row.get(name))}{format_bracketed_interval(row, name)}"
         for name in ("acceptance_length_vllm", "acceptance_rate")

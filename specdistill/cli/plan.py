@@ -1,4 +1,4 @@
-"""`specdistill plan`, and what it prints."""
+"""`specdistill plan`: estimate what each method costs and gains for a target."""
 
 import shlex
 import textwrap
@@ -26,9 +26,12 @@ if TYPE_CHECKING:
     from specdistill.advice.plan.reading import KnownDraft
     from specdistill.methods.sizes import ModelConfigInfo
 
-SHOWN_DRAFTS = 3
+SHOWN_DRAFTS = 3  # how many drafts on the Hub are named, so that the line stays short
+# The columns of the table of methods. "accepted, AL" is the acceptance length.
 COLUMNS = ("method", "size", "tokens", "GPU h", "GPU memory", "accepted, AL", "speedup")
+# The names of columns in a plan for a CPU.
 CPU_COLUMN_NAMES = {"GPU h": "hours", "GPU memory": "memory"}
+# Whether the plan is for a CPU -> how to estimate for the other device.
 OTHER_DEVICE = {
     True: "serving.device=h100 estimates for a GPU",
     False: "serving.device=cpu estimates for this machine",
@@ -48,6 +51,7 @@ def plan(arguments: list[str]) -> int:
     from specdistill.advice.plan.reading import find_published_drafts, read_model_config
     from specdistill.common.repositories import split_revision
 
+    # Read the configs of the target and of the draft, if one is named. No weights are read.
     target_name = options.target
     target = read_model_config(
         target_name.model,
@@ -85,7 +89,16 @@ def choose_device(
 ) -> tuple["Device", ServingOptions]:
     """Return the device to plan for, and the serving options for it.
 
-    On a CPU, options that are not set follow from the machine.
+    Without `serving.device`, the plan is for this machine's CPU if it has no GPU and enough memory
+    for the target, and otherwise for an H100.
+
+    Args:
+        serving: the options that the user typed.
+        target: the target.
+
+    Returns:
+        The device, and the options. For a CPU, memory and dtype are filled in from the machine,
+        unless the user typed them.
     """
     from specdistill.advice.plan.accounting import (
         H100,
@@ -98,6 +111,8 @@ def choose_device(
         serving.device is None and not can_hold_target(target.parameters)
     ):
         return H100, serving
+
+    # Time the matrix products of this machine's CPU.
     machine = measure_machine(*find_matrix_sizes(target), target.parameters)
     changes: dict[str, object] = {"device": "cpu"}
     if "memory_gb" not in serving.model_fields_set:
@@ -110,18 +125,19 @@ def choose_device(
 def print_plan(
     plan: "Plan", drafts: Sequence["KnownDraft"], not_asked: str | None, *, details: bool
 ) -> None:
-    """Print where to start, with which commands, and a line for each method.
+    """Print a plan: the recommended method, its commands, and a table with a row for each method.
 
     Args:
-        plan: what was estimated.
-        drafts: known drafts on the Hub.
-        not_asked: why the Hub was not asked for drafts.
-        details: whether to print what the estimates are made of, too. Without them the plan fills
-            one screen.
+        plan: the plan.
+        drafts: drafts on the Hub that were published for the target.
+        not_asked: why the Hub was not asked for drafts; None if it was.
+        details: whether to print also how the estimates were made. Without these lines the plan
+            fits on one screen.
     """
     console = Console()
 
-    # The recommendation, and the commands to begin with.
+    # Print the recommendation, and the commands to start with. A lookup is always worth a try,
+    # because it needs no training.
     advice = plan.recommendation
     console.print(
         Text.assemble(
@@ -137,7 +153,8 @@ def print_plan(
         )
         _print_commands(advice["lookup"] or "", console)
 
-    # A line for each method
+    # Print a table with a row for each method. The recommended one is green; methods that are not
+    # possible are dim.
     grid = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     on_cpu = plan.target["on_cpu"]
     for name in COLUMNS:
@@ -151,7 +168,7 @@ def print_plan(
         )
     console.print("", grid, "")
 
-    # Drafts on the Hub, and notes
+    # Print the drafts on the Hub, the details if asked for, and warnings about the plan.
     shown = [
         f"{draft.repository} ({draft.method}, {draft.downloads:,} downloads)"
         for draft in drafts[:SHOWN_DRAFTS]
@@ -168,6 +185,8 @@ def print_plan(
         console.print(line)
     for warning in plan.warnings:
         console.print(Text(f"note: {warning}", style="yellow"))
+
+    # Say what the numbers are, and how to get more of them.
     rest = "--json has all numbers." if details else "details=true says more, --json all."
     console.print(
         Text(
@@ -179,12 +198,19 @@ def print_plan(
 
 
 def _print_commands(commands: str, console: Console) -> None:
-    """Print each command over as many lines as it takes, in a form that a shell reads as one."""
+    """Print commands, and continue long ones on further lines with a backslash, as in a shell.
+
+    Args:
+        commands: the commands, one per line.
+        console: the console, whose width limits the lines.
+    """
     for command in commands.splitlines():
-        # Spaces inside a word must not be wrapped, so they are replaced meanwhile.
+        # A line must not break inside a quoted argument. So the spaces inside arguments are
+        # replaced by a character that cannot occur, until the lines are wrapped.
         joined_command = " ".join(
             shlex.quote(word).replace(" ", "\0") for word in shlex.split(command)
         )
+        # The indent of a continued line and its backslash take 8 columns.
         lines = textwrap.wrap(
             joined_command, console.width - 8, break_long_words=False, break_on_hyphens=False
         )
@@ -194,35 +220,44 @@ def _print_commands(commands: str, console: Console) -> None:
 
 
 def format_short(number: float, unit: str = "") -> str:
-    """Format a number with three digits and a decimal prefix.
+    """Format a number with three digits and a decimal prefix, such as 8.03B or 16.1 GB.
 
-    Examples are 8.03B parameters and 16.1 GB of files: a byte's giga is G, a number's B.
+    A billion of anything counted, such as parameters, is B. With a unit, such as bytes, it is G.
+
+    Args:
+        number: the number.
+        unit: the unit, which follows the prefix after a space; empty for a plain number.
     """
     prefixes = ("", "k", "M", "G", "T", "P") if unit else ("", "k", "M", "B", "T", "P")
+    # Divide by 1,000 until three digits remain. 999.5 and more would be rounded to four.
     power = 0
     while number >= 999.5 and power < len(prefixes) - 1:
         number = number / 1000
         power = power + 1
+    # 99.95 and more have three digits before the point. Numbers below 1,000 are counts, so they are
+    # printed as whole numbers.
     digits = f"{number:.0f}" if number >= 99.95 or not power else f"{number:.3g}"
     return f"{digits} {prefixes[power]}{unit}" if unit else f"{digits}{prefixes[power]}"
 
 
 def _format_gib(size: float) -> str:
+    """Format a number of bytes in GiB, with three digits."""
     return f"{size / 2**30:.3g} GiB"
 
 
 def _format_columns(row: "PlanRow") -> list[str]:
-    """Return the cells of a method's line."""
-    # A method that does not apply has only a reason.
+    """Return the cells of a method's row in the table, in the order of COLUMNS."""
+    # A method that the target cannot have has no numbers. If only `draft.init` rules the method
+    # out, another initialization makes it possible.
     if not row.available:
-        # A method that only its initialization rules out can start from another one.
         possible = "needs init" if row.note.startswith("draft.init: ") else "not possible"
         return [row.method, "–", "–", "–", "–", possible, "–"]
     launch = row.training_launch
     hours = row.training_hours
     tokens = row.trained_tokens
 
-    # Memory and time of training, where they are known.
+    # Format the memory and time of training. "too much": there is a micro-batch, but no machine of
+    # the plan holds the training.
     memory = (
         f"{launch.num_processes} × {_format_gib(launch.device_bytes)}"
         if launch
@@ -231,10 +266,12 @@ def _format_columns(row: "PlanRow") -> list[str]:
         else "–"
     )
     time = "–" if not hours else "< 0.1" if hours < 0.05 else f"{hours:.2g}"
+
+    # Format the acceptance length and the speedup, each as a range from the lower to the higher
+    # estimate. `dict.fromkeys` leaves one number where both ends are equal.
     accepted = "not known"
     speedup = "–" if row.is_served else "no engine"
     if row.low and row.high:
-        # The lower and the higher estimate of acceptance and speedup.
         ends = dict.fromkeys(f"{end.acceptance_length:.2f}" for end in (row.low, row.high))
         accepted = " to ".join(ends)
         speedup = f"{row.low.speedup:.2f} to {format_times(row.high.speedup)}"
@@ -250,15 +287,15 @@ def _format_columns(row: "PlanRow") -> list[str]:
 
 
 def _list_details(plan: "Plan") -> Iterator[Text]:
-    """Yield the lines of `details=true`.
+    """Yield the lines that `details=true` adds to a plan.
 
-    They are the target, what training and serving the recommended method needs, what each method
-    is or why it is not possible, and the assumptions.
+    These lines describe the target, the memory and data for training the recommended method, the
+    memory for serving it, each method (or why it is not possible), and the assumptions.
     """
     target = plan.target
     serving = plan.serving
 
-    # What the plan knows of the target.
+    # The target: its type, size and dtype.
     yield _format_line(
         "target",
         f"{target['model']}: {target['model_type']},"
@@ -266,7 +303,7 @@ def _list_details(plan: "Plan") -> Iterator[Text]:
         f" {format_short(target['bytes'], 'B')} in {target['quantization'] or target['dtype']}",
     )
 
-    # What the recommended method takes to train.
+    # The memory, micro-batch and data with which the recommended method is trained.
     best = next((row for row in plan.methods if row.method == plan.recommendation["method"]), None)
     if best is not None and best.training_memory and best.micro_batch:
         rows, length = best.micro_batch
@@ -280,7 +317,7 @@ def _list_details(plan: "Plan") -> Iterator[Text]:
             " states are stored",
         )
 
-    # How the target is served, and what that takes.
+    # The memory of a device that serves the target with the recommended draft, or else alone.
     yield _format_line(
         "to serve",
         f"{serving['batch_size']:,} × {serving['context']:,} tokens in {serving['dtype']}, KV cache"
@@ -289,7 +326,7 @@ def _list_details(plan: "Plan") -> Iterator[Text]:
         f" {_describe_budget((best and best.serving) or plan.alone)}",
     )
 
-    # A note for each method, and the assumptions of all estimates.
+    # A remark on each method, with the source of its acceptance, and the assumptions.
     for row in plan.methods:
         yield _format_line(
             row.method,
@@ -299,16 +336,26 @@ def _list_details(plan: "Plan") -> Iterator[Text]:
 
 
 def _format_line(title: str, what: str) -> Text:
+    """Return a line of details: a title in bold, a colon and a text."""
     return Text.assemble((f"{title}: ", "bold"), what)
 
 
 def _format_parts(sizes: Mapping[str, int]) -> str:
+    """Format the parts of a device's memory as a sum: `target 15 GiB + draft 1 GiB = 16 GiB`.
+
+    Args:
+        sizes: the bytes of each part, by name. Parts of 0 bytes are left out.
+    """
     parts = " + ".join(f"{name} {_format_gib(size)}" for name, size in sizes.items() if size)
     return f"{parts} = {_format_gib(sum(sizes.values()))}"
 
 
 def _describe_budget(budget: "Budget") -> str:
-    """Describe what a device holds, whether it fits, and how much context is left."""
+    """Describe the memory of a device: its parts, whether they fit, and the context that fits too.
+
+    Args:
+        budget: the memory of the device, in bytes by part.
+    """
     parts = _format_parts(budget.parts)
     needs = _format_gib(budget.needs)
     if not budget.fits:
@@ -316,6 +363,8 @@ def _describe_budget(budget: "Budget") -> str:
             f"{parts}: needs {needs}; fits on {budget.tensor_parallel or 'no number of'} devices"
             " (serving.tensor_parallel)"
         )
+
+    # `budget.cost` is how many tokens of context the draft takes away.
     room = (
         "" if budget.room is None else f"; room for {format_short(budget.room)} tokens of context"
     )

@@ -1,4 +1,4 @@
-"""`specdistill publish`, and what it prints."""
+"""`specdistill publish`: publish the draft of a run on the Hub."""
 
 from specdistill.cli.launch import import_libraries
 from specdistill.common.errors import ExitCode
@@ -13,11 +13,14 @@ def publish(arguments: list[str]) -> int:
 
     specdistill publish run=runs/mine repo=org/name baseline=none dry_run=true
     """
+    # Check the options before torch is imported, which is slow.
     options = load_recipe(PublishOptions, select_recipe_keys(arguments))
     import_libraries()
     # This module imports torch, so it is imported only here.
     from specdistill.hub.publish import print_outcome, publish_run
 
+    # A draft that is refused leaves no folder. With `force` the refusals are stated in the card,
+    # and the draft is published.
     outcome = publish_run(options)
     print_outcome(outcome)
     print_result(outcome)

@@ -1,4 +1,4 @@
-"""`specdistill table`, and its options."""
+"""`specdistill table`: print several reports as one table."""
 
 import json
 
@@ -23,6 +23,7 @@ def table(arguments: list[str]) -> int:
     specdistill table runs/mine/report runs/other/report
     specdistill table runs/comparison --json
     """
+    # Paths may be typed without `reports=`, with spaces or commas between them.
     places = []
     keys = []
     for argument in select_recipe_keys(arguments):
@@ -30,6 +31,7 @@ def table(arguments: list[str]) -> int:
             keys.append(argument)
         else:
             places += argument.split(",")
+    # They become a list as YAML reads it, which may hold paths with spaces.
     if places:
         keys.append(f"reports={json.dumps(places)}")
     options = load_recipe(TableOptions, keys)

@@ -1,4 +1,4 @@
-"""`specdistill train`, which trains a draft, or pico itself."""
+"""`specdistill train`: train a draft, or the bundled target pico itself."""
 
 import runpy
 import sys
@@ -12,6 +12,7 @@ from specdistill.methods.recipe import DEFAULT_METHOD, Recipe, TrainedRecipe, ch
 from specdistill.recipe.load import load_own_keys, load_recipe, merge_values
 from specdistill.recipe.short_keys import TRAIN, select_recipe_keys
 
+# The script that trained pico. It has a recipe of its own kind.
 TARGET_SCRIPT = ROOT / "train" / "target.py"
 
 
@@ -22,11 +23,13 @@ def train(arguments: list[str]) -> int:
     specdistill train recipe=mine.yaml train.output_dir=runs/mine train.num_train_epochs=2
     specdistill train recipe=mine.yaml launch=ddp num_processes=8
     """
+    # Separate the keys of the launcher from the keys of the recipe.
     launch_options, recipe_arguments = load_own_keys(LaunchOptions, arguments)
     keys = select_recipe_keys(recipe_arguments, TRAIN)
     values = merge_values([key for key in keys if "=" in key])
 
-    # The recipe of pico itself is not a draft's: only its script knows its keys.
+    # The recipe of the target pico has other keys, which only its script knows. The script runs as
+    # if it had been started by its path.
     if is_target_recipe(arguments):
         import_libraries()
         if launch_options.launch is not None:
@@ -35,7 +38,7 @@ def train(arguments: list[str]) -> int:
         runpy.run_path(str(TARGET_SCRIPT), run_name="__main__")
         return ExitCode.DONE
 
-    # Check what can be checked before torch is imported.
+    # Check the method, the recipe and its files before torch is imported, which is slow.
     method = METHODS.get(str(values.get("method", DEFAULT_METHOD)))
     if method is not None and not method.is_trained:
         raise UserError(
@@ -44,10 +47,10 @@ def train(arguments: list[str]) -> int:
             expected=" or ".join(name for name, row in METHODS.items() if row.is_trained),
         )
     recipe = load_recipe(Recipe, keys)
-    assert isinstance(recipe, TrainedRecipe)  # Its method is trained.
+    assert isinstance(recipe, TrainedRecipe)  # The check of the method above ensures this.
     check_named_files(recipe)
 
-    # Train in this process, or in those that accelerate starts.
+    # Train in this process, or in the processes that accelerate starts.
     import_libraries()
     if launch_options.launch is not None:
         return launch(ROOT / "train" / "eagle.py", recipe_arguments, launch_options)
@@ -59,7 +62,10 @@ def train(arguments: list[str]) -> int:
 
 
 def is_target_recipe(arguments: list[str]) -> bool:
-    """Return whether the recipe trains pico, the bundled target, and no draft."""
+    """Return whether the recipe trains the bundled target pico instead of a draft.
+
+    Only such a recipe has a section `curriculum`.
+    """
     return "curriculum" in merge_values(
         [key for key in select_recipe_keys(arguments, TRAIN) if "=" in key]
     )

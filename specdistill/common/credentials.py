@@ -1,8 +1,8 @@
-"""Refuse secrets in commands and recipes before anything is done.
+"""Refuse secrets in commands and recipes before a command does anything else.
 
-Commands and recipes are recorded, and records are published. Only huggingface_hub handles tokens of
-the Hub. It reads them from HF_TOKEN or from what `hf auth login` stores, and sends them to the Hub
-and nowhere else.
+Commands and recipes are recorded, and these records are published with a draft. specdistill itself
+never needs a token of the Hub: huggingface_hub reads it from HF_TOKEN, or from the file that
+`hf auth login` writes, and sends it only to the Hub.
 """
 
 import os
@@ -11,19 +11,22 @@ from typing import Any
 
 from specdistill.common.errors import UserError
 
-# Environment variables that hold secrets. Their values may be typed where they do not belong.
+# Environment variables that hold secrets. A user may type their values into a command by mistake.
 VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "OPENAI_API_KEY")
-# The environment variable with the keys of servers: ADDRESS KEY [ADDRESS KEY …]. The addresses
-# ensure that a server of a recipe gets no key that was meant for another one.
+# The environment variable with the API keys of inference servers: ADDRESS KEY [ADDRESS KEY …]. Each
+# key has an address, so that it is not sent to another server that a recipe names.
 SERVER_KEYS = "SPECDISTILL_SERVER_KEYS"
-# The fewest characters of a secret in a variable. A shorter value, such as EMPTY, is a placeholder.
+# The fewest characters of a secret in an environment variable. A shorter value, such as EMPTY, is a
+# placeholder: tokens and API keys are longer.
 MIN_SECRET_CHARACTERS = 8
+# Tokens of users and of organizations on the Hub.
 HUB_TOKEN = re.compile(r"\b(?:hf|api_org)_[A-Za-z0-9]{20,}")
-# `user:password@` in an address of any kind. In a web address also `user@`, which is a token there.
+# `user:password@` in an address of any kind. In a web address also `user@`, because a token may
+# stand in the place of the user.
 PASSWORD = re.compile(r"://[^/?#\s@:]+:[^/?#\s@]+@|https?://[^/?#\s@]+@")
 
-# Removed from what may be published: the folders of an absolute path, which may contain spaces, and
-# the host of a server.
+# What `remove_places` removes from a text before it is published: the folders of an absolute path,
+# which may contain spaces, and the host of a server with a port.
 FOLDERS = re.compile(
     r"""(?:^|(?<=[\s=\[({,"':]))(?:~[\w.-]*|\.\.)?/(?!/)"""
     r"""(?:(?:[^/\s,"'\])}]| (?![-/~]))+/)*(?=[^/\s])"""
@@ -32,9 +35,12 @@ HOST = re.compile(r"(?<=://)[^/\s:]+(?=:\d)")
 
 
 def remove_places(node: Any) -> Any:
-    """Return a JSON value without places on this machine, so that it can be published.
+    """Return a JSON value without paths and hosts of this machine, so that it can be published.
 
-    Paths keep only their last part, and addresses of servers lose their host.
+    An absolute path keeps only its last part. In the address of a server, HOST replaces the host.
+
+    Args:
+        node: a value of a JSON document. Texts inside lists and mappings are cleaned too.
     """
     if isinstance(node, dict):
         return {name: remove_places(value) for name, value in node.items()}
@@ -44,15 +50,18 @@ def remove_places(node: Any) -> Any:
 
 
 def find_secret(text: str) -> str | None:
-    """Return what kind of secret a text holds, in words that do not reveal it.
+    """Look for a secret in a text, and return its kind in words that do not reveal it.
 
     Returns:
-        The kind of secret; None if the text holds none that is known.
+        The kind of secret, such as "a token of the Hugging Face Hub"; None if none was found.
     """
+    # Secrets that are recognized by their form.
     if HUB_TOKEN.search(text):
         return "a token of the Hugging Face Hub"
     if PASSWORD.search(text):
         return "an address with a password"
+
+    # Secrets that are recognized because an environment variable holds the same text.
     values = [(name, os.environ.get(name, "")) for name in VARIABLES] + [
         (SERVER_KEYS, key) for key in read_server_keys().values()
     ]
@@ -67,13 +76,14 @@ def find_secret(text: str) -> str | None:
 
 
 def read_server_keys() -> dict[str, str]:
-    """Return the keys of servers by their addresses, from the environment."""
+    """Return the API key of each server, by the address of the server, from SERVER_KEYS."""
+    # The variable alternates between addresses and keys.
     words = os.environ.get(SERVER_KEYS, "").split()
     return dict(zip((address.rstrip("/") for address in words[::2]), words[1::2], strict=False))
 
 
 def check_no_secret(key: str, text: str) -> None:
-    """Raise UserError if a text holds a secret. The error names `key` and not the secret."""
+    """Raise UserError, naming `key` and without showing the text, if the text holds a secret."""
     secret = find_secret(text)
     if secret:
         raise UserError(
@@ -89,5 +99,6 @@ def check_no_secret(key: str, text: str) -> None:
 def check_arguments(arguments: list[str]) -> None:
     """Raise UserError if one of the `key=value` arguments holds a secret."""
     for argument in arguments:
+        # The key is named in the error, unless it holds the secret itself.
         key, separator, _ = argument.partition("=")
         check_no_secret(key if separator and not find_secret(key) else "the command line", argument)

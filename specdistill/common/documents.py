@@ -1,7 +1,8 @@
-"""Read JSON and YAML from others, strictly and within bounds.
+"""Read JSON and YAML files of unknown origin, strictly and within limits.
 
-This refuses what parsers disagree about (keys twice, NaN, integers of more than 64 bits, half of a
-surrogate pair, tags of YAML) and what exhausts them (depth, size, aliases of aliases).
+Two kinds of documents are refused. Parsers disagree about some: the same key twice, NaN, integers
+of more than 64 bits, half of a surrogate pair, tags of YAML. Others would exhaust memory or the
+stack: deep or large documents, and YAML aliases that refer to other aliases.
 """
 
 import json
@@ -17,23 +18,31 @@ import yaml
 
 from specdistill.common.errors import UserError, convert_errors, join_lines
 
+# The limits are far above what recipes, configs, reports and rows need, and low enough that a
+# hostile document costs little memory and time.
 MAX_DEPTH = 100  # the most levels of a document
 LARGEST_JSON, LARGEST_YAML = 2**28, 2**20  # the most bytes of a document
-MAX_LINE_BYTES = 2**26  # the most bytes of a line
+MAX_LINE_BYTES = 2**26  # the most bytes of a line in a file of rows
 MAX_EXPANDED_CHARACTERS = (
     2**22
 )  # the most characters of a YAML document with its aliases written out
-# The escape of one half of a surrogate pair.
+# The escape of one half of a surrogate pair in JSON, such as \ud83d. Only two halves together, such
+# as \ud83d\ude00, are a character.
 HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
-# The YAML head of a Markdown file.
+# The YAML at the beginning of a Markdown file, between two lines with `---`.
 HEAD = re.compile(r"\s*---[ \t]*\r?\n(.*?)^---[ \t]*\r?$", re.DOTALL | re.MULTILINE)
-# The largest integer. The product of larger ones may be more than a float can hold.
+# The largest integer, the largest of 64 bits. Products of larger ones may overflow a float.
 MAX_INTEGER = 2**63 - 1
+# A text without this has no integer above MAX_INTEGER, which has 19 digits.
 LONG_NUMBER = re.compile(r"\d{19}")
 
 
-class YamlLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # chosen when it is imported
-    """A safe YAML loader that refuses integers of more than 64 bits."""
+# mypy cannot check a base class that is only chosen when the module is imported.
+class YamlLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """A safe YAML loader that refuses integers of more than 64 bits.
+
+    It is PyYAML's loader in C, which is fast, if PyYAML was built with it.
+    """
 
     def construct_yaml_int(self, node: yaml.Node) -> int:
         return parse_integer(super().construct_yaml_int(node))
@@ -43,7 +52,7 @@ YamlLoader.add_constructor("tag:yaml.org,2002:int", YamlLoader.construct_yaml_in
 
 
 def parse_integer(digits: str | int) -> int:
-    """Return an integer. Raise ValueError if it has more than 64 bits."""
+    """Convert digits to an integer. Raise ValueError if the integer has more than 64 bits."""
     number = int(digits)
     if abs(number) > MAX_INTEGER:
         raise ValueError(f"an integer of {len(str(number))} digits, more than {MAX_INTEGER:,}")
@@ -62,7 +71,8 @@ def parse_json(text: str | bytes, *, allow_nan: bool = False) -> Any:
     """
     text = decode_text(text) if isinstance(text, bytes) else text
     try:
-        # The integer parser of json is fast, so the checked one is only used where it is needed.
+        # The integer parser of json itself is faster than `parse_integer`, which is only used if
+        # the text has a long number.
         integers = parse_integer if LONG_NUMBER.search(text) else None
         value = json.loads(
             text,
@@ -72,7 +82,9 @@ def parse_json(text: str | bytes, *, allow_nan: bool = False) -> Any:
         )
     except RecursionError as error:
         raise ValueError(f"more than {MAX_DEPTH} levels") from error
-    # Go down level by level, to find out whether there are more than MAX_DEPTH.
+
+    # Count the levels of the value. `level` holds the lists and mappings of one level; each pass
+    # replaces them by those one level below. Recursion would need a deep stack.
     level = [value]
     for _ in range(MAX_DEPTH + 1):
         if not level:
@@ -89,9 +101,10 @@ def parse_json(text: str | bytes, *, allow_nan: bool = False) -> Any:
                     level.append(child)
     if level:
         raise ValueError(f"more than {MAX_DEPTH} levels")
+
+    # Refuse half of a surrogate pair. json has joined whole pairs to one character, and half a pair
+    # cannot be encoded: encoding raises UnicodeEncodeError, which is a ValueError.
     if HALF_PAIR.search(text):
-        # A whole pair has become one character by now. Half a pair cannot be encoded, so this
-        # raises UnicodeEncodeError, a ValueError.
         json.dumps(value, ensure_ascii=False).encode()
     return value
 
@@ -103,32 +116,36 @@ def read_json_rows(
     largest_list: int = 0,
     report: Callable[[int, ValueError], None] | None = None,
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the JSON object of each line, with the number of the line from 1.
+    """Yield the JSON object of each line of a file, with the number of the line from 1.
 
-    Only one line at a time is in memory.
+    Only one line at a time is in memory. The whole file may also be a single JSON list of objects.
 
     Args:
         stream: the file.
         allow_nan: accept NaN and Infinity.
         largest_list: the most bytes of a file that is one list of objects. 0 refuses such files.
-        report: called with the number of a line that is no JSON object, and the error. With None
-            the error is raised.
+        report: called for each line that is no JSON object, with the number of the line and the
+            error. Reading then goes on. With None the error is raised.
+
+    Yields:
+        The number of the line, or of the item in a list, and the object.
 
     Raises:
-        ValueError: naming the line, for a line that is no object. With `report` only for a line
-            that is too long, and for a list that is no JSON.
+        ValueError: for a line that is no JSON object. The error names the line. If there is a
+            `report`, only for a line that is too long, and for a list that is no JSON.
     """
 
-    # A bad row is reported if the caller collects them. Otherwise it ends the reading.
+    # Report a bad row to the caller, or end the reading with an error.
     def refuse(number: int, error: ValueError) -> None:
         if report is None:
             raise error
         report(number, error)
 
+    # Read one byte more than a line may have, to find out whether it has more.
     for number, line in enumerate(iter(partial(stream.readline, MAX_LINE_BYTES + 1), b""), 1):
         most = MAX_LINE_BYTES
 
-        # A file may hold a single list, as long as it is not too large to be read at once.
+        # If the file is a single list, which begins in the first line, read the rest of it too.
         is_list = largest_list > 0 and number == 1 and line.startswith(b"[")
         if is_list:
             most = largest_list
@@ -136,7 +153,8 @@ def read_json_rows(
         if len(line) > most:
             raise ValueError(f"line {number}: more than {most:,} bytes")
 
-        # Parse the line, and give each error the number of its line.
+        # Parse the line, and begin each error with the number of the line. An error inside a list
+        # counts lines from the beginning of the list.
         try:
             text = decode_text(line.rstrip(), number)
             if not text:
@@ -155,7 +173,7 @@ def read_json_rows(
             refuse(number, wrong)
             continue
 
-        # A list yields its items, a line its object.
+        # Yield the object of a line, or the objects of a list.
         for place, row in enumerate(value if is_list else [value], number):
             if isinstance(row, dict):
                 yield place, row
@@ -170,7 +188,12 @@ def read_json_rows(
 
 
 def decode_text(content: bytes, first_line: int = 1) -> str:
-    """Return the text of bytes in UTF-8. Raise ValueError, naming the line, for other bytes."""
+    """Decode bytes as UTF-8. Raise ValueError, naming the line, if they are something else.
+
+    Args:
+        content: the bytes, which may begin with a byte order mark.
+        first_line: the number of their first line, for the error.
+    """
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -182,6 +205,7 @@ def decode_text(content: bytes, first_line: int = 1) -> str:
 
 def parse_yaml(text: str | bytes) -> Any:
     """Return the value of a YAML document. Raise ValueError if it is refused."""
+    # Check the document before PyYAML builds it, because building it expands all aliases.
     text = decode_text(text) if isinstance(text, bytes) else text
     check_yaml(text)
     try:
@@ -191,12 +215,13 @@ def parse_yaml(text: str | bytes) -> Any:
 
 
 class _Collection(NamedTuple):
-    """A YAML collection that is being read.
+    """A list or mapping of a YAML document whose end has not been read yet.
 
     Attributes:
-        anchor: its anchor; None without one.
-        before: characters of the expanded document before it.
-        scalars: the values of its nodes; None for nodes that are no scalars.
+        anchor: the name that the document gives to the collection (`&name`); None without one.
+        before: characters of the expanded document before the collection.
+        scalars: the values of the nodes in the collection so far; None for each node that is itself
+            a list, a mapping or an alias. In a mapping, keys and values alternate.
     """
 
     anchor: str | None
@@ -205,14 +230,20 @@ class _Collection(NamedTuple):
 
 
 def check_yaml(text: str) -> None:
-    """Raise ValueError for a document that `parse_yaml` refuses.
+    """Raise ValueError for a YAML document that `parse_yaml` has to refuse.
 
-    It reads events, which are not nested, so that depth and aliases cannot exhaust it.
+    The check reads the events of the parser, such as the beginning and the end of a list. Events
+    are not nested, and do not expand aliases, so that a hostile document cannot exhaust the check.
+
+    Args:
+        text: the document.
     """
     if len(text) > LARGEST_YAML:
         raise ValueError(f"{len(text):,} characters, more than {LARGEST_YAML:,}")
 
-    # Follow the events of the parser, without building the document.
+    # Add up the size of the document with its aliases written out, in characters. `sizes` holds the
+    # size of each anchored node, which every alias of it (`*name`) adds again. `opened` holds the
+    # collections around the current event; the first one stands for the document.
     total = 0
     sizes = {}
     opened = [_Collection(None, 0, [])]
@@ -220,6 +251,8 @@ def check_yaml(text: str) -> None:
         for event in yaml.parse(text, YamlLoader):
             if getattr(event, "tag", None) is not None:
                 raise ValueError(f"the tag {event.tag}")
+
+            # At the end of a collection its size is known, and in a mapping all its keys are.
             if isinstance(event, yaml.CollectionEndEvent):
                 ended = opened.pop()
                 sizes[ended.anchor] = total - ended.before
@@ -227,6 +260,9 @@ def check_yaml(text: str) -> None:
                     _check_unique_keys(
                         [(key, None) for key in ended.scalars[::2] if key is not None]
                     )
+
+            # A node is the beginning of a collection, a scalar or an alias. An alias inside the
+            # collection that it names would make the document endless.
             elif isinstance(event, yaml.NodeEvent):
                 scalar = event.value if isinstance(event, yaml.ScalarEvent) else None
                 opened[-1].scalars.append(scalar)
@@ -238,6 +274,8 @@ def check_yaml(text: str) -> None:
                     size = sizes[event.anchor] if scalar is None else len(scalar)
                     total = total + 1 + size
                     sizes[event.anchor] = size
+
+            # Stop as soon as the document exceeds a limit.
             if len(opened) > MAX_DEPTH + 1 or total > MAX_EXPANDED_CHARACTERS:
                 raise ValueError(
                     f"more than {MAX_DEPTH} levels, or more than {MAX_EXPANDED_CHARACTERS:,}"
@@ -259,7 +297,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def read_keys(path: Path, key: str, expected: str) -> dict[str, Any]:
-    """Return the keys of a JSON or YAML file.
+    """Read the mapping in a JSON or YAML file.
 
     Args:
         path: the file.
@@ -267,7 +305,7 @@ def read_keys(path: Path, key: str, expected: str) -> dict[str, Any]:
         expected: what errors say is expected.
 
     Raises:
-        UserError: if the file cannot be read or holds no keys.
+        UserError: if the file cannot be read or holds no mapping.
     """
     with convert_errors((OSError, ValueError), key, path, expected):
         keys = read_json(path, allow_nan=True) if path.suffix == ".json" else read_yaml(path)
@@ -286,6 +324,7 @@ def read_front_matter(path: Path) -> dict[str, Any]:
         OSError: if the file cannot be read.
         ValueError: if its head is refused or holds no keys.
     """
+    # The Markdown after the head may be long, so the larger limit holds.
     head = HEAD.match(read_text(path, LARGEST_JSON))
     keys = parse_yaml(head[1]) if head else None
     if keys is not None and not isinstance(keys, dict):
@@ -300,6 +339,7 @@ def read_text(path: Path, most: int = LARGEST_YAML) -> str:
         OSError: if the file cannot be read.
         ValueError: if it has more than `most` bytes or is not UTF-8.
     """
+    # Reading one byte more than allowed tells a file that is too large, without reading all of it.
     with path.open("rb") as file:
         content = file.read(most + 1)
     if len(content) > most:
@@ -308,7 +348,7 @@ def read_text(path: Path, most: int = LARGEST_YAML) -> str:
 
 
 def _check_unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Return a dictionary of pairs. Raise ValueError for a key that appears twice."""
+    """Return a dictionary of (key, value) pairs. Raise ValueError for a key that appears twice."""
     keys = dict(pairs)
     if len(keys) < len(pairs):
         raise ValueError(f"{Counter(name for name, _ in pairs).most_common(1)[0][0]} twice")
@@ -316,11 +356,15 @@ def _check_unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _refuse(constant: str) -> None:
+    """Raise ValueError for a constant that is no JSON, such as NaN."""
     raise ValueError(f"{constant}, which is not a number")
 
 
 def convert_csv(path: Path) -> str:
-    """Return the command line that converts a csv file to a jsonl file next to it, row by row."""
+    """Return a shell command that converts a csv file to a jsonl file with the same name.
+
+    Messages suggest it for a csv file, which is not read directly.
+    """
     code = (
         f"import pandas; pandas.read_csv({str(path)!r})"
         f".to_json({str(path.with_suffix('.jsonl'))!r}, orient='records', lines=True)"

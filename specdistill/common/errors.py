@@ -1,4 +1,4 @@
-"""Errors that a command reports in one line, and its exit codes."""
+"""The errors that a command reports in one line, and the exit codes of commands."""
 
 import copyreg
 import difflib
@@ -20,17 +20,22 @@ from pydantic_core import ValidationError
 from specdistill.common.terminal import guard, redirect_messages
 
 logger = logging.getLogger("specdistill")  # the logger of all messages of the package
-# The most characters of an error, and of an error that it quotes. Some errors quote whole files.
+# The most characters of the line that reports an error, and of another error that it quotes. Errors
+# of libraries may quote whole files.
 MAX_ERROR_CHARACTERS = 900
 MAX_QUOTED_CHARACTERS = 300
-STDOUT = 1  # the file descriptor
-# How long processes other than the first wait before they print an error. A launcher ends them
-# before that, on a busy machine too.
+STDOUT = 1  # the file descriptor of stdout
+# If all processes of a launch fail in the same way, only the first should print the error. The
+# others wait this many seconds; when the first has ended, the launcher ends them, even on a busy
+# machine.
 SECONDS_APART = 30.0
 
 
 class ExitCode(IntEnum):
-    """The exit codes of commands."""
+    """The exit codes of commands.
+
+    CHECK_FAILED means that a command ran, and its result is negative: for example a failed gate.
+    """
 
     DONE = 0
     CHECK_FAILED = 1
@@ -43,20 +48,25 @@ class ExitCode(IntEnum):
 class ReportedError(Exception):
     """An error that a command reports in one line.
 
-    It can be pickled with its attributes, because the processes that prepare rows pass it to the
-    one that waits for them.
+    The error can be pickled with its attributes, because processes that prepare rows send it to the
+    process that started them.
+
+    Attributes:
+        key: the key of the recipe or of the command that the error is about; empty if there is
+            none.
     """
 
     key = ""
 
     def __reduce__(self) -> tuple[object, ...]:
+        """Return how to rebuild the error, for pickle, without calling `__init__`."""
         return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]
 
     def rename_key(self, key: str, typed: str) -> None:
-        """Replace a key by the name that the user typed.
+        """Replace a key in the message by the name that the user typed.
 
-        It is replaced at the start of the message. A key with a section is replaced inside the
-        message too.
+        A key without a section is only replaced at the start of the message, because its name may
+        also be an ordinary word. A key with a section is replaced everywhere.
 
         >>> text = "eval.draft: no draft in a. Type eval.draft=PATH."
         >>> error = UserError("eval.draft", got="a", text=text)
@@ -64,7 +74,8 @@ class ReportedError(Exception):
         >>> print(error)
         draft: no draft in a. Type draft=PATH.
         """
-        # The name of a key without a section may also be a word of the sentence.
+        # Before the key there must be no letter, dot or slash, and after it no letter: then it
+        # would be part of a longer key or of a path.
         start = r"(?<![\w./])" if "." in key else "^"
         pattern = rf"{start}{re.escape(key)}(?!\w)"
         self.key = re.sub(pattern, lambda _: typed, self.key)
@@ -72,15 +83,16 @@ class ReportedError(Exception):
 
 
 class UserError(ReportedError):
-    """An error for wrong input of the user.
+    """An error in the input of the user.
 
-    Its one line names the key, what was got, what was expected and the nearest valid name.
+    The message is one line with the key, the value that was got, and the value that was expected.
+    If the value is a misspelt name, it ends with the nearest valid name.
 
     >>> what = {"got": "an unknown key", "expected": "a key of draft"}
     >>> print(UserError("draft.num_layer", **what, nearest="draft.num_layers"))
     draft.num_layer: got an unknown key, expected a key of draft; did you mean draft.num_layers?
 
-    For a value that is missing, `got` begins with `nothing`; for one that was left empty, with
+    For a missing value, `got` begins with `nothing`. For a key without a value, it begins with
     `null`. The circumstances may follow.
 
     >>> print(UserError("eval.suite", got="nothing with target.model=org/name", expected="prompts"))
@@ -90,12 +102,12 @@ class UserError(ReportedError):
 
     Args:
         key: the key of the recipe or of the command.
-        got: what was got.
-        expected: what was expected.
+        got: the value that was got, or a description of it.
+        expected: a description of the values that are allowed.
         nearest: the nearest valid name; None if there is none.
-        text: the whole sentence, if one cannot be made of the others.
-        kind: for a row of data that cannot be used, what is wrong with it, in words that all rows
-            with the same fault share. Such rows are counted by it.
+        text: the whole message, if it is not composed of the other arguments.
+        kind: for a row of data that cannot be used, a description of the fault that is the same for
+            all rows with this fault. Rows are counted by it.
     """
 
     def __init__(
@@ -119,7 +131,13 @@ class UserError(ReportedError):
         )
 
     def _compose_sentence(self, expected: str, hint: str) -> str:
-        """Return the sentence that names the key, what was got and what was expected."""
+        """Return the message that names the key, what was got and what was expected.
+
+        Args:
+            expected: a description of the values that are allowed.
+            hint: the question about the nearest valid name, or nothing.
+        """
+        # The first word of `got` says whether there was a value at all.
         first = re.split("[ ,]", self.got, maxsplit=1)[0]
         if first == "nothing":
             return f"{self.key} is required{self.got[len(first) :]}: {expected}"
@@ -137,6 +155,7 @@ def make_unused_key_error(
     >>> print(make_unused_key_error("machine_rank", 1, reason, alternative="add num_machines=2"))
     machine_rank: only used with several machines. Remove machine_rank=1, or add num_machines=2.
     """
+    # A value with a space is a description, not what the user typed.
     typed = key if " " in str(value) else f"{key}={value}"
     remedy = f", or {alternative}" if alternative else ""
     return UserError(key, got=value, text=f"{key}: {reason}. Remove {typed}{remedy}.")
@@ -151,21 +170,22 @@ def convert_errors(
     *,
     kind: str = "",
 ) -> Iterator[None]:
-    """Turn errors of some types into a UserError that quotes them.
+    """Turn errors of some types into a UserError that quotes their message.
 
     Args:
         kinds: the types of errors.
         key: the key that the UserError names.
-        what: what could not be read or used. The quoted error follows it.
-        expected: what was expected.
-        kind: of the UserError.
+        what: the thing that could not be read or used, such as a path. The quoted message follows.
+        expected: a description of what was expected.
+        kind: the `kind` of the UserError.
 
     Raises:
-        UserError: for an error of these types.
+        UserError: if the block raises an error of these types.
     """
     try:
         yield
     except kinds as error:
+        # Errors of the operating system have a short message, `strerror`, without the path.
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         if isinstance(error, ValidationError):  # It may hold several errors; quote the first.
             first = error.errors()[0]
@@ -179,21 +199,28 @@ def convert_errors(
 
 
 class ResourceError(ReportedError):
-    """An error outside the user's input (Hub, disk, memory), with what to do next."""
+    """An error that the user's input did not cause (Hub, disk, memory), with what to do next.
+
+    Args:
+        what: what went wrong.
+        next_step: what the user can do about it.
+    """
 
     def __init__(self, what: str, *, next_step: str) -> None:
         super().__init__(join_lines(f"{what}; {next_step}"))
 
 
 def run_and_report(command: Callable[[], int], arguments: Sequence[str] = ()) -> int:
-    """Run a command, report what it raises (see `explain`), and return its exit code.
+    """Run a command, print its errors in one line (see `explain`), and return its exit code.
 
-    It ends without a message if its output goes to a pipe that nobody reads any more (`| head`).
+    If the output goes to a pipe that nobody reads any more, as with `| head`, the command ends
+    without a message.
 
     Args:
         command: the command, which returns an exit code.
         arguments: the arguments that it was called with.
     """
+    # Nothing that is printed from now on can control the terminal.
     guard(sys.stdout)
     guard(sys.stderr, shortens=True)
     with redirect_messages(arguments):
@@ -202,9 +229,10 @@ def run_and_report(command: Callable[[], int], arguments: Sequence[str] = ()) ->
             sys.stdout.flush()
             return code
         except (Exception, KeyboardInterrupt) as error:
-            # Only here are all exceptions caught, so that no command ends in a traceback.
+            # This is the only place that catches all exceptions. So no command ends in a traceback.
             if isinstance(error, BrokenPipeError) and _is_cut_off(STDOUT):
-                # Output that is still buffered goes nowhere.
+                # Python flushes stdout once more at exit, which would raise again. So let what is
+                # still buffered go to /dev/null.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)
                 return ExitCode.DONE
             return explain(error, debug="debug=true" in arguments)
@@ -212,6 +240,7 @@ def run_and_report(command: Callable[[], int], arguments: Sequence[str] = ()) ->
 
 def _is_cut_off(descriptor: int) -> bool:
     """Return whether a file descriptor is a pipe that nobody reads any more."""
+    # poll reports an error for a pipe whose reader has closed it, also if no event is asked for.
     pipe = select.poll()
     pipe.register(descriptor, 0)
     return any(event & select.POLLERR for _, event in pipe.poll(0))
@@ -220,13 +249,15 @@ def _is_cut_off(descriptor: int) -> bool:
 def explain(error: Exception | KeyboardInterrupt, *, debug: bool = False) -> ExitCode:
     """Print one line on stderr that says what went wrong, and return the exit code.
 
-    An unforeseen error counts as a resource error. Its traceback is written to a file that the line
-    names. If all processes of a launch find an error, the first process on each machine prints it.
-    Its launcher then ends the others.
+    An error of any other type than ReportedError is a bug. Its traceback is written to a file,
+    which the line names.
+
+    If all processes of a launch fail, the first process on each machine prints the line, and the
+    launcher ends the other processes while they wait.
 
     Args:
         error: the error.
-        debug: print the traceback first.
+        debug: print the traceback before the line.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(SECONDS_APART)
@@ -235,7 +266,9 @@ def explain(error: Exception | KeyboardInterrupt, *, debug: bool = False) -> Exi
     if isinstance(error, KeyboardInterrupt):
         logger.error("interrupted")
         return ExitCode.INTERRUPTED
-    # Any test whether a file exists may raise this.
+
+    # A path may be too long for the file system. Code that only tests whether a file exists raises
+    # this too, so it is handled for all commands.
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         error = UserError(
             "a path", got=error.filename, expected="a name that the file system accepts"
@@ -243,6 +276,8 @@ def explain(error: Exception | KeyboardInterrupt, *, debug: bool = False) -> Exi
     if isinstance(error, ReportedError):
         logger.error(f"error: {str(error)[:MAX_ERROR_CHARACTERS]}")
         return ExitCode.USER_ERROR if isinstance(error, UserError) else ExitCode.RESOURCE_ERROR
+
+    # Write the traceback of a bug to a file.
     descriptor, log = tempfile.mkstemp(prefix="specdistill-", suffix=".log")
     with open(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
         traceback.print_exception(error, file=file)
@@ -255,14 +290,15 @@ def explain(error: Exception | KeyboardInterrupt, *, debug: bool = False) -> Exi
 
 
 def join_lines(text: str) -> str:
-    """Return a text on one line, with single spaces for any white space."""
+    """Return a text on one line: any white space, such as a line break, becomes one space."""
     return " ".join(text.split())
 
 
 def name_sibling_key(key: str, name: str) -> str:
     """Return the key `name` in the section of another key.
 
-    Messages need it in code that several commands call, each with its own sections.
+    Code that several commands call gets one key, such as `eval.draft` or `draft`, and can name
+    other keys of the same command in its messages.
 
     >>> name_sibling_key("eval.draft", "suite"), name_sibling_key("draft", "suite")
     ('eval.suite', 'suite')
@@ -271,16 +307,24 @@ def name_sibling_key(key: str, name: str) -> str:
 
 
 def find_nearest(name: str, valid: Iterable[str]) -> str | None:
-    """Return the valid name that is closest to a misspelt one.
+    """Return the valid name that is closest to a misspelt name.
 
-    If none is close, it is a valid name that begins with the misspelt one, or with which the
-    misspelt one begins.
+    If no name is close, a name is returned that begins with the misspelt name, or the other way
+    round: `target` for `target_model`.
+
+    Args:
+        name: the misspelt name.
+        valid: the valid names.
 
     Returns:
-        The valid name; None if there is none.
+        The valid name; None if no name is similar.
     """
     names = list(valid)
+
+    # A similarity of 0.7 allows a typing error or two in a key, and does not suggest other keys.
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
+
+    # Names of one or two letters begin too many names.
     begun = [
         valid_name
         for valid_name in names

@@ -1,7 +1,7 @@
-"""Folders that commands write.
+"""Create, lock and check the folders that commands write.
 
-One process at a time writes a folder, it is written whole or not at all, and it never replaces what
-somebody else put there.
+Only one process at a time writes a folder. The folder appears under its name when it is complete,
+or not at all. A folder that specdistill did not make is never replaced.
 """
 
 import fcntl
@@ -18,29 +18,30 @@ from safetensors import SafetensorError
 
 from specdistill.common.errors import ResourceError, UserError, convert_errors, logger
 
-KEY = "output_dir"  # the key of commands that make a new folder
-MARK = ".specdistill"  # a file in folders that this package may empty
-START_TIME_MARK = ", started "  # stands between a process and its start time in a lock file
-_HELD: set[int] = set()  # descriptors of files and folders that this process locks
+KEY = "output_dir"  # the key with which commands name a new folder
+MARK = ".specdistill"  # an empty file in each folder that specdistill made and may empty again
+START_TIME_MARK = ", started "  # the words between a process and its start time in a lock file
+_HELD: set[int] = set()  # the descriptors of the files and folders that this process has locked
 
 
 def _release_inherited_locks() -> None:
-    """Close the descriptors of all locks that the parent process holds."""
+    """Close this child process's copies of the locks that its parent process holds."""
     for descriptor in _HELD:
         os.close(descriptor)
     _HELD.clear()
 
 
-# A lock is held until every copy of its descriptor is closed. A worker that outlives a killed
-# process would keep holding it.
+# A lock made with flock lasts until every copy of its descriptor is closed, and fork copies
+# descriptors. Without this, a worker that outlives its killed parent would keep the lock.
 os.register_at_fork(after_in_child=_release_inherited_locks)
 
 
 def check_writable(folder: Path, key: str) -> None:
-    """Raise UserError, naming `key`, for a folder that cannot be made or written.
+    """Raise UserError, naming `key`, if a folder cannot be made or written.
 
-    Nothing is left behind.
+    The check writes a temporary file, and leaves nothing behind.
     """
+    # If the folder does not exist yet, test the closest folder above it that exists.
     existing = next(
         path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()
     )
@@ -52,20 +53,21 @@ def check_writable(folder: Path, key: str) -> None:
 
 
 def check_new(output: Path) -> None:
-    """Raise UserError if a new folder exists already, or cannot be written."""
+    """Raise UserError if a folder that is to be created exists already, or cannot be written."""
+    # `exists` follows links, so a broken link needs a test of its own.
     if output.exists() or output.is_symlink():
         raise UserError(KEY, got=f"{output}, which exists", expected="a new folder")
     check_writable(output, KEY)
 
 
 def check_holds(folder: Path, key: str, what: str, is_own: Callable[[str], object]) -> None:
-    """Check that a folder holds only files of one kind of folder.
+    """Check that a folder holds only files of one kind, such as those of a row set.
 
     Args:
-        folder: the folder.
+        folder: the folder, which need not exist.
         key: the key that the error names.
-        what: the kind of folder, for the error.
-        is_own: returns, from the name of a file, whether such a folder has it.
+        what: the kind of folder, for the error, such as "a row set".
+        is_own: takes the name of a file, and returns whether such a folder may hold this file.
 
     Raises:
         UserError: for a folder with any other file.
@@ -79,20 +81,20 @@ def check_holds(folder: Path, key: str, what: str, is_own: Callable[[str], objec
 
 @contextmanager
 def create_folder(output: Path, *, replaces: bool = False, key: str = KEY) -> Iterator[Path]:
-    """Create a folder that gets its name only once everything in it is written.
+    """Create a folder that gets its name only when everything in it is written.
 
-    If writing fails, nothing is left behind.
+    The caller writes to a hidden folder next to it. If the caller fails, nothing is left behind.
 
     Args:
         output: the folder.
-        replaces: whether a folder of this package may exist there. It is removed first.
+        replaces: whether `output` may be a folder that specdistill made earlier. It is removed.
         key: the key that errors of writing name.
 
     Yields:
         The folder to write to, which is renamed to `output` at the end.
 
     Raises:
-        UserError: if the folder exists without `replaces`, and while another process writes it.
+        UserError: if `output` exists without `replaces`, and while another process writes it.
         ResourceError: if writing fails.
     """
     if not replaces:
@@ -102,10 +104,11 @@ def create_folder(output: Path, *, replaces: bool = False, key: str = KEY) -> It
         partial.mkdir(parents=True, exist_ok=True)
         with _lock_path(partial, os.O_RDONLY, key, output):
             try:
+                # Move the earlier folder away in one step. Deleting it in place could be
+                # interrupted, and half of it would look like a complete folder.
                 if replaces and output.exists():
-                    # It is moved away at once, because a half of it would look like a whole one.
                     output.rename(partial / output.name)
-                # A process that was killed may have left files too.
+                # Delete the earlier folder, and what a killed process may have left.
                 for path in partial.iterdir():
                     path.unlink() if path.is_symlink() or path.is_file() else shutil.rmtree(path)
                 yield partial
@@ -119,10 +122,10 @@ def create_folder(output: Path, *, replaces: bool = False, key: str = KEY) -> It
 
 
 def empty_output_folder(folder: Path, key: str) -> None:
-    """Make a folder, or empty one that an earlier run made.
+    """Create an empty folder, and remove what an earlier run wrote to it.
 
     Raises:
-        UserError: naming `key`, for a folder that no earlier run made.
+        UserError: naming `key`, if the folder exists and no earlier run made it.
     """
     if folder.is_symlink() or (folder.exists() and not (folder / MARK).is_file()):
         raise UserError(
@@ -135,25 +138,27 @@ def empty_output_folder(folder: Path, key: str) -> None:
 
 @contextmanager
 def exclusive_lock(lock: Path, key: str, what: Path, *, saves_memory: str = "") -> Iterator[None]:
-    """Hold an exclusive lock, within which no other process writes `what`.
+    """Hold an exclusive lock, so that no other process writes the same file or folder meanwhile.
 
-    The lock file names its process while it writes, and is empty once it has ended, with or without
-    an error. So a name in a file that nobody locks belongs to a process that was killed. A warning
-    says so. A killed process holds no lock.
+    The holder writes its process id and start time into the lock file, and empties the file when it
+    ends, with or without an error. The operating system releases the lock of a killed process. So
+    text in a lock file that nobody locks is from a killed process, and a warning is logged.
 
     Args:
         lock: the lock file.
         key: the key that the error names.
-        what: what is written.
-        saves_memory: the key that the warning says to lower, because memory may not have sufficed.
+        what: the file or folder that is written, for messages.
+        saves_memory: a key that the warning says to lower, because the process may have been killed
+            when memory ran out; empty for none.
 
     Raises:
-        UserError: naming the other process, while another process writes it.
+        UserError: naming the other process, while another process holds the lock.
     """
     lock.parent.mkdir(parents=True, exist_ok=True)
     with _lock_path(lock, os.O_RDWR | os.O_CREAT, key, what) as descriptor:
+        # Warn if the file still has the text of a killed process. 200 bytes are more than the text.
         message = os.pread(descriptor, 200, 0).decode(errors="replace")
-        # Earlier versions left the name of the process in the file after its end, but did not write
+        # Earlier versions of specdistill did not empty the file at their end. Their text has no
         # START_TIME_MARK.
         if START_TIME_MARK in message:
             advice = f": lower {saves_memory}, or free memory" if saves_memory else ""
@@ -162,6 +167,8 @@ def exclusive_lock(lock: Path, key: str, what: Path, *, saves_memory: str = "") 
                 " finished is kept. Exit code 137 means that the system ended it because memory"
                 f" ran out{advice}."
             )
+
+        # Write who holds the lock.
         os.ftruncate(descriptor, 0)
         started = time.strftime("%Y-%m-%d %H:%M:%S")
         os.pwrite(
@@ -172,19 +179,23 @@ def exclusive_lock(lock: Path, key: str, what: Path, *, saves_memory: str = "") 
         try:
             yield
         finally:
-            if descriptor in _HELD:  # A child process has closed it.
+            # In a forked child process, `_release_inherited_locks` has closed the descriptor.
+            if descriptor in _HELD:
                 os.ftruncate(descriptor, 0)
 
 
 @contextmanager
 def _lock_path(path: Path, flags: int, key: str, what: Path) -> Iterator[int]:
-    """Open a file or folder and lock it, and yield its descriptor.
+    """Open a file or folder, hold an exclusive lock on it, and yield its descriptor.
 
     Args:
-        path: the file or folder.
-        flags: of `os.open`.
+        path: the file or folder to lock.
+        flags: the flags of `os.open`.
         key: the key that the error names.
-        what: what is written, for the error.
+        what: the file or folder that is written, for the error.
+
+    Yields:
+        The descriptor of the open file or folder.
 
     Raises:
         UserError: while another process holds the lock.
@@ -193,6 +204,8 @@ def _lock_path(path: Path, flags: int, key: str, what: Path) -> Iterator[int]:
     _HELD.add(descriptor)
     try:
         try:
+            # LOCK_NB fails at once instead of waiting. A lock file names the process that holds it;
+            # a folder cannot.
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             writer = (
@@ -207,6 +220,7 @@ def _lock_path(path: Path, flags: int, key: str, what: Path) -> Iterator[int]:
             ) from error
         yield descriptor
     finally:
-        if descriptor in _HELD:  # A child process has closed it.
+        # In a forked child process, `_release_inherited_locks` has closed the descriptor.
+        if descriptor in _HELD:
             _HELD.remove(descriptor)
             os.close(descriptor)

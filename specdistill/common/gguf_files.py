@@ -1,9 +1,10 @@
 """Read the metadata of GGUF files quickly, and find out what is wrong with a broken file.
 
-gguf's own reader makes a numpy array of each string and each number, which takes half a minute for
-a vocabulary of 262,144 tokens. The reader here skips the contents of the vocabulary. They are not
-needed, because transformers reads the tokens of a tokenizer with a reader of its own. This module
-does not import torch, so that a broken file is refused in a second.
+The reader of the package gguf (0.19) makes a numpy array of each string and each number, which
+takes half a minute for a vocabulary of 262,144 tokens. `MetadataReader` skips the contents of the
+vocabulary. They are not needed, because transformers reads the tokenizer with a reader of its own.
+
+This module does not import torch, so that a broken file is refused in a second.
 """
 
 import struct
@@ -17,35 +18,52 @@ from gguf import GGUFValueType
 
 from specdistill.common.errors import UserError, join_lines
 
-# The longest array of numbers that is read. Arrays of a model's config have one number for each
-# layer, and arrays of a vocabulary one for each token.
+# The longest array of numbers that is read. It is between the two kinds of arrays in these files:
+# settings of a model have one number per layer, and vocabularies have one number per token.
 MAX_ARRAY_LENGTH = 4096
-MAGIC = b"GGUF"
+MAGIC = b"GGUF"  # the first bytes of every GGUF file
 DOWNLOAD_AGAIN = "a whole GGUF file: download or copy it again"
 
 
 class MetadataReader(gguf.GGUFReader):
-    """gguf's reader, which skips the contents of strings in arrays and of long arrays.
+    """A reader of GGUF metadata that skips the strings of arrays, and long arrays of numbers.
 
-    An array of strings keeps its length, because the number of tokens is the vocabulary's size; its
-    strings are empty.
+    An array of strings keeps its length, because the number of tokens is the size of the
+    vocabulary. Its strings are empty.
     """
 
     def _get_field_parts(
         self, orig_offs: int, raw_type: int
     ) -> tuple[int, list[Any], list[int], list[GGUFValueType]]:
+        """Read a value of the metadata, or skip it if it is an array of strings or a long array.
+
+        This overrides a private method of gguf.GGUFReader (gguf 0.19), which reads all values.
+
+        Args:
+            orig_offs: the offset of the value in the file, in bytes.
+            raw_type: the type of the value.
+
+        Returns:
+            The bytes that the value takes, its parts as arrays, the indices of the parts that hold
+            data, and the types: for an array, ARRAY and the type of its elements.
+        """
         if raw_type != GGUFValueType.ARRAY:
             return super()._get_field_parts(orig_offs, raw_type)
-        # Read the header of an array: the type of its elements, and their number.
+
+        # Read the header of an array: the type of its elements in 4 bytes, and their number in 8.
         data = self.data.data
         element_type, length = struct.unpack_from("<IQ", data, orig_offs)
         types = [GGUFValueType.ARRAY, GGUFValueType(element_type)]
         end = orig_offs + struct.calcsize("<IQ")
+
+        # Skip each string: its length in 8 bytes, followed by its content. All elements of the
+        # array then refer to one empty part.
         if element_type == GGUFValueType.STRING:
-            # Each string is its length in 8 bytes, followed by its content.
             for _ in range(length):
                 end += 8 + struct.unpack_from("<Q", data, end)[0]
             return end - orig_offs, [self.data[:0]], [0] * length, types
+
+        # Skip a long array of numbers, and read a short one as usual.
         if length > MAX_ARRAY_LENGTH:
             end += length * np.dtype(self.gguf_scalar_to_np[types[1]]).itemsize
             return end - orig_offs, [], [], types
@@ -53,21 +71,23 @@ class MetadataReader(gguf.GGUFReader):
 
 
 def open_gguf(path: Path | str) -> MetadataReader:
-    """Return a reader of a file. It is the same reader as long as the file is unchanged."""
+    """Return a reader of a GGUF file, from a cache if the file was read before and is unchanged."""
     stat = Path(path).stat()
     return _open_gguf(str(path), stat.st_size, stat.st_mtime_ns)
 
 
 @lru_cache(maxsize=4)
 def _open_gguf(path: str, size: int, mtime_ns: int) -> MetadataReader:
+    """Return a reader of a file. Size and time belong to the key of the cache."""
     return MetadataReader(path)
 
 
 def check_gguf(path: Path, key: str) -> None:
-    """Raise UserError, naming `key`, unless a file is a whole GGUF file.
+    """Raise UserError, naming `key`, unless a file is a complete GGUF file with a whole model.
 
-    Only its metadata is read.
+    Only the metadata of the file is read.
     """
+    # A file of another kind can be told by its first bytes.
     with path.open("rb") as file:
         beginning = file.read(len(MAGIC))
     if beginning != MAGIC:
@@ -76,11 +96,14 @@ def check_gguf(path: Path, key: str) -> None:
             got=f"{path}, which is no GGUF file: it begins with {beginning!r}, not with {MAGIC!r}",
             expected=DOWNLOAD_AGAIN,
         )
+
+    # Read the metadata. This fails for a file that was not downloaded or copied to its end.
     try:
         reader = open_gguf(path)
     except (struct.error, ValueError, LookupError, TypeError, OverflowError, MemoryError) as error:
-        # At the end of a file gguf raises an error of whatever it reads there. Only the error for
-        # too few weights ("reshape") can be told apart.
+        # Where the file ends too early, gguf fails in a way that depends on what it was reading.
+        # Only the error for missing weights is certain: numpy cannot reshape too few bytes to a
+        # tensor.
         reason = (
             "cut short"
             if "reshape" in str(error)
@@ -91,6 +114,8 @@ def check_gguf(path: Path, key: str) -> None:
             got=f"{path}, which is {reason} ({path.stat().st_size:,} bytes)",
             expected=DOWNLOAD_AGAIN,
         ) from error
+
+    # A model may be split into several files. transformers reads only a single file.
     if "split.count" in reader.fields and reader.fields["split.count"].contents() > 1:
         raise UserError(
             key,

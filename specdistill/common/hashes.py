@@ -8,8 +8,10 @@ from pathlib import Path
 
 def hash_file(path: Path) -> str:
     """Return the sha256 of a file in hexadecimal."""
-    # In the Hub's cache a link to a large file names its sha256. Only the first link counts: it may
-    # lead to another link, to a file that is named by another hash (Xet).
+    # In the cache of huggingface_hub, a large file is a link to a file that is named by the sha256
+    # of its content, so that nothing needs to be hashed. Only the name that the first link points
+    # to is the sha256: that file may itself be a link to a file that is named by another hash
+    # (Xet).
     if path.is_symlink() and re.fullmatch("[0-9a-f]{64}", stored := path.readlink().name):
         return stored
     stat = path.stat()
@@ -18,6 +20,10 @@ def hash_file(path: Path) -> str:
 
 @lru_cache(maxsize=1024)
 def _hash_content(path: Path, inode: int, size: int, mtime_ns: int) -> str:
-    """Hash a file. The other arguments tell it from a later file at the same path."""
+    """Return the sha256 of a file, computed once for each path, inode, size and time of change.
+
+    The arguments besides `path` belong to the key of the cache: a file that was changed is hashed
+    again.
+    """
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,8 +1,9 @@
-"""Let the processes of one launch wait for one another, and check that they agree.
+"""Let the processes of one launch wait for each other, and check that they agree.
 
-This is for the time before their first step. The collectives of a step give up on a late process
-within minutes (`train.ddp_timeout`), but preparing takes hours. So this waits in a separate process
-group over gloo, whose connections fail at once when a process has ended.
+These functions are for the time before the first training step. In a step, a collective of
+torch.distributed gives up on a late process after `train.ddp_timeout`, that is after minutes.
+Preparing data takes hours. So processes that prepare wait for each other in a separate process
+group over gloo with a longer timeout. Its connections fail at once when a process ends.
 """
 
 import atexit
@@ -23,16 +24,21 @@ from torch import distributed
 
 from specdistill.common.errors import ResourceError, UserError
 
-GLOO_SECONDS = 0.5  # the time in which gloo's threads free the last tensors
-COLLECTIVE_TIMEOUT = timedelta(days=2)  # how long to wait for a process that is alive
-# Seconds to wait for the other processes after a step has failed.
+# How long to wait at the end for gloo's threads, which free the last tensors (see
+# `leave_process_group`). Longer is safer, and delays every launch on CPUs.
+GLOO_SECONDS = 0.5
+# How long to wait for a process that is alive. Generating data may take this long.
+COLLECTIVE_TIMEOUT = timedelta(days=2)
+# How long to wait for answers of the other processes after a step has failed. Processes that still
+# run answer at once.
 FAILED_STEP_TIMEOUT_S = 5.0
 
 
 def measure_peak_memory_bytes(device: torch.device) -> int:
-    """Return the most memory that this process has held at once, in bytes.
+    """Return the largest amount of memory that this process has held so far, in bytes.
 
-    On CUDA this is device memory, elsewhere all memory of the process.
+    On CUDA this is the memory of the device that torch allocated. Elsewhere it is the memory of the
+    whole process.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -44,9 +50,10 @@ def measure_peak_memory_bytes(device: torch.device) -> int:
 def init_process_group() -> tuple[int, int]:
     """Join the process group of a launch, and return this process's rank and the world size.
 
-    A command may be launched in several processes, one for each GPU. They leave the group when the
-    command ends.
+    A command may be launched in several processes, one for each GPU. Each process leaves the group
+    when it ends. A command that was not launched so has rank 0 and world size 1.
     """
+    # The launcher sets WORLD_SIZE. accelerate's PartialState creates the process group.
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not distributed.is_initialized():
         PartialState(cpu=not torch.cuda.is_available())
         atexit.register(leave_process_group)
@@ -56,9 +63,10 @@ def init_process_group() -> tuple[int, int]:
 def leave_process_group() -> None:
     """Leave the process group before the interpreter shuts down.
 
-    gloo's threads may still hold tensors of the last collectives. A thread that frees them while
-    the interpreter shuts down aborts the process after its work is done (pytorch/pytorch issue
-    190489). There is no way to know when they are freed, so this waits for GLOO_SECONDS.
+    gloo's threads may still hold tensors of the last collectives. If a thread frees a tensor while
+    the interpreter shuts down, the process aborts, although its work is done (pytorch/pytorch issue
+    190489). torch does not tell when the tensors are freed, so this function waits GLOO_SECONDS.
+    Launches on GPUs do not wait, because their steps use NCCL.
     """
     if distributed.is_initialized():
         distributed.destroy_process_group()
@@ -67,32 +75,34 @@ def leave_process_group() -> None:
 
 
 def find_rank_and_world_size() -> tuple[int, int]:
-    """Return this process's rank and the world size; 0 and 1 without a process group."""
+    """Return this process's rank and the number of processes; 0 and 1 without a process group."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return 0, 1
     return distributed.get_rank(), distributed.get_world_size()
 
 
 def is_first() -> bool:
-    """Return whether this is the first process of the launch.
+    """Return whether this is the first process of the launch (rank 0).
 
-    The first process writes and prints what all processes have in common.
+    The first process writes files and prints results for all processes.
     """
     return find_rank_and_world_size()[0] == 0
 
 
 def check_ranks_agree(facts: Mapping[str, str], *, otherwise: str = "") -> None:
-    """Check that all processes of the launch hold the same facts.
+    """Check that all processes of the launch have the same values, for example the same weights.
 
     Args:
-        facts: this process's facts, by name.
-        otherwise: appended to the error, what to do about a difference.
+        facts: the values of this process, by the name that the error shows.
+        otherwise: what to do about a difference; it is appended to the error.
 
     Raises:
         UserError: naming the first difference, its process and its machine.
     """
+    # Compare each process with process 0. The error also names the machine of each.
     (first, expected), *remaining_ranks = all_gather_object((socket.gethostname(), dict(facts)))
     for rank, (machine, rank_facts) in enumerate(remaining_ranks, 1):
+        # A name may also be missing in one of the two processes.
         for name in {**expected, **rank_facts}:
             if rank_facts.get(name) != expected.get(name):
                 raise UserError(
@@ -106,10 +116,10 @@ def check_ranks_agree(facts: Mapping[str, str], *, otherwise: str = "") -> None:
 
 @contextmanager
 def report_failed_collectives(next_step: str) -> Iterator[None]:
-    """Turn the failure of a collective into an error that says what to do.
+    """Turn the failure of a collective of torch.distributed into an error that says what to do.
 
     Args:
-        next_step: what to do.
+        next_step: what the user can do.
 
     Raises:
         ResourceError: if a collective fails because another process has ended, hangs or is late.
@@ -117,6 +127,8 @@ def report_failed_collectives(next_step: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        # NCCL raises a DistError. gloo raises a plain RuntimeError, which only its text tells
+        # apart.
         if not isinstance(error, distributed.DistError) and "gloo" not in str(error):
             raise
         raise ResourceError(
@@ -127,27 +139,33 @@ def report_failed_collectives(next_step: str) -> Iterator[None]:
 
 
 def _describe_missing_processes(error: RuntimeError) -> str:
-    """Return torch's message about the processes that are missing.
+    """Return torch's message about the processes that do not answer any more.
 
-    In the first process it names their ranks, in the others it refers to the first process.
+    In the first process the message names their ranks. In other processes it refers to the first.
+
+    Args:
+        error: the error of the failed collective, whose message is returned if all processes
+            answer.
     """
+    # A monitored barrier fails if some processes do not reach it, and names them.
     try:
         distributed.monitored_barrier(
             _group(), timeout=timedelta(seconds=FAILED_STEP_TIMEOUT_S), wait_all_ranks=True
         )
     except RuntimeError as named:
         error = named
+    # Only the first line is a message; a stack trace in C++ follows.
     return str(error).splitlines()[0][:200]
 
 
 def all_gather_object(local_object: object) -> list[Any]:
-    """Gather an object from every process; each process waits until all have called this.
+    """Gather an object from every process. It is also a barrier: each process waits for all.
 
     Args:
-        local_object: the object of this process.
+        local_object: the object of this process, which pickle must be able to send.
 
     Returns:
-        The objects of all processes, by rank.
+        The objects of all processes, in the order of their ranks.
 
     Raises:
         ResourceError: if a process has ended or cannot be reached.
@@ -158,7 +176,7 @@ def all_gather_object(local_object: object) -> list[Any]:
     objects = [None] * count
     try:
         distributed.all_gather_object(objects, local_object, group=_group())
-    except RuntimeError as error:  # A connection was closed, or could not be made.
+    except RuntimeError as error:  # A connection was closed, or could not be opened.
         raise ResourceError(
             (
                 "another process of this launch has ended or cannot be reached"
@@ -174,7 +192,10 @@ def all_gather_object(local_object: object) -> list[Any]:
 
 @cache
 def _group() -> distributed.ProcessGroup:
-    """Return the process group over gloo, in which processes wait for each other."""
+    """Return the process group over gloo in which processes wait for each other.
+
+    The first call creates the group. All processes have to make it.
+    """
     group: distributed.ProcessGroup = distributed.new_group(
         backend="gloo", timeout=COLLECTIVE_TIMEOUT
     )
@@ -182,9 +203,9 @@ def _group() -> distributed.ProcessGroup:
 
 
 def check_devices(num_processes: int, key: str) -> None:
-    """Raise UserError, naming `key`, for more processes than this machine has GPUs.
+    """Raise UserError, naming `key`, if there are more processes than GPUs on this machine.
 
-    Without a GPU the processes share the cores, so any number is accepted.
+    Without a GPU any number of processes is accepted, because they share the CPU.
     """
     devices = torch.cuda.device_count()
     if 0 < devices < num_processes:

@@ -1,6 +1,6 @@
-"""Print what a long task will cost before it starts, and its progress while it runs.
+"""Print the estimated cost of a long task before it starts, and its progress while it runs.
 
-Progress is a bar on a terminal, and elsewhere a line now and then.
+On a terminal, progress is a bar. Elsewhere, such as in a log file, it is a line now and then.
 """
 
 import os
@@ -28,16 +28,17 @@ from rich.text import Text
 from specdistill.common.errors import ResourceError
 from specdistill.common.terminal import Console
 
-SECONDS = 30.0  # the least time between two plain lines
-# The fewest parts that must be done before the time left is estimated. The first part reads
-# weights, compiles and fills caches, so its time says little about the others.
+SECONDS = 30.0  # the shortest time between two lines of progress outside a terminal
+# How many parts must be done before the remaining time is estimated. The first part also reads
+# weights, compiles and fills caches, so its time says little about later parts.
 MIN_PARTS = 3
-# Bytes on disk of a token as a document (4 + 1) and in a packed row (3 · 4 + 1).
+# Bytes that a training token takes on the disk: 4 for the id and 1 for the mask in a document, and
+# three columns of 4 bytes and 1 for the mask in a packed row.
 PREPARED_BYTES = 18
 
 
 class TimeLeft(TimeRemainingColumn):
-    """A column that shows the time left, once MIN_PARTS parts are done."""
+    """A column of a progress bar that shows the remaining time, once MIN_PARTS parts are done."""
 
     def render(self, task: Task) -> Text:
         if task.fields["parts"] < MIN_PARTS:
@@ -49,26 +50,27 @@ class TimeLeft(TimeRemainingColumn):
 def show_progress(description: str, total: int, unit: str) -> Iterator[Callable[..., None]]:
     """Show on stderr how many units of a task are done.
 
-    Without a terminal there is a line every SECONDS at most, and one at the end. Only the first
-    process on each machine shows anything. The time left is shown once MIN_PARTS calls have added
-    something.
+    On a terminal this is a bar. Elsewhere it is a line every SECONDS at most, and one at the end.
+    Only the first process on each machine shows anything. The remaining time is shown when
+    MIN_PARTS calls have added something.
 
     Args:
-        description: the task.
-        total: units of the whole task.
-        unit: the name of a unit, in the plural.
+        description: the task, such as "Generating".
+        total: the number of units of the whole task.
+        unit: the name of a unit in the plural, such as "tokens".
 
     Yields:
-        A function that adds `count` units, by default 1, to those that are done, and `more` units
-        to the total.
+        A function `advance(count=1, more=0)`, to be called after each part of the task. It adds
+        `count` to the units that are done, and `more` to the units of the whole task.
     """
+    # How many calls have added something.
     parts = 0
 
-    # Only the first process of a machine shows progress.
+    # Other processes than the first on a machine show nothing.
     if os.environ.get("LOCAL_RANK", "0") != "0":
         yield lambda count=1, more=0: None
 
-    # A terminal gets a bar.
+    # On a terminal, show a bar.
     elif sys.stderr.isatty():
         columns = (
             TextColumn("{task.description}"),
@@ -88,7 +90,7 @@ def show_progress(description: str, total: int, unit: str) -> Iterator[Callable[
 
             yield advance_bar
     else:
-        # Anything else, such as a log file, gets lines from time to time.
+        # Elsewhere, such as in a log file, print a line from time to time.
         num_done = 0
         start = time.monotonic()
         shown = start
@@ -104,6 +106,7 @@ def show_progress(description: str, total: int, unit: str) -> Iterator[Callable[
             total = total + more
             now = time.monotonic()
             parts += count > 0
+            # The remaining time assumes the average speed so far.
             if now - shown >= SECONDS and 0 < num_done < total:
                 shown = now
                 line(
@@ -119,9 +122,10 @@ def show_progress(description: str, total: int, unit: str) -> Iterator[Callable[
 def hide_bars_of_transformers() -> None:
     """Hide the progress bars of transformers if stderr is not a terminal.
 
-    transformers shows them while it loads and writes weights. This does nothing if transformers is
-    not imported.
+    transformers shows the bars while it loads and writes weights. In a log file they fill pages.
     """
+    # Look transformers up without importing it. If it is not imported, there is nothing to hide
+    # yet.
     logging = sys.modules.get("transformers.utils.logging")
     if logging is not None and not sys.stderr.isatty():
         logging.disable_progress_bar()
@@ -133,7 +137,7 @@ def format_clock(seconds: float) -> str:
 
 
 def format_speed(tokens_per_second: float | None) -> str:
-    """Return a speed with its significant decimals: 1,234, 12, 2.5 or 0.46; – for None."""
+    """Format a speed with about two significant digits: 1,234, 12, 2.5 or 0.46; – for None."""
     if tokens_per_second is None:
         return "–"
     decimals = 0 if tokens_per_second >= 10 else 1 if tokens_per_second >= 1 else 2
@@ -141,14 +145,14 @@ def format_speed(tokens_per_second: float | None) -> str:
 
 
 class Cost(NamedTuple):
-    """The cost of a task, and what it produces.
+    """The estimated cost and output of a task that makes training data.
 
     Attributes:
-        rows: rows that it produces.
+        rows: rows that the task produces.
         tokens: tokens of these rows.
-        loss_tokens: loss tokens among them.
-        num_bytes: bytes that it takes on the disk.
-        seconds: time that it takes.
+        loss_tokens: how many of these tokens count in the loss.
+        num_bytes: bytes that the rows take on the disk.
+        seconds: the time that the task takes.
     """
 
     rows: float
@@ -164,20 +168,21 @@ class Cost(NamedTuple):
 
 def find_free_bytes(folder: Path) -> int:
     """Return the free bytes on the disk of a folder, which need not exist yet."""
+    # If the folder does not exist, the closest folder above it that exists is on the same disk.
     return shutil.disk_usage(
         next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     ).free
 
 
 def announce(doing: str, cost: Cost, sample: str, folder: Path, *, force: bool = False) -> None:
-    """Print the cost of a task to stderr before it starts.
+    """Print the estimated cost of a task to stderr, and check that the disk has enough room.
 
     Args:
-        doing: the task.
-        cost: its cost.
-        sample: what the cost is estimated from.
-        folder: the folder that it writes to.
-        force: start even if the disk has too little room.
+        doing: the task, such as "Generating", the title of the printed table.
+        cost: the estimated cost of the task.
+        sample: what the cost was estimated from, such as "512 of 5,738 rows".
+        folder: the folder that the task writes to.
+        force: whether to start even if the disk has too little room.
 
     Raises:
         ResourceError: if the disk of the folder has too little room, unless `force`.
@@ -186,6 +191,8 @@ def announce(doing: str, cost: Cost, sample: str, folder: Path, *, force: bool =
         decimal(free_space_bytes := find_free_bytes(folder)),
         decimal(int(cost.num_bytes)),
     )
+
+    # Print the cost as a table.
     minutes = cost.seconds / 60
     table = Table(doing, "estimate")
     for name, count in (
@@ -198,6 +205,8 @@ def announce(doing: str, cost: Cost, sample: str, folder: Path, *, force: bool =
     table.add_row("time", f"{minutes / 60:,.1f} h" if minutes >= 60 else f"{minutes:.1f} min")
     table.add_row("estimated from", sample)
     Console(stderr=True).print(table)
+
+    # Refuse a task that would fill the disk after hours of work.
     if cost.num_bytes > free_space_bytes and not force:
         raise ResourceError(
             f"{doing} takes about {needed_space} in {folder}, whose disk has {free} left",

@@ -1,7 +1,8 @@
-"""The places of the files that ship with the library.
+"""The paths of the files that ship with specdistill besides its code.
 
-These are recipes, launch configurations, suites, gates, metric modules and scripts. In a checkout
-they are at the root of the repository. In a wheel they are under `specdistill/_project`.
+These files are recipes, launch configurations, suites, gates, metric modules and scripts. In a
+checkout they are at the root of the repository. In an installed wheel they are below
+`specdistill/_project`.
 """
 
 import subprocess
@@ -21,19 +22,22 @@ PICO = _PACKAGE / "targets" / "pico"
 
 
 def find_yaml(name: str, folder: Path, key: str) -> Path:
-    """Find a YAML file by its path, or by its name under a folder without the ending.
+    """Find a YAML file by its path, or by its name in a folder of files that ship with specdistill.
 
     Args:
-        name: the path or the name.
-        folder: the folder of known files.
+        name: a path, or a name without `.yaml`, such as `pico/eagle3`.
+        folder: the folder of the files, such as RECIPES.
         key: the key that the error names.
 
     Raises:
-        UserError: if there is neither.
+        UserError: if neither exists.
     """
+    # A path comes first, so that a file of the user wins over a file with the same name.
     for candidate in (Path(name), folder / f"{name}.yaml"):
         if candidate.is_file():
             return candidate
+
+    # Name all files of the folder in the error, and the one with the most similar name.
     known_names = sorted(
         path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml")
     )
@@ -46,10 +50,10 @@ def find_yaml(name: str, folder: Path, key: str) -> Path:
 
 
 def read_git_revision() -> str | None:
-    """Return the commit of the checkout, with `-dirty` for uncommitted changes.
+    """Return the commit of the checkout that runs, with `-dirty` if it has uncommitted changes.
 
     Returns:
-        The commit; None outside a checkout.
+        The commit; None if specdistill does not run from a checkout, or if git is missing.
     """
     try:
         return subprocess.run(

@@ -1,6 +1,6 @@
-"""Resolve names of models, and fetch files from the Hugging Face Hub.
+"""Resolve the names of models, and fetch files from the Hugging Face Hub.
 
-Failures of the Hub become the project's errors.
+Errors of the Hub become a UserError or a ResourceError that says what to do.
 """
 
 import re
@@ -15,8 +15,10 @@ from huggingface_hub import HfApi, constants, errors, get_token, snapshot_downlo
 from specdistill.common.errors import ResourceError, UserError, find_nearest
 from specdistill.common.project import PICO
 
+# What to do if the Hub could not be reached. `_make_fetch_error` also tells this case by it.
 NO_NETWORK = "check the network, or name a folder"
-# The base class of the HTTP client's errors, taken from the release that huggingface_hub uses.
+# The base class of all errors of the HTTP client. huggingface_hub 1.0 changed its client from
+# requests to httpx, so the class is taken from the error of huggingface_hub that inherits from it.
 HTTP_ERROR: type[BaseException] = errors.HfHubHTTPError.__bases__[0]
 
 
@@ -27,21 +29,27 @@ def resolve(
     expected: str = "pico, a folder or a Hub id",
     names: Sequence[str] = ("pico",),
 ) -> str:
-    """Return the folder of `pico`, which ships with the package, or any other name unchanged.
+    """Resolve the name of a model: `pico` becomes its folder, and any other name is only checked.
 
     Args:
         model: `pico`, a folder, a GGUF file or a Hub id.
         key: the recipe key that the error names.
-        expected: what the error says is expected.
-        names: names of which the error suggests the nearest.
+        expected: the names that are allowed, for the error.
+        names: known names. The error suggests the one that is most similar to `model`.
+
+    Returns:
+        The folder of pico, which ships with the package, or `model` unchanged.
 
     Raises:
         UserError: for a folder or file that is missing.
     """
     if model == "pico":
         return str(PICO)
+
+    # Refuse a folder that does not exist. A name with exactly one slash may be a Hub id instead,
+    # which is only checked when its files are fetched. Path("") is the working directory, so an
+    # empty name needs a test of its own.
     folder, file = split_gguf(model)
-    # Path("") is the working directory, so an empty name is refused by itself.
     if not (model and Path(folder).is_dir()) and (
         model.startswith((".", "/", "~")) or folder.count("/") != 1
     ):
@@ -51,16 +59,18 @@ def resolve(
             expected=expected,
             nearest=find_nearest(model, names),
         )
+    # In a folder on this machine, the GGUF file has to exist.
     if file and Path(folder).is_dir() and not Path(model).is_file():
         raise UserError(key, got=f"{model}, which is no file", expected="a GGUF file")
     return model
 
 
 def split_gguf(model: str) -> tuple[str, str | None]:
-    """Split `folder/file.gguf` into folder and file. The folder may also be a Hub id.
+    """Split `folder/file.gguf` into its folder, which may be a Hub id, and the name of the file.
 
     Returns:
-        The folder and the name of the file. For any other name, the name and None.
+        The folder and the name of the file. For a name that does not end with `.gguf`, the name
+        itself and None.
     """
     folder, _, file = model.rpartition("/")
     return (folder or ".", file) if file.endswith(".gguf") else (model, None)
@@ -70,23 +80,25 @@ def split_gguf(model: str) -> tuple[str, str | None]:
 def convert_hub_errors(
     key: str, name: str, *, expected: str, patterns: Sequence[str] = ()
 ) -> Iterator[None]:
-    """Turn errors of the Hub or of its cache into errors of this project.
+    """Turn errors of the Hub or of its cache into errors that say what to do.
 
     Args:
         key: the recipe key that errors name.
-        name: what is fetched.
-        expected: what errors say is expected.
-        patterns: of the files that are fetched. With them an error can name the files that the
-            cache lacks.
+        name: the Hub id that is fetched, with `@revision` if it has one, or a folder.
+        expected: the names that are allowed, for the error.
+        patterns: glob patterns of the files that are fetched. With them an error can name the files
+            that the cache lacks.
 
     Raises:
-        UserError: if `name` is no Hub id, or a folder that lacks files.
+        UserError: if `name` is no valid Hub id, or a folder that lacks files.
         ResourceError: if the Hub or its cache fails.
     """
     try:
         yield
+    # The name is not of the form org/name.
     except errors.HFValidationError as error:
         raise UserError(key, got=name, expected=expected) from error
+    # The Hub answered with an error, could not be reached, or is not to be asked.
     except (
         HTTP_ERROR,
         errors.OfflineModeIsEnabled,
@@ -96,9 +108,11 @@ def convert_hub_errors(
     ) as error:
         raise _make_fetch_error(error, key, name, expected, patterns) from error
     except OSError as error:
-        # transformers raises its own OSError for files that the cache lacks.
+        # transformers wraps the error for files that the cache lacks in an OSError of its own.
         if isinstance(error.__cause__, errors.LocalEntryNotFoundError):
             raise _make_fetch_error(error.__cause__, key, name, expected, patterns) from error
+        # Other errors of the operating system belong to the cache, or to code that is not handled
+        # here.
         if not _is_of_cache(error):
             raise
         raise ResourceError(
@@ -111,9 +125,20 @@ def convert_hub_errors(
 def _make_fetch_error(
     error: BaseException, key: str, name: str, expected: str, patterns: Sequence[str]
 ) -> UserError | ResourceError:
-    """Return the error for files that could not be fetched, with what to do about it."""
+    """Return the error for files that could not be fetched, with what to do about it.
+
+    Args:
+        error: the error of huggingface_hub.
+        key: the recipe key that the error names.
+        name: the Hub id, with `@revision` if it has one, or a folder.
+        expected: the names that are allowed, for the error.
+        patterns: glob patterns of the files that are needed.
+    """
+    # A folder is read without the Hub, so files are missing in it.
     if Path(name).is_dir():
         return UserError(key, got=f"{name}, which lacks files", expected=expected)
+
+    # Without a network, find out whether the cache has some of the files.
     repository, revision = split_revision(name)
     reason, next_step = _describe_hub_failure(error, repository)
     missing = (
@@ -121,6 +146,9 @@ def _make_fetch_error(
     )
     if not missing:
         return ResourceError(f"{key}: {name} is no folder here, and {reason}", next_step=next_step)
+
+    # Suggest the command that completes the cache. huggingface_hub shortens a long list of files
+    # with "..."; then the command fetches the whole repository.
     files = [] if "..." in missing else missing.split(", ")
     command = shlex.join(
         ["hf", "download", repository, *files, *(["--revision", revision] if revision else [])]
@@ -132,17 +160,19 @@ def _make_fetch_error(
 
 
 def find_missing(repository: str, revision: str | None, patterns: Sequence[str]) -> str:
-    """Return which files of a revision the Hub's cache lacks.
+    """Return the files that the Hub's cache lacks, although it has other files of the revision.
 
     Args:
         repository: the Hub id.
-        revision: None for the default.
-        patterns: of the files that are needed.
+        revision: the revision; None for the default branch.
+        patterns: glob patterns of the files that are needed.
 
     Returns:
-        The names of the files, separated by commas. Empty if the cache has all of them, or nothing
-        of the revision at all.
+        The names of the files, separated by commas. Empty if the cache has all of them, or if it
+        has nothing of the revision at all.
     """
+    # With `local_files_only` huggingface_hub looks into the cache alone. It tells the missing files
+    # only in the text of its error.
     try:
         snapshot_download(
             repository, revision=revision, allow_patterns=[*patterns], local_files_only=True
@@ -156,20 +186,23 @@ def find_missing(repository: str, revision: str | None, patterns: Sequence[str])
 def _describe_hub_failure(error: BaseException, repository: str) -> tuple[str, str]:
     """Return why the Hub did not provide a repository, and what to do about it.
 
-    The error says why, or one of the errors that caused it.
+    Args:
+        error: the error of huggingface_hub. The reason may be in one of the errors that caused it.
+        repository: the Hub id.
     """
-    # The error, followed by the errors that caused it
-    # Follow the chain of causes: the Hub's own error is often wrapped.
+    # List the error, the error that caused it, and so on: the reason is often wrapped.
     chain = [error]
     while behind := chain[-1].__cause__ or chain[-1].__context__:
         chain.append(behind)
+
+    # What to do about missing access depends on whether the user has logged in.
     login = (
         "log in (hf auth login, or HF_TOKEN)"
         if get_token() is None
         else "log in as one who may read it (hf auth whoami)"
     )
 
-    # The first cause that is known decides what the user is told.
+    # The first error in the chain that is known gives the reason.
     for cause in chain:
         if isinstance(cause, errors.GatedRepoError):
             return (
@@ -189,6 +222,8 @@ def _describe_hub_failure(error: BaseException, repository: str) -> tuple[str, s
         network_fault = find_connection_failure(cause)
         if network_fault is not None:
             return f"{constants.ENDPOINT} {network_fault}", NO_NETWORK
+
+    # For any other error, quote the first line of its message.
     message = next(iter(str(error).splitlines()), "") or type(error).__name__
     return (
         f"could not be fetched from the Hub ({message})",
@@ -197,7 +232,11 @@ def _describe_hub_failure(error: BaseException, repository: str) -> tuple[str, s
 
 
 def find_connection_failure(error: BaseException) -> str | None:
-    """Return the reason if the Hub could not be reached at all; None for any other error."""
+    """Return why the Hub could not be reached at all; None if it could be reached.
+
+    An HfHubHTTPError is an answer of the Hub. Any other error of the HTTP client means that there
+    was no answer.
+    """
     if constants.HF_HUB_OFFLINE or (
         isinstance(error, HTTP_ERROR) and not isinstance(error, errors.HfHubHTTPError)
     ):
@@ -211,8 +250,10 @@ def find_connection_failure(error: BaseException) -> str | None:
 def _is_of_cache(error: OSError) -> bool:
     """Return whether an error says that the Hub's cache could not be written.
 
-    The reason may be missing permission, or a full or read-only disk.
+    The reason may be a missing permission, or a full or read-only disk.
     """
+    # An error without a file name is taken to be about the cache. Its folder may not exist yet, so
+    # errors about the folders above it count too.
     cache = Path(constants.HF_HUB_CACHE)
     where = Path(str(error.filename)) if error.filename else cache
     of_cache = where == cache or cache in where.parents or where in cache.parents
@@ -222,10 +263,10 @@ def _is_of_cache(error: OSError) -> bool:
 def split_revision(entry: str) -> tuple[str, str | None]:
     """Split `org/name@v1.2` into name and revision.
 
-    The name of an existing folder or file may contain an @, and has no revision.
+    The path of an existing folder or file is not split, even if it contains an @.
 
     Returns:
-        The name, and the revision or None.
+        The name, and the revision; None without one.
     """
     name, separator, revision = entry.rpartition("@")
     if not separator or Path(entry).exists():
@@ -234,9 +275,14 @@ def split_revision(entry: str) -> tuple[str, str | None]:
 
 
 def find_commit(name: str, revision: str | None) -> str:
-    """Return the commit of a revision.
+    """Return the commit that a branch or tag of a Hub repository points to.
 
-    It is the commit in the cache if the Hub cannot be reached. The Hub's client then says so.
+    If the Hub cannot be reached, this is the commit in the cache, and huggingface_hub logs a
+    warning.
+
+    Args:
+        name: the Hub id.
+        revision: a branch, tag or commit; None for the default branch.
     """
     return HfApi().resolve_revision(
         name, revision=revision, local_files_only=constants.is_offline_mode()
@@ -251,21 +297,25 @@ def fetch(
     revision: str | None = None,
     patterns: Sequence[str] | None = None,
 ) -> Path:
-    """Return the folder `name`, or the folder with a local copy of a Hub repository's files.
+    """Fetch the files of a Hub repository, and return the local folder with them.
+
+    A name that is a folder on this machine is returned as it is.
 
     Args:
         name: a folder or a Hub id.
         key: the recipe key that errors name.
-        expected: what errors say is expected.
-        revision: of a Hub id; None for the default.
-        patterns: of the files that are fetched; None for all files.
+        expected: the names that are allowed, for the error.
+        revision: the revision of a Hub id; None for the default branch.
+        patterns: glob patterns of the files that are fetched; None for all files.
 
     Raises:
-        UserError: if `name` is neither.
+        UserError: if `name` is neither a folder nor a Hub id.
         ResourceError: if the Hub or its cache fails.
     """
     if Path(name).is_dir():
         return Path(name)
+
+    # The commit is resolved first, so that all files are from the same commit.
     wanted_patterns = ["*"] if patterns is None else list(patterns)
     with convert_hub_errors(
         key, f"{name}@{revision}" if revision else name, expected=expected, patterns=wanted_patterns
@@ -278,7 +328,10 @@ def fetch(
 
 
 def read_large_file_hashes(repository: str, revision: str, *, key: str) -> dict[str, str]:
-    """Return the sha256 of a Hub repository's large files, by name, without fetching them.
+    """Ask the Hub for the sha256 of a repository's large files, without fetching these files.
+
+    Returns:
+        The name of each file -> its sha256. Small files, which the Hub stores in git, are left out.
 
     Raises:
         ResourceError: if the Hub fails.

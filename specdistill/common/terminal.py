@@ -1,7 +1,7 @@
 """Print the output of commands: results on stdout, progress and messages on stderr.
 
-No output may control the terminal, because names, prompts, cards and answers of servers come from
-outside.
+Names, prompts, model cards and answers of servers come from outside, and may contain control
+characters. They are replaced, so that no output can control the terminal.
 """
 
 import json
@@ -19,39 +19,41 @@ import rich.console
 from rich.console import ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-# Control characters except tab and newline, characters that reverse the text that follows, and
-# characters that neither UTF-8 nor XML can hold.
+# The characters that are replaced: control characters except tab and newline, characters that
+# reverse the direction of the text after them, and characters that UTF-8 or XML cannot hold.
 NO_TEXT = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
 )
-# The output with which libraries redraw a progress bar.
+# The output with which libraries redraw a progress bar: cursor up, or carriage return and a new
+# line of text. It may control the terminal, so its text must have no other such characters.
 PROGRESS_BAR_OUTPUT = re.compile(rf"(\x1b\[A)+|\r(?!.*{NO_TEXT.pattern}).*")
-MAX_LINE_CHARACTERS = 1000  # the most characters of a line of a message
+MAX_LINE_CHARACTERS = 1000  # the most characters in a line of a message, which may quote a file
 JSON = "--json"
 QUIET_FLAG = "--quiet"
-# Patterns of lines of libraries that are of no use to a user, by the logger that writes them.
+# Log lines of libraries that are of no use to a user: the logger -> a pattern of its lines.
 NOISE = {
     "DeepSpeed": "Setting accelerator to CPU",
-    # The error at the end says the same.
+    # Each failed request is logged, and the error at the end says the same.
     "huggingface_hub.utils._http": "' thrown while requesting |Retrying in ",
 }
 for library in NOISE:
     logging.getLogger(library).addFilter(
         lambda record: not re.search(NOISE[record.name], record.getMessage())
     )
-# The stream on which --json prints results. Without one, commands print them in words.
+# The stream on which --json prints results, while a command with --json runs; empty otherwise. It
+# is a list so that `redirect_messages` can change it.
 documents: list[TextIO] = []
 
 
 def make_printable(text: str) -> str:
-    """Return a text whose control characters are replaced by a visible character."""
+    """Return a text with a visible character (�) in place of each control character."""
     return NO_TEXT.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def shorten_lines(text: str) -> str:
     """Return a text whose lines have at most MAX_LINE_CHARACTERS characters.
 
-    Longer lines lose their middle. A message may quote the content of a file.
+    The middle of a longer line is replaced by an ellipsis, which takes three characters.
     """
     return "\n".join(
         line
@@ -62,15 +64,18 @@ def shorten_lines(text: str) -> str:
 
 
 def guard(stream: Any, *, shortens: bool = False) -> None:
-    """Make everything that is written to a stream `printable` from now on.
+    """Replace the control characters in everything that is written to a stream from now on.
 
     Progress bars on a terminal are left alone. Characters that the encoding of the stream lacks are
-    escaped. The stream stays the same object, because handlers of logging may hold it already.
+    escaped. The `write` method of the stream is replaced, and not the stream, because handlers of
+    logging may hold the stream already.
 
     Args:
-        stream: the stream.
-        shortens: also apply `shortened`, even to what libraries log.
+        stream: the stream, which is changed in place.
+        shortens: whether to shorten long lines too, including lines that libraries log.
     """
+    # Keep the original methods in `stream.unguarded`, for `Console`. A stream that has this
+    # attribute is guarded already.
     if not hasattr(stream, "unguarded"):
         write = stream.write
         stream.unguarded = SimpleNamespace(
@@ -90,23 +95,29 @@ def guard(stream: Any, *, shortens: bool = False) -> None:
 
 @contextmanager
 def redirect_messages(arguments: Sequence[str]) -> Iterator[None]:
-    """Send the messages of a command to stderr while it runs.
+    """Direct the output of a command while it runs, as --json and --quiet among its arguments ask.
 
-    With --json only `result` prints to stdout. With --quiet only errors are printed to stderr.
+    Messages of the package's logger go to stderr. With --json, only `print_result` prints to
+    stdout. With --quiet, only errors are printed to stderr.
 
     Args:
         arguments: the arguments of the command.
     """
+    # A script that a verb runs in the same process finds the handler of the verb, and changes
+    # nothing.
     logger = logging.getLogger("specdistill")
-    if logger.handlers:  # A script that `specdistill VERB` runs has its handlers already.
+    if logger.handlers:
         yield
         return
+
+    # The handler holds the real stderr, so that its errors are printed with --quiet too.
     handler = logging.StreamHandler(sys.stderr)
     handler.setLevel(logging.ERROR if QUIET_FLAG in arguments else logging.INFO)
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
         with ExitStack() as stack:
+            # Discard everything else that is printed to stdout or stderr, if the flags ask for it.
             nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
             if JSON in arguments:
                 documents.append(sys.stdout)
@@ -121,10 +132,14 @@ def redirect_messages(arguments: Sequence[str]) -> Iterator[None]:
 
 
 def print_result(document: object) -> None:
-    """Print the result of a command as one line of JSON with --json.
+    """Print the result of a command as one line of JSON, if the command was given --json.
 
-    Otherwise do nothing, because the command prints its result in words. Only the first process of
-    a launch prints.
+    Without --json this does nothing, because the command prints its result in words. Only the first
+    process of a launch prints.
+
+    Args:
+        document: the result. Data classes become objects of their fields, and values that JSON does
+            not have, such as paths, become text.
     """
     for stream in documents if os.environ.get("RANK", "0") == "0" else ():
         print(
@@ -137,9 +152,10 @@ def print_result(document: object) -> None:
 
 
 class Console(rich.console.Console):
-    """A console of rich that writes colours and bars past `guard`.
+    """A console of rich that may write colours and bars, although `guard` protects the stream.
 
-    Its texts are `printable`, and are not read as markup.
+    The control sequences of rich itself go to the unguarded stream. The texts that are printed are
+    made printable, and are not read as markup.
     """
 
     def __init__(self, *, stderr: bool = False, soft_wrap: bool = False) -> None:
@@ -147,11 +163,16 @@ class Console(rich.console.Console):
         self.file = getattr(self.file, "unguarded", self.file)
 
     def on_broken_pipe(self) -> None:
-        raise  # rich would exit with code 1, which means that a check failed
+        """Raise the BrokenPipeError again, for `run_and_report` to handle.
+
+        rich itself would exit with code 1, which here means that a check failed.
+        """
+        raise
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterator[Segment]:
+        """Yield the segments of rich's output, with printable text in those that hold text."""
         for segment in super().render(renderable, options):
             yield (
                 segment if segment.control else segment._replace(text=make_printable(segment.text))

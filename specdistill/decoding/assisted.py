@@ -106,12 +106,15 @@ class Continuation:
         Returns:
             The number of emitted tokens.
         """
+        # The last position has no draft token: the target's own token ends the round there.
         for index, draft_token in enumerate([*proposal.tokens, None]):
-            # A copy, as in a step of generate(): some processors write into it.
+            # Process the logits in a copy, as generate() does: some processors write into them.
             logits_1V = logits_1NV[:, index].to(
                 copy=True, dtype=torch.float32, device=self.input_ids.device
             )
             scores_1V = self.logits_processor(self.input_ids, logits_1V)
+
+            # Choose and emit a token.
             if self.do_sample:
                 token_1 = choose_token(scores_1V, proposal, index)
             else:
@@ -120,6 +123,8 @@ class Continuation:
             for name in self.details:
                 self.details[name] += (step[name],)
             self.input_ids = torch.cat((self.input_ids, token_1.unsqueeze(0)), dim=1)
+
+            # Stop where a criterion ends the text, or where the draft token was rejected.
             self.is_finished = bool(
                 self.stopping_criteria(self.input_ids, self.details.get("scores")).all()
             )
@@ -190,33 +195,21 @@ class Draft:
         max_length = stopping_criteria.max_length
         assert max_length is not None  # generate() always sets one
         self.proposer.begin([max_length + num_speculative_tokens])
-        # The draft samples with these settings only. Other logits processors cost acceptance, but
-        # the output stays exact.
-        sampling = GREEDY
-        if generation_config.do_sample:
-            sampling = Sampling(
-                generation_config.temperature or 1.0,
-                generation_config.top_p or 1.0,
-                generation_config.top_k or 0,
-            )
-        details: dict[str, Any] = {}
-        if generation_config.return_dict_in_generate:
-            for name in ("scores", "logits"):
-                if getattr(generation_config, f"output_{name}"):
-                    details[name] = ()
+        sampling = select_sampling(generation_config)
         text = Continuation(
             input_ids,
             logits_processor,
             stopping_criteria,
             streamer,
             do_sample=generation_config.do_sample,
-            details=details,
+            details=prepare_details(generation_config),
         )
 
+        # Read the prompt. Its logits choose the first token, so there is no draft token yet.
         outputs, features = self._read(
             partial(model._prefill, input_ids, generation_config, model_kwargs)
         )
-        model_kwargs.pop("logits_to_keep", None)  # that is for the prompt
+        model_kwargs.pop("logits_to_keep", None)  # this argument is for the prompt only
         proposal = Proposal([])
         while True:
             # Emit, and forget the tokens that were rejected or lie behind the end of the text.
@@ -227,20 +220,26 @@ class Draft:
                 break
             model_kwargs = extend_inputs(model, outputs, model_kwargs, num_emitted)
 
-            # Draft, and read the last token with the draft tokens.
+            # Draft. The last token that `generate()` may emit needs no draft token.
             features = features.first(features.last_hidden.shape[1] - num_rejected)
-            state = DecodingState(
-                [text.input_ids[0].tolist()], features, [features.last_hidden.shape[1]]
-            )
-            k = min(num_speculative_tokens, max_length - text.input_ids.shape[1] - 1)
-            (proposal,) = self.proposer.propose(state, k, sampling, [None]) if k else [Proposal([])]
+            proposal = Proposal([])
+            num_drafted = min(num_speculative_tokens, max_length - text.input_ids.shape[1] - 1)
+            if num_drafted:
+                state = DecodingState(
+                    [text.input_ids[0].tolist()], features, [features.last_hidden.shape[1]]
+                )
+                (proposal,) = self.proposer.propose(state, num_drafted, sampling, [None])
+
+            # Read the last token and the draft tokens in one pass of the target.
+            draft_ids = input_ids.new_tensor([proposal.tokens])
             inputs = model.prepare_inputs_for_generation(
-                torch.cat((text.input_ids, input_ids.new_tensor([proposal.tokens])), dim=1),
+                torch.cat((text.input_ids, draft_ids), dim=1),
                 next_sequence_length=1 + len(proposal.tokens),
                 **extend_inputs(model, outputs, dict(model_kwargs), len(proposal.tokens)),
             )
             outputs, features = self._read(partial(model, **inputs, return_dict=True))
 
+        # Return what generate() returns with these options.
         if streamer is not None:
             streamer.end()
         if not generation_config.return_dict_in_generate:
@@ -306,7 +305,7 @@ class Draft:
 
     def _read(self, run_pass: Callable[[], Any]) -> tuple[Any, Features]:
         """Run the target; return its outputs, and the features of all chunks that it reads."""
-        chunks: list[Features] = []
+        chunks: list[Features] = []  # generate() may read a long prompt in several chunks
 
         def keep(_module: Any, _inputs: Any, output: Any) -> None:
             tensors = [
@@ -321,6 +320,31 @@ class Draft:
         with capture(self.target.layers, self.proposer.aux_layers) as captured, hooks:
             outputs = run_pass()
         return outputs, Features.concatenate(chunks)
+
+
+def select_sampling(generation_config: GenerationConfig) -> Sampling:
+    """Return the settings by which the draft chooses its tokens.
+
+    The draft knows temperature, top-p and top-k only. Other logits processors cost acceptance, but
+    the output stays exact.
+    """
+    if not generation_config.do_sample:
+        return GREEDY
+    return Sampling(
+        generation_config.temperature or 1.0,
+        generation_config.top_p or 1.0,
+        generation_config.top_k or 0,
+    )
+
+
+def prepare_details(generation_config: GenerationConfig) -> dict[str, Any]:
+    """Return an empty tuple for each of scores and logits that `generate()` must return."""
+    details: dict[str, Any] = {}
+    if generation_config.return_dict_in_generate:
+        for name in ("scores", "logits"):
+            if getattr(generation_config, f"output_{name}"):
+                details[name] = ()
+    return details
 
 
 def extend_inputs(

@@ -50,11 +50,13 @@ def verify_sampled(proposal: Proposal, probs_NV: Tensor, generator: Random) -> V
     """Verify a chain or a tree above temperature 0."""
     tokens = proposal.tokens
     draft_probs_NV = proposal.probabilities
+    # One number for each draft token, and one for the token after them.
     uniforms_1N = draw_uniforms(len(tokens) + 1, [generator]).to(probs_NV.device)
     if proposal.tree:
         return verify.verify_sampled_tree(
             tokens, proposal.tree, probs_NV, draft_probs_NV, uniforms_1N[0]
         )
+    # A chain is verified as a batch of one row.
     tokens_1N = torch.tensor([tokens], dtype=torch.long, device=probs_NV.device)
     draft_probs_1NV = None if draft_probs_NV is None else draft_probs_NV[None]
     num_accepted, next_token = verify.verify_sampled_chain(
@@ -92,6 +94,7 @@ class Decoder:
                 got="true with a draft that runs layers of the target",
                 expected="false",
             )
+        # Whether target and proposer were found to handle trees, and several sequences.
         self._reads_trees = False
         self._reads_batches = False
         # by tokens of a pass and positions of the KV cache
@@ -182,6 +185,7 @@ class Decoder:
         """Return what reads the sequences; compile a graph for a new length of the KV cache."""
         if not self.compiled or len(rows) > 1:
             return self._shared_reader or CachedTarget(self.target, self.aux_layers)
+        # A pass over a proposal reads the last token and the draft tokens after it.
         num_tokens = 1 + num_speculative_tokens if self.proposer else 1
         shape = num_tokens, round_up_cache_size(rows[0].limit) + num_tokens
         if shape not in self._compiled_targets:
@@ -247,6 +251,7 @@ class Decoder:
         """Return the rows that continue. The others leave the caches and the state."""
         remaining = [index for index, row in enumerate(rows) if not row.is_finished]
         if remaining and len(remaining) < len(rows):
+            # Only rows that continue stay in the caches of target and draft.
             cache: Any = reader.cache
             cache.keep(remaining)
             if self.proposer:
@@ -281,6 +286,7 @@ class Decoder:
         # together.
         groups: dict[tuple[int, bool], list[int]] = defaultdict(list)
         for index, (row, proposal) in enumerate(zip(rows, proposals, strict=True)):
+            # A tree, or the chain of a sequence on its own, is verified by the rule.
             if len(rows) == 1 or proposal.tree:
                 logits_NV = logits_BTV[index, : len(proposal.tokens) + 1]
                 probs_NV = sampling.compute_probabilities(logits_NV)
@@ -316,6 +322,7 @@ class Decoder:
         # The choice in float64 may lead to another branch, which has near-ties of its own. Each
         # turn breaks at least one of them, so the loop ends.
         while True:
+            # Follow the target's best tokens as far as the proposal has them.
             if proposal.tree:
                 path, next_token = verify.follow_target_choices(tokens, proposal.tree, choices)
             else:
@@ -324,6 +331,8 @@ class Decoder:
             positions = add_root(path)
             if not any(near_ties[position] for position in positions):
                 return path, next_token
+
+            # Replace each near-tie on this path by the best token in float64.
             sequence = [*row.token_ids, *(tokens[node] for node in path)]
             logits_1TV = compute_logits_in_float64(self.target, sequence, len(positions))
             exact_choices = logits_1TV[0].argmax(-1).tolist()
@@ -372,6 +381,7 @@ def verify_chains(
     """
     device = logits_RTV.device
     tokens = [proposal.tokens for proposal in proposals]
+    # Either all rows have a distribution, or none has.
     distributions = []
     for proposal in proposals:
         if proposal.probabilities is not None:
@@ -393,6 +403,7 @@ def add_root(path: Sequence[int]) -> list[int]:
 
 def read_clock(device: torch.device) -> float:
     """Return the seconds on the clock, once the device is idle."""
+    # Kernels run in the background; the clock would stop before they end.
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()

@@ -23,7 +23,9 @@ from specdistill.decoding.tree import TreePass
 from specdistill.targets.cache import MIN_SPARE_POSITIONS
 from specdistill.targets.packed_attention import attend_cached
 
-FIRST_SIZE = 512  # positions allocated at first
+# Positions whose rotary angles are computed at first. Most prompts with their answers fit, and a
+# table for them takes some hundred kilobytes.
+FIRST_SIZE = 512
 
 # Position ids [1, S] -> (cos, sin) [1, S, d]
 RotaryFunction = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -62,6 +64,7 @@ class GraphKVCache:
     ) -> None:
         self._buffers = buffers
         self._position_T = position_T
+        # [T, S]: a query sees the positions up to its own, within the window.
         key_S = torch.arange(size, device=position_T.device)
         query_T1 = position_T.unsqueeze(1)
         self._mask_TS = key_S <= query_T1
@@ -121,6 +124,7 @@ class BatchKVCache(DynamicCache):
         """
         self._is_causal = is_causal
         self._tree_pass = tree_pass
+        # The new tokens of a row go to the slots after those it holds.
         device = self._slot_BT.device
         start_B1 = torch.tensor(self.lengths, device=device).unsqueeze(1)
         self._slot_BT = start_B1 + torch.arange(max(counts), device=device)
@@ -145,6 +149,7 @@ class BatchKVCache(DynamicCache):
         """
         if self._tree_pass:
             return self._tree_pass.build_mask(window).unsqueeze(1)
+        # A query sees all slots up to its own, or, without causality, up to its row's last token.
         device = self._slot_BT.device
         key_S = torch.arange(self._end, device=device)
         query_B1T1 = self._slot_BT[:, None, :, None]
@@ -189,8 +194,10 @@ class BatchKVCache(DynamicCache):
             lengths: the tokens of each row before its nodes, the root included.
             paths: indices of the nodes, in increasing order.
         """
+        # A path of the first nodes is in its place already.
         if any([*path] != [*range(len(path))] for path in paths):
             device = self._slot_BT.device
+            # Old and new slots [B, N] of the paths, shorter ones padded with their first node.
             path_length = max(map(len, paths))
             padded_paths = [[*path, *[0] * (path_length - len(path))] for path in paths]
             row_B1 = torch.arange(len(paths), device=device).unsqueeze(1)
@@ -291,6 +298,7 @@ class DraftKVCache(BatchKVCache):
         if len(counts) > 1:
             position_BT = self.place(counts, tree_pass=tree_pass)
             return self._begin_masked(position_BT)
+        # One sequence: its nodes share the rotary angles of one position.
         position = tree_pass.positions[0][-1]
         self._advance(counts)
         self._first = 0
@@ -318,6 +326,7 @@ class DraftKVCache(BatchKVCache):
     ) -> Tensor:
         """Store keys and values, and return the attention of the queries, [B, N, T, d]."""
         keys, values = self.update(key_BGTd, value_BGTd, layer)
+        # A window hides the positions before the first visible one, so they are not read.
         keys = keys[:, :, self._first :]
         values = values[:, :, self._first :]
         if self._mask is None and query_BNTd.shape[2] > 1:
@@ -340,6 +349,7 @@ class DraftKVCache(BatchKVCache):
             num_held: scalar, the positions that are held before the pass.
             count: T.
         """
+        # Positions are tensors: a number would be compiled into the graph.
         position_T = num_held + torch.arange(count, device=num_held.device)
         cos = self._cos.index_select(1, position_T)
         sin = self._sin.index_select(1, position_T)

@@ -37,8 +37,10 @@ from specdistill.targets.cache import copy_state, roll_back
 from specdistill.targets.frozen import Features, FrozenTarget, allow_graphs, capture
 
 KEY = "eval.compile"
-MIN_CACHE_SIZE = 256  # positions
-NUM_WARM_UP_PASSES = 3  # before CUDA graphs are replayed
+# Positions. Sizes are powers of two from here on, so that short sequences share one graph.
+MIN_CACHE_SIZE = 256
+# torch runs a graph once eagerly and once to record it. The third pass replays it, and is compared.
+NUM_WARM_UP_PASSES = 3
 # Token ids of the sequence that shows whether a reader computes what the target computes. After the
 # prompt a pass reads REJECTED_TOKENS: its first token is the root, which is kept, and its second
 # is a draft token, which is rejected. NEXT begins with the same root.
@@ -177,6 +179,7 @@ class CompiledTarget:
 
     def begin(self, token_ids: Sequence[Sequence[int]]) -> tuple[Tensor, Features]:
         """Read the prompt without the graph; see `CachedTarget.begin`."""
+        # Forget the sequence before; its slots are overwritten.
         self._set_length(torch.tensor(0))
         ids = torch.tensor(token_ids, device=self.target.device)
         features = self.target.features(ids, self.aux_layers, past_key_values=self.cache)
@@ -187,6 +190,7 @@ class CompiledTarget:
         self, token_ids: Sequence[Sequence[int]], trees: Sequence[Tree | None] = (None,)
     ) -> tuple[Tensor, Features]:
         """Read the last token and the draft tokens after it by the graph, padded to its length."""
+        # The graph has one shape, so a shorter proposal is padded. Its logits are cut off again.
         (row_ids,) = token_ids
         assert not any(trees) and len(row_ids) <= self.num_tokens, (trees, row_ids)
         padded_ids = [*row_ids, *[0] * (self.num_tokens - len(row_ids))]
@@ -212,6 +216,7 @@ class CompiledTarget:
         )
 
     def _set_length(self, length: Tensor) -> None:
+        # The layers count the tokens that they hold, in tensors that the graph reads.
         layer: Any
         for layer in self.cache.layers:
             if isinstance(layer, StaticLayer):

@@ -39,6 +39,7 @@ class Sampling:
         The temperature must be above 0.
         """
         assert not self.is_greedy
+        # Top-k and top-p are transformers', which take scores [rows, V].
         scores = logits.float().flatten(0, -2) / self.temperature
         if self.top_k:
             scores = TopKLogitsWarper(self.top_k)(None, scores)
@@ -71,6 +72,7 @@ def draw_tokens(probabilities: Tensor, uniform: Tensor) -> Tensor:
     Returns:
         Token ids [B].
     """
+    # The drawn token is the first whose cumulative weight exceeds the uniform share of the total.
     cumulative = probabilities.double().cumsum(-1)
     threshold = uniform.double() * cumulative[:, -1]
     # right=True skips tokens of weight zero.

@@ -106,6 +106,7 @@ class SequenceState:
             draft_seconds: this sequence's share of the time to propose.
             verify_seconds: its share of the time to verify.
         """
+        # Emit token by token, because the text may end inside the proposal.
         tokens = proposal.tokens
         emitted = []
         for token in [*(tokens[node] for node in path), next_token]:
@@ -114,6 +115,7 @@ class SequenceState:
                 break
         self.token_ids += emitted
 
+        # Record the round. Of a tree, only the accepted path and its continuation are recorded.
         drafted = tuple(tokens)
         if proposal.tree:
             drafted = tuple(tokens[node] for node in proposal.tree.extend_to_leaf(path))

@@ -51,6 +51,7 @@ def build_attention_masks(
         build_mask: returns whether each query attends to each slot, bool [B, 1, T, S], for a
             window (None: full attention).
     """
+    # A mask for each kind of layer, with the window of that kind.
     windows = {"full_attention": None, "sliding_attention": getattr(config, "sliding_window", None)}
     masks = {}
     for kind in get_layer_kinds(config):
@@ -102,6 +103,7 @@ def prepare_pass(
         return position_BT, build_attention_masks(config, dtype, cache.build_mask)
     if tree_pass is None:
         return None, None
+    # One sequence with a tree, in a cache of transformers.
     position_BT = torch.tensor(tree_pass.new_positions, device=tree_pass.ancestors_BTF.device)
     masks = build_attention_masks(
         config, dtype, lambda window: tree_pass.build_mask(window).unsqueeze(1)
@@ -139,6 +141,7 @@ def keep_path(cache: DynamicCache, num_nodes: int, path: Sequence[int]) -> None:
         num_nodes: of the tree.
         path: indices of the nodes to keep.
     """
+    # The tree's nodes are in the last slots. Nodes that stand in their place need no move.
     first_slot = cache.get_seq_length() - num_nodes
     slots = [first_slot + node for node in path]
     if slots != list(range(first_slot, first_slot + len(path))):
@@ -190,6 +193,7 @@ def _reads_branches_apart(target: FrozenTarget) -> bool:
 
     False for a class that takes no such mask at all.
     """
+    # Any token ids will do: the outputs are compared with each other.
     text = [1, 2, 3]
     nodes = [4, 5, 6, 7]
     tree_pass = TreePass.cover_trees([PROBE_TREE], [len(text) - 1], target.device)
@@ -197,6 +201,7 @@ def _reads_branches_apart(target: FrozenTarget) -> bool:
     with suppress(*CLASS_ERRORS):
         run_target(target, [text[:-1]], cache)
         tree_features = run_target(target, [[text[-1], *nodes]], cache, tree_pass=tree_pass)
+        # Compare each branch with a pass over text and branch alone.
         for path in ([0, 2], [1, 3]):
             branch = [*text, *(nodes[node] for node in path)]
             branch_features = run_target(target, [branch], create_empty_cache(target.config))
@@ -243,6 +248,7 @@ class TransformersLayers:
             counts: how many of the T are valid in each row.
             level: if the tokens are a level of each row's tree.
         """
+        # Without masks, a chain of one sequence, the model makes its own.
         positions, masks = prepare_pass(self.cache, counts, self.config, self.backbone.dtype, level)
         options: dict[str, Any] = {}
         if masks is not None:
@@ -292,6 +298,7 @@ def find_mask_obstacle(model: Any) -> str | None:
     The model is tried with a forward pass, because some classes ignore the mask or the positions
     that they are given.
     """
+    # A model with several kinds of layers may have a rotary embedding for each.
     config = model.config.get_text_config(decoder=True)
     kinds = get_layer_kinds(config)
     rope = getattr(config, "rope_parameters", None) or {}
@@ -315,10 +322,13 @@ def _reads_rows_apart(model: Any) -> bool:
     They have different lengths, with a rejected token and padding in between.
     """
     with suppress(*CLASS_ERRORS):
+        # Rows of 3 and 1 tokens; the first row's third token is then rejected.
         layers = TransformersLayers(model)
         layers.begin(2)
         layers(pad_rows([[1, 2, 0], [2]], model.device), [3, 1])
         layers.truncate([2, 1])
+
+        # The next tokens must be read as in each sequence alone, without the rejected token.
         batch_BTH = layers(pad_rows([[3, 1], [3]], model.device), [2, 1])
         for row_TH, token_ids in zip(batch_BTH, ([1, 2, 3, 1], [2, 3]), strict=True):
             input_ids = torch.tensor([token_ids], device=model.device)

@@ -41,8 +41,9 @@ from specdistill.common.errors import UserError
 from specdistill.decoding.sampling import Generators, Random, Sampling, draw_tokens
 from specdistill.recipe.sections import TreeConfig
 
-ROOT = -1
-MAX_NODES = 1024  # of one tree
+ROOT = -1  # the parent of the first level's nodes
+# Nodes of one tree. The mask grows with their square, and EAGLE-2 proposes 60.
+MAX_NODES = 1024
 
 # Computes the logits [B, T, W] after each node of a level, from the nodes' draft tokens [B, T] and
 # the indices [B, T] of their parents in the level before. Shorter rows are padded on the right.
@@ -110,6 +111,7 @@ class TreePass:
         cls, trees: Sequence[Tree], num_text: Sequence[int], device: torch.device
     ) -> "TreePass":
         """Return a pass over the root and all nodes of each tree. The root is not cached yet."""
+        # Each node sees itself and its ancestors. Parents come first, so one turn collects all.
         num_nodes = 1 + max(len(tree.parents) for tree in trees)
         ancestors = np.tile(np.eye(num_nodes, dtype=bool), (len(trees), 1, 1))
         positions = []
@@ -127,6 +129,7 @@ class TreePass:
         Args:
             parents_BT: [B, T], indices of the new nodes' parents in the last level.
         """
+        # A new node sees what its parent sees, and itself.
         num_rows, num_nodes = parents_BT.shape
         themselves_TT = torch.eye(num_nodes, dtype=torch.bool, device=parents_BT.device)
         ancestors_BTF = torch.cat(
@@ -136,6 +139,8 @@ class TreePass:
             ),
             2,
         )
+
+        # All nodes of a level have one position, one after the level before.
         positions = []
         for row_positions, start in zip(self.positions, self.num_text, strict=True):
             position = row_positions[-1] + 1 if row_positions else start
@@ -232,10 +237,13 @@ class StaticTree:
         levels: list[list[Children]] = []  # by level, then by row
         row_logits = [*logits_BW.split(1)]  # after the nodes of each row's last level
         for level, num_children in enumerate(self.branching):
+            # Choose the children of all nodes of each row's last level.
             row_children = []
             for logits_TW, generator in zip(row_logits, generators, strict=True):
                 row_children.append(choose_children(logits_TW, generator, num_children, sampling))
             levels.append(row_children)
+
+            # Run the draft over them, except over the last level, whose children nobody needs.
             if level + 1 < self.depth:
                 tokens = [children.tokens for children in row_children]
                 parents = [children.parents for children in row_children]
@@ -247,6 +255,7 @@ class StaticTree:
                     for logits_TW, tokens_T in zip(logits_BTW, tokens, strict=True)
                 ]
 
+        # Join the levels of each row.
         drafts: list[TreeDraft] = []
         for row_levels in zip(*levels, strict=True):
             tokens_N = torch.cat([children.tokens for children in row_levels])
@@ -331,9 +340,12 @@ class DynamicTree:
             log_probs_BTW = (logits_BTW.float() / temperature).log_softmax(-1)
             log_probs_BTC, tokens_BTC = log_probs_BTW.topk(num_children)
             del log_probs_BTW  # as large as the vocabulary, and not needed while the draft runs
+
+            # A child's score is its parent's plus the logarithm of its own probability.
             tokens.append(tokens_BTC.flatten(1))
             scores.append((score_BT.unsqueeze(2) + log_probs_BTC).flatten(1))
             parents.append(nodes_BT.repeat_interleave(num_children, 1))
+
             # The best nodes of the level are expanded next.
             if level + 1 < self.depth:
                 score_BT, best_BT = scores[-1].topk(min(self.top_k, scores[-1].shape[1]))
@@ -347,6 +359,8 @@ class DynamicTree:
         kept_BN = order[:, : self.budget].sort().values
         tokens_BN = torch.cat(tokens, 1).gather(1, kept_BN)
         parents_BN = torch.cat(parents, 1).gather(1, kept_BN)
+
+        # Number the parents among the kept nodes.
         drafts: list[TreeDraft] = []
         for tokens_N, kept_nodes, row_parents in zip(
             tokens_BN, kept_BN.tolist(), parents_BN.tolist(), strict=True
@@ -426,10 +440,12 @@ def choose_children(
 
     The best tokens if sampling is greedy, else tokens drawn without replacement.
     """
+    # The children of node t are its best tokens.
     if sampling.is_greedy:
         tokens_TC = logits_TW.topk(min(num_children, logits_TW.shape[-1])).indices
         parents_TC = torch.arange(len(logits_TW), device=logits_TW.device).unsqueeze(1)
         return Children(tokens_TC.flatten(), parents_TC.expand_as(tokens_TC).flatten(), None)
+    # A distribution with fewer tokens than children gives fewer, so each child has its parent.
     probs_TW = sampling.compute_probabilities(logits_TW)
     uniforms_TC = torch.rand(len(probs_TW), num_children, generator=generator, dtype=torch.float64)
     tokens_TC, exists_TC = draw_distinct_tokens(probs_TW, uniforms_TC.to(probs_TW.device))
@@ -450,6 +466,7 @@ def draw_distinct_tokens(probs_TW: Tensor, uniforms_TC: Tensor) -> tuple[Tensor,
     Returns:
         The tokens [T, C], and which of them exist [T, C].
     """
+    # After each draw, the drawn token's weight becomes zero.
     remaining_TW = probs_TW.clone()
     tokens = []
     exists = []
@@ -467,6 +484,7 @@ def join_levels(level_parents: Sequence[Tensor]) -> Tree:
     Args:
         level_parents: for each level, the indices of its nodes' parents in the level before.
     """
+    # Nodes are numbered level by level.
     parents: list[int] = []
     previous_nodes: Sequence[int] = [ROOT]
     for parents_T in level_parents:

@@ -1,1 +1,1 @@
-"""The jobs of the project, one per file. Each reads from top to bottom."""
+"""The jobs that commands run, one job per file: its steps stand in order in one function."""

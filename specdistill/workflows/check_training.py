@@ -1,6 +1,6 @@
 """Check a training before any weights are loaded.
 
-Only configs, file headers, the tokenizer and rows are read, which takes seconds.
+The checks read only configs, file headers, the tokenizer and the source data, which takes seconds.
 """
 
 import torch
@@ -24,16 +24,19 @@ from specdistill.targets.loading import read_tokenizer
 
 
 def check_training(recipe: TrainedRecipe) -> Job:
-    """Check a training as far as files allow.
+    """Check everything about a training that can be checked without loading weights.
+
+    Args:
+        recipe: the recipe of the training.
 
     Returns:
         The job that makes the rows of the training.
 
     Raises:
-        UserError: for a target, draft, engine or data that cannot work, naming the key.
-        ResourceError: when the Hub fails.
+        UserError: for a target, draft, engine or data that cannot work. The error names the key.
+        ResourceError: if the Hub fails.
     """
-    # Check what the configs, the tokenizer and the recipe say, in the order of what is quickest.
+    # Check the target's files, the method and the engines. The quickest checks come first.
     target = recipe.target
     files = TargetFiles.from_config(target)
     tokenizer, end_ids, max_length = read_tokenizer(files)
@@ -41,15 +44,22 @@ def check_training(recipe: TrainedRecipe) -> Job:
     check_initialization(recipe, files)
     check_recipe_mask(recipe, tokenizer, end_ids, files)
     use_template(tokenizer, recipe)
+
+    # Check what will measure the draft, and whether the draft can be built at all.
     check_judgement(recipe, tokenizer, max_length)
     check_new_draft(recipe, files, tokenizer)
-    positions = files.text_config.get("max_position_embeddings")
+
+    # Check that a row fits into the target's context. Rows that a server generates are checked when
+    # training opens them (`check_row_set`).
+    context_length = files.text_config.get("max_position_embeddings")
     is_served = isinstance(recipe.data.regenerate, ServerRegeneration)
-    if positions and recipe.data.max_length > positions and not is_served:
-        expected = f"at most {positions}, the target's context length"
+    if context_length and recipe.data.max_length > context_length and not is_served:
+        expected = f"at most {context_length}, the target's context length"
         raise UserError("data.max_length", got=recipe.data.max_length, expected=expected)
 
-    # Check the sources, unless the rows are complete already.
+    # Check the data, unless the rows exist already. Reading the property `job.sources` loads and
+    # filters the sources, and keeps them for the job. One process does it, because its result is
+    # cached on the disk.
     job = Job(
         recipe.data,
         RowTarget(target.model, files.identity.weights, tokenizer, end_ids),
@@ -66,10 +76,10 @@ def check_training(recipe: TrainedRecipe) -> Job:
 def check_judgement(
     recipe: TrainedRecipe, tokenizer: PreTrainedTokenizerBase, max_length: int
 ) -> None:
-    """Check the gate and the suites that will judge the draft.
+    """Check the gate and the suites (files of prompts) that the draft will be judged by.
 
-    The prompts of suites on this machine are tokenized here. So prompts that are too long fail
-    before any weights are loaded.
+    The prompts of suites on this machine are tokenized. So prompts that are too long for the target
+    are refused before any weights are loaded.
 
     Args:
         recipe: the recipe of the training.
@@ -77,18 +87,26 @@ def check_judgement(
         max_length: the context length of the target, in tokens.
 
     Raises:
-        UserError: for what selection or `specdistill eval` would refuse later.
+        UserError: for a gate or a suite that the selection of the best checkpoint, or
+            `specdistill eval`, would refuse after the training.
     """
+    # Reading the gate checks its rules.
     load_gate(recipe.gate)
     for key, section in (("eval.suite", recipe.eval), ("selection.suite", recipe.selection)):
-        suite = check_suite(section.suite, key=key) if section is not None else None
-        if section is None or suite is None:
+        # The section `selection` is optional, and so is the suite in a section.
+        if section is None:
             continue
-        num_prompts = (
-            count_measured(suite, section.num_prompts, logs=False)
-            if section is recipe.eval
-            else section.num_prompts
-        )
+        suite = check_suite(section.suite, key=key)
+        if suite is None:
+            continue
+
+        # Without `num_prompts`, `selection` takes all prompts of a suite. `eval` takes only some of
+        # a long file (`count_measured`).
+        num_prompts = section.num_prompts
+        if section is recipe.eval:
+            num_prompts = count_measured(suite, num_prompts, logs=False)
+
+        # Tokenize these prompts, to find those that leave no room for new tokens.
         try:
             tokenize(
                 suite,
@@ -99,38 +117,55 @@ def check_judgement(
                 logs=False,
             )
         except UserError as error:
+            # `tokenize` names keys of `eval`. Name the key of the section that is checked.
             error.rename_key("eval.suite", key)
             raise
 
 
 def check_new_draft(recipe: TrainedRecipe, files: TargetFiles, tokenizer: object) -> None:
-    """Build the draft of a recipe from its target's config, on the meta device if its method can.
+    """Build the draft of a recipe without weights, to check that it fits its target.
 
-    This is skipped if the target's class cannot be built without weights; loading the weights then
-    checks the draft.
+    The target is built from its config, and both are on the meta device, where tensors have shapes
+    and no content. The check is skipped for a draft that starts from a checkpoint, for a method
+    that cannot build its draft this way, and for a target whose class cannot be built without
+    weights. Those drafts are checked when the weights are loaded.
+
+    Args:
+        recipe: the recipe of the training.
+        files: the files of the target.
+        tokenizer: the tokenizer of the target.
 
     Raises:
         UserError: for a target that the method does not support, for shapes that do not fit each
             other or the target, and for engines that cannot serve such a draft.
     """
+    # A draft that continues from a checkpoint has the shapes of that checkpoint.
     if getattr(recipe.draft, "init", None) not in FRESH_INITIALIZATIONS:
         return
+
+    # Read the target's config. A class that can be built at all can be built tiny, too.
     target = recipe.target
-    described = read_model_config(
+    target_info = read_model_config(
         target.model,
         key="target.model",
         revision=target.revision,
         trust_remote_code=target.trust_remote_code,
     )
-    if described.tiny_random is None:
+    if target_info.tiny_random is None:
         return
+
+    # Ask the method how it builds the draft; some methods cannot do so without weights.
     settings = recipe.draft.model_dump(exclude_unset=True)
-    planned = load_method(recipe.method).advice.plan_draft(described, None, settings)
-    if planned.build is None:
+    planned_draft = load_method(recipe.method).advice.plan_draft(target_info, None, settings)
+    if planned_draft.build is None:
         return
-    weightless = described.weightless
-    vars(weightless).update(tokenizer=tokenizer, files=files)
-    # On the meta device only the CPU's generator is used.
+
+    # The full-size target without weights gets the real tokenizer and files, which drafts read.
+    weightless_target = target_info.weightless
+    vars(weightless_target).update(tokenizer=tokenizer, files=files)
+
+    # Build the draft. Initializing weights advances the CPU's random generator even on the meta
+    # device, so its state is restored afterwards.
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
-        draft = load_method(recipe.method).create(recipe, weightless, NO_ROWS)
-    check_engines(recipe, weightless, draft)
+        draft = load_method(recipe.method).create(recipe, weightless_target, NO_ROWS)
+    check_engines(recipe, weightless_target, draft)

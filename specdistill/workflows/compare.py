@@ -1,4 +1,7 @@
-"""Measure several drafts of one target in one interleaved run, rank them, and write the pages."""
+"""Measure several drafts of one target, rank them, and write the pages of the comparison.
+
+The drafts take turns prompt by prompt, so that a slow minute of the machine affects all of them.
+"""
 
 from pathlib import Path
 
@@ -14,28 +17,33 @@ from specdistill.evaluation.report.files import check_replaceable
 def compare_drafts(options: CommonOptions) -> dict[str, object]:
     """Measure and rank drafts, and write the comparison with its pages to `output_dir`.
 
+    Args:
+        options: the target, the drafts, and the settings of the measurement.
+
     Returns:
         The content of comparison.json.
 
     Raises:
-        UserError: for what cannot be measured, naming the key.
+        UserError: for a draft, suite or setting that cannot be measured. The error names the key.
     """
+    # Refuse a folder that holds other files before the measurement, which may take hours.
     folder = Path(options.output_dir)
     check_replaceable(folder, "output_dir", FILES)
 
-    # Measure all candidates in turns. Finished work is kept, so that a repeated command resumes.
+    # Measure all drafts in turns. Every decoded batch is cached in the folder, so that a repeated
+    # command resumes.
     try:
         candidates = measure_candidates(options, folder / CACHE_FOLDER)
     except UserError as error:
-        # Decoding names its keys as recipes do, in a section `eval`. This command has none.
+        # The code that decodes names the keys of a recipe, such as `eval.num_prompts`. This command
+        # has the same keys without a section.
         error.key = error.key.removeprefix("eval.")
         error.args = (str(error).removeprefix("eval."),)
         raise
 
-    # Rank them, and write the pages.
+    # Rank the drafts, and write the pages. The cache of decoded batches is not needed any more.
     comparison = compare(candidates, seed=options.seed)
-    write_comparison(
-        folder, comparison, {candidate.name: candidate.records for candidate in candidates}
-    )
+    records_by_name = {candidate.name: candidate.records for candidate in candidates}
+    write_comparison(folder, comparison, records_by_name)
     discard_cache(folder / CACHE_FOLDER)
     return comparison

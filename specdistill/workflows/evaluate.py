@@ -12,33 +12,39 @@ from specdistill.evaluation.measurement.runner import measure_recipe
 from specdistill.evaluation.report.files import check_replaceable, compute_digest, write_report
 from specdistill.methods.recipe import Recipe
 
-# A measurement without a recipe has no run; the schema requires the key.
+# The schema of a recipe requires `train.output_dir`. A measurement without a recipe has no training
+# run, so it uses this folder, below which the report is written.
 ARGUMENTS_WITHOUT_RECIPE = ["train.output_dir=runs/eval"]
 
 
 def evaluate(recipe: Recipe) -> tuple[dict[str, Any], Path]:
-    """Measure the draft of a recipe and judge it.
+    """Measure the draft of a recipe and judge it by the recipe's gate.
 
-    Every process of a launch calls this function; the first one writes the report.
+    Every process of a launch calls this function. The first process writes the report.
+
+    Args:
+        recipe: the target, the draft, and the settings of the measurement.
 
     Returns:
         The report with the verdict of its gate, and the folder that it is written to.
 
     Raises:
-        UserError: for what cannot be measured, naming the key.
-        ResourceError: when memory, an engine or the Hub fails.
+        UserError: for a draft, suite or setting that cannot be measured. The error names the key.
+        ResourceError: if memory, an engine or the Hub fails.
     """
-    # Read the gate and the baseline first: a mistake in them must not cost a measurement.
+    # Read the gate and the baseline report first, so that a mistake in them is reported before the
+    # measurement, which may take hours.
     config = recipe.eval
     folder = Path(config.output_dir or Path(recipe.train["output_dir"]) / "report")
     check_replaceable(folder, "eval.output_dir")
     rules = load_gate(recipe.gate)
     baseline = read_baseline(config.baseline, rules, "eval.baseline")
 
-    # Measure. Finished work is kept next to the report, so that a repeated command resumes.
+    # Measure. Every decoded batch is cached next to the report, so that a repeated command resumes.
     report, records = measure_recipe(recipe, folder)
 
-    # Judge.
+    # Judge the report. The digest is a hash of what was measured, so it is computed before the
+    # verdict is added.
     report["digest"] = compute_digest(report, records)
     report = judge(
         rules,
@@ -47,8 +53,8 @@ def evaluate(recipe: Recipe) -> tuple[dict[str, Any], Path]:
         first_release=config.baseline == FIRST_RELEASE,
     )
 
-    # Write the report. The first process of each machine removes what only a repeated command
-    # would have needed.
+    # Write the report. Then the first process of each machine removes the cache on its disk, which
+    # only a repeated command would have read.
     if is_first():
         write_report(folder, report, records)
     if os.environ.get("LOCAL_RANK", "0") == "0":

@@ -1,4 +1,7 @@
-"""Fill the store of hidden states that a recipe names, without training."""
+"""Compute and store the hidden states of the target that a training reads, without training.
+
+`specdistill data features` does this, for example on another machine than the training.
+"""
 
 from typing import NamedTuple
 
@@ -22,12 +25,12 @@ from specdistill.workflows.make_data import open_rows
 
 
 class StoredFeatures(NamedTuple):
-    """The content of a store of hidden states.
+    """The size of a store of hidden states, and what it lacks for a training.
 
     Attributes:
         folder: the folder of the store.
-        rows: the number of rows that it has.
-        missing: the number of the training's rows that it does not have.
+        rows: the number of rows whose hidden states the store has.
+        missing: the number of rows of the training whose hidden states the store does not have.
     """
 
     folder: str | None
@@ -38,11 +41,16 @@ class StoredFeatures(NamedTuple):
 def store_features(recipe: TrainedRecipe) -> StoredFeatures:
     """Store the hidden states that training with this recipe reads.
 
-    Every process of a launch calls this function; each computes a share of them.
+    Every process of a launch calls this function. Each process computes a share of the states.
+
+    Args:
+        recipe: the recipe of the training.
 
     Raises:
-        UserError: for a method that reads no hidden states, and for a mode that fills no store.
+        UserError: for a method that reads no hidden states, and for a `hidden_states.mode` that
+            fills no store.
     """
+    # Check that the recipe names a store to fill.
     if not isinstance(recipe, FeatureRecipe):
         raise UserError(
             "method", got=recipe.method, expected="one whose drafts read the target's hidden states"
@@ -50,26 +58,30 @@ def store_features(recipe: TrainedRecipe) -> StoredFeatures:
     if not isinstance(recipe.hidden_states, HybridStates):
         expected = "hybrid, with hidden_states.path: a store that is filled"
         raise UserError("hidden_states.mode", got=recipe.hidden_states.mode, expected=expected)
+
+    # The store is computed in the precision that training with these arguments uses.
     arguments = build_training_arguments(recipe.train)
     check_precision(arguments, recipe.target.dtype)
 
-    # Check everything that files tell, before weights are loaded.
+    # Check everything that can be checked without loading weights.
     job = check_training(recipe)
 
-    # Load the target and open the rows.
+    # Load the target and open the rows. If servers compute all hidden states, this process does not
+    # run the target's layers, so their weights stay on the disk.
     target = FrozenTarget.load(
         **vars(recipe.target), layers_on_disk=not recipe.hidden_states.runs_layers
     )
     use_template(target.tokenizer, recipe)
     train_rows, eval_rows = open_rows(job.load_target(RowTarget.from_target(target)))
 
-    # The draft says which layers it reads, and its objective which rows it can learn from.
+    # Build the draft, which says which layers it reads, and its objective, which says which rows it
+    # can learn from. Only the hidden states of these rows are stored.
     draft = create_draft(recipe, target, train_rows)
     check_coverage(train_rows, target.vocab_size, draft, getattr(recipe.draft, "init", None))
     objective = load_method(recipe.method).build_objective(draft, recipe, target)
     row_sets = select_learnable_rows([train_rows, eval_rows], objective, recipe.data)
 
-    # Compute the features in passes like those of training.
+    # Compute the hidden states with the batch size and precision of training.
     store = open_feature_store(
         recipe.hidden_states,
         target,
@@ -79,5 +91,5 @@ def store_features(recipe: TrainedRecipe) -> StoredFeatures:
         batch_size=arguments.train_batch_size,
         force=recipe.data.force,
     )
-    assert store is not None  # because the mode is hybrid
+    assert store is not None  # In the mode `hybrid` there always is a store.
     return StoredFeatures(recipe.hidden_states.path, store.num_rows, store.num_missing)

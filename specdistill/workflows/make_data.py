@@ -1,4 +1,8 @@
-"""Make training data: prepare the work, generate its blocks, merge them into a row set, open it."""
+"""Make training data: check the recipe, generate blocks, merge them into a row set, and open it.
+
+A block is a part of the data that one process generates at a time. A row set is the folder with the
+finished rows of a recipe.
+"""
 
 import os
 import uuid
@@ -36,30 +40,33 @@ def prepare_job(recipe: TrainedRecipe, *, generates: bool) -> Job:
 
     Args:
         recipe: the recipe of a training.
-        generates: whether the job generates in this process, for which the target's weights are
-            loaded.
+        generates: whether this process will generate text with the target. If so, and if no server
+            generates instead, the target's weights are loaded.
 
     Raises:
         UserError: for a target, settings or sources with which no rows can be made.
     """
-    # Check everything that files tell, before weights are loaded.
+    # Check everything that can be checked without loading weights.
     job = check_training(recipe)
     if not generates or not isinstance(recipe.data.regenerate, LocalRegeneration):
         return job
 
-    # Load the target that generates.
+    # Load the target, which generates text in this process.
     target = FrozenTarget.load(**vars(recipe.target))
     use_template(target.tokenizer, recipe)
     return job.load_target(RowTarget.from_target(target))
 
 
 def make_shard(recipe: TrainedRecipe) -> tuple[Job, int, int]:
-    """Generate the blocks of `data.shard`, or all of them.
+    """Generate the blocks that `data.shard` selects, or all blocks if the recipe sets no shard.
+
+    Args:
+        recipe: the recipe of a training.
 
     Returns:
-        The job, the number of the shard, from 0, and how many shards there are.
+        The job, the number of the shard (from 0), and the number of all shards.
     """
-    index, count = shard_of(recipe.data.shard)
+    index, count = parse_shard(recipe.data.shard)
     job = prepare_job(recipe, generates=True)
     job.check()
     make_blocks(job, index, count)
@@ -67,7 +74,11 @@ def make_shard(recipe: TrainedRecipe) -> tuple[Job, int, int]:
 
 
 def merge_shards(job: Job) -> Manifest:
-    """Merge the blocks of a job into its row set, and return the manifest."""
+    """Merge the blocks of a job into its row set, and return the manifest of the row set.
+
+    Raises:
+        UserError: if the blocks of some shards are missing.
+    """
     job.check()
     merge(job)
     *_, manifest = read_rows(job.folder)
@@ -80,6 +91,7 @@ def open_or_make_rows(recipe: TrainedRecipe) -> tuple[Job, Dataset, Manifest]:
     Returns:
         The job of the rows, the training rows, and the manifest of their row set.
     """
+    # The target's weights are only loaded if rows have to be made.
     job = prepare_job(recipe, generates=False)
     if not is_whole(job.folder):
         job = prepare_job(recipe, generates=True)
@@ -89,21 +101,29 @@ def open_or_make_rows(recipe: TrainedRecipe) -> tuple[Job, Dataset, Manifest]:
 
 
 def open_rows(job: Job) -> tuple[Dataset, Dataset]:
-    """Open the rows of a training: those of `data.rows`, or the recipe's own.
+    """Open the rows of a training, and make them first if they do not exist yet.
 
-    The recipe's own rows are made first if they do not exist yet. Every process of a launch has to
-    call this function. Each process generates its share of the blocks. Processes wait for each
-    other before and after they generate, not meanwhile. The first process reads the sources and
-    merges; if machines share no folder, the first process of every machine does.
+    The rows are in the folder `data.rows`, or in a folder of the cache that belongs to the recipe.
+    Rows are only made in the cache.
+
+    Every process of a launch has to call this function, and each process generates a share of the
+    blocks. Processes wait for each other before and after they generate. The first process reads
+    the sources and merges the blocks. If the machines of a launch share no folder, the first
+    process of every machine does so.
+
+    Args:
+        job: the job of the rows.
 
     Returns:
-        The training rows and the validation rows, with the columns of `packing`.
+        The training rows and the validation rows, with the columns that
+        `specdistill.data.rows.packing` describes.
 
     Raises:
         UserError: for rows of another target, template or shape, for an incomplete row set, and for
             machines whose rows or weights differ.
     """
-    # All processes must have the same target.
+    # All processes must have the same target. Comparing the first digits of the hashes suffices,
+    # and an error can show them.
     check_ranks_agree({"weights of target.model": job.target.weights[:NUM_SHOWN_HASH_DIGITS]})
     if job.config.shard is not None:
         raise make_unused_key_error(
@@ -111,12 +131,15 @@ def open_rows(job: Job) -> tuple[Dataset, Dataset]:
         )
     check_row_set(job.config, job.target)
 
-    # Make the rows, unless every process finds them whole.
+    # Make the rows, unless every process finds a finished row set. Each `all_gather_object` is a
+    # barrier, at which processes wait for each other.
     if job.config.rows is None and not all(all_gather_object(is_whole(job.folder))):
         job.check()
         index, count = _find_shares(cache_folder(job.config.cache_dir))
         if index == 0:
-            _ = job.sources  # prepares them, so that the other processes find them
+            # Reading this property loads and filters the sources, and caches them on the disk,
+            # where the other processes find them.
+            _ = job.sources
         all_gather_object(None)
         make_blocks(job, index, count)
         all_gather_object(None)
@@ -124,7 +147,7 @@ def open_rows(job: Job) -> tuple[Dataset, Dataset]:
             merge(job)
         all_gather_object(None)
 
-    # Open them. All machines must have the same rows.
+    # Open the rows. All machines must have the same rows, so their hashes are compared.
     train, validation, manifest = read_rows(
         job.folder, RowSetSpec.from_config(job.config, job.target)
     )
@@ -136,36 +159,46 @@ def open_rows(job: Job) -> tuple[Dataset, Dataset]:
 
 
 def _find_shares(folder: Path) -> tuple[int, int]:
-    """Return the rank of this process among those that share a folder, and their number.
+    """Return the rank of this process among the processes that share a folder, and their number.
 
     If all processes of a launch see the same folder, all of them share it. Otherwise the processes
-    of each machine share one. A marker file in the folder shows which case it is.
+    of each machine share the folder of that machine. Rank 0 writes a marker file to find out which
+    of the two is the case: the folder is common if every process sees the file.
+
+    Args:
+        folder: the cache of row sets.
     """
     rank, count = find_rank_and_world_size()
     if count == 1:
         return 0, 1
-    mark = folder / f"launch-{all_gather_object(uuid.uuid4().hex)[0]}"
+
+    # The first process writes the marker. Its random name, which all processes take from rank 0,
+    # differs from markers that killed processes have left.
+    random_name = all_gather_object(uuid.uuid4().hex)[0]
+    marker = folder / f"launch-{random_name}"
     if rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        mark.touch()
+        marker.touch()
+
+    # The first call waits until the marker is written, the second until every process has looked.
     all_gather_object(None)
-    is_common = all(all_gather_object(mark.exists()))
+    is_common = all(all_gather_object(marker.exists()))
     if rank == 0:
-        mark.unlink()
-    return (
-        (rank, count)
-        if is_common
-        else (int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
-    )
+        marker.unlink()
+
+    # Without a common folder, ranks count within the machine.
+    if is_common:
+        return rank, count
+    return int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
 
 
-def shard_of(shard_text: str | None) -> tuple[int, int]:
-    """Return the number of the shard, from 0, and the number of shards.
+def parse_shard(shard_text: str | None) -> tuple[int, int]:
+    """Return the number of the shard (from 0) and the number of shards that `data.shard` names.
 
     Args:
-        shard_text: the value of `data.shard`: `i/n`, `auto` or `auto/n`. With `auto` an array job
-            of Slurm or an indexed job of Kubernetes says which shard it is. None for all of the
-            work.
+        shard_text: the value of `data.shard`: `i/n`, `auto` or `auto/n`. With `auto` the
+            environment of an array job of Slurm, or of an indexed job of Kubernetes, says which
+            shard this is. None is one shard with all the work.
 
     Raises:
         UserError: for a value that is no shard, and for `auto` outside of such a job.
@@ -175,10 +208,14 @@ def shard_of(shard_text: str | None) -> tuple[int, int]:
         " Kubernetes (auto/n: of n)"
     )
     index, _, count = ("0/1" if shard_text is None else shard_text).partition("/")
+
+    # An array job numbers its tasks. Slurm may number them from another value than 0; Kubernetes
+    # sets JOB_COMPLETIONS only if the job's manifest does.
     if index == "auto":
         env = os.environ
         if "SLURM_ARRAY_TASK_ID" in env:
-            index = str(int(env["SLURM_ARRAY_TASK_ID"]) - int(env.get("SLURM_ARRAY_TASK_MIN", "0")))
+            first_id = int(env.get("SLURM_ARRAY_TASK_MIN", "0"))
+            index = str(int(env["SLURM_ARRAY_TASK_ID"]) - first_id)
             count = count or env.get("SLURM_ARRAY_TASK_COUNT", "")
         else:
             index = env.get("JOB_COMPLETION_INDEX", "")
@@ -189,6 +226,8 @@ def shard_of(shard_text: str | None) -> tuple[int, int]:
                 " JOB_COMPLETION_INDEX and JOB_COMPLETIONS"
             )
             raise UserError("data.shard", got=got, expected=expected)
+
+    # `index` and `count` are still text, from the key or from the environment.
     if not index.isdecimal() or not count.isdecimal() or int(index) >= int(count):
         raise UserError("data.shard", got=shard_text, expected=expected)
     return int(index), int(count)

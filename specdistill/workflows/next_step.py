@@ -1,4 +1,8 @@
-"""Say what to type next, from the runs in a folder; `specdistill` without a verb prints it."""
+"""Suggest the next command for a run: train, eval, gate, doctor, export or publish.
+
+`specdistill` without a verb prints the suggestion for the newest run, and `specdistill train`
+prints it when a draft is trained.
+"""
 
 import shlex
 from collections.abc import Mapping
@@ -7,19 +11,24 @@ from typing import Any
 
 from specdistill.recipe.load import list_consent_keys, merge_values
 
-# Where runs are: `train.output_dir`, as commands and recipes name it, below the working directory.
-RUNS = ("*/run/recipe.yaml", "runs/*/run/recipe.yaml", "runs/*/*/run/recipe.yaml")
+# Patterns of the file that each run writes first, `<train.output_dir>/run/recipe.yaml`. They cover
+# the folders that the documentation and the bundled recipes use, below the working directory.
+RECIPE_PATTERNS = ("*/run/recipe.yaml", "runs/*/run/recipe.yaml", "runs/*/*/run/recipe.yaml")
+# What to type in a folder without runs. The commands are printed as they are, with their comments.
 FIRST_COMMANDS = [
     (
-        "specdistill demo                             # a draft for the target that ships: offline,"
-        " minutes on a CPU"
+        "specdistill demo                             # train a draft for the bundled target:"
+        " offline, minutes on a CPU"
     ),
-    "specdistill plan target=path/to/model        # which draft a target of yours should get",
+    "specdistill plan target=path/to/model        # choose a draft for your own target",
 ]
 
+# A sentence about the state of a run, and the commands that continue it.
+NextStep = tuple[str, list[str]]
 
-def describe_next_step() -> tuple[str, list[str]]:
-    """Describe the run in this folder that was worked on last, and how to continue it.
+
+def describe_next_step() -> NextStep:
+    """Describe the newest run below the working directory, and how to continue it.
 
     Returns:
         A sentence about the state of the run, and the commands that continue it.
@@ -27,19 +36,25 @@ def describe_next_step() -> tuple[str, list[str]]:
     Raises:
         UserError: for a recipe or a report that cannot be read.
     """
+    # Find all runs, and take the one that was trained, measured or judged last.
     runs = set()
-    for place in RUNS:
-        for path in Path().glob(place):
+    for pattern in RECIPE_PATTERNS:
+        for path in Path().glob(pattern):
             runs.add(path.parent.parent)
     for run in sorted(runs, key=_find_last_change, reverse=True):
-        # A recipe without a target trained a target itself, such as pico.
-        if "target" in (recipe := merge_values([f"recipe={run / 'run' / 'recipe.yaml'}"])):
+        recipe = merge_values([f"recipe={run / 'run' / 'recipe.yaml'}"])
+        # A recipe without a target trained no draft, but the bundled target pico itself.
+        if "target" in recipe:
             return describe_after(run, recipe)
     return "There is no run here yet.", FIRST_COMMANDS
 
 
-def describe_after(run: Path, recipe: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """Describe a run with this recipe, and how to continue it.
+def describe_after(run: Path, recipe: Mapping[str, Any]) -> NextStep:
+    """Describe the state of a run, and how to continue it.
+
+    Args:
+        run: the folder of the run.
+        recipe: the content of the run's `recipe.yaml`.
 
     Returns:
         A sentence about the state of the run, and the commands that continue it.
@@ -47,109 +62,132 @@ def describe_after(run: Path, recipe: Mapping[str, Any]) -> tuple[str, list[str]
     Raises:
         UserError: for a report that cannot be read.
     """
-    # Code of others runs only if the user consented on the command line.
-    command_keys = [
-        f"recipe={run / 'run' / 'recipe.yaml'}",
-        *(consent_keys := list_consent_keys(recipe)),
-    ]
-    code = [argument for argument in consent_keys if argument.startswith("target.")]
-    # The run was trained from another folder, or moved.
+    # Collect the keys that every command about this run repeats. Keys that allow code of others to
+    # run only act on the command line, so the commands have to name them again. A run that was
+    # started from another folder, or moved, records another output folder.
+    consent_keys = list_consent_keys(recipe)
+    run_keys = [f"recipe={run / 'run' / 'recipe.yaml'}", *consent_keys]
     if recipe["train"]["output_dir"] != str(run):
-        command_keys.append(f"train.output_dir={run}")
+        run_keys.append(f"train.output_dir={run}")
 
-    # A run without a draft is to be resumed.
+    # Without a draft the training has not finished.
     if not (run / "draft").is_dir():
         return f"Training of {run} is incomplete. Resume with (same launch=… as before):", [
-            _format_command("train", *command_keys)
+            _format_command("train", *run_keys)
         ]
 
-    # Name the target, and the prompts if the recipe names none.
-    expected_settings = {"target": recipe["target"]["model"]}
-    expected_settings |= {
-        f"target.{key}": value
-        for key in ("revision", "adapter")
-        if (value := recipe["target"].get(key))
-    }
-    target = [f"{key}={value}" for key, value in expected_settings.items()]
-    names_prompts = recipe["eval"].get("suite") or expected_settings["target"] == "pico"
-    prompts = [] if names_prompts else ["eval.suite=path/to/prompts.jsonl"]
-
-    # A trained run is to be measured.
+    # Without a report the draft is trained, but not measured. `eval` needs prompts if the recipe
+    # names none. Only pico has a suite by default.
+    has_prompts = recipe["eval"].get("suite") or recipe["target"]["model"] == "pico"
+    eval_keys = run_keys if has_prompts else [*run_keys, "eval.suite=path/to/prompts.jsonl"]
     reports = _find_reports(run)
     if not reports:
-        return f"{run} is trained and not measured. Next:", [
-            _format_command("eval", *command_keys, *prompts)
-        ]
+        return f"{run} is trained and not measured. Next:", [_format_command("eval", *eval_keys)]
 
-    # Imported here, and not above, because it is slow to import.
-    from specdistill.evaluation.report import (
-        phrases,
-    )
+    # The newest report decides what comes next. This module imports scipy, so it is imported only
+    # here.
     from specdistill.evaluation.report.files import read_report
 
-    # The report that was written last says what comes next.
     report, _ = read_report(reports[-1])
     verdict = report["gate"]["verdict"]
     if report.get("incomplete"):
-        return f"Measurement of {run} is incomplete. Next:", [
-            _format_command("eval", *command_keys, *prompts)
-        ]
+        return f"Measurement of {run} is incomplete. Next:", [_format_command("eval", *eval_keys)]
     if verdict is None:
         return f"{run} has a report but no gate verdict. Next:", [
             _format_command("gate", f"report={run / 'report'}", "gates=default")
         ]
-
-    # A run that failed is to be examined.
     if verdict == "failed":
-        return f"{run} failed its gate. {phrases.describe_failed_rules(report)} Check the draft:", [
-            _format_command("doctor", f"draft={run / 'draft'}", *target, *code)
-        ]
-
-    # An inconclusive run needs more prompts.
+        return _describe_failed_run(run, recipe, report)
     if verdict == "inconclusive":
-        needed = [
-            rule["prompts_needed"] for rule in report["gate"]["rules"] if rule["prompts_needed"]
-        ]
-        enough = bool(needed) and max(needed) <= report["suite"]["num_prompts"]
-        more = (
-            [*prompts, f"eval.num_prompts={max(needed)}"]
-            if enough
-            else ["eval.suite=path/to/more/prompts.jsonl"]
-        )
-        return f"The gate of {run} is inconclusive. {phrases.describe_undecided(report)}", [
-            _format_command("eval", *command_keys, *more)
-        ]
+        return _describe_inconclusive_run(run, report, run_keys, eval_keys)
+    return _describe_passed_run(run, recipe)
 
-    # A run that passed is to be published.
-    repository = [] if recipe.get("publish", {}).get("repo") else ["repo=org/name"]
-    return f"{run} passed its gate:", [
-        _format_command(
-            "export", f"draft={run / 'draft'}", "engine=vllm", *target, f"output_dir={run / 'vllm'}"
-        ),
-        _format_command("publish", f"run={run}", *repository, "baseline=none"),
-    ]
+
+def _describe_failed_run(run: Path, recipe: Mapping[str, Any], report: dict[str, Any]) -> NextStep:
+    """Describe a run that failed its gate; `doctor` looks for a fault of its draft."""
+    # This module imports scipy, so it is imported only here.
+    from specdistill.evaluation.report import phrases
+
+    # `doctor` takes only the consent for the target.
+    consent_keys = [key for key in list_consent_keys(recipe) if key.startswith("target.")]
+    command = _format_command(
+        "doctor", f"draft={run / 'draft'}", *_list_target_keys(recipe), *consent_keys
+    )
+    failed_rules = phrases.describe_failed_rules(report)
+    return f"{run} failed its gate. {failed_rules} Check the draft:", [command]
+
+
+def _describe_inconclusive_run(
+    run: Path, report: dict[str, Any], run_keys: list[str], eval_keys: list[str]
+) -> NextStep:
+    """Describe a run whose gate cannot decide, because too few prompts were measured.
+
+    Args:
+        run: the folder of the run.
+        report: the newest report of the run.
+        run_keys: the keys of the run for any command.
+        eval_keys: these keys, and a placeholder for the prompts if the recipe names none.
+    """
+    # This module imports scipy, so it is imported only here.
+    from specdistill.evaluation.report import phrases
+
+    # Each rule that cannot decide estimates how many prompts it needs. If the suite has fewer
+    # prompts, or if there is no estimate, another suite is needed.
+    rules = report["gate"]["rules"]
+    estimates = [rule["prompts_needed"] for rule in rules if rule["prompts_needed"]]
+    if estimates and max(estimates) <= report["suite"]["num_prompts"]:
+        command = _format_command("eval", *eval_keys, f"eval.num_prompts={max(estimates)}")
+    else:
+        command = _format_command("eval", *run_keys, "eval.suite=path/to/more/prompts.jsonl")
+    return f"The gate of {run} is inconclusive. {phrases.describe_undecided(report)}", [command]
+
+
+def _describe_passed_run(run: Path, recipe: Mapping[str, Any]) -> NextStep:
+    """Describe a run that passed its gate; its draft can be exported or published."""
+    export_command = _format_command(
+        "export",
+        f"draft={run / 'draft'}",
+        "engine=vllm",
+        *_list_target_keys(recipe),
+        f"output_dir={run / 'vllm'}",
+    )
+    # The recipe may name the repository to publish to.
+    names_repository = recipe.get("publish", {}).get("repo")
+    repository_keys = [] if names_repository else ["repo=org/name"]
+    publish_command = _format_command("publish", f"run={run}", *repository_keys, "baseline=none")
+    return f"{run} passed its gate:", [export_command, publish_command]
+
+
+def _list_target_keys(recipe: Mapping[str, Any]) -> list[str]:
+    """Return the keys that name the target of a recipe in a command without the recipe."""
+    target = recipe["target"]
+    keys = [f"target={target['model']}"]
+    for name in ("revision", "adapter"):
+        if target.get(name):
+            keys.append(f"target.{name}={target[name]}")
+    return keys
 
 
 def _find_reports(run: Path) -> list[Path]:
-    """Find the reports that `eval` and `gate` wrote for a run, the oldest first."""
-    return sorted(
-        [*run.glob("report/report.json"), *run.glob("report/*/report.json")], key=_describe_age
-    )
+    """Return the reports of a run, the oldest first.
+
+    `eval` writes `report/report.json`, and `gate` writes `report/NAME/report.json` for each gate.
+    """
+    paths = [*run.glob("report/report.json"), *run.glob("report/*/report.json")]
+    return sorted(paths, key=_read_modification_time)
 
 
 def _find_last_change(run: Path) -> float:
-    """Return when a run was last trained, measured or judged, as a time of its files."""
-    return max(
-        map(
-            _describe_age,
-            [run / "run" / "recipe.yaml", *run.glob("draft/config.json"), *_find_reports(run)],
-        )
-    )
+    """Return when a run was last trained, measured or judged, in seconds since the epoch."""
+    paths = [run / "run" / "recipe.yaml", *run.glob("draft/config.json"), *_find_reports(run)]
+    return max(map(_read_modification_time, paths))
 
 
-def _describe_age(path: Path) -> float:
+def _read_modification_time(path: Path) -> float:
+    """Return when a file was last written, in seconds since the epoch."""
     return path.stat().st_mtime
 
 
 def _format_command(verb: str, *keys: str) -> str:
+    """Return a command as a line that can be pasted into a shell."""
     return shlex.join(["specdistill", verb, *keys])

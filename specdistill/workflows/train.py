@@ -1,7 +1,7 @@
-"""Train a draft: check, target, rows, draft, objective, optimizer, steps, save.
+"""Train a draft, from the checks of its recipe to the saved draft.
 
-One function trains the drafts of every method. The method says which draft is created and what it
-learns.
+`train_draft` trains the drafts of every method, and calls each step in order. The method says which
+draft is created and what the draft learns.
 """
 
 from collections.abc import Sequence
@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from datasets import Dataset
+from torch import nn
 from transformers import TrainerCallback
 
 from specdistill.advice.plan.run_estimate import print_estimate
@@ -21,7 +23,7 @@ from specdistill.methods.load import create_draft, load_method
 from specdistill.methods.recipe import TrainedRecipe
 from specdistill.methods.target_record import save_draft
 from specdistill.recipe.load import merge_values
-from specdistill.recipe.sections import OnlineStates, StoredStates
+from specdistill.recipe.sections import HiddenStatesConfig, OnlineStates, StoredStates
 from specdistill.serving.export import check_engines
 from specdistill.targets.frozen import FrozenTarget, compile_layers
 from specdistill.training.arguments import find_autocast_dtype
@@ -36,53 +38,48 @@ from specdistill.workflows.next_step import describe_after
 
 
 def train_draft(recipe: TrainedRecipe, callbacks: Sequence[TrainerCallback] = ()) -> Path:
-    """Train the draft of a recipe. Every process of a launch calls this function.
+    """Train the draft of a recipe, or resume its interrupted training.
+
+    Every process of a launch calls this function.
 
     Args:
-        recipe: a recipe of a method that is trained.
+        recipe: the recipe of a method that is trained.
         callbacks: callbacks of transformers' Trainer.
 
     Returns:
-        The folder of the run, which holds the draft in `draft`. An interrupted run resumes.
+        The folder of the run. Its folder `draft` holds the draft.
 
     Raises:
-        UserError: for what cannot be trained, naming the key.
-        ResourceError: when memory, disk or the Hub fails.
+        UserError: for a recipe that cannot be trained. The error names the key.
+        ResourceError: if memory, the disk or the Hub fails.
     """
-    # Open the run folder, or resume the run in it. Methods whose draft reads no hidden states have
-    # no such section.
-    hidden_states = getattr(recipe, "hidden_states", OnlineStates())
-    # If features are read from a store, two processes read them while a GPU trains.
-    reads_store = isinstance(hidden_states, StoredStates)
-    num_workers = 2 if reads_store and torch.cuda.is_available() else 0
-    run = TrainingRun.open(
-        recipe,
-        target_dtype=recipe.target.dtype,
-        eval_on_start=recipe.evaluates_first,
-        dataloader_num_workers=num_workers,
-    )
+    # Open the run folder, or resume the run in it.
+    hidden_states = _find_hidden_states(recipe)
+    run = _open_run(recipe, hidden_states)
     is_first_process = run.arguments.process_index == 0
 
-    # Check everything that files tell, before weights are loaded, and estimate the cost.
+    # Check everything that can be checked without loading weights, and print what the training will
+    # cost. A resumed run printed that when it began.
     job = check_training(recipe)
     if run.checkpoint is None and is_first_process:
         print_estimate(recipe, run.arguments, job.run_size(), job.folder)
 
-    # Load the target. Its layers stay on disk if all features are read from a store.
+    # Load the target. If all hidden states come from a store, and no checkpoints are measured by
+    # decoding, its layers are never run, so their weights stay on the disk.
     runs_layers = hidden_states.runs_layers or recipe.selection is not None
     target = FrozenTarget.load(**vars(recipe.target), layers_on_disk=not runs_layers)
     check_engines(recipe, target)
     use_template(target.tokenizer, recipe)
 
-    # Open the rows, which are generated first if they do not exist.
+    # Open the packed rows. They are generated first if they do not exist.
     train_rows, eval_rows = open_rows(job.load_target(RowTarget.from_target(target)))
 
-    # Create the draft and its objective: the draft together with its loss.
-    method = load_method(recipe.method)
+    # Create the draft, and its objective, the module that computes its loss. Rows from which this
+    # objective learns nothing are left out.
     draft = create_draft(recipe, target, train_rows)
     initialization = getattr(recipe.draft, "init", None)
     coverage = check_coverage(train_rows, target.vocab_size, draft, initialization)
-    objective = method.build_objective(draft, recipe, target)
+    objective = load_method(recipe.method).build_objective(draft, recipe, target)
     train_rows, eval_rows = select_learnable_rows([train_rows, eval_rows], objective, recipe.data)
     compile_layers(recipe.train, target, objective)
 
@@ -96,9 +93,67 @@ def train_draft(recipe: TrainedRecipe, callbacks: Sequence[TrainerCallback] = ()
         vocabulary_coverage=coverage,
     )
 
-    # Open the store of hidden states, if the target does not compute them in each step.
+    # Train, and save the best draft.
+    trainer = _build_trainer(recipe, run, target, draft, objective, train_rows, eval_rows)
+    for callback in callbacks:
+        trainer.add_callback(callback)
+    run.train(trainer)
+
+    # Print where the draft is, and what to type next.
+    if is_first_process:
+        _print_trained(run.path)
+    return run.path
+
+
+def _find_hidden_states(recipe: TrainedRecipe) -> HiddenStatesConfig:
+    """Return the section `hidden_states` of a recipe, which says where the hidden states come from.
+
+    Methods whose drafts read no hidden states have no such section. Their targets are run in each
+    step too, as with the default mode `online`.
+    """
+    section: HiddenStatesConfig = getattr(recipe, "hidden_states", OnlineStates())
+    return section
+
+
+def _open_run(recipe: TrainedRecipe, hidden_states: HiddenStatesConfig) -> TrainingRun:
+    """Open the folder of a run, or resume the run in it.
+
+    If hidden states are read from a store, two processes read them while the GPU trains. On a CPU
+    these processes would take cores from the training.
+    """
+    reads_store = isinstance(hidden_states, StoredStates)
+    num_workers = 2 if reads_store and torch.cuda.is_available() else 0
+    return TrainingRun.open(
+        recipe,
+        target_dtype=recipe.target.dtype,
+        eval_on_start=recipe.evaluates_first,
+        dataloader_num_workers=num_workers,
+    )
+
+
+def _build_trainer(
+    recipe: TrainedRecipe,
+    run: TrainingRun,
+    target: FrozenTarget,
+    draft: nn.Module,
+    objective: nn.Module,
+    train_rows: Dataset,
+    eval_rows: Dataset,
+) -> DistillationTrainer:
+    """Open the store of hidden states, and build the trainer of a draft.
+
+    Args:
+        recipe: the recipe of the training.
+        run: the open run, which has the arguments of transformers' Trainer.
+        target: the target.
+        draft: the module that is trained.
+        objective: the module that computes the loss of the draft.
+        train_rows: the packed rows to train on.
+        eval_rows: the packed rows to evaluate on.
+    """
+    # Without a store (`store` is None), the target computes the hidden states in each step.
     store = open_feature_store(
-        hidden_states,
+        _find_hidden_states(recipe),
         target,
         getattr(draft, "aux_layers", ()),
         [train_rows, eval_rows],
@@ -107,8 +162,10 @@ def train_draft(recipe: TrainedRecipe, callbacks: Sequence[TrainerCallback] = ()
         force=recipe.data.force,
     )
 
-    # Train, and save the best draft.
-    trainer = DistillationTrainer(
+    # With a section `selection`, the trainer measures checkpoints by decoding with them (`decode`),
+    # to find the best one.
+    method = load_method(recipe.method)
+    return DistillationTrainer(
         objective,
         target,
         run.arguments,
@@ -119,18 +176,11 @@ def train_draft(recipe: TrainedRecipe, callbacks: Sequence[TrainerCallback] = ()
         optimizer=build_optimizer(recipe.optimizer, draft, run.arguments),
         store=store,
     )
-    for callback in callbacks:
-        trainer.add_callback(callback)
-    run.train(trainer)
-
-    # Say where the draft is, and what to type next.
-    if is_first_process:
-        _print_trained(run.path)
-    return run.path
 
 
 def _print_trained(run: Path) -> None:
-    """Print where the draft is, what it reached, and what to type next."""
+    """Print where the draft is, its simulated acceptance length, and what to type next."""
+    # The history has the acceptance length at each evaluation, simulated on held-out data.
     history = read_history(run / "draft", key="train.output_dir")
     assert history is not None
     acceptance_lengths = dict(history.summary()["curve"])
@@ -140,7 +190,10 @@ def _print_trained(run: Path) -> None:
         length = acceptance_lengths[step]
         sentence += f", acceptance length {length:.2f} (simulated on held-out data)"
     print(f"{sentence}.")
-    message, commands = describe_after(run, merge_values([f"recipe={run / 'run' / 'recipe.yaml'}"]))
+
+    # The commands that continue this run, usually `eval`.
+    recipe = merge_values([f"recipe={run / 'run' / 'recipe.yaml'}"])
+    message, commands = describe_after(run, recipe)
     print(message)
     for command in commands:
         print(f"  {command}")

@@ -15,7 +15,7 @@ from specdistill.common.project import ROOT
 from specdistill.data.produce import fleet
 from specdistill.data.produce.job import Job
 from specdistill.recipe.sections import ServerRegeneration
-from specdistill.workflows.make_data import shard_of
+from specdistill.workflows.make_data import parse_shard
 from tests.data.produce.row_sets import config_for, numbered, row_target
 from tests.refusals import refused, refused_key
 from tests.scripts import specdistill
@@ -98,7 +98,7 @@ def test_a_job_set_makes_every_shard_and_then_merges(monkeypatch: pytest.MonkeyP
     assert server["resources"]["limits"] == {"nvidia.com/gpu": 8}
     monkeypatch.delenv("SLURM_ARRAY_TASK_ID", raising=False)
     monkeypatch.setenv("JOB_COMPLETION_INDEX", "3")
-    assert shard_of(container["command"][-1].removeprefix("data.shard=")) == (3, 100)
+    assert parse_shard(container["command"][-1].removeprefix("data.shard=")) == (3, 100)
     assert merges["dependsOn"] == [{"name": "make", "status": "Complete"}]
     merging = merges["template"]["spec"]["template"]["spec"]
     assert merging["containers"][0]["command"] == ["specdistill", "data", "merge", *KEYS.split()]

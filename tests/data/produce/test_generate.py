@@ -26,7 +26,7 @@ from specdistill.data.produce.generate import make_blocks
 from specdistill.data.produce.job import Job
 from specdistill.data.rows.row_set import MANIFEST, RowTarget
 from specdistill.recipe.sections import DataConfig, LocalRegeneration, ServerRegeneration
-from specdistill.workflows.make_data import shard_of
+from specdistill.workflows.make_data import parse_shard
 from tests.data.produce.openai_server import Behaviour, running
 from tests.data.produce.row_sets import (
     chat,
@@ -441,10 +441,10 @@ def test_a_shard_is_stated_or_an_array_job_s(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     if expected:
-        assert shard_of(stated) == expected
+        assert parse_shard(stated) == expected
     else:
         with refused("data.shard", stated):
-            shard_of(stated)
+            parse_shard(stated)
 
 
 def test_no_room_for_what_is_generated_ends_it_after_the_first_answers(
