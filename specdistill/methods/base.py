@@ -128,7 +128,7 @@ class Method(ABC, Generic[RecipeT, DraftT]):
         return False
 
     def create(self, recipe: RecipeT, target: FrozenTarget, rows: Dataset) -> DraftT:
-        """Create the draft that a recipe describes, before its first step.
+        """Create the draft that a recipe describes, as it is before training.
 
         Args:
             recipe: a recipe of this method.

@@ -446,17 +446,17 @@ def read_speculators_layers(raw: RawConfig, kind: str, key: str) -> RawConfig | 
     method_name = raw.get("speculators_model_type")
     if method_name is None:
         return None
-    layers: RawConfig | None = raw.get("transformer_layer_config")
-    if method_name != kind or not layers:
+    layer_config: RawConfig | None = raw.get("transformer_layer_config")
+    if method_name != kind or not layer_config:
         raise UserError(
             key,
             got=(
-                f"speculators_model_type {method_name} with {'a' if layers else 'no'}"
+                f"speculators_model_type {method_name} with {'a' if layer_config else 'no'}"
                 " transformer_layer_config"
             ),
             expected=f"{kind} with a transformer_layer_config",
         )
-    return layers
+    return layer_config
 
 
 def read_shape(raw: RawConfig, key: str, *, what: str) -> HeadShape:

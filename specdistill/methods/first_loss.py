@@ -106,7 +106,7 @@ def check_first_loss(
 
 
 def _scale_down(objective: Any, inputs: dict[str, object], loss: float, even_loss: float) -> float:
-    """Scale the draft's output down until it guesses nearly evenly, and return the last loss.
+    """Scale the draft's output down until it guesses nearly evenly; return the loss after that.
 
     Args:
         objective: the draft with its loss.
@@ -115,13 +115,13 @@ def _scale_down(objective: Any, inputs: dict[str, object], loss: float, even_los
         even_loss: the loss of an even guess, ln W.
     """
     tolerance = TOLERANCE * even_loss
-    last_loss = math.inf
+    previous_loss = math.inf
     for _ in range(MAX_FACTORS):
         # Stop when the loss is no worse than an even guess and the last step hardly lowered it.
-        if loss - even_loss < tolerance and last_loss - loss < tolerance:
+        if loss - even_loss < tolerance and previous_loss - loss < tolerance:
             break
         objective.scale_output(SCALE_STEP)
-        last_loss = loss
+        previous_loss = loss
         loss = _measure(objective, inputs)
     return loss
 

@@ -139,8 +139,8 @@ def is_one_plus_weight(norm: nn.Module) -> bool:
 @torch.no_grad()
 def scale_norm(norm: nn.Module, factor: float) -> None:
     """Scale the output of a norm by a factor, by changing its parameters in place."""
-    # A norm that multiplies by 1 + weight must become (1 + weight) * factor. A bias is scaled as it
-    # is.
+    # For a norm that multiplies by 1 + weight, the factor applies to 1 + weight. Other parameters,
+    # such as a bias, are multiplied directly.
     offset = float(is_one_plus_weight(norm))
     for name, parameter in norm.named_parameters():
         addend = offset if name == "weight" else 0.0
@@ -304,7 +304,7 @@ class DraftModule(nn.Module):
     def logits(self) -> LogitsHead:
         """The map [..., H] -> [..., W] to logits over the draft vocabulary.
 
-        The target's own head scales and caps them as the target does.
+        If the LM head is the target's own, it scales and caps the logits as the target does.
         """
 
     @property
@@ -416,8 +416,8 @@ class Rotary(LlamaRotaryEmbedding):
         torch calls this for `.to()`, `.float()`, `.cuda()` and so on.
         """
         # Convert everything, then put back the frequencies on the new device.
-        exact = dict(self.named_buffers())
+        original_buffers = dict(self.named_buffers())
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, moved in list(self.named_buffers()):
-            setattr(self, name, exact[name].to(moved.device))
+        for name, buffer in list(self.named_buffers()):
+            setattr(self, name, original_buffers[name].to(buffer.device))
         return self

@@ -186,7 +186,7 @@ def create_or_load(
     chain_length_key: str = "",
     rows: Dataset | None = None,
 ) -> T:
-    """Return the draft of a recipe before its first step: fresh, or loaded from `draft.init`.
+    """Return the draft of a recipe as it is before training: fresh, or loaded from `draft.init`.
 
     Args:
         recipe: a recipe of the method.

@@ -49,7 +49,7 @@ class CompiledSteps:
         self._graph = torch.compile(self._run_padded, fullgraph=True, dynamic=False, mode=mode)
 
     def read(self, next_ids_1T: Tensor, hidden_1TH: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """Read T <= `width` tokens with the graph of `width` tokens.
+        """Run the head over T <= `width` tokens with the compiled graph of `width` tokens.
 
         Returns:
             The logits [1, W] and the next hidden state [1, H], both after the last token.

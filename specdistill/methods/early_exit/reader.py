@@ -113,7 +113,10 @@ class SplitTarget(CachedTarget):
 
     @torch.inference_mode()
     def _matches_one_pass(self) -> bool:
-        """Return whether a short sequence with a rejection gives the target's own hidden states."""
+        """Return whether reading in two parts gives the same hidden state as one ordinary pass.
+
+        The test reads a short sequence, in which draft tokens are rejected.
+        """
         # Read the root and a draft token in two parts, then two more draft tokens. Reject all draft
         # tokens, and read the token that follows the root instead.
         self.begin([PROMPT])
