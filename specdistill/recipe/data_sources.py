@@ -35,9 +35,9 @@ EXCHANGES = (
     ("question", "answer"),
 )
 PROMPTS = tuple(dict.fromkeys(question for question, _ in EXCHANGES))
-ANSWERS = {
-    prompt: {answer for question, answer in EXCHANGES if question == prompt} for prompt in PROMPTS
-}
+ANSWERS: dict[str, set[str]] = {prompt: set() for prompt in PROMPTS}
+for _question, _answer in EXCHANGES:
+    ANSWERS[_question].add(_answer)
 # Columns with descriptions of tools, for chat templates that show tools to the model.
 SCHEMAS = ("tools", "functions", "function")  # The last one is in BFCL.
 KNOWN_COLUMNS = (
@@ -59,10 +59,8 @@ SOURCE_IS_SELF = Condition("with source: self", lambda entry: entry.source == SE
 SOURCE_HAS_ROWS = Condition(
     "with rows that exist: those of self are generated", lambda entry: entry.source != SELF_SOURCE
 )
-KEYS_WITHOUT_EFFECT_ON_READING = {
-    "weight",
-    "license",
-}  # keys of a source that do not change which rows are read
+# Keys of a source that do not change which rows are read.
+KEYS_WITHOUT_EFFECT_ON_READING = {"weight", "license"}
 SOURCE_IS_ON_HUB = Condition(
     "of a data set on the Hub: files and folders have no revisions",
     lambda entry: (
@@ -186,16 +184,13 @@ def check_files(source: object, split: str, columns: Mapping[str, str]) -> None:
         # Look for known columns in small files, before anything slow is imported or loaded.
         path = Path(entry.source)
         if path.suffix == ".jsonl" and path.stat().st_size <= MAX_CHECKED_BYTES:
+            column_names: dict[str, None] = {}  # a dict keeps the order, a set does not
             with path.open("rb") as file:
-                names = dict.fromkeys(
-                    name
-                    for _, row in read_json_rows(file, report=lambda number, error: None)
-                    for name in row
-                )
-            if names:
-                check_columns(
-                    [*names], entry.model_copy(update={"columns": entry.columns or columns}), key
-                )
+                for _, row in read_json_rows(file, report=lambda number, error: None):
+                    column_names.update(dict.fromkeys(row))
+            if column_names:
+                entry_with_columns = entry.model_copy(update={"columns": entry.columns or columns})
+                check_columns([*column_names], entry_with_columns, key)
 
 
 def check_path(entry: SourceEntry, split: str, key: str) -> None:
@@ -211,28 +206,31 @@ def check_path(entry: SourceEntry, split: str, key: str) -> None:
     """
     source = entry.source
     path = Path(entry.source)
-    kind = LOADERS.get(path.suffix)
+    is_file_name = path.suffix in LOADERS
 
     # A file must exist. A similar name may be meant.
-    if kind and not path.is_file():
+    if is_file_name and not path.is_file():
         siblings = {
-            entry.stem: str(entry) for entry in path.parent.glob("*") if entry.suffix in LOADERS
+            sibling.stem: str(sibling)
+            for sibling in path.parent.glob("*")
+            if sibling.suffix in LOADERS
         }
+        nearest_stem = find_nearest(path.stem, siblings)
         raise UserError(
             key,
             got=f"{path}, which does not exist",
             expected="a file",
-            nearest=siblings.get(find_nearest(path.stem, siblings) or ""),
+            nearest=siblings.get(nearest_stem or ""),
         )
 
     # `train[:100]` is a slice of the only split that a file has.
-    if kind and split.partition("[")[0] != "train":
+    if is_file_name and split.partition("[")[0] != "train":
         raise UserError(
             "data.split", got=split, expected=f"train, the only split of the file {path.name}"
         )
 
     # Anything else must be a folder, or look like a Hub id.
-    if not kind and not path.is_dir() and source.count("/") != 1:
+    if not is_file_name and not path.is_dir() and source.count("/") != 1:
         expected = "pico, self, a jsonl, json or parquet file, a folder, or a Hub id as owner/name"
         if path.suffix == ".csv" and path.is_file():
             expected = f"a jsonl, json or parquet file; to convert it: {convert_csv(path)}"
@@ -262,46 +260,44 @@ def check_columns(own_columns: Sequence[str], entry: SourceEntry, key: str) -> N
     # The columns that are named must be there.
     # `where` selects rows by columns of the source, and `columns` translates such columns into
     # ours.
-    for what, wanted_columns in (("where", entry.where), ("columns", columns.values())):
-        unknown = next((column for column in wanted_columns if column not in own_columns), None)
-        if unknown:
-            raise UserError(
-                name_sibling_key(key, what),
-                got=f"{unknown}, which is no column of {source}",
-                expected=f"one of {', '.join(own_columns)}",
-                nearest=find_nearest(unknown, own_columns),
-            )
+    for setting, wanted_columns in (("where", entry.where), ("columns", columns.values())):
+        for column in wanted_columns:
+            if column not in own_columns:
+                raise UserError(
+                    name_sibling_key(key, setting),
+                    got=f"{column}, which is no column of {source}",
+                    expected=f"one of {', '.join(own_columns)}",
+                    nearest=find_nearest(column, own_columns),
+                )
 
     # The names on our side must be names that something reads.
-    unknown = next((ours for ours in columns if ours not in READ_COLUMNS), None)
-    if unknown:
-        raise UserError(
-            name_sibling_key(key, "columns"),
-            got=unknown,
-            expected=f"{{our name: its own}} with our names {', '.join(READ_COLUMNS)}",
-            nearest=find_nearest(unknown, READ_COLUMNS),
-        )
+    for our_name in columns:
+        if our_name not in READ_COLUMNS:
+            raise UserError(
+                name_sibling_key(key, "columns"),
+                got=our_name,
+                expected=f"{{our name: its own}} with our names {', '.join(READ_COLUMNS)}",
+                nearest=find_nearest(our_name, READ_COLUMNS),
+            )
 
     # The rows need a column that training reads.
     named_columns = set(columns or own_columns)
     if not named_columns & {"text", TOKENS, *CONVERSATIONS, *PROMPTS}:
+        similar_names = [find_nearest(column, KNOWN_COLUMNS) for column in own_columns]
         raise UserError(
             key,
             got=f"{source} with columns {', '.join(named_columns if columns else own_columns)}",
             expected=f"{EXPECTED}, or data.columns to say which are these",
-            nearest=next(
-                (match for column in own_columns if (match := find_nearest(column, KNOWN_COLUMNS))),
-                None,
-            ),
+            nearest=next((name for name in similar_names if name), None),
         )
 
 
 def list_source_names(source: object) -> list[str]:
     """Return a name for each source in order, with the settings that tell sources apart."""
     # Bring all entries into one form.
-    stated_entries = source if isinstance(source, (list, tuple)) else [source]
+    listed_entries = source if isinstance(source, (list, tuple)) else [source]
     entries = [
-        entry if isinstance(entry, Mapping) else {"source": entry} for entry in stated_entries
+        entry if isinstance(entry, Mapping) else {"source": entry} for entry in listed_entries
     ]
 
     # The name of an entry is the values of all keys that change which rows are read.
@@ -340,5 +336,5 @@ def warn_unpinned_sources(source: object) -> Iterator[str]:
         if not is_on_hub and entry.source != SELF_SOURCE and entry.known_license is None:
             yield (
                 f"data.source: {entry.source} has no license, which publishing a draft needs: state"
-                " it in its entry"
+                " it in the entry of the source"
             )

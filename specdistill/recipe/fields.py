@@ -14,6 +14,14 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError, PydanticUndefined
 
+# pydantic's limits, and how help and errors name them.
+LIMIT_WORDS = {
+    "ge": "at least",
+    "gt": "above",
+    "le": "at most",
+    "lt": "below",
+    "multiple_of": "a multiple of",
+}
 AtLeastOne = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[float, Field(ge=0)]
 
@@ -226,11 +234,11 @@ def list_fields(variants: Sequence[type[Section]]) -> dict[str, FieldInfo]:
 def describe_condition(variants: Sequence[type[Section]], name: str) -> str | None:
     """Return when a key is used, in words that complete "only used …"; None for always."""
     # A key has a condition of its own, or belongs to some of the variants only.
-    having = [variant for variant in variants if name in variant.model_fields]
-    condition = find_condition(having[0].model_fields[name])
+    owners = [variant for variant in variants if name in variant.model_fields]
+    condition = find_condition(owners[0].model_fields[name])
     if condition:
         return condition.text
-    return having[0].CHOSEN if len(having) < len(variants) else None
+    return owners[0].CHOSEN if len(owners) < len(variants) else None
 
 
 def find_default_in(variants: Sequence[type[Section]], name: str) -> object:
@@ -293,15 +301,13 @@ def describe(schema: type[Section]) -> list[tuple[str, str, str, str]]:
 
     # Sort by key in the order of the schemas, and mark the rows that only some variants have.
     keys = list(dict.fromkeys(key for key, *_ in readers))
-    return [
-        (
-            *row[:3],
-            row[3]
-            if len(readers[row]) == len(variants)
-            else f"{', '.join(readers[row])}: {row[3]}",
-        )
-        for row in sorted(readers, key=lambda row: keys.index(row[0]))
-    ]
+    marked_rows = []
+    for row in sorted(readers, key=lambda row: keys.index(row[0])):
+        key, kind, default, help = row
+        if len(readers[row]) < len(variants):
+            help = f"{', '.join(readers[row])}: {help}"
+        marked_rows.append((key, kind, default, help))
+    return marked_rows
 
 
 def list_leaves(
@@ -351,30 +357,23 @@ def describe_kind(field: FieldInfo) -> str:
     for rule in rules:
         if isinstance(rule, AfterValidator) and isinstance(rule.func, Choices):
             kind = kind.replace("str", "|".join(rule.func.names()))
-    words = {
-        "ge": "at least",
-        "gt": "above",
-        "le": "at most",
-        "lt": "below",
-        "multiple_of": "a multiple of",
-    }
     limits = []
-    for name in words:
+    for name, words in LIMIT_WORDS.items():
         for rule in rules:
             if hasattr(rule, name):
-                limits.append(f"{words[name]} {format_value(getattr(rule, name))}")
+                limits.append(f"{words} {format_value(getattr(rule, name))}")
     return ", ".join([kind, *limits])
 
 
 def _list_rules(hint: object) -> list[object]:
     """Return the limits of a type, including those of a list's items and of a nullable value."""
     # pydantic keeps limits either in `Annotated` itself or in a `Field` inside it.
-    own_rules: list[object] = []
+    rules: list[object] = []
     for rule in getattr(hint, "__metadata__", ()):
-        own_rules.extend(getattr(rule, "metadata", [rule]))
-    for inner in get_args(hint):
-        own_rules += _list_rules(inner)
-    return own_rules
+        rules.extend(getattr(rule, "metadata", [rule]))
+    for inner_hint in get_args(hint):
+        rules += _list_rules(inner_hint)
+    return rules
 
 
 def _name_kind(hint: object) -> str:
@@ -400,16 +399,13 @@ def _name_kind(hint: object) -> str:
     return "section" if issubclass(hint, Section) else hint.__name__
 
 
-def format_value(default: object) -> str:
+def format_value(value: object) -> str:
     """Return a value as a recipe would write it."""
-    if default is PydanticUndefined:
+    if value is PydanticUndefined:
         return "required"
-    if isinstance(default, dict):
-        return (
-            f"{{{', '.join(f'{name}: {format_value(value)}' for name, value in default.items())}}}"
-        )
-    return (
-        default
-        if isinstance(default, str)
-        else json.dumps(default, default=lambda value: value.model_dump())
-    )
+    if isinstance(value, dict):
+        items = [f"{name}: {format_value(item)}" for name, item in value.items()]
+        return f"{{{', '.join(items)}}}"
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, default=lambda section: section.model_dump())

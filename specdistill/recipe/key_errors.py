@@ -1,6 +1,5 @@
 """Turn errors of pydantic into one line that names the key as typed, and the nearest valid one."""
 
-import re
 import types
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
@@ -128,9 +127,9 @@ def _make_missing_key_error(
     # If a whole section must be given, name the first key in it that must be given.
     while variants := list_variants(field.annotation):
         fields = variants[0].model_fields
-        name = next(name for name, inner in fields.items() if inner.is_required())
-        field = fields[name]
-        key = f"{key}.{name}"
+        required_names = [name for name, inner in fields.items() if inner.is_required()]
+        field = fields[required_names[0]]
+        key = f"{key}.{required_names[0]}"
     start = ", or a recipe that names it (recipe=pico/eagle3)" if key in keys_of_recipes else ""
     return UserError(key, got="nothing", expected=f"{field.description}{start}")
 
@@ -139,13 +138,13 @@ def _make_no_section_error(
     key: str, field: FieldInfo, value: object, *, is_item: bool
 ) -> UserError:
     """Return the error for a value where a section is expected."""
-    null = "null or " if types.NoneType in get_args(field.annotation) and not is_item else ""
-    first = next(iter(list_fields(_list_field_variants(field))))
+    is_nullable = types.NoneType in get_args(field.annotation) and not is_item
+    first_key, *_ = list_fields(_list_field_variants(field))
     return UserError(
         key,
         got="null" if value is None else repr(value),
-        expected=f"{null}a section with keys of its own",
-        nearest=f"{key}.{first}",
+        expected=f"{'null or ' if is_nullable else ''}a section with keys of its own",
+        nearest=f"{key}.{first_key}",
     )
 
 
@@ -202,14 +201,14 @@ def _make_not_chosen_error(
     # Find the variant that has the key.
     *section_place, name = place
     variants = _find_variants(schema, section_place)
-    having = next(variant for variant in variants if name in variant.model_fields)
+    owner = next(variant for variant in variants if name in variant.model_fields)
 
     # If one key chooses the variant, say what to set. If a function does, the condition says it.
     discriminator = _find_field(schema, section_place).discriminator
     alternative = ""
     if isinstance(discriminator, str):
         choosing_key = prefix + format_place([*section_place, discriminator])
-        alternative = f"set {choosing_key}={find_default(having.model_fields[discriminator])}"
+        alternative = f"set {choosing_key}={find_default(owner.model_fields[discriminator])}"
     return make_unused_key_error(
         prefix + format_place(place),
         format_value(value),
@@ -229,39 +228,41 @@ def _make_unknown_key_error(
     # If another method has the key, name the methods that do.
     key = prefix + format_place(place)
     name = str(place[-1])
-    plain = ".".join(part for part in place if isinstance(part, str))
-    methods = schema.list_schemas()
-    readers = [method for method, recipe in methods.items() if _has_key(recipe, plain)]
+    key_without_indices = ".".join(part for part in place if isinstance(part, str))
+    schemas = schema.list_schemas()
+    readers = [
+        method for method, recipe in schemas.items() if _has_key(recipe, key_without_indices)
+    ]
     if readers:
-        mine = next((method for method, recipe in methods.items() if recipe is chosen), "")
-        while isinstance(value, Mapping) and value:  # Find the first key that was typed.
-            inner, value = next(iter(value.items()))
-            key = f"{key}.{inner}"
+        chosen_method = next((method for method, recipe in schemas.items() if recipe is chosen), "")
+        # A whole section may be unknown. Name the first key in it that was typed.
+        while isinstance(value, Mapping) and value:
+            inner_name, value = next(iter(value.items()))
+            key = f"{key}.{inner_name}"
         return make_unused_key_error(
-            key, format_value(value), f"not used with method={mine}, only with {', '.join(readers)}"
+            key,
+            format_value(value),
+            f"not used with method={chosen_method}, only with {', '.join(readers)}",
         )
 
     # Suggest a similar key of the section, a key of that name elsewhere, or what other tools mean
     # by it.
     known_keys = sorted(list_fields(_find_variants(chosen, place[:-1])))
-    close = find_nearest(name, known_keys)
-
-    # Several keys may have this name. The dict keeps the last one, so the key in the fewest
-    # sections comes last here, and among these the first.
-    keys_by_depth = sorted(
-        (row[0] for row in reversed([*list_leaves([chosen])])),
-        key=lambda known_keys: known_keys.count("."),
-        reverse=True,
-    )
-    elsewhere = {known_key.rpartition(".")[2]: known_key for known_key in keys_by_depth}
-    near = f"{key.removesuffix(name)}{close}" if close else elsewhere.get(name)
+    similar_name = find_nearest(name, known_keys)
+    if similar_name:
+        suggestion: str | None = f"{key.removesuffix(name)}{similar_name}"
+    else:
+        # Several keys may have this name. Suggest the first one with the fewest sections around it.
+        all_keys = [row[0] for row in list_leaves([chosen])]
+        same_name_keys = [known for known in all_keys if known.rpartition(".")[2] == name]
+        suggestion = min(same_name_keys, key=lambda known: known.count("."), default=None)
     if "train" in chosen.model_fields:
-        near = ALIASES.get(name, near)
+        suggestion = ALIASES.get(name, suggestion)
     return UserError(
         key,
         got="an unknown key",
         expected=f"one of {', '.join(known_keys)}" if known_keys else "no keys",
-        nearest=near,
+        nearest=suggestion,
     )
 
 
@@ -276,10 +277,13 @@ def _find_field(schema: type[Section], place: Place) -> FieldInfo:
     For a key in a mapping, the field of the mapping is returned.
     """
     # Follow the names into sections and into lists of sections, as far as there are sections.
-    names = iter(part for part in place if isinstance(part, str))
-    field = schema.model_fields[next(names)]
-    while (inner := list_fields(_list_field_variants(field))) and (name := next(names, None)):
-        field = inner[name]
+    first_name, *inner_names = (part for part in place if isinstance(part, str))
+    field = schema.model_fields[first_name]
+    for name in inner_names:
+        inner_fields = list_fields(_list_field_variants(field))
+        if not inner_fields:
+            break
+        field = inner_fields[name]
     return field
 
 
@@ -317,8 +321,5 @@ def _remove_tags(schema: type[Section], location: Place) -> Place:
 def format_place(place: Place) -> str:
     """Return a place as a key: ('eval', 'tree', 0, 'budget') is eval.tree[0].budget."""
     # Indices stand in brackets, without a dot before them.
-    return re.sub(
-        r"\.\[",
-        "[",
-        ".".join(f"[{part}]" if isinstance(part, int) else str(part) for part in place),
-    )
+    parts = [f"[{part}]" if isinstance(part, int) else str(part) for part in place]
+    return ".".join(parts).replace(".[", "[")

@@ -59,8 +59,7 @@ def _resolve_environment(name: str, *default: object) -> object:
     if name not in RECORDED_VARIABLES:
         raise ValueError(
             f"{name} of the environment, of which recipes read {', '.join(RECORDED_VARIABLES)};"
-            f" a shell"
-            " writes out any other on the command line"
+            " a shell writes out any other on the command line"
         )
     if name not in os.environ and not default:
         raise ValueError(f"{name}, which the environment does not have")
@@ -136,12 +135,11 @@ def _match_bare_list(schema: type[Section]) -> re.Pattern[str] | None:
 
     The groups of the pattern are the key and the value. None if no key of the schema takes a list.
     """
-    lists = [key for key, kind, *_ in describe(schema) if kind.startswith("list of ")]
-    return (
-        re.compile(rf"({'|'.join(map(re.escape, lists))})=(?!\[|\$|null$|$)(.*)", re.DOTALL)
-        if lists
-        else None
-    )
+    list_keys = [key for key, kind, *_ in describe(schema) if kind.startswith("list of ")]
+    if not list_keys:
+        return None
+    any_key = "|".join(map(re.escape, list_keys))
+    return re.compile(rf"({any_key})=(?!\[|\$|null$|$)(.*)", re.DOTALL)
 
 
 def list_consent_keys(values: Mapping[str, object]) -> list[str]:
@@ -161,12 +159,50 @@ def merge_values(arguments: Sequence[str]) -> dict[str, object]:
             for a secret among the values, and for a variable of the environment that is not
             RECORDED_VARIABLES.
     """
+    file, overrides = _parse_arguments(arguments)
+    try:
+        layers = overrides
+        if file is not None:
+            layers = [_read_yaml(find_yaml(file, RECIPES, "recipe")), *overrides]
+
+        # Interpolations may refer to each other, so their number is limited.
+        num_interpolations = sum(str(layer).count("${") for layer in layers)
+        if num_interpolations > MAX_INTERPOLATIONS:
+            raise UserError(
+                "recipe",
+                got=f"{num_interpolations} interpolations",
+                expected=f"at most {MAX_INTERPOLATIONS} of ${{…}}",
+            )
+
+        # Merge the layers, and resolve the interpolations.
+        merged = OmegaConf.create(reduce(_merge_over, map(OmegaConf.to_container, layers), {}))
+        values = cast(dict[str, Any], OmegaConf.to_container(merged, resolve=True))
+    except OmegaConfBaseException as error:
+        raise _explain_omegaconf_error(error) from error
+
+    # Training stops after max_steps, whatever the number of epochs. If the user typed only a number
+    # of epochs, the max_steps of the file is dropped.
+    typed_keys = {argument.partition("=")[0] for argument in arguments}
+    if "train.num_train_epochs" in typed_keys and "train.max_steps" not in typed_keys:
+        values["train"].pop("max_steps", None)
+    _check_values(values)
+    return values
+
+
+def _parse_arguments(arguments: Sequence[str]) -> tuple[str | None, list[DictConfig]]:
+    """Split arguments into the name of the recipe's file and the values that override the file.
+
+    Returns:
+        The value of `recipe=`, or None without it, and a config for each other argument.
+
+    Raises:
+        UserError: for arguments that are no `key=value`, and for values that are no YAML.
+    """
     file = None
     overrides = []
-
-    # Take the arguments one by one: the recipe's file, and values that override it.
     for argument, following in zip(arguments, [*arguments[1:], ""], strict=False):
         key, separator, value = argument.partition("=")
+
         # Options in the form of other tools are answered with the form that works here.
         if argument.startswith("-"):
             typed = f"{key.lstrip('-').replace('-', '_')}={value or following or 'VALUE'}"
@@ -184,6 +220,8 @@ def merge_values(arguments: Sequence[str]) -> dict[str, object]:
         if key == "recipe":
             file = value
             continue
+
+        # OmegaConf parses the value as YAML, after it was checked for YAML that is not allowed.
         try:
             check_yaml(value)
             overrides.append(OmegaConf.from_dotlist([argument]))
@@ -191,47 +229,18 @@ def merge_values(arguments: Sequence[str]) -> dict[str, object]:
             raise UserError(
                 key, got=repr(value), expected=_describe_expected_value(argument)
             ) from error
-    try:
-        layers = (
-            overrides
-            if file is None
-            else [_read_yaml(find_yaml(file, RECIPES, "recipe")), *overrides]
-        )
+    return file, overrides
 
-        # Interpolations may refer to each other, so their number is limited.
-        number = sum(str(layer).count("${") for layer in layers)
-        if number > MAX_INTERPOLATIONS:
-            raise UserError(
-                "recipe",
-                got=f"{number} interpolations",
-                expected=f"at most {MAX_INTERPOLATIONS} of ${{…}}",
-            )
 
-        # Merge the layers, and resolve the interpolations.
-        over_each_other = OmegaConf.create(
-            reduce(_merge_over, map(OmegaConf.to_container, layers), {})
-        )
-        values = cast(dict[str, Any], OmegaConf.to_container(over_each_other, resolve=True))
-    except OmegaConfBaseException as error:
-        reason = join_lines(str(error).split("\n")[0]).removeprefix(
-            "ValueError raised while resolving interpolation: "
-        )
-        raise UserError(
-            error.full_key or "recipe",
-            got=re.sub(
-                r"^Interpolation key '(.*)' not found$", r"${\1}, which names no key", reason
-            ),
-            expected="a value, or ${another.key}",
-        ) from error
-
-    # The recipe's length can be stated in steps or in epochs, and steps win.
-    given_keys = {argument.partition("=")[0] for argument in arguments}
-
-    # A max_steps of the file would override the epochs that the user typed.
-    if "train.num_train_epochs" in given_keys and "train.max_steps" not in given_keys:
-        values["train"].pop("max_steps", None)
-    _check_values(values)
-    return values
+def _explain_omegaconf_error(error: OmegaConfBaseException) -> UserError:
+    """Return the error for values that cannot be merged or resolved, in words without OmegaConf."""
+    reason = join_lines(str(error).split("\n")[0])
+    reason = reason.removeprefix("ValueError raised while resolving interpolation: ")
+    return UserError(
+        error.full_key or "recipe",
+        got=re.sub(r"^Interpolation key '(.*)' not found$", r"${\1}, which names no key", reason),
+        expected="a value, or ${another.key}",
+    )
 
 
 def _describe_expected_value(argument: str) -> str:
@@ -257,7 +266,10 @@ def _merge_over(below: Any, above: Any) -> Any:
     """
     if not (isinstance(below, Mapping) and isinstance(above, Mapping)):
         return above
-    return {**below, **{key: _merge_over(below.get(key), value) for key, value in above.items()}}
+    merged = dict(below)
+    for key, value in above.items():
+        merged[key] = _merge_over(below.get(key), value)
+    return merged
 
 
 def load_own_keys(schema: type[S], arguments: Sequence[str]) -> tuple[S, list[str]]:
@@ -266,9 +278,8 @@ def load_own_keys(schema: type[S], arguments: Sequence[str]) -> tuple[S, list[st
     own_arguments = [
         argument for argument in arguments if argument.partition("=")[0] in schema.model_fields
     ]
-    return load_recipe(schema, own_arguments), [
-        argument for argument in arguments if argument not in own_arguments
-    ]
+    other_arguments = [argument for argument in arguments if argument not in own_arguments]
+    return load_recipe(schema, own_arguments), other_arguments
 
 
 def validate_recipe(schema: type[S], values: Mapping[str, object], prefix: str = "") -> S:
@@ -329,7 +340,8 @@ def _read_yaml(path: Path) -> DictConfig:
         (yaml.YAMLError, ValueError, OSError), "recipe", path, "a readable YAML file"
     ):
         # Secrets are checked first, because an error of YAML quotes the line.
-        check_no_secret("recipe", text := read_text(path))
+        text = read_text(path)
+        check_no_secret("recipe", text)
         if not isinstance(parse_yaml(text) or {}, dict):
             raise UserError("recipe", got=f"{path}, which holds no keys", expected="YAML with keys")
         return cast(DictConfig, OmegaConf.load(io.StringIO(text)))
@@ -337,9 +349,12 @@ def _read_yaml(path: Path) -> DictConfig:
 
 def _check_values(node: object, *place: int | str) -> None:
     """Raise UserError for a secret, and for an integer that is too large for any count."""
-    if isinstance(node, Mapping | list):
-        for name, value in node.items() if isinstance(node, Mapping) else enumerate(node):
+    if isinstance(node, Mapping):
+        for name, value in node.items():
             _check_values(value, *place, name)
+    elif isinstance(node, list):
+        for index, item in enumerate(node):
+            _check_values(item, *place, index)
     elif isinstance(node, str):
         check_no_secret(format_place(place), node)
     elif isinstance(node, int) and abs(node) > MAX_INTEGER:
@@ -371,9 +386,12 @@ def _check_read(values: Section, prefix: str) -> None:
     for name, field in type(values).model_fields.items():
         value = getattr(values, name)
         condition = find_condition(field)
-        if condition and value != (default := find_default(field)) and not condition.holds(values):
-            key, changed = find_changed_key(f"{prefix}{name}", value, default)
-            raise make_unused_key_error(key, format_value(changed), f"only used {condition.text}")
+        default = find_default(field)
+        if condition and value != default and not condition.holds(values):
+            key, changed_value = find_changed_key(f"{prefix}{name}", value, default)
+            raise make_unused_key_error(
+                key, format_value(changed_value), f"only used {condition.text}"
+            )
 
         # Check the keys of inner sections, too, and of sections in lists.
         if isinstance(value, Section):

@@ -134,8 +134,8 @@ def _check_names(value: object) -> object:
 
     For a union pydantic would report an error for each of its types.
     """
-    several = value if isinstance(value, list) and value else [value]
-    if value is not None and not all(isinstance(name, str) for name in several):
+    names = value if isinstance(value, list) and value else [value]
+    if value is not None and not all(isinstance(name, str) for name in names):
         raise PydanticCustomError("names_type", "neither a name nor a list of names")
     return value
 
@@ -505,9 +505,10 @@ class LookupFirstConfig(Section):
             engine: the name of the engine.
             k: K, draft tokens per round.
         """
-        front = ENGINES[engine].lookup if engine in ENGINES else None
-        if front and (lacking := front.find_missing_key(self, k)):
-            name, expected = lacking
+        engine_lookup = ENGINES[engine].lookup if engine in ENGINES else None
+        missing_key = engine_lookup.find_missing_key(self, k) if engine_lookup else None
+        if missing_key:
+            name, expected = missing_key
             raise UserError(
                 f"{section}.{name}",
                 got=f"{format_value(getattr(self, name))} with eval.engine={engine}",
@@ -526,12 +527,11 @@ class LookupFirstConfig(Section):
         """
         key = f"{settings.SECTION}lookup_first"
         if self.levels > k:
-            name, shape = (
-                ("draft_tree", "a tree of depth ") if self.draft_tree else ("draft_tokens", "")
-            )
+            name = "draft_tree" if self.draft_tree else "draft_tokens"
+            size = f"a tree of depth {self.levels}" if self.draft_tree else str(self.levels)
             raise UserError(
                 f"{key}.{name}",
-                got=f"{shape}{self.levels} with K = {k}",
+                got=f"{size} with K = {k}",
                 expected="at most K, which a lookup gives",
             )
         self.check_engine(

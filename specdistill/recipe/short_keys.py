@@ -37,11 +37,7 @@ def select_recipe_keys(
     keys: list[str] = []
     for argument in arguments:
         # Join an argument to the one before if that has brackets that are still open.
-        is_in_value = bool(keys) and any(
-            f"={opening}" in keys[-1] and keys[-1].count(opening) > keys[-1].count(closing)
-            for opening, closing in ("[]", "{}")
-        )
-        if is_in_value and NEXT_KEY.match(argument) is None:
+        if keys and _has_open_brackets(keys[-1]) and NEXT_KEY.match(argument) is None:
             keys[-1] += f" {argument}"
             continue
 
@@ -53,6 +49,14 @@ def select_recipe_keys(
     return keys
 
 
+def _has_open_brackets(argument: str) -> bool:
+    """Return whether an argument's value is a list or mapping whose brackets are still open."""
+    for opening, closing in ("[]", "{}"):
+        if f"={opening}" in argument and argument.count(opening) > argument.count(closing):
+            return True
+    return False
+
+
 def add_defaults(keys: Sequence[str], defaults: Sequence[str]) -> list[str]:
     """Put default arguments before the keys, unless a recipe is given, which may set them."""
     has_recipe = any(key.startswith("recipe=") for key in keys)
@@ -62,9 +66,9 @@ def add_defaults(keys: Sequence[str], defaults: Sequence[str]) -> list[str]:
 def _write_out(key: str, shorthands: Mapping[str, str]) -> str:
     """Return the key that a short key stands for, or any other key unchanged."""
     # A short key that ends with `*` replaces the beginning of longer keys.
-    for short, full_key in shorthands.items():
-        if key == short or (short.endswith("*") and key.startswith(short[:-1])):
-            return full_key.removesuffix("*") + key.removeprefix(short.removesuffix("*"))
+    for short_key, full_key in shorthands.items():
+        if key == short_key or (short_key.endswith("*") and key.startswith(short_key[:-1])):
+            return full_key.removesuffix("*") + key.removeprefix(short_key.removesuffix("*"))
     return key
 
 
