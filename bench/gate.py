@@ -208,7 +208,7 @@ def simulate_releases(
         relative_change = compute_relative_change(
             METRICS[rule.metric], after, before, confidence=rule.confidence, seed=trial
         )
-        verdict, _ = compare_with_threshold(rule, Estimate(*relative_change))
+        verdict, _, _ = compare_with_threshold(rule, Estimate(*relative_change))
         counts[verdict] += 1
     return {verdict: counts[verdict] / trials for verdict in get_args(Verdict)}
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from itertools import chain, cycle, islice
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from bench.pages import write_between
 from specdistill.cli.command import run
@@ -46,6 +46,9 @@ PARTS = {
 
 Rounds = list[dict[str, float]]  # seconds of each part
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 
 class Options(Section):
     """The options of this script."""
@@ -71,16 +74,16 @@ class TimedDecoder(Decoder):
             if owner is not None:
                 setattr(owner, part, self._wrap_timed(part, getattr(owner, part)))
 
-    def _wrap_timed(self, part: str, work: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function so that its time counts as that of a part."""
+    def _wrap_timed(self, part: str, work: Callable[P, R]) -> Callable[P, R]:
+        """Return a function that does the same, and records its seconds as those of a part."""
 
-        def timed(*arguments: Any, **options: Any) -> Any:
+        def run_timed(*arguments: P.args, **options: P.kwargs) -> R:
             start = read_clock(self.target.device)
             result = work(*arguments, **options)
             self.spent[part] = read_clock(self.target.device) - start
             return result
 
-        return timed
+        return run_timed
 
     def _get_reader(self, *arguments: Any) -> Any:
         """Return the target's reader, with its reads timed."""
@@ -97,9 +100,8 @@ class TimedDecoder(Decoder):
         start = read_clock(self.target.device)
         result = super()._run_round(*arguments)
         round_seconds = read_clock(self.target.device) - start
-        self.rounds.append(
-            {**self.spent, "rest": round_seconds - sum(self.spent.values()), "round": round_seconds}
-        )
+        rest_seconds = round_seconds - sum(self.spent.values())
+        self.rounds.append({**self.spent, "rest": rest_seconds, "round": round_seconds})
         return result
 
 
@@ -132,16 +134,18 @@ def main(options: Options) -> ExitCode:
                 decoder.generate(
                     prompt.token_ids, max_new_tokens=NEW_TOKENS, num_speculative_tokens=k
                 )
-        if not repeat:  # the first pass warms up
+        # The first pass warms up: its rounds do not count.
+        if repeat == 0:
             for decoder in decoders.values():
                 decoder.rounds.clear()
 
     # Write both tables. Longer prompts are made from the tokens of the short ones.
-    by_part = format_parts_table({name: decoder.rounds for name, decoder in decoders.items()})
-    text = chain.from_iterable(prompt.token_ids for prompt in prompts)
-    shown = "\n\n".join((format_caption(target), by_part, format_length_table(drafted, [*text])))
-    write_between(PAGE, "round", shown)
-    print(shown)
+    parts_table = format_parts_table({name: decoder.rounds for name, decoder in decoders.items()})
+    token_ids = list(chain.from_iterable(prompt.token_ids for prompt in prompts))
+    length_table = format_length_table(drafted, token_ids)
+    text = "\n\n".join((format_caption(target), parts_table, length_table))
+    write_between(PAGE, "round", text)
+    print(text)
     return ExitCode.DONE
 
 
@@ -172,17 +176,10 @@ def format_parts_table(by_decoder: dict[str, Rounds]) -> str:
     rows = []
     for part, name in PARTS.items():
         part_ms = compute_median_ms(by_decoder[first], part)
-        rows.append(
-            (
-                name,
-                f"{part_ms:.2f}",
-                f"{part_ms / round_ms:.0%}",
-                *(
-                    f"{compute_median_ms(by_decoder[decoder_name], part):.2f}"
-                    for decoder_name in remaining_decoders
-                ),
-            )
-        )
+        cells = [name, f"{part_ms:.2f}", f"{part_ms / round_ms:.0%}"]
+        for decoder in remaining_decoders:
+            cells.append(f"{compute_median_ms(by_decoder[decoder], part):.2f}")
+        rows.append(cells)
     return format_table(("ms of a round", first, "share", *remaining_decoders), rows)
 
 
@@ -200,12 +197,10 @@ def format_length_table(decoder: TimedDecoder, token_ids: list[int]) -> str:
         # Repeat the tokens until the prompt is long enough.
         prompt = list(islice(cycle(token_ids), length))
         decoder.generate(prompt, max_new_tokens=NEW_TOKENS, num_speculative_tokens=K)
-        rows.append(
-            (f"{length:,}", *(f"{compute_median_ms(decoder.rounds, part):.2f}" for part in PARTS))
-        )
-    return format_table(
-        ("tokens before the round", *(name.partition(":")[0] for name in PARTS.values())), rows
-    )
+        times = [f"{compute_median_ms(decoder.rounds, part):.2f}" for part in PARTS]
+        rows.append([f"{length:,}", *times])
+    short_names = [name.partition(":")[0] for name in PARTS.values()]
+    return format_table(["tokens before the round", *short_names], rows)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ from specdistill.training.trainer import DistillationTrainer
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = ROOT / "docs" / "performance.md"
+
+Results = dict[str, Any]  # the content of the JSON: the machine, and the numbers of each part
 
 
 def measure_median_seconds(
@@ -64,26 +67,32 @@ def measure_decoding(target: FrozenTarget, new_tokens: int = 96) -> dict[str, fl
     """
     # Time plain decoding, and transformers' decoding of the same prompt.
     prompt = target.tokenizer("def main(arguments):\n    ").input_ids
-    ids = torch.tensor([prompt], device=target.device)
-    model: Any = target.model
     plain = Decoder(target)
-    ours = measure_median_seconds(target, lambda: plain.generate(prompt, max_new_tokens=new_tokens))
-    theirs = measure_median_seconds(
-        target,
-        lambda: model.generate(ids, max_new_tokens=new_tokens, do_sample=False, pad_token_id=0),
+    plain_seconds = measure_median_seconds(
+        target, lambda: plain.generate(prompt, max_new_tokens=new_tokens)
     )
+    generate = partial(
+        target.model.generate,
+        torch.tensor([prompt], device=target.device),
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    hf_generate_seconds = measure_median_seconds(target, generate)
 
     # Take the median times of a plain step, and of a round with four draft tokens.
     steps = plain.generate(prompt, max_new_tokens=new_tokens).rounds
     chain = Decoder(target, HeadProposer(build_eagle3(target)))
     rounds = chain.generate(prompt, max_new_tokens=new_tokens, num_speculative_tokens=4).rounds
-    step = statistics.median(r.verify_seconds for r in steps)
+    step_seconds = statistics.median(entry.verify_seconds for entry in steps)
+    verify_seconds = statistics.median(entry.verify_seconds for entry in rounds)
+    draft_seconds = statistics.median(entry.draft_seconds for entry in rounds)
     return {
-        "plain_tokens_per_second": new_tokens / ours,
-        "hf_generate_tokens_per_second": new_tokens / theirs,
-        "step_ms": 1000 * step,
-        "verify_ratio_v": statistics.median(r.verify_seconds for r in rounds) / step,
-        "draft_ratio_c": statistics.median(r.draft_seconds for r in rounds) / 4 / step,
+        "plain_tokens_per_second": new_tokens / plain_seconds,
+        "hf_generate_tokens_per_second": new_tokens / hf_generate_seconds,
+        "step_ms": 1000 * step_seconds,
+        "verify_ratio_v": verify_seconds / step_seconds,
+        "draft_ratio_c": draft_seconds / 4 / step_seconds,
     }
 
 
@@ -163,15 +172,18 @@ def main() -> None:
     # Run all measurements on the same target.
     target = FrozenTarget.load("pico")
     ignore_stop_tokens(target)  # So that all decoders generate equally many tokens.
-    results: dict[str, Any] = {"created": datetime.now(UTC).isoformat(timespec="seconds")}
-    results |= {"hardware": describe_hardware(target.device), "software": list_software()}
+    results: Results = {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "hardware": describe_hardware(target.device),
+        "software": list_software(),
+    }
     measurements = {
         "decoding": measure_decoding,
         "training_step": measure_training_step,
         "regeneration": measure_regeneration,
     }
     for part, measure in measurements.items():
-        print(f"{part} …", file=sys.stderr)
+        print(f"Measuring {part} …", file=sys.stderr)
         results[part] = {name: round(value, 4) for name, value in measure(target).items()}
 
     # Write the results, and the table of docs/performance.md.
@@ -182,27 +194,27 @@ def main() -> None:
     print(json.dumps(results, indent=2))
 
 
-def format_page(results: dict[str, Any]) -> str:
+def format_page(results: Results) -> str:
     """Return the results as text for people."""
-    measures = format_table(("what", "measure", "value"), list_measures(results))
-    return f"{format_heading(results)}\n\n{measures}"
+    table = format_table(("what", "measure", "value"), list_measures(results))
+    return f"{format_heading(results)}\n\n{table}"
 
 
-def format_heading(results: dict[str, Any]) -> str:
+def format_heading(results: Results) -> str:
     """Return the heading of the results: the machine, its threads and the versions."""
-    versions = ", ".join(
-        f"{name} {results['software'][name]}" for name in ("torch", "transformers", "python")
-    )
-    title = f"### {results['hardware']['name']}, {results['hardware']['cpu_threads']} CPU threads"
+    software = results["software"]
+    versions = ", ".join(f"{name} {software[name]}" for name in ("torch", "transformers", "python"))
+    hardware = results["hardware"]
+    title = f"### {hardware['name']}, {hardware['cpu_threads']} CPU threads"
     return f"{title}\n\n{results['created']}; {versions}."
 
 
-def list_measures(results: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+def list_measures(results: Results) -> Iterator[tuple[str, str, str]]:
     """Yield a row for each number: the measurement, the measure and its value."""
-    for what, numbers in results.items():
-        if what not in ("created", "hardware", "software"):
+    for part, numbers in results.items():
+        if part not in ("created", "hardware", "software"):
             for name, value in numbers.items():
-                yield what.replace("_", " "), name.replace("_", " "), f"{value:g}"
+                yield part.replace("_", " "), name.replace("_", " "), f"{value:g}"
 
 
 if __name__ == "__main__":

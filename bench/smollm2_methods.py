@@ -20,16 +20,27 @@ runs/smollm2/methods, and the tables of docs/methods.md and docs/results.md show
 
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench.drafts import describe_method, format_caption, reports_by_name, train
 from bench.pages import write_between
-from bench.smollm2 import FOLDER, Shape, build_small_keys, compare, fetch_all, is_script_option
+from bench.smollm2 import (
+    FOLDER,
+    Phase,
+    Shape,
+    build_small_keys,
+    compare,
+    fetch_all,
+    is_script_option,
+)
 from specdistill.cli.command import run
 from specdistill.common.errors import ExitCode, UserError
 from specdistill.common.project import ROOT
 from specdistill.evaluation.report.phrases import (
+    Report,
+    ResultRow,
     format_bracketed_interval,
     format_number,
     format_times,
@@ -52,9 +63,8 @@ SECONDS = {
     "mtp": 1.96,
     "early_exit": 1.04,
 }
-STEP_MULTIPLE = (
-    10  # steps at equal minutes are whole tens, so that some methods need one training for both
-)
+# Steps at equal minutes are whole tens, so that some methods need one training for both.
+STEP_MULTIPLE = 10
 LOOKUPS = ["ngram", "suffix"]
 SINGLE_REQUEST_METHOD = "early_exit"  # it drafts only chains, and for one request at a time
 K = 4
@@ -64,7 +74,7 @@ CHAIN = Shape(K)
 TREE = Shape(3, {"budget": K, "depth": 3, "top_k": 2})
 BEHIND_LOOKUP = Shape(K, lookup_first={"draft_tokens": K})
 # For each way of measuring: its keys, and the shapes in which drafts are measured.
-MEASUREMENT_KEYS: dict[str, tuple[dict[str, Any], list[Shape]]] = {
+MEASUREMENT_KEYS: dict[str, tuple[Phase, list[Shape]]] = {
     "T = 0": ({}, [CHAIN, TREE, BEHIND_LOOKUP]),
     "T = 1": ({"temperature": 1.0}, [CHAIN, TREE, BEHIND_LOOKUP]),
     "T = 0, 4 at a time": ({"batch_size": 4}, [CHAIN, TREE]),
@@ -75,13 +85,15 @@ MEASUREMENT_KEYS: dict[str, tuple[dict[str, Any], list[Shape]]] = {
 SINGLE_REQUEST_WAYS = ["T = 0", "T = 1"]
 SMALL_RUN_WAYS = ["T = 0", "T = 0, 4 at a time"]
 SIMULATED_METRICS = ["eval_acceptance_length", "eval_acceptance_length_sampled"]
-Measured = dict[str, dict[str, dict[str, Any]]]  # by way and by candidate: the report
+Reports = Mapping[str, Report]  # by candidate
+Measured = Mapping[str, Reports]  # by way of measuring
+Recipes = Mapping[str, Any]  # by name: recipes of all methods, with different sections
 
 
 class Options(Section):
     """The options of this script."""
 
-    small: bool = option(False, "little of everything")
+    small: bool = option(False, "little data and few steps; the numbers mean nothing")
     recipes: list[str] = option([*SECONDS], "recipes of recipes/smollm2", min_length=2)
     steps: int = option(100, "training steps of each at equal tokens", ge=1)
     minutes: float = option(3.2, "minutes of processor time of each at equal minutes", gt=0)
@@ -97,36 +109,18 @@ def main(options: Options) -> ExitCode:
     """Train the drafts, measure them, and write the tables."""
     # Load the recipes, which must train on the same rows.
     keys = {name: build_keys(name, options) for name in options.recipes}
-    recipes: dict[str, Any] = {
-        name: load_recipe(Recipe, recipe_arguments) for name, recipe_arguments in keys.items()
-    }
+    recipes: Recipes = {name: load_recipe(Recipe, keys[name]) for name in options.recipes}
     check_same_data(recipes)
     place = (FOLDER / "small" if options.small else FOLDER) / "methods"
     fetch_all()
 
-    def trained(steps: Mapping[str, int], evaluations: int = 1) -> list[str]:
-        """Train recipes for these numbers of steps, and return the folders of the drafts."""
-        folders = [place / f"{name}-{num_steps}" for name, num_steps in steps.items()]
-        for folder, (name, num_steps) in zip(folders, steps.items(), strict=True):
-            train(
-                folder,
-                *keys[name],
-                *build_step_keys(recipes[name], num_steps, evaluations),
-                launch="cpu_processes",
-            )
-        return [str(folder / "draft") for folder in folders]
-
-    # Train each recipe for equally many tokens, then for equally many minutes, then some for
-    # longer.
-    tokens = trained(dict.fromkeys(recipes, options.steps))
-    minutes = trained(
-        {
-            name: max(1, round(options.minutes * 60 / SECONDS[name] / STEP_MULTIPLE))
-            * STEP_MULTIPLE
-            for name in recipes
-        }
+    # Train each recipe for equally many tokens, then for equally many minutes. Train some longer.
+    train_drafts = partial(train_recipes, place, recipes, keys)
+    token_drafts = train_drafts(dict.fromkeys(recipes, options.steps))
+    minute_drafts = train_drafts({name: count_steps(name, options.minutes) for name in recipes})
+    longer_drafts = train_drafts(
+        dict.fromkeys(options.longer, options.longer_steps), num_evaluations=4
     )
-    longer = trained(dict.fromkeys(options.longer, options.longer_steps), evaluations=4)
 
     # Measure the drafts that had equal minutes, in each way.
     first, *_ = recipes.values()
@@ -139,28 +133,55 @@ def main(options: Options) -> ExitCode:
         "repeats": 1,
         "sampling_draws": 0,
     }
-    by_minutes = measure(
-        place / "minutes", minutes, phase, SMALL_RUN_WAYS if options.small else [*MEASUREMENT_KEYS]
-    )
+    ways = SMALL_RUN_WAYS if options.small else list(MEASUREMENT_KEYS)
+    by_minutes = measure(place / "minutes", minute_drafts, phase, ways)
 
     # Write the tables: all ways in docs/methods.md, and chains of single requests in the README.
     sections = [
         describe_measurement(by_minutes),
         format_methods_table(by_minutes),
         "At equal tokens, simulated on held-out rows, in chains of four:",
-        format_simulated_table([*tokens, *longer]),
+        format_simulated_table([*token_drafts, *longer_drafts]),
     ]
-    shown = "\n\n".join(sections)
-    print(shown, flush=True)
+    text = "\n\n".join(sections)
+    print(text, flush=True)
     if not options.small:
-        write_between(PAGE, "smollm2_methods", shown)
-        chains_alone = {way: select_chains(by_minutes[way]) for way in SINGLE_REQUEST_WAYS}
-        write_between(
-            ROOT / "docs" / "results.md",
-            "smollm2_methods",
-            f"{describe_measurement(chains_alone)}\n\n{format_methods_table(chains_alone)}",
-        )
+        write_between(PAGE, "smollm2_methods", text)
+        chains = {way: select_chains(by_minutes[way]) for way in SINGLE_REQUEST_WAYS}
+        chains_text = f"{describe_measurement(chains)}\n\n{format_methods_table(chains)}"
+        write_between(ROOT / "docs" / "results.md", "smollm2_methods", chains_text)
     return ExitCode.DONE
+
+
+def count_steps(name: str, minutes: float) -> int:
+    """Return the steps that a recipe takes in this many minutes, rounded to STEP_MULTIPLE."""
+    multiples = round(minutes * 60 / SECONDS[name] / STEP_MULTIPLE)
+    return max(1, multiples) * STEP_MULTIPLE
+
+
+def train_recipes(
+    place: Path,
+    recipes: Recipes,
+    keys: Mapping[str, Sequence[str]],
+    num_steps_by_recipe: Mapping[str, int],
+    num_evaluations: int = 1,
+) -> list[str]:
+    """Train recipes for some numbers of steps, and return the folders of the drafts.
+
+    Args:
+        place: the folder of all trainings.
+        recipes: the recipes, by name.
+        keys: the keys of each recipe.
+        num_steps_by_recipe: the training steps of each recipe to train.
+        num_evaluations: how often each draft is evaluated and saved.
+    """
+    drafts = []
+    for name, num_steps in num_steps_by_recipe.items():
+        folder = place / f"{name}-{num_steps}"
+        step_keys = build_step_keys(recipes[name], num_steps, num_evaluations)
+        train(folder, *keys[name], *step_keys, launch="cpu_processes")
+        drafts.append(str(folder / "draft"))
+    return drafts
 
 
 def build_keys(name: str, options: Options) -> list[str]:
@@ -169,28 +190,25 @@ def build_keys(name: str, options: Options) -> list[str]:
     Features are computed in every step, because filling a store would spare one method work that
     the others do. A head is unrolled for as many steps as it drafts.
     """
-    # Leave out keys of sections that this method lacks.
-    recipe = f"recipe=smollm2/{name}"
-    recipe_of_name: Any = load_recipe(Recipe, [recipe])
-    online = (
-        ["hidden_states.mode=online", "hidden_states.path=null"]
-        if "hidden_states" in recipe_of_name.model_fields_set
-        else []
-    )
-    deep = [f"draft.ttt_steps={K}"] if hasattr(recipe_of_name.draft, "ttt_steps") else []
-    small = build_small_keys(name) if options.small else []
-    k = f"eval.num_speculative_tokens={K}"  # for the simulated acceptance length
-    return [
-        recipe,
-        *online,
-        *deep,
-        k,
-        *small,
-        *(argument for argument in sys.argv[1:] if not is_script_option(argument, Options)),
-    ]
+    # Only sections that the recipe has can be changed.
+    recipe: Any = load_recipe(Recipe, [f"recipe=smollm2/{name}"])
+    keys = [f"recipe=smollm2/{name}"]
+    if "hidden_states" in recipe.model_fields_set:
+        keys += ["hidden_states.mode=online", "hidden_states.path=null"]
+    if hasattr(recipe.draft, "ttt_steps"):
+        keys.append(f"draft.ttt_steps={K}")
+
+    # Training simulates the acceptance length with this K.
+    keys.append(f"eval.num_speculative_tokens={K}")
+    if options.small:
+        keys += build_small_keys(name)
+
+    # Keys on the command line come last, so that they replace the ones above.
+    keys += [argument for argument in sys.argv[1:] if not is_script_option(argument, Options)]
+    return keys
 
 
-def check_same_data(recipes: Mapping[str, Any]) -> None:
+def check_same_data(recipes: Recipes) -> None:
     """Check that all recipes are trained on the same rows.
 
     Raises:
@@ -198,20 +216,19 @@ def check_same_data(recipes: Mapping[str, Any]) -> None:
     """
     # Compare each recipe's section `data` with that of the first.
     first, *remaining_names = recipes
-    for recipe_name in remaining_names:
-        first_data, two = (recipes[name].data.model_dump() for name in (first, recipe_name))
-        differing = next((key for key in first_data if first_data[key] != two[key]), None)
-        if differing:
-            got = (
-                f"{two[differing]} in smollm2/{recipe_name} and {first_data[differing]} in"
-                f" smollm2/{first}"
-            )
-            raise UserError(
-                f"data.{differing}", got=got, expected="the same in all: their drafts are compared"
-            )
+    first_data = recipes[first].data.model_dump()
+    for name in remaining_names:
+        data = recipes[name].data.model_dump()
+        for key, first_value in first_data.items():
+            if data[key] != first_value:
+                raise UserError(
+                    f"data.{key}",
+                    got=f"{data[key]} in smollm2/{name} and {first_value} in smollm2/{first}",
+                    expected="the same in all recipes, because their drafts are compared",
+                )
 
 
-def build_step_keys(recipe: Any, num_steps: int, evaluations: int) -> list[str]:
+def build_step_keys(recipe: Any, num_steps: int, num_evaluations: int) -> list[str]:
     """Return the keys that train a recipe for this number of steps.
 
     The share of warm-up is that of the recipe.
@@ -219,19 +236,20 @@ def build_step_keys(recipe: Any, num_steps: int, evaluations: int) -> list[str]:
     Args:
         recipe: the recipe.
         num_steps: training steps.
-        evaluations: how often the draft is evaluated and saved, at even distances.
+        num_evaluations: how often the draft is evaluated and saved, at even distances.
     """
     # Keep the recipe's share of warm-up steps.
     warmup = max(1, round(num_steps * recipe.train["warmup_steps"] / recipe.train["max_steps"]))
-    step_values = {"max_steps": num_steps, "warmup_steps": warmup} | dict.fromkeys(
-        ("eval_steps", "save_steps"), num_steps // evaluations
-    )
-    return [f"train.{name}={value}" for name, value in step_values.items()]
+    steps_between_evaluations = num_steps // num_evaluations
+    return [
+        f"train.max_steps={num_steps}",
+        f"train.warmup_steps={warmup}",
+        f"train.eval_steps={steps_between_evaluations}",
+        f"train.save_steps={steps_between_evaluations}",
+    ]
 
 
-def measure(
-    place: Path, drafts: Sequence[str], phase: Mapping[str, Any], ways: Sequence[str]
-) -> Measured:
+def measure(place: Path, drafts: Sequence[str], phase: Phase, ways: Sequence[str]) -> Measured:
     """Measure drafts and lookups in one comparison for each way of measuring.
 
     Shapes and batches that a draft does not support are left out.
@@ -243,17 +261,16 @@ def measure(
         # List drafts and shapes that go together in this way of measuring. Lookups draft chains.
         candidates = []
         for shape in shapes:
+            needs_support = "batch_size" in keys or shape is TREE
             for draft in drafts:
-                if SINGLE_REQUEST_METHOD not in draft or not (
-                    "batch_size" in keys or shape is TREE
-                ):
+                if not needs_support or SINGLE_REQUEST_METHOD not in draft:
                     candidates.append((draft, shape))
+        candidates += [(lookup, CHAIN) for lookup in LOOKUPS]
+
+        # Run the comparison in a folder that is named after the way of measuring.
         folder = place / way.replace(" = ", "").replace(", ", "-").replace(" ", "-")
-        reports_by_way[way] = reports_by_name(
-            compare(
-                folder, [*candidates, *((lookup, CHAIN) for lookup in LOOKUPS)], {**phase, **keys}
-            )
-        )
+        comparison = compare(folder, candidates, {**phase, **keys})
+        reports_by_way[way] = reports_by_name(comparison)
     return reports_by_way
 
 
@@ -262,7 +279,8 @@ def measure(
 
 def describe_measurement(measured: Measured) -> str:
     """Return a sentence that says how the tables were measured."""
-    report = next(iter(next(iter(measured.values())).values()))
+    reports_of_first_way, *_ = measured.values()
+    report, *_ = reports_of_first_way.values()
     return format_caption(
         report,
         "SmolLM2-135M-Instruct, dequantised from Q4_1, by `make smollm2-methods`",
@@ -272,35 +290,36 @@ def describe_measurement(measured: Measured) -> str:
 
 def format_methods_table(measured: Measured) -> str:
     """Return a table of the candidates: what each accepts and how fast it is, in each way."""
-    # The columns: acceptance length for single requests, speedup for every way.
-    accepted = [way for way in measured if way in SINGLE_REQUEST_WAYS]
-    in_batches = accepted != [*measured]
-    computed = ["speedup, T = 0, compute-bound (computed)"] if in_batches else []
-    speedups = [*(f"speedup, {way}" for way in measured), *computed]
-    head = ["drafts by", "steps", *(f"acceptance length, {way}" for way in accepted), *speedups]
+    # The columns: acceptance length for single requests, speedup for every way. Batches also have
+    # a speedup that is computed.
+    single_request_ways = [way for way in measured if way in SINGLE_REQUEST_WAYS]
+    has_batches = single_request_ways != list(measured)
+    head = ["drafts by", "steps"]
+    head += [f"acceptance length, {way}" for way in single_request_ways]
+    head += [f"speedup, {way}" for way in measured]
+    if has_batches:
+        head.append("speedup, T = 0, compute-bound (computed)")
 
     # A line for each candidate, in the order of the first way. In other ways it may be missing.
     lines = []
-    for name, report in measured[accepted[0]].items():
-        rows = [
-            reports_of_way[name]["results"][0] if name in reports_of_way else {}
-            for reports_of_way in measured.values()
-        ]
-        lengths = [
-            format_length(row) for way, row in zip(measured, rows, strict=True) if way in accepted
-        ]
+    for name, report in measured[single_request_ways[0]].items():
+        rows: dict[str, ResultRow] = {}
+        for way, reports in measured.items():
+            rows[way] = reports[name]["results"][0] if name in reports else {}
         model = report["draft"]["model"]
-        steps = f"{load_history(model).steps}" if model else "–"
-        cells = [
-            f"{format_times(row.get('speedup'))}{format_bracketed_interval(row, 'speedup')}"
-            for row in rows
-        ]
-        cells += [format_times(compute_bound_speedup(rows[0]))] if in_batches else []
-        lines.append([describe_candidate(report), steps, *lengths, *cells])
+        cells = [describe_candidate(report), f"{load_history(model).steps}" if model else "–"]
+        cells += [format_length(rows[way]) for way in single_request_ways]
+        for row in rows.values():
+            interval = format_bracketed_interval(row, "speedup")
+            cells.append(f"{format_times(row.get('speedup'))}{interval}")
+        if has_batches:
+            first_row, *_ = rows.values()
+            cells.append(format_times(compute_bound_speedup(first_row)))
+        lines.append(cells)
     return format_table(head, lines)
 
 
-def compute_bound_speedup(row: Mapping[str, Any]) -> float:
+def compute_bound_speedup(row: ResultRow) -> float:
     """Return the speedup if a pass costs in proportion to its tokens, and the draft nothing.
 
     It is the number of tokens generated per token verified.
@@ -310,26 +329,23 @@ def compute_bound_speedup(row: Mapping[str, Any]) -> float:
     return float(row["mean_acceptance_length"] * row["num_rounds"] / verified)
 
 
-def format_length(row: Mapping[str, Any]) -> str:
+def format_length(row: ResultRow) -> str:
     """Return an acceptance length with its interval; an empty row has none."""
-    value = row.get("mean_acceptance_length")
-    return (
-        f"{format_number(value)}{format_bracketed_interval(row, 'mean_acceptance_length')}"
-        if row
-        else format_number(value)
-    )
+    text = format_number(row.get("mean_acceptance_length"))
+    if row:
+        text += format_bracketed_interval(row, "mean_acceptance_length")
+    return text
 
 
-def select_chains(reports_of_way: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def select_chains(reports: Reports) -> dict[str, Report]:
     """Return the reports of the candidates that do not draft trees."""
-    return {
-        name: report for name, report in reports_of_way.items() if not report["settings"]["tree"]
-    }
+    return {name: report for name, report in reports.items() if not report["settings"]["tree"]}
 
 
-def describe_candidate(report: Mapping[str, Any]) -> str:
+def describe_candidate(report: Report) -> str:
     """Return what a candidate drafts by, as tables show it."""
-    return f"`{describe_method(report)}`{', a tree' if report['settings']['tree'] else ''}"
+    tree = ", a tree" if report["settings"]["tree"] else ""
+    return f"`{describe_method(report)}`{tree}"
 
 
 def load_history(draft: str) -> History:
@@ -349,13 +365,9 @@ def format_simulated_table(drafts: Sequence[str]) -> str:
     for draft in drafts:
         for entry in load_history(draft).log:
             if entry.get("step") and SIMULATED_METRICS[0] in entry:
-                lines.append(
-                    (
-                        f"`{Path(draft).parent.name.rpartition('-')[0]}`",
-                        f"{entry['step']}",
-                        *(format_number(entry[name]) for name in SIMULATED_METRICS),
-                    )
-                )
+                recipe, _, _ = Path(draft).parent.name.rpartition("-")
+                lengths = [format_number(entry[name]) for name in SIMULATED_METRICS]
+                lines.append([f"`{recipe}`", f"{entry['step']}", *lengths])
     return format_table(("trained", "steps", *SINGLE_REQUEST_WAYS), lines)
 
 

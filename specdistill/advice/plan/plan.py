@@ -289,7 +289,7 @@ def _choose_row(rows: Sequence[PlanRow], lookup: PlanRow, target: TargetFacts) -
 
     Args:
         rows: the rows of the plan.
-        lookup: the row of n-gram lookup, which has an estimate.
+        lookup: the row of n-gram lookup.
         target: the facts of the plan about the target.
     """
     # The candidates: drafts with an estimate, in the order in which they suit the target.
@@ -302,8 +302,9 @@ def _choose_row(rows: Sequence[PlanRow], lookup: PlanRow, target: TargetFacts) -
     # The draft has to promise more than the lookup, which needs no training. A layer that comes
     # with the target needs none either, so its high end counts. Otherwise the middle does.
     def get_promise(row: PlanRow) -> float:
-        assert row.high is not None
-        return row.high.speedup if has_native_layer else row.middle
+        if has_native_layer and row.high:
+            return row.high.speedup
+        return row.middle
 
     if drafts and get_promise(drafts[0]) > get_promise(lookup):
         return drafts[0]
