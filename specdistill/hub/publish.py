@@ -653,12 +653,11 @@ def format_serving_lines(
         exports: by engine, the draft that was exported for it into a folder of that name.
     """
     assert served.method is not None
-    method_entry = METHODS[served.method]
     repository = served.output
     local = served.output.name
 
     # An engine loads an export of its own, or the draft's folder as it is.
-    for name, serving in method_entry.serving().items():
+    for name, serving in METHODS[served.method].serving().items():
         engine = ENGINES[name]
         if engine.serve_command is None:
             continue
@@ -674,11 +673,10 @@ def format_serving_lines(
                 serving=serving,
                 config=exports[name].config,
             )
-            download_options = (
-                f"--revision {served.draft_revision} --local-dir {local} --include"
-                f" {shlex.quote(f'{name}/*')}"
+            download = (
+                f"hf download {repository} --revision {served.draft_revision} --local-dir {local}"
+                f" --include {shlex.quote(f'{name}/*')}"
             )
-            download = f"hf download {repository} {download_options}"
             yield engine.title, f"{download}\n{engine.serve_command(exported)}"
         elif can_load_directly(engine, served.method, draft):
             yield engine.title, engine.serve_command(replace(served_draft, serving=serving))

@@ -284,8 +284,7 @@ def _find_factor(x: Tensor, y: Tensor) -> float | None:
     x = x.double()
     y = y.double()
     factor = float((x * y).sum() / x.square().sum())
-    error = (y - factor * x).norm()
-    return _round_to_one(factor) if error <= rounding * y.norm() else None
+    return _round_to_one(factor) if (y - factor * x).norm() <= rounding * y.norm() else None
 
 
 def _scale_and_cap(x: Tensor, y: Tensor) -> tuple[float, float | None] | None:

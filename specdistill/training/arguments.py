@@ -462,13 +462,12 @@ def _check_trackers_and_schedule(arguments: Any) -> None:
         try:
             INTEGRATION_TO_CALLBACK[tracker]()
         except (ImportError, RuntimeError, ValueError, KeyError) as error:
-            is_missing = "install" in str(error)
             hint = f"train.report_to: {tracker} is not installed. Run: pip install {tracker}"
             raise UserError(
                 "train.report_to",
                 got=f"{tracker} ({error})",
                 expected="none, or trackers that are installed and set up",
-                text=hint if is_missing else "",
+                text=hint if "install" in str(error) else "",
             ) from error
 
     # Build the schedule once, to see whether its options are valid.

@@ -108,11 +108,14 @@ def describe_launch(arguments: Any) -> dict[str, object]:
         sharding = f"zero{arguments.deepspeed_plugin.zero_stage}"
     elif is_launched_with("FSDP"):
         sharding = "fsdp"
-    process_rows = arguments.train_batch_size * arguments.gradient_accumulation_steps
     return {
         "sharding": sharding,
         "processes": arguments.world_size,
-        "rows": process_rows * arguments.world_size,
+        "rows": (
+            arguments.train_batch_size
+            * arguments.gradient_accumulation_steps
+            * arguments.world_size
+        ),
     }
 
 

@@ -258,11 +258,13 @@ def _measure_started(
 
     # The number of threads is left out of the hardware, because the engine has its own threads.
     hardware = describe_hardware(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    keys = ("device", "name", "count", "memory_bytes")
+    hardware_section = {
+        name: hardware[name] for name in ("device", "name", "count", "memory_bytes")
+    }
     sections: Sections = {
         "target": target_section,
         "draft": draft_section,
-        "hardware": {key: hardware[key] for key in keys},
+        "hardware": hardware_section,
     }
     return task, measurement, sections
 

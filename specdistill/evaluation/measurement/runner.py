@@ -428,8 +428,7 @@ def decode_prompts(
         The runs of each draft, by prompt, and how many seconds it took to decode what was read from
         the cache.
     """
-    # Build the arms, divide the prompts into batches, and choose the batches that transformers'
-    # `generate()` decodes as well.
+    # Build the arms and the batches. transformers' `generate()` decodes some batches as well.
     settings = plan.settings
     arms = build_arms(target, proposers, plan)
     batches = split_into_batches(plan.prompts, settings.batch_size)

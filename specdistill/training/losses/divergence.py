@@ -204,8 +204,9 @@ def build_divergence(spec: object) -> Divergence:
 
     def sum_terms(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> Tensor:
         """Compute the weighted sum of the divergences, [R]."""
-        values = [weight * term(draft_logits_RW, target_probs_RW) for weight, term in terms]
-        return torch.stack(values).sum(0)
+        return torch.stack(
+            [weight * term(draft_logits_RW, target_probs_RW) for weight, term in terms]
+        ).sum(0)
 
     return sum_terms
 

@@ -163,9 +163,8 @@ class _Product:
         weight_grad_WH = None
         if trains and weight_WH.requires_grad:
             weight_grad_WH = torch.zeros_like(weight_WH, dtype=torch.float32)
-        cast_weight_WH = weight_WH.to(dtype)
-        buffer = cast_weight_WH.new_empty(buffer_rows, len(weight_WH))
-        return cls(rows_KRH, cast_weight_WH, rows_grad_KRH, weight_grad_WH, buffer)
+        buffer = weight_WH.new_empty(buffer_rows, len(weight_WH), dtype=dtype)
+        return cls(rows_KRH, weight_WH.to(dtype), rows_grad_KRH, weight_grad_WH, buffer)
 
     def compute_logits(self, start: int, stop: int) -> Tensor:
         """Return the logits [K, b, W] of rows start to stop, in the buffer."""
