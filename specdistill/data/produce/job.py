@@ -26,7 +26,7 @@ from specdistill.recipe.sections import DataConfig, Regeneration, ServerRegenera
 
 
 class RunSize(NamedTuple):
-    """How many rows a training has, and how much has to be generated before it.
+    """The number of rows of a training, and of the tokens to generate before it.
 
     Attributes:
         num_rows: training rows, all of `data.max_length` tokens; None if they are not counted yet.
