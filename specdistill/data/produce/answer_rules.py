@@ -116,9 +116,14 @@ class AnswerCounts:
         total = max(1, self.kept + self.filtered.total())
         table.add_row("kept", f"{self.kept:,}", f"{self.kept / total:.1%}", "")
         if self.cut:
-            cut_share = f"{self.cut / self.kept:.1%}"
-            table.add_row("  of these cut at data.max_length", f"{self.cut:,}", cut_share, "")
+            table.add_row(
+                "  of these cut at data.max_length",
+                f"{self.cut:,}",
+                f"{self.cut / self.kept:.1%}",
+                "",
+            )
         for name, count in self.filtered.most_common():
-            example = repr(self.examples.get(name, ""))[:80]
-            table.add_row(name, f"{count:,}", f"{count / total:.1%}", example)
+            table.add_row(
+                name, f"{count:,}", f"{count / total:.1%}", repr(self.examples.get(name, ""))[:80]
+            )
         return table

@@ -180,6 +180,7 @@ def remove_overlaps(
     path = cache_folder(config.cache_dir) / "filtered" / f"{Hasher.hash([VERSION, inputs])}.json"
     if not path.exists():
         overlaps = _find_overlaps(sources, suites)
+
         # Another process may write the list at the same time, so the temporary file has a name of
         # its own.
         aside = path.with_suffix(f".{os.getpid()}.part")

@@ -246,8 +246,10 @@ def compute_by_servers(
 def _split_documents(row: Mapping[str, ArrayLike]) -> list[list[int]]:
     """Return the token ids of each document in a packed row."""
     tokens = Tokens.from_row(row)
-    documents = torch.from_numpy(tokens.input_ids).split(tokens.document_lengths.tolist())
-    return [ids.tolist() for ids in documents]
+    return [
+        ids.tolist()
+        for ids in torch.from_numpy(tokens.input_ids).split(tokens.document_lengths.tolist())
+    ]
 
 
 def _select_features(
@@ -425,7 +427,14 @@ def fill(
         # The first process prepares the folder before any process writes to it, and keeps a lock on
         # it, so that no second launch fills the same folder.
         if rank == 0:
-            check_holds(folder, KEY, "a feature store", _may_be_in_store)
+            check_holds(
+                folder,
+                KEY,
+                "a feature store",
+                lambda name: (
+                    name in (LOCK, STAGING_DIR, WAITING_FOLDER) or SHARD.fullmatch(name) is not None
+                ),
+            )
             stack.enter_context(
                 exclusive_lock(
                     folder / LOCK, KEY, folder, saves_memory="train.per_device_train_batch_size"
@@ -448,11 +457,6 @@ def fill(
         return FeatureStore([Shard.open(folder / name, origin) for name in shards], sets, origin)
     except UserError as error:
         raise UserError(KEY, got=error.got, expected="a folder that all machines share") from error
-
-
-def _may_be_in_store(name: str) -> bool:
-    """Return whether a file of this name may be in the folder of a feature store."""
-    return name in (LOCK, STAGING_DIR, WAITING_FOLDER) or SHARD.fullmatch(name) is not None
 
 
 def _make_shards(
@@ -565,7 +569,7 @@ def _remove_old_files(folder: Path, shards: Mapping[str, range]) -> None:
         path for path in folder.glob("*.safetensors") if path.name.rpartition("-")[2] != total
     ]
     if shards and foreign_shards:
-        logger.info(f"{folder}: {len(foreign_shards)} shards of other rows are removed")
+        logger.info(f"{folder}: removed {len(foreign_shards)} shards of other rows")
         for path in foreign_shards:
             path.unlink()
 
@@ -590,13 +594,13 @@ def _make_shard_if_missing(
     try:
         shard = Shard.open(path, origin)
         if [row.key for row in shard.rows] != [row.key for row in tokens]:
-            raise make_unfit_error(path, "is of other rows")
+            raise make_unfit_error(path, "holds other rows")
         for index in range(len(tokens)):
             shard.checked(index)
         return False
     except UserError as error:
         if path.exists():
-            logger.info(f"{error.got}: it is made again")
+            logger.info(f"{error.got}: making it again")
 
     # Make the features batch by batch. `make` takes rows, and datasets gives columns.
     features: list[Tensor] = []

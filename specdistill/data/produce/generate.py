@@ -291,8 +291,8 @@ def _answer_tasks(
     # the most tokens that it may.
     def count_wanted() -> int:
         """Estimate how many more tasks are needed, by the tokens per task so far."""
-        num_new_tokens = output.tokens - num_tokens_before
-        tokens_per_task = num_new_tokens / num_answered if num_new_tokens else max_new_tokens
+        num_new = output.tokens - num_tokens_before
+        tokens_per_task = num_new / num_answered if num_new else max_new_tokens
         return math.ceil(output.num_missing / tokens_per_task)
 
     with closing(backend.generate_answers(iter(tasks), answer_file, count_wanted)) as answered:
@@ -405,6 +405,8 @@ def _make_block(
     plan = BlockPlan(block, job.config, job.sources[0], tokenizer, job.target.end_ids)
     output = _create_output(plan, advance)
 
+    # One process makes a block at a time. If an earlier one was killed, a warning names the key
+    # that saves memory; on servers no key of the recipe does.
     is_served = isinstance(job.config.regenerate, ServerRegeneration)
     batch_key = "" if is_served else "data.regenerate.batch_size"
     with exclusive_lock(path.with_suffix(".lock"), "data.shard", path, saves_memory=batch_key):

@@ -147,6 +147,7 @@ class Job:
         # The processes share the missing blocks. A block may have too few rows for a whole batch.
         _, num_processes = find_rank_and_world_size()
         num_tokens = sum(block.num_tokens for block in missing) // min(num_processes, len(missing))
+
         # `check` refuses prompts as long as a row.
         rows_per_block = missing[0].num_tokens // max(1, max_length - settings.prompt_tokens)
         return RunSize(num_rows, num_tokens, min(settings.batch_size, max(1, rows_per_block)))

@@ -116,8 +116,10 @@ def _count_tokens(documents: Dataset) -> dict[str, int]:
         int(np.concatenate(batch["loss_mask"]).sum())
         for batch in documents.with_format("numpy").iter(batch_size=1024)
     )
-    num_tokens = int(read_array(documents, "length").sum())
-    return {"tokens": num_tokens, "loss_tokens": sum(loss_tokens_of_batches)}
+    return {
+        "tokens": int(read_array(documents, "length").sum()),
+        "loss_tokens": sum(loss_tokens_of_batches),
+    }
 
 
 def _count_sources(
@@ -132,9 +134,10 @@ def _count_sources(
     """
     # Each document says the number of its source. Select the documents of one source at a time.
     source_numbers = read_array(train, "source")
-    names = list_source_names(config.source)
     counts = []
-    for number, (source, name) in enumerate(zip(sources, names, strict=True)):
+    for number, (source, name) in enumerate(
+        zip(sources, list_source_names(config.source), strict=True)
+    ):
         document_indices = np.flatnonzero(source_numbers == number)
         token_counts = (
             _count_tokens(train.select(document_indices)) if len(document_indices) else {}
@@ -430,8 +433,7 @@ def select_held_out(hashes: NDArray[np.integer], config: DataConfig) -> NDArray[
 
     # Hold out the rows with the smallest hashes: those below the fraction of the range of hashes.
     count = int(np.searchsorted(distinct, math.ceil(config.validation_fraction * HASH_RANGE)))
-    count = min(max(count, 1), len(distinct) - 1)
-    is_held_out: NDArray[np.bool_] = hashes < distinct[count]
+    is_held_out: NDArray[np.bool_] = hashes < distinct[min(max(count, 1), len(distinct) - 1)]
     return is_held_out
 
 

@@ -391,7 +391,8 @@ def build_streams(
 ) -> list[Stream]:
     """Return the streams of a round: conversations, short texts, and texts as long as a row.
 
-    Short texts stop half way (see `choose_row_lengths`). The shares of the streams add up to 1.
+    A stream has the tasks of one kind. Short texts stop half way (see `choose_row_lengths`). The
+    shares of the streams add up to 1.
 
     Args:
         plan: what the block is generated from.
@@ -453,8 +454,11 @@ def _build_tasks(
     # Prompts of texts all have the same length, so only conversations are sorted by length.
     pairs = assign_temperatures(prompts, plan.config.generation.temperatures, turn)
     if kind == "chat":
-        generator = random.Random(f"{plan.config.seed} {plan.block.number}")
-        pairs = _sort_by_length(pairs, min(NUM_SORTED_PROMPTS, len(prompts)), generator)
+        pairs = _sort_by_length(
+            pairs,
+            min(NUM_SORTED_PROMPTS, len(prompts)),
+            random.Random(f"{plan.config.seed} {plan.block.number}"),
+        )
     tasks = []
     for prompt, temperature in pairs:
         name = f"{kind}-{num_tasks[kind]}"

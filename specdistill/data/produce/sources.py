@@ -224,27 +224,55 @@ def _read_source(
     entry: SourceEntry, key: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase
 ) -> Source:
     """Read the rows of one source in the common forms, and count those that cannot be used."""
+    # The source `self` has no rows. Its prompts are generated later.
+    if entry.source == SELF_SOURCE:
+        no_rows = Dataset.from_dict({name: [] for name in COLUMNS}, features=Features(COLUMNS))
+        return Source(no_rows, entry, key)
+    if entry.source in BUILT_IN_SOURCES:
+        return _read_built_in_source(entry, key, config)
+    return _read_data_set(entry, key, config, tokenizer)
+
+
+def _read_built_in_source(entry: SourceEntry, key: str, config: DataConfig) -> Source:
+    """Read the rows of a built-in source, which yields them in the common forms."""
+    if entry.where or entry.min_turns or entry.columns or config.columns:
+        raise UserError(
+            key,
+            got=f"columns, where or min_turns for {entry.source}",
+            expected="none of these keys for this source, or another source",
+        )
+    content, rows_of_split = resolve_name(BUILT_IN_SOURCES[entry.source])(
+        entry.split or config.split
+    )
+    with silence_datasets(), on_disk(cache_folder(config.cache_dir)):
+        rows = Dataset.from_generator(
+            rows_of_split,
+            Features(COLUMNS),
+            config.cache_dir,
+            fingerprint=Hasher.hash([entry.source, content, *COLUMNS]),
+        )
+    return Source(rows, entry, key, num_read=len(rows))
+
+
+def _read_data_set(
+    entry: SourceEntry, key: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase
+) -> Source:
+    """Read the rows of a file, a folder or a Hub data set, and convert them to the common forms.
+
+    Args:
+        entry: the source's entry in the recipe.
+        key: the name of the source in error messages.
+        config: the `data:` section.
+        tokenizer: the target's.
+
+    Raises:
+        UserError: for a source that cannot be read, or that has no row that can be used.
+        ResourceError: when the Hub fails.
+    """
+    # Load the rows as they are; lines that are no JSON objects are already left out.
     source = entry.source
     split = entry.split or config.split
     columns = entry.columns or config.columns
-
-    # The source `self` has no rows. Its prompts are generated later.
-    if source == SELF_SOURCE:
-        no_rows = Dataset.from_dict({name: [] for name in COLUMNS}, features=Features(COLUMNS))
-        return Source(no_rows, entry, key)
-
-    # A built-in source yields its rows in the common forms.
-    if source in BUILT_IN_SOURCES:
-        if entry.where or entry.min_turns or columns:
-            raise UserError(
-                key,
-                got=f"columns, where or min_turns for {source}",
-                expected="none of these keys for this source, or another source",
-            )
-        rows = _read_built_in_source(source, split, config)
-        return Source(rows, entry, key, num_read=len(rows))
-
-    # Load the rows as they are; lines that are no JSON objects are already left out.
     raw, places, bad_lines = _load(entry, split, key, config)
     num_read = len(raw) + len(bad_lines)
     bad_rows: dict[str, BadRows] = {}
@@ -300,18 +328,6 @@ def _read_source(
             expected=EXPECTED,
         )
     return Source(rows, entry, key, num_read, bad_rows)
-
-
-def _read_built_in_source(source: str, split: str, config: DataConfig) -> Dataset:
-    """Return the rows of a built-in source, from the cache of datasets if they are there."""
-    content, rows_of_split = resolve_name(BUILT_IN_SOURCES[source])(split)
-    with silence_datasets(), on_disk(cache_folder(config.cache_dir)):
-        return Dataset.from_generator(
-            rows_of_split,
-            Features(COLUMNS),
-            config.cache_dir,
-            fingerprint=Hasher.hash([source, content, *COLUMNS]),
-        )
 
 
 def _convert_rows(raw: Dataset, reader: "RowReader", split: str) -> Dataset:
@@ -634,7 +650,10 @@ def _load_split(
         # If a file has bad lines, load copies of the files without them.
         if any(file.bad_lines for file in chain.from_iterable(checked.values())):
             loader = "json"
-            options = {"data_files": _list_readable_files(checked)}
+            readable = {}
+            for name, files in checked.items():
+                readable[name] = [file.readable for file in files if len(file.lines)]
+            options = {"data_files": {name: files for name, files in readable.items() if files}}
             builder = load_dataset_builder(loader, **options, cache_dir=cache_dir)
     builder.download_and_prepare()
     rows = builder.as_dataset(split=split)
@@ -670,16 +689,6 @@ def _check_json_files(
             _check_json(str(file), number, key, config) for number, file in enumerate(files)
         ]
     return checked
-
-
-def _list_readable_files(checked: Mapping[str, Sequence["CheckedFile"]]) -> dict[str, list[str]]:
-    """Return the files of each split that have rows, as copies without bad lines where needed."""
-    readable = {}
-    for name, files in checked.items():
-        files_with_rows = [file.readable for file in files if len(file.lines)]
-        if files_with_rows:
-            readable[name] = files_with_rows
-    return readable
 
 
 def _select_bad_lines(
@@ -856,6 +865,9 @@ def _has_json_within(feature: object) -> bool:
 
     datasets reads such values as JSON if they are texts: an answer `2` becomes a number. If the
     objects are read as a whole, texts stay texts.
+
+    Args:
+        feature: the type of the column in datasets.
     """
     return (
         isinstance(feature, List)

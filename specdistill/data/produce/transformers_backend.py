@@ -134,8 +134,9 @@ def build_transformers_backend(
             " target.shard=none",
         )
     with prepare_generation(model, choose_fast_dtype(model.device)) as prepared:
-        batch_plan = _plan_fitting_batch(prepared, batch_size, max_length)
-        yield TransformersBackend(prepared, target.end_ids, batch_plan)
+        yield TransformersBackend(
+            prepared, target.end_ids, _plan_fitting_batch(prepared, batch_size, max_length)
+        )
 
 
 def _plan_fitting_batch(model: PreTrainedModel, batch_size: int, max_length: int) -> BatchPlan:

@@ -278,8 +278,7 @@ def write_arrow(
 def read_header(path: Path) -> str:
     """Return the header that `write_arrow` gave to an Arrow file; empty if it has none."""
     with pyarrow.memory_map(str(path)) as file:
-        metadata = pyarrow.ipc.open_stream(file).schema.metadata or {}
-        return str(metadata.get(HEADER, b"").decode())
+        return str((pyarrow.ipc.open_stream(file).schema.metadata or {}).get(HEADER, b"").decode())
 
 
 @contextmanager
@@ -295,8 +294,9 @@ def on_disk(what: Path, next_step: str = FREE_SPACE) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError, DatasetGenerationError, RuntimeError) as error:
-        is_from_torch_writer = any(name in str(error) for name in TORCH_WRITER_NAMES)
-        if isinstance(error, RuntimeError) and not is_from_torch_writer:
+        if isinstance(error, RuntimeError) and not any(
+            name in str(error) for name in TORCH_WRITER_NAMES
+        ):
             raise
         raise ResourceError(
             f"{what} could not be written ({error.__cause__ or error})", next_step=next_step

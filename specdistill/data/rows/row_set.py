@@ -384,8 +384,11 @@ def compute_fingerprint(
         sources.append([entry.model_dump(exclude={"source", "license"}), content])
     generation: list[object] | None = None
     if generates:
-        settings = config.regenerate.model_dump(exclude=unhashed_settings)
-        generation = [by_servers, settings, *quantization]
+        generation = [
+            by_servers,
+            config.regenerate.model_dump(exclude=unhashed_settings),
+            *quantization,
+        ]
 
     inputs = [
         VERSION,
@@ -437,7 +440,7 @@ def write_rows(
     with on_disk(folder):
         folder.mkdir(parents=True, exist_ok=True)
 
-        # Write each split in files of about SHARD_TOKENS tokens.
+        # Write each split in files of about SHARD_TOKENS tokens, PACKED_ROWS rows at a time.
         for split, (packed, _) in splits.items():
             rows_per_shard = max(1, SHARD_TOKENS // packed.max_length)
             count = -(-len(packed) // rows_per_shard)

@@ -75,9 +75,8 @@ def decode_documents(
     places = np.linspace(0, num_documents - 1, min(count, num_documents)).astype(int)
     for place in np.unique(places).tolist():
         # The document's id in its row: how many documents of the same row come before it.
-        row_number = lengths[place, 1]
-        row = rows[int(row_number)]
-        document_id = place - np.searchsorted(lengths[:, 1], row_number)
+        row = rows[int(lengths[place, 1])]
+        document_id = place - np.searchsorted(lengths[:, 1], lengths[place, 1])
         tokens = [
             (token, bool(has_loss))
             for token, has_loss, document in zip(
@@ -89,10 +88,15 @@ def decode_documents(
         # Decode runs of tokens with and without loss as one piece each.
         pieces = []
         for has_loss, group in groupby(tokens, key=lambda pair: pair[1]):
-            piece_ids = [token for token, _ in group]
-            pieces.append((str(tokenizer.decode(piece_ids)), has_loss))
-        num_loss_tokens = sum(has_loss for _, has_loss in tokens)
-        documents.append(DocumentText(f"document {place:,}", len(tokens), num_loss_tokens, pieces))
+            pieces.append((str(tokenizer.decode([token for token, _ in group])), has_loss))
+        documents.append(
+            DocumentText(
+                name=f"document {place:,}",
+                tokens=len(tokens),
+                loss_tokens=sum(has_loss for _, has_loss in tokens),
+                pieces=pieces,
+            )
+        )
     return documents
 
 

@@ -107,7 +107,7 @@ class Origin:
 
     @property
     def row_dtype(self) -> torch.dtype:
-        """The dtype in the file."""
+        """The dtype of the features in the file."""
         dtype: torch.dtype = getattr(torch, self.stored)
         return dtype
 
@@ -128,7 +128,7 @@ class Origin:
             metadata: its metadata; None if it has none.
         """
         if metadata is None or HEADER not in metadata:
-            raise make_unfit_error(path, "is no shard of features")
+            raise make_unfit_error(path, "is no shard of a feature store")
 
         # Name the first field that differs, with shortened hashes.
         header = dict(parse_json(metadata[HEADER]))
@@ -143,7 +143,7 @@ class Origin:
                 for part in (value, expected)
             )
             raise make_unfit_error(
-                path, f"is of other features: {name} {shown} for {shown_expected}"
+                path, f"holds other features: {name} {shown} instead of {shown_expected}"
             )
 
 
@@ -348,8 +348,9 @@ def compute_checksum(row: Tensor) -> int:
 
     The hash is unsigned, but a safetensors file holds it as int64.
     """
-    digest = xxhash.xxh3_64_intdigest(row.view(torch.uint8).numpy().data)
-    return int(np.uint64(digest).astype(np.int64))
+    return int(
+        np.uint64(xxhash.xxh3_64_intdigest(row.view(torch.uint8).numpy().data)).astype(np.int64)
+    )
 
 
 def _sync(path: Path) -> None:
@@ -505,6 +506,7 @@ def take_hidden_states(
         ResourceError: if the file is missing, unreadable or of other tokens, or if the server does
             not finish it in time.
     """
+    # The answer of a server may come before its file is complete.
     tensors = _wait_and_load(path, server)
 
     # The file must be of the tokens that were sent.
@@ -546,6 +548,8 @@ def _wait_and_load(path: Path, server: Server) -> dict[str, Tensor]:
         ResourceError: if the file is missing or unreadable, or if the server does not finish it in
             time.
     """
+    # The server holds its lock until the file is complete. The lock is tried again and again,
+    # because waiting in `flock` could not be ended by a timeout.
     try:
         lock = _find_lock(path)
         if lock.exists() and not lock.is_file():  # Opening a pipe would wait for its writer.
