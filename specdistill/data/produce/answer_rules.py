@@ -54,8 +54,8 @@ def has_loop(token_ids: Sequence[int]) -> bool:
     # The end repeats with a period if it equals itself, shifted by the period.
     for period in range(1, LONGEST_PERIOD + 1):
         length = max(MIN_REPETITIONS * period, LOOP_TOKENS)
-        tail = token_ids[-length:]
-        if len(tail) == length and all(a == b for a, b in zip(tail, tail[period:], strict=False)):
+        tail = list(token_ids[-length:])
+        if len(tail) == length and tail[:-period] == tail[period:]:
             return True
     return False
 
@@ -74,7 +74,7 @@ RULES: Rules = {
 
 @dataclass
 class AnswerCounts:
-    """How many answers were kept, and how many each rule filtered.
+    """The counts of the answers that were kept, and of those that each rule filtered.
 
     Attributes:
         kept: answers that were kept.
@@ -94,14 +94,14 @@ class AnswerCounts:
 
         An answer that breaks several rules is counted for the first of them.
         """
-        broken = next((name for name, breaks in rules.items() if breaks(candidate)), None)
-        if broken is None:
-            self.kept += 1
-            self.cut += not candidate.is_text and candidate.answer.reason == "length"
-        else:
-            self.filtered[broken] += 1
-            self.examples.setdefault(broken, candidate.answer.error or candidate.text[-200:])
-        return broken is None
+        for name, is_broken in rules.items():
+            if is_broken(candidate):
+                self.filtered[name] += 1
+                self.examples.setdefault(name, candidate.answer.error or candidate.text[-200:])
+                return False
+        self.kept += 1
+        self.cut += not candidate.is_text and candidate.answer.reason == "length"
+        return True
 
     def add(self, counts: "AnswerCounts") -> None:
         """Add the counts of other answers. A rule that has an example already keeps it."""

@@ -62,7 +62,7 @@ class Block(NamedTuple):
 
     def share(self, total: int) -> int:
         """Return this block's share of a total that is divided among all blocks."""
-        return total * (self.number + 1) // self.num_blocks - total * self.number // self.num_blocks
+        return divide_evenly(total, self.number, self.num_blocks)
 
     def select_rows(self, order: Sequence[int]) -> tuple[list[int], int, int]:
         """Choose this block's rows from those of a source.
@@ -78,23 +78,27 @@ class Block(NamedTuple):
         """
         # Rows are dealt out to the blocks like cards: block b gets the rows b, b + num_blocks, ….
         # With fewer rows than blocks, the row of this block is also dealt to later blocks.
-        selected = order[self.number :: self.num_blocks]
-        if selected:
-            return (
-                list(selected),
-                0,
-                -(-(self.num_blocks - self.number) // len(order))
-                if len(order) < self.num_blocks
-                else 1,
-            )
+        selected = list(order[self.number :: self.num_blocks])
+        if selected and len(order) >= self.num_blocks:
+            return selected, 0, 1
 
-        # The rows were used up before this block's turn, so it shares a row with earlier blocks.
-        shared = self.number % len(order)
-        return (
-            [order[shared]],
-            self.number // len(order),
-            -(-(self.num_blocks - shared) // len(order)),
-        )
+        # Row r is also dealt to the blocks r + len(order), r + 2 len(order), …. If all rows were
+        # used up before this block's turn, it shares a row with earlier blocks.
+        row = self.number % len(order)
+        place_among_sharing = self.number // len(order)
+        num_sharing = -(-(self.num_blocks - row) // len(order))
+        return [order[row]], place_among_sharing, num_sharing
+
+
+def divide_evenly(total: int, part: int, num_parts: int) -> int:
+    """Return the size of one part of a total, which is divided into parts that differ by 1 at most.
+
+    Args:
+        total: the total.
+        part: the number of the part, from 0.
+        num_parts: how many parts there are.
+    """
+    return total * (part + 1) // num_parts - total * part // num_parts
 
 
 def plan_blocks(num_tokens: int) -> list[Block]:
@@ -104,13 +108,11 @@ def plan_blocks(num_tokens: int) -> list[Block]:
     still divided into up to SMALL_JOB_BLOCKS blocks of at least MIN_BLOCK_TOKENS, so that a launch
     has something to share.
     """
-    count = min(
-        MAX_BLOCKS,
-        max(-(-num_tokens // TOKENS), min(SMALL_JOB_BLOCKS, num_tokens // MIN_BLOCK_TOKENS), 1),
-    )
+    num_full_blocks = -(-num_tokens // TOKENS)
+    num_small_blocks = min(SMALL_JOB_BLOCKS, num_tokens // MIN_BLOCK_TOKENS)
+    count = min(MAX_BLOCKS, max(num_full_blocks, num_small_blocks, 1))
     return [
-        Block(number, count, num_tokens * (number + 1) // count - num_tokens * number // count)
-        for number in range(count)
+        Block(number, count, divide_evenly(num_tokens, number, count)) for number in range(count)
     ]
 
 
@@ -174,11 +176,8 @@ class AnswerFile:
                     self.turns[name] = [Answer(**turn) for turn in turns]
 
             # Drop everything else from the file. An empty file gets the first line of this plan.
-            self._file.truncate(
-                sum(len(line) + 1 for line in (head, *complete_lines))
-                if head == self._head and lines
-                else 0
-            )
+            num_bytes = sum(len(line) + 1 for line in (head, *complete_lines))
+            self._file.truncate(num_bytes if head == self._head and lines else 0)
             if self._file.seek(0, os.SEEK_END) == 0:
                 self._file.write(self._head + b"\n")
         return self

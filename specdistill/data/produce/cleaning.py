@@ -71,11 +71,12 @@ class SuiteIndex:
                 texts = [row.content]
                 if row.kind == "messages":
                     texts = [turn["content"] for turn in row.content if turn["role"] == "user"]
-                for prompt in map(split_words, texts):
-                    for piece in list_ngrams(prompt, min(SUITE_NGRAM, max(1, len(prompt)))):
-                        self.pieces.setdefault(piece[:MAX_SHORT_WORDS], {}).setdefault(
-                            piece, f"{suite.name}: {row.id}"
-                        )
+                for text in texts:
+                    words = split_words(text)
+                    length = min(SUITE_NGRAM, max(1, len(words)))
+                    for piece in list_ngrams(words, length):
+                        pieces = self.pieces.setdefault(piece[:MAX_SHORT_WORDS], {})
+                        pieces.setdefault(piece, f"{suite.name}: {row.id}")
 
     def find_overlap(self, row: Row) -> tuple[str, str] | None:
         """Return the first overlap of a row with a prompt of the suites.
@@ -90,16 +91,17 @@ class SuiteIndex:
         texts = (
             [row["text"]]
             if row["text"] is not None
-            else [turn["content"] or "" for turn in row["messages"] or ()]
+            else [message["content"] or "" for message in row["messages"] or ()]
         )
-        for text_words in map(tuple, map(split_words, texts)):
-            # Look up the words at each position of the text. The last position has MAX_SHORT_WORDS
-            # words left, so a shorter piece is only found if it is the whole text.
-            for start in range(max(1, len(text_words) - MAX_SHORT_WORDS + 1)):
-                for piece, place in self.pieces.get(
-                    text_words[start : start + MAX_SHORT_WORDS], {}
-                ).items():
-                    if text_words[start : start + len(piece)] == piece:
+
+        # Look up the words at each position of the text. The last position has MAX_SHORT_WORDS
+        # words left, so a shorter piece is only found if it is the whole text.
+        for text in texts:
+            words = tuple(split_words(text))
+            for start in range(max(1, len(words) - MAX_SHORT_WORDS + 1)):
+                pieces = self.pieces.get(words[start : start + MAX_SHORT_WORDS], {})
+                for piece, place in pieces.items():
+                    if words[start : start + len(piece)] == piece:
                         return place, " ".join(piece)
         return None
 
@@ -142,7 +144,7 @@ def load_suites(names: Sequence[str], measured_on: Sequence[str]) -> list[Suite]
             suites.setdefault(suite.sha256, suite)
     if missing and is_first_here():
         logger.warning(
-            "data.decontaminate: %s could not be fetched, and no row is compared with them",
+            "data.decontaminate: %s could not be fetched; rows are not compared with these suites",
             ", ".join(missing),
         )
     return list(suites.values())
@@ -177,55 +179,67 @@ def remove_overlaps(
     inputs = [[source.rows._fingerprint for source in sources], [suite.sha256 for suite in suites]]
     path = cache_folder(config.cache_dir) / "filtered" / f"{Hasher.hash([VERSION, inputs])}.json"
     if not path.exists():
-        # Compare every row, and write the list of what is found. Another process may do the same.
-        index = SuiteIndex(suites)
-        overlaps = list[dict[str, object]]()
-        with show_progress("Comparing", num_rows, "rows") as advance:
-            for number, source in enumerate(sources):
-                for position, row in enumerate(source.rows):
-                    overlap = index.find_overlap(row)
-                    if overlap:
-                        overlaps.append(
-                            {
-                                "source": number,
-                                "row": position,
-                                "of": overlap[0],
-                                "shared": overlap[1],
-                            }
-                        )
-                    advance()
+        overlaps = _find_overlaps(sources, suites)
+
+        # Another process may write the list at the same time, so the temporary file has a name of
+        # its own.
         aside = path.with_suffix(f".{os.getpid()}.part")
         with on_disk(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
-            aside.write_text(
-                json.dumps(overlaps, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
-            )
+            content = json.dumps(overlaps, indent=1, ensure_ascii=False) + "\n"
+            aside.write_text(content, encoding="utf-8")
             os.replace(aside, path)
         if overlaps:
-            of = Counter(str(row["of"]).partition(":")[0] for row in overlaps).most_common()
-            holds = ", ".join(f"{count:,} with prompts of {suite}" for suite, count in of)
+            counts = Counter(str(row["of"]).partition(":")[0] for row in overlaps).most_common()
+            suites_note = ", ".join(f"{count:,} with prompts of {suite}" for suite, count in counts)
             logger.info(
-                f"{len(overlaps):,} of {num_rows:,} rows are filtered ({holds}), listed in {path}"
+                f"{len(overlaps):,} of {num_rows:,} rows are filtered ({suites_note}), listed in"
+                f" {path}"
             )
     overlaps = read_json(path)
 
     # Remove the rows that are listed.
-    gone = {(row["source"], row["row"]) for row in overlaps}
-    kept_sources = []
+    filtered_rows = {(row["source"], row["row"]) for row in overlaps}
+    kept_rows = []
     for number, source in enumerate(sources):
-        kept_sources.append([row for row in range(len(source.rows)) if (number, row) not in gone])
-    if not any(kept_sources):
+        kept_rows.append(
+            [row for row in range(len(source.rows)) if (number, row) not in filtered_rows]
+        )
+    if not any(kept_rows):
         raise UserError(
             "data.source",
-            got=f"{len(gone)} rows that are all filtered (see {path})",
-            expected="rows that overlap no suite, or other data.decontaminate",
+            got=f"{len(filtered_rows)} rows that all overlap a suite (listed in {path})",
+            expected="some rows that overlap no suite, or other suites in data.decontaminate",
         )
 
     # Sources that lose no row stay as they are.
     with silence_datasets():
-        return [
+        kept_sources = [
             source
             if len(rows) == len(source.rows)
             else replace(source, rows=source.rows.select(rows).flatten_indices())
-            for source, rows in zip(sources, kept_sources, strict=True)
-        ], +Counter(contaminated=len(overlaps))
+            for source, rows in zip(sources, kept_rows, strict=True)
+        ]
+    return kept_sources, +Counter(contaminated=len(overlaps))
+
+
+def _find_overlaps(sources: Sequence[Source], suites: Sequence[Suite]) -> list[dict[str, object]]:
+    """Compare every row of the sources with the suites, and return the list of overlaps."""
+    index = SuiteIndex(suites)
+    overlaps: list[dict[str, object]] = []
+    num_rows = sum(len(source.rows) for source in sources)
+    with show_progress("Comparing", num_rows, "rows") as advance:
+        for number, source in enumerate(sources):
+            for position, row in enumerate(source.rows):
+                overlap = index.find_overlap(row)
+                if overlap:
+                    overlaps.append(
+                        {
+                            "source": number,
+                            "row": position,
+                            "of": overlap[0],
+                            "shared": overlap[1],
+                        }
+                    )
+                advance()
+    return overlaps

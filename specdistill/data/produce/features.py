@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import torch
@@ -45,7 +45,7 @@ from specdistill.data.rows.store import (
     find_waiting_path,
     make_unfit_error,
     shard_name,
-    take,
+    take_hidden_states,
     write_shard,
 )
 from specdistill.recipe.sections import (
@@ -67,12 +67,15 @@ from specdistill.targets.packed_rows import Documents
 
 SERVER_KEY = "hidden_states.server"
 LOCK = "lock"
+FREE_DISK_HINT = (
+    "free the disk, or set hidden_states.max_bytes; the same command resumes after the last shard"
+)
 # The largest difference of stored from computed features, as a share of the vector's norm. Rounding
 # changes a vector by less; the features of another layer differ by more.
 MAX_RELATIVE_DIFFERENCE = 0.1
 
 
-class Passed(JsonAnswer):
+class PromptAnswer(JsonAnswer):
     """The answer of a server that has read a prompt, with the path of its file of hidden states."""
 
     path: str | None = locate_field("kv_transfer_params", "hidden_states_path", default=None)
@@ -119,7 +122,7 @@ def open_feature_store(
 
     # The origin records the target, the dtypes and the layers, on which the features depend.
     identity = target.identity
-    computed = " in ".join(filter(None, (target.quantization, target.dtype)))
+    computed = " in ".join(name for name in (target.quantization, target.dtype) if name)
     computed += "" if autocast is None else f" under {str(autocast).removeprefix('torch.')}"
     layers = tuple(aux_layers)
     origin = Origin(
@@ -132,23 +135,22 @@ def open_feature_store(
 
     # Choose how missing features are made: by servers, or by passes of the target in this process.
     # Hidden states that servers kept while they generated the rows need no pass at all.
-    make = (
+    compute = (
         compute_by_servers(target, layers, config.server, config.timeout)
         if config.server
         else compute_by_target(target, layers, autocast)
     )
-    generated = GeneratedFeatures(config.waiting, target, layers, make) if config.waiting else None
-    store = fill(config, sets, origin, generated or make, batch_size, force=force)
+    generated = (
+        GeneratedFeatures(config.waiting, target, layers, compute) if config.waiting else None
+    )
+    store = fill(config, sets, origin, generated or compute, batch_size, force=force)
 
     # Say how many rows the store has.
-    without = (
-        f", {generated.num_rows:,} as they were generated"
-        if generated and generated.num_rows
-        else ""
-    )
+    num_generated = generated.num_rows if generated else 0
+    generated_note = f", {num_generated:,} as they were generated" if num_generated else ""
+    num_stored = store.num_rows - store.num_missing
     logger.info(
-        f"{config.path}: features of {store.num_rows - store.num_missing:,} of {store.num_rows:,}"
-        f" rows{without}"
+        f"{config.path}: features of {num_stored:,} of {store.num_rows:,} rows{generated_note}"
     )
     return store
 
@@ -179,10 +181,11 @@ def compute_by_target(
             )
 
         # Stack the layers to [B, A + 1, T, D], and cut the padding off each row.
+        features_BATD = torch.stack(features.tensors, dim=1).cpu()
         lengths = (batch["document_ids"] != PADDING_DOCUMENT).sum(1).tolist()
         return [
-            row[:, :length]
-            for row, length in zip(torch.stack(features.tensors, dim=1).cpu(), lengths, strict=True)
+            features_ATD[:, :length]
+            for features_ATD, length in zip(features_BATD, lengths, strict=True)
         ]
 
     return make
@@ -214,29 +217,28 @@ def compute_by_servers(
     models = [server.json("/v1/models", ServedModels).data[0].id for server in servers]
 
     # Requests go to the servers in turn.
-    def states(number: int, ids: list[int]) -> Tensor:
+    def request_features(number: int, ids: list[int]) -> Tensor:
         """Have a server read a document, and return its features [A + 1, L, D]."""
         server = servers[number % len(servers)]
         model = models[number % len(servers)]
         body = {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 0}
-        hidden_LND = take(
-            Path(server.json("/v1/completions", Passed, body).path or ""), ids, server
-        )
+        answer = server.json("/v1/completions", PromptAnswer, body)
+        hidden_LND = take_hidden_states(Path(answer.path or ""), ids, server)
         return _select_features(hidden_LND, len(ids), target, aux_layers, server.address)
 
     # Ask for the documents of all rows at once. Then join the documents of each row along L.
     def make(rows: Rows) -> list[Tensor]:
         """Have the servers read a batch of rows, and return the features [A + 1, L, D] of each."""
-        split = [_split_documents(row) for row in rows]
-        documents = []
-        for row in split:
-            documents.extend(row)
+        documents_by_row = [_split_documents(row) for row in rows]
+        documents = list(chain.from_iterable(documents_by_row))
         with start_request_threads(len(documents), *servers) as pool:
-            states_of_documents = iter(list(pool.map(states, range(len(documents)), documents)))
-        features = []
-        for row in split:
-            features.append(torch.cat(list(islice(states_of_documents, len(row))), dim=1))
-        return features
+            document_features = list(pool.map(request_features, range(len(documents)), documents))
+
+        remaining = iter(document_features)
+        return [
+            torch.cat(list(islice(remaining, len(row_documents))), dim=1)
+            for row_documents in documents_by_row
+        ]
 
     return make
 
@@ -251,7 +253,11 @@ def _split_documents(row: Mapping[str, ArrayLike]) -> list[list[int]]:
 
 
 def _select_features(
-    hidden_LND: Tensor, num_tokens: int, target: FrozenTarget, aux_layers: Sequence[int], of: str
+    hidden_LND: Tensor,
+    num_tokens: int,
+    target: FrozenTarget,
+    aux_layers: Sequence[int],
+    server_name: str,
 ) -> Tensor:
     """Select the features that the draft reads from the hidden states that a server wrote.
 
@@ -263,7 +269,7 @@ def _select_features(
         num_tokens: L, the number of tokens that were sent to it.
         target: the target.
         aux_layers: the auxiliary layers that the draft reads.
-        of: the name of the server in errors.
+        server_name: the name of the server in errors.
 
     Returns:
         The features [A + 1, L, D] of the auxiliary layers and of the last layer.
@@ -279,8 +285,8 @@ def _select_features(
     ):
         raise UserError(
             SERVER_KEY,
-            got=f"{of}, which writes {list(hidden_LND.shape)} {hidden_LND.dtype} for {num_tokens}"
-            " tokens",
+            got=f"{server_name}, which writes {list(hidden_LND.shape)} {hidden_LND.dtype} for"
+            f" {num_tokens} tokens",
             expected=f"layers {layers} of {target.hidden_size} in {target.dtype}",
         )
 
@@ -320,24 +326,24 @@ class GeneratedFeatures:
     def __call__(self, rows: Rows) -> list[Tensor]:
         """Return the features [A + 1, L, D] of each row, from waiting files where there are any."""
         # Read the rows that wait, and check the first of them against a pass of the target.
-        waiting_features = [self._find_waiting(_split_documents(row)) for row in rows]
-        for row, features in zip(rows, waiting_features, strict=True):
+        features_of_rows = [self._read_waiting(_split_documents(row)) for row in rows]
+        for row, features in zip(rows, features_of_rows, strict=True):
             if features is not None and self.num_rows == 0:
                 self._compare(features, self.make([row])[0])
             self.num_rows += features is not None
 
         # Compute the rows that do not wait in one batch, and put them between those that do.
-        missing = [
-            row for row, features in zip(rows, waiting_features, strict=True) if features is None
+        missing_rows = [
+            row for row, features in zip(rows, features_of_rows, strict=True) if features is None
         ]
-        computed_features = iter(self.make(missing) if missing else ())
+        computed_features = iter(self.make(missing_rows) if missing_rows else ())
         return [
             next(computed_features) if features is None else features
-            for features in waiting_features
+            for features in features_of_rows
         ]
 
-    def _find_waiting(self, documents: Sequence[list[int]]) -> Tensor | None:
-        """Return the features [A + 1, L, D] of a row; None unless all its documents wait."""
+    def _read_waiting(self, documents: Sequence[list[int]]) -> Tensor | None:
+        """Read the features [A + 1, L, D] of a row; None unless files of all its documents wait."""
         # The target has not read a document's last token, so the file's tokens lack it.
         paths = [find_waiting_path(self.folder, ids[:-1]) for ids in documents]
         if not all(path.is_file() for path in paths):
@@ -356,12 +362,12 @@ class GeneratedFeatures:
         ]
         return torch.cat([F.pad(features_ALD, (0, 0, 0, 1)) for features_ALD in parts], dim=1)
 
-    def _compare(self, found_ALD: Tensor, made_ALD: Tensor) -> None:
+    def _compare(self, waiting_ALD: Tensor, computed_ALD: Tensor) -> None:
         """Check that waiting features of a row equal those of a pass, up to rounding.
 
         Args:
-            found_ALD: [A + 1, L, D], the features that waited.
-            made_ALD: [A + 1, L, D], the features of the same row, made by a pass.
+            waiting_ALD: [A + 1, L, D], the features that waited.
+            computed_ALD: [A + 1, L, D], the features of the same row, made by a pass.
 
         Raises:
             UserError: if in any layer the median error of the vectors is above
@@ -369,12 +375,13 @@ class GeneratedFeatures:
         """
         # The median ignores the last token of each document, whose features are 0 here. A layer of
         # NaN fails the comparison, too.
-        error_AL = (found_ALD - made_ALD).float().norm(dim=-1) / made_ALD.float().norm(dim=-1)
+        difference_AL = (waiting_ALD - computed_ALD).float().norm(dim=-1)
+        error_AL = difference_AL / computed_ALD.float().norm(dim=-1)
         if not bool((error_AL.median(dim=1).values <= MAX_RELATIVE_DIFFERENCE).all()):
             raise UserError(
                 KEY,
                 got=f"{self.folder}, hidden states of other layers or of another target",
-                expected="none: remove the folder",
+                expected="hidden states of this target; remove the folder to compute them",
             )
 
 
@@ -414,16 +421,9 @@ def fill(
 
     # Plan which rows go into which shard.
     check_writable(folder, KEY)
-    rank, count = find_rank_and_world_size()
-    shards = _plan(rows, origin, config.shard_tokens, config.max_bytes)
-    with (
-        ExitStack() as stack,
-        on_disk(
-            folder,
-            "free the disk, or set hidden_states.max_bytes; the same command resumes after the last"
-            " shard",
-        ),
-    ):
+    rank, _ = find_rank_and_world_size()
+    shards = _plan_shards(rows, origin, config.shard_tokens, config.max_bytes)
+    with ExitStack() as stack, on_disk(folder, FREE_DISK_HINT):
         # The first process prepares the folder before any process writes to it, and keeps a lock on
         # it, so that no second launch fills the same folder.
         if rank == 0:
@@ -440,39 +440,11 @@ def fill(
                     folder / LOCK, KEY, folder, saves_memory="train.per_device_train_batch_size"
                 )
             )
-            _clear(folder, shards)
+            _remove_old_files(folder, shards)
         all_gather_object(None)  # a barrier
 
         # Each process makes its share of the shards.
-        local_shards = list(shards.items())[rank::count]
-        with show_progress(
-            "Storing features", sum(len(part) for _, part in local_shards), "rows"
-        ) as advance:
-            is_announced = rank > 0
-            for name, part in local_shards:
-                begin = time.monotonic()
-                shard_rows = rows.select(part)
-                is_new = _complete(folder / name, shard_rows, origin, make, batch_size)
-                num_rows_left = sum(
-                    len(shard_rows)
-                    for file, shard_rows in shards.items()
-                    if not (folder / file).exists()
-                )
-
-                # After its first new shard, the first process announces what the others will cost.
-                if is_new and num_rows_left and not is_announced:
-                    is_announced = True
-                    sample = _compute_shard_cost(
-                        folder / name, shard_rows, (time.monotonic() - begin) / count
-                    )
-                    announce(
-                        "storing features",
-                        sample.times(num_rows_left / len(part)),
-                        f"the first {len(part):,} rows",
-                        folder,
-                        force=force,
-                    )
-                advance(len(part))
+        _make_shards(folder, rows, shards, origin, make, batch_size, force=force)
         all_gather_object(None)  # a barrier
 
         # All shards are complete, so the temporary files and waiting hidden states are not needed.
@@ -487,7 +459,61 @@ def fill(
         raise UserError(KEY, got=error.got, expected="a folder that all machines share") from error
 
 
-def _plan(
+def _make_shards(
+    folder: Path,
+    rows: Dataset,
+    shards: Mapping[str, range],
+    origin: Origin,
+    make: MakeFeatures,
+    batch_size: int,
+    *,
+    force: bool,
+) -> None:
+    """Make this process's share of the shards that are not there yet.
+
+    After its first new shard, the first process announces what the other shards will cost.
+
+    Args:
+        folder: the folder of the store.
+        rows: the packed rows of all shards.
+        shards: the rows of each shard, by the shard's file name.
+        origin: where the features come from.
+        make: the function that computes the features of rows.
+        batch_size: rows that `make` gets at a time.
+        force: continue even if the disk has less room than the estimate asks for.
+    """
+    rank, world_size = find_rank_and_world_size()
+    local_shards = list(shards.items())[rank::world_size]
+    num_local_rows = sum(len(part) for _, part in local_shards)
+    with show_progress("Storing features", num_local_rows, "rows") as advance:
+        is_announced = rank > 0
+        for name, part in local_shards:
+            begin = time.monotonic()
+            shard_rows = rows.select(part)
+            is_new = _make_shard_if_missing(folder / name, shard_rows, origin, make, batch_size)
+
+            # Announce the cost of the missing rows, in proportion to the cost of this shard. All
+            # processes work at the same time.
+            num_rows_left = sum(
+                len(other_part)
+                for other_name, other_part in shards.items()
+                if not (folder / other_name).exists()
+            )
+            if is_new and num_rows_left and not is_announced:
+                is_announced = True
+                seconds = (time.monotonic() - begin) / world_size
+                shard_cost = _compute_shard_cost(folder / name, shard_rows, seconds)
+                announce(
+                    "storing features",
+                    shard_cost.times(num_rows_left / len(part)),
+                    f"the first {len(part):,} rows",
+                    folder,
+                    force=force,
+                )
+            advance(len(part))
+
+
+def _plan_shards(
     rows: Dataset, origin: Origin, shard_tokens: int, max_bytes: int | None
 ) -> dict[str, range]:
     """Decide which rows go into which shard, for as many shards as `max_bytes` has room for.
@@ -502,20 +528,20 @@ def _plan(
         The rows of each shard, by the shard's file name.
     """
     # Divide the rows into consecutive parts.
-    per_shard = max(1, shard_tokens // len(rows[0]["input_ids"]))
+    rows_per_shard = max(1, shard_tokens // len(rows[0]["input_ids"]))
     parts = [
-        range(first, min(first + per_shard, len(rows))) for first in range(0, len(rows), per_shard)
+        range(first, min(first + rows_per_shard, len(rows)))
+        for first in range(0, len(rows), rows_per_shard)
     ]
 
     # Take shards in order until one has no room. The names count all shards, made or not.
     plan: dict[str, range] = {}
-    room = max_bytes
+    free_bytes = max_bytes
     for index, part in enumerate(parts):
-        if room is not None:
-            room -= _estimate_shard_bytes(
-                [Tokens.from_row(row) for row in convert_rows_to_numpy(rows.select(part))], origin
-            )
-            if room < 0:
+        if free_bytes is not None:
+            tokens = [Tokens.from_row(row) for row in convert_rows_to_numpy(rows.select(part))]
+            free_bytes -= _estimate_shard_bytes(tokens, origin)
+            if free_bytes < 0:
                 break
         plan[shard_name(index, len(parts))] = part
     return plan
@@ -527,29 +553,28 @@ def _estimate_shard_bytes(rows: Sequence[Tokens], origin: Origin) -> int:
     A token takes its features and 4 bytes for its id. A document takes 4 bytes for its length. A
     row takes 4 bytes for its number of documents and 8 for its checksum.
     """
-    tokens = sum(map(len, rows))
-    documents = sum(len(row.document_lengths) for row in rows)
-    return tokens * (origin.token_bytes + 4) + 4 * documents + 12 * len(rows) + HEADER_BYTES
+    num_tokens = sum(map(len, rows))
+    num_documents = sum(len(row.document_lengths) for row in rows)
+    return num_tokens * (origin.token_bytes + 4) + 4 * num_documents + 12 * len(rows) + HEADER_BYTES
 
 
-def _clear(folder: Path, shards: dict[str, range]) -> None:
+def _remove_old_files(folder: Path, shards: Mapping[str, range]) -> None:
     """Remove temporary files of killed processes, and shards that were made of other rows.
 
     A shard's name ends with the total number of shards. Another number means other rows.
     """
     shutil.rmtree(folder / STAGING_DIR, ignore_errors=True)
+    total = next(iter(shards), "").rpartition("-")[2]
     foreign_shards = [
-        path
-        for path in folder.glob("*.safetensors")
-        if path.name.rpartition("-")[2] != next(iter(shards), "").rpartition("-")[2]
+        path for path in folder.glob("*.safetensors") if path.name.rpartition("-")[2] != total
     ]
     if shards and foreign_shards:
-        logger.info(f"{folder}: {len(foreign_shards)} shards of other rows are removed")
+        logger.info(f"{folder}: removed {len(foreign_shards)} shards of other rows")
         for path in foreign_shards:
             path.unlink()
 
 
-def _complete(
+def _make_shard_if_missing(
     path: Path, rows: Dataset, origin: Origin, make: MakeFeatures, batch_size: int
 ) -> bool:
     """Make the shard of these rows, unless it is already there and undamaged.
@@ -569,20 +594,21 @@ def _complete(
     try:
         shard = Shard.open(path, origin)
         if [row.key for row in shard.rows] != [row.key for row in tokens]:
-            raise make_unfit_error(path, "is of other rows")
+            raise make_unfit_error(path, "holds other rows")
         for index in range(len(tokens)):
             shard.checked(index)
         return False
     except UserError as error:
         if path.exists():
-            logger.info(f"{error.got}: it is made again")
+            logger.info(f"{error.got}: making it again")
 
     # Make the features batch by batch. `make` takes rows, and datasets gives columns.
     features: list[Tensor] = []
     for batch in rows.iter(batch_size):
-        features += make(
-            [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
-        )
+        batch_rows = [
+            dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)
+        ]
+        features += make(batch_rows)
     write_shard(path, origin, tokens, features)
     return True
 
@@ -590,9 +616,9 @@ def _complete(
 def _compute_shard_cost(path: Path, rows: Dataset, seconds: float) -> Cost:
     """Return the cost of a shard that took this many seconds to make."""
     return Cost(
-        len(rows),
-        sum(len(Tokens.from_row(row)) for row in convert_rows_to_numpy(rows)),
-        sum(map(sum, rows["loss_mask"])),
-        path.stat().st_size,
-        seconds,
+        rows=len(rows),
+        tokens=sum(len(Tokens.from_row(row)) for row in convert_rows_to_numpy(rows)),
+        loss_tokens=sum(map(sum, rows["loss_mask"])),
+        num_bytes=path.stat().st_size,
+        seconds=seconds,
     )

@@ -9,9 +9,9 @@ files to adapt in `examples/cluster`.
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
-from typing import Literal
+from typing import Any, Literal
 
 from specdistill.common.errors import ResourceError, UserError, make_unused_key_error
 from specdistill.common.progress import show_progress
@@ -32,8 +32,8 @@ class FleetOptions(Section):
 
     on: Literal["ray"] | None = option(
         None,
-        "cluster whose nodes `data make` divides shards among: ray, of RAY_ADDRESS or this machine;"
-        " null: this process",
+        "where `data make` makes shards: ray, on the nodes of the cluster of RAY_ADDRESS or else on"
+        " this machine; null: in this process",
     )
     shards: int = option(
         1, "number of shards, at least one per node", ge=1, condition=CLUSTER_IS_USED
@@ -54,11 +54,12 @@ class FleetOptions(Section):
 
         # A shard has at least one block.
         num_tokens = config.regenerate.num_tokens
-        if self.shards > (most := len(plan_blocks(num_tokens)) if num_tokens else 0):
+        num_blocks = len(plan_blocks(num_tokens)) if num_tokens else 0
+        if self.shards > num_blocks:
             raise UserError(
                 "shards",
                 got=self.shards,
-                expected=f"at most {most}, the blocks of {num_tokens:,} tokens",
+                expected=f"at most {num_blocks}, the blocks of {num_tokens:,} tokens",
             )
 
 
@@ -97,16 +98,8 @@ def make_on_ray(
         ) from error
     try:
         # If no node has the GPUs and CPUs of a shard, Ray would wait for one without end.
-        free = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        if not any(
-            resources.get("CPU", 0) >= options.cpus and resources.get("GPU", 0) >= options.gpus
-            for resources in free
-        ):
-            got = f"{options.gpus} with cpus={options.cpus}"
-            most = max(int(resources.get("GPU", 0)) for resources in free)
-            raise UserError(
-                "gpus", got=got, expected=f"what a node of the Ray cluster has: at most {most} GPUs"
-            )
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        _check_nodes(nodes, options)
 
         # Every shard is a task of its own. Ray repeats it if its worker dies.
         shard = ray.remote(_make_shard).options(
@@ -116,26 +109,57 @@ def make_on_ray(
             num_gpus=options.gpus,
             scheduling_strategy="SPREAD",
         )
-        waiting = [
+        tasks = [
             shard.remote(make, os.getcwd(), ["make", *keys, f"data.shard={index}/{options.shards}"])
             for index in range(options.shards)
         ]
-        with show_progress("Making shards", len(waiting), "shards") as advance:
-            # Take the shards as they end. An error of the command is raised as it is.
-            while waiting:
-                (finished,), waiting = ray.wait(waiting)
-                try:
-                    ray.get(finished)
-                except ray.exceptions.RayTaskError as error:
-                    raise error.cause from error
-                except ray.exceptions.RayError as error:
-                    raise ResourceError(
-                        f"a shard's worker died {MAX_SHARD_RETRIES + 1} times ({error})",
-                        next_step="the same command makes what is missing",
-                    ) from error
-                advance()
+        _wait_for_shards(tasks)
     finally:
         ray.shutdown()
+
+
+def _check_nodes(nodes: Sequence[Mapping[str, float]], options: FleetOptions) -> None:
+    """Raise UserError if no node of the cluster has the CPUs and GPUs that a shard needs.
+
+    Args:
+        nodes: the resources of each node, as Ray names them.
+        options: what each shard needs.
+    """
+    if not any(
+        resources.get("CPU", 0) >= options.cpus and resources.get("GPU", 0) >= options.gpus
+        for resources in nodes
+    ):
+        most_gpus = max(int(resources.get("GPU", 0)) for resources in nodes)
+        raise UserError(
+            "gpus",
+            got=f"{options.gpus} with cpus={options.cpus}",
+            expected=f"resources that a node of the Ray cluster has: at most {most_gpus} GPUs",
+        )
+
+
+def _wait_for_shards(tasks: Sequence[Any]) -> None:
+    """Wait until Ray has finished all tasks, and raise the error of the first one that failed.
+
+    Args:
+        tasks: Ray's references to the tasks.
+    """
+    import ray  # slow to import
+
+    waiting = list(tasks)
+    with show_progress("Making shards", len(waiting), "shards") as advance:
+        while waiting:
+            (finished,), waiting = ray.wait(waiting)
+            try:
+                ray.get(finished)
+            except ray.exceptions.RayTaskError as error:
+                # The shard's own error is raised as it is.
+                raise error.cause from error
+            except ray.exceptions.RayError as error:
+                raise ResourceError(
+                    f"a shard's worker died {MAX_SHARD_RETRIES + 1} times ({error})",
+                    next_step="run the same command again to make the shards that are missing",
+                ) from error
+            advance()
 
 
 def _make_shard(make: Callable[[list[str]], int], folder: str, arguments: list[str]) -> None:

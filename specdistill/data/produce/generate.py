@@ -12,10 +12,9 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import as_completed
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import takewhile
 from pathlib import Path
 from threading import Lock
 
@@ -28,6 +27,7 @@ from specdistill.data.produce.blocks import BLOCK_COLUMNS, Answer, AnswerFile, B
 from specdistill.data.produce.job import Job
 from specdistill.data.produce.prompts import (
     BlockPlan,
+    GenerationPrompt,
     GenerationTask,
     Stream,
     make_prompts,
@@ -98,18 +98,18 @@ class GenerationEstimate:
         # Count the answers. Several threads do this.
         generated = sum(len(answer.token_ids) for answer in answers)
         with self.lock:
-            self.answers = self.answers + len(answers)
-            self.generated = self.generated + generated
+            self.answers += len(answers)
+            self.generated += generated
             self.tokens += generated + sum(len(answer.context) for answer in answers)
             self.num_bytes += size
 
             # Wait for enough answers of servers. In this process the first batch is enough.
-            is_enough = self.answers >= FIRST_ANSWERS or not isinstance(
-                self.job.config.regenerate, ServerRegeneration
-            )
+            is_served = isinstance(self.job.config.regenerate, ServerRegeneration)
+            is_enough = self.answers >= FIRST_ANSWERS or not is_served
             if self.is_announced or not is_enough or not self.generated:
                 return
-            self.is_announced, seconds = True, time.monotonic() - self.begin
+            self.is_announced = True
+            seconds = time.monotonic() - self.begin
 
         # Announce once what all answers will take, in proportion to the tokens generated so far.
         sample = Cost(
@@ -121,15 +121,16 @@ class GenerationEstimate:
         )
         basis = f"{self.answers:,} answers in {seconds:.1f} s"
         folder = cache_folder(self.job.config.cache_dir)
-        times = self.num_tokens / self.generated
+        factor = self.num_tokens / self.generated
         force = self.job.config.force
-        announce("generating", sample.times(times), basis, folder, force=force)
+        announce("generating", sample.times(factor), basis, folder, force=force)
 
         # Stored hidden states take far more disk than answers, so they are announced, too.
         states = self.job.states
-        if states and (sizes := [path.stat().st_size for path in states.glob("*.safetensors")]):
-            waiting = sample._replace(num_bytes=self.answers * sum(sizes) / len(sizes))
-            announce("keeping hidden states", waiting.times(times), basis, states, force=force)
+        sizes = [path.stat().st_size for path in states.glob("*.safetensors")] if states else []
+        if states and sizes:
+            states_cost = sample._replace(num_bytes=self.answers * sum(sizes) / len(sizes))
+            announce("keeping hidden states", states_cost.times(factor), basis, states, force=force)
 
 
 def build_documents(answers: Sequence[Answer], *, all_tokens: bool) -> list[dict[str, object]]:
@@ -146,20 +147,20 @@ def build_documents(answers: Sequence[Answer], *, all_tokens: bool) -> list[dict
         The documents as {input_ids, loss_mask, length}.
     """
     # Each document so far, as its token ids and its loss mask.
-    rows: list[tuple[list[int], list[int]]] = []
+    documents: list[tuple[list[int], list[int]]] = []
     for answer in answers:
-        ids, mask = rows[-1] if rows else ([], [])
+        ids, mask = documents[-1] if documents else ([], [])
         # A turn whose context does not continue the document begins a new one.
         if answer.context[: len(ids)] != ids or not ids:
             ids = []
             mask = []
-            rows.append((ids, mask))
+            documents.append((ids, mask))
 
         # Append what the context adds to the document, and the answer.
-        context = answer.context[len(ids) :]
-        ids += [*context, *answer.token_ids]
-        mask += [int(all_tokens)] * len(context) + [1] * len(answer.token_ids)
-    return [{"input_ids": ids, "loss_mask": mask, "length": len(ids)} for ids, mask in rows]
+        new_context = answer.context[len(ids) :]
+        ids += [*new_context, *answer.token_ids]
+        mask += [int(all_tokens)] * len(new_context) + [1] * len(answer.token_ids)
+    return [{"input_ids": ids, "loss_mask": mask, "length": len(ids)} for ids, mask in documents]
 
 
 @dataclass
@@ -168,30 +169,30 @@ class BlockOutput:
 
     Attributes:
         rules: the rules that filter answers, by name.
-        checked: pairs an answer with its text, for the rules.
+        pair_with_text: pairs an answer with its text, for the rules.
         all_tokens: whether all tokens of a conversation carry loss, and not only its answers.
         advance: moves the progress bar; called with the number of new tokens.
         rows: documents with BLOCK_COLUMNS.
         counts: how many answers were kept and filtered.
-        wanted: tokens that the streams answered so far have to give.
+        num_wanted: tokens that the streams answered so far have to give.
         tokens: tokens that were generated and kept.
-        barren: tasks in a row of which no answer was kept.
+        num_empty_tasks: tasks in a row of which no answer was kept.
     """
 
     rules: Rules
-    checked: Callable[[GenerationTask, Answer], CheckedAnswer]
+    pair_with_text: Callable[[GenerationTask, Answer], CheckedAnswer]
     all_tokens: bool
     advance: Callable[[int], object]
     rows: list[dict[str, object]] = field(default_factory=list)
     counts: AnswerCounts = field(default_factory=AnswerCounts)
-    wanted: float = 0.0
+    num_wanted: float = 0.0
     tokens: int = 0
-    barren: int = 0
+    num_empty_tasks: int = 0
 
     @property
-    def missing(self) -> float:
-        """The tokens that are still missing, up to the share MIN_FILL of `wanted`."""
-        return max(0.0, MIN_FILL * self.wanted - self.tokens)
+    def num_missing(self) -> float:
+        """The tokens that are still missing, up to the share MIN_FILL of `num_wanted`."""
+        return max(0.0, MIN_FILL * self.num_wanted - self.tokens)
 
     def add(self, task: GenerationTask, answers: Sequence[Answer]) -> None:
         """Keep the answers of a task up to the first one that breaks a rule.
@@ -207,33 +208,32 @@ class BlockOutput:
         """
         # A turn after a filtered one continues a conversation that is dropped, so it is not counted
         # at all.
-        kept_answers = list(
-            takewhile(
-                lambda answer: self.counts.is_kept(self.checked(task, answer), self.rules), answers
-            )
-        )
+        kept_answers = []
+        for answer in answers:
+            if not self.counts.is_kept(self.pair_with_text(task, answer), self.rules):
+                break
+            kept_answers.append(answer)
 
         # Build the documents. In a text, the tokens of the prompt carry loss, too.
         prompt = task.prompt
+        all_tokens = self.all_tokens or not prompt.messages
         self.rows += [
-            {**row, "source": prompt.source, "row": prompt.row, "asked": prompt.asked}
-            for row in build_documents(
-                kept_answers, all_tokens=self.all_tokens or not prompt.messages
-            )
+            {**document, "source": prompt.source, "row": prompt.row, "asked": prompt.asked}
+            for document in build_documents(kept_answers, all_tokens=all_tokens)
         ]
 
         # Count the tokens, and stop if no task gives any.
-        tokens = sum(len(answer.token_ids) for answer in kept_answers)
-        self.tokens += tokens
-        self.advance(tokens)
-        self.barren = 0 if kept_answers else self.barren + 1
-        if self.barren == MAX_EMPTY_TASKS:
+        num_tokens = sum(len(answer.token_ids) for answer in kept_answers)
+        self.tokens += num_tokens
+        self.advance(num_tokens)
+        self.num_empty_tasks = 0 if kept_answers else self.num_empty_tasks + 1
+        if self.num_empty_tasks == MAX_EMPTY_TASKS:
             ((rule, _),) = self.counts.filtered.most_common(1)
             raise UserError(
                 "data.regenerate.filter",
                 got=f"rules that {MAX_EMPTY_TASKS} answers in a row broke, most of all {rule}, e.g."
                 f" {self.counts.examples[rule][:80]!r}",
-                expected="some to keep",
+                expected="rules that keep some of the answers",
             )
 
 
@@ -261,18 +261,18 @@ def generate_block(
         while remaining := [stream for stream in streams if stream.tasks]:
             # Divide what is missing among the streams that still have tasks.
             num_missing = num_tokens - output.tokens / MIN_FILL
-            output.wanted = num_tokens - num_missing
-            shares = sum(stream.share for stream in remaining)
+            output.num_wanted = num_tokens - num_missing
+            total_share = sum(stream.share for stream in remaining)
             for stream in remaining:
-                output.wanted += stream.share / shares * num_missing
-                if output.missing:
-                    num_answered = _answer(stream.tasks, backend, answer_file, output)
+                output.num_wanted += stream.share / total_share * num_missing
+                if output.num_missing:
+                    num_answered = _answer_tasks(stream.tasks, backend, answer_file, output)
                     stream.tasks = stream.tasks[num_answered:]
-            if not output.missing:
+            if not output.num_missing:
                 return
 
 
-def _answer(
+def _answer_tasks(
     tasks: Sequence[GenerationTask], backend: Backend, answer_file: AnswerFile, output: BlockOutput
 ) -> int:
     """Have tasks answered until no token is missing, and return how many were answered.
@@ -283,22 +283,23 @@ def _answer(
         answer_file: the answers that are already there, to which new ones are added.
         output: collects the documents that the answers give.
     """
-    begin = output.tokens
+    num_tokens_before = output.tokens
     num_answered = 0
-    longest = max(1, tasks[0].max_length - len(tasks[0].prompt.ids))
+    max_new_tokens = max(1, tasks[0].max_length - len(tasks[0].prompt.ids))
 
     # The backend asks this before each batch. Before the first answer, each task is assumed to give
     # the most tokens that it may.
-    def wanted() -> int:
+    def count_wanted() -> int:
         """Estimate how many more tasks are needed, by the tokens per task so far."""
-        gained = output.tokens - begin
-        return math.ceil(output.missing / (gained / num_answered if gained else longest))
+        num_new = output.tokens - num_tokens_before
+        tokens_per_task = num_new / num_answered if num_new else max_new_tokens
+        return math.ceil(output.num_missing / tokens_per_task)
 
-    with closing(backend.generate_answers(iter(tasks), answer_file, wanted)) as answered:
+    with closing(backend.generate_answers(iter(tasks), answer_file, count_wanted)) as answered:
         for task, answers in answered:
             num_answered += 1
             output.add(task, answers)
-            if not output.missing:
+            if not output.num_missing:
                 break
     return num_answered
 
@@ -314,49 +315,24 @@ def make_blocks(job: Job, index: int = 0, count: int = 1) -> None:
         count: how many shards there are.
     """
     # Shard `index` has every count-th block. Only those that are not there yet are generated.
-    local_blocks = (
-        plan_blocks(job.config.regenerate.num_tokens)[index::count]
-        if job.config.regenerate.num_tokens > 0
-        else []
-    )
-    missing = [block for block in local_blocks if not (job.blocks / f"{block.name}.arrow").exists()]
-    if is_whole(job.folder) or not missing:
+    if job.config.regenerate.num_tokens == 0 or is_whole(job.folder):
+        return
+    shard_blocks = plan_blocks(job.config.regenerate.num_tokens)[index::count]
+    missing = [block for block in shard_blocks if not (job.blocks / f"{block.name}.arrow").exists()]
+    if not missing:
         return
 
     num_tokens = sum(block.num_tokens for block in missing)
     counts = AnswerCounts()
-    settings = job.config.generation
-    target = job.target
     with ExitStack() as stack:
         advance = stack.enter_context(
             show_progress("Generating training data", num_tokens, "tokens")
         )
-        # The pool ends after the backend, which stops what the pool's threads wait for.
+        # The pool is opened before the backend, and so ends after it. The backend stops what the
+        # pool's threads wait for.
         pool = stack.enter_context(start_request_threads(NUM_BLOCKS_AT_ONCE))
         _ = job.sources  # They are read once, before threads share them.
-
-        # Servers generate several blocks at once; the model in this process generates one after
-        # the other.
-        if isinstance(settings, ServerRegeneration):
-            servers = [
-                CompletionServer(address, settings.timeout, job.states)
-                for address in settings.server
-            ]
-            for server in servers:
-                server.find_model([target.name, Path(target.name).name])
-            backend: Backend = stack.enter_context(
-                ServerBackend(
-                    servers,
-                    ServerTokenizer(target.tokenizer, target.end_ids, settings.template),
-                    settings.batch_size,
-                )
-            )
-        else:
-            backend = stack.enter_context(
-                build_transformers_backend(
-                    target, settings.num_tokens, settings.batch_size, job.config.max_length
-                )
-            )
+        backend = stack.enter_context(_build_backend(job))
         make_block = partial(
             _make_block,
             job,
@@ -364,11 +340,13 @@ def make_blocks(job: Job, index: int = 0, count: int = 1) -> None:
             estimate=GenerationEstimate(job, num_tokens),
             advance=advance,
         )
-        if isinstance(settings, ServerRegeneration):
+
+        # Servers generate several blocks at once; the model in this process generates one after
+        # the other.
+        counts_of_blocks: Iterator[AnswerCounts]
+        if isinstance(job.config.regenerate, ServerRegeneration):
             futures = [pool.submit(make_block, block) for block in missing]
-            counts_of_blocks: Iterator[AnswerCounts] = (
-                future.result() for future in as_completed(futures)
-            )
+            counts_of_blocks = (future.result() for future in as_completed(futures))
         else:
             counts_of_blocks = map(make_block, missing)
 
@@ -376,6 +354,28 @@ def make_blocks(job: Job, index: int = 0, count: int = 1) -> None:
         for block_counts in counts_of_blocks:
             counts.add(block_counts)
     Console(stderr=True).print(counts.table())
+
+
+def _build_backend(job: Job) -> AbstractContextManager[Backend]:
+    """Prepare the servers of the recipe, or the target in this process, to generate answers.
+
+    Raises:
+        UserError: for servers of another model, or for a target that is not complete here.
+        ResourceError: if a server does not answer.
+    """
+    settings = job.config.generation
+    target = job.target
+    if not isinstance(settings, ServerRegeneration):
+        return build_transformers_backend(
+            target, settings.num_tokens, settings.batch_size, job.config.max_length
+        )
+    servers = [
+        CompletionServer(address, settings.timeout, job.states) for address in settings.server
+    ]
+    for server in servers:
+        server.find_model([target.name, Path(target.name).name])
+    tokenizer = ServerTokenizer(target.tokenizer, target.end_ids, settings.template)
+    return ServerBackend(servers, tokenizer, settings.batch_size)
 
 
 def _make_block(
@@ -398,54 +398,31 @@ def _make_block(
     Returns:
         How many answers were kept and filtered.
     """
-    path = job.blocks / f"{block.name}.arrow"
-    config = job.config
-    target = job.target
-    settings = config.regenerate
-    rules: Rules = {}
-
-    # Answers of servers are filtered by the rules of the recipe. Answers of the model in this
-    # process are all kept.
-    if isinstance(settings, ServerRegeneration):
-        rules = {name: RULES[name] for name in settings.filter}
-
     # Several threads make blocks, and fast tokenizers are not safe for several threads. Therefore
     # each block gets a copy of the tokenizer.
-    plan = BlockPlan(block, config, job.sources[0], copy.deepcopy(target.tokenizer), target.end_ids)
-    decoder = ServerTokenizer(plan.tokenizer, target.end_ids, {})
-    special = decoder.special - find_inner_ids(plan.tokenizer) if rules else decoder.special
+    path = job.blocks / f"{block.name}.arrow"
+    tokenizer = copy.deepcopy(job.target.tokenizer)
+    plan = BlockPlan(block, job.config, job.sources[0], tokenizer, job.target.end_ids)
+    output = _create_output(plan, advance)
 
-    def checked(task: GenerationTask, answer: Answer) -> CheckedAnswer:
-        """Pair an answer with its text, which is decoded only if there are rules to read it."""
-        text = decoder.text(answer.token_ids) if rules else ""
-        return CheckedAnswer(answer, text, not task.prompt.messages, special)
-
-    output = BlockOutput(rules, checked, config.loss_mask == "all", advance)
-    batch_key = "" if isinstance(settings, ServerRegeneration) else "data.regenerate.batch_size"
+    # One process makes a block at a time. If an earlier one was killed, a warning names the key
+    # that saves memory; on servers no key of the recipe does.
+    is_served = isinstance(job.config.regenerate, ServerRegeneration)
+    batch_key = "" if is_served else "data.regenerate.batch_size"
     with exclusive_lock(path.with_suffix(".lock"), "data.shard", path, saves_memory=batch_key):
         if path.exists():
             return AnswerCounts()
 
         # Generate the target's own prompts first, then the answers to all prompts.
-        of_self = {}
         with AnswerFile(path.with_suffix(".jsonl"), job.plan, estimate.add) as answer_file:
-            for number, source in enumerate(plan.sources):
-                if source.entry.source == SELF_SOURCE:
-                    to_others = {
-                        "contaminated": lambda candidate: (
-                            job.suite_index.find_overlap(build_user_row(candidate.text)) is not None
-                        )
-                    }
-                    of_self[number], counts = generate_self_prompts(
-                        plan, number, backend, answer_file, to_others
-                    )
-                    output.counts.add(replace(counts, kept=0))
-            prompts = make_prompts(plan, of_self, output.counts.filtered)
+            self_prompts = _generate_own_prompts(job, plan, backend, answer_file, output.counts)
+            prompts = make_prompts(plan, self_prompts, output.counts.filtered)
             generate_block(
                 block.num_tokens, plan_rounds(plan, prompts), backend, answer_file, output
             )
 
-        # The header says what the block was made from.
+        # Write the documents, which replace the file of answers. The header says what the block
+        # was made from.
         header = {
             "plan": job.plan,
             "block": block.number,
@@ -454,12 +431,62 @@ def _make_block(
             "cut_answers": output.counts.cut,
             "filtered": dict(sorted(output.counts.filtered.items())),
         }
-
-        # Write the documents, which replace the file of answers.
+        columns = {}
+        for name in BLOCK_COLUMNS:
+            columns[name] = [row[name] for row in output.rows]
         with on_disk(job.blocks):
-            columns = {}
-            for name in BLOCK_COLUMNS:
-                columns[name] = [row[name] for row in output.rows]
             write_arrow(path, BLOCK_COLUMNS, [columns], json.dumps(header))
             path.with_suffix(".jsonl").unlink()
     return output.counts
+
+
+def _create_output(plan: BlockPlan, advance: Callable[[int], object]) -> BlockOutput:
+    """Return the empty output of a block, with the rules that its answers are filtered by."""
+    # Answers of servers are filtered by the rules of the recipe. Answers of the model in this
+    # process are all kept.
+    settings = plan.config.regenerate
+    names = settings.filter if isinstance(settings, ServerRegeneration) else ()
+    rules: Rules = {name: RULES[name] for name in names}
+
+    # The tokens that no answer may have before its end: special tokens, except those that mark
+    # reasoning and tool calls.
+    decoder = ServerTokenizer(plan.tokenizer, plan.end_ids, {})
+    special = decoder.special - find_inner_ids(plan.tokenizer) if rules else decoder.special
+
+    def pair_with_text(task: GenerationTask, answer: Answer) -> CheckedAnswer:
+        """Pair an answer with its text, which is decoded only if there are rules to read it."""
+        text = decoder.text(answer.token_ids) if rules else ""
+        return CheckedAnswer(answer, text, not task.prompt.messages, special)
+
+    return BlockOutput(rules, pair_with_text, plan.config.loss_mask == "all", advance)
+
+
+def _generate_own_prompts(
+    job: Job, plan: BlockPlan, backend: Backend, answer_file: AnswerFile, counts: AnswerCounts
+) -> dict[int, list[GenerationPrompt]]:
+    """Have the target generate the prompts of each source `self`.
+
+    Args:
+        job: the work.
+        plan: the plan of the block.
+        backend: generates the prompts.
+        answer_file: the answers that are already there, to which new ones are added.
+        counts: the counts of the block, to which the prompts that were filtered are added.
+
+    Returns:
+        The prompts, by the number of the source.
+    """
+
+    def overlaps_suite(candidate: CheckedAnswer) -> bool:
+        """Return whether a prompt overlaps a prompt on which the draft will be measured."""
+        return job.suite_index.find_overlap(build_user_row(candidate.text)) is not None
+
+    own_prompts = {}
+    for number, source in enumerate(plan.sources):
+        if source.entry.source == SELF_SOURCE:
+            own_prompts[number], prompt_counts = generate_self_prompts(
+                plan, number, backend, answer_file, {"contaminated": overlaps_suite}
+            )
+            # A prompt is no answer, so only the filtered ones are counted.
+            counts.add(replace(prompt_counts, kept=0))
+    return own_prompts

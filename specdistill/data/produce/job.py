@@ -26,7 +26,7 @@ from specdistill.recipe.sections import DataConfig, Regeneration, ServerRegenera
 
 
 class RunSize(NamedTuple):
-    """How many rows a training has, and how much has to be generated before it.
+    """The number of rows of a training, and of the tokens to generate before it.
 
     Attributes:
         num_rows: training rows, all of `data.max_length` tokens; None if they are not counted yet.
@@ -147,6 +147,7 @@ class Job:
         # The processes share the missing blocks. A block may have too few rows for a whole batch.
         _, num_processes = find_rank_and_world_size()
         num_tokens = sum(block.num_tokens for block in missing) // min(num_processes, len(missing))
+
         # `check` refuses prompts as long as a row.
         rows_per_block = missing[0].num_tokens // max(1, max_length - settings.prompt_tokens)
         return RunSize(num_rows, num_tokens, min(settings.batch_size, max(1, rows_per_block)))

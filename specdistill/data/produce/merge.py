@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -52,7 +53,7 @@ MAX_CUT_ANSWERS = 0.2
 
 
 def merge(job: Job) -> None:
-    """Make the row set, unless it is already there.
+    """Filter, divide and pack the documents of a recipe into its row set, unless it is there.
 
     Raises:
         UserError: if blocks are missing or belong to another recipe.
@@ -67,10 +68,10 @@ def merge(job: Job) -> None:
         # The documents come from generated blocks, or from the rows of the sources.
         if config.regenerate.num_tokens > 0:
             sources = job.sources[0]
-            train, validation, filtered, generation = _from_blocks(job)
+            train, validation, filtered, generation = _collect_from_blocks(job)
         else:
             generation = None
-            train, validation, filtered, sources = _from_sources(job)
+            train, validation, filtered, sources = _collect_from_sources(job)
 
         # Any token can be padding, because its document id marks it as such.
         padding = next(
@@ -80,11 +81,11 @@ def merge(job: Job) -> None:
         )
 
         # Pack the documents of each split, and count its tokens.
-        halves = {}
+        packed_splits = {}
         for split, documents in (("train", train), ("validation", validation)):
             packed = Packed(documents, config.max_length, config.packing, padding, config.seed)
             tokens = {**_count_tokens(documents), "tokens": packed.num_tokens}
-            halves[split] = (
+            packed_splits[split] = (
                 packed,
                 SplitCounts(rows=len(packed), documents=len(documents), **tokens),
             )
@@ -93,7 +94,7 @@ def merge(job: Job) -> None:
         counted_sources = _count_sources(sources, config, train)
         write_rows(
             job.folder,
-            halves,
+            packed_splits,
             {
                 "fingerprint": job.fingerprint,
                 "fit": RowSetSpec.from_config(config, job.target),
@@ -111,11 +112,14 @@ def merge(job: Job) -> None:
 def _count_tokens(documents: Dataset) -> dict[str, int]:
     """Count the tokens and the loss tokens of documents."""
     # The masks are read in batches, because all of them may not fit the memory.
-    masks = (
+    loss_tokens_of_batches = (
         int(np.concatenate(batch["loss_mask"]).sum())
         for batch in documents.with_format("numpy").iter(batch_size=1024)
     )
-    return {"tokens": int(read_array(documents, "length").sum()), "loss_tokens": sum(masks)}
+    return {
+        "tokens": int(read_array(documents, "length").sum()),
+        "loss_tokens": sum(loss_tokens_of_batches),
+    }
 
 
 def _count_sources(
@@ -129,12 +133,15 @@ def _count_sources(
         train: the documents of the training split.
     """
     # Each document says the number of its source. Select the documents of one source at a time.
-    place = read_array(train, "source")
+    source_numbers = read_array(train, "source")
     counts = []
     for number, (source, name) in enumerate(
         zip(sources, list_source_names(config.source), strict=True)
     ):
-        row_indices = np.flatnonzero(place == number)
+        document_indices = np.flatnonzero(source_numbers == number)
+        token_counts = (
+            _count_tokens(train.select(document_indices)) if len(document_indices) else {}
+        )
         entry = source.entry
         counts.append(
             SourceCounts(
@@ -145,10 +152,10 @@ def _count_sources(
                 weight=entry.weight,
                 rows=len(source.rows),
                 fingerprint=str(source.rows._fingerprint),
-                documents=len(row_indices),
+                documents=len(document_indices),
                 rows_read=source.num_read,
                 bad_rows=dict(source.bad_rows),
-                **(_count_tokens(train.select(row_indices)) if len(row_indices) else {}),
+                **token_counts,
             )
         )
     return counts
@@ -184,8 +191,8 @@ def _describe_generation(job: Job, headers: Sequence[Mapping[str, Any]]) -> dict
     return {**facts, "by": "transformers", "batch_size": settings.batch_size}
 
 
-def _from_blocks(job: Job) -> tuple[Dataset, Dataset, Counter[str], dict[str, object]]:
-    """Collect the documents of all blocks, filter them and hold some out.
+def _collect_from_blocks(job: Job) -> tuple[Dataset, Dataset, Counter[str], dict[str, object]]:
+    """Collect the documents of all generated blocks, filter them and hold some out for validation.
 
     The documents of all blocks are taken in order. A document is left out if it answers a generated
     prompt that nearly repeats one of an earlier block. The documents have the columns input_ids,
@@ -198,35 +205,12 @@ def _from_blocks(job: Job) -> tuple[Dataset, Dataset, Counter[str], dict[str, ob
     Raises:
         UserError: if a block is missing or belongs to another recipe, or if there is no document.
     """
-    # Every block of the plan must be there.
-    paths = [
-        job.blocks / f"{block.name}.arrow"
-        for block in plan_blocks(job.config.regenerate.num_tokens)
-    ]
-    missing = [path.stem for path in paths if not path.exists()]
-    if missing:
-        raise UserError(
-            "data.shard",
-            got=f"{job.blocks}, which lacks {len(missing)} of {len(paths)} blocks:"
-            f" {', '.join(missing[:8])}",
-            expected="every block: `specdistill data make` of the same recipe makes those that are"
-            " missing",
-        )
-
-    # Every block must belong to this plan, and be the one that its name says.
-    headers = [parse_json(read_header(path) or "{}") for path in paths]
-    for number, (path, header) in enumerate(zip(paths, headers, strict=True)):
-        if (header.get("plan"), header.get("block")) != (job.plan, number):
-            raise UserError(
-                "data.shard",
-                got=f"{path}, which holds block {header.get('block')} of rows {header.get('plan')}",
-                expected=f"block {number} of rows {job.plan}, as the other shards of this recipe",
-            )
-
     # Put the blocks together, with the counts of what was filtered in each.
+    paths, headers = _find_blocks(job)
     documents = concatenate_datasets([Dataset.from_file(str(path)) for path in paths])
-    filtered = sum((Counter(header["filtered"]) for header in headers), Counter(job.sources[1]))
-    if not len(documents) and any(source.entry.source == SELF_SOURCE for source in job.sources[0]):
+    sources, filtered_rows = job.sources
+    filtered = sum((Counter(header["filtered"]) for header in headers), Counter(filtered_rows))
+    if not len(documents) and any(source.entry.source == SELF_SOURCE for source in sources):
         raise UserError(
             "data.source",
             got="self, all of whose generated prompts were dropped",
@@ -237,16 +221,18 @@ def _from_blocks(job: Job) -> tuple[Dataset, Dataset, Counter[str], dict[str, ob
         raise UserError(
             "data.max_length",
             got=f"{job.config.max_length}, which no prompt of data.source fits",
-            expected=f"texts of {job.config.generation.prompt_tokens} tokens"
-            " (data.regenerate.prompt_tokens) or questions of half of it at most",
+            expected=f"texts of {job.config.generation.prompt_tokens} tokens or more"
+            " (data.regenerate.prompt_tokens), or questions of at most half of data.max_length",
         )
 
     # A source with too few prompts gives fewer tokens than were asked for.
-    total = sum(header["tokens"] for header in headers)
+    num_generated = sum(header["tokens"] for header in headers)
     num_tokens = job.config.regenerate.num_tokens
-    if total < MIN_FILL * num_tokens:
+    if num_generated < MIN_FILL * num_tokens:
         logger.warning(
-            "the prompts of data.source were used up after %d of %d tokens", total, num_tokens
+            "data.source: its prompts were used up after %d of %d tokens were generated",
+            num_generated,
+            num_tokens,
         )
 
     # Blocks are generated independently, so near duplicates across blocks are only found here.
@@ -262,25 +248,57 @@ def _from_blocks(job: Job) -> tuple[Dataset, Dataset, Counter[str], dict[str, ob
         )
 
     # Leave out the documents that cannot be packed, and the near duplicates.
-    indices = select_usable(
-        documents,
-        False,
-        job.config.max_length,
-        filtered,
-        ", ".join(list_source_names(job.config.source)),
-    )
+    source_names = ", ".join(list_source_names(job.config.source))
+    indices = select_usable(documents, False, job.config.max_length, filtered, source_names)
     indices = indices[~is_near_duplicate[indices]]
 
     # Divide the documents into training and validation. All documents of a source's row, which
     # have the same hash, come into the same split.
-    hashes, row_of = np.unique(read_array(documents, "row")[indices], return_inverse=True)
-    is_held_out = select_held_out(hashes, job.config)[row_of]
+    row_hashes = read_array(documents, "row")[indices]
+    distinct_hashes, row_of_document = np.unique(row_hashes, return_inverse=True)
+    is_held_out = select_held_out(distinct_hashes, job.config)[row_of_document]
     return (
         documents.select(indices[~is_held_out]),
         documents.select(indices[is_held_out]),
         filtered,
         _describe_generation(job, headers),
     )
+
+
+def _find_blocks(job: Job) -> tuple[list[Path], list[dict[str, Any]]]:
+    """Find the files of all blocks, and check that they were made for this recipe.
+
+    Returns:
+        The files in the order of the blocks, and their headers.
+
+    Raises:
+        UserError: if a block is missing or belongs to another recipe.
+    """
+    # Every block of the plan must be there.
+    paths = [
+        job.blocks / f"{block.name}.arrow"
+        for block in plan_blocks(job.config.regenerate.num_tokens)
+    ]
+    missing = [path.stem for path in paths if not path.exists()]
+    if missing:
+        raise UserError(
+            "data.shard",
+            got=f"{job.blocks}, which lacks {len(missing)} of {len(paths)} blocks:"
+            f" {', '.join(missing[:8])}",
+            expected="every block; run `specdistill data make` with the same recipe to make the"
+            " missing ones",
+        )
+
+    # Every block must belong to this plan, and be the one that its name says.
+    headers = [parse_json(read_header(path) or "{}") for path in paths]
+    for number, (path, header) in enumerate(zip(paths, headers, strict=True)):
+        if (header.get("plan"), header.get("block")) != (job.plan, number):
+            raise UserError(
+                "data.shard",
+                got=f"{path}, which holds block {header.get('block')} of rows {header.get('plan')}",
+                expected=f"block {number} of rows {job.plan}, as the other shards of this recipe",
+            )
+    return paths, headers
 
 
 def warn_of_cut_answers(num_cut: int, num_answers: int, max_length: int) -> None:
@@ -311,20 +329,20 @@ def _find_near_duplicates(prompts: Sequence[Sequence[str | None]]) -> NDArray[np
     Returns:
         Whether each document is such an answer, for the documents of all blocks in order.
     """
-    near = NearDuplicates()
+    distinct_prompts = NearDuplicates()
     flags: list[bool] = []
     for block in prompts:
         # Each prompt of a block is compared once, however many documents answer it.
-        is_alike: dict[str | None, bool] = {None: False}
+        is_near_duplicate: dict[str | None, bool] = {None: False}
         for prompt in block:
-            if prompt is not None and prompt not in is_alike:
-                is_alike[prompt] = not near.add(prompt)
-        flags += [is_alike[prompt] for prompt in block]
+            if prompt is not None and prompt not in is_near_duplicate:
+                is_near_duplicate[prompt] = not distinct_prompts.add(prompt)
+        flags += [is_near_duplicate[prompt] for prompt in block]
     return np.array(flags, bool)
 
 
-def _from_sources(job: Job) -> tuple[Dataset, Dataset, Counter[str], list[Source]]:
-    """Encode the rows of the sources as they are, filter them and hold some out.
+def _collect_from_sources(job: Job) -> tuple[Dataset, Dataset, Counter[str], list[Source]]:
+    """Tokenize the rows of the sources, filter them and hold some out for validation.
 
     A source of weight 2 has each of its rows twice in the training documents.
 
@@ -339,35 +357,36 @@ def _from_sources(job: Job) -> tuple[Dataset, Dataset, Counter[str], list[Source
     read_sources, counts = job.sources
 
     # Tokenize each source, and put all documents together.
-    encoded = [_encode(source, number, job) for number, source in enumerate(read_sources)]
+    encoded = [_encode_source(source, number, job) for number, source in enumerate(read_sources)]
     sources = [source for _, source in encoded]
-    documents = concatenate_datasets([documents for documents, _ in encoded])
-    is_text, number, row, hashes = (
+    documents = concatenate_datasets([source_documents for source_documents, _ in encoded])
+    is_text, source_numbers, row_numbers, row_hashes = (
         read_array(documents, name) for name in ("is_text", "source", "row", "hash")
     )
 
     # Leave out the documents that cannot be packed.
     filtered = Counter(counts)
-    indices = select_usable(
-        documents, is_text, config.max_length, filtered, ", ".join(list_source_names(config.source))
-    )
+    source_names = ", ".join(list_source_names(config.source))
+    indices = select_usable(documents, is_text, config.max_length, filtered, source_names)
 
     # Hold out some rows for validation. All documents of a row that was cut are in the same split,
     # so the rows of all sources are numbered consecutively, and each row is decided once.
     first_rows = np.cumsum([0, *(len(source.rows) for source in sources[:-1])])
-    _, first, row_of = np.unique(
-        first_rows[number[indices]] + row[indices], return_index=True, return_inverse=True
+    global_rows = first_rows[source_numbers[indices]] + row_numbers[indices]
+    _, first_documents, row_of_document = np.unique(
+        global_rows, return_index=True, return_inverse=True
     )
-    is_held_out = select_held_out(hashes[indices[first]], config)[row_of]
+    is_held_out = select_held_out(row_hashes[indices[first_documents]], config)[row_of_document]
 
     # A source of weight 2.5 has each document twice, and a random half of them once more.
     generator = random.Random(config.seed)
     train: list[int] = []
-    for place, source in enumerate(sources):
-        row_indices = indices[(number[indices] == place) & ~is_held_out].tolist()
-        train += row_indices * int(source.entry.weight) + generator.sample(
-            row_indices, round(source.entry.weight % 1 * len(row_indices))
-        )
+    for number, source in enumerate(sources):
+        is_trained = (source_numbers[indices] == number) & ~is_held_out
+        source_documents = indices[is_trained].tolist()
+        num_extra = round(source.entry.weight % 1 * len(source_documents))
+        train += source_documents * int(source.entry.weight)
+        train += generator.sample(source_documents, num_extra)
     if not train:
         raise UserError(
             "data.source",
@@ -409,14 +428,13 @@ def select_held_out(hashes: NDArray[np.integer], config: DataConfig) -> NDArray[
     # Draw exactly the fraction of the rows.
     if is_sample:
         count = min(len(hashes) - 1, max(1, round(config.validation_fraction * len(hashes))))
-        return np.isin(
-            np.arange(len(hashes)), random.Random(config.seed).sample(range(len(hashes)), count)
-        )
+        held_out_rows = random.Random(config.seed).sample(range(len(hashes)), count)
+        return np.isin(np.arange(len(hashes)), held_out_rows)
 
     # Hold out the rows with the smallest hashes: those below the fraction of the range of hashes.
     count = int(np.searchsorted(distinct, math.ceil(config.validation_fraction * HASH_RANGE)))
-    is_selected: NDArray[np.bool_] = hashes < distinct[min(max(count, 1), len(distinct) - 1)]
-    return is_selected
+    is_held_out: NDArray[np.bool_] = hashes < distinct[min(max(count, 1), len(distinct) - 1)]
+    return is_held_out
 
 
 def _encode_row(
@@ -434,7 +452,7 @@ def _encode_row(
         return [describe_fault(error, row.get("place") or f"row {number + 1}", number)]
 
 
-def _encode(source: Source, number: int, job: Job) -> tuple[Dataset, Source]:
+def _encode_source(source: Source, number: int, job: Job) -> tuple[Dataset, Source]:
     """Tokenize the rows of a source, and count the rows that cannot be tokenized.
 
     Args:
@@ -483,8 +501,8 @@ def _encode(source: Source, number: int, job: Job) -> tuple[Dataset, Source]:
         check_share(source.bad_rows, source.num_read, source.entry.source, source.key, config)
 
     # A row that became several documents was cut.
-    _, num_documents = np.unique(read_array(encoded, "row"), return_counts=True)
-    num_cut = int((num_documents > 1).sum())
+    _, num_documents_of_row = np.unique(read_array(encoded, "row"), return_counts=True)
+    num_cut = int((num_documents_of_row > 1).sum())
     if num_cut:
         logger.warning(
             "%s: %d of %d rows are conversations longer than data.max_length=%d tokens and are cut"

@@ -50,13 +50,14 @@ class Module:
 
 
 def load_rows(split: str) -> tuple[str, Callable[[], Iterator[dict[str, object]]]]:
-    """Return a split of the source `pico`, as `specdistill.data.produce.sources` reads it.
+    """Load a split of the built-in source `pico`.
 
     Args:
         split: `train` or `validation`.
 
     Returns:
-        A fingerprint of the split's text, and a function that yields its rows.
+        A fingerprint of the split's text, and a function that yields its rows in the common forms
+        of `specdistill.data.produce.sources`.
 
     Raises:
         UserError: for another split.
@@ -72,16 +73,15 @@ def load_rows(split: str) -> tuple[str, Callable[[], Iterator[dict[str, object]]
     # Each module is a text. Its documented functions are conversations.
     modules = load_standard_library(split)  # type: ignore[arg-type]
 
-    def texts_and_chats() -> Iterator[dict[str, object]]:
+    def yield_rows() -> Iterator[dict[str, object]]:
         """Yield all texts, and then all conversations."""
         for module in modules:
             yield {"text": module.text, "messages": None}
         for messages in build_chats(modules):
             yield {"text": None, "messages": messages}
 
-    return hashlib.sha256(
-        "\0".join(module.text for module in modules).encode()
-    ).hexdigest(), texts_and_chats
+    all_text = "\0".join(module.text for module in modules)
+    return hashlib.sha256(all_text.encode()).hexdigest(), yield_rows
 
 
 def split_of(name: str) -> Split:
@@ -145,8 +145,8 @@ def find_documented_functions(source: str) -> Iterator[tuple[str, str]]:
         # Cut the docstring out of the source, and the indentation of a method off each line.
         head = lines[node.lineno - 1 : node.body[0].lineno - 1]
         body = lines[node.body[0].end_lineno or node.body[0].lineno : node.end_lineno]
-        columns = node.col_offset
+        indent = node.col_offset
         code = "\n".join(
-            line[columns:] if not line[:columns].strip() else line for line in [*head, *body]
+            line if line[:indent].strip() else line[indent:] for line in [*head, *body]
         ).rstrip()
         yield f"Write `{node.name}({ast.unparse(node.args)})`: {summary}", code

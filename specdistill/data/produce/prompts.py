@@ -159,9 +159,9 @@ def make_chat_prompts(
                 filtered["long_prompt"] += 1
 
             # Only the first unanswered turn is generated in this process.
-            num_left = sum(map(is_unanswered, messages))
-            if num_left and not is_served:
-                filtered["follow_up"] += num_left
+            num_follow_ups = sum(map(is_unanswered, messages))
+            if num_follow_ups and not is_served:
+                filtered["follow_up"] += num_follow_ups
 
 
 def make_text_prompts(
@@ -190,8 +190,8 @@ def make_text_prompts(
         # Blocks that share the texts choose the same places, and each takes every step-th of them.
         starts = []
         for row in batch:
-            for start in _choose_starts(str(row["text"]), per_text * step, generator)[first::step]:
-                starts.append((row, start))
+            shared_starts = _choose_starts(str(row["text"]), per_text * step, generator)
+            starts += [(row, start) for start in shared_starts[first::step]]
 
         # Tokenize the text after each place, and keep the first tokens as a prompt.
         snippets = [
@@ -220,7 +220,7 @@ def _choose_starts(text: str, count: int, generator: random.Random) -> list[int]
 
 
 def make_prompts(
-    plan: BlockPlan, of_self: Mapping[int, Sequence[GenerationPrompt]], filtered: Counter[str]
+    plan: BlockPlan, self_prompts: Mapping[int, Sequence[GenerationPrompt]], filtered: Counter[str]
 ) -> Iterator[tuple[list[GenerationPrompt], list[GenerationPrompt]]]:
     """Yield the prompts of a block's rows in parts, until every prompt was yielded once.
 
@@ -229,7 +229,7 @@ def make_prompts(
 
     Args:
         plan: what the block is generated from.
-        of_self: the prompts that the target generated, by the source's number.
+        self_prompts: the prompts that the target generated, by the number of the source.
         filtered: the counts by reason, for the parts that were taken so far.
 
     Yields:
@@ -237,31 +237,35 @@ def make_prompts(
     """
     # Weights are per row, so a source counts with its weight times its rows. The rows of a source
     # `self` are the prompts that the target generates in all blocks.
-    own_sizes = {
-        number: len(prompts) * plan.block.num_blocks for number, prompts in of_self.items()
+    num_self_rows = {
+        number: len(prompts) * plan.block.num_blocks for number, prompts in self_prompts.items()
     }
     weights = [
-        source.entry.weight * own_sizes.get(number, len(source.rows))
+        source.entry.weight * num_self_rows.get(number, len(source.rows))
         for number, source in enumerate(plan.sources)
     ]
 
     # The parts of each source. A source `self` has one part, with all its prompts.
     parts: list[Iterator[tuple[list[PlacedPrompt], list[PlacedPrompt]]]] = []
     for number, weight in enumerate(weights):
-        if number in of_self:
-            parts.append(iter([(_place_prompts(of_self[number], 0, weight), [])]))
+        if number in self_prompts:
+            parts.append(iter([(_place_prompts(self_prompts[number], 0, weight), [])]))
         else:
             parts.append(_split_source(plan, number, weights, filtered))
 
     # Merge the parts of all sources, conversations and texts separately.
-    for of_sources in itertools.zip_longest(*parts, fillvalue=([], [])):
-        kinds = []
-        for several in zip(*of_sources, strict=True):
-            # Sort by place, so that however many prompts are answered, each source has its weighted
-            # share of them.
-            placed = sorted(itertools.chain(*several), key=lambda pair: pair[0])
-            kinds.append([prompt for _, prompt in placed])
-        yield kinds[0], kinds[1]
+    for source_parts in itertools.zip_longest(*parts, fillvalue=([], [])):
+        chats, texts = zip(*source_parts, strict=True)
+        yield _merge_by_place(chats), _merge_by_place(texts)
+
+
+def _merge_by_place(sources: Iterable[Sequence[PlacedPrompt]]) -> list[GenerationPrompt]:
+    """Merge the prompts of several sources in the order of their places.
+
+    However many of the first prompts are then answered, each source has its weighted share of them.
+    """
+    placed = sorted(itertools.chain.from_iterable(sources), key=lambda pair: pair[0])
+    return [prompt for _, prompt in placed]
 
 
 def _split_source(
@@ -287,9 +291,9 @@ def _split_source(
     source = plan.sources[number]
     weight = weights[number]
     prompt_tokens = config.generation.prompt_tokens
-    shortest = choose_row_lengths(config.max_length, prompt_tokens)[0] - prompt_tokens
+    tokens_per_text = choose_row_lengths(config.max_length, prompt_tokens)[0] - prompt_tokens
     num_chats = math.ceil(block.num_tokens / SHORT_ANSWER * weight / sum(weights))
-    num_texts = math.ceil(block.num_tokens / shortest * weight / sum(weights))
+    num_texts = math.ceil(block.num_tokens / tokens_per_text * weight / sum(weights))
     if not len(source.rows):  # decontamination dropped them all
         return
 
@@ -299,18 +303,18 @@ def _split_source(
     selected_rows, first, num_sharing = block.select_rows(order)
 
     # Blocks that share a row need the same generator, because they divide the places within it.
-    shared = Dataset.select(source.rows, selected_rows)
-    generator = random.Random(
-        f"{config.seed} {number} {selected_rows[0] if num_sharing > 1 else block.number}"
-    )
-    count = sum(row is not None for row in shared.with_format(None)["text"])
+    block_rows = Dataset.select(source.rows, selected_rows)
+    generator_seed = selected_rows[0] if num_sharing > 1 else block.number
+    generator = random.Random(f"{config.seed} {number} {generator_seed}")
+    count = sum(row is not None for row in block_rows.with_format(None)["text"])
     per_text = -(-2 * num_texts // max(1, count))  # twice the need, because some texts are short
 
     # Take prompts until the rows have no more. Each part has the beginnings of texts first, and
     # places within texts in random order after them.
-    all_chats = make_chat_prompts(plan, shared, filtered)
-    all_texts = make_text_prompts(plan, shared, per_text, generator, (first, num_sharing))
-    num_before = [0, 0]
+    all_chats = make_chat_prompts(plan, block_rows, filtered)
+    all_texts = make_text_prompts(plan, block_rows, per_text, generator, (first, num_sharing))
+    num_chats_before = 0
+    num_texts_before = 0
     while True:
         chats = [
             replace(prompt, source=number, is_first=first == 0)
@@ -324,10 +328,11 @@ def _split_source(
         generator.shuffle(texts)
         texts.sort(key=lambda prompt: not prompt.is_beginning)
         yield (
-            _place_prompts(chats, num_before[0], weight),
-            _place_prompts(texts, num_before[1], weight),
+            _place_prompts(chats, num_chats_before, weight),
+            _place_prompts(texts, num_texts_before, weight),
         )
-        num_before = [num_before[0] + len(chats), num_before[1] + len(texts)]
+        num_chats_before += len(chats)
+        num_texts_before += len(texts)
 
 
 def _place_prompts(
@@ -349,7 +354,7 @@ def _place_prompts(
 def plan_rounds(
     plan: BlockPlan, parts: Iterable[tuple[list[GenerationPrompt], list[GenerationPrompt]]]
 ) -> Iterator[list[Stream]]:
-    """Yield the streams of a block round by round.
+    """Yield the tasks of a block in rounds, each of which is a list of streams.
 
     All tasks of a round are answered before those of the next round. The first rounds have one part
     of `make_prompts` each, so every prompt comes once before any comes again. Each later round has
@@ -386,7 +391,8 @@ def build_streams(
 ) -> list[Stream]:
     """Return the streams of a round: conversations, short texts, and texts as long as a row.
 
-    Short texts stop half way (see `choose_row_lengths`). The shares of the streams add up to 1.
+    A stream has the tasks of one kind. Short texts stop half way (see `choose_row_lengths`). The
+    shares of the streams add up to 1.
 
     Args:
         plan: what the block is generated from.
@@ -399,27 +405,29 @@ def build_streams(
     # Divide the tokens between conversations and texts.
     prompt_tokens = plan.config.generation.prompt_tokens
     short, long = choose_row_lengths(plan.config.max_length, prompt_tokens)
-    share = 1 - CHAT_SHARE if chats else 1.0
-    planned = [("chat", chats, 1 - share if texts else 1.0, long)]
+    text_share = 1 - CHAT_SHARE if chats else 1.0
+    chat_share = 1 - text_share if texts else 1.0
+    planned = [("chat", chats, chat_share, long)]
 
     # Divide the texts by the length to which they are continued. The share of each length is in
     # proportion to the tokens that its texts give.
     if short == long or len(texts) < 2:
-        planned.append((f"text{long}", texts, share, long))
+        planned.append((f"text{long}", texts, text_share, long))
     else:
         # Every fourth text is as long as a row, and at least one.
-        whole_texts = texts[3::4] or texts[-1:]
-        stopped = [text for number, text in enumerate(texts) if number % 4 != 3]
-        stopped = stopped if len(texts) > 3 else stopped[:-1]
+        long_texts = texts[3::4] or texts[-1:]
+        short_texts = [text for number, text in enumerate(texts) if number % 4 != 3]
+        if len(texts) <= 3:
+            short_texts = short_texts[:-1]
         weights = 3 * (short - prompt_tokens), long - prompt_tokens
         planned += [
-            (f"text{short}", stopped, share * weights[0] / sum(weights), short),
-            (f"text{long}", whole_texts, share * weights[1] / sum(weights), long),
+            (f"text{short}", short_texts, text_share * weights[0] / sum(weights), short),
+            (f"text{long}", long_texts, text_share * weights[1] / sum(weights), long),
         ]
 
     return [
-        Stream(_build_tasks(plan, kind, prompts, turn, length, num_tasks), part)
-        for kind, prompts, part, length in planned
+        Stream(_build_tasks(plan, kind, prompts, turn, length, num_tasks), share)
+        for kind, prompts, share, length in planned
         if prompts
     ]
 
@@ -462,7 +470,7 @@ def _build_tasks(
 def assign_temperatures(
     prompts: Sequence[GenerationPrompt], temperatures: Sequence[float], turn: int
 ) -> Iterator[tuple[GenerationPrompt, float]]:
-    """Yield prompts with the temperature at which they are answered in a turn.
+    """Yield each prompt with the temperature at which it is answered in a turn.
 
     In the first turns a prompt gets every temperature once. In later turns it gets the temperatures
     above 0 again, because sampling generates something new each time, and greedy generation does
@@ -488,9 +496,9 @@ def _sort_by_length(
     Of every `size` prompts, the prompts are sorted by length and divided into parts of PART, and
     the parts are shuffled.
     """
-    while several := list(itertools.islice(pairs, size)):
-        several.sort(key=lambda pair: len(pair[0].ids))
-        parts = [several[start : start + PART] for start in range(0, len(several), PART)]
+    while chunk := list(itertools.islice(pairs, size)):
+        chunk.sort(key=lambda pair: len(pair[0].ids))
+        parts = [chunk[start : start + PART] for start in range(0, len(chunk), PART)]
         generator.shuffle(parts)
         yield from itertools.chain(*parts)
 

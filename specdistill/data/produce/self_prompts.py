@@ -117,35 +117,44 @@ class Opening:
 
         # Most tokenizers put a space into the token of the word that follows it. The opening must
         # not end with the space, because the target never saw it as a token of its own.
-        before, closing = (
-            before.rstrip(" "),
-            after[0].strip(),
-        )
-        ids, last, rest = (
+        before = before.rstrip(" ")
+        closing = after[0].strip()
+        opening_ids, closing_ids, after_ids = (
             tokenizer(text, add_special_tokens=False)["input_ids"]
             for text in (before, closing, after[0])
         )
 
-        # The tokens that end a content, and the special tokens that must not occur in one.
-        added = tokenizer.added_tokens_decoder
-        ends = frozenset(end_ids) | (added.keys() & last[:1])
-        special = {
-            token for token in added if added[token].special or token in ids or token in last
-        }
-        return cls(tuple(ids), closing, len(ids) + len(rest), ends, ends | special)
+        # The tokens that end a content: those that end a generation, and the first token of the
+        # closing if it was added to the tokenizer's vocabulary, as `<|im_end|>` is.
+        added_tokens = tokenizer.added_tokens_decoder
+        content_ends = frozenset(end_ids) | (added_tokens.keys() & closing_ids[:1])
 
-    def ends(self, ids: Sequence[int]) -> bool:
+        # The tokens that must not occur in a content.
+        special = {
+            token
+            for token in added_tokens
+            if added_tokens[token].special or token in {*opening_ids, *closing_ids}
+        }
+        return cls(
+            ids=tuple(opening_ids),
+            closing=closing,
+            num_tokens=len(opening_ids) + len(after_ids),
+            end_ids=content_ends,
+            special=content_ends | special,
+        )
+
+    def is_end(self, ids: Sequence[int]) -> bool:
         """Return whether the last of these tokens ends a content."""
         return bool(ids) and ids[-1] in self.end_ids
 
-    def checked(self, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> CheckedAnswer:
+    def pair_with_text(self, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> CheckedAnswer:
         """Pair the tokens of a content with their text, for the rules.
 
         The turns of some templates end in plain text. Such a text ends a prompt just as an end
         token does.
         """
         # Drop the end token from the text. Without one, the content was cut at its length.
-        is_whole = self.ends(ids)
+        is_whole = self.is_end(ids)
         text = str(tokenizer.decode(ids[:-1] if is_whole else ids, skip_special_tokens=False))
 
         # Cut the content before a closing in plain text.
@@ -180,41 +189,40 @@ def generate_self_prompts(
     Returns:
         The prompts, and how many were kept and filtered.
     """
+    # Each system message has an opening of its own, and the openings take turns.
     block = plan.block
     config = plan.config
     tokenizer = plan.tokenizer
     source = plan.sources[number]
-
-    # Each system message has an opening of its own, and the openings take turns.
     openings = [
         Opening.from_template(tokenizer, system, plan.end_ids, source.key)
         for system in source.entry.system or (None,)
     ]
-    longest = compute_max_prompt_length(openings, config.max_length)
+    max_prompt_length = compute_max_prompt_length(openings, config.max_length)
 
     # How many prompts the block needs: its share of `num_prompts`, or else of one prompt per answer
     # of LONG_ANSWER tokens.
-    answers = max(2, -(-config.regenerate.num_tokens // min(LONG_ANSWER, config.max_length // 2)))
-    count = block.share(source.entry.num_prompts or answers)
-    kept_prompts: list[str] = []
-    near = NearDuplicates()
+    answer_length = min(LONG_ANSWER, config.max_length // 2)
+    num_answers = max(2, -(-config.regenerate.num_tokens // answer_length))
+    count = block.share(source.entry.num_prompts or num_answers)
 
     # A prompt is dropped by the first of these rules that it breaks. The rule on near duplicates
     # comes last, because it remembers the prompts that it is asked about.
-    rules = {
-        name: RULES[name] for name in ("empty", "truncated", "looping", "off_template")
-    } | dict(more_rules)
-    rules["near_duplicate"] = lambda candidate: not near.add(candidate.text)
-    counts = AnswerCounts()
-    num_generated = 0
+    distinct_prompts = NearDuplicates()
+    rules = {name: RULES[name] for name in ("empty", "truncated", "looping", "off_template")}
+    rules.update(more_rules)
+    rules["near_duplicate"] = lambda candidate: not distinct_prompts.add(candidate.text)
 
     # Generate prompts until enough of them are kept, or until the target seems to have no more.
-    while len(kept_prompts) < count and num_generated < MAX_PROMPTS_PER_WANTED * count:
+    texts: list[str] = []
+    counts = AnswerCounts()
+    num_generated = 0
+    max_generated = MAX_PROMPTS_PER_WANTED * count
+    while len(texts) < count and num_generated < max_generated:
         # Generate as many as are missing, divided by the share that was kept so far.
-        num_wanted = math.ceil(
-            (count - len(kept_prompts)) * (num_generated / len(kept_prompts) if kept_prompts else 1)
-        )
-        num_wanted = min(num_wanted, MAX_PROMPTS_PER_WANTED * count - num_generated)
+        generated_per_kept = num_generated / len(texts) if texts else 1
+        num_wanted = math.ceil((count - len(texts)) * generated_per_kept)
+        num_wanted = min(num_wanted, max_generated - num_generated)
 
         # The prompts take the openings in turn. Each block starts with another opening, because a
         # block may want fewer prompts than there are openings.
@@ -222,31 +230,35 @@ def generate_self_prompts(
             f"self{number}-{place}": openings[(place + block.number) % len(openings)]
             for place in range(num_generated, num_generated + num_wanted)
         }
-        generated = _generate_contents(
-            plan, opened, longest, source.entry.temperature, backend, answer_file
+        contents = _generate_contents(
+            plan, opened, max_prompt_length, source.entry.temperature, backend, answer_file
         )
         num_generated += num_wanted
 
         # Keep the prompts that break no rule.
         for name, opening in opened.items():
-            candidate = opening.checked(generated[name], tokenizer)
-            if len(kept_prompts) < count and counts.is_kept(candidate, rules):
-                kept_prompts.append(candidate.text)
+            candidate = opening.pair_with_text(contents[name], tokenizer)
+            if len(texts) < count and counts.is_kept(candidate, rules):
+                texts.append(candidate.text)
+    return [_build_prompt(plan, number, text) for text in texts], counts
 
-    # The kept texts become prompts of one user's turn.
-    prompts = []
-    for text in kept_prompts:
-        message: Message = {"role": "user", "content": text}
-        prompts.append(
-            GenerationPrompt(
-                tokenize_prompt(tokenizer, [message], **config.generation.template),
-                hash_row(build_user_row(text), config.seed),
-                (message,),
-                source=number,
-                asked=text,
-            )
-        )
-    return prompts, counts
+
+def _build_prompt(plan: BlockPlan, number: int, text: str) -> GenerationPrompt:
+    """Build the prompt of a conversation whose one message, a user's, the target generated.
+
+    Args:
+        plan: what the block is generated from.
+        number: the number of the source.
+        text: the text.
+    """
+    message: Message = {"role": "user", "content": text}
+    return GenerationPrompt(
+        tokenize_prompt(plan.tokenizer, [message], **plan.config.generation.template),
+        hash_row(build_user_row(text), plan.config.seed),
+        (message,),
+        source=number,
+        asked=text,
+    )
 
 
 class NearDuplicates:
@@ -277,13 +289,11 @@ class NearDuplicates:
         # Jaccard index: common n-grams / n-grams of either.
         hashes = MinHash(HASHES)
         hashes.update_batch([" ".join(shingle).encode() for shingle in prompt_shingles])
-        neighbors = (self.shingles[number] for number in self.bands.query(hashes))
-        if any(
-            len(prompt_shingles & shingles)
-            >= NEAR_DUPLICATE_SIMILARITY * len(prompt_shingles | shingles)
-            for shingles in neighbors
-        ):
-            return False
+        for number in self.bands.query(hashes):
+            num_common = len(prompt_shingles & self.shingles[number])
+            num_either = len(prompt_shingles | self.shingles[number])
+            if num_common >= NEAR_DUPLICATE_SIMILARITY * num_either:
+                return False
 
         # Nothing is similar, so later prompts are compared with this one, too.
         self.bands.insert(len(self.shingles), hashes)
@@ -315,51 +325,47 @@ def _generate_contents(
     Returns:
         The tokens of each content by its name, up to the token that ends it or up to `longest`.
     """
-    ids_by_opening: dict[str, list[int]] = {name: [] for name in opened}
+    contents: dict[str, list[int]] = {name: [] for name in opened}
     turn = 0
     unfinished = list(opened)
     while unfinished:
         # Continue every content that has not ended, as far as the shortest one may be continued.
-        room = longest - min(len(ids_by_opening[name]) for name in unfinished)
+        room = longest - min(len(contents[name]) for name in unfinished)
         tasks: list[GenerationTask] = []
         for name in unfinished:
-            context = [*opened[name].ids, *ids_by_opening[name]]
-            task = f"{name}-{turn}"
+            context = [*opened[name].ids, *contents[name]]
+            task_name = f"{name}-{turn}"
             tasks.append(
                 GenerationTask(
-                    task,
+                    task_name,
                     GenerationPrompt(context),
                     temperature,
-                    plan.seed_of(task),
+                    plan.seed_of(task_name),
                     len(context) + room,
                 )
             )
-        new_ids_each = [
+        pieces = [
             turns[0].token_ids if turns else []
             for _, turns in backend.generate_answers(iter(tasks), answer_file, tasks.__len__)
         ]
 
-        # Cut each new piece at the first token that ends a content.
-        for name, new in zip(unfinished, new_ids_each, strict=True):
-            end = next(
-                (place for place, token in enumerate(new, 1) if token in opened[name].end_ids), None
-            )
-            ids_by_opening[name] += new[:end]
+        # Append each new piece to its content, up to the first token that ends a content.
+        for name, piece in zip(unfinished, pieces, strict=True):
+            is_end = [token in opened[name].end_ids for token in piece]
+            contents[name] += piece[: is_end.index(True) + 1] if any(is_end) else piece
 
-        # Go on with the contents that have not ended.
+        # Go on with the contents that have not ended and still grow.
         unfinished = [
             name
-            for name, new in zip(unfinished, new_ids_each, strict=True)
-            if new
-            and not opened[name].ends(ids_by_opening[name])
-            and len(ids_by_opening[name]) < longest
+            for name, piece in zip(unfinished, pieces, strict=True)
+            if piece and not opened[name].is_end(contents[name]) and len(contents[name]) < longest
         ]
         turn += 1
-    return ids_by_opening
+    return contents
 
 
 def build_user_row(text: str) -> Row:
-    """Return the row of a conversation that has one turn, a user's."""
+    """Return a row that holds a conversation of one message, a user's."""
     return {"text": None, "messages": [{"role": "user", "content": text}]}
 
 
@@ -378,8 +384,8 @@ def compute_max_prompt_length(openings: Sequence[Opening], max_length: int) -> i
             "data.max_length",
             got=max_length,
             expected=(
-                f"{2 * (opened + MIN_PROMPT_ROOM_TOKENS)} or more: half of it holds a prompt in its"
-                " chat template"
+                f"{2 * (opened + MIN_PROMPT_ROOM_TOKENS)} or more, because half of it must hold a"
+                " prompt in its chat template"
             ),
         )
     return room

@@ -28,7 +28,7 @@ from specdistill.common.errors import ResourceError, UserError, logger
 from specdistill.data.produce.blocks import Answer, AnswerFile
 from specdistill.data.produce.prompts import GenerationTask
 from specdistill.data.rows.chat import tokenize_prompt
-from specdistill.data.rows.store import OUTPUT_STATES_REQUEST, take
+from specdistill.data.rows.store import OUTPUT_STATES_REQUEST, take_hidden_states
 from specdistill.evaluation.suites.conversations import Message, Tools, is_unanswered
 from specdistill.serving.engines.completions import Choice, CompletionServer, UnavailableError
 from specdistill.serving.engines.vllm import PLAIN_SAMPLING
@@ -58,10 +58,10 @@ class ServerTokenizer:
         self.template = template
         # The text of an answer does not say which of several end tokens ended it. The tokenizer's
         # own end token ends a turn. A server may know more end tokens.
-        self._end = (
+        self._end_id: int | None = (
             tokenizer.eos_token_id
             if tokenizer.eos_token_id in self.end_ids
-            else next(iter(sorted(self.end_ids)), None)
+            else min(self.end_ids, default=None)
         )
         self._tokenizer = tokenizer
         self._num_ids = len(tokenizer)
@@ -99,10 +99,10 @@ class ServerTokenizer:
             return None
 
         # Some servers leave out the token that ended the answer.
-        lacks_end = choice.finish_reason == "stop" and not (
-            ids and ids[-1] in self.end_ids | self.special
-        )
-        return [*ids, self._end] if lacks_end and self._end is not None else list(ids)
+        has_end = bool(ids) and ids[-1] in self.end_ids | self.special
+        if choice.finish_reason == "stop" and not has_end and self._end_id is not None:
+            return [*ids, self._end_id]
+        return list(ids)
 
 
 class ServerBackend:
@@ -158,18 +158,20 @@ class ServerBackend:
         """Yield each task with its turns, as `TransformersBackend.generate_answers` does."""
         # Tasks are yielded in their order, whichever answer comes first.
         requests: deque[tuple[GenerationTask, Future[list[Answer]]]] = deque()
-        most = len(self.servers) * self.concurrency
+        num_places = len(self.servers) * self.concurrency
         try:
             while True:
                 # Keep as many requests in flight as there are places, but no more than are wanted.
-                while len(requests) < max(1, min(most, count_wanted())) and (
-                    task := next(tasks, None)
-                ):
-                    requests.append(
-                        (task, self._pool.submit(self._generate_turns, task, answer_file))
-                    )
+                while len(requests) < max(1, min(num_places, count_wanted())):
+                    next_task = next(tasks, None)
+                    if next_task is None:
+                        break
+                    future = self._pool.submit(self._generate_turns, next_task, answer_file)
+                    requests.append((next_task, future))
                 if not requests:
                     return
+
+                # The request is removed last, so that it is finished below if the caller stops.
                 task, future = requests[0]
                 yield task, future.result()
                 requests.popleft()
@@ -192,7 +194,7 @@ class ServerBackend:
 
         # Ask servers until one of them answers. A server that fails too often is given up.
         while True:
-            server = self._take()
+            server = self._wait_for_server()
             try:
                 turns = generate_conversation(server, task, self.tokenizer)
                 if all(turn.error is None for turn in turns):
@@ -207,7 +209,7 @@ class ServerBackend:
                     self._in_flight[server] -= 1
                     self._changed.notify_all()
 
-    def _take(self) -> CompletionServer:
+    def _wait_for_server(self) -> CompletionServer:
         """Wait for a server that may be asked, and return the one with the fewest requests.
 
         Raises:
@@ -217,13 +219,13 @@ class ServerBackend:
             while True:
                 usable = [server for server in self.servers if server not in self._given_up]
                 if not usable or self._is_stopped:
-                    why = "; ".join(
+                    reason = "; ".join(
                         f"{server.address}: {error}" for server, error in self._given_up.items()
                     )[:400]
                     raise ResourceError(
-                        f"no server answers any more ({why})",
-                        next_step="start them again: what was generated is kept, and the same"
-                        " command resumes",
+                        f"no server answers any more ({reason})",
+                        next_step="start them again, and run the same command; it keeps all answers"
+                        " so far and continues",
                     )
 
                 # Of the servers that may get another request, prefer those that need no pause after
@@ -253,8 +255,8 @@ def generate_conversation(
     # `messages` grows by the recorded messages before each turn, and by the generated turn.
     turns: list[Answer] = []
     messages: list[Message] = []
-    for before in _list_contexts(task.prompt.messages):
-        messages += before
+    for new_messages in _list_contexts(task.prompt.messages):
+        messages += new_messages
         try:
             context = (
                 tokenizer.context(messages, task.prompt.tools)
@@ -336,20 +338,15 @@ def ask(
 
     # Keep the hidden states that the server wrote with its answer.
     if server.states and choice.states:
-        take(
-            Path(choice.states),
-            [*context, *(choice.token_ids or ())][:-1],
-            server.server,
-            server.states,
-            context,
+        read_ids = [*context, *(choice.token_ids or ())][:-1]
+        take_hidden_states(
+            Path(choice.states), read_ids, server.server, server.states, prompt=context
         )
 
     # An answer whose tokens are not the target's is not used.
     ids = tokenizer.answer(choice)
     reason = str(choice.finish_reason)
-    error = (
-        None
-        if ids is not None
-        else f"an answer in other tokens than the target's: {json.dumps(choice.text[:80])}"
-    )
+    error = None
+    if ids is None:
+        error = f"an answer in other tokens than the target's: {json.dumps(choice.text[:80])}"
     return Answer(context, ids or [], reason, error)

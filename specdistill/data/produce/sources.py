@@ -17,7 +17,7 @@ import lzma
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -214,7 +214,7 @@ def load_sources(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list
                 raise UserError(
                     key,
                     got=f"{value} with the source self alone",
-                    expected=f"{default}: it applies to the rows of a source, and self has none",
+                    expected=f"{default}, because self has no rows that this key applies to",
                 )
 
     return [_read_source(entry, key, config, tokenizer) for key, entry in sources]
@@ -224,27 +224,55 @@ def _read_source(
     entry: SourceEntry, key: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase
 ) -> Source:
     """Read the rows of one source in the common forms, and count those that cannot be used."""
+    # The source `self` has no rows. Its prompts are generated later.
+    if entry.source == SELF_SOURCE:
+        no_rows = Dataset.from_dict({name: [] for name in COLUMNS}, features=Features(COLUMNS))
+        return Source(no_rows, entry, key)
+    if entry.source in BUILT_IN_SOURCES:
+        return _read_built_in_source(entry, key, config)
+    return _read_data_set(entry, key, config, tokenizer)
+
+
+def _read_built_in_source(entry: SourceEntry, key: str, config: DataConfig) -> Source:
+    """Read the rows of a built-in source, which yields them in the common forms."""
+    if entry.where or entry.min_turns or entry.columns or config.columns:
+        raise UserError(
+            key,
+            got=f"columns, where or min_turns for {entry.source}",
+            expected="none of these keys for this source, or another source",
+        )
+    content, rows_of_split = resolve_name(BUILT_IN_SOURCES[entry.source])(
+        entry.split or config.split
+    )
+    with silence_datasets(), on_disk(cache_folder(config.cache_dir)):
+        rows = Dataset.from_generator(
+            rows_of_split,
+            Features(COLUMNS),
+            config.cache_dir,
+            fingerprint=Hasher.hash([entry.source, content, *COLUMNS]),
+        )
+    return Source(rows, entry, key, num_read=len(rows))
+
+
+def _read_data_set(
+    entry: SourceEntry, key: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase
+) -> Source:
+    """Read the rows of a file, a folder or a Hub data set, and convert them to the common forms.
+
+    Args:
+        entry: the source's entry in the recipe.
+        key: the name of the source in error messages.
+        config: the `data:` section.
+        tokenizer: the target's.
+
+    Raises:
+        UserError: for a source that cannot be read, or that has no row that can be used.
+        ResourceError: when the Hub fails.
+    """
+    # Load the rows as they are; lines that are no JSON objects are already left out.
     source = entry.source
     split = entry.split or config.split
     columns = entry.columns or config.columns
-
-    # The source `self` has no rows. Its prompts are generated later.
-    if source == SELF_SOURCE:
-        no_rows = Dataset.from_dict({name: [] for name in COLUMNS}, features=Features(COLUMNS))
-        return Source(no_rows, entry, key)
-
-    # A built-in source yields its rows in the common forms.
-    if source in BUILT_IN_SOURCES:
-        if entry.where or entry.min_turns or columns:
-            raise UserError(
-                key,
-                got=f"columns, where or min_turns for {source}",
-                expected="none of them for this source, or another source",
-            )
-        rows = _read_built_in_source(source, split, config)
-        return Source(rows, entry, key, num_read=len(rows))
-
-    # Load the rows as they are; lines that are no JSON objects are already left out.
     raw, places, bad_lines = _load(entry, split, key, config)
     num_read = len(raw) + len(bad_lines)
     bad_rows: dict[str, BadRows] = {}
@@ -266,7 +294,7 @@ def _read_source(
         raise UserError(
             key,
             got=f"{source}, rows of token ids, with data.regenerate",
-            expected="data.regenerate.num_tokens=0: they are trained on as they are",
+            expected="data.regenerate.num_tokens=0, because token ids are trained on unchanged",
         )
 
     # Convert the rows to the common forms.
@@ -302,18 +330,6 @@ def _read_source(
     return Source(rows, entry, key, num_read, bad_rows)
 
 
-def _read_built_in_source(source: str, split: str, config: DataConfig) -> Dataset:
-    """Return the rows of a built-in source, from the cache of datasets if they are there."""
-    content, rows_of_split = resolve_name(BUILT_IN_SOURCES[source])(split)
-    with silence_datasets(), on_disk(cache_folder(config.cache_dir)):
-        return Dataset.from_generator(
-            rows_of_split,
-            Features(COLUMNS),
-            config.cache_dir,
-            fingerprint=Hasher.hash([source, content, *COLUMNS]),
-        )
-
-
 def _convert_rows(raw: Dataset, reader: "RowReader", split: str) -> Dataset:
     """Convert the rows of a source to the common forms, or load the result from the cache.
 
@@ -329,12 +345,11 @@ def _convert_rows(raw: Dataset, reader: "RowReader", split: str) -> Dataset:
     """
     config = reader.config
     entry = reader.entry
-    tokenizer = reader.tokenizer
 
     # The fingerprint that datasets gives to a file depends on its name and date, which differ
     # between machines. The hash of its content does not.
-    is_local = Path(entry.source).exists()
-    content = [hash_content(entry.source), split] if is_local else raw._fingerprint
+    source = entry.source
+    content = [hash_content(source), split] if Path(source).exists() else raw._fingerprint
 
     # The converted rows depend on all of these, so they are part of the cache's name. A row is
     # checked against the chat template when it is read.
@@ -346,16 +361,19 @@ def _convert_rows(raw: Dataset, reader: "RowReader", split: str) -> Dataset:
         entry.columns,
         *conditions,
         config.roles,
-        [tokenizer.chat_template, config.generation.template if generates else config.loss_mask],
+        [
+            reader.tokenizer.chat_template,
+            config.generation.template if generates else config.loss_mask,
+        ],
         reader.places.files,
-        hash_tokenizer(tokenizer),
+        hash_tokenizer(reader.tokenizer),
     ]
     columns = {**COLUMNS, "place": Value("string"), **FAULT_COLUMNS}
     try:
         return map_rows(raw, reader, columns, inputs, "Reading", config)
     except UnicodeDecodeError as error:  # datasets does not decode a file when it loads it.
         raise UserError(
-            reader.key, got=f"{entry.source}, which is not UTF-8", expected="text in UTF-8"
+            reader.key, got=f"{source}, which is not UTF-8", expected="text in UTF-8"
         ) from error
 
 
@@ -462,8 +480,7 @@ class RowReader:
         accepted_rows = []
         for row in rows:
             messages = row.get("messages") or ()
-            num_user_turns = sum(message["role"] == "user" for message in messages)
-            if num_user_turns < entry.min_turns:
+            if sum(message["role"] == "user" for message in messages) < entry.min_turns:
                 continue
             if messages and self.config.regenerate.num_tokens > 0:
                 check_prompts(
@@ -491,7 +508,7 @@ def normalize_row(
     tokenizer: PreTrainedTokenizerBase,
     roles: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Row]:
-    """Yield a row of any known form in the common form; nothing for a row without content.
+    """Convert a row with any known columns to the common forms; yield nothing if it is empty.
 
     Data sets on the Hub name the columns of a conversation, of an instruction and of its answer in
     many ways. `specdistill.recipe.data_sources` lists the names that are known.
@@ -513,18 +530,20 @@ def normalize_row(
             raise UserError(
                 where,
                 got=f"{len(instances)} instances",
-                expected="one: a row of its own for each",
+                expected="one instance; give each instance a row of its own",
                 kind="several instances in a row",
             )
         present |= instances[0]
 
     # Find a conversation, an instruction with its answer, or an instruction alone. BFCL has a
     # conversation in `question`.
-    turns = _find_value(present, CONVERSATIONS)
+    turns = next((present[column] for column in CONVERSATIONS if column in present), None)
     if isinstance(present.get("question"), list):
         turns = present["question"]
-    exchange = _find_exchange(present)
-    question = _find_question(present, row)
+    exchange = next((pair for pair in EXCHANGES if pair[0] in present and pair[1] in present), None)
+    question = next(
+        (name for name in PROMPTS if name in present and not ANSWERS[name] & row.keys()), None
+    )
     context = present.get("input") or present.get("context")
 
     # The first form that the row has decides how it is read: token ids, a conversation, a text, an
@@ -532,7 +551,8 @@ def normalize_row(
     if TOKENS in present:
         yield _read_token_row(present, where, tokenizer)
     elif turns is not None:
-        messages, tools = convert_conversation(turns, _find_value(present, SCHEMAS), where, roles)
+        schemas = next((present[column] for column in SCHEMAS if column in present), None)
+        messages, tools = convert_conversation(turns, schemas, where, roles)
         if messages and messages[0]["role"] != "system" and isinstance(present.get("system"), str):
             messages = [{"role": "system", "content": present["system"]}, *messages]
         if messages:
@@ -540,43 +560,12 @@ def normalize_row(
     elif "text" in present:
         yield {"text": check_string(present["text"], where, "text"), "messages": None}
     elif exchange is not None:
-        instruction, answer = exchange
-        messages = _build_exchange(present[instruction], context, present[answer], where)
+        messages = _build_exchange(present[exchange[0]], context, present[exchange[1]], where)
         yield {"text": None, "messages": messages}
     elif question is not None:
         # The target will answer the question, so it is the only message.
         user_message, _ = _build_exchange(present[question], context, None, where)
         yield {"text": None, "messages": [user_message]}
-
-
-def _find_value(present: Mapping[str, Any], columns: Iterable[str]) -> Any:
-    """Return the value of the first of these columns that a row has; None if it has none."""
-    for column in columns:
-        if column in present:
-            return present[column]
-    return None
-
-
-def _find_exchange(present: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the names of a row's columns with an instruction and its answer, if it has both."""
-    for instruction, answer in EXCHANGES:
-        if instruction in present and answer in present:
-            return instruction, answer
-    return None
-
-
-def _find_question(present: Mapping[str, Any], row: Mapping[str, Any]) -> str | None:
-    """Return the name of a row's column with an instruction that the row does not answer.
-
-    Args:
-        present: the columns that have a value in the row.
-        row: all columns of the row. If it has a column for the answer, even an empty one, the
-            instruction is not a prompt.
-    """
-    for name in PROMPTS:
-        if name in present and not ANSWERS[name] & row.keys():
-            return name
-    return None
 
 
 def _load(
@@ -612,7 +601,8 @@ def _load(
         raise UserError(
             key,
             got=f"{source}, split {split}, which does not read as {kind or 'a data set'}: {reason}",
-            expected="rows that are alike, of data.split, or of split and name of an entry",
+            expected="a split that exists (data.split, or split and name of an entry), whose rows"
+            " all have the same columns",
         ) from error
 
 
@@ -660,7 +650,10 @@ def _load_split(
         # If a file has bad lines, load copies of the files without them.
         if any(file.bad_lines for file in chain.from_iterable(checked.values())):
             loader = "json"
-            options = {"data_files": _list_readable_files(checked)}
+            readable = {}
+            for name, files in checked.items():
+                readable[name] = [file.readable for file in files if len(file.lines)]
+            options = {"data_files": {name: files for name, files in readable.items() if files}}
             builder = load_dataset_builder(loader, **options, cache_dir=cache_dir)
     builder.download_and_prepare()
     rows = builder.as_dataset(split=split)
@@ -689,23 +682,13 @@ def _load_split(
 def _check_json_files(
     builder: Json, key: str, config: DataConfig
 ) -> dict[str, list["CheckedFile"]]:
-    """Check the files of JSON that a builder of datasets would load, by the name of their split."""
+    """Check each JSON file that a builder of datasets would load, and return them by split."""
     checked = {}
     for name, files in builder.config.data_files.items():
         checked[name] = [
             _check_json(str(file), number, key, config) for number, file in enumerate(files)
         ]
     return checked
-
-
-def _list_readable_files(checked: Mapping[str, Sequence["CheckedFile"]]) -> dict[str, list[str]]:
-    """Return the files of each split that have rows, as copies without bad lines where needed."""
-    readable = {}
-    for name, files in checked.items():
-        files_with_rows = [file.readable for file in files if len(file.lines)]
-        if files_with_rows:
-            readable[name] = files_with_rows
-    return readable
 
 
 def _select_bad_lines(
@@ -789,7 +772,7 @@ def _check_json(name: str, number_of_file: int, key: str, config: DataConfig) ->
             readable = str(_copy_readable(file, Path(path), largest_list, config))
     except (ValueError, OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         raise UserError(
-            key, got=f"{path}, {error}", expected="rows that are alike, a JSON object each"
+            key, got=f"{path}, {error}", expected="a JSON object on each line, or a list of them"
         ) from error
     return CheckedFile(Path(name).name, readable, np.array(lines, np.int64), bad_lines, is_list)
 
@@ -823,84 +806,58 @@ def _read_token_row(row: Mapping[str, Any], where: str, tokenizer: PreTrainedTok
     # Arrow reads a whole column as floats if one of its rows holds a float. Turn whole numbers back
     # into integers.
     row = dict(row)
-    for name in (TOKENS, "loss_mask"):
-        if name in row:
-            row[name] = _convert_to_integers(row[name])
+    for name in {TOKENS, "loss_mask"} & row.keys():
+        row[name] = _convert_to_integers(row[name])
 
-    # Without a mask, every token carries loss.
+    # Labels, or a mask of another name than `loss_mask`, are not read. They are an error unless the
+    # mask selects every token.
     ids = row[TOKENS]
     full_mask = [1] * (len(ids) if isinstance(ids, list) else 0)
-    if "loss_mask" not in row:
-        _check_no_other_mask(row, full_mask, where)
-    mask = row.get("loss_mask", full_mask)
-
-    # Check both lists, and each of their numbers.
-    _check_integers(TOKENS, ids, None, len(tokenizer), where)
-    _check_integers("loss_mask", mask, len(ids), 2, where)
-    return {"text": str(tokenizer.decode(ids)), "input_ids": ids, "loss_mask": mask}
-
-
-def _check_no_other_mask(row: Mapping[str, Any], full_mask: Sequence[int], where: str) -> None:
-    """Raise UserError if a row of token ids has labels or a mask that would not be read.
-
-    Only `loss_mask` is read. Another mask does no harm if it selects every token.
-
-    Args:
-        row: the row.
-        full_mask: the mask that selects every token.
-        where: the name of the row in errors.
-    """
-    for name, values in row.items():
-        is_mask = name == "labels" or name.endswith(("_mask", "_masks"))
-        if is_mask and values != full_mask:
-            columns = "data.columns={input_ids: input_ids"
-            raise UserError(
-                where,
-                got=f"{TOKENS} with {name}, which is not read",
-                expected=f"a loss_mask of 0 and 1 ({columns}, loss_mask: …}}), or {columns}}} for"
-                " loss on all tokens",
-            )
-
-
-def _check_integers(name: str, values: Any, length: int | None, limit: int, where: str) -> None:
-    """Raise UserError unless a column of a row is a list of integers in range.
-
-    Args:
-        name: the name of the column.
-        values: its value.
-        length: how many integers there have to be; None for any number.
-        limit: the integers have to be from 0 to `limit` - 1.
-        where: the name of the row in errors.
-    """
-    if not isinstance(values, list) or (length is not None and len(values) != length):
-        length_note = f" of length {len(values)}" if isinstance(values, list) else ""
-        per_token_note = "" if length is None else ", one for each of input_ids"
+    unread_masks = [
+        name
+        for name, values in row.items()
+        if (name == "labels" or name.endswith(("_mask", "_masks"))) and values != full_mask
+    ]
+    if unread_masks and "loss_mask" not in row:
+        columns = "data.columns={input_ids: input_ids"
         raise UserError(
             where,
-            got=f"{name} of type {type(values).__name__}{length_note}",
-            expected=f"a list of integers{per_token_note}",
-            kind=BAD_TOKENS,
+            got=f"{TOKENS} with {unread_masks[0]}, which is not read",
+            expected=f"a loss_mask of 0 and 1 ({columns}, loss_mask: …}}), or {columns}}} for loss"
+            " on all tokens",
         )
-    for value in values:
-        if type(value) is not int or not 0 <= value < limit:
-            range_note = ", the target’s tokens" if name == TOKENS else ""
+
+    # Check both lists, and each of their numbers. Without a mask, every token carries loss.
+    mask = row.get("loss_mask", full_mask)
+    for name, values, limit in ((TOKENS, ids, len(tokenizer)), ("loss_mask", mask, 2)):
+        is_ids = name == TOKENS
+        if not isinstance(values, list) or len(values) != len(ids):
+            length = f" of length {len(values)}" if isinstance(values, list) else ""
             raise UserError(
                 where,
-                got=f"{value!r} in {name}",
-                expected=f"integers from 0 to {limit - 1}{range_note}",
+                got=f"{name} of type {type(values).__name__}{length}",
+                expected="a list of integers" + ("" if is_ids else ", one for each of input_ids"),
                 kind=BAD_TOKENS,
             )
+        for value in values:
+            if type(value) is not int or not 0 <= value < limit:
+                raise UserError(
+                    where,
+                    got=f"{value!r} in {name}",
+                    expected=f"integers from 0 to {limit - 1}"
+                    + (", the target’s tokens" if is_ids else ""),
+                    kind=BAD_TOKENS,
+                )
+    return {"text": str(tokenizer.decode(ids)), "input_ids": ids, "loss_mask": mask}
 
 
 def _convert_to_integers(values: object) -> object:
     """Convert the floats of a list that are whole numbers to integers."""
     if not isinstance(values, list):
         return values
-    integers = []
-    for value in values:
-        is_whole_float = isinstance(value, float) and value.is_integer()
-        integers.append(int(value) if is_whole_float else value)
-    return integers
+    return [
+        int(value) if isinstance(value, float) and value.is_integer() else value for value in values
+    ]
 
 
 def _has_json_within(feature: object) -> bool:
@@ -908,6 +865,9 @@ def _has_json_within(feature: object) -> bool:
 
     datasets reads such values as JSON if they are texts: an answer `2` becomes a number. If the
     objects are read as a whole, texts stay texts.
+
+    Args:
+        feature: the type of the column in datasets.
     """
     return (
         isinstance(feature, List)

@@ -68,15 +68,9 @@ class TransformersBackend:
             # earlier batch, of which not all were needed.
             new_tasks = [task for task in batch if task.name not in answer_file.turns]
             if new_tasks:
-                answer_file.add(
-                    dict(
-                        zip(
-                            (task.name for task in new_tasks),
-                            self._generate_batch(new_tasks),
-                            strict=True,
-                        )
-                    )
-                )
+                names = [task.name for task in new_tasks]
+                turns = self._generate_batch(new_tasks)
+                answer_file.add(dict(zip(names, turns, strict=True)))
             for task in batch:
                 yield task, answer_file.turns.get(task.name) or []
 
@@ -87,7 +81,6 @@ class TransformersBackend:
         They share the seed of the first task.
         """
         prompts = [task.prompt.ids for task in batch]
-        ends = self.end_ids
         room = min(task.max_length - len(task.prompt.ids) for task in batch)
         try:
             generated = generate_batch(
@@ -95,7 +88,7 @@ class TransformersBackend:
                 prompts,
                 [task.temperature for task in batch],
                 max_new_tokens=room,
-                end_ids=ends,
+                end_ids=self.end_ids,
                 seed=batch[0].seed,
                 num_parallel=self.batch.num_parallel,
             )
@@ -106,16 +99,11 @@ class TransformersBackend:
             ) from error
 
         # An answer that does not end with a stop token was cut at its length.
-        return [
-            [
-                Answer(
-                    ids,
-                    continuation,
-                    "stop" if continuation[-1:] and continuation[-1] in ends else "length",
-                )
-            ]
-            for ids, continuation in zip(prompts, generated, strict=True)
-        ]
+        turns = []
+        for ids, continuation in zip(prompts, generated, strict=True):
+            has_end = bool(continuation) and continuation[-1] in self.end_ids
+            turns.append([Answer(ids, continuation, "stop" if has_end else "length")])
+        return turns
 
 
 @contextmanager
@@ -141,17 +129,17 @@ def build_transformers_backend(
         why = "target.shard" if is_shared(model) else "hidden_states.mode=offline"
         raise UserError(
             "data.regenerate.num_tokens",
-            got=f"{num_tokens} with {why}, and no rows yet",
-            expected="data.regenerate.server, or `specdistill data make` first, with"
+            got=f"{num_tokens} with {why}, which cannot generate rows",
+            expected="data.regenerate.server, or rows that `specdistill data make` made before with"
             " target.shard=none",
         )
     with prepare_generation(model, choose_fast_dtype(model.device)) as prepared:
         yield TransformersBackend(
-            prepared, target.end_ids, _fit_batch(prepared, batch_size, max_length)
+            prepared, target.end_ids, _plan_fitting_batch(prepared, batch_size, max_length)
         )
 
 
-def _fit_batch(model: PreTrainedModel, batch_size: int, max_length: int) -> BatchPlan:
+def _plan_fitting_batch(model: PreTrainedModel, batch_size: int, max_length: int) -> BatchPlan:
     """Plan batches of rows of `max_length` tokens that fit the free memory.
 
     A warning is logged if the batches are smaller than `batch_size`.

@@ -36,7 +36,7 @@ Spans = list[tuple[int, int]]  # characters [start, end) of a text
 # A content that no conversation has. Rendering it shows where a template puts the content.
 MARKER = "[[specdistill-marks-this-place]]"
 MASKABLE_TEMPLATE_HINT = (
-    "a template that renders it as it is (data.chat_template), or data.loss_mask=all"
+    "a template that renders the content unchanged (data.chat_template), or data.loss_mask=all"
 )
 
 
@@ -209,20 +209,23 @@ def build_turn_documents(
     # document, it replaces that document and takes over its spans.
     documents: list[tuple[str, Spans]] = []
     for number, message in enumerate(messages):
-        if message["role"] == "assistant":
-            rendered, span = _render_turn(
-                tokenizer, messages[: number + 1], tools, where, checks_turns
-            )
-            spans = (
-                documents.pop()[1] if documents and _has_prefix(rendered, documents[-1][0]) else []
-            )
-            documents.append((rendered, [*spans, span] if is_learned(message) else spans))
+        if message["role"] != "assistant":
+            continue
+        rendered, span = _render_turn(tokenizer, messages[: number + 1], tools, where, checks_turns)
+        spans: Spans = []
+        if documents and _has_prefix(rendered, documents[-1][0]):
+            _, spans = documents.pop()
+        if is_learned(message):
+            spans = [*spans, span]
+        documents.append((rendered, spans))
 
     # Messages after the last turn of the assistant, and text that the template writes only at the
     # end of the conversation, extend the last document.
     conversation = render_chat(tokenizer, messages, False, where, tools)
-    if not documents or _has_prefix(conversation, documents[-1][0]):
-        documents[-1:] = [(conversation, documents[-1][1] if documents else [])]
+    if not documents:
+        documents.append((conversation, []))
+    elif _has_prefix(conversation, documents[-1][0]):
+        documents[-1] = (conversation, documents[-1][1])
     return documents
 
 
@@ -284,24 +287,25 @@ def _render_turn(
     rendered = render_chat(tokenizer, messages, False, where, tools)
     start = 0
     if before:
-        prompt, rendered_prompt = (
-            render_chat(tokenizer, before, is_prompt, where, tools) for is_prompt in (True, False)
-        )
+        prompt = render_chat(tokenizer, before, True, where, tools)
+        rendered_before = render_chat(tokenizer, before, False, where, tools)
+        follows_before = _has_prefix(rendered, rendered_before)
+
         # The turn starts where the text differs from the prompt that the target read, but not
         # before the end of the earlier messages.
-        start = max(
-            count_common_prefix(prompt, rendered),
-            len(rendered_prompt.rstrip()) if _has_prefix(rendered, rendered_prompt) else 0,
-        )
+        start = count_common_prefix(prompt, rendered)
+        if follows_before:
+            start = max(start, len(rendered_before.rstrip()))
 
         # Some templates put more into the prompt (an empty thought) than they render in a finished
         # turn. The document is then the whole prompt, followed by the rendered turn. MARKER shows
         # where the content of the turn begins.
-        if start < len(prompt) and not _has_prefix(rendered, rendered_prompt):
-            opening = prompt.removeprefix(rendered_prompt)
+        if start < len(prompt) and not follows_before:
+            opening = prompt.removeprefix(rendered_before)
             marked = render_chat(tokenizer, [*before, _mark_turn(turn)], False, where, tools)
             place = marked.partition(MARKER)[0].rfind(opening)
-            rendered = prompt + rendered[place + len(opening) if place >= 0 else len(rendered) :]
+            turn_start = place + len(opening) if place >= 0 else len(rendered)
+            rendered = prompt + rendered[turn_start:]
             start = len(prompt)
 
     # The turn must contain its content, its reasoning and the names of the tools that it calls.
@@ -328,8 +332,10 @@ def _mark_turn(turn: Message) -> Message:
 
     The first part is the reasoning, or else the content, or else the name of the called tools.
     """
-    if REASONING[0] in turn or turn["content"]:
-        return {**turn, REASONING[0] if REASONING[0] in turn else "content": MARKER}
+    if REASONING[0] in turn:
+        return {**turn, REASONING[0]: MARKER}
+    if turn["content"]:
+        return {**turn, "content": MARKER}
     calls = [
         {**call, "function": {**call["function"], "name": MARKER}}
         for call in turn.get("tool_calls", ())
@@ -347,6 +353,5 @@ def _has_prefix(longer: str, shorter: str) -> bool:
 
 def count_common_prefix(first: str, second: str) -> int:
     """Return how many characters two strings have in common at their beginnings."""
-    return sum(
-        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
-    )
+    pairs = zip(first, second, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -94,7 +94,7 @@ class Document(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Encoder:
-    """Tokenizes rows, which have the columns of `specdistill.data.produce.sources`, to documents.
+    """Converts rows in the common forms of `specdistill.data.produce.sources` to token ids.
 
     Attributes:
         tokenizer: the target's.
@@ -113,7 +113,7 @@ class Encoder:
     seed: int = 0
 
     def __call__(self, row: Row, number: int) -> list[Document]:
-        """Encode a row as documents with ENCODED_COLUMNS.
+        """Tokenize a row, and return its documents with ENCODED_COLUMNS.
 
         Args:
             row: the row, in one of the common forms.
@@ -126,25 +126,23 @@ class Encoder:
             UserError: naming the row, if the chat template rejects it, or if none or all of its
                 tokens would carry loss.
         """
-        # A conversation goes through the chat template. Token ids are used as they are.
+        # A conversation goes through the chat template. Token ids are used as they are. The target
+        # reads a text with its end-of-text token.
         messages = row["messages"]
         ids = row["input_ids"]
         if messages is not None:
-            documents = self.conversation(
-                messages, row["tools"], f"{self.key} {row.get('place') or f'row {number + 1}'}"
-            )
+            where = f"{self.key} {row.get('place') or f'row {number + 1}'}"
+            documents = self.encode_conversation(messages, row["tools"], where)
+        elif ids is not None and self.loss_mask == "all":
+            documents = [_build_encoding_with_loss(ids)]
         elif ids is not None:
-            documents = [
-                _build_encoding_with_loss(ids)
-                if self.loss_mask == "all"
-                else _build_encoding(ids, row["loss_mask"])
-            ]
-        else:  # The target reads a text with its end-of-text token.
-            end = self.tokenizer.eos_token_id
-            ids = self.tokenizer(row["text"], verbose=False)["input_ids"]
-            documents = [
-                _build_encoding_with_loss(ids if end is None or ids[-1:] == [end] else [*ids, end])
-            ]
+            documents = [_build_encoding(ids, row["loss_mask"])]
+        else:
+            ids = list(self.tokenizer(row["text"], verbose=False)["input_ids"])
+            end_id = self.tokenizer.eos_token_id
+            if end_id is not None and ids[-1:] != [end_id]:
+                ids.append(end_id)
+            documents = [_build_encoding_with_loss(ids)]
 
         # The hash decides later in which split the row's documents are.
         hash_of_row = hash_row(row, self.seed)
@@ -159,8 +157,10 @@ class Encoder:
             for document in documents
         ]
 
-    def conversation(self, messages: Sequence[Message], tools: Tools, where: str) -> list[Document]:
-        """Encode a conversation, and cut it at its turns if it is longer than a row.
+    def encode_conversation(
+        self, messages: Sequence[Message], tools: Tools, where: str
+    ) -> list[Document]:
+        """Tokenize a conversation, and cut it at its turns if it is longer than a row.
 
         Args:
             messages: the conversation.
@@ -172,30 +172,31 @@ class Encoder:
             whose length is what the exchange would have.
         """
         # A conversation that fits a row is not cut.
-        encoded_turns = self.chat(messages, tools, where)
-        if max(document["length"] for document in encoded_turns) <= self.max_length:
-            return encoded_turns
+        whole = self.encode_whole_conversation(messages, tools, where)
+        if max(document["length"] for document in whole) <= self.max_length:
+            return whole
 
-        def length(turns: Sequence[Message]) -> int:
+        def count_tokens(turns: Sequence[Message]) -> int:
             """Return how many tokens a part of the conversation has."""
-            return len(
-                self._tokenize([render_chat(self.tokenizer, turns, False, where, tools)])[
-                    "input_ids"
-                ][0]
-            )
+            rendered = render_chat(self.tokenizer, turns, False, where, tools)
+            return len(self._tokenize([rendered])["input_ids"][0])
 
         # Cut it into parts that fit, and encode each part as a conversation of its own. A part in
         # which nothing is learned is of no use.
-        parts, filtered = cut_at_turns(messages, length, self.max_length)
+        parts, filtered_lengths = cut_at_turns(messages, count_tokens, self.max_length)
         if self.loss_mask == "assistant":
             parts = [part for part in parts if any(map(is_learned, part))]
         documents = []
         for part in parts:
-            documents.extend(self.chat(part, tools, where))
-        return documents + [{**_build_encoding([], []), "length": tokens} for tokens in filtered]
+            documents.extend(self.encode_whole_conversation(part, tools, where))
+        return documents + [
+            {**_build_encoding([], []), "length": length} for length in filtered_lengths
+        ]
 
-    def chat(self, messages: Sequence[Message], tools: Tools, where: str) -> list[Document]:
-        """Encode a conversation with the chat template, however long it is."""
+    def encode_whole_conversation(
+        self, messages: Sequence[Message], tools: Tools, where: str
+    ) -> list[Document]:
+        """Render and tokenize a conversation with the chat template, however long it is."""
         documents = answer_documents(
             self.tokenizer, messages, tools, where, loss_mask=self.loss_mask
         )
@@ -258,16 +259,14 @@ def build_loss_mask(spans: Spans, offsets: Sequence[tuple[int, int]]) -> Mask:
     for start, end in spans:
         # The span covers the tokens from the first one that ends after the span's start to the last
         # one that starts before the span's end. Offsets are in order, so bisection finds both.
-        mask[
-            bisect_right(offsets, start, key=itemgetter(1)) : bisect_left(
-                offsets, end, key=itemgetter(0)
-            )
-        ] = 1
+        first_token = bisect_right(offsets, start, key=itemgetter(1))
+        after_token = bisect_left(offsets, end, key=itemgetter(0))
+        mask[first_token:after_token] = 1
     return mask
 
 
 def cut_at_turns(
-    messages: Sequence[Message], length: Callable[[Sequence[Message]], int], max_length: int
+    messages: Sequence[Message], count_tokens: Callable[[Sequence[Message]], int], max_length: int
 ) -> tuple[list[list[Message]], list[int]]:
     """Cut a conversation at its turns into conversations that fit a row.
 
@@ -276,7 +275,7 @@ def cut_at_turns(
 
     Args:
         messages: the conversation.
-        length: returns how many tokens a conversation has.
+        count_tokens: returns how many tokens a conversation has.
         max_length: tokens of a row.
 
     Returns:
@@ -286,36 +285,44 @@ def cut_at_turns(
     # Each part begins with the system messages. `rest` is the part of the conversation that is
     # still to be cut, up to the assistant's last turn.
     system = list(takewhile(lambda message: message["role"] == "system", messages))
-    last = max(
+    last_answer = max(
         (index for index, message in enumerate(messages) if message["role"] == "assistant"),
         default=len(messages),
     )
-    rest = list(messages[len(system) : last + 1])
+    rest = list(messages[len(system) : last_answer + 1])
 
-    def fitting(ends: Sequence[int]) -> int:
+    def find_largest_fit(ends: Sequence[int]) -> int:
         """Return the largest of some numbers of messages that fit a row; 0 if none does."""
-        count = bisect_right(ends, max_length, key=lambda end: length([*system, *rest[:end]]))
-        return ends[count - 1] if count else 0
+        num_fitting = bisect_right(
+            ends, max_length, key=lambda end: count_tokens([*system, *rest[:end]])
+        )
+        return ends[num_fitting - 1] if num_fitting else 0
 
     parts = []
-    filtered = []
+    filtered_lengths = []
     while rest:
         # Keep as many whole exchanges as fit. An exchange ends where a user's turn follows a
         # message of another role.
         roles = [message["role"] for message in rest]
-        exchanges = [
-            place for place in range(1, len(rest)) if roles[place] == "user" != roles[place - 1]
-        ] + [len(rest)]
-        num_kept = after = fitting(exchanges)
+        exchange_ends = [
+            place
+            for place in range(1, len(rest))
+            if roles[place] == "user" and roles[place - 1] != "user"
+        ]
+        exchange_ends.append(len(rest))
+        num_kept = find_largest_fit(exchange_ends)
+        num_done = num_kept
+
+        # If not even the first exchange fits, keep its beginning up to a turn of the assistant.
         if not num_kept:
-            # Not even the first exchange fits: keep its beginning up to a turn of the assistant.
-            after = exchanges[0]
-            filtered.append(length([*system, *rest[:after]]))
-            num_kept = fitting([place + 1 for place in range(after) if roles[place] == "assistant"])
+            num_done = exchange_ends[0]
+            filtered_lengths.append(count_tokens([*system, *rest[:num_done]]))
+            turn_ends = [place + 1 for place in range(num_done) if roles[place] == "assistant"]
+            num_kept = find_largest_fit(turn_ends)
         if num_kept:
             parts.append([*system, *rest[:num_kept]])
-        rest = rest[after:]
-    return parts, filtered
+        rest = rest[num_done:]
+    return parts, filtered_lengths
 
 
 def _check_loss(encoded: Document, text: str, where: str) -> Document:
@@ -329,8 +336,7 @@ def _check_loss(encoded: Document, text: str, where: str) -> Document:
                 f"{num_marked} of {num_tokens} tokens from the assistant in {shorten_text(text)!r}"
             ),
             expected="a conversation with tokens of the assistant to learn, and tokens of others"
-            " (or"
-            " data.loss_mask=all)",
+            " (or data.loss_mask=all)",
             kind=UNLEARNED if num_marked == 0 else ALTERED,
         )
     return encoded

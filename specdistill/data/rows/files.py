@@ -30,9 +30,9 @@ from specdistill.recipe.sections import DataConfig
 NUM_SHOWN_HASH_DIGITS = 12  # digits of a hash that messages show
 VERSION = 4  # Raise it when this code prepares other rows from equal inputs.
 BATCH = 100  # rows per call of the function that datasets maps
-# A process prepares at least ROWS_EACH rows, because starting a process for fewer takes longer than
-# it saves. At most MOST_PROCESSES are started, because each of them takes memory.
-MOST_PROCESSES, ROWS_EACH = 16, 2000
+MAX_PROCESSES = 16  # processes that prepare rows, each of which takes memory
+# A process prepares at least so many rows. For fewer, starting it takes longer than it saves.
+MIN_ROWS_PER_PROCESS = 2000
 FREE_SPACE = (
     "free disk space, or set data.cache_dir to a folder that can be written; what is there is kept"
 )
@@ -106,8 +106,8 @@ def map_rows(
             if "abruptly died" not in str(error):
                 raise
             raise ResourceError(
-                "a process that prepared rows was ended from outside",
-                next_step="free memory, or take fewer processes (data.num_proc)",
+                "a process that prepared rows was killed by the system",
+                next_step="free memory, or use fewer processes (data.num_proc)",
             ) from error
     if is_new and not has_bar and is_first_here():
         logger.info(f"{what}: {len(rows):,} rows in {time.monotonic() - begin:.1f} s")
@@ -157,13 +157,15 @@ def choose_num_processes(requested: int | None, num_rows: int) -> int:
 
     Args:
         requested: the number that the user set; None for one process per core that this process may
-            use, at most MOST_PROCESSES.
+            use, at most MAX_PROCESSES.
         num_rows: how many rows there are. Without a set number each process gets at least
-            ROWS_EACH.
+            MIN_ROWS_PER_PROCESS.
     """
     if requested is not None:
         return min(requested, num_rows)
-    return max(1, min(len(os.sched_getaffinity(0)), MOST_PROCESSES, num_rows // ROWS_EACH))
+    return max(
+        1, min(len(os.sched_getaffinity(0)), MAX_PROCESSES, num_rows // MIN_ROWS_PER_PROCESS)
+    )
 
 
 def cache_folder(cache_dir: str | None) -> Path:
@@ -222,13 +224,11 @@ def hash_content(name: str) -> str:
         folder, for example for the id of a Hub data set, the name itself.
     """
     path = Path(name)
-    files = (
-        [path]
-        if path.is_file()
-        else sorted(file for file in path.rglob("*") if file.is_file())
-        if path.is_dir()
-        else []
-    )
+    files: list[Path] = []
+    if path.is_file():
+        files = [path]
+    elif path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.is_file())
     return " ".join(map(hash_of, files)) or name
 
 

@@ -96,7 +96,6 @@ def select_usable(
     without_loss = (num_pieces == 0) & ~too_short & ~too_long
     indices = np.flatnonzero(~(too_short | too_long | without_loss))
 
-    # If no document is left, name the reason that the user can change.
     if not len(indices) and without_loss.any():
         raise UserError(
             "data.source",
@@ -120,7 +119,7 @@ def select_usable(
         )
 
     # Count and report the documents that are left out.
-    for name, is_filtered, what in (
+    for name, is_filtered, description in (
         ("too_long", too_long, f"longer than data.max_length={max_length} tokens"),
         ("too_short", too_short, "too short to use"),
         ("without_loss", without_loss, "without a loss token that a draft can learn"),
@@ -128,11 +127,14 @@ def select_usable(
         count = int(is_filtered.sum())
         if count:
             filtered[name] += count
-            logger.warning("Left out %d of %d documents, which are %s", count, len(lengths), what)
+            logger.warning(
+                "Left out %d of %d documents, which are %s", count, len(lengths), description
+            )
 
     # `cut` divides a document into one piece per `max_length` tokens, rounded up. Fewer pieces mean
     # that it left some out.
-    count = int((-(-lengths // max_length) - num_pieces)[indices].sum())
+    num_expected_pieces = -(-lengths // max_length)
+    count = int((num_expected_pieces - num_pieces)[indices].sum())
     if count:
         filtered["pieces_without_loss"] += count
         logger.warning(
@@ -205,11 +207,11 @@ def fill_rows(
     rows: list[list[Piece]] = []
     for first in range(0, len(shuffled), CHUNK):
         spaces: list[tuple[int, int]] = []  # (tokens free, row), sorted
-        for piece in sorted(
-            shuffled[first : first + CHUNK], key=lambda piece: piece.start - piece.stop
-        ):
+        chunk = shuffled[first : first + CHUNK]
+        chunk.sort(key=lambda piece: piece.stop - piece.start, reverse=True)
+        for piece in chunk:
+            # Find the smallest space that is large enough; otherwise begin a new row.
             length = piece.stop - piece.start
-            # The smallest space that is large enough; otherwise a new row.
             best = bisect_left(spaces, (length, 0))
             if best == len(spaces):
                 rows.append([])
@@ -247,7 +249,7 @@ class Packed:
         pieces = chain.from_iterable(self.rows)
         self.num_tokens = sum(piece.stop - piece.start for piece in pieces)
         logger.info(
-            "%d documents in %d rows of %d tokens, %.1f%% filled",
+            "Packed %d documents into %d rows of %d tokens, %.1f%% filled",
             len(documents),
             len(self.rows),
             max_length,
@@ -259,17 +261,12 @@ class Packed:
 
     def __getitem__(self, part: range) -> dict[str, list[NDArray[np.integer]]]:
         """Return the rows of these numbers as columns, each value an array of `max_length`."""
-        rows = [self.rows[number] for number in part]
-        needed = sorted({piece.document for piece in chain.from_iterable(rows)})
         # Read all documents at once, and each only once: a long one has pieces in many rows.
-        documents = self.documents[needed]
-        tokens = dict(
-            zip(
-                needed,
-                zip(documents["input_ids"], documents["loss_mask"], strict=True),
-                strict=True,
-            )
-        )
+        rows = [self.rows[number] for number in part]
+        document_numbers = sorted({piece.document for piece in chain.from_iterable(rows)})
+        documents = self.documents[document_numbers]
+        ids_of_document = dict(zip(document_numbers, documents["input_ids"], strict=True))
+        mask_of_document = dict(zip(document_numbers, documents["loss_mask"], strict=True))
 
         # Start with rows of padding, and write the pieces into them one after the other.
         fillers = {
@@ -285,11 +282,11 @@ class Packed:
         for index, row in enumerate(rows):
             place = 0
             for number, piece in enumerate(row):
-                input_ids, loss_mask = tokens[piece.document]
                 length = piece.stop - piece.start
+                source = slice(piece.start, piece.stop)
                 slots = index, slice(place, place + length)
-                packed["input_ids"][slots] = input_ids[piece.start : piece.stop]
-                packed["loss_mask"][slots] = loss_mask[piece.start : piece.stop]
+                packed["input_ids"][slots] = ids_of_document[piece.document][source]
+                packed["loss_mask"][slots] = mask_of_document[piece.document][source]
                 packed["document_ids"][slots] = number
                 packed["position_ids"][slots] = range(length)
                 place += length
@@ -331,9 +328,8 @@ def index_batch(batch: dict[str, Tensor]) -> dict[str, Any]:
     num_tokens = ids_BT.numel()
 
     # Find the loss tokens. Nothing predicts the first token of a document, whose position is 0.
-    loss_positions = (
-        ((batch["loss_mask"] > 0) & (position_ids_BT > 0)).flatten().nonzero().flatten()
-    )
+    is_learned_BT = (batch["loss_mask"] > 0) & (position_ids_BT > 0)
+    loss_positions = is_learned_BT.flatten().nonzero().flatten()
 
     # A document begins at the first token of a row and wherever the id changes. A row's padding has
     # an id of its own, so it is bounded, too.
@@ -348,10 +344,15 @@ def index_batch(batch: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def _pad_numbers(numbers: Tensor, multiple: int, value: int) -> Tensor:
-    """Pad numbers to the next multiple, and to at least one multiple."""
-    return F.pad(
-        numbers, (0, -len(numbers) % multiple or (0 if len(numbers) else multiple)), value=value
-    )
+    """Pad a list of numbers to the next multiple of a length, and to at least one multiple.
+
+    Args:
+        numbers: the numbers, [n].
+        multiple: the length of the result is a multiple of this.
+        value: the number that is appended.
+    """
+    padded_length = max(1, -(-len(numbers) // multiple)) * multiple
+    return F.pad(numbers, (0, padded_length - len(numbers)), value=value)
 
 
 @lru_cache(maxsize=2)
@@ -438,10 +439,8 @@ def check_coverage(rows: Dataset, vocab_size: int, draft: object, init: str | No
     elif is_first():
         # Find how many of the most frequent tokens would cover MIN_COVERAGE of the loss tokens.
         shares_V = counts_V.sort(descending=True).values.cumsum(0) / counts_V.sum()
-        enough = (
-            f"draft.vocab_size={int((shares_V < MIN_COVERAGE).sum()) + 1} would cover"
-            f" {MIN_COVERAGE:.0%}"
-        )
-        key, before = ("draft.init", "draft.init=null ") if init else ("draft.vocab_size", "")
-        logger.warning(f"{key}: {message}. The draft cannot propose the others. {before}{enough}.")
+        sufficient_size = int((shares_V < MIN_COVERAGE).sum()) + 1
+        advice = f"draft.vocab_size={sufficient_size} would cover {MIN_COVERAGE:.0%}"
+        key, hint = ("draft.init", "draft.init=null ") if init else ("draft.vocab_size", "")
+        logger.warning(f"{key}: {message}. The draft cannot propose the others. {hint}{advice}.")
     return coverage

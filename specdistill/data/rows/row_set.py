@@ -65,7 +65,7 @@ KEYS_WITHOUT_EFFECT_ON_ROWS = (
 )
 BAD_ROW_KEYS = ("roles", "on_bad_row", "max_bad_rows")  # see `_list_default_keys`
 PACKED_ROWS = 256  # rows that are packed, held in memory and written at a time
-MAKE_HINT = "`specdistill data make` makes it"
+MAKE_HINT = "run `specdistill data make` to make one"
 
 
 @dataclass(frozen=True)
@@ -159,9 +159,8 @@ class RowSetSpec(Record):
             if name == "chat_template":
                 # Show both templates from where they differ, with a few characters before it.
                 start = max(0, count_common_prefix(str(other_value), str(own_value)) - 20)
-                other_value, own_value = (
-                    repr(str(text)[start : start + 60]) for text in (other_value, own_value)
-                )
+                other_value = repr(str(other_value)[start : start + 60])
+                own_value = repr(str(own_value)[start : start + 60])
             elif name in ("target", "tokenizer"):
                 other_value = other_value[:NUM_SHOWN_HASH_DIGITS]
                 own_value = own_value[:NUM_SHOWN_HASH_DIGITS]
@@ -272,7 +271,9 @@ def read_rows(folder: Path, fit: RowSetSpec | None = None) -> tuple[Dataset, Dat
     """
     if not is_whole(folder):
         raise UserError(
-            "data.rows", got=f"{folder}, which lacks {MANIFEST}", expected=f"a row set: {MAKE_HINT}"
+            "data.rows",
+            got=f"{folder}, which lacks {MANIFEST}",
+            expected=f"a complete row set: {MAKE_HINT}",
         )
 
     # The manifest must be of this version.
@@ -282,21 +283,22 @@ def read_rows(folder: Path, fit: RowSetSpec | None = None) -> tuple[Dataset, Dat
         raise UserError(
             "data.rows",
             got=f"{folder}, of version {manifest.version}",
-            expected=f"{VERSION}: {MAKE_HINT}",
+            expected=f"version {VERSION}: {MAKE_HINT}",
         )
 
     # Every file must be there as it was written, and every split must have a file.
-    unfit = [shard.name for shard in manifest.shards if hash_of(folder / shard.name) != shard.hash]
-    unfit = unfit or [
-        split
-        for split in SPLITS
-        if not any(shard.name.startswith(split) for shard in manifest.shards)
+    damaged = [
+        shard.name for shard in manifest.shards if hash_of(folder / shard.name) != shard.hash
     ]
-    if unfit:
+    if not damaged:
+        for split in SPLITS:
+            if not any(shard.name.startswith(split) for shard in manifest.shards):
+                damaged.append(split)
+    if damaged:
         raise UserError(
             "data.rows",
-            got=f"{folder}, where {', '.join(unfit)} is missing or was changed",
-            expected=f"a whole row set: {MAKE_HINT}",
+            got=f"{folder}, where {', '.join(damaged)} is missing or was changed",
+            expected=f"a complete row set: {MAKE_HINT}",
         )
 
     # The rows must fit the recipe and the target.
@@ -304,14 +306,14 @@ def read_rows(folder: Path, fit: RowSetSpec | None = None) -> tuple[Dataset, Dat
         fit.check(manifest.fit, folder)
 
     # Open each split, with a fingerprint that does not depend on the files' names.
-    halves = []
+    splits = []
     with silence_datasets():
         for split in SPLITS:
             names = [shard.name for shard in manifest.shards if shard.name.startswith(split)]
             rows = concatenate_datasets([Dataset.from_file(str(folder / name)) for name in names])
             rows._fingerprint = f"{manifest.fingerprint}-{split}"
-            halves.append(rows)
-    return halves[0], halves[1], manifest
+            splits.append(rows)
+    return splits[0], splits[1], manifest
 
 
 def is_whole(folder: Path) -> bool:
@@ -370,19 +372,23 @@ def compute_fingerprint(
     by_servers = isinstance(config.regenerate, ServerRegeneration)
     # The address of a server does not change the rows. Requests to servers have seeds of their own,
     # so with servers the batch size does not change the rows either.
-    not_read = {"server", "timeout"} | ({"batch_size"} if by_servers else set())
-    rounded = [target.quantization] if target.quantization and not by_servers else []
+    unhashed_settings = {"server", "timeout"} | ({"batch_size"} if by_servers else set())
+    quantization = [target.quantization] if target.quantization and not by_servers else []
     suites = [*config.decontaminate, *(measured_on if "all" in config.decontaminate else ())]
     excluded = {*KEYS_WITHOUT_EFFECT_ON_ROWS, *_list_default_keys(config), *without}
 
     # Sources and suites that are files count with their contents, not with their names.
     sources: list[object] = []
     for _, entry in list_entries(config.source):
-        rows = _load_source_rows(entry.source, entry.split or config.split)
-        sources.append([entry.model_dump(exclude={"source", "license"}), rows])
+        content = _hash_source(entry.source, entry.split or config.split)
+        sources.append([entry.model_dump(exclude={"source", "license"}), content])
     generation: list[object] | None = None
     if generates:
-        generation = [by_servers, config.regenerate.model_dump(exclude=not_read), *rounded]
+        generation = [
+            by_servers,
+            config.regenerate.model_dump(exclude=unhashed_settings),
+            *quantization,
+        ]
 
     inputs = [
         VERSION,
@@ -408,17 +414,15 @@ def _list_default_keys(config: DataConfig) -> list[str]:
     ]
 
 
-def _load_source_rows(source: str, split: str) -> str:
+def _hash_source(source: str, split: str) -> str:
     """Return a hash of a source's content, or the name of a source that is not on this machine."""
-    return (
-        str(resolve_name(BUILT_IN_SOURCES[source])(split)[0])
-        if source in BUILT_IN_SOURCES
-        else hash_content(source)
-    )
+    if source in BUILT_IN_SOURCES:
+        return str(resolve_name(BUILT_IN_SOURCES[source])(split)[0])
+    return hash_content(source)
 
 
 def write_rows(
-    folder: Path, halves: Mapping[str, tuple[Packed, SplitCounts]], facts: Mapping[str, Any]
+    folder: Path, splits: Mapping[str, tuple[Packed, SplitCounts]], facts: Mapping[str, Any]
 ) -> None:
     """Write the packed rows of each split and the manifest of a row set.
 
@@ -426,7 +430,7 @@ def write_rows(
 
     Args:
         folder: the folder of the row set.
-        halves: the packed rows of each split, with their counts.
+        splits: the packed rows of each split, with their counts.
         facts: the other fields of the manifest.
 
     Raises:
@@ -436,27 +440,25 @@ def write_rows(
     with on_disk(folder):
         folder.mkdir(parents=True, exist_ok=True)
 
-        # Write each split in files of about SHARD_TOKENS tokens.
-        for split, (packed, _) in halves.items():
-            per_shard = max(1, SHARD_TOKENS // packed.max_length)
-            count = -(-len(packed) // per_shard)
+        # Write each split in files of about SHARD_TOKENS tokens, PACKED_ROWS rows at a time.
+        for split, (packed, _) in splits.items():
+            rows_per_shard = max(1, SHARD_TOKENS // packed.max_length)
+            count = -(-len(packed) // rows_per_shard)
             for index in range(count):
                 path = folder / f"{split}-{index:05d}-of-{count:05d}.arrow"
-                part = range(index * per_shard, min((index + 1) * per_shard, len(packed)))
-                write_arrow(
-                    path,
-                    COLUMNS,
-                    (
-                        packed[part[at : at + PACKED_ROWS]]
-                        for at in range(0, len(part), PACKED_ROWS)
-                    ),
+                first = index * rows_per_shard
+                part = range(first, min(first + rows_per_shard, len(packed)))
+                batches = (
+                    packed[part[start : start + PACKED_ROWS]]
+                    for start in range(0, len(part), PACKED_ROWS)
                 )
+                write_arrow(path, COLUMNS, batches)
                 shards.append(ShardRecord(name=path.name, rows=len(part), hash=hash_of(path)))
 
         # The manifest comes last, so a folder with one is complete.
         manifest = Manifest(
             version=VERSION,
-            splits={split: counts for split, (_, counts) in halves.items()},
+            splits={split: counts for split, (_, counts) in splits.items()},
             shards=shards,
             **facts,
         )

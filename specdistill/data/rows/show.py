@@ -53,33 +53,36 @@ def measure_lengths(rows: Dataset) -> np.ndarray:
     # In each row, count how often each document id occurs.
     lengths = []
     for number, row in enumerate(rows.select_columns(["document_ids"]).with_format("numpy")):
-        tokens = np.bincount(row["document_ids"][row["document_ids"] != PADDING_DOCUMENT])
-        lengths.append(np.column_stack([tokens, np.full(len(tokens), number)]))
+        document_ids = row["document_ids"]
+        num_tokens = np.bincount(document_ids[document_ids != PADDING_DOCUMENT])
+        lengths.append(np.column_stack([num_tokens, np.full(len(num_tokens), number)]))
     return np.concatenate(lengths)
 
 
 def decode_documents(
-    rows: Dataset, of: np.ndarray, count: int, tokenizer: PreTrainedTokenizerBase
+    rows: Dataset, lengths: np.ndarray, count: int, tokenizer: PreTrainedTokenizerBase
 ) -> list[DocumentText]:
     """Decode `count` of the documents, spread evenly over all of them.
 
     Args:
         rows: packed rows.
-        of: the lengths of their documents, [D, 2], from `measure_lengths`.
+        lengths: the lengths of their documents, [D, 2], from `measure_lengths`.
         count: how many documents to return; fewer if there are not so many.
         tokenizer: the target's.
     """
     documents = []
-    for place in np.unique(np.linspace(0, len(of) - 1, min(count, len(of))).astype(int)).tolist():
+    num_documents = len(lengths)
+    places = np.linspace(0, num_documents - 1, min(count, num_documents)).astype(int)
+    for place in np.unique(places).tolist():
         # The document's id in its row: how many documents of the same row come before it.
-        row = rows[int(of[place, 1])]
-        number = place - np.searchsorted(of[:, 1], of[place, 1])
+        row = rows[int(lengths[place, 1])]
+        document_id = place - np.searchsorted(lengths[:, 1], lengths[place, 1])
         tokens = [
             (token, bool(has_loss))
             for token, has_loss, document in zip(
                 row["input_ids"], row["loss_mask"], row["document_ids"], strict=True
             )
-            if document == number
+            if document == document_id
         ]
 
         # Decode runs of tokens with and without loss as one piece each.
@@ -88,7 +91,10 @@ def decode_documents(
             pieces.append((str(tokenizer.decode([token for token, _ in group])), has_loss))
         documents.append(
             DocumentText(
-                f"document {place:,}", len(tokens), sum(has_loss for _, has_loss in tokens), pieces
+                name=f"document {place:,}",
+                tokens=len(tokens),
+                loss_tokens=sum(has_loss for _, has_loss in tokens),
+                pieces=pieces,
             )
         )
     return documents
@@ -126,16 +132,15 @@ def format_sources(parts: Sequence[SourceCounts]) -> Table:
     return table
 
 
-def print_data(manifest: Manifest, of: np.ndarray, documents: Sequence[DocumentText]) -> None:
+def print_data(manifest: Manifest, lengths: np.ndarray, documents: Sequence[DocumentText]) -> None:
     """Print the counts of a row set and some of its documents.
 
     Args:
         manifest: the manifest of the row set.
-        of: the lengths of its documents, [D, 2], from `measure_lengths`.
+        lengths: the lengths of its documents, [D, 2], from `measure_lengths`.
         documents: the documents to print.
     """
     console = Console()
-    half, most, longest = np.quantile(of[:, 0], (0.5, 0.9, 1))
 
     # The counts of the splits and of the sources.
     console.print(format_splits(manifest))
@@ -154,23 +159,19 @@ def print_data(manifest: Manifest, of: np.ndarray, documents: Sequence[DocumentT
     if any(source.bad_rows for source in manifest.sources):
         console.print(format_bad_rows(manifest.sources))
     if manifest.filtered:
-        console.print(
-            "filtered:"
-            f" {', '.join(f'{count:,} {rule}' for rule, count in manifest.filtered.items())}"
-        )
+        counts = ", ".join(f"{count:,} {rule}" for rule, count in manifest.filtered.items())
+        console.print(f"filtered: {counts}")
 
     # The lengths, and some documents in full.
+    median, ninth_decile, longest = np.quantile(lengths[:, 0], (0.5, 0.9, 1))
     console.print(
-        f"tokens of a document: median {half:,.0f}, nine in ten at most {most:,.0f}, longest"
-        f" {longest:,.0f}"
+        f"tokens of a document: median {median:,.0f}, nine in ten at most {ninth_decile:,.0f},"
+        f" longest {longest:,.0f}"
     )
     console.print("\nDocuments to train on; tokens that carry loss are green:")
     for document in documents:
-        console.print(
-            Text(
-                f"\n{document.name} ({document.tokens:,} tokens, {document.loss_tokens:,} with"
-                f" loss)",
-                style="italic",
-            )
+        heading = (
+            f"\n{document.name} ({document.tokens:,} tokens, {document.loss_tokens:,} with loss)"
         )
+        console.print(Text(heading, style="italic"))
         console.print(document.format_colored())

@@ -60,7 +60,7 @@ KEY = "hidden_states.path"  # the recipe key that errors name
 # The file name of a shard; the group is the total number of shards.
 SHARD = re.compile(r"\d{6}-of-(\d{6})\.safetensors")
 STAGING_DIR = ".part"  # folder of shards that are being written
-COMPLETE_STORE_HINT = "a whole store: `specdistill data features` makes what is missing"
+COMPLETE_STORE_HINT = "a complete store; `specdistill data features` makes the missing shards"
 VERSION = 1  # of the layout above
 # The only key of the header's metadata: several keys would be written in arbitrary order.
 HEADER = "specdistill"
@@ -107,7 +107,7 @@ class Origin:
 
     @property
     def row_dtype(self) -> torch.dtype:
-        """The dtype in the file."""
+        """The dtype of the features in the file."""
         dtype: torch.dtype = getattr(torch, self.stored)
         return dtype
 
@@ -128,22 +128,23 @@ class Origin:
             metadata: its metadata; None if it has none.
         """
         if metadata is None or HEADER not in metadata:
-            raise make_unfit_error(path, "is no shard of features")
+            raise make_unfit_error(path, "is no shard of a feature store")
 
         # Name the first field that differs, with shortened hashes.
         header = dict(parse_json(metadata[HEADER]))
         wanted_fields = parse_json(self.build_header()[HEADER])
         for name, expected in wanted_fields.items():
-            found_value = header.get(name)
-            if found_value != expected:
-                is_hash = name in ("weights", "tokenizer")
-                got, wanted_value = (
-                    str(value)[:NUM_SHOWN_HASH_DIGITS] if is_hash else format_value(value)
-                    for value in (found_value, expected)
-                )
-                raise make_unfit_error(
-                    path, f"is of other features: {name} {got} for {wanted_value}"
-                )
+            value = header.get(name)
+            if value == expected:
+                continue
+            is_hash = name in ("weights", "tokenizer")
+            shown, shown_expected = (
+                str(part)[:NUM_SHOWN_HASH_DIGITS] if is_hash else format_value(part)
+                for part in (value, expected)
+            )
+            raise make_unfit_error(
+                path, f"holds other features: {name} {shown} instead of {shown_expected}"
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,21 +226,22 @@ class Shard:
             raise make_unfit_error(path, f"is damaged ({join_lines(str(error))[:120]})") from error
 
         # The sizes of the tensors must agree with one another.
-        adds_up = (
+        sizes_agree = (
             counts.sum() == len(lengths)
             and lengths.sum() == len(ids)
             and len(counts) == len(checksums)
         )
-        if not adds_up or shape != [origin.num_features * len(ids), origin.hidden_size]:
+        if not sizes_agree or shape != [origin.num_features * len(ids), origin.hidden_size]:
             raise make_unfit_error(path, "is damaged (its rows do not add up)")
 
         # Divide the document lengths among the rows, and then the tokens.
-        by_row = np.split(lengths, counts.cumsum()[:-1])
-        starts = np.cumsum([0, *(part.sum() for part in by_row)])
-        rows = [Tokens(*row) for row in zip(np.split(ids, starts[1:-1]), by_row, strict=True)]
+        lengths_of_rows = np.split(lengths, counts.cumsum()[:-1])
+        starts = np.cumsum([0, *(row_lengths.sum() for row_lengths in lengths_of_rows)])
+        ids_of_rows = np.split(ids, starts[1:-1])
+        rows = [Tokens(*row) for row in zip(ids_of_rows, lengths_of_rows, strict=True)]
         return cls(path, origin, rows, starts, checksums, begin)
 
-    def expect(self, index: int) -> None:
+    def prefetch(self, index: int) -> None:
         """Ask the operating system to fetch a row from the disk before it is read.
 
         The call does not wait, so the rows of a batch are fetched at the same time.
@@ -285,10 +287,9 @@ class Shard:
             UserError: if the checksum of the features is wrong.
         """
         # A row has A + 1 vectors for each token, so its vectors begin at A + 1 times its start.
-        first, last = (
-            self.origin.num_features * int(self.starts[place]) for place in (index, index + 1)
-        )
-        features: Tensor = _open_shard(self.path).get_slice("features")[first:last]
+        first = self.origin.num_features * int(self.starts[index])
+        after = self.origin.num_features * int(self.starts[index + 1])
+        features: Tensor = _open_shard(self.path).get_slice("features")[first:after]
         if compute_checksum(features) != self.checksums[index]:
             raise make_unfit_error(self.path, f"is damaged (row {index})")
         return features
@@ -316,6 +317,7 @@ def write_shard(
     vectors = [
         row.reshape(-1, origin.hidden_size).to(origin.row_dtype).contiguous() for row in features
     ]
+    checksums = np.array([compute_checksum(row) for row in vectors], np.int64)
     tensors = {
         "input_ids": torch.from_numpy(np.concatenate([row.input_ids for row in rows])),
         "document_lengths": torch.from_numpy(
@@ -324,9 +326,7 @@ def write_shard(
         "num_documents": torch.tensor(
             [len(row.document_lengths) for row in rows], dtype=torch.int32
         ),
-        "checksums": torch.from_numpy(
-            np.array([compute_checksum(row) for row in vectors], np.int64)
-        ),
+        "checksums": torch.from_numpy(checksums),
         "features": torch.cat(vectors),
     }
 
@@ -393,7 +393,8 @@ class FeatureStore:
         for rows in sets:
             for row in convert_rows_to_numpy(rows):
                 keys.append(Tokens.from_row(row).key)
-        self.num_rows, self.num_missing = len(keys), sum(key not in self.places for key in keys)
+        self.num_rows = len(keys)
+        self.num_missing = sum(key not in self.places for key in keys)
 
     @classmethod
     def open(cls, folder: Path, sets: Sequence[Dataset], origin: Origin) -> "FeatureStore":
@@ -409,19 +410,19 @@ class FeatureStore:
                 missing, damaged or of another origin.
         """
         # A shard's name says how many shards there are, so missing ones are found by their names.
-        matches = [match for path in folder.glob("*") if (match := SHARD.fullmatch(path.name))]
-        if not matches:
+        matches = [SHARD.fullmatch(path.name) for path in folder.glob("*")]
+        totals = {int(match[1]) for match in matches if match}
+        if not totals:
             raise UserError(
                 KEY, got=f"{folder}, which holds no features", expected=COMPLETE_STORE_HINT
             )
-        possible_names = set[str]()
-        for match in matches:
-            num_shards = int(match[1])
-            possible_names.update(shard_name(index, num_shards) for index in range(num_shards))
-        names = sorted(possible_names)
+        names: list[str] = []
+        for total in totals:
+            names.extend(shard_name(index, total) for index in range(total))
 
         # Open all shards. Together they must have every row of the data sets.
-        store = cls([Shard.open(folder / name, origin) for name in names], sets, origin)
+        shards = [Shard.open(folder / name, origin) for name in sorted(names)]
+        store = cls(shards, sets, origin)
         if store.num_missing:
             raise UserError(
                 KEY,
@@ -466,7 +467,7 @@ class FeatureStore:
             (*place, into_ATD) for place, into_ATD in zip(places, features, strict=True) if place
         ]
         for shard, index, _ in row_features:
-            shard.expect(index)
+            shard.prefetch(index)
         # Waiting for the disk, hashing and copying release the GIL, so threads run side by side.
         with ThreadPoolExecutor(len(rows)) as pool:
             list(pool.map(lambda row: row[0].read(*row[1:]), row_features))
@@ -478,7 +479,7 @@ def find_waiting_path(folder: Path, ids: Sequence[int]) -> Path:
     return folder / f"{xxhash.xxh3_128_hexdigest(np.asarray(ids, np.int32).tobytes())}.safetensors"
 
 
-def take(
+def take_hidden_states(
     path: Path,
     ids: list[int],
     server: Server,
@@ -505,35 +506,12 @@ def take(
         ResourceError: if the file is missing, unreadable or of other tokens, or if the server does
             not finish it in time.
     """
-    # Wait until the server releases its lock, then read the file.
-    try:
-        lock = path.with_name(f"{path.name}.lock")
-        if lock.exists() and not lock.is_file():  # Opening a pipe would wait for its writer.
-            raise ValueError(f"{lock}, which is no file")
-        with lock.open() as lock_file:
-            deadline = time.monotonic() + server.timeout
-            while True:
-                with suppress(BlockingIOError):
-                    fcntl.flock(lock_file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                    break  # The file is complete.
-                if server.is_closed or time.monotonic() > deadline:
-                    raise ResourceError(
-                        f"{server.address} did not write {path} in {server.timeout:g} s",
-                        next_step=f"look at its log, or raise {server.timeout_key}",
-                    )
-                time.sleep(POLL_SECONDS)
-            tensors = load_file(path)
-    except (OSError, SafetensorError, ValueError) as error:
-        raise ResourceError(
-            f"{server.address} wrote no hidden states that this machine can read ({error})",
-            next_step="start it with ExampleHiddenStatesConnector and a folder that both see"
-            " (docs/data.md)",
-        ) from error
+    # The answer of a server may come before its file is complete.
+    tensors = _wait_and_load(path, server)
 
     # The file must be of the tokens that were sent.
-    file_token_ids = (
-        tensors["token_ids"].tolist() if set(tensors) == {"hidden_states", "token_ids"} else []
-    )
+    is_complete = set(tensors) == {"hidden_states", "token_ids"}
+    file_token_ids = tensors["token_ids"].tolist() if is_complete else []
     if not file_token_ids or file_token_ids not in (ids, prompt):
         raise ResourceError(
             f"{server.address} named {path}, which holds the hidden states of another prompt",
@@ -550,8 +528,51 @@ def take(
             moved.replace(find_waiting_path(folder, ids))
     else:
         path.unlink()
-    lock.unlink()
+    _find_lock(path).unlink()
     return tensors["hidden_states"]
+
+
+def _find_lock(path: Path) -> Path:
+    """Return the file that a server holds a lock on until its file of hidden states is complete."""
+    return path.with_name(f"{path.name}.lock")
+
+
+def _wait_and_load(path: Path, server: Server) -> dict[str, Tensor]:
+    """Wait until a server has completed a file of hidden states, and read the file.
+
+    Args:
+        path: the file.
+        server: the server.
+
+    Raises:
+        ResourceError: if the file is missing or unreadable, or if the server does not finish it in
+            time.
+    """
+    # The server holds its lock until the file is complete. The lock is tried again and again,
+    # because waiting in `flock` could not be ended by a timeout.
+    try:
+        lock = _find_lock(path)
+        if lock.exists() and not lock.is_file():  # Opening a pipe would wait for its writer.
+            raise ValueError(f"{lock}, which is no file")
+        with lock.open() as lock_file:
+            deadline = time.monotonic() + server.timeout
+            while True:
+                with suppress(BlockingIOError):
+                    fcntl.flock(lock_file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                    break  # The file is complete.
+                if server.is_closed or time.monotonic() > deadline:
+                    raise ResourceError(
+                        f"{server.address} did not write {path} in {server.timeout:g} s",
+                        next_step=f"look at its log, or raise {server.timeout_key}",
+                    )
+                time.sleep(POLL_SECONDS)
+            return load_file(path)
+    except (OSError, SafetensorError, ValueError) as error:
+        raise ResourceError(
+            f"{server.address} wrote no hidden states that this machine can read ({error})",
+            next_step="start it with ExampleHiddenStatesConnector and a folder that both"
+            " machines see (docs/data.md)",
+        ) from error
 
 
 def shard_name(index: int, total: int) -> str:

@@ -179,7 +179,8 @@ def test_the_section_says_which_store(tmp_path: Path, caplog: pytest.LogCaptureF
     assert "features of 10 of 10 rows" in caplog.text
     assert made.origin.weights == loaded.identity.weights and made.origin.aux_layers == (1, 2)
     with refused(
-        "hidden_states.path", holds="of other features: computed float32 for float32 under bfloat16"
+        "hidden_states.path",
+        holds="other features: computed float32 instead of float32 under bfloat16",
     ):
         store(OfflineStates(path=path), torch.bfloat16)
     assert store(OfflineStates(path=path)) is not None

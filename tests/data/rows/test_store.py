@@ -125,23 +125,23 @@ def test_a_part_of_a_shard_is_damaged(tmp_path: Path, length: int) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
-        ("weights", "c" * 64, "weights cccccccccccc for aaaaaaaaaaaa"),
-        ("stored", "bfloat16", "stored bfloat16 for float32"),
-        ("hidden_size", 8, "hidden_size 8 for 16"),
-        ("aux_layers", (2, 1), "aux_layers [2, 1] for [1, 2]"),
+        ("weights", "c" * 64, "weights cccccccccccc instead of aaaaaaaaaaaa"),
+        ("stored", "bfloat16", "stored bfloat16 instead of float32"),
+        ("hidden_size", 8, "hidden_size 8 instead of 16"),
+        ("aux_layers", (2, 1), "aux_layers [2, 1] instead of [1, 2]"),
     ],
 )
 def test_features_of_something_else_are_named(
     tmp_path: Path, field: str, value: object, said: str
 ) -> None:
     written(tmp_path / "other", origin(**{field: value}))
-    with refused(KEY, holds=f"which is of other features: {said}"):
+    with refused(KEY, holds=f"which holds other features: {said}"):
         Shard.open(tmp_path / "other", origin())
 
 
 def test_other_files_are_no_shards(tmp_path: Path) -> None:
     save_file({"features": torch.zeros(2)}, tmp_path / "plain")
-    with refused(KEY, holds="which is no shard of features"):
+    with refused(KEY, holds="which is no shard of a feature store"):
         Shard.open(tmp_path / "plain", origin())
 
 
@@ -180,7 +180,7 @@ def test_a_store_that_cannot_be_used_is_one_line(folder: Path) -> None:
     with refused(KEY, folder / "nowhere"):
         FeatureStore.open(folder / "nowhere", sets, origin())
     with refused(
-        KEY, folder / "000000-of-000004.safetensors", holds="which is of other features: "
+        KEY, folder / "000000-of-000004.safetensors", holds="which holds other features: "
     ):
         FeatureStore.open(folder, sets, origin(weights="c"))
     with refused(KEY, folder, holds="which lacks 2 of the 15 rows"):
