@@ -56,14 +56,25 @@ class MeasurementCache:
         self.identity = identity
 
     def compute_fingerprint(self, plan: MeasurementPlan) -> str:
-        """Return a hash of the identity, settings and prompts that a plan's records depend on."""
+        """Return a hash of everything that the records of a configuration depend on.
+
+        These are the draft, target, suite and machine (`self.identity`), and the settings and
+        prompts of the plan. If any of them changes, so does the hash, and nothing that was cached
+        before is reused.
+        """
+        # The settings of plain decoding, then those of each draft, if drafts have different ones.
         settings = [asdict(settings) for settings in (plan.settings, *plan.settings_each)]
         prompts = [(prompt.id, prompt.category, prompt.token_ids) for prompt in plan.prompts]
         content = json.dumps([self.identity, settings, prompts], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:FINGERPRINT_DIGITS]
 
     def load_result(self, fingerprint: str) -> ConfigurationResult | None:
-        """Return the cached result of a configuration, or None if it was not finished before."""
+        """Return the cached result of a configuration; None if it was not measured to the end.
+
+        Args:
+            fingerprint: the hash that identifies the configuration (see `compute_fingerprint`).
+        """
+        # Without a folder nothing is cached.
         if self.folder is None:
             return None
         path = self.folder / f"{fingerprint}.json"
@@ -72,14 +83,18 @@ class MeasurementCache:
         return CONFIGURATION_RESULT.validate_json(path.read_bytes())
 
     def save_result(self, fingerprint: str, result: ConfigurationResult) -> None:
-        """Save the result of a finished configuration, and remove its batches.
+        """Save the result of a finished configuration, and delete the file of its batches.
+
+        Args:
+            fingerprint: the hash that identifies the configuration (see `compute_fingerprint`).
+            result: the result.
 
         Raises:
             ResourceError: when the disk fails.
         """
         if self.folder is None:
             return
-        # The file is written as a whole or not at all. Only then are the batches removed.
+        # Write the file as a whole or not at all. Only after that are the batches unneeded.
         with stage_files(self.folder) as staging:
             (staging / f"{fingerprint}.json").write_text(
                 json.dumps(asdict(result)), encoding="utf-8"
@@ -87,9 +102,13 @@ class MeasurementCache:
         (self.folder / f"{fingerprint}.jsonl").unlink(missing_ok=True)
 
     def load_batches(self, fingerprint: str) -> list[BatchGenerations]:
-        """Return the cached batches of an interrupted configuration, in the order of decoding.
+        """Return the batches that were decoded before a measurement was interrupted.
 
-        A resumed measurement decodes in the same order, so the cached batches are its first ones.
+        They are in the order in which they were decoded. A resumed measurement decodes in the same
+        order, so the cached batches are its first ones.
+
+        Args:
+            fingerprint: the hash that identifies the configuration (see `compute_fingerprint`).
         """
         if self.folder is None:
             return []
@@ -97,7 +116,8 @@ class MeasurementCache:
         if not path.exists():
             return []
 
-        # The interruption may have cut the last line. Remove it, so that lines can be appended.
+        # Each line holds a batch. If the interruption cut the last line, remove that line, so that
+        # further lines can be appended.
         content = path.read_bytes()
         whole_lines = content[: content.rfind(b"\n") + 1]
         if content != whole_lines:
@@ -111,7 +131,13 @@ class MeasurementCache:
         return batches
 
     def append_batch(self, fingerprint: str, generations: BatchGenerations) -> None:
-        """Save a batch that was decoded, as one more line of the file."""
+        """Append a decoded batch to the file of its configuration, as one line of JSON.
+
+        Args:
+            fingerprint: the hash that identifies the configuration (see `compute_fingerprint`).
+            generations: the completions of each prompt of the batch: without a draft, then with
+                each draft.
+        """
         if self.folder is None:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -120,7 +146,11 @@ class MeasurementCache:
 
 
 def discard_cache(folder: Path) -> None:
-    """Remove the files of a cache, and their folder if it holds nothing else."""
+    """Remove the files of a measurement's cache, and their folder if it is empty then.
+
+    Other files in the folder stay: only names of the form `<fingerprint>.json` or
+    `<fingerprint>.jsonl` belong to the cache.
+    """
     for path in folder.glob("*.json*"):
         if CACHE_FILE.fullmatch(path.name):
             path.unlink()
@@ -131,10 +161,13 @@ def discard_cache(folder: Path) -> None:
 def identify_draft(
     target: FrozenTarget, proposer: Proposer, suite: Suite, *, method: str, draft: str | None
 ) -> dict[str, object]:
-    """Return everything, besides a plan, that the records of a draft depend on, as JSON.
+    """Return a JSON value that identifies a draft, its target, the suite, software and machine.
+
+    A cached measurement is reused only if this value is unchanged. The value leaves out the
+    settings and prompts of a configuration, which `compute_fingerprint` adds.
 
     Args:
-        target: the target.
+        target: the target model.
         proposer: the draft.
         suite: the suite that is measured.
         method: the method of the draft.
@@ -147,7 +180,8 @@ def identify_draft(
             path for path in locate(draft, key="eval.draft").rglob("*") if path.is_file()
         ]
 
-    # Another version of the code, a library, or the machine may change tokens or times.
+    # Another version of specdistill or of a library, or another machine, may change tokens or
+    # times. The last entry of `draft` says whether the draft can propose every token of the target.
     return {
         "specdistill": [__version__, read_git_revision()],
         "target": [

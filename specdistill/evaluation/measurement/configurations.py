@@ -72,7 +72,7 @@ class Settings:
 
     @property
     def configuration(self) -> Configuration:
-        """The settings that tell the configurations of a report apart."""
+        """The settings in which configurations of a report differ, such as K and temperature."""
         return Configuration(
             self.num_speculative_tokens,
             self.sampling.temperature,
@@ -83,7 +83,7 @@ class Settings:
 
     @property
     def decoding(self) -> dict[str, Any]:
-        """The options of `Decoder.generate_all`."""
+        """The settings as keyword arguments of `Decoder.generate_all`, which decodes a batch."""
         return {
             "max_new_tokens": self.max_new_tokens,
             "num_speculative_tokens": self.num_speculative_tokens,
@@ -93,10 +93,10 @@ class Settings:
 
     @property
     def described(self) -> dict[str, Any]:
-        """The settings as a report's `settings` state them."""
+        """The settings as a dict for the section `settings` of report.json."""
         return {
             "num_speculative_tokens": self.num_speculative_tokens,
-            **vars(self.sampling),
+            **vars(self.sampling),  # temperature, top_p and top_k
             "tree": self.configuration.tree,
             "max_new_tokens": self.max_new_tokens,
             "batch_size": self.batch_size,
@@ -107,7 +107,12 @@ class Settings:
 
     @classmethod
     def from_section(cls, section: Any) -> "Settings":
-        """Make the settings of a recipe's `eval:`, or of options of the same names."""
+        """Make settings from a recipe's section `eval`, or from options with the same names.
+
+        Args:
+            section: an object with an attribute for each setting.
+        """
+        # With a tree, K is the depth of the tree.
         tree = build_tree_shape(section.tree) if section.tree else None
         return cls(
             num_speculative_tokens=tree.depth if tree else section.num_speculative_tokens,
@@ -152,12 +157,13 @@ class MeasurementPlan:
         return self.settings_each[number] if self.settings_each else self.settings
 
     def process_share(self, rank: int, num_processes: int) -> "MeasurementPlan":
-        """Return the part of this plan that one of several processes measures.
+        """Return the plan of one process, if several processes share the prompts of this plan.
 
-        The categories are divided evenly over the processes. Seeds are different in each process.
+        Each process gets about the same number of prompts of every category. No two processes use
+        the same random seeds.
 
         Args:
-            rank: the index of the process.
+            rank: the index of the process, from 0.
             num_processes: the number of processes.
 
         Raises:
@@ -174,9 +180,10 @@ class MeasurementPlan:
                 expected="fewer processes, so that each has at least one batch",
             )
 
-        # Deal out the prompts in turn, like cards, ordered by category.
+        # Order the prompts by category, and deal them out in turn, like cards.
         by_category = sorted(self.prompts, key=lambda prompt: prompt.category)
-        # A prompt's seed is this number plus its index, so no two processes share a seed.
+        # A prompt's seed is `seed` plus the index of the prompt in its process, and such an index
+        # is below `num_prompts`. So no two prompts share a seed.
         seed = self.settings.seed + rank * num_prompts
         return MeasurementPlan(
             replace(self.settings, seed=seed),
@@ -188,13 +195,15 @@ class MeasurementPlan:
 def plan_configurations(
     main: MeasurementPlan, axes: SweepConfig, contexts: Mapping[int, Sequence[Prompt]]
 ) -> list[MeasurementPlan]:
-    """Plan the main configuration, then its variants along each axis, without duplicates.
+    """Plan the main configuration, and variants that each change one setting of it.
 
-    Variants with another K draft chains, even if the main configuration drafts trees.
+    The settings that are varied (axes) are K, the temperature, the batch size, the tree and the
+    context length. Duplicates are left out.
 
     Args:
-        main: the main configuration.
-        axes: the values of each axis. The axis of context lengths is not read from here.
+        main: the settings and prompts of the main configuration.
+        axes: the values to measure of each setting. Its context lengths are not used: the keys of
+            `contexts` are used in their place.
         contexts: context length in tokens -> the prompts cut to that length.
 
     Returns:
@@ -202,7 +211,8 @@ def plan_configurations(
     """
     settings = main.settings
 
-    # Vary one axis at a time, with all other settings as in the main configuration.
+    # Vary one setting at a time, with all other settings as in the main configuration. A tree has
+    # its own K, its depth, so a variant with another K drafts a chain (tree=None).
     variants: list[tuple[Settings, Sequence[Prompt]]] = []
     for k in axes.num_speculative_tokens:
         variants.append((replace(settings, num_speculative_tokens=k, tree=None), main.prompts))
@@ -237,21 +247,22 @@ def plan_measurement(
     vocab_size: int | None = None,
     logs: bool = True,
 ) -> list[MeasurementPlan]:
-    """Plan the configurations of a recipe's `eval:`, the main one first.
+    """Plan all configurations that a recipe's section `eval` asks for, the main one first.
 
     Args:
-        config: the recipe's `eval:`.
-        suite: the suite that is measured.
+        config: the recipe's section `eval`.
+        suite: the suite of prompts that is measured. It may name settings to vary (sweep), too.
         tokenizer: the target's tokenizer.
         max_length: the target's context, in tokens.
-        vocab_size: the target's number of tokens. None: token ids are not checked.
+        vocab_size: the size of the target's vocabulary, which token ids must be below. None: token
+            ids are not checked.
         logs: whether to log how many prompts are measured, and to warn of prompts that a chat model
             is given as plain text.
 
     Raises:
         UserError: for prompts that cannot be measured with these settings.
     """
-    # A recipe's values of an axis replace those of the suite.
+    # Both suite and recipe may say which values of a setting to measure. The recipe comes first.
     recipe_axes = {name: values for name, values in vars(config.sweep).items() if values}
     axes = suite.sweep.model_copy(update=recipe_axes)
 

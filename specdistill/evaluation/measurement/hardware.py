@@ -33,25 +33,27 @@ LIBRARIES = (
 
 
 def fit_threads(target: FrozenTarget) -> None:
-    """Lower torch's number of threads to what the target's weights keep busy.
+    """Lower torch's number of CPU threads if the target is too small to keep all of them busy.
 
     Two threads are no faster than one on a model of a few megabytes. But they are many times slower
     if another process takes a core, because each waits for the other after every operation. The
-    number is never raised, and is left alone if OMP_NUM_THREADS is set.
+    number of threads is never raised, and is not changed if the user has set OMP_NUM_THREADS.
     """
+    # Use one thread for each WEIGHTS_PER_THREAD bytes of weights.
     if "OMP_NUM_THREADS" not in os.environ:
         num_busy = target.model.get_memory_footprint() // WEIGHTS_PER_THREAD
         torch.set_num_threads(max(1, min(torch.get_num_threads(), num_busy)))
 
 
 def describe_hardware(device: torch.device) -> HardwareDocument:
-    """Describe the hardware, as a report's `hardware` states it.
+    """Return the section `hardware` of report.json, which describes this machine.
 
     `device`, `name`, `count` and `memory_bytes` are those of the accelerator, or of the processor
     and its memory when there is no accelerator. The keys `cpu`, `cpu_cores` and `cpu_threads`
     always describe the processor.
     """
-    # Linux tells the trade name of the processor. Elsewhere Python knows a less exact name.
+    # Read the trade name of the processor from /proc/cpuinfo, which only Linux has. On other
+    # systems use the less exact name that Python knows.
     lines: list[str] = []
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -78,11 +80,11 @@ def describe_hardware(device: torch.device) -> HardwareDocument:
 
 @contextmanager
 def measure_resources(device: torch.device) -> Iterator[MeasurementDocument]:
-    """Measure the time and the peak memory of a block.
+    """Measure the time and the peak memory of a `with` block.
 
     Yields:
-        A dict, which has the keys `seconds` and `peak_memory_bytes` after the block. Without an
-        accelerator, the peak is that of this process since its start.
+        A dict that is filled in when the block ends: `seconds` and `peak_memory_bytes`. Without an
+        accelerator, `peak_memory_bytes` is the peak of this process since it was started.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -95,10 +97,10 @@ def measure_resources(device: torch.device) -> Iterator[MeasurementDocument]:
 
 @contextmanager
 def freeze_garbage_collector() -> Iterator[None]:
-    """Exclude all objects that exist already from garbage collection during a block.
+    """Exclude all objects that exist already from garbage collection during a `with` block.
 
-    A collection that visits all objects of torch and transformers takes tens of milliseconds, which
-    would be added to the time of whichever arm of the measurement is running.
+    A garbage collection that visits all objects of torch and transformers takes tens of
+    milliseconds. It would be added to the time of whatever is being timed at that moment.
     """
     gc.collect()
     gc.freeze()

@@ -33,9 +33,9 @@ def generate_reference(
     sampling: Sampling = GREEDY,
     streamer: BaseStreamer | None = None,
 ) -> list[tuple[int, ...]]:
-    """Return the completion of each prompt, up to and including its first stop token.
+    """Complete prompts with transformers' `generate()`, as a reference for this project's decoding.
 
-    Shorter prompts of a batch are padded on the left.
+    Each completion ends with its first stop token, or after `max_new_tokens` tokens.
 
     Args:
         target: the target that generates.
@@ -43,15 +43,17 @@ def generate_reference(
         max_new_tokens: the most tokens of a completion.
         min_new_tokens: the fewest tokens of a completion.
         sampling: how tokens are chosen.
-        streamer: is given each token as it is generated (see `generate()`); None for none.
+        streamer: an object to which `generate()` passes each token as soon as it is generated;
+            None for none.
 
     Returns:
         The token ids of each completion, without the prompt.
     """
     longest = max(map(len, prompts))
 
-    # Each row of the output is a padded prompt and its completion, so every completion begins at
-    # the same column. Rows that stopped early are filled up after their stop token.
+    # Each row of the output is a prompt, padded on the left, and its completion. So every
+    # completion begins at the same column. Rows that stopped early are padded after their stop
+    # token.
     output = _generate(
         target,
         prompts,
@@ -70,24 +72,25 @@ def time_generate(
     *,
     sampling: Sampling = GREEDY,
 ) -> list[Generation]:
-    """Time `generate()` on a batch, and return the completions as if plain decoding made them.
+    """Time transformers' `generate()` on a batch, and return its completions with their times.
 
-    Each step after the first becomes a round without draft tokens. A prompt is charged its share of
-    the batch's time, in proportion to the length of its completion. The prefill includes the time
-    that `generate()` takes before its first step and after its last.
+    The result has the form of this project's plain decoding: each step of `generate()` after the
+    first token becomes a round without draft tokens. Each prompt is charged a share of the batch's
+    time, in proportion to the length of its completion. The time that `generate()` takes before its
+    first step and after its last one counts as prefill.
 
     Args:
         target: the target that generates.
         prompts: token ids of each prompt of the batch.
-        counts: the most tokens of each completion. When sampling, which gives other tokens each
-            time, a completion has exactly this many tokens, whatever is drawn.
+        counts: the most tokens of each completion. A sampled completion has exactly this many
+            tokens, because stop tokens are ruled out until then.
         sampling: how tokens are chosen.
 
     Returns:
         The completion of each prompt with its times.
     """
-    # Sampled completions get a fixed length, so that they do as much work as the completions that
-    # they are compared with.
+    # Sampled completions get a fixed length, so that they take as much work as the completions with
+    # which their time is compared.
     limits = {
         "max_new_tokens": max(counts),
         "min_new_tokens": 0 if sampling.is_greedy else max(counts),
@@ -99,11 +102,13 @@ def time_generate(
     generated = generate_reference(target, prompts, sampling=sampling, streamer=clock, **limits)
     seconds = time.perf_counter() - start
 
-    # The first recorded time is before the prefill, because `generate()` streams the prompt first.
-    # The second one is that of the first token, which ends the prefill.
+    # times[0] is the time before the prefill, because `generate()` streams the prompt first.
+    # times[1] is the time of the first token, which ends the prefill. Steps are the differences
+    # from there.
     step_seconds = [later - earlier for earlier, later in pairwise(clock.times[1:])]
 
-    # Charge each prompt its share of every step.
+    # Charge each prompt its share of every step. A round has no draft tokens, so all of its time is
+    # verification.
     completions = [completion[:count] for completion, count in zip(generated, counts, strict=True)]
     num_tokens = sum(map(len, completions))
     generations = []
@@ -145,9 +150,15 @@ def compute_next_token_probabilities(
 ) -> Tensor:
     """Return the distribution that transformers samples the next token from, [V] float64.
 
-    It is the softmax of the scores of `generate()`, to which transformers' own logits processors
-    (temperature, top_k, top_p) have been applied.
+    V is the size of the vocabulary. The distribution is the softmax of the scores of `generate()`,
+    to which transformers' own logits processors (temperature, top_k, top_p) have been applied.
+
+    Args:
+        target: the target model.
+        token_ids: the tokens before the next token.
+        sampling: the temperature, top_p and top_k.
     """
+    # The scores are those of the first step [0], and of the only prompt of the batch [0].
     output = _generate(target, [token_ids], sampling, None, max_new_tokens=1, output_scores=True)
     probabilities: Tensor = output.scores[0][0].double().softmax(-1)
     return probabilities
@@ -155,12 +166,15 @@ def compute_next_token_probabilities(
 
 @torch.inference_mode()
 def compute_logits(target: FrozenTarget, token_ids: Sequence[int], num_last: int) -> Tensor:
-    """Return the logits after each of the last `num_last` tokens, [T, V] float32.
+    """Return the target's logits after each of the last `num_last` tokens of a sequence.
 
-    They come from the model's own forward. Where the model class supports it, the LM head computes
-    only these positions: the logits of a long prompt, [length of the prompt, V], would fill the
-    memory.
+    The logits come from transformers' own forward of the model.
+
+    Returns:
+        [T, V] float32, T being `num_last` and V the size of the vocabulary.
     """
+    # If the model class supports it, compute only these positions in the LM head. The logits of all
+    # positions of a long sequence would fill the memory.
     ids = torch.tensor([list(token_ids)], device=target.device)
     options = {"logits_to_keep": num_last} if target.model._supports_logits_to_keep() else {}
     logits_1TV = target.model(input_ids=ids, use_cache=False, **options).logits
@@ -181,19 +195,19 @@ def _generate(
         target: the target that generates.
         prompts: token ids of each prompt of the batch.
         sampling: how tokens are chosen.
-        streamer: as in `generate_reference`.
+        streamer: an object to which `generate()` passes each token; None for none.
         **options: further keys of the `GenerationConfig`.
 
     Returns:
-        The output of `generate()`, with `sequences` [B, padded prompt and completion] and, if
-        `output_scores` is given, `scores`.
+        The output of `generate()`. Its `sequences` has a row for each prompt: the padded prompt and
+        its completion. With the option `output_scores`, it has `scores` as well.
     """
     longest = max(map(len, prompts))
     stop_ids = sorted(target.eos_token_ids)
     pad_id = min(stop_ids, default=0)
 
     # Pad shorter prompts on the left, so that all completions begin at the same column. The mask
-    # hides the padding. ids and mask are [B, T], T being the length of the longest prompt.
+    # hides the padding. Both have a row for each prompt, as long as the longest prompt.
     ids = torch.tensor(
         [[pad_id] * (longest - len(row)) + [*row] for row in prompts], device=target.device
     )
@@ -204,8 +218,8 @@ def _generate(
     if not sampling.is_greedy:
         sampling_options = {"do_sample": True, **vars(sampling)}
 
-    # Replace the model's own generation config for this call, because generate() takes every option
-    # that is not passed to it from there.
+    # Replace the model's own generation config during this call. Otherwise generate() would take
+    # from it every option that is not passed here, such as a repetition penalty.
     generation_config = target.model.generation_config
     target.model.generation_config = GenerationConfig(
         eos_token_id=stop_ids or None,
@@ -221,7 +235,7 @@ def _generate(
 
 
 def _cut_at_stop(token_ids: Sequence[int], stop_ids: frozenset[int]) -> tuple[int, ...]:
-    """Return the tokens up to and including the first stop token."""
+    """Return the tokens up to and including the first stop token; all of them if none stops."""
     for index, token in enumerate(token_ids):
         if token in stop_ids:
             return tuple(token_ids[: index + 1])

@@ -91,7 +91,7 @@ class Measurement:
 
 
 def sum_resources(parts: Sequence[Mapping[str, Any]]) -> MeasurementDocument:
-    """Add up the seconds of the parts of a measurement, and take the highest memory peak."""
+    """Return the total time of the parts of a measurement, and their highest memory peak."""
     return {
         "seconds": sum(part["seconds"] for part in parts),
         "peak_memory_bytes": max(part["peak_memory_bytes"] for part in parts),
@@ -103,13 +103,14 @@ def merge_processes(
 ) -> list[ConfigurationResult]:
     """Merge the results of processes that each measured a share of the prompts on their own device.
 
-    The merged results have the acceptance and losslessness of all prompts. Times on different
-    devices must not be mixed, so speedups come from the first device alone: the records of other
-    devices lose their baseline, without which they count in no speedup.
+    The merged results show acceptance and losslessness over all prompts. Times of different devices
+    must not be mixed, so speedups come from the first process alone: the times of plain decoding
+    (baseline) are removed from the records of other processes, and a record without a baseline
+    counts in no speedup.
 
     Args:
-        plans: the configurations.
-        results_by_process: the results of each process, by configuration.
+        plans: the plan of each configuration, with the prompts of all processes.
+        results_by_process: the results of each process: [process][configuration].
 
     Returns:
         The merged result of each configuration.
@@ -117,6 +118,7 @@ def merge_processes(
     if len(results_by_process) == 1:
         return list(results_by_process[0])
     merged = []
+    # `results` has the results of one configuration, one for each process.
     for plan, *results in zip(plans, *results_by_process, strict=True):
         first = results[0]
         drafts = []
@@ -127,29 +129,35 @@ def merge_processes(
 
 
 def _merge_shares(plan: MeasurementPlan, shares: Sequence[DraftResult]) -> DraftResult:
-    """Merge the results of one draft over processes, with records in the order of the prompts."""
+    """Merge the results of one draft in one configuration over all processes.
+
+    Args:
+        plan: the plan of the configuration, whose order of prompts the merged records have.
+        shares: the result of each process, which has measured a share of the prompts.
+    """
     index_of_prompt = {prompt.id: index for index, prompt in enumerate(plan.prompts)}
     records = list(shares[0].records)
     divergences = list(shares[0].divergences)
     for share in shares[1:]:
+        # Without a baseline, the times of another device count in no speedup.
         for record in share.records:
             records.append(replace(record, baseline=None, hf_generate=None))
         divergences += share.divergences
 
-    # Processes measured the prompts in another order than the plan.
+    # The processes measured the prompts in another order than the plan has.
     records.sort(key=lambda record: index_of_prompt[record.id])
     return DraftResult(records, divergences)
 
 
 def merge_adapters(measurements: Sequence[Measurement], weights: str) -> Measurement:
-    """Merge the measurements of one draft with several adapters of a target.
+    """Merge the measurements of one draft, which was measured with several adapters of a target.
 
-    Records and divergences of all adapters are joined. Of the sampling tests, the one with the
-    lowest p-value is kept, because it is the strongest evidence against losslessness. The costs of
-    rounds are those with the last adapter.
+    The records and divergences of all adapters are joined. Only the sampling test with the lowest
+    p-value is kept, because that is the strongest evidence against losslessness. The costs of a
+    round are kept from the last adapter.
 
     Args:
-        measurements: the measurement with each adapter.
+        measurements: the measurement with each adapter, all in the same configurations.
         weights: the sha256 of the weights of all adapted targets.
     """
     # Join the results of each configuration over the adapters.
@@ -175,9 +183,13 @@ def merge_adapters(measurements: Sequence[Measurement], weights: str) -> Measure
 
 
 def _rank_sampling_test(test: SamplingTestDocument | str) -> float:
-    """Return the p-value of a sampling test, by which the least favorable test is chosen.
+    """Return the p-value of a sampling test, or minus infinity if there was no test.
 
-    A missing test, for which `test` is the reason, is less favorable than any p-value.
+    Several tests are merged by keeping the one with the lowest value. So a missing test is never
+    hidden by a test that passed.
+
+    Args:
+        test: the test, or a string that says why there is none.
     """
     return float("-inf") if isinstance(test, str) else float(test["p_value"])
 
@@ -189,12 +201,13 @@ def build_draft_report(
     measurement: Measurement,
     draft: Mapping[str, object],
 ) -> Report:
-    """Build the report of a draft's measurement in this process.
+    """Build the report (report.json) of a draft that was measured in this process.
 
-    The headline is about the main configuration. Every configuration has rows of results.
+    The headline of the report is about the main configuration. Its rows of results are about all
+    configurations.
 
     Args:
-        target: the target.
+        target: the target model.
         proposer: the draft.
         suite: the suite that was measured.
         measurement: the measurement of the draft.
@@ -248,11 +261,12 @@ def build_draft_report(
 
 
 def _describe_target(target: FrozenTarget, weights: str | None) -> dict[str, object]:
-    """Describe a target as a report's `target` states it.
+    """Return the section `target` of report.json: the name, revision, dtype and weights.
 
     Args:
-        target: the target.
-        weights: the sha256 of the weights; None for those of this target alone.
+        target: the target model.
+        weights: the sha256 of the weights of several targets, if the draft was measured with
+            several adapters; None for the weights of `target` alone.
     """
     description = {"model": target.name, "revision": target.revision, "dtype": target.dtype}
 
@@ -267,7 +281,8 @@ def _describe_target(target: FrozenTarget, weights: str | None) -> dict[str, obj
 
 
 def _describe_settings(settings: Settings, proposer: Proposer) -> dict[str, object]:
-    """Describe the settings of a measurement, and of its draft, as a report's `settings` does."""
+    """Return the section `settings` of report.json, about the measurement and its draft."""
+    # Draft tokens are either drawn from the draft's distribution, or its most probable tokens.
     is_drawn = proposer.has_drawn_candidates(settings.sampling, settings.tree)
     return {
         **settings.described,
