@@ -359,14 +359,18 @@ def _estimate_metrics(sums: PromptSums, seed: int) -> Numbers:
     `generate()`: otherwise the speedup over the baseline is the stricter number.
     """
     numbers: Numbers = {}
+    # A baseline that was not compared with `generate()` is not taken to be slow.
     is_slow = (compute_value(METRICS["baseline_over_hf_generate"], sums) or 1.0) < SLOW_BASELINE
     for name, metric in METRICS.items():
+        # Compute the value, if everything that the metric needs was measured.
         if name == "speedup_over_hf_generate" and not is_slow:
             continue
-        point = compute_value(metric, sums)
-        if point is None:
+        value = compute_value(metric, sums)
+        if value is None:
             continue
-        numbers[name] = point
+        numbers[name] = value
+
+        # Compute the interval, if the report gives one for this metric.
         if name in METRICS_WITHOUT_INTERVAL:
             continue
         bounds = compute_interval(metric, sums, seed=seed)
@@ -448,7 +452,7 @@ def _list_timing_findings(report: Report) -> Iterator[tuple[str, str]]:
         yield (
             "incomplete",
             f"The measurement was cut short: {report['not_measured']['incomplete']}. Its numbers"
-            " are those of a part.",
+            " cover only the part that was measured.",
         )
 
     # Times that do not add up: the measured speedup is not the one that acceptance and costs give.
@@ -469,7 +473,7 @@ def _list_timing_findings(report: Report) -> Iterator[tuple[str, str]]:
             "slow_baseline",
             (
                 f"The baseline has {row['baseline_over_hf_generate']:.0%} of the speed of"
-                " transformers' generate(); over that the speedup is"
+                " transformers' generate(); compared with generate(), the speedup is"
                 f" {row['speedup_over_hf_generate']:.2f}×."
             ),
         )
@@ -515,8 +519,8 @@ def _list_losslessness_findings(report: Report) -> Iterator[tuple[str, str]]:
     if count:
         yield (
             "divergence",
-            f"{count} of {lossless['prompts_checked']} greedy completions are not the target's,"
-            " where rounding does not explain it.",
+            f"{count} of {lossless['prompts_checked']} greedy completions differ from the target's,"
+            " and rounding does not explain the difference.",
         )
     count = lossless.get("near_ties")
     if count:
@@ -532,8 +536,8 @@ def _list_losslessness_findings(report: Report) -> Iterator[tuple[str, str]]:
     if lossless.get("sampling_test", {}).get("negative_control_p_value", 0) > 0.05:
         yield (
             "insensitive_sampling_test",
-            "The sampling test did not detect a rule that is wrong on purpose: it shows little"
-            " here.",
+            "The sampling test did not detect a rule that is wrong on purpose, so its result means"
+            " little here.",
         )
 
 

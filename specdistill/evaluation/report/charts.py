@@ -350,14 +350,17 @@ def _draw_figure(
 def _draw_text(
     x: float, y: float, content: object, *, anchor: str | None = None, kind: str | None = None
 ) -> Markup:
+    """Draw a text at (x, y); `anchor` and `kind` are its text-anchor and its CSS class."""
     return _make_element("text", content, **{"class": kind}, x=x, y=y, text_anchor=anchor)
 
 
 def _draw_line(x1: float, y1: float, x2: float, y2: float, colour: str, **style: object) -> Markup:
+    """Draw a line from (x1, y1) to (x2, y2) in a colour of the style sheet."""
     return _make_element("line", x1=x1, y1=y1, x2=x2, y2=y2, stroke=f"var(--{colour})", **style)
 
 
 def _draw_path(points: Iterable[tuple[float, float]], colour: str, **style: object) -> Markup:
+    """Draw a line through points in a colour of the style sheet."""
     coordinates = " ".join(f"{x},{y}" for x, y in points)
     return _make_element(
         "polyline", points=coordinates, fill="none", stroke=f"var(--{colour})", **style
@@ -367,6 +370,7 @@ def _draw_path(points: Iterable[tuple[float, float]], colour: str, **style: obje
 def _draw_dot(
     x: float, y: float, radius: float, fill: str, stroke: str = "", title: str = ""
 ) -> Markup:
+    """Draw a dot at (x, y), with an edge in the colour `stroke` and a tooltip `title`, if given."""
     edge = {"stroke": f"var(--{stroke})", "stroke_width": 2} if stroke else {}
     return _make_element(
         "circle",
@@ -380,6 +384,7 @@ def _draw_dot(
 
 
 def _draw_y_axis(y: Scale, ticks: Ticks) -> list[Markup]:
+    """Draw the vertical axis: for each tick a line across the chart, and its label."""
     lines = [_draw_line(LEFT, y(value), WIDTH - RIGHT, y(value), "line") for value, _ in ticks]
     return lines + [
         _draw_text(LEFT - 6, y(value) + 4, label, anchor="end") for value, label in ticks
@@ -387,7 +392,7 @@ def _draw_y_axis(y: Scale, ticks: Ticks) -> list[Markup]:
 
 
 def _read_interval(row: ResultRow, metric: str) -> tuple[float, float]:
-    """Return the metric's interval; its value twice if there is none."""
+    """Return the interval of a metric; if there is none, its value as both ends."""
     low, high = row.get(f"{metric}_ci95", (row[metric], row[metric]))
     return low, high
 

@@ -121,8 +121,8 @@ def check_replaceable(folder: Path, key: str, names: Sequence[str] = FILES) -> N
     if existing_names and not is_from_specdistill:
         raise UserError(
             key,
-            got=f"{folder}, which holds {existing_names[0]} and no {names[0]} of specdistill",
-            expected="a new folder",
+            got=f"{folder}, which holds {existing_names[0]}, but no {names[0]} of specdistill",
+            expected="a new folder, so that nothing is overwritten",
         )
 
 
@@ -224,8 +224,8 @@ def validate_report(report: object, name: str = "report.json", key: str = "repor
         field = ".".join(map(str, first_error["loc"])) or "the whole document"
         raise UserError(
             key,
-            got=f"{name} with {field}: {first_error['msg'][:200]}",
-            expected="a report of schema version 3: measure again with this specdistill",
+            got=f"{name}, where {field} is invalid ({first_error['msg'][:200]})",
+            expected="a report of schema version 3: measure again with this version of specdistill",
         ) from error
 
 

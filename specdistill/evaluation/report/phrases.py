@@ -521,9 +521,10 @@ def lookup_first(settings: Settings) -> str:
     lookup = settings.get("drafting", {}).get("lookup_first")
     if not lookup:
         return ""
-    proposal = f"chain of {lookup['draft_tokens']}"
     if "draft_tree" in lookup:
         proposal = describe_tree(lookup["draft_tree"])
+    else:
+        proposal = f"chain of {lookup['draft_tokens']}"
     return (
         f"{lookup['method']} lookup of {lookup['min']} to {lookup['max']} tokens first, behind it"
         f" a {proposal}"

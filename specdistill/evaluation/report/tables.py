@@ -361,6 +361,7 @@ def _select_best_length(rows: Sequence[ResultRow], report: Report) -> DraftLengt
     margin = max(BETTER_K_GAIN, report.get("theory", {}).get("cost_deviation", 0.0))
 
     def weigh_speedup(k: int) -> float:
+        """Return the speedup at K, reduced by the margin if it is modelled."""
         speedup, is_measured = speedups[k]
         return speedup if is_measured else speedup * (1 - margin)
 
@@ -399,9 +400,12 @@ def _model_shorter_lengths(row: ResultRow, report: Report) -> Iterator[tuple[int
         row["emitted_per_position"], row["num_drafts"], step_ms, cost, costs
     )
 
-    # Scale every curve by the share of its predicted speedup that the row reached. The curve of the
-    # report's first row is in the report already.
-    for point in theory["curve"] if row is report["results"][0] else curve:
+    # The curve of the report's first row is in the report already.
+    if row is report["results"][0]:
+        curve = theory["curve"]
+
+    # Scale the curve by the share of its predicted speedup that the row reached.
+    for point in curve:
         if 0 < point["k"] < k:
             scaled_speedup = point["predicted_speedup"] * row["speedup"] / row["predicted_speedup"]
             yield int(point["k"]), scaled_speedup

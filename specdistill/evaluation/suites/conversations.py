@@ -63,7 +63,7 @@ UNANSWERED: Message = {"role": "assistant", "content": None}  # a turn that is y
 # The names under which a message may have its reasoning: of DeepSeek and Qwen, of vLLM, of gpt-oss.
 # The first one is used here.
 REASONING = ("reasoning_content", "reasoning", "thinking")
-OTHER_TEMPLATE_HINT = "data.chat_template with a template that does, or rows without"
+OTHER_TEMPLATE_HINT = "another template in data.chat_template, or rows without them"
 SHOWN_CHARACTERS = 240  # characters of a text that an error message shows
 
 
@@ -329,17 +329,22 @@ def _check_calls(messages: Sequence[Message], tool_names: set[str], where: str) 
             open_calls = [call.get("id") for call in message.get("tool_calls", ())]
             continue
 
-        # A result answers the call of its id. A result without an id answers the first open call.
+        # A result answers the call of its id, or else a call without an id. A result without an id
+        # may also answer the first open call.
         id = message.get("tool_call_id")
-        call_id = id if id in open_calls else None
-        if call_id not in open_calls and (id is not None or not open_calls):
+        if id in open_calls:
+            open_calls.remove(id)
+        elif None in open_calls:
+            open_calls.remove(None)
+        elif id is None and open_calls:
+            open_calls.pop(0)
+        else:
             raise UserError(
                 where,
                 got=f"a tool result without a call, turn {number}",
-                expected="after the turn of the assistant that calls the tool",
+                expected="a turn of the assistant before it that calls the tool",
                 kind="tool result without a call",
             )
-        open_calls.remove(call_id if call_id in open_calls else open_calls[0])
 
 
 def is_unanswered(message: Message) -> bool:
@@ -417,7 +422,7 @@ def use_template(tokenizer: Tokenizer, recipe: object) -> None:
         # reasons, which say nothing about the template.
         with (
             suppress(*TEMPLATE_ERRORS),
-            convert_errors(TemplateSyntaxError, "data.chat_template", path, "a template of Jinja"),
+            convert_errors(TemplateSyntaxError, "data.chat_template", path, "a Jinja template"),
         ):
             tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
 
@@ -450,7 +455,7 @@ def render_chat(
     if tokenizer.chat_template is None:
         raise UserError(
             where,
-            got="conversations for a target whose tokenizer has no chat template",
+            got="conversations, but the target's tokenizer has no chat template",
             expected="text rows, or data.chat_template, e.g. the template of its instruct model",
         )
     options: dict[str, object] = {
@@ -476,7 +481,7 @@ def render_chat(
         TEMPLATE_ERRORS,
         where,
         turns,
-        "a conversation that the target's chat template takes",
+        "a conversation that the target's chat template accepts",
         kind=REJECTED,
     ):
         rendered = str(

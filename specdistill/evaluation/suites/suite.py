@@ -86,23 +86,25 @@ class SuiteHeader(Section):
     source: AsText = option(..., "source of the prompts, in words")
     prompts: AsText = option(..., "file of the prompts, next to this one, or its URL")
     sha256: str | None = option(
-        ..., "sha256 of the prompts' file; null: not checked, and the report states the hash"
+        ..., "sha256 of the prompts' file; null: not checked, but the report has the hash"
     )
-    columns: dict[str, str] = option({}, "column names, ours to the file's")
-    placeholder: str | None = option(
-        None, "beginning of texts that are placeholders, which are left out"
-    )
+    columns: dict[str, str] = option({}, "names of columns: our name -> the name in the file")
+    placeholder: str | None = option(None, "rows whose text begins with this are left out")
     sweep: SweepConfig = section(SweepConfig)
     turns: Literal["last", "all"] = option(
-        "last", "of `messages`: what follows them, or each turn of the assistant in them"
+        "last",
+        "prompts of a row with `messages`: last: all messages are one prompt; all: a prompt for"
+        " each turn of the assistant",
     )
     categories: Literal["turn", "kind"] | None = option(
         None,
-        "of `turns: all`: by the turn's number, or by what it is (tool_call, reasoning,"
-        " structured_output, prose); null: the row's",
+        "category of the prompts of `turns: all`: the number of the turn, or its kind (tool_call,"
+        " reasoning, structured_output, prose); null: the row's category",
         condition=Condition("with turns: all", lambda suite: suite.turns == "all"),
     )
-    quality: Literal["python_syntax"] | None = option(None, "metric that scores the answers")
+    quality: Literal["python_syntax"] | None = option(
+        None, "metric of task quality that scores the answers; null: none"
+    )
 
 
 @dataclass(frozen=True)
@@ -210,7 +212,7 @@ def load_suite(name: str | None, target: str = "pico", *, key: str = "eval.suite
         raise UserError(
             "eval.suite",
             got=f"{prompts} with sha256 {digest}",
-            expected=f"the content that {path.name} names by its sha256 {header.sha256}",
+            expected=f"sha256 {header.sha256}, as {path.name} states",
         )
 
     # Convert the rows. With `turns: all`, a conversation becomes several prompts.
@@ -335,8 +337,8 @@ def _warn_of_plain_text(rows: Sequence[SuiteRow], source: str) -> None:
     has_cut_texts = any(row.kind == "text" for row in rows)
     cut = f" and cut to {TEXT_PROMPT_TOKENS} tokens" if has_cut_texts else ""
     logger.warning(
-        "%d prompts of %s are plain text%s, although the target has a chat template:"
-        " `user` or `messages` rows are rendered with it",
+        "%d prompts of %s are plain text%s, although the target has a chat template."
+        " Rows with `user` or `messages` are rendered with the template",
         num_plain,
         source,
         cut,
@@ -536,7 +538,7 @@ def _cut_messages(row: SuiteRow, tokenizer: Tokenizer, length: int, prompt: Prom
             raise UserError(
                 "eval.sweep.context",
                 got=(f"{length}, but prompt {row.id} is longer even without its longest message"),
-                expected="more tokens",
+                expected="a longer context",
             )
         messages = [*row.content]
         messages[longest] = {**messages[longest], "content": tokenizer.decode(kept_ids)}
@@ -556,7 +558,7 @@ def _split_turns(row: SuiteRow, categories: str | None) -> Iterator[SuiteRow]:
     if row.kind != "messages" or all(message["role"] != "assistant" for message in row.content):
         raise UserError(
             "turns",
-            got=f"all for prompt {row.id}, without turns of the assistant",
+            got=f"all for prompt {row.id}, which has no turns of the assistant",
             expected="messages with turns of the assistant, or turns: last",
         )
 
@@ -622,8 +624,8 @@ def _convert_programming_row(entry: FileRow, place: str) -> FileRow:
     ):
         raise UserError(
             "eval.suite",
-            got=f"{place} with test_list",
-            expected="a question as prompt or text, and a list of assertions",
+            got=f"{place}, whose test_list or question is not usable",
+            expected="a question as prompt or text, and test_list as a list of assertions",
         )
 
     # Keep the id and the category. The assertions follow the question.
@@ -646,8 +648,8 @@ def _tokenize_row(row: SuiteRow, tokenizer: Tokenizer, is_whole: bool = False) -
         if not tokenizer.chat_template:
             raise UserError(
                 "eval.suite",
-                got=f"messages (prompt {row.id})",
-                expected="plain prompts: the target has no chat template",
+                got=f"prompt {row.id}, a conversation, for a target without a chat template",
+                expected="plain prompts",
             )
         where = f"eval.suite prompt {row.id}"
         check_expressed(tokenizer, row.content, row.tools, where)
@@ -762,7 +764,7 @@ def _read_objects(name: str, content: bytes) -> Iterator[tuple[int, FileRow]]:
         unreadable,
         "eval.suite",
         PurePosixPath(name).name,
-        "rows of Parquet, or a JSON object a line, as its name says",
+        "Parquet rows, or one JSON object per line, as the name of the file says",
     ):
         if name.endswith(".parquet"):
             batches = pyarrow.parquet.ParquetFile(stream).iter_batches(batch_size=1000)

@@ -166,10 +166,11 @@ def build_server_options(target: Any, config: Any, longest: int) -> list[str]:
     """
     # Both engines have options of these names.
     words = ["--dtype", target.dtype]
-    words += (
-        ["--tensor-parallel-size", str(config.tensor_parallel)] if config.tensor_parallel else []
-    )
-    return [*words, "--trust-remote-code"] if target.trust_remote_code else words
+    if config.tensor_parallel:
+        words += ["--tensor-parallel-size", str(config.tensor_parallel)]
+    if target.trust_remote_code:
+        words.append("--trust-remote-code")
+    return words
 
 
 @dataclass(frozen=True)
@@ -196,11 +197,11 @@ class Program:
         """Return the command for a shell, with a line for each variable and each option."""
         # Words that begin with -- start a line of their own; their values stay on that line.
         words = [shlex.quote(word) for word in self.arguments(served)]
-        options = (f"\\\n    {word}" if word.startswith("--") else word for word in words)
-        surroundings = (
+        options = [f"\\\n    {word}" if word.startswith("--") else word for word in words]
+        variable_lines = [
             f"{name}={shlex.quote(value)} \\\n" for name, value in self.variables(served).items()
-        )
-        return "".join([*surroundings, " ".join([self.command, *options])])
+        ]
+        return "".join(variable_lines) + " ".join([self.command, *options])
 
 
 @dataclass(frozen=True)
@@ -232,11 +233,9 @@ class FrontLookup:
         Returns:
             The key and what is expected instead; None if the engine can express the lookup.
         """
-        return (
-            ("draft_tree", "draft_tokens: engines draft chains")
-            if lookup.draft_tree
-            else self.limit(lookup, k)
-        )
+        if lookup.draft_tree:
+            return "draft_tree", "draft_tokens: engines draft chains"
+        return self.limit(lookup, k)
 
 
 @dataclass(frozen=True)
@@ -287,11 +286,9 @@ class Engine:
         Returns:
             The lookup of the engine; None if it cannot express this one, and for no lookup.
         """
-        return (
-            self.lookup
-            if self.lookup and lookup and not self.lookup.find_missing_key(lookup, k)
-            else None
-        )
+        if self.lookup is None or not lookup:
+            return None
+        return None if self.lookup.find_missing_key(lookup, k) else self.lookup
 
     def drafting(self, k: int, lookup: Any) -> tuple[int, Any]:
         """Return the K and the lookup with which the engine is started.
@@ -303,8 +300,6 @@ class Engine:
             k: the K with which the draft was measured.
             lookup: the `LookupFirstConfig` with which it was measured; None for none.
         """
-        return (
-            (k, lookup)
-            if lookup is None or self.describe_front(lookup, k)
-            else (lookup.levels, None)
-        )
+        if lookup is None or self.describe_front(lookup, k):
+            return k, lookup
+        return lookup.levels, None

@@ -29,10 +29,9 @@ def main(grace_seconds: str, *command: str) -> None:
         pass
 
     # Write to the engine's log how the engine ended.
-    print(
-        f"ended with status {engine.poll()}" if engine.poll() is not None else "ended from outside",
-        flush=True,
-    )
+    status = engine.poll()
+    message = "ended from outside" if status is None else f"ended with status {status}"
+    print(message, flush=True)
     end_session(os.getpid(), float(grace_seconds))
 
 
@@ -42,14 +41,13 @@ def build_environment(program: str) -> dict[str, str]:
     The variables of this Python environment are removed, and the program's folder is the first one
     on the PATH, so that it finds the tools that are installed with it.
     """
-    kept_variables = {
+    environment = {
         name: value
         for name, value in os.environ.items()
         if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
     }
-    return kept_variables | {
-        "PATH": f"{Path(program).parent}{os.pathsep}{kept_variables.get('PATH', os.defpath)}"
-    }
+    path = environment.get("PATH", os.defpath)
+    return environment | {"PATH": f"{Path(program).parent}{os.pathsep}{path}"}
 
 
 def end_session(session: int, grace_seconds: float) -> None:
@@ -77,10 +75,8 @@ def list_members(session: int) -> list[psutil.Process]:
     members = []
     for process in psutil.process_iter():
         with suppress(ProcessLookupError, PermissionError, psutil.NoSuchProcess):
-            if (
-                os.getsid(process.pid) == session != process.pid
-                and process.status() != psutil.STATUS_ZOMBIE
-            ):
+            is_member = os.getsid(process.pid) == session and process.pid != session
+            if is_member and process.status() != psutil.STATUS_ZOMBIE:
                 members.append(process)
     return members
 

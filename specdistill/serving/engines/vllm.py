@@ -53,29 +53,24 @@ PLAIN_SAMPLING: Mapping[str, float] = {
 
 def build_served_config(served: Served) -> dict[str, object]:
     """Return the value of vLLM's option --speculative-config."""
-    # Parts that only some drafts need: the folder, the revision on the Hub, drawn draft tokens, and
-    # a K for each load.
-    folder = {} if served.in_target else {"model": str(served.output)}
-    sampled = (
-        {"draft_sample_method": "probabilistic"}
-        if served.samples and not served.lookup_first
-        else {}
-    )
-    pinned = {"revision": served.draft_revision} if folder and served.draft_revision else {}
-    table = (
-        {"num_speculative_tokens_per_batch_size": list_ranges(served.lengths)}
-        if served.lengths
-        else {}
-    )
-    return {
+    config: dict[str, object] = {
         "method": served.serving.name,
         **served.serving.options(served.config),
-        **folder,
-        **pinned,
-        "num_speculative_tokens": served.most_tokens,
-        **table,
-        **sampled,
     }
+
+    # A draft that is not part of the target has a folder, or a name and revision on the Hub.
+    if not served.in_target:
+        config["model"] = str(served.output)
+        if served.draft_revision:
+            config["revision"] = served.draft_revision
+
+    # K, a K for each load, and drawn draft tokens, which a lookup cannot be combined with.
+    config["num_speculative_tokens"] = served.most_tokens
+    if served.lengths:
+        config["num_speculative_tokens_per_batch_size"] = list_ranges(served.lengths)
+    if served.samples and not served.lookup_first:
+        config["draft_sample_method"] = "probabilistic"
+    return config
 
 
 def list_ranges(lengths: Sequence[tuple[int, int]]) -> list[list[int]]:
@@ -86,26 +81,33 @@ def list_ranges(lengths: Sequence[tuple[int, int]]) -> list[list[int]]:
     Args:
         lengths: pairs (number of sequences, K), where K holds from that number on.
     """
-    # A range ends before the next one begins.
+    ks = [k for _, k in lengths]
     firsts = [1, *(size for size, _ in lengths[1:])]
+    # A range ends before the next one begins.
     lasts = [*(size - 1 for size in firsts[1:]), max(lengths[-1][0], 1)]
-    return [[first, last, k] for first, last, (_, k) in zip(firsts, lasts, lengths, strict=True)]
+    return [[first, last, k] for first, last, k in zip(firsts, lasts, ks, strict=True)]
 
 
 def serve_arguments(served: Served) -> list[str]:
     """Return the arguments of `vllm serve`."""
-    # Options that only some targets or drafts need.
-    pinned = ["--revision", served.pinned] if served.pinned else []
-    shared = ["--tensor-parallel-size", str(served.num_gpus)] if served.num_gpus > 1 else []
-    drafting = (
-        ["--speculative-config", json.dumps(build_served_config(served))]
-        if served.method is not None
-        else []
-    )
-    # The plugin must know the next tokens when it looks up, so scheduling is not asynchronous.
-    looked_up = ["--no-async-scheduling"] if drafting and served.lookup_first else []
-    template = ["--chat-template", served.chat_template] if served.chat_template else []
-    return [served.model, *pinned, *shared, *drafting, *looked_up, *template]
+    # The target.
+    arguments = [served.model]
+    if served.pinned:
+        arguments += ["--revision", served.pinned]
+    if served.num_gpus > 1:
+        arguments += ["--tensor-parallel-size", str(served.num_gpus)]
+
+    # The draft. The plugin must know the next tokens when it looks up, so scheduling is not
+    # asynchronous.
+    if served.method is not None:
+        arguments += ["--speculative-config", json.dumps(build_served_config(served))]
+        if served.lookup_first:
+            arguments.append("--no-async-scheduling")
+
+    # The chat template that the draft was trained with.
+    if served.chat_template:
+        arguments += ["--chat-template", served.chat_template]
+    return arguments
 
 
 def list_variables(served: Served) -> dict[str, str]:
@@ -155,8 +157,8 @@ def format_snippet(served: Served) -> str:
     options = "".join(
         f"{name}={value!r}, " for name, value in engine_arguments.items() if value is not None
     )
-    surroundings = f"import os\n\nos.environ |= {variables!r}\n\n" if variables else ""
-    return f"""{surroundings}from vllm import LLM, SamplingParams
+    setup = f"import os\n\nos.environ |= {variables!r}\n\n" if variables else ""
+    return f"""{setup}from vllm import LLM, SamplingParams
 
 if __name__ == "__main__":
     llm = LLM({served.model!r}, {options}speculative_config={build_served_config(served)!r}, disable_log_stats=False)
@@ -278,10 +280,9 @@ def build_speculators_config(
     """
     # Greedy proposals, and plain acceptance without tolerance, so that the output is the target's.
     target = export.target
-    num = export.num_speculative_tokens
     proposal = {
         "proposal_type": "greedy",
-        "speculative_tokens": num,
+        "speculative_tokens": export.num_speculative_tokens,
         "verifier_accept_k": 1,
         "accept_tolerance": 0.0,
     }
