@@ -228,8 +228,8 @@ def build_theory(
 
     Args:
         row: the row of the whole suite.
-        costs: rounds timed at K' up to K. Only what they cost relative to each other counts.
-        passes: returns the forward passes of the draft in a round with K' draft tokens.
+        costs: the costs of rounds timed at K' up to K. Only their ratios are used.
+        passes: K' -> the number of forward passes of the draft in a round with K' draft tokens.
         depends_on_width: whether acceptance is known at K alone (see `Proposer`), so that the curve
             has no K' between.
 

@@ -152,7 +152,7 @@ def draw_speedup_by(what: str, named_rows: NamedRows, axis: str) -> Markup | Non
 def _draw_lines(
     named_rows: NamedRows,
     metric: str,
-    formatted: Callable[[float], str],
+    format_value: Callable[[float], str],
     x: Scale,
     ticks: Ticks,
     label: str,
@@ -163,7 +163,7 @@ def _draw_lines(
     Args:
         named_rows: the rows, each with its name. Rows without the metric are left out.
         metric: the name of the metric.
-        formatted: writes a value of the metric as text.
+        format_value: writes a value of the metric as text.
         x: the scale of the horizontal axis.
         ticks: the ticks of the horizontal axis.
         label: the name of the chart.
@@ -205,7 +205,7 @@ def _draw_lines(
             _draw_text(0, y - 11, short_name),
             _draw_line(x(low), y, x(high), y, "bar", stroke_width=6, stroke_linecap="round"),
             _draw_dot(x(row[metric]), y, 4.5, "good"),
-            _draw_text(WIDTH, y + 4, formatted(row[metric]), anchor="end", kind="strong"),
+            _draw_text(WIDTH, y + 4, format_value(row[metric]), anchor="end", kind="strong"),
         ]
     elements.append(
         _draw_text((x(ticks[0][0]) + x(ticks[-1][0])) / 2, bottom + 34, axis, anchor="middle")
@@ -213,7 +213,7 @@ def _draw_lines(
 
     # Write the same values as text, for readers who do not see the chart.
     values = (
-        f"{name}: {formatted(row[metric])}{format_bracketed_interval(row, metric)}"
+        f"{name}: {format_value(row[metric])}{format_bracketed_interval(row, metric)}"
         for name, row in named_rows
     )
     return _draw_figure(bottom + 40, label, elements, values)

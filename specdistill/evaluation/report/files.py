@@ -224,7 +224,7 @@ def validate_report(report: object, name: str = "report.json", key: str = "repor
         field = ".".join(map(str, first_error["loc"])) or "the whole document"
         raise UserError(
             key,
-            got=f"{name}, where {field} is invalid ({first_error['msg'][:200]})",
+            got=f"{name} with {field}: {first_error['msg'][:200]}",
             expected="a report of schema version 3: measure again with this version of specdistill",
         ) from error
 

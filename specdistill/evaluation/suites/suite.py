@@ -185,27 +185,28 @@ def load_suite(name: str | None, target: str = "pico", *, key: str = "eval.suite
             and for a row without a prompt.
         ResourceError: for a URL that cannot be read.
     """
-    path = _find_suite_file("pico" if name is None and target == "pico" else name, target, key)
+    if name is None and target == "pico":
+        name = "pico"
+    path = _find_suite_file(name, target, key)
 
     # A plain file of prompts is a suite without a licence. The hash of the file is its version.
     if path.suffix == ".jsonl":
         content = read_prompts(str(path))
         digest = hashlib.sha256(content).hexdigest()
         return Suite(
-            path.stem,
-            digest[:12],
-            "not stated",
-            path.name,
-            digest,
-            parse_suite_file(path.name, content, {}),
+            name=path.stem,
+            version=digest[:12],
+            licence="not stated",
+            source=path.name,
+            sha256=digest,
+            rows=parse_suite_file(path.name, content, {}),
             is_file=True,
         )
 
     # A suite's YAML file names the file of its prompts, and the hash that this file must have.
     header = _read_header(path)
-    prompts = (
-        header.prompts if header.prompts.startswith(REMOTE) else str(path.parent / header.prompts)
-    )
+    is_remote = header.prompts.startswith(REMOTE)
+    prompts = header.prompts if is_remote else str(path.parent / header.prompts)
     content = read_prompts(prompts, is_pinned=header.sha256 is not None)
     digest = hashlib.sha256(content).hexdigest()
     if header.sha256 not in (None, digest):
@@ -220,14 +221,14 @@ def load_suite(name: str | None, target: str = "pico", *, key: str = "eval.suite
     if header.turns == "all":
         rows = tuple(chain.from_iterable(_split_turns(row, header.categories) for row in rows))
     return Suite(
-        header.name,
-        header.version,
-        header.licence,
-        header.source,
-        digest,
-        rows,
-        header.sweep,
-        header.quality,
+        name=header.name,
+        version=header.version,
+        licence=header.licence,
+        source=header.source,
+        sha256=digest,
+        rows=rows,
+        sweep=header.sweep,
+        quality=header.quality,
     )
 
 
@@ -486,13 +487,13 @@ def _read_header(path: Path) -> SuiteHeader:
         header = validate_recipe(SuiteHeader, parse_yaml(read_prompts(str(path))), f"{path.name}: ")
 
     # A name in `columns` that is none of ours would never be read.
-    unknown = next((name for name in header.columns if name not in COLUMNS), None)
-    if unknown:
+    unknown_names = [name for name in header.columns if name not in COLUMNS]
+    if unknown_names:
         raise UserError(
-            f"{path.name}: columns.{unknown}",
+            f"{path.name}: columns.{unknown_names[0]}",
             got="an unknown key",
             expected=f"one of {', '.join(COLUMNS)}",
-            nearest=find_nearest(unknown, COLUMNS),
+            nearest=find_nearest(unknown_names[0], COLUMNS),
         )
     return header
 
@@ -509,9 +510,8 @@ def _cut_prompt(row: SuiteRow, tokenizer: Tokenizer, length: int) -> Prompt:
         # A BOS token stays at the beginning.
         num_bos = int(prompt.token_ids[:1] == (tokenizer.bos_token_id,))
         ids = prompt.token_ids[:num_bos] + prompt.token_ids[-length + num_bos :]
-    return Prompt(
-        row.id, row.category, tokenizer.decode(ids, skip_special_tokens=True), ids, row.cluster
-    )
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    return Prompt(row.id, row.category, text, ids, row.cluster)
 
 
 def _cut_messages(row: SuiteRow, tokenizer: Tokenizer, length: int, prompt: Prompt) -> Prompt:
@@ -569,16 +569,13 @@ def _split_turns(row: SuiteRow, categories: str | None) -> Iterator[SuiteRow]:
     for number, index in enumerate(turn_indices, 1):
         # Later turns are rarer, so the categories by number double: 1, 2 to 3, 4 to 7, …
         first = 2 ** (number.bit_length() - 1)
-        names = {
-            "turn": f"turn_{first}" + f"_to_{2 * first - 1}" * (first > 1),
-            "kind": _find_kind(row.content[index]),
-        }
-        category = names[categories] if categories else row.category
+        range_name = "turn_1" if first == 1 else f"turn_{first}_to_{2 * first - 1}"
+        names = {"turn": range_name, "kind": _find_kind(row.content[index])}
         yield SuiteRow(
-            f"{row.id}/{number}",
-            category,
-            row.kind,
-            row.content[:index],
+            id=f"{row.id}/{number}",
+            category=names[categories] if categories else row.category,
+            kind=row.kind,
+            content=row.content[:index],
             tools=row.tools,
             cluster=row.id,
         )
@@ -654,26 +651,16 @@ def _tokenize_row(row: SuiteRow, tokenizer: Tokenizer, is_whole: bool = False) -
         where = f"eval.suite prompt {row.id}"
         check_expressed(tokenizer, row.content, row.tools, where)
         text = render_chat(tokenizer, row.content, True, where, row.tools)
-        return Prompt(
-            row.id,
-            row.category,
-            text,
-            tuple(tokenizer(text, add_special_tokens=False)["input_ids"]),
-            row.cluster,
-        )
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return Prompt(row.id, row.category, text, tuple(ids), row.cluster)
 
     # A text is cut to its beginning. A prompt is used as it is. `verbose=False` silences the
     # warning of transformers about long inputs, which `tokenize` checks itself.
     ids = tokenizer(row.content, verbose=False)["input_ids"]
     if row.kind == "text":
         ids = ids if is_whole else ids[:TEXT_PROMPT_TOKENS]
-        return Prompt(
-            row.id,
-            row.category,
-            tokenizer.decode(ids, skip_special_tokens=True),
-            tuple(ids),
-            row.cluster,
-        )
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        return Prompt(row.id, row.category, text, tuple(ids), row.cluster)
     return Prompt(row.id, row.category, row.content, tuple(ids), row.cluster)
 
 
@@ -782,26 +769,26 @@ def _from_training_columns(entry: FileRow) -> FileRow:
     A last turn of the assistant is left out, because the target writes it.
     """
     # A conversation, in one of the columns that training data have.
-    conversation_column = next((name for name in CONVERSATIONS if name in entry), None)
-    if conversation_column is not None:
-        messages = entry[conversation_column]
+    conversation_columns = [name for name in CONVERSATIONS if name in entry]
+    if conversation_columns:
+        messages = entry[conversation_columns[0]]
         if isinstance(messages, list) and all(isinstance(turn, str) for turn in messages):
             # The column holds the turns of a user, with a reference for each, as in MT-bench. The
             # first turn is the prompt, so the first reference is taken. It may be in a list of
             # references of one turn, inside the list of all turns.
             reference = entry.get("reference")
             while isinstance(reference, list):
-                reference = next(iter(reference), None)
+                reference = reference[0] if reference else None
             return {**entry, "user": messages, "reference": reference or None}
         if isinstance(messages, list) and messages and _is_answer(messages[-1]):
             messages = messages[:-1]
         return {**entry, "messages": messages}
 
     # Otherwise a question, to which some data sets add an input or a context.
-    question_column = next((name for name in PROMPTS if name in entry), None)
-    if question_column is None:
+    question_columns = [name for name in PROMPTS if name in entry]
+    if not question_columns:
         return entry
-    parts = [entry[question_column], entry.get("input") or entry.get("context")]
+    parts = [entry[question_columns[0]], entry.get("input") or entry.get("context")]
     return {**entry, "user": "\n\n".join(str(part) for part in parts if part)}
 
 
@@ -857,12 +844,12 @@ def _convert_row(
     if kind == "messages":
         content, tools = convert_conversation(content, entry.get("tools"), f"eval.suite {place}")
     row = SuiteRow(
-        str(entry.get("id", entry.get("task_id", number))),
-        str(entry.get("category", "default")),
-        kind,
-        content,
-        reference,
-        tools,
+        id=str(entry.get("id", entry.get("task_id", number))),
+        category=str(entry.get("category", "default")),
+        kind=kind,
+        content=content,
+        reference=reference,
+        tools=tools,
     )
 
     # `all` is the name of the row for the whole suite.

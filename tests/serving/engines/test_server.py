@@ -183,7 +183,7 @@ def test_rounds_of_llama_cpp_inside_a_character_share_what_they_accepted(answeri
     assert LLAMA_CPP.client.complete(server, REQUEST, 2).counts == ServerCounts((), 2, 4, 3, (2, 1))
     # one is past the end
     assert LLAMA_CPP.client.complete(server, REQUEST, 2).counts == ServerCounts((), 2, 4, 2, (2, 0))
-    with pytest.raises(ResourceError, match="what cannot be"):
+    with pytest.raises(ResourceError, match="impossible ones"):
         LLAMA_CPP.client.complete(server, REQUEST, 2)
 
 
