@@ -146,9 +146,8 @@ def export(
             gguf=str(gguf_file) if gguf_file else None,
             **drafting,
         )
-        head_engines = ""
-        if target:
-            head_engines = describe_head_engines(method, target.text_config.get("model_type"))
+        model_type = target.text_config.get("model_type") if target else None
+        head_engines = describe_head_engines(method, model_type) if target else ""
         text = serve_md(engine_facts, served, measured, lengths, findings, head_engines)
         (folder / "SERVE.md").write_text(text, encoding="utf-8")
         cleanup.pop_all()  # Everything is written, so the merged target stays.
@@ -436,18 +435,14 @@ def serve_md(
     by_load = ""
     if report and in_engine:
         by_load = format_cells(tabulate_by_load(find_fastest_lengths(report)))
-    by_length = ""
-    if lengths and not in_engine:
-        by_length = format_cells(tabulate_by_load(lengths))
+    by_length = format_cells(tabulate_by_load(lengths)) if lengths and not in_engine else ""
 
     # The engine uses the table of lengths if its command differs without it.
     command_without_lengths = engine.serve_command(replace(served, lengths=()))
     takes_lengths = engine.serve_command(served) != command_without_lengths
 
-    # Say what speaks against serving, then render the template.
-    caveats = list_caveats(report, engine, served.num_tokens)
-    if engines:
-        caveats.insert(0, f"{engines}.")
+    # Render the template, with the reasons against serving.
+    caveats = [f"{engines}."] if engines else []
     environment = Environment(
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined
     )
@@ -457,7 +452,7 @@ def serve_md(
         engine=engine,
         served=served,
         report=report,
-        caveats=caveats,
+        caveats=[*caveats, *list_caveats(report, engine, served.num_tokens)],
         findings=findings,
         flags=format_table(("what else is set", "how"), flag_rows),
         by_load=by_load,

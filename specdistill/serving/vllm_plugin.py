@@ -216,10 +216,8 @@ def wrap_propose(
 
         # Rows for which the lookup finds tokens get these instead, up to K.
         looked_up_rows = look_up_tokens(runner, sampled_token_ids.tolist(), k, config)
-        rows = []
-        for looked_up, drafted in zip(looked_up_rows, draft_tokens.tolist(), strict=True):
-            rows.append(looked_up or drafted)
-        return rows
+        rows = zip(looked_up_rows, draft_tokens.tolist(), strict=True)
+        return [looked_up or drafted for looked_up, drafted in rows]
 
     return propose_with_lookup
 

@@ -99,9 +99,9 @@ def build_report(
     incomplete: str | None = None,
     **sections: Any,
 ) -> Report:
-    """Build the report, as report.schema.json describes it.
+    """Build the content of report.json from the measured parts, and add the findings.
 
-    It is not yet judged: its gate has no rules and does not pass.
+    The report is not judged yet: its gate has no rules and does not pass.
 
     Args:
         suite: the suite that was measured.
@@ -109,20 +109,18 @@ def build_report(
         theory: what the cost model says; None if nothing was drafted.
         not_measured: why parts of the report are absent, by their names.
         git_revision: the revision of the code; None outside of a git checkout.
-        engine: the program that decoded, if it was not this package.
+        engine: the name and version of the program that decoded; None for this package.
         incomplete: why the measurement was cut short; None if it was not.
-        sections: target, draft, hardware, software, settings, results, context and lossless, as
-            the report has them.
+        sections: the sections target, draft, hardware, software, settings, results, context and
+            lossless of the report.
     """
     # Collect the reason for each absent part.
-    reasons: dict[str, str] = {}
-    if not git_revision:
-        reasons["git_revision"] = "the code is not in a git checkout"
-    if not theory:
-        reasons["theory"] = "nothing was drafted"
-    reasons |= not_measured
-    if incomplete:
-        reasons["incomplete"] = incomplete
+    absence_reasons = {
+        **({} if git_revision else {"git_revision": "the code is not in a git checkout"}),
+        **({} if theory else {"theory": "nothing was drafted"}),
+        **not_measured,
+        **({"incomplete": incomplete} if incomplete else {}),
+    }
     optional = {"git_revision": git_revision, "incomplete": bool(incomplete), "theory": theory}
 
     # Put together the parts that every report has, and the measured sections.
@@ -142,7 +140,7 @@ def build_report(
         "headline": headline,
         **sections,
         "gate": {"verdict": None, "passed": False, "rules": []},
-        "not_measured": reasons,
+        "not_measured": absence_reasons,
     }
 
     # Remove folder names and server addresses of this machine, which must not be published.
@@ -320,31 +318,34 @@ def _compute_row_numbers(
     reasons: Mapping[str, str],
 ) -> Numbers:
     """Compute the counts and metrics of a row, and the reason for each absent number."""
-    # Collect the numbers of each prompt. All metrics are formulas over sums of these.
+    # Sum what was measured, by prompt. All metrics are formulas over these sums.
     sums = collect_prompt_sums(records)
     num_timed_by_hf = sum(record.hf_generate is not None for record in records)
 
-    # Count prompts, tokens and rounds. A server shows no rounds, and some servers no token ids, so
-    # their numbers are left out.
+    # Count prompts, tokens and rounds, and estimate the metrics. A server shows no rounds, and some
+    # servers no token ids, so their numbers are left out.
     row: Numbers = {
         "num_prompts": len(records),
         "num_batches": len(np.unique(sums["batch"])) if "batch" in sums else len(records),
         "num_new_tokens": int(sums["num_tokens"].sum()),
+        **(
+            {}
+            if np.isnan(sums["num_rounds"]).any()
+            else {"num_rounds": int(sums["num_rounds"].sum())}
+        ),
+        **(
+            {"num_looping": sum(map(is_looping, records))}
+            if all(record.token_ids for record in records)
+            else {}
+        ),
+        **({"hf_generate_num_prompts": num_timed_by_hf} if num_timed_by_hf else {}),
+        "num_empty": int((sums["num_tokens"] <= 1).sum()),
+        "num_disturbed_rounds": int(
+            sum(np.nansum(sums[f"{side}num_disturbed_rounds"]) for side in ("", "baseline_"))
+        ),
+        **count_acceptance(records, configuration.num_speculative_tokens),
+        **_estimate_metrics(sums, seed),
     }
-    if not np.isnan(sums["num_rounds"]).any():
-        row["num_rounds"] = int(sums["num_rounds"].sum())
-    if all(record.token_ids for record in records):
-        row["num_looping"] = sum(map(is_looping, records))
-    if num_timed_by_hf:
-        row["hf_generate_num_prompts"] = num_timed_by_hf
-    row["num_empty"] = int((sums["num_tokens"] <= 1).sum())
-    row["num_disturbed_rounds"] = int(
-        np.nansum(sums["num_disturbed_rounds"]) + np.nansum(sums["baseline_num_disturbed_rounds"])
-    )
-
-    # Count what was accepted, and estimate the metrics.
-    row |= count_acceptance(records, configuration.num_speculative_tokens)
-    row |= _estimate_metrics(sums, seed)
 
     # Keep the reasons of numbers that are absent.
     all_reasons = {**_list_reasons(row), **reasons}
@@ -363,17 +364,14 @@ def _estimate_metrics(sums: PromptSums, seed: int) -> Numbers:
     is_slow = (compute_value(METRICS["baseline_over_hf_generate"], sums) or 1.0) < SLOW_BASELINE
     for name, metric in METRICS.items():
         # Compute the value, if everything that the metric needs was measured.
-        if name == "speedup_over_hf_generate" and not is_slow:
-            continue
         value = compute_value(metric, sums)
-        if value is None:
+        if value is None or (name == "speedup_over_hf_generate" and not is_slow):
             continue
         numbers[name] = value
 
         # Compute the interval, if the report gives one for this metric.
-        if name in METRICS_WITHOUT_INTERVAL:
-            continue
-        bounds = compute_interval(metric, sums, seed=seed)
+        has_interval = name not in METRICS_WITHOUT_INTERVAL
+        bounds = compute_interval(metric, sums, seed=seed) if has_interval else None
         if bounds is not None:
             numbers[f"{name}_ci95"] = list(bounds)
     return numbers

@@ -276,12 +276,10 @@ def _draw_axes_by_k(x: Scale, y: Scale, longest: int) -> list[Markup]:
     """Draw the axes of a chart over K', with a dashed line for plain decoding."""
     elements = _draw_y_axis(y, [(value, f"{value:g}×") for value in _choose_ticks(y.low, y.high)])
     # If there are more than 13 draft tokens, not every K' is labelled.
-    for k in range(0, longest + 1, 1 + longest // 13):
-        elements.append(_draw_text(x(k), y.start + 17, k, anchor="middle"))
-    elements.append(
-        _draw_line(LEFT, y(1.0), WIDTH - RIGHT, y(1.0), "muted", stroke_dasharray="3 4")
-    )
-    return elements
+    ks = range(0, longest + 1, 1 + longest // 13)
+    elements += [_draw_text(x(k), y.start + 17, k, anchor="middle") for k in ks]
+    plain = _draw_line(LEFT, y(1.0), WIDTH - RIGHT, y(1.0), "muted", stroke_dasharray="3 4")
+    return [*elements, plain]
 
 
 def _draw_predicted_curve(
@@ -400,9 +398,7 @@ def _read_interval(row: ResultRow, metric: str) -> tuple[float, float]:
 def _round_bounds(values: Sequence[float]) -> tuple[float, float]:
     """Return bounds for an axis: the next tenths outside of the values, with some room."""
     # 1 and 1.999 tenths widen a range whose ends already are tenths, so no dot is on the border.
-    low = max(0.0, int(min(values) * 10 - 1) / 10)
-    high = int(max(values) * 10 + 1.999) / 10
-    return low, high
+    return max(0.0, int(min(values) * 10 - 1) / 10), int(max(values) * 10 + 1.999) / 10
 
 
 def _choose_ticks(low: float, high: float) -> list[float]:

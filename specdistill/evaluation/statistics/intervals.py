@@ -18,7 +18,6 @@ from scipy import stats
 from specdistill.evaluation.statistics.metrics import (
     Metric,
     PromptSums,
-    Total,
     compute_value,
     list_units,
     select_measured,
@@ -237,13 +236,10 @@ def compute_relative_change(
     num_sums = len(metric.sums)
     new_names = [f"{name}_new" for name in metric.sums]
     old_names = [f"{name}_old" for name in metric.sums]
-
-    def compute_change(*sums: Total) -> Total:
-        new_value = metric.formula(*sums[:num_sums])
-        old_value = metric.formula(*sums[num_sums:])
-        return new_value / old_value - 1
-
-    change_metric = Metric((*new_names, *old_names), compute_change)
+    change_metric = Metric(
+        (*new_names, *old_names),
+        lambda *sums: metric.formula(*sums[:num_sums]) / metric.formula(*sums[num_sums:]) - 1,
+    )
 
     # Put both measurements in one table of prompts, so that a resample draws both sides together.
     paired_sums = {}
@@ -254,7 +250,7 @@ def compute_relative_change(
 
     # Apply the formula to all prompts, and to resamples.
     totals = [column.sum() for column in select_measured(change_metric, paired_sums)]
-    change = float(compute_change(*totals))
+    change = float(change_metric.formula(*totals))
     return change, compute_interval(change_metric, paired_sums, confidence=confidence, seed=seed)
 
 

@@ -501,9 +501,11 @@ def render_chat(
 
 def _add_reasoning_names(message: Message) -> Message:
     """Return a message with its reasoning under each of the names that chat templates read."""
-    if REASONING[0] not in message:
-        return message
-    return message | dict.fromkeys(REASONING, message[REASONING[0]])
+    return (
+        message | dict.fromkeys(REASONING, message[REASONING[0]])
+        if REASONING[0] in message
+        else message
+    )
 
 
 def _list_forms(messages: Sequence[Message]) -> Iterator[list[Message]]:
@@ -543,10 +545,11 @@ def _is_miswritten(rendered: str, messages: Sequence[Message]) -> bool:
             # Look for the arguments as a template of the other form writes them: a text encoded as
             # JSON again, or an object in Python's notation.
             arguments = call["function"]["arguments"]
-            if isinstance(arguments, str):
-                wrong = json.dumps(arguments, ensure_ascii=False)
-            else:
-                wrong = repr(arguments)
+            wrong = (
+                json.dumps(arguments, ensure_ascii=False)
+                if isinstance(arguments, str)
+                else repr(arguments)
+            )
             if wrong in rendered and wrong != _format_arguments(arguments):
                 return True
 
@@ -586,21 +589,30 @@ def check_expressed(
     # The parts to check: name -> the messages with the part, the messages without it, and the
     # schemas without it. Some templates drop the reasoning of all answers but the last, so it is
     # checked in a conversation that ends with it.
-    without_calls = [_remove_key("tool_calls", message) for message in messages]
-    without_results = [
-        {**message, "content": ""} if message["role"] == "tool" else message for message in messages
-    ]
-    num_to_reasoning = 0
-    for number, message in enumerate(messages, start=1):
-        if REASONING[0] in message:
-            num_to_reasoning = number
-    to_reasoning = messages[:num_to_reasoning]
-    without_reasoning = [_remove_key(REASONING[0], message) for message in to_reasoning]
+    last = max(
+        (number for number, message in enumerate(messages) if REASONING[0] in message), default=-1
+    )
+    to_reasoning = messages[: last + 1]
     parts: dict[str, tuple[Sequence[Message], Sequence[Message], Tools]] = {
         "schemas of tools": (messages, messages, None),
-        "calls of tools": (messages, without_calls, tools),
-        "results of tools": (messages, without_results, tools),
-        "reasoning": (to_reasoning, without_reasoning, tools),
+        "calls of tools": (
+            messages,
+            [_remove_key("tool_calls", message) for message in messages],
+            tools,
+        ),
+        "results of tools": (
+            messages,
+            [
+                {**message, "content": ""} if message["role"] == "tool" else message
+                for message in messages
+            ],
+            tools,
+        ),
+        "reasoning": (
+            to_reasoning,
+            [_remove_key(REASONING[0], message) for message in to_reasoning],
+            tools,
+        ),
     }
 
     # Each system message is a part of its own, because some templates render only the first one.
@@ -626,10 +638,8 @@ def check_expressed(
 
 def _remove_key(key: str, message: Message) -> Message:
     """Return a message without a key. If the message had it, a content of None becomes ""."""
-    if key not in message:
-        return message
     remaining = {name: value for name, value in message.items() if name != key}
-    return {**remaining, "content": remaining["content"] or ""}
+    return {**remaining, "content": remaining["content"] or ""} if key in message else message
 
 
 def shorten_text(text: str) -> str:

@@ -185,9 +185,7 @@ def load_suite(name: str | None, target: str = "pico", *, key: str = "eval.suite
             and for a row without a prompt.
         ResourceError: for a URL that cannot be read.
     """
-    if name is None and target == "pico":
-        name = "pico"
-    path = _find_suite_file(name, target, key)
+    path = _find_suite_file("pico" if name is None and target == "pico" else name, target, key)
 
     # A plain file of prompts is a suite without a licence. The hash of the file is its version.
     if path.suffix == ".jsonl":
@@ -586,15 +584,16 @@ def _find_kind(message: Message) -> str:
 
     It is tool_call, reasoning, structured_output (the content is a JSON object or list) or prose.
     """
-    if "tool_calls" in message:
-        return "tool_call"
-    if REASONING[0] in message:
-        return "reasoning"
+    if "tool_calls" in message or REASONING[0] in message:
+        return "tool_call" if "tool_calls" in message else "reasoning"
     try:
-        content = parse_json(message["content"])
+        return (
+            "structured_output"
+            if isinstance(parse_json(message["content"]), dict | list)
+            else "prose"
+        )
     except ValueError:
         return "prose"
-    return "structured_output" if isinstance(content, dict | list) else "prose"
 
 
 def _read_turn_text(turn: Message) -> object:

@@ -292,34 +292,35 @@ class Client:
 
         # A counter (`_total`) has grown from the first reading to the second. A gauge has a current
         # value, and the larger of its two values is taken.
-        growths = {}
-        for name in (*self.drafting, *positions):
-            old_value = before.get(name, 0.0)
-            new_value = after.get(name, 0.0)
-            is_counter = "_total" in name
-            growth = new_value - old_value if is_counter else max(old_value, new_value)
-            # A counter that falls, or is no number, cannot be used: the server probably restarted.
+        pairs = {
+            name: (before.get(name, 0.0), after.get(name, 0.0))
+            for name in (*self.drafting, *positions)
+        }
+        growths = {
+            name: new - old if "_total" in name else max(old, new)
+            for name, (old, new) in pairs.items()
+        }
+
+        # A counter that falls, or is no number, cannot be used: the server probably restarted.
+        for name, growth in growths.items():
             if not 0 <= growth < math.inf:
                 raise ResourceError(
-                    f"{self.prefix}:{name} went from {old_value:g} to {new_value:g}",
+                    "{}:{} went from {:g} to {:g}".format(self.prefix, name, *pairs[name]),
                     next_step=(
                         "check whether the server restarted, or several share its address;"
                         " then start again"
                     ),
                 )
-            growths[name] = growth
 
         # Convert the growth to numbers of drafts and tokens, by the formula of the engine.
-        num_drafts, num_drafted, num_accepted = self.drafted_by(
-            *(growths[name] for name in self.drafting)
-        )
+        drafts, drafted, accepted = self.drafted_by(*(growths[name] for name in self.drafting))
         accepted_per_position = [int(growths[name]) for name in positions]
-        if accepted_per_position:
-            num_accepted = sum(accepted_per_position)
         return {
-            "num_drafts": int(num_drafts),
-            "num_draft_tokens": int(num_drafted),
-            "num_accepted_tokens": int(num_accepted),
+            "num_drafts": int(drafts),
+            "num_draft_tokens": int(drafted),
+            "num_accepted_tokens": (
+                sum(accepted_per_position) if accepted_per_position else int(accepted)
+            ),
             "accepted_per_position": accepted_per_position,
         }
 

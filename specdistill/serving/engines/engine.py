@@ -166,11 +166,10 @@ def build_server_options(target: Any, config: Any, longest: int) -> list[str]:
     """
     # Both engines have options of these names.
     words = ["--dtype", target.dtype]
-    if config.tensor_parallel:
-        words += ["--tensor-parallel-size", str(config.tensor_parallel)]
-    if target.trust_remote_code:
-        words.append("--trust-remote-code")
-    return words
+    words += (
+        ["--tensor-parallel-size", str(config.tensor_parallel)] if config.tensor_parallel else []
+    )
+    return [*words, "--trust-remote-code"] if target.trust_remote_code else words
 
 
 @dataclass(frozen=True)
@@ -233,9 +232,11 @@ class FrontLookup:
         Returns:
             The key and what is expected instead; None if the engine can express the lookup.
         """
-        if lookup.draft_tree:
-            return "draft_tree", "draft_tokens: engines draft chains"
-        return self.limit(lookup, k)
+        return (
+            ("draft_tree", "draft_tokens: engines draft chains")
+            if lookup.draft_tree
+            else self.limit(lookup, k)
+        )
 
 
 @dataclass(frozen=True)
@@ -286,9 +287,11 @@ class Engine:
         Returns:
             The lookup of the engine; None if it cannot express this one, and for no lookup.
         """
-        if self.lookup is None or not lookup:
-            return None
-        return None if self.lookup.find_missing_key(lookup, k) else self.lookup
+        return (
+            self.lookup
+            if self.lookup and lookup and not self.lookup.find_missing_key(lookup, k)
+            else None
+        )
 
     def drafting(self, k: int, lookup: Any) -> tuple[int, Any]:
         """Return the K and the lookup with which the engine is started.
@@ -300,6 +303,8 @@ class Engine:
             k: the K with which the draft was measured.
             lookup: the `LookupFirstConfig` with which it was measured; None for none.
         """
-        if lookup is None or self.describe_front(lookup, k):
-            return k, lookup
-        return lookup.levels, None
+        return (
+            (k, lookup)
+            if lookup is None or self.describe_front(lookup, k)
+            else (lookup.levels, None)
+        )

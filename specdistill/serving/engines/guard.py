@@ -29,9 +29,10 @@ def main(grace_seconds: str, *command: str) -> None:
         pass
 
     # Write to the engine's log how the engine ended.
-    status = engine.poll()
-    message = "ended from outside" if status is None else f"ended with status {status}"
-    print(message, flush=True)
+    print(
+        f"ended with status {engine.poll()}" if engine.poll() is not None else "ended from outside",
+        flush=True,
+    )
     end_session(os.getpid(), float(grace_seconds))
 
 
@@ -41,13 +42,14 @@ def build_environment(program: str) -> dict[str, str]:
     The variables of this Python environment are removed, and the program's folder is the first one
     on the PATH, so that it finds the tools that are installed with it.
     """
-    environment = {
+    kept_variables = {
         name: value
         for name, value in os.environ.items()
         if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
     }
-    path = environment.get("PATH", os.defpath)
-    return environment | {"PATH": f"{Path(program).parent}{os.pathsep}{path}"}
+    return kept_variables | {
+        "PATH": f"{Path(program).parent}{os.pathsep}{kept_variables.get('PATH', os.defpath)}"
+    }
 
 
 def end_session(session: int, grace_seconds: float) -> None:

@@ -82,10 +82,11 @@ def build_speculation_options(served: Served, draft: str) -> list[str]:
 
 def serve_arguments(served: Served) -> list[str]:
     """Return the arguments of llama-server; `served` has GGUF files as target and output."""
-    arguments = ["-m", served.target_name]
-    if served.method:
-        arguments += build_speculation_options(served, str(served.output))
-    return arguments
+    return [
+        "-m",
+        served.target_name,
+        *(build_speculation_options(served, str(served.output)) if served.method else []),
+    ]
 
 
 def build_server_settings(target: object, config: Any, longest: int) -> list[str]:
@@ -335,9 +336,11 @@ def limit(lookup: Any, k: int | None) -> tuple[str, str] | None:
             "min",
             f"{lookup.max}, as eval.lookup_first.max: llama.cpp compares exactly that many",
         )
-    if k is not None and lookup.max > k:
-        return "max", f"at most K, {k}, or it drafts nothing"
-    return None
+    return (
+        ("max", f"at most K, {k}, or it drafts nothing")
+        if k is not None and lookup.max > k
+        else None
+    )
 
 
 LLAMA_CPP = Engine(

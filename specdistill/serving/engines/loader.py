@@ -196,10 +196,9 @@ def find_loader(loaders: Sequence[Loader], config: Mapping[str, object]) -> Load
     # Drafts in speculators' layout have a loader of their own, chosen before all others.
     if "speculators_model_type" in config:
         loaders = [loader for loader in loaders if loader.inner == "transformer_layer_config"]
-    for loader in loaders:
-        if loader.inner is None or loader.inner in config:
-            return loader
-    return None
+    return next(
+        (loader for loader in loaders if loader.inner is None or loader.inner in config), None
+    )
 
 
 def check_loader(
@@ -225,18 +224,22 @@ def check_loader(
     result = LoaderCheck(loader)
     _check_architecture(result, config)
     config = _merge_inner_config(loader, config)
-    for key in loader.never_null:
-        if _get_value(config, key) is None:
-            result.refused.append(
-                f"config.json says {key} null, which is taken for a number: leave the key out"
-            )
+    result.refused += [
+        f"config.json says {key} null, which is taken for a number: leave the key out"
+        for key in loader.never_null
+        if _get_value(config, key) is None
+    ]
 
     # Read the settings as the engine does, and find those that its code cannot express.
-    for name, setting in loader.settings.items():
-        result.settings[name] = _read_setting(config, setting.keys, setting.default)
-    for limit in loader.limits:
-        if limit.has(head):
-            result.silent.append(f"it does not support {limit.setting}; expected {limit.instead}")
+    result.settings = {
+        name: _read_setting(config, setting.keys, setting.default)
+        for name, setting in loader.settings.items()
+    }
+    result.silent += [
+        f"it does not support {limit.setting}; expected {limit.instead}"
+        for limit in loader.limits
+        if limit.has(head)
+    ]
 
     # Compare the settings with those of training, and the tensors with the parameters.
     trained = {**COMMON_HEAD_SETTINGS, **vars(head)}
@@ -261,16 +264,16 @@ def _check_architecture(result: LoaderCheck, config: Mapping[str, Any]) -> None:
     inner_config = config.get(loader.inner or "")
     architectures = (config if inner_config is None else inner_config).get("architectures") or []
     if loader.architectures and not set(architectures) & loader.architectures:
-        found = "no architectures"
-        if architectures:
-            found = f"architectures {', '.join(map(str, architectures))}"
+        names = f"architectures {', '.join(map(str, architectures))}" if architectures else ""
         result.refused.append(
-            f"config.json has {found}; this engine loads such a draft as"
+            f"config.json has {names or 'no architectures'}; this engine loads such a draft as"
             f" {min(loader.architectures, key=len)}"
         )
-    for key in loader.required:
-        if _get_value(config, key) is MISSING_VALUE:
-            result.refused.append(f"config.json has no {key}")
+    result.refused += [
+        f"config.json has no {key}"
+        for key in loader.required
+        if _get_value(config, key) is MISSING_VALUE
+    ]
 
 
 def _merge_inner_config(loader: Loader, config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -461,10 +464,11 @@ def _check_tensors(
             unset_messages.append(f"{name} {list(shape)} is not in the file: {consequence}")
 
     # Find the tensors without a parameter.
-    for name, (name_in_file, _) in stored.items():
-        is_ignored = any(part in name for part in loader.ignored)
-        if name not in slots and not is_ignored:
-            unknown_messages.append(f"it has no parameter for {name_in_file}")
+    unknown_messages += [
+        f"it has no parameter for {name_in_file}"
+        for name, (name_in_file, _) in stored.items()
+        if name not in slots and not any(part in name for part in loader.ignored)
+    ]
 
 
 def _list_slots_by_name(

@@ -51,35 +51,44 @@ def build_sglang_options(served: Served) -> dict[str, object]:
 
     On the command line the same names have dashes.
     """
+    # If K changes with the load, the server starts with the largest K. A draft that is not part of
+    # the target has a folder of its own.
+    has_draft = served.method is not None
+    changes_k = served.serving.name in ADAPTIVE and bool(served.lengths)
+    k = served.most_tokens if changes_k else served.num_tokens
+    has_folder = has_draft and not served.in_target
+
     # The options of the target.
-    options: dict[str, object] = {
+    target_options = {
         "model_path": served.model,
         "revision": served.pinned,
         "tp_size": served.num_gpus if served.num_gpus > 1 else None,
         "chat_template": served.chat_template,
     }
 
-    # The options of the draft. If K changes with the load, the server starts with the largest K. A
-    # chain of K tokens is a tree of top-k 1, in which SGLang counts the root, too.
-    if served.method is not None:
-        algorithm = served.serving.name
-        options["speculative_algorithm"] = algorithm
-        changes_k = algorithm in ADAPTIVE and bool(served.lengths)
-        if algorithm not in BLOCKS:
-            k = served.most_tokens if changes_k else served.num_tokens
-            options["speculative_num_steps"] = k
-            options["speculative_eagle_topk"] = 1
-            options["speculative_num_draft_tokens"] = k + 1
-        if not served.in_target:
-            options["speculative_draft_model_path"] = str(served.output)
-            options["speculative_draft_model_revision"] = served.draft_revision
-        if changes_k:
-            options["speculative_adaptive"] = True
-            options["speculative_adaptive_config"] = LENGTHS_FILE
-        options |= served.serving.options(served.config)
+    # The options of the draft. A chain of K tokens is a tree of top-k 1. SGLang counts the last
+    # token of the sequence, too, in the number of draft tokens.
+    chain = {
+        "speculative_num_steps": k,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": k + 1,
+    }
+    draft_options = {
+        "speculative_algorithm": served.serving.name,
+        **({} if served.serving.name in BLOCKS else chain),
+        "speculative_draft_model_path": str(served.output) if has_folder else None,
+        "speculative_draft_model_revision": served.draft_revision if has_folder else None,
+        "speculative_adaptive": changes_k or None,
+        "speculative_adaptive_config": LENGTHS_FILE if changes_k else None,
+        **served.serving.options(served.config),
+    }
 
     # Leave out the options that are not set.
-    return {name: value for name, value in options.items() if value is not None}
+    return {
+        name: value
+        for name, value in {**target_options, **(draft_options if has_draft else {})}.items()
+        if value is not None
+    }
 
 
 def serve_arguments(served: Served) -> list[str]:
@@ -90,9 +99,7 @@ def serve_arguments(served: Served) -> list[str]:
     }
     words = []
     for name, value in named_arguments.items():
-        words.append(name)
-        if value is not True:
-            words.append(str(value))
+        words += [name] if value is True else [name, str(value)]
     return words
 
 
@@ -120,9 +127,11 @@ def format_snippet(served: Served) -> str:
     """Return Python code that serves with SGLang."""
     options = ", ".join(f"{name}={value!r}" for name, value in build_sglang_options(served).items())
     slots = format_slots(served)
-    setup = ""
-    if slots:
-        setup = f"from pathlib import Path\n\nPath({LENGTHS_FILE!r}).write_text({slots!r})\n\n"
+    setup = (
+        f"from pathlib import Path\n\nPath({LENGTHS_FILE!r}).write_text({slots!r})\n\n"
+        if slots
+        else ""
+    )
     return f"""{setup}import sglang
 
 if __name__ == "__main__":

@@ -53,24 +53,31 @@ PLAIN_SAMPLING: Mapping[str, float] = {
 
 def build_served_config(served: Served) -> dict[str, object]:
     """Return the value of vLLM's option --speculative-config."""
-    config: dict[str, object] = {
+    # Parts that only some drafts need: the folder, the revision on the Hub, drawn draft tokens, and
+    # a K for each load.
+    draft_folder = {} if served.in_target else {"model": str(served.output)}
+    sampling = (
+        {"draft_sample_method": "probabilistic"}
+        if served.samples and not served.lookup_first
+        else {}
+    )
+    draft_revision = (
+        {"revision": served.draft_revision} if draft_folder and served.draft_revision else {}
+    )
+    k_by_load = (
+        {"num_speculative_tokens_per_batch_size": list_ranges(served.lengths)}
+        if served.lengths
+        else {}
+    )
+    return {
         "method": served.serving.name,
         **served.serving.options(served.config),
+        **draft_folder,
+        **draft_revision,
+        "num_speculative_tokens": served.most_tokens,
+        **k_by_load,
+        **sampling,
     }
-
-    # A draft that is not part of the target has a folder, or a name and revision on the Hub.
-    if not served.in_target:
-        config["model"] = str(served.output)
-        if served.draft_revision:
-            config["revision"] = served.draft_revision
-
-    # K, a K for each load, and drawn draft tokens, which a lookup cannot be combined with.
-    config["num_speculative_tokens"] = served.most_tokens
-    if served.lengths:
-        config["num_speculative_tokens_per_batch_size"] = list_ranges(served.lengths)
-    if served.samples and not served.lookup_first:
-        config["draft_sample_method"] = "probabilistic"
-    return config
 
 
 def list_ranges(lengths: Sequence[tuple[int, int]]) -> list[list[int]]:
@@ -81,33 +88,26 @@ def list_ranges(lengths: Sequence[tuple[int, int]]) -> list[list[int]]:
     Args:
         lengths: pairs (number of sequences, K), where K holds from that number on.
     """
-    ks = [k for _, k in lengths]
-    firsts = [1, *(size for size, _ in lengths[1:])]
     # A range ends before the next one begins.
+    firsts = [1, *(size for size, _ in lengths[1:])]
     lasts = [*(size - 1 for size in firsts[1:]), max(lengths[-1][0], 1)]
-    return [[first, last, k] for first, last, k in zip(firsts, lasts, ks, strict=True)]
+    return [[first, last, k] for first, last, (_, k) in zip(firsts, lasts, lengths, strict=True)]
 
 
 def serve_arguments(served: Served) -> list[str]:
     """Return the arguments of `vllm serve`."""
-    # The target.
-    arguments = [served.model]
-    if served.pinned:
-        arguments += ["--revision", served.pinned]
-    if served.num_gpus > 1:
-        arguments += ["--tensor-parallel-size", str(served.num_gpus)]
-
-    # The draft. The plugin must know the next tokens when it looks up, so scheduling is not
-    # asynchronous.
-    if served.method is not None:
-        arguments += ["--speculative-config", json.dumps(build_served_config(served))]
-        if served.lookup_first:
-            arguments.append("--no-async-scheduling")
-
-    # The chat template that the draft was trained with.
-    if served.chat_template:
-        arguments += ["--chat-template", served.chat_template]
-    return arguments
+    # Options that only some targets or drafts need.
+    revision = ["--revision", served.pinned] if served.pinned else []
+    gpus = ["--tensor-parallel-size", str(served.num_gpus)] if served.num_gpus > 1 else []
+    drafting = (
+        ["--speculative-config", json.dumps(build_served_config(served))]
+        if served.method is not None
+        else []
+    )
+    # The plugin must know the next tokens when it looks up, so scheduling is not asynchronous.
+    scheduling = ["--no-async-scheduling"] if drafting and served.lookup_first else []
+    template = ["--chat-template", served.chat_template] if served.chat_template else []
+    return [served.model, *revision, *gpus, *drafting, *scheduling, *template]
 
 
 def list_variables(served: Served) -> dict[str, str]:
