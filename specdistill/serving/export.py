@@ -72,15 +72,15 @@ def export(
         draft: the folder of the draft.
         engine: the name of an engine that has a `serve_command`.
         output_dir: the new folder.
-        target: the draft's target. It is needed where a layout holds a part of it (`mtp`,
-            speculators), and where a draft in another project's layout leaves something to it.
-            Whenever it is given, the draft must belong to it.
-        report: report.json of the draft. None: `../report/report.json` next to the draft, if
+        target: the draft's target. It is needed if the engine's layout contains a part of the
+            target (`mtp`, speculators), or if a draft in another project's layout lacks a part
+            that the target has. If it is given, the draft must belong to it.
+        report: the draft's report.json. None: `report/report.json` next to the draft's folder, if
             `finds_report`.
-        num_speculative_tokens: K in the commands, draft tokens per round. None: the report's.
-        finds_report: whether to look for a report that is not named.
-        merges: whether to merge the target's adapter into a copy of the target,
-            `<output_dir>-target`. That copy is then what is served.
+        num_speculative_tokens: K in the commands, draft tokens per round. None: K of the report.
+        finds_report: whether to look for the report if `report` is None.
+        merges: whether to merge the target's adapter into a copy of the target, in the folder
+            `<output_dir>-target`. The commands then serve this copy.
         logs: whether to log the warnings of the check of the draft against its target. SERVE.md
             has them in any case.
 
@@ -92,9 +92,10 @@ def export(
             engine cannot express.
         ResourceError: if the Hub or the disk fails.
     """
+    # Check the draft, the engine and the target before anything is written.
     check_new(output_dir)
     method = find_method(draft, key="draft")
-    to = ENGINES[engine]
+    engine_facts = ENGINES[engine]
     serving, layout = find_serving(engine, method, draft)
     findings = check_draft(method, draft, target, "draft", logs=logs)
     if target is None:
@@ -103,40 +104,36 @@ def export(
     # Take K, the lookup and the options of the commands from the draft's report.
     measured = find_report(draft, report, method) if report or finds_report else None
     settings = measured["settings"] if measured else {}
-    if settings.get("drafting", {}).get("token_replacements"):
-        raise UserError(
-            "engine",
-            got=f"{engine} for {draft}, which was measured with eval.token_replacements",
-            expected="a draft that reads the target's tokens: no engine replaces them",
-        )
-    k = num_speculative_tokens or (
-        measured["settings"]["num_speculative_tokens"] if measured else DEFAULT_NUM_TOKENS
+    _check_token_replacements(settings, engine, draft)
+    measured_k = settings.get("num_speculative_tokens", DEFAULT_NUM_TOKENS)
+    num_tokens, lookup = engine_facts.drafting(
+        num_speculative_tokens or measured_k, read_measured_lookup(settings)
     )
-    num_tokens, lookup = to.drafting(k, read_measured_lookup(settings))
     lengths = () if num_speculative_tokens else draft_lengths(measured)
     drafting = list_measured_fields(measured, target, lengths, num_speculative_tokens or num_tokens)
 
-    # Engines other than llama.cpp load a GGUF target as its copy in safetensors.
+    # Engines other than llama.cpp load a GGUF target as its copy in safetensors. llama.cpp loads
+    # the GGUF file itself, but converts a head with the target's vocabulary, and so with the copy.
     merges_adapter = target is not None and target.adapter and merges
-    file = target.gguf if target and not merges_adapter else None
-    # llama.cpp loads the GGUF file itself. Its converter needs the target's vocabulary, and so the
-    # copy in safetensors, only for a head.
-    if target is not None and file and not (to.name == "gguf" and METHODS[method].standalone):
+    gguf_file = target.gguf if target and not merges_adapter else None
+    reads_gguf = engine_facts.name == "gguf" and METHODS[method].standalone
+    if target is not None and gguf_file and not reads_gguf:
         target = load_safetensors_target(target, drafting.get("dtype", Served.dtype))
         drafting["revision"] = None
 
     # Write the folder. If anything fails, the merged target is removed, too.
-    with ExitStack() as undone, create_folder(output_dir) as folder:
+    with ExitStack() as cleanup, create_folder(output_dir) as folder:
         if target is not None and merges_adapter:
+            merged_folder = output_dir.with_name(f"{output_dir.name}-target")
             target = merge_target_adapter(
-                target,
-                output_dir.with_name(f"{output_dir.name}-target"),
-                drafting.get("dtype", Served.dtype),
+                target, merged_folder, drafting.get("dtype", Served.dtype)
             )
-            undone.callback(shutil.rmtree, target.name)
+            cleanup.callback(shutil.rmtree, target.name)
             drafting["revision"] = None  # The merged target is a folder, which has no revision.
         load_method(method).export(draft, engine, layout, folder, target, drafting["num_tokens"])
         copy_record(draft, folder)
+
+        # Collect the facts for the commands, and write SERVE.md.
         served = Served(
             method=method,
             output=output_dir,
@@ -146,17 +143,25 @@ def export(
             in_target=METHODS[method].in_target,
             lookup_first=lookup,
             chat_template=str(output_dir / TEMPLATE) if (folder / TEMPLATE).is_file() else None,
-            gguf=str(file) if file else None,
+            gguf=str(gguf_file) if gguf_file else None,
             **drafting,
         )
-        engines = (
-            describe_head_engines(method, target.text_config.get("model_type")) if target else ""
-        )
-        (folder / "SERVE.md").write_text(
-            serve_md(to, served, measured, lengths, findings, engines), encoding="utf-8"
-        )
-        undone.pop_all()
+        model_type = target.text_config.get("model_type") if target else None
+        head_engines = describe_head_engines(method, model_type) if target else ""
+        text = serve_md(engine_facts, served, measured, lengths, findings, head_engines)
+        (folder / "SERVE.md").write_text(text, encoding="utf-8")
+        cleanup.pop_all()  # Everything is written, so the merged target stays.
     return served
+
+
+def _check_token_replacements(settings: Mapping[str, Any], engine: str, draft: Path) -> None:
+    """Raise UserError for a draft that was measured with `eval.token_replacements`."""
+    if settings.get("drafting", {}).get("token_replacements"):
+        raise UserError(
+            "engine",
+            got=f"{engine} for {draft}, which was measured with eval.token_replacements",
+            expected="a draft measured without it: no engine can replace tokens",
+        )
 
 
 def load_safetensors_target(target: TargetFiles, dtype: str) -> TargetFiles:
@@ -217,7 +222,7 @@ def find_serving(engine: str, method: str, draft: Path | str) -> tuple[Serving, 
         UserError: if no draft of this method is exported for the engine.
     """
     # Collect the engines for which drafts of this method are exported.
-    able = {
+    layouts_by_engine = {
         name: (serving, serving.layout)
         for name, serving in METHODS[method].serving().items()
         if serving.layout
@@ -225,13 +230,13 @@ def find_serving(engine: str, method: str, draft: Path | str) -> tuple[Serving, 
 
     # An engine may use the layouts of another engine.
     name = ENGINES[engine].layouts or engine
-    if name not in able:
+    if name not in layouts_by_engine:
         raise UserError(
             "engine",
             got=f"{engine} for {draft}, of method {method}",
-            expected=" or ".join(able) or "a draft that some engine loads",
+            expected=" or ".join(layouts_by_engine) or "a draft that some engine loads",
         )
-    return able[name]
+    return layouts_by_engine[name]
 
 
 def check_engine_names(recipe: TrainedRecipe) -> dict[str, str]:
@@ -244,7 +249,8 @@ def check_engine_names(recipe: TrainedRecipe) -> dict[str, str]:
     names_by_key = {
         f"publish.exports[{index}]": engine for index, engine in enumerate(recipe.publish.exports)
     }
-    names_by_key |= {"eval.engine": recipe.eval.engine} if recipe.eval.engine in ENGINES else {}
+    if recipe.eval.engine in ENGINES:
+        names_by_key["eval.engine"] = recipe.eval.engine
 
     # Check that each of them loads drafts of the method.
     if names_by_key:
@@ -302,7 +308,7 @@ def _report_engine_key(key: str) -> Iterator[None]:
 def check_exports(engines: Sequence[str], method: str, key: str) -> None:
     """Raise UserError if an export that is to be published would contain the whole target.
 
-    It would for methods whose draft is inside the target's checkpoint.
+    This is so for methods whose draft is a part of the target's checkpoint.
 
     Args:
         engines: the names of the engines to export for.
@@ -314,8 +320,8 @@ def check_exports(engines: Sequence[str], method: str, key: str) -> None:
             key,
             got=", ".join(engines),
             expected=(
-                "none: engines load such a draft inside a copy of its target; export it on the"
-                " machine that serves it"
+                f"no engine: engines load a draft of method {method} inside a copy of its target;"
+                " export it on the machine that serves it"
             ),
         )
 
@@ -348,24 +354,25 @@ def list_measured_fields(
     # Read the number of GPUs from the command that started the engine: vLLM has
     # --tensor-parallel-size, SGLang --tp-size. Then find the best K at the measured load.
     gpus = re.search(r"--(?:tensor-parallel-size|tp-size) (\d+)", engine.get("command", ""))
-    k_of_batch_size = {length.batch_size: length.k for length in lengths}
-    best = k_of_batch_size[report_keys["results"][0]["batch_size"]] if k_of_batch_size else None
+    k_by_load = {length.batch_size: length.k for length in lengths}
+    best_k = k_by_load[report_keys["results"][0]["batch_size"]] if k_by_load else None
 
     # Collect the fields. A table of K by load is needed only if K differs between loads.
-    fitting = {
+    changes_with_load = len(set(k_by_load.values())) > 1
+    optional_fields = {
         "revision": target.commit if target else None,
         "max_length": config.get("max_position_embeddings"),
         "dtype": dtype or config.get("dtype") or config.get("torch_dtype"),
         "num_gpus": int(gpus[1]) if gpus else None,
     }
     return {
-        "num_tokens": best or num_tokens,
-        "lengths": tuple(k_of_batch_size.items()) if len(set(k_of_batch_size.values())) > 1 else (),
+        "num_tokens": best_k or num_tokens,
+        "lengths": tuple(k_by_load.items()) if changes_with_load else (),
         "samples": (
             settings.get("temperature", 0) > 0
             and settings.get("draft_sampling", "greedy") != "greedy"
         ),
-        **{name: value for name, value in fitting.items() if value},
+        **{name: value for name, value in optional_fields.items() if value},
     }
 
 
@@ -418,35 +425,39 @@ def serve_md(
         findings: the findings of the check of the draft against its target.
         engines: a sentence about which engines serve such a draft; empty if all of them do.
     """
-    # The template fills the lengths and the dtype into the engine's flags.
+    # Fill the lengths and the dtype into the engine's flags.
     assert engine.serve_command is not None
-    fitting = {"length": served.max_length, "total": 4 * served.max_length, "dtype": served.dtype}
+    values = {"length": served.max_length, "total": 4 * served.max_length, "dtype": served.dtype}
+    flag_rows = [(name, how.format(**values)) for name, how in engine.flags.items()]
 
-    # A report that was measured in an engine has loads of its own, which are shown instead.
+    # Show the loads that an engine measured, or else the best draft length of each load.
     in_engine = report is not None and report.get("engine", {}).get("name") in ENGINES
-    templates = Environment(
+    by_load = ""
+    if report and in_engine:
+        by_load = format_cells(tabulate_by_load(find_fastest_lengths(report)))
+    by_length = format_cells(tabulate_by_load(lengths)) if lengths and not in_engine else ""
+
+    # The engine uses the table of lengths if its command differs without it.
+    command_without_lengths = engine.serve_command(replace(served, lengths=()))
+    takes_lengths = engine.serve_command(served) != command_without_lengths
+
+    # Render the template, with the reasons against serving.
+    caveats = [f"{engines}."] if engines else []
+    environment = Environment(
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined
     )
-    return templates.from_string(SERVE_MD.read_text(encoding="utf-8")).render(
+    template = environment.from_string(SERVE_MD.read_text(encoding="utf-8"))
+    return template.render(
         version=specdistill.__version__,
         engine=engine,
         served=served,
         report=report,
-        caveats=[
-            *([f"{engines}."] if engines else []),
-            *list_caveats(report, engine, served.num_tokens),
-        ],
+        caveats=[*caveats, *list_caveats(report, engine, served.num_tokens)],
         findings=findings,
-        flags=format_table(
-            ("what else is set", "how"),
-            ((name, how.format(**fitting)) for name, how in engine.flags.items()),
-        ),
-        by_load=format_cells(tabulate_by_load(find_fastest_lengths(report)))
-        if report and in_engine
-        else "",
-        by_length="" if in_engine or not lengths else format_cells(tabulate_by_load(lengths)),
-        takes_lengths=engine.serve_command(served)
-        != engine.serve_command(replace(served, lengths=())),
+        flags=format_table(("what else is set", "how"), flag_rows),
+        by_load=by_load,
+        by_length=by_length,
+        takes_lengths=takes_lengths,
         cells=format_cells,
         plain=escape_markdown,
         phrases=phrases,
@@ -471,13 +482,11 @@ def list_caveats(report: phrases.Report | None, engine: Engine, k: int) -> list[
     # A gate that the draft did not pass.
     caveats = []
     row = report["results"][0]
-    if "gate" in report and (judged := phrases.format_verdict(report)) not in (
-        "Passed",
-        "Not judged",
-    ):
-        caveats.append(
-            escape_markdown(f"Its gate: {judged}. {phrases.describe_failed_rules(report)}")
-        )
+    if "gate" in report:
+        verdict = phrases.format_verdict(report)
+        if verdict not in ("Passed", "Not judged"):
+            reasons = phrases.describe_failed_rules(report)
+            caveats.append(escape_markdown(f"Its gate: {verdict}. {reasons}"))
 
     # A draft that slows decoding down.
     if row.get("speedup", 1) < 1:
@@ -507,13 +516,12 @@ def describe_lookup(engines: Iterable[Engine], lookup: LookupFirstConfig | None,
     """
     # An engine that cannot express the lookup starts the draft alone.
     fronts = {engine.title: engine.describe_front(lookup, k) for engine in engines}
-    alone = " and ".join(title for title, front in fronts.items() if not front)
     notes = [front.note for front in fronts.values() if front]
-    return " ".join(
-        [*notes, f"The commands for {alone} start the draft alone, which accepts less."]
-        if alone
-        else notes
-    )
+    titles_without_lookup = [title for title, front in fronts.items() if not front]
+    if titles_without_lookup:
+        titles = " and ".join(titles_without_lookup)
+        notes.append(f"The commands for {titles} start the draft alone, which accepts less.")
+    return " ".join(notes)
 
 
 def find_report(draft: Path, report: Path | None, method: str) -> phrases.Report | None:
@@ -537,12 +545,12 @@ def find_report(draft: Path, report: Path | None, method: str) -> phrases.Report
         return None
 
     # A report of another method cannot be of this draft.
-    read = read_document(path)
-    measured = read["draft"]["method"]
-    if measured != method:
+    document = read_document(path)
+    measured_method = document["draft"]["method"]
+    if measured_method != method:
         raise UserError(
             "report",
-            got=f"{path}, of a draft of method {measured}",
+            got=f"{path}, of a draft of method {measured_method}",
             expected=f"the report.json of a draft of method {method}",
         )
-    return read
+    return document

@@ -58,9 +58,11 @@ def find_engine(server: Server) -> tuple[str, Client]:
     Raises:
         ResourceError: for a server without the counters of a known engine.
     """
-    clients = {
-        name: client for name in list_engines_with("client") if (client := ENGINES[name].client)
-    }
+    clients: dict[str, Client] = {}
+    for name in list_engines_with("client"):
+        client = ENGINES[name].client
+        if client is not None:
+            clients[name] = client
     hint = "; ".join(client.hint for client in clients.values())
 
     # The names of an engine's counters begin with its prefix, e.g. `vllm:`.
@@ -104,12 +106,15 @@ def summarize_acceptance(
 
     # Count what was drafted in each part. SGLang has no counters of drafts until a request has
     # ended. Of the readings before that, only the first one is used, as the start.
-    idle = list(takewhile(lambda page: not page.keys() >= set(client.drafting), pages))
-    grown = (client.compute_drafted(*pair) for pair in pairwise([*idle[:1], *pages[len(idle) :]]))
-    parts = [part for part in grown if part["num_drafts"] and part["num_draft_tokens"]]
-    lacking = _explain_missing_numbers(client, pages, seconds)
-    if lacking:
-        return {**row, "verdict": "inconclusive", "reason": lacking}
+    idle_pages = list(takewhile(lambda page: not page.keys() >= set(client.drafting), pages))
+    used_pages = [*idle_pages[:1], *pages[len(idle_pages) :]]
+    all_parts = [client.compute_drafted(before, after) for before, after in pairwise(used_pages)]
+    parts = [part for part in all_parts if part["num_drafts"] and part["num_draft_tokens"]]
+
+    # Rounded counters may be too coarse for any number.
+    reason = _explain_missing_numbers(client, pages, seconds)
+    if reason:
+        return {**row, "verdict": "inconclusive", "reason": reason}
 
     # Compute the metrics, and their intervals from the sums of each part. The parts take the place
     # of prompts here.
@@ -122,20 +127,20 @@ def summarize_acceptance(
     ]
 
     # Student's t may leave the possible range, so the ends of an interval are cut to it.
-    lacking = _explain_missing_interval(client, pages, seconds, num_drafts, len(parts))
-    for name, (least, most) in POSSIBLE_RANGES.items():
-        point = compute_value(METRICS[name], sums)
-        if point is not None:
-            row[name] = point
-        if not lacking and (
-            bounds := compute_macro_interval(METRICS[name], sums, ["all"] * len(parts))
-        ):
-            row[f"{name}_ci95"] = [min(max(end, least), most) for end in bounds]
+    reason = _explain_missing_interval(client, pages, seconds, num_drafts, len(parts))
+    for name, (lowest, highest) in POSSIBLE_RANGES.items():
+        value = compute_value(METRICS[name], sums)
+        if value is not None:
+            row[name] = value
+        interval = None
+        if not reason:
+            interval = compute_macro_interval(METRICS[name], sums, ["all"] * len(parts))
+        if interval is not None:
+            row[f"{name}_ci95"] = [min(max(end, lowest), highest) for end in interval]
 
     # The verdict is that of the default gate's rule for the acceptance rate. Without an interval it
     # is inconclusive.
     verdict = "inconclusive"
-    reason = lacking
     bounds = row.get("acceptance_rate_ci95")
     if bounds:
         (rule,) = (rule for rule in load_gate("default") if rule.metric == "acceptance_rate")
@@ -155,6 +160,7 @@ def _estimate_blur(client: Client, page: Counters, name: str) -> float:
         page: a reading of the counters.
         name: the name of the counter.
     """
+    # With six digits, for example, the last digit is worth 10 from a million on.
     unit: float = 10 ** math.floor(math.log10(max(1.0, client.rounding * page[name])))
     return unit if unit > 1 else 0
 
@@ -169,14 +175,18 @@ def _explain_missing_numbers(client: Client, pages: Sequence[Counters], seconds:
     """
     # Find how long to watch, as a multiple of `seconds`, so that a jump of each counter is at most
     # MAX_BLUR of its growth in a part.
-    needed = 0.0
+    needed_factor = 0.0
     for name in client.drafting[:2]:
         growth = pages[-1][name] - pages[0].get(name, 0.0)
-        most = _estimate_blur(client, pages[-1], name) * (len(pages) - 1) / MAX_BLUR
-        needed = max(needed, most / growth if growth else math.inf if most else 0.0)
-    if needed <= 1:
+        needed_growth = _estimate_blur(client, pages[-1], name) * (len(pages) - 1) / MAX_BLUR
+        if growth:
+            needed_factor = max(needed_factor, needed_growth / growth)
+        elif needed_growth:
+            needed_factor = math.inf
+    if needed_factor <= 1:
         return ""
-    return "too few drafts for counters of six digits; " + _suggest_longer_time(needed * seconds)
+    advice = _suggest_longer_time(needed_factor * seconds)
+    return f"too few drafts for counters of six digits; {advice}"
 
 
 def _suggest_longer_time(seconds: float) -> str:
@@ -200,20 +210,21 @@ def _explain_missing_interval(
     if num_drafts < MIN_BUCKET_ROUNDS:
         return f"{num_drafts} drafts are too few, at least {MIN_BUCKET_ROUNDS}"
     if num_parts < 2:
-        return "drafts in one part have no interval"
+        return "no interval: something was drafted in one part of the time only"
 
     # Requests must be short in comparison with a part. An engine without a histogram of durations
     # counts a request when it ends, so each request is in one part anyway.
-    total, ended = (
-        pages[-1].get(name, 0.0) - pages[0].get(name, 0.0)
-        for name in (f"{client.latency}_sum", f"{client.latency}_count")
-    )
-    most = MAX_BLUR_SHARE * seconds / (len(pages) - 1)  # mean seconds of a request, at most
-    if not client.latency or total < most * ended:
+    sum_name = f"{client.latency}_sum"
+    count_name = f"{client.latency}_count"
+    request_seconds = pages[-1].get(sum_name, 0.0) - pages[0].get(sum_name, 0.0)
+    num_requests = pages[-1].get(count_name, 0.0) - pages[0].get(count_name, 0.0)
+    max_mean_seconds = MAX_BLUR_SHARE * seconds / (len(pages) - 1)
+    if not client.latency or request_seconds < max_mean_seconds * num_requests:
         return ""
-    if not ended:
+    if not num_requests:
         return f"no interval: no request ended in this time; {_suggest_longer_time(math.inf)}"
+    mean_seconds = request_seconds / num_requests
     return (
-        f"no interval: requests take {format_duration(total / ended)} on average;"
-        f" {_suggest_longer_time(total / ended / most * seconds)}"
+        f"no interval: requests take {format_duration(mean_seconds)} on average;"
+        f" {_suggest_longer_time(mean_seconds / max_mean_seconds * seconds)}"
     )

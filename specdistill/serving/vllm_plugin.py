@@ -61,21 +61,21 @@ def register() -> None:
 
     # Read the lookup, and refuse a version of vLLM whose internals may differ.
     config = read_parameters(lookup_text)
-    begin = WorkerBase.__init__
+    original_init = WorkerBase.__init__
     check_version(vllm.__version__)
 
     # Install the lookup when a worker is created: its constructor receives vLLM's configuration,
     # which is checked first.
-    @wraps(begin)
-    def checked(
+    @wraps(original_init)
+    def init_with_lookup(
         worker: WorkerBase, vllm_config: "VllmConfig", *arguments: object, **options: object
     ) -> None:
         """Check vLLM's options, install the lookup, and create the worker as usual."""
         check_vllm(vllm_config, config)
         put_in_front(config)
-        begin(worker, vllm_config, *arguments, **options)
+        original_init(worker, vllm_config, *arguments, **options)
 
-    WorkerBase.__init__ = checked
+    WorkerBase.__init__ = init_with_lookup
 
 
 def read_parameters(lookup_text: str) -> LookupFirstConfig:
@@ -96,9 +96,9 @@ def read_parameters(lookup_text: str) -> LookupFirstConfig:
 
     # Refuse settings that vLLM cannot express, such as a tree.
     assert VLLM.lookup is not None
-    lacking = VLLM.lookup.find_missing_key(config)
-    if lacking:
-        name, expected = lacking
+    missing_key = VLLM.lookup.find_missing_key(config)
+    if missing_key:
+        name, expected = missing_key
         raise UserError(f"{LOOKUP_VARIABLE}.{name}", got=getattr(config, name), expected=expected)
     return config
 
@@ -109,11 +109,12 @@ def check_version(version: str) -> None:
     The plugin replaces methods of vLLM, so it knows only the versions whose sources were read.
     """
     # `VLLM.versions` is a text, e.g. "0.32 and 0.33". Patch releases are accepted.
-    if ".".join(version.split(".")[:2]) not in re.findall(r"\d+\.\d+", VLLM.versions):
+    minor_version = ".".join(version.split(".")[:2])
+    if minor_version not in re.findall(r"\d+\.\d+", VLLM.versions):
         raise UserError(
             LOOKUP_VARIABLE,
             got=f"vLLM {version}",
-            expected=f"a version that it knows, {VLLM.versions}",
+            expected=f"a version that the plugin supports: {VLLM.versions}",
         )
 
 
@@ -199,7 +200,7 @@ def wrap_propose(
     """
 
     @wraps(propose)
-    def proposed(
+    def propose_with_lookup(
         runner: "GPUModelRunner",
         scheduler_output: "SchedulerOutput",
         sampled_token_ids: "Tensor",
@@ -208,20 +209,17 @@ def wrap_propose(
         """Return the looked-up tokens of each row, or the draft's tokens if nothing is found."""
         # Let the draft draft its own number of tokens in every row, so that its KV cache is the
         # same as without a lookup. It gets a copy of the scheduler's output with that number.
-        verified_output = copy.copy(scheduler_output)
         k = scheduler_output.num_spec_tokens_to_schedule
-        verified_output.num_spec_tokens_to_schedule = min(k, config.levels)
-        drafted = propose(runner, verified_output, sampled_token_ids, *remaining_arguments).tolist()
+        draft_output = copy.copy(scheduler_output)
+        draft_output.num_spec_tokens_to_schedule = min(k, config.levels)
+        draft_tokens = propose(runner, draft_output, sampled_token_ids, *remaining_arguments)
 
         # Rows for which the lookup finds tokens get these instead, up to K.
-        return [
-            tokens or row
-            for tokens, row in zip(
-                look_up_tokens(runner, sampled_token_ids.tolist(), k, config), drafted, strict=True
-            )
-        ]
+        looked_up_rows = look_up_tokens(runner, sampled_token_ids.tolist(), k, config)
+        rows = zip(looked_up_rows, draft_tokens.tolist(), strict=True)
+        return [looked_up or drafted for looked_up, drafted in rows]
 
-    return proposed
+    return propose_with_lookup
 
 
 def look_up_tokens(
@@ -253,7 +251,9 @@ def look_up_tokens(
         # has removed tokens of the text.
         text, lookup = getattr(request, "specdistill", ([], None))
         if lookup is None or len(text) > length:
-            text, lookup = request.specdistill = [], NgramLookup(config.min, config.max)
+            text = []
+            lookup = NgramLookup(config.min, config.max)
+            request.specdistill = (text, lookup)
 
         # Append the tokens since the last round, and those of this round.
         text += batch.token_ids_cpu[row, len(text) : length].tolist()

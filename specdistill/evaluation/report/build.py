@@ -99,9 +99,9 @@ def build_report(
     incomplete: str | None = None,
     **sections: Any,
 ) -> Report:
-    """Build the report, as report.schema.json describes it.
+    """Build the content of report.json from the measured parts, and add the findings.
 
-    It is not yet judged: its gate has no rules and does not pass.
+    The report is not judged yet: its gate has no rules and does not pass.
 
     Args:
         suite: the suite that was measured.
@@ -109,20 +109,18 @@ def build_report(
         theory: what the cost model says; None if nothing was drafted.
         not_measured: why parts of the report are absent, by their names.
         git_revision: the revision of the code; None outside of a git checkout.
-        engine: the program that decoded, if it was not this package.
+        engine: the name and version of the program that decoded; None for this package.
         incomplete: why the measurement was cut short; None if it was not.
-        sections: target, draft, hardware, software, settings, results, context and lossless, as
-            the report has them.
+        sections: the sections target, draft, hardware, software, settings, results, context and
+            lossless of the report.
     """
     # Collect the reason for each absent part.
-    reasons: dict[str, str] = {}
-    if not git_revision:
-        reasons["git_revision"] = "the code is not in a git checkout"
-    if not theory:
-        reasons["theory"] = "nothing was drafted"
-    reasons |= not_measured
-    if incomplete:
-        reasons["incomplete"] = incomplete
+    absence_reasons = {
+        **({} if git_revision else {"git_revision": "the code is not in a git checkout"}),
+        **({} if theory else {"theory": "nothing was drafted"}),
+        **not_measured,
+        **({"incomplete": incomplete} if incomplete else {}),
+    }
     optional = {"git_revision": git_revision, "incomplete": bool(incomplete), "theory": theory}
 
     # Put together the parts that every report has, and the measured sections.
@@ -142,7 +140,7 @@ def build_report(
         "headline": headline,
         **sections,
         "gate": {"verdict": None, "passed": False, "rules": []},
-        "not_measured": reasons,
+        "not_measured": absence_reasons,
     }
 
     # Remove folder names and server addresses of this machine, which must not be published.
@@ -228,8 +226,8 @@ def build_theory(
 
     Args:
         row: the row of the whole suite.
-        costs: rounds timed at K' up to K. Only what they cost relative to each other counts.
-        passes: returns the forward passes of the draft in a round with K' draft tokens.
+        costs: the costs of rounds timed at K' up to K. Only their ratios are used.
+        passes: K' -> the number of forward passes of the draft in a round with K' draft tokens.
         depends_on_width: whether acceptance is known at K alone (see `Proposer`), so that the curve
             has no K' between.
 
@@ -320,31 +318,34 @@ def _compute_row_numbers(
     reasons: Mapping[str, str],
 ) -> Numbers:
     """Compute the counts and metrics of a row, and the reason for each absent number."""
-    # Collect the numbers of each prompt. All metrics are formulas over sums of these.
+    # Sum what was measured, by prompt. All metrics are formulas over these sums.
     sums = collect_prompt_sums(records)
     num_timed_by_hf = sum(record.hf_generate is not None for record in records)
 
-    # Count prompts, tokens and rounds. A server shows no rounds, and some servers no token ids, so
-    # their numbers are left out.
+    # Count prompts, tokens and rounds, and estimate the metrics. A server shows no rounds, and some
+    # servers no token ids, so their numbers are left out.
     row: Numbers = {
         "num_prompts": len(records),
         "num_batches": len(np.unique(sums["batch"])) if "batch" in sums else len(records),
         "num_new_tokens": int(sums["num_tokens"].sum()),
+        **(
+            {}
+            if np.isnan(sums["num_rounds"]).any()
+            else {"num_rounds": int(sums["num_rounds"].sum())}
+        ),
+        **(
+            {"num_looping": sum(map(is_looping, records))}
+            if all(record.token_ids for record in records)
+            else {}
+        ),
+        **({"hf_generate_num_prompts": num_timed_by_hf} if num_timed_by_hf else {}),
+        "num_empty": int((sums["num_tokens"] <= 1).sum()),
+        "num_disturbed_rounds": int(
+            sum(np.nansum(sums[f"{side}num_disturbed_rounds"]) for side in ("", "baseline_"))
+        ),
+        **count_acceptance(records, configuration.num_speculative_tokens),
+        **_estimate_metrics(sums, seed),
     }
-    if not np.isnan(sums["num_rounds"]).any():
-        row["num_rounds"] = int(sums["num_rounds"].sum())
-    if all(record.token_ids for record in records):
-        row["num_looping"] = sum(map(is_looping, records))
-    if num_timed_by_hf:
-        row["hf_generate_num_prompts"] = num_timed_by_hf
-    row["num_empty"] = int((sums["num_tokens"] <= 1).sum())
-    row["num_disturbed_rounds"] = int(
-        np.nansum(sums["num_disturbed_rounds"]) + np.nansum(sums["baseline_num_disturbed_rounds"])
-    )
-
-    # Count what was accepted, and estimate the metrics.
-    row |= count_acceptance(records, configuration.num_speculative_tokens)
-    row |= _estimate_metrics(sums, seed)
 
     # Keep the reasons of numbers that are absent.
     all_reasons = {**_list_reasons(row), **reasons}
@@ -359,17 +360,18 @@ def _estimate_metrics(sums: PromptSums, seed: int) -> Numbers:
     `generate()`: otherwise the speedup over the baseline is the stricter number.
     """
     numbers: Numbers = {}
+    # A baseline that was not compared with `generate()` is not taken to be slow.
     is_slow = (compute_value(METRICS["baseline_over_hf_generate"], sums) or 1.0) < SLOW_BASELINE
     for name, metric in METRICS.items():
-        if name == "speedup_over_hf_generate" and not is_slow:
+        # Compute the value, if everything that the metric needs was measured.
+        value = compute_value(metric, sums)
+        if value is None or (name == "speedup_over_hf_generate" and not is_slow):
             continue
-        point = compute_value(metric, sums)
-        if point is None:
-            continue
-        numbers[name] = point
-        if name in METRICS_WITHOUT_INTERVAL:
-            continue
-        bounds = compute_interval(metric, sums, seed=seed)
+        numbers[name] = value
+
+        # Compute the interval, if the report gives one for this metric.
+        has_interval = name not in METRICS_WITHOUT_INTERVAL
+        bounds = compute_interval(metric, sums, seed=seed) if has_interval else None
         if bounds is not None:
             numbers[f"{name}_ci95"] = list(bounds)
     return numbers
@@ -448,7 +450,7 @@ def _list_timing_findings(report: Report) -> Iterator[tuple[str, str]]:
         yield (
             "incomplete",
             f"The measurement was cut short: {report['not_measured']['incomplete']}. Its numbers"
-            " are those of a part.",
+            " cover only the part that was measured.",
         )
 
     # Times that do not add up: the measured speedup is not the one that acceptance and costs give.
@@ -469,7 +471,7 @@ def _list_timing_findings(report: Report) -> Iterator[tuple[str, str]]:
             "slow_baseline",
             (
                 f"The baseline has {row['baseline_over_hf_generate']:.0%} of the speed of"
-                " transformers' generate(); over that the speedup is"
+                " transformers' generate(); compared with generate(), the speedup is"
                 f" {row['speedup_over_hf_generate']:.2f}×."
             ),
         )
@@ -515,8 +517,8 @@ def _list_losslessness_findings(report: Report) -> Iterator[tuple[str, str]]:
     if count:
         yield (
             "divergence",
-            f"{count} of {lossless['prompts_checked']} greedy completions are not the target's,"
-            " where rounding does not explain it.",
+            f"{count} of {lossless['prompts_checked']} greedy completions differ from the target's,"
+            " and rounding does not explain the difference.",
         )
     count = lossless.get("near_ties")
     if count:
@@ -532,8 +534,8 @@ def _list_losslessness_findings(report: Report) -> Iterator[tuple[str, str]]:
     if lossless.get("sampling_test", {}).get("negative_control_p_value", 0) > 0.05:
         yield (
             "insensitive_sampling_test",
-            "The sampling test did not detect a rule that is wrong on purpose: it shows little"
-            " here.",
+            "The sampling test did not detect a rule that is wrong on purpose, so its result means"
+            " little here.",
         )
 
 

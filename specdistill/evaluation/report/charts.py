@@ -152,7 +152,7 @@ def draw_speedup_by(what: str, named_rows: NamedRows, axis: str) -> Markup | Non
 def _draw_lines(
     named_rows: NamedRows,
     metric: str,
-    formatted: Callable[[float], str],
+    format_value: Callable[[float], str],
     x: Scale,
     ticks: Ticks,
     label: str,
@@ -163,7 +163,7 @@ def _draw_lines(
     Args:
         named_rows: the rows, each with its name. Rows without the metric are left out.
         metric: the name of the metric.
-        formatted: writes a value of the metric as text.
+        format_value: writes a value of the metric as text.
         x: the scale of the horizontal axis.
         ticks: the ticks of the horizontal axis.
         label: the name of the chart.
@@ -205,7 +205,7 @@ def _draw_lines(
             _draw_text(0, y - 11, short_name),
             _draw_line(x(low), y, x(high), y, "bar", stroke_width=6, stroke_linecap="round"),
             _draw_dot(x(row[metric]), y, 4.5, "good"),
-            _draw_text(WIDTH, y + 4, formatted(row[metric]), anchor="end", kind="strong"),
+            _draw_text(WIDTH, y + 4, format_value(row[metric]), anchor="end", kind="strong"),
         ]
     elements.append(
         _draw_text((x(ticks[0][0]) + x(ticks[-1][0])) / 2, bottom + 34, axis, anchor="middle")
@@ -213,7 +213,7 @@ def _draw_lines(
 
     # Write the same values as text, for readers who do not see the chart.
     values = (
-        f"{name}: {formatted(row[metric])}{format_bracketed_interval(row, metric)}"
+        f"{name}: {format_value(row[metric])}{format_bracketed_interval(row, metric)}"
         for name, row in named_rows
     )
     return _draw_figure(bottom + 40, label, elements, values)
@@ -276,12 +276,10 @@ def _draw_axes_by_k(x: Scale, y: Scale, longest: int) -> list[Markup]:
     """Draw the axes of a chart over K', with a dashed line for plain decoding."""
     elements = _draw_y_axis(y, [(value, f"{value:g}×") for value in _choose_ticks(y.low, y.high)])
     # If there are more than 13 draft tokens, not every K' is labelled.
-    for k in range(0, longest + 1, 1 + longest // 13):
-        elements.append(_draw_text(x(k), y.start + 17, k, anchor="middle"))
-    elements.append(
-        _draw_line(LEFT, y(1.0), WIDTH - RIGHT, y(1.0), "muted", stroke_dasharray="3 4")
-    )
-    return elements
+    ks = range(0, longest + 1, 1 + longest // 13)
+    elements += [_draw_text(x(k), y.start + 17, k, anchor="middle") for k in ks]
+    plain = _draw_line(LEFT, y(1.0), WIDTH - RIGHT, y(1.0), "muted", stroke_dasharray="3 4")
+    return [*elements, plain]
 
 
 def _draw_predicted_curve(
@@ -350,14 +348,17 @@ def _draw_figure(
 def _draw_text(
     x: float, y: float, content: object, *, anchor: str | None = None, kind: str | None = None
 ) -> Markup:
+    """Draw a text at (x, y); `anchor` and `kind` are its text-anchor and its CSS class."""
     return _make_element("text", content, **{"class": kind}, x=x, y=y, text_anchor=anchor)
 
 
 def _draw_line(x1: float, y1: float, x2: float, y2: float, colour: str, **style: object) -> Markup:
+    """Draw a line from (x1, y1) to (x2, y2) in a colour of the style sheet."""
     return _make_element("line", x1=x1, y1=y1, x2=x2, y2=y2, stroke=f"var(--{colour})", **style)
 
 
 def _draw_path(points: Iterable[tuple[float, float]], colour: str, **style: object) -> Markup:
+    """Draw a line through points in a colour of the style sheet."""
     coordinates = " ".join(f"{x},{y}" for x, y in points)
     return _make_element(
         "polyline", points=coordinates, fill="none", stroke=f"var(--{colour})", **style
@@ -367,6 +368,7 @@ def _draw_path(points: Iterable[tuple[float, float]], colour: str, **style: obje
 def _draw_dot(
     x: float, y: float, radius: float, fill: str, stroke: str = "", title: str = ""
 ) -> Markup:
+    """Draw a dot at (x, y), with an edge in the colour `stroke` and a tooltip `title`, if given."""
     edge = {"stroke": f"var(--{stroke})", "stroke_width": 2} if stroke else {}
     return _make_element(
         "circle",
@@ -380,6 +382,7 @@ def _draw_dot(
 
 
 def _draw_y_axis(y: Scale, ticks: Ticks) -> list[Markup]:
+    """Draw the vertical axis: for each tick a line across the chart, and its label."""
     lines = [_draw_line(LEFT, y(value), WIDTH - RIGHT, y(value), "line") for value, _ in ticks]
     return lines + [
         _draw_text(LEFT - 6, y(value) + 4, label, anchor="end") for value, label in ticks
@@ -387,7 +390,7 @@ def _draw_y_axis(y: Scale, ticks: Ticks) -> list[Markup]:
 
 
 def _read_interval(row: ResultRow, metric: str) -> tuple[float, float]:
-    """Return the metric's interval; its value twice if there is none."""
+    """Return the interval of a metric; if there is none, its value as both ends."""
     low, high = row.get(f"{metric}_ci95", (row[metric], row[metric]))
     return low, high
 
@@ -395,9 +398,7 @@ def _read_interval(row: ResultRow, metric: str) -> tuple[float, float]:
 def _round_bounds(values: Sequence[float]) -> tuple[float, float]:
     """Return bounds for an axis: the next tenths outside of the values, with some room."""
     # 1 and 1.999 tenths widen a range whose ends already are tenths, so no dot is on the border.
-    low = max(0.0, int(min(values) * 10 - 1) / 10)
-    high = int(max(values) * 10 + 1.999) / 10
-    return low, high
+    return max(0.0, int(min(values) * 10 - 1) / 10), int(max(values) * 10 + 1.999) / 10
 
 
 def _choose_ticks(low: float, high: float) -> list[float]:

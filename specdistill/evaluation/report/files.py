@@ -121,8 +121,8 @@ def check_replaceable(folder: Path, key: str, names: Sequence[str] = FILES) -> N
     if existing_names and not is_from_specdistill:
         raise UserError(
             key,
-            got=f"{folder}, which holds {existing_names[0]} and no {names[0]} of specdistill",
-            expected="a new folder",
+            got=f"{folder}, which holds {existing_names[0]}, but no {names[0]} of specdistill",
+            expected="a new folder, so that nothing is overwritten",
         )
 
 
@@ -225,7 +225,7 @@ def validate_report(report: object, name: str = "report.json", key: str = "repor
         raise UserError(
             key,
             got=f"{name} with {field}: {first_error['msg'][:200]}",
-            expected="a report of schema version 3: measure again with this specdistill",
+            expected="a report of schema version 3: measure again with this version of specdistill",
         ) from error
 
 
@@ -339,12 +339,12 @@ def to_picture(report: Report, records: Sequence[PromptRecord]) -> str:
     """
     row = report["results"][0]
     # Show the completion with the most different tokens, because a loop shows little.
-    main_records = select_records(row, records)
-    main_records.sort(key=lambda record: -len(set(record.token_ids)))
-    samples = select_samples(main_records)
+    varied = sorted(select_records(row, records), key=lambda record: -len(set(record.token_ids)))
+    samples = select_samples(varied)
     template = load_template("evaluation/report/picture.svg.j2")
-    picture = template.render(report=report, row=row, sample=samples[0] if samples else None)
-    return make_printable(picture)
+    return make_printable(
+        template.render(report=report, row=row, sample=samples[0] if samples else None)
+    )
 
 
 def select_samples(records: Sequence[PromptRecord], max_bytes: int = MAX_BYTES) -> list[Sample]:
@@ -378,36 +378,32 @@ def _build_sample(record: PromptRecord) -> Sample:
     as text. For a tree these follow one path, and the number of other nodes is appended. The
     speedup is None without a baseline. It is also None in a batch, whose prompts share its times.
     """
-    # List the rounds, and count the tokens that they emitted.
+    # List the rounds.
     rounds: list[list[object]] = []
-    num_emitted = 0
     for round_record in record.rounds:
         num_accepted = len(round_record.accepted)
         rejected_text = round_record.drafted_text[num_accepted:]
         num_off_path = [round_record.num_off_path] if round_record.num_off_path else []
         rounds.append([round_record.emitted_text, num_accepted, rejected_text, *num_off_path])
-        num_emitted += len(round_record.emitted)
+    num_emitted = sum(len(round_record.emitted) for round_record in record.rounds)
 
     # The prompts of a batch share its time, so a speedup is shown for single prompts only.
     speculative = record.speculative
     baseline = record.baseline if record.configuration.batch_size == 1 else None
-    speedup = None
-    if baseline:
-        tokens_per_second = speculative.num_tokens / speculative.seconds
-        speedup = round(tokens_per_second / (baseline.num_tokens / baseline.seconds), 2)
-
-    # Only the end of a long prompt is shown.
-    prompt = record.prompt
-    if len(prompt) > PROMPT_CHARACTERS:
-        prompt = f"…{prompt[-PROMPT_CHARACTERS:]}"
+    tokens_per_second = speculative.num_tokens / speculative.seconds
+    is_long = len(record.prompt) > PROMPT_CHARACTERS
     return {
         "id": record.id,
         "category": record.category.replace("_", " "),
-        "prompt": prompt,
+        "prompt": f"…{record.prompt[-PROMPT_CHARACTERS:]}" if is_long else record.prompt,
         "first": record.first_token_text,
         "rounds": rounds,
         "length": round(num_emitted / len(rounds), 2) if rounds else None,
-        "speedup": speedup,
+        "speedup": (
+            round(tokens_per_second / (baseline.num_tokens / baseline.seconds), 2)
+            if baseline
+            else None
+        ),
     }
 
 
@@ -442,9 +438,11 @@ def _find_reports(place: Path) -> Sequence[Path]:
     Raises:
         UserError: if there is no report.
     """
-    if place.is_file() or (place / REPORT).is_file():
-        return [place]
-    reports = sorted(place.glob(f"*/{REPORT}"))
+    reports = (
+        [place]
+        if place.is_file() or (place / REPORT).is_file()
+        else sorted(place.glob(f"*/{REPORT}"))
+    )
     if not reports:
         raise UserError(
             "reports", got=str(place), expected="a report.json, its folder, or a folder of reports"

@@ -60,10 +60,8 @@ def format_count(count: int, noun: str) -> str:
 def format_duration(seconds: float | None) -> str:
     """Format a duration in its two largest units that are not zero, e.g. 2 min 21 s."""
     # Below 9.95 s one decimal is shown; anything longer is rounded to whole seconds.
-    if seconds is None:
-        return "–"
-    if seconds < 9.95:
-        return f"{seconds:.1f} s"
+    if seconds is None or seconds < 9.95:
+        return "–" if seconds is None else f"{seconds:.1f} s"
     minutes, remaining_seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
@@ -189,11 +187,8 @@ def is_lossless(report: Report) -> bool | None:
     Rounding explains near-ties. Returns None if the completions were not compared.
     """
     # Reports that do not count near-ties only say whether all completions are identical.
-    num_unexplained = report["lossless"].get("unexplained_divergences")
-    if num_unexplained is None:
-        is_identical: bool | None = report["lossless"].get("greedy_identical")
-        return is_identical
-    return not num_unexplained
+    unexplained = report["lossless"].get("unexplained_divergences")
+    return report["lossless"].get("greedy_identical") if unexplained is None else not unexplained
 
 
 def name_reference(report: Report) -> str:
@@ -253,10 +248,12 @@ def describe_losslessness(report: Report) -> tuple[str, str]:
 
 def format_about(count: int) -> str:
     """Format an estimated number of prompts, rounded up to two digits, e.g. about 800."""
-    if count > MAX_ESTIMATED_PROMPTS:
-        return f"more than {MAX_ESTIMATED_PROMPTS:,}"
     step = 10 ** max(0, len(str(count)) - 2)
-    return f"about {math.ceil(count / step) * step:,}"
+    return (
+        f"more than {MAX_ESTIMATED_PROMPTS:,}"
+        if count > MAX_ESTIMATED_PROMPTS
+        else f"about {math.ceil(count / step) * step:,}"
+    )
 
 
 def describe_undecided(report: Report) -> str:
@@ -290,10 +287,12 @@ def describe_failed_rules(report: Report) -> str:
     """Say which rules failed the gate, or which it cannot decide; empty if it passed."""
     rules = report["gate"]["rules"]
     failed_names = [name_metric(rule) for rule in rules if find_outcome(rule) == "failed"]
-    if not failed_names:
-        return describe_undecided(report)
-    distinct_names = ", ".join(dict.fromkeys(failed_names))
-    return f"{len(failed_names)} of {len(rules)} rules failed: {distinct_names}."
+    return (
+        f"{len(failed_names)} of {len(rules)} rules failed:"
+        f" {', '.join(dict.fromkeys(failed_names))}."
+        if failed_names
+        else describe_undecided(report)
+    )
 
 
 def describe_absence(row: ResultRow, name: str) -> str:
@@ -426,8 +425,9 @@ def identify_rule(rule: RuleDocument) -> str:
 
 def name_rule(rule: RuleDocument) -> str:
     """Format a rule: its metric, its requirement and its scope, e.g. speedup ≥ 1.2× [chat]."""
-    scope = f" [{format_scope(rule)}]" if rule["scope"] else ""
-    return f"{name_metric(rule)} {format_requirement(rule)}{scope}"
+    return f"{name_metric(rule)} {format_requirement(rule)}" + (
+        f" [{format_scope(rule)}]" if rule["scope"] else ""
+    )
 
 
 def format_measured(rule: RuleDocument) -> str:
@@ -459,12 +459,11 @@ def note(rule: RuleDocument) -> str:
         return ""
     if rule["reason"].startswith("no evidence: "):
         return rule["reason"].removeprefix("no evidence: ")
-    remarks = []
-    if rule["confidence"] not in (0, DEFAULT_CONFIDENCE):
-        remarks.append(f"at {rule['confidence']:.0%} confidence")
-    if rule["prompts_needed"]:
-        remarks.append(f"{format_about(rule['prompts_needed'])} prompts could decide")
-    return ", ".join(remarks)
+    is_usual_confidence = rule["confidence"] in (0, DEFAULT_CONFIDENCE)
+    confidence = "" if is_usual_confidence else f"at {rule['confidence']:.0%} confidence"
+    needed = rule["prompts_needed"]
+    prompts = f"{format_about(needed)} prompts could decide" if needed else ""
+    return ", ".join(filter(None, (confidence, prompts)))
 
 
 def format_evidence(rule: RuleDocument) -> str:
@@ -521,12 +520,14 @@ def lookup_first(settings: Settings) -> str:
     lookup = settings.get("drafting", {}).get("lookup_first")
     if not lookup:
         return ""
-    proposal = f"chain of {lookup['draft_tokens']}"
-    if "draft_tree" in lookup:
-        proposal = describe_tree(lookup["draft_tree"])
+    proposal = (
+        f"a {describe_tree(lookup['draft_tree'])}"
+        if "draft_tree" in lookup
+        else f"a chain of {lookup['draft_tokens']}"
+    )
     return (
         f"{lookup['method']} lookup of {lookup['min']} to {lookup['max']} tokens first, behind it"
-        f" a {proposal}"
+        f" {proposal}"
     )
 
 
@@ -542,17 +543,21 @@ def format_settings(report: Report) -> str:
     """
     # Name the engine, if it is not this package, and the number of sequences at once.
     settings = report["settings"]
+    engine = (
+        ""
+        if _is_specdistill(report)
+        else f"{report['engine']['name']} {report['engine']['version']}"
+    )
     size = settings["batch_size"]
-    if _is_specdistill(report):
-        engine = ""
-        load = f"batches of {size}"
-    else:
-        engine = f"{report['engine']['name']} {report['engine']['version']}"
-        load = f"{size} requests in flight"
+    batch_text = "batches of {}" if _is_specdistill(report) else "{} requests in flight"
+    batches = batch_text.format(size) if size > 1 else ""
 
     # Describe the drafting beyond K: the proposer's own settings, and a lookup.
-    proposer_settings = dict(settings.get("drafting", {}))
-    proposer_settings.pop("lookup_first", None)
+    proposer_settings = {
+        name: value
+        for name, value in settings.get("drafting", {}).items()
+        if name != "lookup_first"
+    }
     proposer = f"drafting: {_format_listed(proposer_settings)}" if proposer_settings else ""
     drafting = "; ".join(filter(None, (proposer, lookup_first(settings))))
 
@@ -561,7 +566,7 @@ def format_settings(report: Report) -> str:
         format_shared_settings(report),
         engine,
         describe_tree(settings["tree"]),
-        load if size > 1 else "",
+        batches,
         "compiled" if settings.get("compile") else "",
         drafting,
     )
@@ -570,16 +575,16 @@ def format_settings(report: Report) -> str:
 
 def format_shared_settings(*reports: Report) -> str:
     """Return the settings that all reports of a comparison share, after the range of their K."""
-    values_of_k = sorted({report["settings"]["num_speculative_tokens"] for report in reports})
-    k = f"K = {values_of_k[0]}"
-    if len(values_of_k) > 1:
-        k += f" to {values_of_k[-1]}"
-
-    # The other settings are the same in all reports, so those of the first one are shown.
-    first = reports[0]
+    first, *_ = reports
+    settings = first["settings"]
     suite = f"suite {first['suite']['name']}"
-    sampling = _format_sampling(first["settings"])
-    return " · ".join((k, sampling, suite, first["hardware"]["name"]))
+    values_of_k = sorted({report["settings"]["num_speculative_tokens"] for report in reports})
+    k = (
+        f"K = {values_of_k[0]}"
+        if len(values_of_k) == 1
+        else f"K = {values_of_k[0]} to {values_of_k[-1]}"
+    )
+    return " · ".join((k, _format_sampling(settings), suite, first["hardware"]["name"]))
 
 
 def list_settings(settings: Settings) -> str:
@@ -587,10 +592,9 @@ def list_settings(settings: Settings) -> str:
 
     `format_settings` describes the settings that have several values.
     """
-    single_values = {
-        name: value for name, value in settings.items() if not isinstance(value, Mapping)
-    }
-    return _format_listed(single_values)
+    return _format_listed(
+        {name: value for name, value in settings.items() if not isinstance(value, Mapping)}
+    )
 
 
 def describe_procedure(report: Report) -> str:
@@ -601,15 +605,16 @@ def describe_procedure(report: Report) -> str:
     repeats = format_count(settings["repeats"], "time")
 
     # This package's decoder runs each prompt with and without the draft in turn.
-    if _is_specdistill(report):
-        warmup_noun = "warm-up batch" if size > 1 else "warm-up prompt"
-        warmup = format_count(settings["warmup"], warmup_noun)
-        batches = ""
-        if size > 1:
-            batches = (
-                f" They were decoded {size} at a time; a prompt's times are its shares of its"
-                " batch's."
-            )
+    is_own_decoder = _is_specdistill(report)
+    warmup = format_count(
+        settings["warmup"], "warm-up batch" if is_own_decoder and size > 1 else "warm-up prompt"
+    )
+    if is_own_decoder:
+        batches = (
+            f" They were decoded {size} at a time; a prompt's times are its shares of its batch's."
+            if size > 1
+            else ""
+        )
         return (
             f"Every prompt was decoded with and without the draft, interleaved, {repeats} after"
             f" {warmup}; of each round the lower median counts.{batches} The baseline is the same"
@@ -625,10 +630,11 @@ def describe_procedure(report: Report) -> str:
         )
     elif engine.get("baseline_server"):
         order = "Running servers with and without the draft were measured in alternation."
-    load = ""
-    if size > 1:
-        load = f" With {size} requests in flight a prompt's time is its share of the server's."
-    warmup = format_count(settings["warmup"], "warm-up prompt")
+    load = (
+        f" With {size} requests in flight a prompt's time is its share of the server's."
+        if size > 1
+        else ""
+    )
     return (
         f"{order} Every prompt was sent {repeats} after {warmup}; the median of each prompt"
         f" counts.{load}"

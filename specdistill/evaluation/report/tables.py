@@ -59,12 +59,13 @@ def sweep(report: Report, setting: str) -> list[ResultRow]:
     list is empty if the setting was not swept.
     """
     rows = _select_rows_like_first(report, setting)
-    if len(rows) < 2:
-        return []
-
     # A context bucket is a number of tokens as text, or `all`, which comes last.
-    return sorted(
-        rows, key=lambda row: math.inf if row[setting] == ALL_PROMPTS else float(row[setting])
+    return (
+        sorted(
+            rows, key=lambda row: math.inf if row[setting] == ALL_PROMPTS else float(row[setting])
+        )
+        if len(rows) > 1
+        else []
     )
 
 
@@ -163,21 +164,31 @@ def tabulate_changes(report: Report) -> Table:
     for change in report["baseline"]["changes"]:
         # Describe the change: its category, its size, and its interval or why there is none.
         metric = change["metric"]
-        name = phrases.METRICS[metric][0]
-        if change["category"] != ALL_PROMPTS:
-            name += f", {change['category'].replace('_', ' ')}"
-        note = change.get("reason", "")
-        if "ci95" in change:
-            note = " to ".join(map(format_signed, change["ci95"]))
+        direction = phrases.find_direction(change)
+        category = (
+            "" if change["category"] == ALL_PROMPTS else f", {change['category'].replace('_', ' ')}"
+        )
+        note = (
+            " to ".join(map(format_signed, change["ci95"]))
+            if "ci95" in change
+            else change.get("reason", "")
+        )
         relative_change = format_signed(change["change"]) if "change" in change else "–"
 
         # Write both values with the unit of the metric.
-        values = []
-        for side in ("old", "new"):
-            text = "".join(phrases.format_in_unit(metric, change[side])) if side in change else "–"
-            values.append((text,))
-        direction = phrases.find_direction(change)
-        rows.append(((name,), *values, join_cell(relative_change, note), (direction,)))
+        old, new = (
+            "".join(phrases.format_in_unit(metric, change[side])) if side in change else "–"
+            for side in ("old", "new")
+        )
+        rows.append(
+            (
+                (f"{phrases.METRICS[metric][0]}{category}",),
+                (old,),
+                (new,),
+                join_cell(relative_change, note),
+                (direction,),
+            )
+        )
     return Table(("number", "before", "now", "change", "reading"), rows)
 
 
@@ -197,12 +208,11 @@ def tabulate_training(report: Report) -> Table:
         "simulated": "simulated, on held-out rows",
         "decoded": "decoded, on the prompts of selection",
     }
-    rows = []
-    for key, title in titles.items():
-        if key in gains:
-            before = format_number(gains[key]["before"])
-            after = format_number(gains[key]["after"])
-            rows.append(((title,), (before,), (after,)))
+    rows = [
+        ((title,), (format_number(gains[key]["before"]),), (format_number(gains[key]["after"]),))
+        for key, title in titles.items()
+        if key in gains
+    ]
     return Table(head, rows)
 
 
@@ -313,10 +323,11 @@ def draft_lengths(report: Report | None) -> tuple[DraftLength, ...]:
     Args:
         report: the draft's report; None gives no draft lengths.
     """
-    if report is None:
-        return ()
-    settings = report["settings"]
-    if settings.get("tree") or "lookup_first" in settings.get("drafting", {}):
+    if (
+        report is None
+        or report["settings"].get("tree")
+        or "lookup_first" in report["settings"].get("drafting", {})
+    ):
         return ()
     return find_fastest_lengths(report)
 
@@ -354,17 +365,12 @@ def _select_best_length(rows: Sequence[ResultRow], report: Report) -> DraftLengt
     for row in rows:
         for k, predicted_speedup in _model_shorter_lengths(row, report):
             speedups[k] = (predicted_speedup, False)
-    for row in rows:
-        speedups[row["num_speculative_tokens"]] = (row["speedup"], True)
+    speedups |= {row["num_speculative_tokens"]: (row["speedup"], True) for row in rows}
 
     # Choose the highest speedup, with the modelled ones reduced by the margin.
     margin = max(BETTER_K_GAIN, report.get("theory", {}).get("cost_deviation", 0.0))
-
-    def weigh_speedup(k: int) -> float:
-        speedup, is_measured = speedups[k]
-        return speedup if is_measured else speedup * (1 - margin)
-
-    best_k = max(speedups, key=weigh_speedup)
+    weights = {k: 1 if is_measured else 1 - margin for k, (_, is_measured) in speedups.items()}
+    best_k = max(speedups, key=lambda k: speedups[k][0] * weights[k])
     speedup, is_measured = speedups[best_k]
     return DraftLength(rows[0]["batch_size"], best_k if speedup > 1 else 0, speedup, is_measured)
 
@@ -382,29 +388,32 @@ def _model_shorter_lengths(row: ResultRow, report: Report) -> Iterator[tuple[int
     if row["num_speculative_tokens"] != theory.get("K") or any(name not in row for name in COSTS):
         return
 
-    # The mean costs of a round of this row, and the passes of the draft in a round with K' tokens.
+    # Estimate the costs of rounds with fewer draft tokens, at this load.
     k = theory["K"]
     step_ms = row["baseline_step_ms"]
     verify_ms = row["verify_ms"]
-    draft_ms = row["draft_ms"] * row["num_draft_tokens"] / row["num_rounds"]
     passes = {point["k"]: max(point["draft_passes"], 1) for point in theory["curve"] if point["k"]}
-
-    # Estimate the costs of rounds with fewer draft tokens, at this load.
-    costs = []
-    for n, num_passes in passes.items():
-        verify_ms_at_n = step_ms + (verify_ms - step_ms) * n / k
-        costs.append(RoundCost(n, verify_ms_at_n, draft_ms * num_passes / passes[k]))
+    draft_ms = row["draft_ms"] * row["num_draft_tokens"] / row["num_rounds"]
+    costs = [
+        RoundCost(n, step_ms + (verify_ms - step_ms) * n / k, draft_ms * passes[n] / passes[k])
+        for n in passes
+    ]
     cost = RoundCost(k, verify_ms, draft_ms)
     curve = compute_speedup_curve(
         row["emitted_per_position"], row["num_drafts"], step_ms, cost, costs
     )
 
-    # Scale every curve by the share of its predicted speedup that the row reached. The curve of the
-    # report's first row is in the report already.
-    for point in theory["curve"] if row is report["results"][0] else curve:
+    # The curve of the report's first row is in the report already.
+    if row is report["results"][0]:
+        curve = theory["curve"]
+
+    # Scale the curve by the share of its predicted speedup that the row reached.
+    for point in curve:
         if 0 < point["k"] < k:
-            scaled_speedup = point["predicted_speedup"] * row["speedup"] / row["predicted_speedup"]
-            yield int(point["k"]), scaled_speedup
+            yield (
+                int(point["k"]),
+                point["predicted_speedup"] * row["speedup"] / row["predicted_speedup"],
+            )
 
 
 def tabulate_by_load(lengths: Sequence[DraftLength]) -> Table:

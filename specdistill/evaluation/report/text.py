@@ -49,9 +49,11 @@ def to_markdown(report: Report) -> str:
         phrases.format_summary(report),
         phrases.describe_failed_rules(report),
     )
-    paragraphs = [escape_markdown(paragraph) for paragraph in head if paragraph]
-    paragraphs.append(format_measurement(report))
-    return "# " + "\n\n".join(paragraphs) + "\n"
+    return (
+        "# "
+        + "\n\n".join([*map(escape_markdown, filter(None, head)), format_measurement(report)])
+        + "\n"
+    )
 
 
 def format_measurement(report: Report) -> str:
@@ -150,10 +152,9 @@ def format_cells(content: tables.Table) -> str:
 def format_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a Markdown table of cells that are already escaped; empty without rows."""
     lines = [f"| {' | '.join(row)} |" for row in rows]
-    if not lines:
-        return ""
-    head_lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
-    return "\n".join([*head_lines, *lines])
+    return (
+        "\n".join([f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}", *lines]) if lines else ""
+    )
 
 
 def escape_markdown(text: str) -> str:
@@ -210,13 +211,12 @@ def print_power_analysis(clusters: Sequence[str]) -> None:
     """
     # Only independent prompts count, so each cluster counts once.
     num_prompts = len(set(clusters))
-    subject = f"{num_prompts} prompts"
-    if num_prompts < len(clusters):
-        subject = f"{len(clusters)} prompts ({num_prompts} of them independent)"
+    independent = f" ({num_prompts} of them independent)" if num_prompts < len(clusters) else ""
     sentence = (
-        f"{subject} can detect a change of {estimate_detectable_change(num_prompts):.1%} of the"
-        f" acceptance length ({POWER:.0%} power, two-sided α = {SIGNIFICANCE:g}, assumed standard"
-        f" deviation between prompts {ASSUMED_SPREAD:.0%})."
+        f"{len(clusters)} prompts{independent} can detect a change of"
+        f" {estimate_detectable_change(num_prompts):.1%} of the acceptance length ({POWER:.0%}"
+        f" power, two-sided α = {SIGNIFICANCE:g}, assumed standard deviation between prompts"
+        f" {ASSUMED_SPREAD:.0%})."
     )
     Console(stderr=True).print(Text(sentence, style="dim"), soft_wrap=True)
 

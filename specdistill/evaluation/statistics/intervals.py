@@ -233,12 +233,12 @@ def compute_relative_change(
         seed: the seed of the resampling.
     """
     # Define the change as a metric of its own. Its formula reads the new sums, then the old ones.
-    width = len(metric.sums)
+    num_sums = len(metric.sums)
     new_names = [f"{name}_new" for name in metric.sums]
     old_names = [f"{name}_old" for name in metric.sums]
-    ratio = Metric(
+    change_metric = Metric(
         (*new_names, *old_names),
-        lambda *all_sums: metric.formula(*all_sums[:width]) / metric.formula(*all_sums[width:]) - 1,
+        lambda *sums: metric.formula(*sums[:num_sums]) / metric.formula(*sums[num_sums:]) - 1,
     )
 
     # Put both measurements in one table of prompts, so that a resample draws both sides together.
@@ -249,9 +249,9 @@ def compute_relative_change(
     paired_sums |= {name: sums[name] for name in ("batch", "cluster") if name in sums}
 
     # Apply the formula to all prompts, and to resamples.
-    totals = [column.sum() for column in select_measured(ratio, paired_sums)]
-    change = float(ratio.formula(*totals))
-    return change, compute_interval(ratio, paired_sums, confidence=confidence, seed=seed)
+    totals = [column.sum() for column in select_measured(change_metric, paired_sums)]
+    change = float(change_metric.formula(*totals))
+    return change, compute_interval(change_metric, paired_sums, confidence=confidence, seed=seed)
 
 
 def estimate_detectable_change(num_prompts: int) -> float:

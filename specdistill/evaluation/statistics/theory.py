@@ -28,15 +28,19 @@ BETTER_K_GAIN = 0.02
 
 
 def predicted_speedup(acceptance_length: Number, v: Number, d: Number) -> Number:
-    """Return S = AL / (v + d), elementwise over arrays.
+    """Return the speedup over plain decoding, S = AL / (v + d), elementwise over arrays.
 
-    Plain decoding (AL = 1, v = 1, d = 0) gives 1.
+    A round emits AL tokens and costs v + d steps of plain decoding, which emits one token per step.
+    Plain decoding itself (AL = 1, v = 1, d = 0) gives 1.
     """
     return acceptance_length / (v + d)
 
 
 def expected_acceptance_length(alpha: float, k: int) -> float:
-    """Return AL = 1 + alpha + … + alpha^K = (1 - alpha^(K+1)) / (1 - alpha)."""
+    """Return the acceptance length of K draft tokens if each is accepted with probability alpha.
+
+    AL = 1 + alpha + … + alpha^K = (1 - alpha^(K+1)) / (1 - alpha)
+    """
     # The sum has no division by zero at alpha = 1.
     return float(sum(alpha**i for i in range(k + 1)))
 
@@ -100,7 +104,9 @@ def compute_speedup_curve(
     cost: RoundCost,
     timed: Sequence[RoundCost],
 ) -> list[dict[str, float]]:
-    """Return AL, cost and predicted speedup of rounds with K' = 0, K, and every timed K' between.
+    """Predict acceptance length, cost and speedup of rounds with fewer draft tokens than K.
+
+    The curve has a point for K' = 0 (plain decoding), for every timed K' below K, and for K.
 
     A chain's position k is reached and accepted no matter how many positions follow it. So rounds
     with K' draft tokens emit what those with K emit in their first K' + 1 positions, and the same

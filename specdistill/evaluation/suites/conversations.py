@@ -63,7 +63,7 @@ UNANSWERED: Message = {"role": "assistant", "content": None}  # a turn that is y
 # The names under which a message may have its reasoning: of DeepSeek and Qwen, of vLLM, of gpt-oss.
 # The first one is used here.
 REASONING = ("reasoning_content", "reasoning", "thinking")
-OTHER_TEMPLATE_HINT = "data.chat_template with a template that does, or rows without"
+OTHER_TEMPLATE_HINT = "another template in data.chat_template, or rows without them"
 SHOWN_CHARACTERS = 240  # characters of a text that an error message shows
 
 
@@ -329,17 +329,22 @@ def _check_calls(messages: Sequence[Message], tool_names: set[str], where: str) 
             open_calls = [call.get("id") for call in message.get("tool_calls", ())]
             continue
 
-        # A result answers the call of its id. A result without an id answers the first open call.
+        # A result answers the call of its id, or else a call without an id. A result without an id
+        # may also answer the first open call.
         id = message.get("tool_call_id")
-        call_id = id if id in open_calls else None
-        if call_id not in open_calls and (id is not None or not open_calls):
+        if id in open_calls:
+            open_calls.remove(id)
+        elif None in open_calls:
+            open_calls.remove(None)
+        elif id is None and open_calls:
+            open_calls.pop(0)
+        else:
             raise UserError(
                 where,
                 got=f"a tool result without a call, turn {number}",
-                expected="after the turn of the assistant that calls the tool",
+                expected="a turn of the assistant before it that calls the tool",
                 kind="tool result without a call",
             )
-        open_calls.remove(call_id if call_id in open_calls else open_calls[0])
 
 
 def is_unanswered(message: Message) -> bool:
@@ -417,7 +422,7 @@ def use_template(tokenizer: Tokenizer, recipe: object) -> None:
         # reasons, which say nothing about the template.
         with (
             suppress(*TEMPLATE_ERRORS),
-            convert_errors(TemplateSyntaxError, "data.chat_template", path, "a template of Jinja"),
+            convert_errors(TemplateSyntaxError, "data.chat_template", path, "a Jinja template"),
         ):
             tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
 
@@ -450,7 +455,7 @@ def render_chat(
     if tokenizer.chat_template is None:
         raise UserError(
             where,
-            got="conversations for a target whose tokenizer has no chat template",
+            got="conversations, but the target's tokenizer has no chat template",
             expected="text rows, or data.chat_template, e.g. the template of its instruct model",
         )
     options: dict[str, object] = {
@@ -476,7 +481,7 @@ def render_chat(
         TEMPLATE_ERRORS,
         where,
         turns,
-        "a conversation that the target's chat template takes",
+        "a conversation that the target's chat template accepts",
         kind=REJECTED,
     ):
         rendered = str(
@@ -496,9 +501,11 @@ def render_chat(
 
 def _add_reasoning_names(message: Message) -> Message:
     """Return a message with its reasoning under each of the names that chat templates read."""
-    if REASONING[0] not in message:
-        return message
-    return message | dict.fromkeys(REASONING, message[REASONING[0]])
+    return (
+        message | dict.fromkeys(REASONING, message[REASONING[0]])
+        if REASONING[0] in message
+        else message
+    )
 
 
 def _list_forms(messages: Sequence[Message]) -> Iterator[list[Message]]:
@@ -538,10 +545,11 @@ def _is_miswritten(rendered: str, messages: Sequence[Message]) -> bool:
             # Look for the arguments as a template of the other form writes them: a text encoded as
             # JSON again, or an object in Python's notation.
             arguments = call["function"]["arguments"]
-            if isinstance(arguments, str):
-                wrong = json.dumps(arguments, ensure_ascii=False)
-            else:
-                wrong = repr(arguments)
+            wrong = (
+                json.dumps(arguments, ensure_ascii=False)
+                if isinstance(arguments, str)
+                else repr(arguments)
+            )
             if wrong in rendered and wrong != _format_arguments(arguments):
                 return True
 
@@ -581,21 +589,30 @@ def check_expressed(
     # The parts to check: name -> the messages with the part, the messages without it, and the
     # schemas without it. Some templates drop the reasoning of all answers but the last, so it is
     # checked in a conversation that ends with it.
-    without_calls = [_remove_key("tool_calls", message) for message in messages]
-    without_results = [
-        {**message, "content": ""} if message["role"] == "tool" else message for message in messages
-    ]
-    num_to_reasoning = 0
-    for number, message in enumerate(messages, start=1):
-        if REASONING[0] in message:
-            num_to_reasoning = number
-    to_reasoning = messages[:num_to_reasoning]
-    without_reasoning = [_remove_key(REASONING[0], message) for message in to_reasoning]
+    last = max(
+        (number for number, message in enumerate(messages) if REASONING[0] in message), default=-1
+    )
+    to_reasoning = messages[: last + 1]
     parts: dict[str, tuple[Sequence[Message], Sequence[Message], Tools]] = {
         "schemas of tools": (messages, messages, None),
-        "calls of tools": (messages, without_calls, tools),
-        "results of tools": (messages, without_results, tools),
-        "reasoning": (to_reasoning, without_reasoning, tools),
+        "calls of tools": (
+            messages,
+            [_remove_key("tool_calls", message) for message in messages],
+            tools,
+        ),
+        "results of tools": (
+            messages,
+            [
+                {**message, "content": ""} if message["role"] == "tool" else message
+                for message in messages
+            ],
+            tools,
+        ),
+        "reasoning": (
+            to_reasoning,
+            [_remove_key(REASONING[0], message) for message in to_reasoning],
+            tools,
+        ),
     }
 
     # Each system message is a part of its own, because some templates render only the first one.
@@ -621,10 +638,8 @@ def check_expressed(
 
 def _remove_key(key: str, message: Message) -> Message:
     """Return a message without a key. If the message had it, a content of None becomes ""."""
-    if key not in message:
-        return message
     remaining = {name: value for name, value in message.items() if name != key}
-    return {**remaining, "content": remaining["content"] or ""}
+    return {**remaining, "content": remaining["content"] or ""} if key in message else message
 
 
 def shorten_text(text: str) -> str:

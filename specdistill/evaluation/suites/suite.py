@@ -86,23 +86,25 @@ class SuiteHeader(Section):
     source: AsText = option(..., "source of the prompts, in words")
     prompts: AsText = option(..., "file of the prompts, next to this one, or its URL")
     sha256: str | None = option(
-        ..., "sha256 of the prompts' file; null: not checked, and the report states the hash"
+        ..., "sha256 of the prompts' file; null: not checked, but the report has the hash"
     )
-    columns: dict[str, str] = option({}, "column names, ours to the file's")
-    placeholder: str | None = option(
-        None, "beginning of texts that are placeholders, which are left out"
-    )
+    columns: dict[str, str] = option({}, "names of columns: our name -> the name in the file")
+    placeholder: str | None = option(None, "rows whose text begins with this are left out")
     sweep: SweepConfig = section(SweepConfig)
     turns: Literal["last", "all"] = option(
-        "last", "of `messages`: what follows them, or each turn of the assistant in them"
+        "last",
+        "prompts of a row with `messages`: last: all messages are one prompt; all: a prompt for"
+        " each turn of the assistant",
     )
     categories: Literal["turn", "kind"] | None = option(
         None,
-        "of `turns: all`: by the turn's number, or by what it is (tool_call, reasoning,"
-        " structured_output, prose); null: the row's",
+        "category of the prompts of `turns: all`: the number of the turn, or its kind (tool_call,"
+        " reasoning, structured_output, prose); null: the row's category",
         condition=Condition("with turns: all", lambda suite: suite.turns == "all"),
     )
-    quality: Literal["python_syntax"] | None = option(None, "metric that scores the answers")
+    quality: Literal["python_syntax"] | None = option(
+        None, "metric of task quality that scores the answers; null: none"
+    )
 
 
 @dataclass(frozen=True)
@@ -190,27 +192,26 @@ def load_suite(name: str | None, target: str = "pico", *, key: str = "eval.suite
         content = read_prompts(str(path))
         digest = hashlib.sha256(content).hexdigest()
         return Suite(
-            path.stem,
-            digest[:12],
-            "not stated",
-            path.name,
-            digest,
-            parse_suite_file(path.name, content, {}),
+            name=path.stem,
+            version=digest[:12],
+            licence="not stated",
+            source=path.name,
+            sha256=digest,
+            rows=parse_suite_file(path.name, content, {}),
             is_file=True,
         )
 
     # A suite's YAML file names the file of its prompts, and the hash that this file must have.
     header = _read_header(path)
-    prompts = (
-        header.prompts if header.prompts.startswith(REMOTE) else str(path.parent / header.prompts)
-    )
+    is_remote = header.prompts.startswith(REMOTE)
+    prompts = header.prompts if is_remote else str(path.parent / header.prompts)
     content = read_prompts(prompts, is_pinned=header.sha256 is not None)
     digest = hashlib.sha256(content).hexdigest()
     if header.sha256 not in (None, digest):
         raise UserError(
             "eval.suite",
             got=f"{prompts} with sha256 {digest}",
-            expected=f"the content that {path.name} names by its sha256 {header.sha256}",
+            expected=f"sha256 {header.sha256}, as {path.name} states",
         )
 
     # Convert the rows. With `turns: all`, a conversation becomes several prompts.
@@ -218,14 +219,14 @@ def load_suite(name: str | None, target: str = "pico", *, key: str = "eval.suite
     if header.turns == "all":
         rows = tuple(chain.from_iterable(_split_turns(row, header.categories) for row in rows))
     return Suite(
-        header.name,
-        header.version,
-        header.licence,
-        header.source,
-        digest,
-        rows,
-        header.sweep,
-        header.quality,
+        name=header.name,
+        version=header.version,
+        licence=header.licence,
+        source=header.source,
+        sha256=digest,
+        rows=rows,
+        sweep=header.sweep,
+        quality=header.quality,
     )
 
 
@@ -335,8 +336,8 @@ def _warn_of_plain_text(rows: Sequence[SuiteRow], source: str) -> None:
     has_cut_texts = any(row.kind == "text" for row in rows)
     cut = f" and cut to {TEXT_PROMPT_TOKENS} tokens" if has_cut_texts else ""
     logger.warning(
-        "%d prompts of %s are plain text%s, although the target has a chat template:"
-        " `user` or `messages` rows are rendered with it",
+        "%d prompts of %s are plain text%s, although the target has a chat template."
+        " Rows with `user` or `messages` are rendered with the template",
         num_plain,
         source,
         cut,
@@ -484,13 +485,13 @@ def _read_header(path: Path) -> SuiteHeader:
         header = validate_recipe(SuiteHeader, parse_yaml(read_prompts(str(path))), f"{path.name}: ")
 
     # A name in `columns` that is none of ours would never be read.
-    unknown = next((name for name in header.columns if name not in COLUMNS), None)
-    if unknown:
+    unknown_names = [name for name in header.columns if name not in COLUMNS]
+    if unknown_names:
         raise UserError(
-            f"{path.name}: columns.{unknown}",
+            f"{path.name}: columns.{unknown_names[0]}",
             got="an unknown key",
             expected=f"one of {', '.join(COLUMNS)}",
-            nearest=find_nearest(unknown, COLUMNS),
+            nearest=find_nearest(unknown_names[0], COLUMNS),
         )
     return header
 
@@ -507,9 +508,8 @@ def _cut_prompt(row: SuiteRow, tokenizer: Tokenizer, length: int) -> Prompt:
         # A BOS token stays at the beginning.
         num_bos = int(prompt.token_ids[:1] == (tokenizer.bos_token_id,))
         ids = prompt.token_ids[:num_bos] + prompt.token_ids[-length + num_bos :]
-    return Prompt(
-        row.id, row.category, tokenizer.decode(ids, skip_special_tokens=True), ids, row.cluster
-    )
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    return Prompt(row.id, row.category, text, ids, row.cluster)
 
 
 def _cut_messages(row: SuiteRow, tokenizer: Tokenizer, length: int, prompt: Prompt) -> Prompt:
@@ -536,7 +536,7 @@ def _cut_messages(row: SuiteRow, tokenizer: Tokenizer, length: int, prompt: Prom
             raise UserError(
                 "eval.sweep.context",
                 got=(f"{length}, but prompt {row.id} is longer even without its longest message"),
-                expected="more tokens",
+                expected="a longer context",
             )
         messages = [*row.content]
         messages[longest] = {**messages[longest], "content": tokenizer.decode(kept_ids)}
@@ -556,7 +556,7 @@ def _split_turns(row: SuiteRow, categories: str | None) -> Iterator[SuiteRow]:
     if row.kind != "messages" or all(message["role"] != "assistant" for message in row.content):
         raise UserError(
             "turns",
-            got=f"all for prompt {row.id}, without turns of the assistant",
+            got=f"all for prompt {row.id}, which has no turns of the assistant",
             expected="messages with turns of the assistant, or turns: last",
         )
 
@@ -567,16 +567,13 @@ def _split_turns(row: SuiteRow, categories: str | None) -> Iterator[SuiteRow]:
     for number, index in enumerate(turn_indices, 1):
         # Later turns are rarer, so the categories by number double: 1, 2 to 3, 4 to 7, …
         first = 2 ** (number.bit_length() - 1)
-        names = {
-            "turn": f"turn_{first}" + f"_to_{2 * first - 1}" * (first > 1),
-            "kind": _find_kind(row.content[index]),
-        }
-        category = names[categories] if categories else row.category
+        range_name = "turn_1" if first == 1 else f"turn_{first}_to_{2 * first - 1}"
+        names = {"turn": range_name, "kind": _find_kind(row.content[index])}
         yield SuiteRow(
-            f"{row.id}/{number}",
-            category,
-            row.kind,
-            row.content[:index],
+            id=f"{row.id}/{number}",
+            category=names[categories] if categories else row.category,
+            kind=row.kind,
+            content=row.content[:index],
             tools=row.tools,
             cluster=row.id,
         )
@@ -587,15 +584,16 @@ def _find_kind(message: Message) -> str:
 
     It is tool_call, reasoning, structured_output (the content is a JSON object or list) or prose.
     """
-    if "tool_calls" in message:
-        return "tool_call"
-    if REASONING[0] in message:
-        return "reasoning"
+    if "tool_calls" in message or REASONING[0] in message:
+        return "tool_call" if "tool_calls" in message else "reasoning"
     try:
-        content = parse_json(message["content"])
+        return (
+            "structured_output"
+            if isinstance(parse_json(message["content"]), dict | list)
+            else "prose"
+        )
     except ValueError:
         return "prose"
-    return "structured_output" if isinstance(content, dict | list) else "prose"
 
 
 def _read_turn_text(turn: Message) -> object:
@@ -622,8 +620,8 @@ def _convert_programming_row(entry: FileRow, place: str) -> FileRow:
     ):
         raise UserError(
             "eval.suite",
-            got=f"{place} with test_list",
-            expected="a question as prompt or text, and a list of assertions",
+            got=f"{place}, whose test_list or question is not usable",
+            expected="a question as prompt or text, and test_list as a list of assertions",
         )
 
     # Keep the id and the category. The assertions follow the question.
@@ -646,32 +644,22 @@ def _tokenize_row(row: SuiteRow, tokenizer: Tokenizer, is_whole: bool = False) -
         if not tokenizer.chat_template:
             raise UserError(
                 "eval.suite",
-                got=f"messages (prompt {row.id})",
-                expected="plain prompts: the target has no chat template",
+                got=f"prompt {row.id}, a conversation, for a target without a chat template",
+                expected="plain prompts",
             )
         where = f"eval.suite prompt {row.id}"
         check_expressed(tokenizer, row.content, row.tools, where)
         text = render_chat(tokenizer, row.content, True, where, row.tools)
-        return Prompt(
-            row.id,
-            row.category,
-            text,
-            tuple(tokenizer(text, add_special_tokens=False)["input_ids"]),
-            row.cluster,
-        )
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return Prompt(row.id, row.category, text, tuple(ids), row.cluster)
 
     # A text is cut to its beginning. A prompt is used as it is. `verbose=False` silences the
     # warning of transformers about long inputs, which `tokenize` checks itself.
     ids = tokenizer(row.content, verbose=False)["input_ids"]
     if row.kind == "text":
         ids = ids if is_whole else ids[:TEXT_PROMPT_TOKENS]
-        return Prompt(
-            row.id,
-            row.category,
-            tokenizer.decode(ids, skip_special_tokens=True),
-            tuple(ids),
-            row.cluster,
-        )
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        return Prompt(row.id, row.category, text, tuple(ids), row.cluster)
     return Prompt(row.id, row.category, row.content, tuple(ids), row.cluster)
 
 
@@ -762,7 +750,7 @@ def _read_objects(name: str, content: bytes) -> Iterator[tuple[int, FileRow]]:
         unreadable,
         "eval.suite",
         PurePosixPath(name).name,
-        "rows of Parquet, or a JSON object a line, as its name says",
+        "Parquet rows, or one JSON object per line, as the name of the file says",
     ):
         if name.endswith(".parquet"):
             batches = pyarrow.parquet.ParquetFile(stream).iter_batches(batch_size=1000)
@@ -780,26 +768,26 @@ def _from_training_columns(entry: FileRow) -> FileRow:
     A last turn of the assistant is left out, because the target writes it.
     """
     # A conversation, in one of the columns that training data have.
-    conversation_column = next((name for name in CONVERSATIONS if name in entry), None)
-    if conversation_column is not None:
-        messages = entry[conversation_column]
+    conversation_columns = [name for name in CONVERSATIONS if name in entry]
+    if conversation_columns:
+        messages = entry[conversation_columns[0]]
         if isinstance(messages, list) and all(isinstance(turn, str) for turn in messages):
             # The column holds the turns of a user, with a reference for each, as in MT-bench. The
             # first turn is the prompt, so the first reference is taken. It may be in a list of
             # references of one turn, inside the list of all turns.
             reference = entry.get("reference")
             while isinstance(reference, list):
-                reference = next(iter(reference), None)
+                reference = reference[0] if reference else None
             return {**entry, "user": messages, "reference": reference or None}
         if isinstance(messages, list) and messages and _is_answer(messages[-1]):
             messages = messages[:-1]
         return {**entry, "messages": messages}
 
     # Otherwise a question, to which some data sets add an input or a context.
-    question_column = next((name for name in PROMPTS if name in entry), None)
-    if question_column is None:
+    question_columns = [name for name in PROMPTS if name in entry]
+    if not question_columns:
         return entry
-    parts = [entry[question_column], entry.get("input") or entry.get("context")]
+    parts = [entry[question_columns[0]], entry.get("input") or entry.get("context")]
     return {**entry, "user": "\n\n".join(str(part) for part in parts if part)}
 
 
@@ -855,12 +843,12 @@ def _convert_row(
     if kind == "messages":
         content, tools = convert_conversation(content, entry.get("tools"), f"eval.suite {place}")
     row = SuiteRow(
-        str(entry.get("id", entry.get("task_id", number))),
-        str(entry.get("category", "default")),
-        kind,
-        content,
-        reference,
-        tools,
+        id=str(entry.get("id", entry.get("task_id", number))),
+        category=str(entry.get("category", "default")),
+        kind=kind,
+        content=content,
+        reference=reference,
+        tools=tools,
     )
 
     # `all` is the name of the row for the whole suite.

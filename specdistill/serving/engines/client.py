@@ -142,23 +142,30 @@ class CompletionAnswer(JsonAnswer):
         Returns:
             The counts. None if the answer lacks one of them, or if they contradict each other.
         """
-        ids = tuple(self.token_ids or ())
+        token_ids = tuple(self.token_ids or ())
         histogram = self.histogram or []
-        drafts = self.num_drafts
-        drafted = self.num_draft_tokens
-        accepted = self.num_accepted_tokens
+        num_drafts = self.num_drafts
+        num_drafted = self.num_draft_tokens
+        num_accepted = self.num_accepted_tokens
 
         # A server without a draft counts nothing, and a completion may have no round with a draft.
-        if not k or drafts == 0:
-            return ServerCounts(ids, 0, 0, 0, ())
-        if drafts is None or drafted is None or accepted is None or not 0 < len(histogram) <= k + 1:
+        if not k or num_drafts == 0:
+            return ServerCounts(token_ids, 0, 0, 0, ())
+        if num_drafts is None or num_drafted is None or num_accepted is None:
+            return None
+        if not 0 < len(histogram) <= k + 1:
             return None
 
         # A draft with n accepted tokens accepted each position up to n. So position k was accepted
         # by the drafts with at least k accepted tokens.
-        reached = tuple(sum(histogram[position:]) for position in range(1, len(histogram)))
-        is_possible = max(reached, default=0) <= drafts <= self.num_tokens and accepted <= drafted
-        return ServerCounts(ids, drafts, drafted, accepted, reached) if is_possible else None
+        per_position = tuple(sum(histogram[position:]) for position in range(1, len(histogram)))
+
+        # No position is accepted more often than there are drafts, and each round with a draft
+        # emits a token.
+        is_possible = max(per_position, default=0) <= num_drafts <= self.num_tokens
+        if not is_possible or num_accepted > num_drafted:
+            return None
+        return ServerCounts(token_ids, num_drafts, num_drafted, num_accepted, per_position)
 
 
 @dataclass(frozen=True)
@@ -225,7 +232,7 @@ class Client:
         if counts is None:
             raise ResourceError(
                 (
-                    f"{response.url} does not say what it accepted, or what cannot be"
+                    f"{response.url} sent no counts of accepted tokens, or impossible ones"
                     f" ({join_lines(repr(answer))[-400:]})"
                 ),
                 next_step=self.counts_hint,
@@ -289,13 +296,13 @@ class Client:
             name: (before.get(name, 0.0), after.get(name, 0.0))
             for name in (*self.drafting, *positions)
         }
-        grown = {
-            name: now - then if "_total" in name else max(then, now)
-            for name, (then, now) in pairs.items()
+        growths = {
+            name: new - old if "_total" in name else max(old, new)
+            for name, (old, new) in pairs.items()
         }
 
         # A counter that falls, or is no number, cannot be used: the server probably restarted.
-        for name, growth in grown.items():
+        for name, growth in growths.items():
             if not 0 <= growth < math.inf:
                 raise ResourceError(
                     "{}:{} went from {:g} to {:g}".format(self.prefix, name, *pairs[name]),
@@ -306,13 +313,15 @@ class Client:
                 )
 
         # Convert the growth to numbers of drafts and tokens, by the formula of the engine.
-        drafts, drafted, accepted = self.drafted_by(*(grown[name] for name in self.drafting))
-        reached = [int(grown[name]) for name in positions]
+        drafts, drafted, accepted = self.drafted_by(*(growths[name] for name in self.drafting))
+        accepted_per_position = [int(growths[name]) for name in positions]
         return {
             "num_drafts": int(drafts),
             "num_draft_tokens": int(drafted),
-            "num_accepted_tokens": sum(reached) if reached else int(accepted),
-            "accepted_per_position": reached,
+            "num_accepted_tokens": (
+                sum(accepted_per_position) if accepted_per_position else int(accepted)
+            ),
+            "accepted_per_position": accepted_per_position,
         }
 
     def check_alone(self, server: Server, before: Counters, num_tokens: int) -> None:
@@ -327,23 +336,25 @@ class Client:
         deadline = time.monotonic() + MAX_DELAY_SECONDS
         while True:
             after = self.read(server)[self.generated]
-            counted = int(after - before[self.generated])
+            num_counted = int(after - before[self.generated])
             # A page with rounded counters may be off by this many tokens.
-            unknown = int(self.rounding * after)
-            if abs(counted - num_tokens) <= unknown:
+            rounding_error = int(self.rounding * after)
+            if abs(num_counted - num_tokens) <= rounding_error:
                 return
-            if counted > num_tokens:
+            if num_counted > num_tokens:
                 raise ResourceError(
                     (
-                        f"{server.address} also served other requests: it generated {counted}"
-                        f" tokens,"
-                        f" {num_tokens} of them for this measurement"
+                        f"{server.address} also served other requests: it generated {num_counted}"
+                        f" tokens, {num_tokens} of them for this measurement"
                     ),
                     next_step="measure a server that nobody else uses",
                 )
             if time.monotonic() > deadline:
                 raise ResourceError(
-                    f"{server.address} counted {counted} tokens, but its answers have {num_tokens}",
+                    (
+                        f"{server.address} counted {num_counted} tokens, but its answers have"
+                        f" {num_tokens}"
+                    ),
                     next_step=(
                         "if a proxy divides requests among several servers, measure one of them"
                     ),

@@ -102,8 +102,8 @@ class CompletionServer:
             if not key.isascii():
                 raise UserError(
                     SERVER_KEYS,
-                    got=f"a key for {self.address} with other characters",
-                    expected="ASCII",
+                    got=f"a key for {self.address} with characters that are not ASCII",
+                    expected="ASCII characters only",
                 )
             self.server.session.headers["Authorization"] = f"Bearer {key}"
 

@@ -196,11 +196,11 @@ class Program:
         """Return the command for a shell, with a line for each variable and each option."""
         # Words that begin with -- start a line of their own; their values stay on that line.
         words = [shlex.quote(word) for word in self.arguments(served)]
-        options = (f"\\\n    {word}" if word.startswith("--") else word for word in words)
-        surroundings = (
+        options = [f"\\\n    {word}" if word.startswith("--") else word for word in words]
+        variable_lines = [
             f"{name}={shlex.quote(value)} \\\n" for name, value in self.variables(served).items()
-        )
-        return "".join([*surroundings, " ".join([self.command, *options])])
+        ]
+        return "".join(variable_lines) + " ".join([self.command, *options])
 
 
 @dataclass(frozen=True)

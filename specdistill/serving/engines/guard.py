@@ -77,10 +77,8 @@ def list_members(session: int) -> list[psutil.Process]:
     members = []
     for process in psutil.process_iter():
         with suppress(ProcessLookupError, PermissionError, psutil.NoSuchProcess):
-            if (
-                os.getsid(process.pid) == session != process.pid
-                and process.status() != psutil.STATUS_ZOMBIE
-            ):
+            is_member = os.getsid(process.pid) == session and process.pid != session
+            if is_member and process.status() != psutil.STATUS_ZOMBIE:
                 members.append(process)
     return members
 

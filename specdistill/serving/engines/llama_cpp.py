@@ -15,6 +15,7 @@
   request.
 """
 
+import math
 import shlex
 from dataclasses import replace
 from itertools import pairwise
@@ -63,23 +64,20 @@ def build_speculation_options(served: Served, draft: str) -> list[str]:
 
     # A lookup, alone or in front of a draft. It compares n tokens and drafts m.
     if not has_draft or lookup:
-        compared = lookup.max if lookup else served.config["max"]
-        types += [NGRAM_SIMPLE]
-        options += [
-            "--spec-ngram-simple-size-n",
-            str(compared),
-            "--spec-ngram-simple-size-m",
-            str(k),
-        ]
+        n = lookup.max if lookup else served.config["max"]
+        types.append(NGRAM_SIMPLE)
+        options += ["--spec-ngram-simple-size-n", str(n), "--spec-ngram-simple-size-m", str(k)]
 
     # A draft. Behind a lookup it drafts its own number of tokens.
     if has_draft:
-        types += [served.serving.name]
+        types.append(served.serving.name)
         options += ["--spec-draft-n-max", str(min(lookup.levels, k) if lookup else k)]
         # llama.cpp (llama-cpp-python 0.3.36) almost never accepts the tokens of an EAGLE-3 head
         # that it samples in the backend while several requests are in flight.
-        options += ["--no-spec-draft-backend-sampling"] if served.serving.name == EAGLE3 else []
-    return [*(["-md", draft] if has_draft else []), "--spec-type", ",".join(types), *options]
+        if served.serving.name == EAGLE3:
+            options.append("--no-spec-draft-backend-sampling")
+    draft_option = ["-md", draft] if has_draft else []
+    return [*draft_option, "--spec-type", ",".join(types), *options]
 
 
 def serve_arguments(served: Served) -> list[str]:
@@ -106,26 +104,29 @@ def build_server_settings(target: object, config: Any, longest: int) -> list[str
         UserError: for a context that is too small for the slots.
     """
     # The keys that the recipe sets, and the number of slots.
-    given_options = {
+    recipe_options = {
         name: value
         for name, value in vars(config.llama_cpp).items()
         if value is not None and name not in FILES
     }
-    parallel = given_options.get("parallel", max([config.concurrency, *config.sweep.concurrency]))
+    max_concurrency = max([config.concurrency, *config.sweep.concurrency])
+    num_slots = recipe_options.get("parallel", max_concurrency)
 
     # The context is divided among the slots. llama.cpp leaves two tokens of each free.
-    room = -(-(longest + 2) // CONTEXT_STEP) * CONTEXT_STEP
-    if given_options.get("ctx_size", parallel * room) < parallel * room:
+    slot_size = math.ceil((longest + 2) / CONTEXT_STEP) * CONTEXT_STEP
+    context_size = num_slots * slot_size
+    if recipe_options.get("ctx_size", context_size) < context_size:
         raise UserError(
             "eval.llama_cpp.ctx_size",
-            got=given_options["ctx_size"],
+            got=recipe_options["ctx_size"],
             expected=(
-                f"at least {parallel * room}: {parallel} slots of {room}, or completions end early"
+                f"at least {context_size}: {num_slots} slots of {slot_size}, or completions end"
+                " early"
             ),
         )
 
     # Write the options as words of a command line.
-    options = {"parallel": parallel, "ctx_size": parallel * room, **given_options}
+    options = {"parallel": num_slots, "ctx_size": context_size, **recipe_options}
     words = []
     for name, value in options.items():
         words += [f"--{name.replace('_', '-')}", str(value)]
@@ -149,16 +150,11 @@ def serve_command(served: Served) -> str:
 
     # Start the server, with the chat template that the draft was trained with.
     file = shlex.quote(served.gguf or "target.gguf")
-    template = (
-        ["--jinja", "--chat-template-file", served.chat_template] if served.chat_template else []
-    )
-    return "\n".join(
-        [
-            *commands,
-            f"llama-server -m {file}"
-            f" {shlex.join([*build_speculation_options(served, 'draft.gguf'), *template])}",
-        ]
-    )
+    options = build_speculation_options(served, "draft.gguf")
+    if served.chat_template:
+        options += ["--jinja", "--chat-template-file", served.chat_template]
+    commands.append(f"llama-server -m {file} {shlex.join(options)}")
+    return "\n".join(commands)
 
 
 def convert(served: Served, draft: str, target: str) -> str:
@@ -171,8 +167,8 @@ def convert(served: Served, draft: str, target: str) -> str:
         draft: the draft's folder, quoted for a shell.
         target: the target's folder, quoted for a shell.
     """
-    of_target = "" if served.serving.name == MODEL else f" --target-model-dir {target}"
-    return f"python convert_hf_to_gguf.py {draft}{of_target} --outtype f16 --outfile draft.gguf"
+    target_option = "" if served.serving.name == MODEL else f" --target-model-dir {target}"
+    return f"python convert_hf_to_gguf.py {draft}{target_option} --outtype f16 --outfile draft.gguf"
 
 
 class Props(JsonAnswer):
@@ -217,13 +213,13 @@ def describe_server(server: Server, counters: Counters) -> ServerIdentity:
     props = server.json("/props", Props)
     response = server.ask("/slots", hint="start llama-server without --no-slots")
     slots = response._replace(content=b'{"slots": %b}' % response.content).json(Slots)
-    positions = sum(PER_POSITION in name for name in counters)
+    num_positions = sum(PER_POSITION in name for name in counters)
     return ServerIdentity(
         version=props.version,
         models=(props.alias, props.path),
         max_length=props.max_length,
-        num_speculative_tokens=positions or None,
-        hides_k=slots.drafts and not positions,
+        num_speculative_tokens=num_positions or None,
+        hides_k=slots.drafts and not num_positions,
     )
 
 
@@ -272,44 +268,51 @@ def parse_events(response: Response, k: int) -> CompletionAnswer:
     events = [response._replace(content=part).json(Event) for part in parts]
     if not events or not events[-1].stop:
         raise ResourceError(
-            f"{response.url} broke off its answer", next_step="look at the server's log"
+            f"{response.url} ended its answer early", next_step="look at the server's log"
         )
 
-    # Find the rounds. A round begins where the number of draft tokens grows. `accepted` has the
-    # accepted tokens of each round, and `begun` is the number of tokens before the last round.
-    accepted = []
-    begun = 0
+    # Find the rounds. A round begins where the number of draft tokens grows.
+    accepted_per_round: list[int] = []
+    num_tokens_before_last_round = 0
     is_possible = True
     last = events[-1]
     for before, now in pairwise([FIRST_EVENT, *events]):
-        drafted = now.num_draft_tokens - before.num_draft_tokens
-        if drafted:
-            num_accepted = now.num_accepted_tokens - before.num_accepted_tokens
-            # This many rounds drafted K tokens each. The last of them accepts as many tokens as it
-            # can, then the one before it, and so on.
-            rounds = -(-drafted // max(k, 1))
-            accepted += [
-                min(k, max(0, num_accepted - k * later)) for later in reversed(range(rounds))
-            ]
-            # The last of these rounds began within the tokens that this event sends.
-            begun = before.num_tokens + max(0, num_accepted - k) + rounds - 1
-            is_possible &= 0 <= num_accepted <= drafted and begun < now.num_tokens
+        num_drafted = now.num_draft_tokens - before.num_draft_tokens
+        if not num_drafted:
+            continue
+
+        # This many rounds drafted K tokens each. The last of them accepts as many tokens as it can,
+        # then the one before it, and so on.
+        num_accepted = now.num_accepted_tokens - before.num_accepted_tokens
+        num_rounds = math.ceil(num_drafted / max(k, 1))
+        for num_later_rounds in reversed(range(num_rounds)):
+            num_remaining = max(0, num_accepted - k * num_later_rounds)
+            accepted_per_round.append(min(k, num_remaining))
+
+        # The last of these rounds began within the tokens that this event sends.
+        num_accepted_earlier = max(0, num_accepted - k)
+        num_tokens_before_last_round = before.num_tokens + num_accepted_earlier + num_rounds - 1
+        is_possible &= 0 <= num_accepted <= num_drafted
+        is_possible &= num_tokens_before_last_round < now.num_tokens
 
     # Leave out accepted tokens of the last round that are past the completion's end.
-    accepted[-1:] = [min(count, max(0, last.num_tokens - begun)) for count in accepted[-1:]]
+    if accepted_per_round:
+        num_tokens_of_last_round = max(0, last.num_tokens - num_tokens_before_last_round)
+        accepted_per_round[-1] = min(accepted_per_round[-1], num_tokens_of_last_round)
 
-    # Join the parts.
+    # Join the parts, and count the rounds by the number of accepted tokens.
     ids = []
     for event in events:
         ids.extend(event.tokens)
+    histogram = [accepted_per_round.count(count) for count in range(k + 1)]
     return CompletionAnswer(
         text="".join(event.content for event in events),
         num_tokens=last.num_tokens,
         token_ids=ids if len(ids) == last.num_tokens else None,
-        num_drafts=len(accepted),
+        num_drafts=len(accepted_per_round),
         num_draft_tokens=last.num_draft_tokens,
-        num_accepted_tokens=sum(accepted),
-        histogram=[accepted.count(count) for count in range(k + 1)] if is_possible else None,
+        num_accepted_tokens=sum(accepted_per_round),
+        histogram=histogram if is_possible else None,
     )
 
 

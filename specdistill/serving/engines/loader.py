@@ -220,42 +220,19 @@ def check_loader(
     Returns:
         The result: errors, silent differences, and notes.
     """
-    # Check the keys of config.json that decide whether the engine loads the folder at all.
+    # Check the keys of config.json without which, or with which, the engine stops.
     result = LoaderCheck(loader)
-    trained = {**COMMON_HEAD_SETTINGS, **vars(head)}
-
-    # An engine finds the loader by the architecture that config.json names.
-    inner = config.get(loader.inner or "")
-    architectures = (config if inner is None else inner).get("architectures") or []
-    if loader.architectures and not set(architectures) & loader.architectures:
-        got = (
-            f"architectures {', '.join(map(str, architectures))}"
-            if architectures
-            else "no architectures"
-        )
-        result.refused.append(
-            f"config.json has {got}; this engine loads such a draft as"
-            f" {min(loader.architectures, key=len)}"
-        )
-    result.refused += [
-        f"config.json has no {key}" for key in loader.required if _get(config, key) is MISSING_VALUE
-    ]
-
-    # Some layouts nest the config of the head.
-    if isinstance(inner, dict):  # The engine reads some outer keys together with the inner ones.
-        config = {
-            **inner,
-            **{key: config[key] for key in loader.taken if config.get(key) is not None},
-        }
+    _check_architecture(result, config)
+    config = _merge_inner_config(loader, config)
     result.refused += [
         f"config.json says {key} null, which is taken for a number: leave the key out"
         for key in loader.never_null
-        if _get(config, key) is None
+        if _get_value(config, key) is None
     ]
 
-    # Compare the settings that the engine reads with those that the draft was trained with.
+    # Read the settings as the engine does, and find those that its code cannot express.
     result.settings = {
-        name: _read(config, setting.keys, setting.default)
+        name: _read_setting(config, setting.keys, setting.default)
         for name, setting in loader.settings.items()
     }
     result.silent += [
@@ -264,14 +241,66 @@ def check_loader(
         if limit.has(head)
     ]
 
-    # Compare each setting with the draft, and the tensors with the parameters.
+    # Compare the settings with those of training, and the tensors with the parameters.
+    trained = {**COMMON_HEAD_SETTINGS, **vars(head)}
     if "aux_layers" in trained:
         _check_aux_layers(result, config, trained, target)
     sizes = _read_slot_sizes(result.settings, config, target)
+    _check_settings(result, trained)
+    _check_tensors(result, shapes, sizes)
+    return result
+
+
+def _check_architecture(result: LoaderCheck, config: Mapping[str, Any]) -> None:
+    """Check the keys of config.json that decide whether the engine loads the folder at all.
+
+    Args:
+        result: the result, to which errors are added.
+        config: the folder's config.json.
+    """
+    # An engine finds the loader by the architecture that config.json names. Some layouts have the
+    # architecture in an inner dictionary.
+    loader = result.loader
+    inner_config = config.get(loader.inner or "")
+    architectures = (config if inner_config is None else inner_config).get("architectures") or []
+    if loader.architectures and not set(architectures) & loader.architectures:
+        names = f"architectures {', '.join(map(str, architectures))}" if architectures else ""
+        result.refused.append(
+            f"config.json has {names or 'no architectures'}; this engine loads such a draft as"
+            f" {min(loader.architectures, key=len)}"
+        )
+    result.refused += [
+        f"config.json has no {key}"
+        for key in loader.required
+        if _get_value(config, key) is MISSING_VALUE
+    ]
+
+
+def _merge_inner_config(loader: Loader, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config that the engine reads: the inner one with some keys of the outer one.
+
+    A config.json without an inner dictionary is returned as it is.
+    """
+    inner_config = config.get(loader.inner or "")
+    if not isinstance(inner_config, dict):
+        return config
+    outer_keys = {key: config[key] for key in loader.taken if config.get(key) is not None}
+    return {**inner_config, **outer_keys}
+
+
+def _check_settings(result: LoaderCheck, trained: Mapping[str, Any]) -> None:
+    """Compare each setting that the engine reads with the setting of training.
+
+    A setting that the engine takes from its command line is noted, any other difference is silent.
+
+    Args:
+        result: the result, to which differences are added.
+        trained: the settings that the draft was trained with.
+    """
     for name, value in result.settings.items():
         if name not in trained or value == trained[name]:
             continue
-        argument = loader.arguments.get(name)
+        argument = result.loader.arguments.get(name)
         if argument:
             result.notes.append(
                 f"start it with {argument} {trained[name]}: it does not read {name} from the file"
@@ -280,25 +309,25 @@ def check_loader(
             result.silent.append(
                 f"it reads {name} as {value}, and the draft was trained with {trained[name]}"
             )
-    _check_tensors(result, shapes, sizes)
-    return result
 
 
-def _get(config: Any, key: str) -> Any:
+def _get_value(config: Any, key: str) -> Any:
     """Return the value of a dotted key, or MISSING_VALUE; a number in a key is a list index."""
+    value = config
     for part in key.split("."):
         try:
-            config = config[int(part) if part.isdigit() else part]
+            value = value[int(part) if part.isdigit() else part]
         except (LookupError, TypeError):
             return MISSING_VALUE
-    return config
+    return value
 
 
-def _read(config: Mapping[str, object], keys: Sequence[str], default: object) -> Any:
+def _read_setting(config: Mapping[str, object], keys: Sequence[str], default: object) -> Any:
     """Return the value of the first key that has one, or the default; see `Setting`."""
     # An empty list counts as no value where its length is read.
     for key in keys:
-        value, is_length = _get(config, key.removesuffix("#")), key.endswith("#")
+        value = _get_value(config, key.removesuffix("#"))
+        is_length = key.endswith("#")
         if value is not MISSING_VALUE and value is not None and (value or not is_length):
             return len(value) if is_length else value
     return default
@@ -316,30 +345,32 @@ def _check_aux_layers(
         target: the target; None if it is not known.
     """
     # Some engines take the layers from their command line, and need no option for the default.
-    wanted_layers = list(trained["aux_layers"])
+    trained_layers = list(trained["aux_layers"])
     default = choose_aux_layers(target.num_layers if target else trained["target_num_layers"])
     argument = result.loader.arguments.get("aux_layers")
     if argument:
-        result.settings["num_aux_hidden_states"] = len(wanted_layers)
-        if wanted_layers != default:
+        result.settings["num_aux_hidden_states"] = len(trained_layers)
+        if trained_layers != default:
+            engine_layers = [layer - 1 for layer in trained_layers]
             result.notes.append(
-                f"start it with {argument}={[layer - 1 for layer in wanted_layers]}: it reads"
-                f" no layers"
-                " from the file"
+                f"start it with {argument}={engine_layers}: it reads no layers from the file"
             )
 
     # Other engines read them from config.json. Each version looks under keys of its own, and the
     # first list that is not empty counts.
     for version, keys in result.loader.aux_layers.items():
-        stated_layers = (
-            [layer + added for layer in _read(config, [key], [])] for key, added in keys.items()
-        )
-        read = sorted(set(next(filter(None, stated_layers), default)))
-        if read != wanted_layers:
+        read_layers = default
+        for key, added in keys.items():
+            stated_layers = _read_setting(config, [key], [])
+            if stated_layers:
+                read_layers = [layer + added for layer in stated_layers]
+                break
+        read_layers = sorted(set(read_layers))
+        if read_layers != trained_layers:
             where = f" ({version})" if version else ""
             result.silent.append(
-                f"it reads the target after layers {read}{where}, and the draft was trained to read"
-                f" {wanted_layers}"
+                f"it reads the target after layers {read_layers}{where}, and the draft was trained"
+                f" to read {trained_layers}"
             )
 
 
@@ -394,40 +425,28 @@ def _check_tensors(
         shapes: tensor name -> shape, for the tensors in the folder.
         sizes: the sizes and switches from `_read_slot_sizes`.
     """
-    # The loader says whether a missing or unknown tensor is an error or passes silently.
+    # The loader says whether a missing or unknown tensor is an error or passes silently, and so to
+    # which list of the result it is added.
     loader = result.loader
-    unset = getattr(result, loader.unset)
-    unknown = getattr(result, loader.unknown)
-    without = "it must be" if loader.unset == "refused" else "it stays uninitialized"
+    unset_messages: list[str] = getattr(result, loader.unset)
+    unknown_messages: list[str] = getattr(result, loader.unknown)
+    is_required = loader.unset == "refused"
+    consequence = "the engine requires it" if is_required else "it stays uninitialized"
 
     # Rename the tensors of the file as the engine does.
     stored = {}
     for name_in_file, shape in shapes.items():
         name = name_in_file
-        for part, becomes, switch in loader.renamed:
+        for part, replacement, switch in loader.renamed:
             if not switch or sizes[switch]:
-                name = name.replace(part, becomes)
+                name = name.replace(part, replacement)
         stored[name] = (name_in_file, shape)
-
-    # List the parameters that the engine's model has with these settings: one for each layer, or
-    # for each auxiliary hidden state.
-    slots: dict[str, Slot] = {}
-    for slot in loader.slots:
-        if not slot.when or bool(sizes[slot.when.removeprefix("!")]) != slot.when.startswith("!"):
-            states = range(sizes["A"]) if "{a}" in slot.name else range(1)
-            numbers = range(1, result.settings["num_layers"]) if "{i}" in slot.name else states
-            slots |= {slot.name.format(i=number, a=number): slot for number in numbers}
 
     # Compare the shape of each parameter with that of its tensor. A missing tensor is fine if the
     # values come from the target, unless the target's tensor has another shape.
+    slots = _list_slots_by_name(loader, result.settings, sizes)
     for name, slot in slots.items():
-        axes = []
-        for axis in slot.shape.split():
-            factors = axis.split("*")
-            axes.append(
-                math.prod(sizes[factor] if factor in sizes else int(factor) for factor in factors)
-            )
-        shape = tuple(axes)
+        shape = _compute_shape(slot, sizes)
         if name in stored:
             name_in_file, shape_in_file = stored[name]
             if shape_in_file != shape:
@@ -438,15 +457,46 @@ def _check_tensors(
             elif slot.source == "target":
                 result.notes.append(f"it takes the target's {name} and ignores the file's")
         elif slot.source == "shared" and shape != (sizes["V"], sizes.get("D", sizes["H"])):
-            unset.append(
+            unset_messages.append(
                 f"{name} {list(shape)} is not in the file, and the target's has another shape"
             )
         elif slot.source == "file":
-            unset.append(f"{name} {list(shape)} is not in the file: {without}")
+            unset_messages.append(f"{name} {list(shape)} is not in the file: {consequence}")
 
     # Find the tensors without a parameter.
-    unknown += [
+    unknown_messages += [
         f"it has no parameter for {name_in_file}"
         for name, (name_in_file, _) in stored.items()
         if name not in slots and not any(part in name for part in loader.ignored)
     ]
+
+
+def _list_slots_by_name(
+    loader: Loader, settings: Mapping[str, Any], sizes: Mapping[str, int]
+) -> dict[str, Slot]:
+    """Return the parameters that the engine's model has with these settings, by tensor name."""
+    slots: dict[str, Slot] = {}
+    for slot in loader.slots:
+        # A switch may turn the parameter off.
+        switch = slot.when.removeprefix("!")
+        if switch and bool(sizes[switch]) == slot.when.startswith("!"):
+            continue
+
+        # There is one for each layer after the first, or for each auxiliary hidden state.
+        numbers = range(1)
+        if "{i}" in slot.name:
+            numbers = range(1, settings["num_layers"])
+        elif "{a}" in slot.name:
+            numbers = range(sizes["A"])
+        for number in numbers:
+            slots[slot.name.format(i=number, a=number)] = slot
+    return slots
+
+
+def _compute_shape(slot: Slot, sizes: Mapping[str, int]) -> TensorShape:
+    """Return the shape of a parameter, e.g. [H, 2 · D] for the text `H 2*D`."""
+    axes = []
+    for axis in slot.shape.split():
+        factors = [sizes[part] if part in sizes else int(part) for part in axis.split("*")]
+        axes.append(math.prod(factors))
+    return tuple(axes)

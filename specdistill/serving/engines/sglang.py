@@ -53,13 +53,13 @@ def build_sglang_options(served: Served) -> dict[str, object]:
     """
     # If K changes with the load, the server starts with the largest K. A draft that is not part of
     # the target has a folder of its own.
-    drafts = served.method is not None
-    changes = served.serving.name in ADAPTIVE and bool(served.lengths)
-    k = served.most_tokens if changes else served.num_tokens
-    folder = drafts and not served.in_target
+    has_draft = served.method is not None
+    changes_k = served.serving.name in ADAPTIVE and bool(served.lengths)
+    k = served.most_tokens if changes_k else served.num_tokens
+    has_folder = has_draft and not served.in_target
 
     # The options of the target.
-    options = {
+    target_options = {
         "model_path": served.model,
         "revision": served.pinned,
         "tp_size": served.num_gpus if served.num_gpus > 1 else None,
@@ -73,20 +73,20 @@ def build_sglang_options(served: Served) -> dict[str, object]:
         "speculative_eagle_topk": 1,
         "speculative_num_draft_tokens": k + 1,
     }
-    drafting = {
+    draft_options = {
         "speculative_algorithm": served.serving.name,
         **({} if served.serving.name in BLOCKS else chain),
-        "speculative_draft_model_path": str(served.output) if folder else None,
-        "speculative_draft_model_revision": served.draft_revision if folder else None,
-        "speculative_adaptive": changes or None,
-        "speculative_adaptive_config": LENGTHS_FILE if changes else None,
+        "speculative_draft_model_path": str(served.output) if has_folder else None,
+        "speculative_draft_model_revision": served.draft_revision if has_folder else None,
+        "speculative_adaptive": changes_k or None,
+        "speculative_adaptive_config": LENGTHS_FILE if changes_k else None,
         **served.serving.options(served.config),
     }
 
     # Leave out the options that are not set.
     return {
         name: value
-        for name, value in {**options, **(drafting if drafts else {})}.items()
+        for name, value in {**target_options, **(draft_options if has_draft else {})}.items()
         if value is not None
     }
 
@@ -127,12 +127,12 @@ def format_snippet(served: Served) -> str:
     """Return Python code that serves with SGLang."""
     options = ", ".join(f"{name}={value!r}" for name, value in build_sglang_options(served).items())
     slots = format_slots(served)
-    written = (
+    setup = (
         f"from pathlib import Path\n\nPath({LENGTHS_FILE!r}).write_text({slots!r})\n\n"
         if slots
         else ""
     )
-    return f"""{written}import sglang
+    return f"""{setup}import sglang
 
 if __name__ == "__main__":
     llm = sglang.Engine({options})

@@ -67,20 +67,11 @@ def start_server(
     inherited = {
         name: value for name, value in os.environ.items() if not name.startswith("SPECDISTILL_")
     }
+    engine_command = [program, *command[1:], "--host", HOST, "--port", port]
     with log.open("wb") as output:
         guard = subprocess.Popen(
-            [
-                sys.executable,
-                "-P",
-                GUARD,
-                str(GRACE_SECONDS),
-                program,
-                *command[1:],
-                "--host",
-                HOST,
-                "--port",
-                port,
-            ],
+            # -P keeps the folder of guard.py, with its module names, off the import path.
+            [sys.executable, "-P", GUARD, str(GRACE_SECONDS), *engine_command],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -156,11 +147,13 @@ def find_cause(log: Path) -> str:
     that line is indented. Without an exception it is the last line.
     """
     lines = read_lines(log) or ["it printed nothing"]
-    for line, below in zip(lines, [*lines[1:], ""], strict=True):
-        if "WARNING" not in line and (exception := EXCEPTION.search(line)):
-            return f"{exception[0]} {below if below[:1].isspace() else ''}".strip()[
-                :SHOWN_CHARACTERS
-            ]
+    next_lines = [*lines[1:], ""]
+    for line, next_line in zip(lines, next_lines, strict=True):
+        exception = EXCEPTION.search(line)
+        if exception and "WARNING" not in line:
+            continuation = next_line if next_line[:1].isspace() else ""
+            cause = f"{exception[0]} {continuation}".strip()
+            return cause[:SHOWN_CHARACTERS]
     return lines[-1][:SHOWN_CHARACTERS]
 
 

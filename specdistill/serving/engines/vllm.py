@@ -55,14 +55,16 @@ def build_served_config(served: Served) -> dict[str, object]:
     """Return the value of vLLM's option --speculative-config."""
     # Parts that only some drafts need: the folder, the revision on the Hub, drawn draft tokens, and
     # a K for each load.
-    folder = {} if served.in_target else {"model": str(served.output)}
-    sampled = (
+    draft_folder = {} if served.in_target else {"model": str(served.output)}
+    sampling = (
         {"draft_sample_method": "probabilistic"}
         if served.samples and not served.lookup_first
         else {}
     )
-    pinned = {"revision": served.draft_revision} if folder and served.draft_revision else {}
-    table = (
+    draft_revision = (
+        {"revision": served.draft_revision} if draft_folder and served.draft_revision else {}
+    )
+    k_by_load = (
         {"num_speculative_tokens_per_batch_size": list_ranges(served.lengths)}
         if served.lengths
         else {}
@@ -70,11 +72,11 @@ def build_served_config(served: Served) -> dict[str, object]:
     return {
         "method": served.serving.name,
         **served.serving.options(served.config),
-        **folder,
-        **pinned,
+        **draft_folder,
+        **draft_revision,
         "num_speculative_tokens": served.most_tokens,
-        **table,
-        **sampled,
+        **k_by_load,
+        **sampling,
     }
 
 
@@ -95,17 +97,17 @@ def list_ranges(lengths: Sequence[tuple[int, int]]) -> list[list[int]]:
 def serve_arguments(served: Served) -> list[str]:
     """Return the arguments of `vllm serve`."""
     # Options that only some targets or drafts need.
-    pinned = ["--revision", served.pinned] if served.pinned else []
-    shared = ["--tensor-parallel-size", str(served.num_gpus)] if served.num_gpus > 1 else []
+    revision = ["--revision", served.pinned] if served.pinned else []
+    gpus = ["--tensor-parallel-size", str(served.num_gpus)] if served.num_gpus > 1 else []
     drafting = (
         ["--speculative-config", json.dumps(build_served_config(served))]
         if served.method is not None
         else []
     )
     # The plugin must know the next tokens when it looks up, so scheduling is not asynchronous.
-    looked_up = ["--no-async-scheduling"] if drafting and served.lookup_first else []
+    scheduling = ["--no-async-scheduling"] if drafting and served.lookup_first else []
     template = ["--chat-template", served.chat_template] if served.chat_template else []
-    return [served.model, *pinned, *shared, *drafting, *looked_up, *template]
+    return [served.model, *revision, *gpus, *drafting, *scheduling, *template]
 
 
 def list_variables(served: Served) -> dict[str, str]:
@@ -155,8 +157,8 @@ def format_snippet(served: Served) -> str:
     options = "".join(
         f"{name}={value!r}, " for name, value in engine_arguments.items() if value is not None
     )
-    surroundings = f"import os\n\nos.environ |= {variables!r}\n\n" if variables else ""
-    return f"""{surroundings}from vllm import LLM, SamplingParams
+    setup = f"import os\n\nos.environ |= {variables!r}\n\n" if variables else ""
+    return f"""{setup}from vllm import LLM, SamplingParams
 
 if __name__ == "__main__":
     llm = LLM({served.model!r}, {options}speculative_config={build_served_config(served)!r}, disable_log_stats=False)
@@ -278,10 +280,9 @@ def build_speculators_config(
     """
     # Greedy proposals, and plain acceptance without tolerance, so that the output is the target's.
     target = export.target
-    num = export.num_speculative_tokens
     proposal = {
         "proposal_type": "greedy",
-        "speculative_tokens": num,
+        "speculative_tokens": export.num_speculative_tokens,
         "verifier_accept_k": 1,
         "accept_tolerance": 0.0,
     }

@@ -109,7 +109,7 @@ def test_the_three_kinds_of_prompts(tmp_path):
     )
     assert chat.text.endswith("<|assistant|>\n")
     assert tokenizer.decode(chat.token_ids) == chat.text
-    with refused("eval.suite", "messages (prompt 3)"):
+    with refused("eval.suite", "prompt 3, a conversation"):
         prompts(tmp_path / "s.jsonl")  # with a tokenizer that has no chat template
 
 
@@ -190,7 +190,7 @@ def test_every_turn_of_an_agent_is_a_prompt_from_its_recorded_prefix(tmp_path):
         "eval.suite prompt a/1", "schemas of tools with a chat template that ignores them"
     ):
         prompts(path, tiny_tokenizer(CHAT_TEMPLATE), max_length=1000)
-    with refused("turns", "all for prompt 1, without turns"):
+    with refused("turns", "all for prompt 1, which has no turns"):
         prompts(write_suite(tmp_path, [{"user": ["a", "b"]}], turns="all"), tokenizer)
 
 

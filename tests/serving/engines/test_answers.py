@@ -159,7 +159,7 @@ IN_SGLANG = [
 )
 def test_a_malformed_answer_is_one_line(engine, wrong, path):
     said = (
-        f"{path} (sent an unexpected answer|does not say what it accepted|is no Prometheus"
+        f"{path} (sent an unexpected answer|sent no counts of accepted tokens|is no Prometheus"
         " page|has no vllm:)"
     )
     with (
