@@ -84,8 +84,7 @@ class SplitTarget(CachedTarget):
         """
         # Run the first layers over the tokens that `advance` has not seen, which are the last ones.
         ids_1T = torch.tensor(token_ids, device=self.target.device)
-        num_seen = sum(state.shape[1] for state in self._states)
-        num_unseen = ids_1T.shape[1] - num_seen
+        num_unseen = ids_1T.shape[1] - sum(state.shape[1] for state in self._states)
         if num_unseen:
             self.advance(ids_1T[:, -num_unseen:])
         state = torch.cat(self._states, dim=1)

@@ -384,8 +384,8 @@ def test_an_export_is_read_back_as_what_it_was(
         ("sglang", "dspark", {"sliding_window": 9}, "causal slots without a window"),
         ("sglang", "dflash", PRUNED, "a pruned vocabulary"),
         ("gguf", "dflash", PRUNED, "a pruned vocabulary"),
-        ("vllm", "dspark", {"markov_head_type": "rnn"}, "a correction by more"),
-        ("gguf", "dspark", {"markov_head_type": "gated"}, "a correction by more"),
+        ("vllm", "dspark", {"markov_head_type": "rnn"}, "a correction that reads more"),
+        ("gguf", "dspark", {"markov_head_type": "gated"}, "a correction that reads more"),
         ("speculators", "dflash", {"is_causal": True}, "causal slots and no window"),
     ],
 )
