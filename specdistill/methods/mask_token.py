@@ -100,9 +100,11 @@ def resolve_mask(
     # Errors name the mask by its text, and where it comes from. An inherited mask comes from a file
     # and may be anything.
     is_token = type(mask) is int and 0 <= mask < vocab_size
-    spelling = ""
-    if is_token and mask < len(tokenizer):
-        spelling = f" ({tokenizer.convert_ids_to_tokens(mask)!r})"
+    spelling = (
+        f" ({tokenizer.convert_ids_to_tokens(mask)!r})"
+        if is_token and mask < len(tokenizer)
+        else ""
+    )
     name = f"the mask {mask}{spelling} of {init}" if init else f"{mask}{spelling}"
     key = "draft.init" if init else KEY
     make_error = partial(

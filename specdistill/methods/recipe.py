@@ -208,8 +208,9 @@ class TrainedRecipe(Recipe):
     @property
     def measured_on(self) -> list[str]:
         """The suites that the recipe names: those of `eval:` and `selection:`."""
-        selection_suite = self.selection.suite if self.selection else None
-        return [suite for suite in (self.eval.suite, selection_suite) if suite]
+        return [
+            suite for suite in (self.eval.suite, self.selection and self.selection.suite) if suite
+        ]
 
     @model_validator(mode="after")
     def _check_trainer_keys(self) -> "TrainedRecipe":
@@ -243,23 +244,22 @@ class TrainedRecipe(Recipe):
     def _check_unread_trainer_keys(self) -> None:
         """Raise UserError for a key of `train:` that training does not read."""
         # Muon does not read AdamW's settings.
-        if self.optimizer != "adamw":
-            for name in ADAMW_ONLY_KEYS:
-                if name in self.train:
-                    raise make_unused_key_error(
-                        f"train.{name}",
-                        self.train[name],
-                        f"the optimizer {self.optimizer} does not use it",
-                        alternative="add optimizer=adamw",
-                    )
+        adamw_keys = [name for name in ADAMW_ONLY_KEYS if name in self.train]
+        if adamw_keys and self.optimizer != "adamw":
+            raise make_unused_key_error(
+                f"train.{adamw_keys[0]}",
+                self.train[adamw_keys[0]],
+                f"the optimizer {self.optimizer} does not use it",
+                alternative="add optimizer=adamw",
+            )
 
         # Training sets some fields itself. null and false state that a field is not used.
         for name, value in self.train.items():
-            if value is None or value is False:
-                continue
-            for pattern, reason in UNREAD_KEY_PATTERNS.items():
-                if fnmatch(name, pattern):
-                    raise make_unused_key_error(f"train.{name}", format_value(value), reason)
+            patterns = [pattern for pattern in UNREAD_KEY_PATTERNS if fnmatch(name, pattern)]
+            if patterns and value is not None and value is not False:
+                raise make_unused_key_error(
+                    f"train.{name}", format_value(value), UNREAD_KEY_PATTERNS[patterns[0]]
+                )
 
     def _check_selection(self, *, is_decoded: bool) -> None:
         """Raise UserError if `selection:` does not fit the metric that chooses the best checkpoint.
@@ -422,16 +422,16 @@ def list_method_options(options: Section, methods: Sequence[str]) -> list[dict[s
     # Give each method the options that it reads.
     options_by_method = []
     for method in methods:
-        own_keys = list_own_eval_keys(METHODS[method].recipe())
-        options_by_method.append({name: getattr(options, name) for name in own_keys})
+        options_by_method.append(
+            {name: getattr(options, name) for name in list_own_eval_keys(METHODS[method].recipe())}
+        )
 
     # An option that is set must be read by one of the methods. The error names the methods that
     # read it.
     for name in list_method_eval_keys():
         value = getattr(options, name)
         default = find_default(type(options).model_fields[name])
-        is_read = any(name in method_options for method_options in options_by_method)
-        if value != default and not is_read:
+        if value != default and not any(name in own for own in options_by_method):
             readers = [
                 method
                 for method, table_row in METHODS.items()

@@ -35,9 +35,11 @@ EXCHANGES = (
     ("question", "answer"),
 )
 PROMPTS = tuple(dict.fromkeys(question for question, _ in EXCHANGES))
-ANSWERS: dict[str, set[str]] = {prompt: set() for prompt in PROMPTS}
-for _question, _answer in EXCHANGES:
-    ANSWERS[_question].add(_answer)
+ANSWERS = {
+    "instruction": {"output", "response"},
+    "prompt": {"response", "completion"},
+    "question": {"answer"},
+}
 # Columns with descriptions of tools, for chat templates that show tools to the model.
 SCHEMAS = ("tools", "functions", "function")  # The last one is in BFCL.
 KNOWN_COLUMNS = (
@@ -189,8 +191,11 @@ def check_files(source: object, split: str, columns: Mapping[str, str]) -> None:
                 for _, row in read_json_rows(file, report=lambda number, error: None):
                     column_names.update(dict.fromkeys(row))
             if column_names:
-                entry_with_columns = entry.model_copy(update={"columns": entry.columns or columns})
-                check_columns([*column_names], entry_with_columns, key)
+                check_columns(
+                    [*column_names],
+                    entry.model_copy(update={"columns": entry.columns or columns}),
+                    key,
+                )
 
 
 def check_path(entry: SourceEntry, split: str, key: str) -> None:
@@ -215,12 +220,11 @@ def check_path(entry: SourceEntry, split: str, key: str) -> None:
             for sibling in path.parent.glob("*")
             if sibling.suffix in LOADERS
         }
-        nearest_stem = find_nearest(path.stem, siblings)
         raise UserError(
             key,
             got=f"{path}, which does not exist",
             expected="a file",
-            nearest=siblings.get(nearest_stem or ""),
+            nearest=siblings.get(find_nearest(path.stem, siblings) or ""),
         )
 
     # `train[:100]` is a slice of the only split that a file has.

@@ -301,13 +301,12 @@ def describe(schema: type[Section]) -> list[tuple[str, str, str, str]]:
 
     # Sort by key in the order of the schemas, and mark the rows that only some variants have.
     keys = list(dict.fromkeys(key for key, *_ in readers))
-    marked_rows = []
-    for row in sorted(readers, key=lambda row: keys.index(row[0])):
-        key, kind, default, help = row
-        if len(readers[row]) < len(variants):
-            help = f"{', '.join(readers[row])}: {help}"
-        marked_rows.append((key, kind, default, help))
-    return marked_rows
+    marks = {
+        row: "" if len(names) == len(variants) else f"{', '.join(names)}: "
+        for row, names in readers.items()
+    }
+    sorted_rows = sorted(readers, key=lambda row: keys.index(row[0]))
+    return [(*row[:3], f"{marks[row]}{row[3]}") for row in sorted_rows]
 
 
 def list_leaves(
@@ -404,8 +403,11 @@ def format_value(value: object) -> str:
     if value is PydanticUndefined:
         return "required"
     if isinstance(value, dict):
-        items = [f"{name}: {format_value(item)}" for name, item in value.items()]
-        return f"{{{', '.join(items)}}}"
-    if isinstance(value, str):
-        return value
-    return json.dumps(value, default=lambda section: section.model_dump())
+        return (
+            "{" + ", ".join(f"{name}: {format_value(item)}" for name, item in value.items()) + "}"
+        )
+    return (
+        value
+        if isinstance(value, str)
+        else json.dumps(value, default=lambda section: section.model_dump())
+    )

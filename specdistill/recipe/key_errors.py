@@ -254,8 +254,8 @@ def _make_unknown_key_error(
     else:
         # Several keys may have this name. Suggest the first one with the fewest sections around it.
         all_keys = [row[0] for row in list_leaves([chosen])]
-        same_name_keys = [known for known in all_keys if known.rpartition(".")[2] == name]
-        suggestion = min(same_name_keys, key=lambda known: known.count("."), default=None)
+        same_name_keys = [path for path in all_keys if path.rpartition(".")[2] == name]
+        suggestion = min(same_name_keys, key=lambda path: path.count("."), default=None)
     if "train" in chosen.model_fields:
         suggestion = ALIASES.get(name, suggestion)
     return UserError(
@@ -281,9 +281,7 @@ def _find_field(schema: type[Section], place: Place) -> FieldInfo:
     field = schema.model_fields[first_name]
     for name in inner_names:
         inner_fields = list_fields(_list_field_variants(field))
-        if not inner_fields:
-            break
-        field = inner_fields[name]
+        field = inner_fields[name] if inner_fields else field
     return field
 
 

@@ -138,8 +138,7 @@ def _match_bare_list(schema: type[Section]) -> re.Pattern[str] | None:
     list_keys = [key for key, kind, *_ in describe(schema) if kind.startswith("list of ")]
     if not list_keys:
         return None
-    any_key = "|".join(map(re.escape, list_keys))
-    return re.compile(rf"({any_key})=(?!\[|\$|null$|$)(.*)", re.DOTALL)
+    return re.compile(rf"({'|'.join(map(re.escape, list_keys))})=(?!\[|\$|null$|$)(.*)", re.DOTALL)
 
 
 def list_consent_keys(values: Mapping[str, object]) -> list[str]:
@@ -161,9 +160,11 @@ def merge_values(arguments: Sequence[str]) -> dict[str, object]:
     """
     file, overrides = _parse_arguments(arguments)
     try:
-        layers = overrides
-        if file is not None:
-            layers = [_read_yaml(find_yaml(file, RECIPES, "recipe")), *overrides]
+        layers = (
+            overrides
+            if file is None
+            else [_read_yaml(find_yaml(file, RECIPES, "recipe")), *overrides]
+        )
 
         # Interpolations may refer to each other, so their number is limited.
         num_interpolations = sum(str(layer).count("${") for layer in layers)
@@ -178,7 +179,16 @@ def merge_values(arguments: Sequence[str]) -> dict[str, object]:
         merged = OmegaConf.create(reduce(_merge_over, map(OmegaConf.to_container, layers), {}))
         values = cast(dict[str, Any], OmegaConf.to_container(merged, resolve=True))
     except OmegaConfBaseException as error:
-        raise _explain_omegaconf_error(error) from error
+        reason = join_lines(str(error).split("\n")[0]).removeprefix(
+            "ValueError raised while resolving interpolation: "
+        )
+        raise UserError(
+            error.full_key or "recipe",
+            got=re.sub(
+                r"^Interpolation key '(.*)' not found$", r"${\1}, which names no key", reason
+            ),
+            expected="a value, or ${another.key}",
+        ) from error
 
     # Training stops after max_steps, whatever the number of epochs. If the user typed only a number
     # of epochs, the max_steps of the file is dropped.
@@ -232,17 +242,6 @@ def _parse_arguments(arguments: Sequence[str]) -> tuple[str | None, list[DictCon
     return file, overrides
 
 
-def _explain_omegaconf_error(error: OmegaConfBaseException) -> UserError:
-    """Return the error for values that cannot be merged or resolved, in words without OmegaConf."""
-    reason = join_lines(str(error).split("\n")[0])
-    reason = reason.removeprefix("ValueError raised while resolving interpolation: ")
-    return UserError(
-        error.full_key or "recipe",
-        got=re.sub(r"^Interpolation key '(.*)' not found$", r"${\1}, which names no key", reason),
-        expected="a value, or ${another.key}",
-    )
-
-
 def _describe_expected_value(argument: str) -> str:
     """Return what errors expect instead of a value that is no YAML.
 
@@ -266,10 +265,8 @@ def _merge_over(below: Any, above: Any) -> Any:
     """
     if not (isinstance(below, Mapping) and isinstance(above, Mapping)):
         return above
-    merged = dict(below)
-    for key, value in above.items():
-        merged[key] = _merge_over(below.get(key), value)
-    return merged
+    merged_keys = {key: _merge_over(below.get(key), value) for key, value in above.items()}
+    return {**below, **merged_keys}
 
 
 def load_own_keys(schema: type[S], arguments: Sequence[str]) -> tuple[S, list[str]]:
@@ -278,8 +275,9 @@ def load_own_keys(schema: type[S], arguments: Sequence[str]) -> tuple[S, list[st
     own_arguments = [
         argument for argument in arguments if argument.partition("=")[0] in schema.model_fields
     ]
-    other_arguments = [argument for argument in arguments if argument not in own_arguments]
-    return load_recipe(schema, own_arguments), other_arguments
+    return load_recipe(schema, own_arguments), [
+        argument for argument in arguments if argument not in own_arguments
+    ]
 
 
 def validate_recipe(schema: type[S], values: Mapping[str, object], prefix: str = "") -> S:
@@ -349,12 +347,10 @@ def _read_yaml(path: Path) -> DictConfig:
 
 def _check_values(node: object, *place: int | str) -> None:
     """Raise UserError for a secret, and for an integer that is too large for any count."""
-    if isinstance(node, Mapping):
-        for name, value in node.items():
+    if isinstance(node, Mapping | list):
+        items = node.items() if isinstance(node, Mapping) else enumerate(node)
+        for name, value in items:
             _check_values(value, *place, name)
-    elif isinstance(node, list):
-        for index, item in enumerate(node):
-            _check_values(item, *place, index)
     elif isinstance(node, str):
         check_no_secret(format_place(place), node)
     elif isinstance(node, int) and abs(node) > MAX_INTEGER:

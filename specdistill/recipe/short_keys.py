@@ -51,10 +51,10 @@ def select_recipe_keys(
 
 def _has_open_brackets(argument: str) -> bool:
     """Return whether an argument's value is a list or mapping whose brackets are still open."""
-    for opening, closing in ("[]", "{}"):
-        if f"={opening}" in argument and argument.count(opening) > argument.count(closing):
-            return True
-    return False
+    return any(
+        f"={opening}" in argument and argument.count(opening) > argument.count(closing)
+        for opening, closing in ("[]", "{}")
+    )
 
 
 def add_defaults(keys: Sequence[str], defaults: Sequence[str]) -> list[str]:

@@ -325,8 +325,10 @@ def from_layers(target: PreTrainedModel, num_layers: int) -> PreTrainedModel:
         )
 
     # Number the copied layers anew, from 0. All other weights keep their names.
-    copied_layers = choose_evenly_spaced(target_shape.num_layers, num_layers)
-    new_numbers = {str(old): str(new) for new, old in enumerate(copied_layers)}
+    new_numbers = {
+        str(old): str(new)
+        for new, old in enumerate(choose_evenly_spaced(target_shape.num_layers, num_layers))
+    }
     weights = {}
     for name, tensor in target.state_dict().items():
         prefix, separator, suffix = name.partition("layers.")
@@ -334,8 +336,9 @@ def from_layers(target: PreTrainedModel, num_layers: int) -> PreTrainedModel:
         if not separator:
             weights[name] = gather_whole(tensor)  # processes may share the target
         elif old_number in new_numbers:
-            new_name = f"{prefix}layers.{new_numbers[old_number]}.{name_in_layer}"
-            weights[new_name] = gather_whole(tensor)
+            weights[f"{prefix}layers.{new_numbers[old_number]}.{name_in_layer}"] = gather_whole(
+                tensor
+            )
     return build_resized(target, replace(target_shape, num_layers=num_layers), weights)
 
 

@@ -338,12 +338,13 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
         def expand(index_BT: Tensor, rows_BT: Tensor) -> Tensor:
             """Return the logits [B, T, W] of the children of T nodes of each tree's last level."""
             nonlocal step
-            num_nodes = rows_BT.shape[1]
             if self.mask_token_id is not None:
-                return logits_BKW[:, next(levels), None].expand(-1, num_nodes, -1)
+                return logits_BKW[:, next(levels), None].expand(-1, rows_BT.shape[1], -1)
             step = step.add_level(rows_BT)
             node_ids = self._select_draft_ids(index_BT)
-            return self._compute_logits(self.layers(node_ids, [num_nodes] * len(rows_BT), step))
+            return self._compute_logits(
+                self.layers(node_ids, [rows_BT.shape[1]] * len(rows_BT), step)
+            )
 
         # Rows without a tree must not draw from their generators.
         row_generators = [
@@ -352,8 +353,9 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
         ]
 
         # Grow the tree, then drop its positions from the cache.
-        depth = min(depth for depth in depths if depth)
-        drafts = shape.cut(depth).grow(logits_BKW[:, 0], expand, sampling, row_generators)
+        drafts = shape.cut(min(depth for depth in depths if depth)).grow(
+            logits_BKW[:, 0], expand, sampling, row_generators
+        )
         self.layers.truncate(num_cached)
         return [
             self.build_proposal(index_N, probs_NW, tree) if feed else Proposal([])
@@ -421,8 +423,9 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
         index_BK = (last_B1 + torch.arange(max(steps), device=last_B1.device)).clamp_max(
             hidden_BTH.shape[1] - 1
         )
-        index_BKH = index_BK.unsqueeze(2).expand(-1, -1, hidden_BTH.shape[2])
-        return self._compute_logits(hidden_BTH.gather(1, index_BKH))
+        return self._compute_logits(
+            hidden_BTH.gather(1, index_BK.unsqueeze(2).expand(-1, -1, hidden_BTH.shape[2]))
+        )
 
     def _compute_logits(self, hidden_BH: Tensor) -> Tensor:
         """Return logits [B, W] for hidden states [B, H], or [B, K, W] for [B, K, H]."""

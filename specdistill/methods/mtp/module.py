@@ -179,8 +179,7 @@ class MtpDraft(Head):
         inputs_BT2H = torch.cat(
             (self.token_norm(embedding_BTH), self.hidden_norm(hidden_BTH)), dim=-1
         )
-        layer_output_BTH = self._run_layer(self.fc(inputs_BT2H), rotary, kv_cache)
-        normed_BTH: Tensor = self.norm(layer_output_BTH)
+        normed_BTH: Tensor = self.norm(self._run_layer(self.fc(inputs_BT2H), rotary, kv_cache))
         return normed_BTH, normed_BTH
 
     def _run_layer(

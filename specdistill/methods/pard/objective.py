@@ -97,11 +97,11 @@ def draw_masks(
     )
 
     # Pad M further to a multiple of ceil(T / SIZES), so that M has few different values.
-    step = -(-length // SIZES)
-    num_padding = -columns_BM.shape[1] % step
-    columns_BM = F.pad(columns_BM, (0, num_padding))
-    numbers_BM = F.pad(numbers_BM, (0, num_padding), value=num_predicted)
-    return columns_BM, numbers_BM
+    num_padding = -columns_BM.shape[1] % -(-length // SIZES)
+    return (
+        F.pad(columns_BM, (0, num_padding)),
+        F.pad(numbers_BM, (0, num_padding), value=num_predicted),
+    )
 
 
 class ParallelDistillation(Distillation):
@@ -160,10 +160,8 @@ class ParallelDistillation(Distillation):
     def prepare(self, batch: dict[str, Tensor], number: int | None) -> dict[str, Tensor]:
         # Held-out rows always use the number -1, so that evaluations can be compared.
         """Return the batch with the masks that are drawn for it."""
-        batch_number = -1 if number is None else number
-        columns_BM, numbers_BM = draw_masks(
-            batch, *self.drop, seed=self.seed * 1_000_003 + batch_number
-        )
+        seed = self.seed * 1_000_003 + (-1 if number is None else number)
+        columns_BM, numbers_BM = draw_masks(batch, *self.drop, seed=seed)
         return batch | {"mask_columns": columns_BM, "mask_numbers": numbers_BM}
 
     def count_loss_tokens(self, batch: dict[str, Tensor]) -> Tensor:
@@ -276,9 +274,11 @@ class ParallelDistillation(Distillation):
                 (key_column >= first_column) & (key_column <= query_column),
                 (key_column == query_column) & (key_number <= query_number),
             )
-            if window is None:
-                return is_visible
-            return is_visible & (key_position > query_position - window)
+            return (
+                is_visible
+                if window is None
+                else is_visible & (key_position > query_position - window)
+            )
 
         # Run the model, with the mask token in every slot behind the tokens.
         output = backbone(

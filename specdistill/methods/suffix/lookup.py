@@ -71,8 +71,9 @@ class SuffixTrie:
             # The token follows every suffix of the text that has a node, and the empty string (the
             # root). The suffixes that it makes longer are the open ones for the next token.
             self.tokens.append(token)
-            nodes = [*self._open[-self.depth :], self._root]
-            longer_nodes = [self._count(node, token) for node in nodes]
+            longer_nodes = [
+                self._count(node, token) for node in [*self._open[-self.depth :], self._root]
+            ]
             self._open = [node for node in longer_nodes if node]
 
     def end(self) -> None:
@@ -102,8 +103,7 @@ class SuffixTrie:
             return None if token == END_MARK else (token, 1.0)
         if not place.followed:
             return None
-        best_count = count_occurrences(place.children[place.best])
-        return place.best, best_count / place.followed
+        return place.best, count_occurrences(place.children[place.best]) / place.followed
 
     def _extend_place(self, place: Place, token: int) -> Place | None:
         """Return the place of the string with one more token; None if it did not occur."""
@@ -174,8 +174,7 @@ class SuffixLookup:
         If the new list only adds outputs to the old one, only the added outputs are counted.
         """
         # Keep the latest outputs only.
-        max_outputs = self.config.max_cached_requests
-        kept_outputs = list(outputs[-max_outputs:]) if max_outputs else []
+        kept_outputs = list(outputs[max(0, len(outputs) - self.config.max_cached_requests) :])
 
         # Forgetting cannot be done in the trie, so it is built anew if known outputs are not a
         # prefix of the new ones.
