@@ -104,10 +104,9 @@ class Distillation(Objective):
         # Scale the final norm if all of its weights are trained. Without such weights scale the
         # head, unless the head is the embedding, which a new scale would change too.
         head = self.anatomy.head.linear
-        norm = self.anatomy.norm
-        norm_weights = list(norm.parameters()) if norm is not None else []
+        norm_weights = list(self.anatomy.norm.parameters()) if self.anatomy.norm is not None else []
         if norm_weights and all(weight.requires_grad for weight in norm_weights):
-            scale_norm(norm, factor)
+            scale_norm(self.anatomy.norm, factor)
         elif not norm_weights and head.weight is not self.draft.get_input_embeddings().weight:
             head.weight.data.mul_(factor)
 

@@ -341,9 +341,10 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
             if self.mask_token_id is not None:
                 return logits_BKW[:, next(levels), None].expand(-1, rows_BT.shape[1], -1)
             step = step.add_level(rows_BT)
-            node_ids = self._select_draft_ids(index_BT)
             return self._compute_logits(
-                self.layers(node_ids, [rows_BT.shape[1]] * len(rows_BT), step)
+                self.layers(
+                    self._select_draft_ids(index_BT), [rows_BT.shape[1]] * len(rows_BT), step
+                )
             )
 
         # Rows without a tree must not draw from their generators.

@@ -121,10 +121,13 @@ def match_vocabularies(
             return None
     elif not heterogeneous_vocab:
         switch_key = name_sibling_key(key, "heterogeneous_vocab")
+        # A command without this key has no alternative.
         alternative = f", or {switch_key}=true to draft over the tokens of both"
-        if heterogeneous_vocab is None:  # the command has no such key
-            alternative = ""
-        raise UserError(key, got=difference, expected=f"the target's tokenizer{alternative}")
+        raise UserError(
+            key,
+            got=difference,
+            expected=f"the target's tokenizer{'' if heterogeneous_vocab is None else alternative}",
+        )
 
     # Pair the tokens that both spell alike, and that have logits on both sides.
     target_ids = target_tokenizer.get_vocab()

@@ -636,8 +636,8 @@ def _write(checkpoint: Shards, merged: dict[str, Tensor], folder: Path) -> None:
     if is_sharded:
         index = read_json(checkpoint.folder / INDEX)
         index["weight_map"] = file_of
-        new_shards = Shards(folder, file_of, "output_dir")
-        index.setdefault("metadata", {})["total_size"] = new_shards.num_bytes
+        metadata = index.setdefault("metadata", {})
+        metadata["total_size"] = Shards(folder, file_of, "output_dir").num_bytes
         # Some makers record the number of parameters, which has changed.
-        index["metadata"].pop("total_parameters", None)
+        metadata.pop("total_parameters", None)
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
