@@ -129,8 +129,8 @@ def resolve_mask(
         raise make_error(got=f"{name}, {reason}")
     if is_first():
         logger.warning(
-            f"{key}: {name}, {reason}: the draft cannot tell it from a token that it has to"
-            f" fill in. {KEY}={free_token} occurs {counts[free_token]:,} times."
+            f"{key}: {name}, {reason}. The draft cannot tell these tokens from tokens that it has"
+            f" to fill in. {KEY}={free_token} occurs {counts[free_token]:,} times."
         )
     return mask
 

@@ -58,13 +58,13 @@ UNREAD_KEY_PATTERNS = {
     "label_names": "a draft's batches have no labels",
     "batch_eval_metrics": "acceptance is counted over all batches",
     **dict.fromkeys(
-        ("fsdp*", "deepspeed", "parallelism_config"), "accelerate_configs/ say how to shard"
+        ("fsdp*", "deepspeed", "parallelism_config"), "files of accelerate_configs/ set sharding"
     ),
     **dict.fromkeys(
         ("save_only_model", "ignore_data_skip"), "an interrupted run resumes to the same draft"
     ),
     "enable_jit_checkpoint": "an interrupted run saves by itself",
-    "auto_find_batch_size": "processes share out the rows of a step, which stay as many",
+    "auto_find_batch_size": "the number of rows in a step is fixed, and processes share them",
     "accelerator_config": "rows are shared out so that each is read once in an epoch",
     "resume_from_checkpoint": "an interrupted run resumes when its command is repeated",
 }
@@ -127,7 +127,8 @@ class Recipe(Section):
                 "target.quantization",
                 got=f"{self.target.quantization} with eval.engine={self.eval.engine}",
                 expected=(
-                    "target.quantization=null: an engine has options of its own, in its command"
+                    "target.quantization=null: quantize with the engine's own options, in"
+                    " eval.engine_command"
                 ),
             )
         states_server = getattr(getattr(self, "hidden_states", None), "server", None)
@@ -135,7 +136,7 @@ class Recipe(Section):
             raise UserError(
                 "target.quantization",
                 got=f"{self.target.quantization} with hidden_states.server",
-                expected="target.quantization=null: servers compute as they were started",
+                expected="target.quantization=null: a server keeps the settings of its start",
             )
         return self
 

@@ -58,11 +58,12 @@ def _resolve_environment(name: str, *default: object) -> object:
     # Refuse a variable that may hold a secret, such as a token.
     if name not in RECORDED_VARIABLES:
         raise ValueError(
-            f"{name} of the environment, of which recipes read {', '.join(RECORDED_VARIABLES)};"
-            " a shell writes out any other on the command line"
+            f"the environment variable {name}, but a recipe may only read"
+            f" {', '.join(RECORDED_VARIABLES)}; let the shell insert any other variable on the"
+            " command line"
         )
     if name not in os.environ and not default:
-        raise ValueError(f"{name}, which the environment does not have")
+        raise ValueError(f"the environment variable {name}, which is not set")
     return os.environ.get(name, *default)
 
 

@@ -115,10 +115,10 @@ def _build_from_target(
         raise UserError(
             "draft.init",
             got=(
-                f"{init} of {target.name}, a {type(target.model).__name__}, which is more than a"
-                " language model"
+                f"{init} of {target.name}, a {type(target.model).__name__}, which has more parts"
+                " than a language model"
             ),
-            expected="a trained smaller model",
+            expected="the folder or Hub id of a trained smaller model",
         )
     if init == "layers":
         check_decoder(target.model)
@@ -321,7 +321,7 @@ def from_layers(target: PreTrainedModel, num_layers: int) -> PreTrainedModel:
         raise UserError(
             "draft.num_layers",
             got=num_layers,
-            expected=f"1 to {target_shape.num_layers}, the target's",
+            expected=f"1 to {target_shape.num_layers}, the number of the target's layers",
         )
 
     # Number the copied layers anew, from 0. All other weights keep their names.

@@ -115,7 +115,7 @@ def match_vocabularies(
             raise UserError(
                 replacements_key,
                 got=f"{len(token_replacements)} for a draft with the target's tokenizer",
-                expected="{}: it reads the target's tokens as they are",
+                expected="{}, because the draft reads the target's tokens as they are",
             )
         if target_vocab_size == draft_vocab_size:
             return None
@@ -182,7 +182,9 @@ def _find_target_token(
     )
     if further_ids or is_unknown or token_id >= target_vocab_size:
         raise UserError(
-            key, got=text, expected="a token of the target, with the draft's text for it"
+            key,
+            got=text,
+            expected="the text of one token of the target, with the draft's text for it",
         )
     return token_id
 

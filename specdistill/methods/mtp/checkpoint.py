@@ -213,7 +213,7 @@ def check_native(shapes: Mapping[str, torch.Size], target: TargetFiles) -> int:
                 f"{target.name}, whose files have no layer that predicts further tokens"
                 f"{''.join(promises[:1])}"
             ),
-            expected="a target that comes with such a layer, or draft=…, one that was trained",
+            expected="a target that comes with such a layer, or draft=PATH of a trained layer",
         )
 
     # The tensors that such a layer needs: a decoder layer, and what surrounds it.

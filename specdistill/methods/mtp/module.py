@@ -217,7 +217,7 @@ class MtpDraft(Head):
         if not requested_layers:
             raise UserError(
                 "target.model",
-                got=f"{layer_class.__name__}, whose attention is its own",
+                got=f"{layer_class.__name__}, whose attention does not use that interface",
                 expected=EXPECTED,
             )
 
