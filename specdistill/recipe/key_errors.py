@@ -68,13 +68,13 @@ def explain_errors(
         prefix: goes before the keys, for a section that is in another file.
     """
     # Show one error only, and drop the names of variants from its place.
-    first = min(errors, key=lambda detail: _rank(chosen, detail))
+    first = min(errors, key=lambda detail: _rank_error(chosen, detail))
     place = _remove_tags(chosen, first["loc"])
 
     # A key that no variant has, or that the chosen variant lacks.
     if first["type"] == "extra_forbidden":
-        if _is_of_other_variant(chosen, place):
-            return _make_not_chosen_error(chosen, place, first["input"], prefix)
+        if _is_key_of_other_variant(chosen, place):
+            return _make_other_variant_error(chosen, place, first["input"], prefix)
         return _make_unknown_key_error(schema, chosen, place, first["input"], prefix)
     key = prefix + format_place(place)
 
@@ -100,16 +100,16 @@ def explain_errors(
     return _make_wrong_value_error(key, field, first)
 
 
-def _rank(schema: type[Section], detail: ErrorDetails) -> int:
+def _rank_error(schema: type[Section], detail: ErrorDetails) -> int:
     """Return the rank of an error; the lowest rank is shown first."""
     # A key of another variant ranks last: often an earlier error explains why the variant was not
     # chosen.
     if detail["type"] == "extra_forbidden":
-        return 3 if _is_of_other_variant(schema, _remove_tags(schema, detail["loc"])) else 0
+        return 3 if _is_key_of_other_variant(schema, _remove_tags(schema, detail["loc"])) else 0
     return 2 if detail["type"] == "missing" else 1
 
 
-def _is_of_other_variant(schema: type[Section], place: Place) -> bool:
+def _is_key_of_other_variant(schema: type[Section], place: Place) -> bool:
     """Return whether an unknown key of a section is a known key of another of its variants."""
     return place[-1] in list_fields(_find_variants(schema, place[:-1]))
 
@@ -194,7 +194,7 @@ def _make_no_choice_error(key: str, value: object, choices: Collection[str]) -> 
     )
 
 
-def _make_not_chosen_error(
+def _make_other_variant_error(
     schema: type[Section], place: Place, value: object, prefix: str
 ) -> UserError:
     """Return the error for a key of a variant that the recipe does not choose."""

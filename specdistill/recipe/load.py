@@ -79,7 +79,9 @@ def load_recipe(schema: type[S], arguments: Sequence[str]) -> S:
         UserError: for anything the user got wrong.
     """
     # Merge and validate the values.
-    arguments = [_add_brackets(argument, _match_bare_list(schema)) for argument in arguments]
+    arguments = [
+        _add_brackets(argument, _build_bare_list_pattern(schema)) for argument in arguments
+    ]
     recipe = validate_recipe(schema, merge_values(arguments))
 
     # Keys that let foreign code run count only if the user typed them.
@@ -118,7 +120,7 @@ def _add_brackets(argument: str, bare: re.Pattern[str] | None) -> str:
 
     Args:
         argument: the `key=value` argument.
-        bare: matches an argument whose list has no brackets (see `_match_bare_list`).
+        bare: matches an argument whose list has no brackets (see `_build_bare_list_pattern`).
     """
     # A value is bare if it has no brackets. Values that may be null, or that are interpolated, are
     # not.
@@ -131,7 +133,7 @@ def _add_brackets(argument: str, bare: re.Pattern[str] | None) -> str:
 
 
 @cache
-def _match_bare_list(schema: type[Section]) -> re.Pattern[str] | None:
+def _build_bare_list_pattern(schema: type[Section]) -> re.Pattern[str] | None:
     """Return a pattern that matches an argument whose list has no brackets, such as `key=a,b`.
 
     The groups of the pattern are the key and the value. None if no key of the schema takes a list.
@@ -177,7 +179,9 @@ def merge_values(arguments: Sequence[str]) -> dict[str, object]:
             )
 
         # Merge the layers, and resolve the interpolations.
-        merged = OmegaConf.create(reduce(_merge_over, map(OmegaConf.to_container, layers), {}))
+        merged = OmegaConf.create(
+            reduce(_merge_two_values, map(OmegaConf.to_container, layers), {})
+        )
         values = cast(dict[str, Any], OmegaConf.to_container(merged, resolve=True))
     except OmegaConfBaseException as error:
         reason = join_lines(str(error).split("\n")[0]).removeprefix(
@@ -259,14 +263,14 @@ def _describe_expected_value(argument: str) -> str:
     return "a YAML value"
 
 
-def _merge_over(below: Any, above: Any) -> Any:
+def _merge_two_values(below: Any, above: Any) -> Any:
     """Merge two values of a key: mappings key by key; otherwise `above` replaces `below`.
 
     OmegaConf would refuse a mapping over a list.
     """
     if not (isinstance(below, Mapping) and isinstance(above, Mapping)):
         return above
-    merged_keys = {key: _merge_over(below.get(key), value) for key, value in above.items()}
+    merged_keys = {key: _merge_two_values(below.get(key), value) for key, value in above.items()}
     return {**below, **merged_keys}
 
 
@@ -302,10 +306,10 @@ def validate_recipe(schema: type[S], values: Mapping[str, object], prefix: str =
     # Check the values against the schema of the recipe's method.
     chosen = schema.select_schema(values)
     try:
-        recipe = chosen.model_validate(_remove_required(values, list_required_keys(chosen)))
+        recipe = chosen.model_validate(_drop_marked_keys(values, list_required_keys(chosen)))
     except ValidationError as error:
         raise explain_errors(schema, chosen, error.errors(), prefix) from error
-    _check_read(recipe, prefix)
+    _check_no_unused_keys(recipe, prefix)
     assert isinstance(recipe, schema)
     return recipe
 
@@ -362,7 +366,7 @@ def _check_values(node: object, *place: int | str) -> None:
         )
 
 
-def _remove_required(node: object, required: Collection[str], prefix: str = "") -> object:
+def _drop_marked_keys(node: object, required: Collection[str], prefix: str = "") -> object:
     """Return values without the required keys whose value is the mark `???`.
 
     pydantic then reports these keys as missing. A key with a default keeps its mark.
@@ -371,13 +375,13 @@ def _remove_required(node: object, required: Collection[str], prefix: str = "") 
         # A mark on a required key counts as missing.
         return node
     return {
-        str(name): _remove_required(value, required, f"{prefix}{name}.")
+        str(name): _drop_marked_keys(value, required, f"{prefix}{name}.")
         for name, value in node.items()
         if value != REQUIRED_MARK or f"{prefix}{name}" not in required
     }
 
 
-def _check_read(values: Section, prefix: str) -> None:
+def _check_no_unused_keys(values: Section, prefix: str) -> None:
     """Raise UserError for a key that was set although nothing reads it in this recipe."""
     # Compare each key that has a condition with its default.
     for name, field in type(values).model_fields.items():
@@ -392,7 +396,7 @@ def _check_read(values: Section, prefix: str) -> None:
 
         # Check the keys of inner sections, too, and of sections in lists.
         if isinstance(value, Section):
-            _check_read(value, f"{prefix}{name}.")
+            _check_no_unused_keys(value, f"{prefix}{name}.")
         for index, item in enumerate(value if isinstance(value, list) else ()):
             if isinstance(item, Section):
-                _check_read(item, f"{prefix}{name}[{index}].")
+                _check_no_unused_keys(item, f"{prefix}{name}[{index}].")

@@ -489,7 +489,7 @@ def merge_mtp_weights(draft: Path, target: Path, output: Path) -> None:
     depth = find_depth_key(draft_config["text_config"]["model_type"])
 
     # Write the tensors, and say in config.json how many such layers there are. Only one is trained.
-    _write(checkpoint, merged, output)
+    _write_checkpoint(checkpoint, merged, output)
     if text.get(depth) != 1:
         text[depth] = 1
         (output / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -585,7 +585,7 @@ def _copy_repeated_tensors(checkpoint: Shards, naming: Naming, prefix: str) -> d
     return {copy: tensors[source].clone() for copy, source in sources.items()}
 
 
-def _write(checkpoint: Shards, merged: dict[str, Tensor], folder: Path) -> None:
+def _write_checkpoint(checkpoint: Shards, merged: dict[str, Tensor], folder: Path) -> None:
     """Write the checkpoint's files into another folder, with tensors replaced or added.
 
     Args:
