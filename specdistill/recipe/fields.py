@@ -350,12 +350,14 @@ def _describe_kind_in(variants: Sequence[type[Section]], name: str) -> str:
 
 def describe_kind(field: FieldInfo) -> str:
     """Return a field's type with its choices or limits, in the words of help and errors."""
-    # Names that a validator allows replace the word `str`. Limits follow in words.
+    # If a validator allows only some names, list them in place of the word `str`.
     kind = _name_kind(field.annotation)
     rules = [*field.metadata, *_list_rules(field.annotation)]
     for rule in rules:
         if isinstance(rule, AfterValidator) and isinstance(rule.func, Choices):
             kind = kind.replace("str", "|".join(rule.func.names()))
+
+    # Append the limits of numbers in words, such as "at least 1".
     limits = []
     for name, words in LIMIT_WORDS.items():
         for rule in rules:

@@ -71,14 +71,14 @@ def explain_errors(
     first = min(errors, key=lambda detail: _rank_error(chosen, detail))
     place = _remove_tags(chosen, first["loc"])
 
-    # A key that no variant has, or that the chosen variant lacks.
+    # The key is unknown: no variant has it, or only a variant that is not chosen.
     if first["type"] == "extra_forbidden":
         if _is_key_of_other_variant(chosen, place):
             return _make_other_variant_error(chosen, place, first["input"], prefix)
         return _make_unknown_key_error(schema, chosen, place, first["input"], prefix)
     key = prefix + format_place(place)
 
-    # Two lengths in the wrong order (see `check_lengths`).
+    # A section's `min` is above its `max` (see `check_lengths`).
     if first["type"] == "min_above_max":
         limits = first["ctx"]
         return UserError(
@@ -87,7 +87,7 @@ def explain_errors(
             expected=f"at most {prefix}{format_place([*place, 'max'])}, which is {limits['max']}",
         )
 
-    # A missing key, a value that is no section, or a value of a wrong type.
+    # The key is missing, or its value is no section, or has a wrong type or size.
     field = _find_field(chosen, place)
     if first["type"] == "missing":
         return _make_missing_key_error(
@@ -163,7 +163,7 @@ def _make_wrong_value_error(key: str, field: FieldInfo, detail: ErrorDetails) ->
             [str(find_default(variant.model_fields[name])) for variant in variants],
         )
 
-    # Names of a choice: suggest the nearest one.
+    # The value is none of the names that the key may have. Suggest the nearest one.
     if detail["type"] == "literal_error":
         names = kind.split(", ")[0].replace(" or null", "").removeprefix("list of ")
         return _make_no_choice_error(key, value, names.split("|"))
