@@ -329,7 +329,7 @@ def list_leaves(
             )
             yield (
                 key,
-                _describe_kind_in(variants, name),
+                _describe_kind_of_key(variants, name),
                 format_value(find_default_in(variants, name)),
                 help or "",
             )
@@ -337,7 +337,7 @@ def list_leaves(
             yield from list_leaves(inner_variants, f"{key}.")
 
 
-def _describe_kind_in(variants: Sequence[type[Section]], name: str) -> str:
+def _describe_kind_of_key(variants: Sequence[type[Section]], name: str) -> str:
     """Return a key's type in words, joined over all variants of its section.
 
     "or null" is added for a key that only some variants have and that is required there.

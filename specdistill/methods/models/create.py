@@ -244,12 +244,15 @@ def choose_evenly_spaced(num_layers: int, keep: int) -> list[int]:
 def resize_config(config: PreTrainedConfig, shape: ModelShape) -> PreTrainedConfig:
     """Return a copy of a config with other sizes.
 
-    If layers differ in kind, each has the kind that is at its relative depth in the config. The
-    attention implementation is the default of the class: the target's may have no backward pass, or
-    none in float32.
+    If layers differ in kind, such as full and sliding attention, each layer of the copy gets the
+    kind of the layer at the same relative depth.
     """
+    # Use the default attention of the class. The target's implementation may have no backward pass,
+    # or none in float32.
     config = copy.deepcopy(config)
     config._attn_implementation = None
+
+    # Choose the kinds of the layers, and set the sizes.
     kinds = getattr(config, "layer_types", None)
     if kinds is not None:
         config.layer_types = [
@@ -272,7 +275,7 @@ def build_resized(
     Args:
         target: the target.
         shape: the sizes of the model.
-        weights: the weights, all of them and no other; None for fresh ones.
+        weights: all weights of the model, by name; None draws fresh weights.
         seed: the seed of fresh weights.
 
     Raises:

@@ -484,7 +484,7 @@ def merge_mtp_weights(draft: Path, target: Path, output: Path) -> None:
     checkpoint.check()
     config = read_config(checkpoint.folder, checkpoint.key)
     draft_config = read_config(draft, "draft")
-    merged = _list_tensors(draft, draft_config, checkpoint, config)
+    merged = _convert_tensors(draft, draft_config, checkpoint, config)
     text = config.get("text_config") or config
     depth = find_depth_key(draft_config["text_config"]["model_type"])
 
@@ -495,12 +495,18 @@ def merge_mtp_weights(draft: Path, target: Path, output: Path) -> None:
         (output / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _list_tensors(
+def _convert_tensors(
     draft: Path, draft_config: RawConfig, checkpoint: Shards, config: RawConfig
 ) -> dict[str, Tensor]:
-    """Return the draft's tensors by the names and in the dtypes of the checkpoint.
+    """Load the draft's tensors, and give them the names and dtypes of the target's checkpoint.
 
     If the checkpoint has no such layer, these are the names and dtypes that it would have there.
+
+    Args:
+        draft: the folder of the draft.
+        draft_config: the draft's config.json.
+        checkpoint: the target's checkpoint.
+        config: the target's config.json.
     """
     target = checkpoint.folder
     text = config.get("text_config") or config

@@ -210,12 +210,12 @@ class ParallelDistillation(Distillation):
         rows_RH = torch.cat(
             (gather_before(token_states_BTH, loss_positions, 1), mask_states_BMH.flatten(0, 1))
         )
-        counts_R, numbers_R, labels_R = self._list_predictions(
+        has_loss_R, numbers_R, labels_R = self._list_predictions(
             position_ids, loss_positions, mask_columns, mask_numbers
         )
 
         # Compute the losses of all predictions with one head pass.
-        weights_R = counts_R.float()
+        weights_R = has_loss_R.float()
         total, metrics_MR = self.losses(
             rows_RH, weights_R, input_ids.flatten()[labels_R], soft_targets, measure
         )
@@ -310,18 +310,18 @@ class ParallelDistillation(Distillation):
             **_: other columns of the batch.
 
         Returns:
-            Whether each prediction counts [R], the number of the mask that predicts [R] (0 for a
-            token), and the position of the predicted token in the flattened batch [R].
+            Whether each prediction has a loss [R], the number of the mask that predicts [R] (0 for
+            a token), and the position of the predicted token in the flattened batch [R].
         """
         # Mask i of the token at column t predicts the token at t + 1 + i. Padding masks may point
-        # past the end, so their labels are clamped, and they do not count.
+        # past the end, so their labels are clamped, and they have no loss.
         num_rows, length = position_ids.shape
         numbers_R = mask_numbers.flatten()
         row_starts_B1 = length * torch.arange(num_rows, device=mask_columns.device).unsqueeze(1)
         labels_R = ((row_starts_B1 + mask_columns).flatten() + 1 + numbers_R).clamp_max(
             num_rows * length - 1
         )
-        counts_R = (
+        has_loss_R = (
             select_loss_rows(position_ids, loss_positions, ahead=1),
             numbers_R < self.num_positions,
         )
@@ -330,4 +330,4 @@ class ParallelDistillation(Distillation):
         numbers_R = torch.cat(
             (torch.zeros_like(loss_positions), numbers_R.clamp_max(self.num_positions - 1))
         )
-        return torch.cat(counts_R), numbers_R, torch.cat((loss_positions, labels_R))
+        return torch.cat(has_loss_R), numbers_R, torch.cat((loss_positions, labels_R))
