@@ -120,14 +120,11 @@ def match_vocabularies(
         if target_vocab_size == draft_vocab_size:
             return None
     elif not heterogeneous_vocab:
+        # A command without the key `heterogeneous_vocab` has no alternative.
         switch_key = name_sibling_key(key, "heterogeneous_vocab")
-        # A command without this key has no alternative.
         alternative = f", or {switch_key}=true to draft over the tokens of both"
-        raise UserError(
-            key,
-            got=difference,
-            expected=f"the target's tokenizer{'' if heterogeneous_vocab is None else alternative}",
-        )
+        suffix = "" if heterogeneous_vocab is None else alternative
+        raise UserError(key, got=difference, expected=f"the target's tokenizer{suffix}")
 
     # Pair the tokens that both spell alike, and that have logits on both sides.
     target_ids = target_tokenizer.get_vocab()
@@ -226,8 +223,8 @@ def _replace_token(
     if len(draft_token_ids) == 1:
         # One token of the draft stands for one token of the target: this one. Other target tokens
         # that the draft's token stood for are from now on only read as it.
-        other_ids = [other for other, draft_id in pairs.items() if draft_id == draft_token_ids[0]]
-        read_as |= {other: [pairs.pop(other)] for other in other_ids}
+        other_ids = [token for token, draft_id in pairs.items() if draft_id == draft_token_ids[0]]
+        read_as |= {token: [pairs.pop(token)] for token in other_ids}
         del read_as[token_id]
         pairs[token_id] = draft_token_ids[0]
 
@@ -298,8 +295,9 @@ def describe_difference(
     ]
     if not differences:
         return None
-    ellipsis = " …" if len(differences) > MAX_NAMED_DIFFERENCES else ""
-    first_differences = "; ".join(differences[:MAX_NAMED_DIFFERENCES]) + ellipsis
+    first_differences = "; ".join(differences[:MAX_NAMED_DIFFERENCES]) + (
+        " …" if len(differences) > MAX_NAMED_DIFFERENCES else ""
+    )
     sizes = (
         f"a draft of {len(draft_tokenizer.get_vocab())} tokens for a target of"
         f" {len(target_tokenizer.get_vocab())}"

@@ -561,7 +561,7 @@ def _convert_tensors(
     config_dtype = _read_stated_dtype(config, text)
     for name, tensor in tensors.items():
         end = "." + name.removeprefix(prefix + naming.layer)
-        similar_names = [other for other in checkpoint.file_of if other.endswith(end)]
+        similar_names = [candidate for candidate in checkpoint.file_of if candidate.endswith(end)]
         similar_name = name if name in layer_names else next(iter(similar_names), None)
         dtype = stored_tensors[similar_name].dtype if similar_name else config_dtype or tensor.dtype
         tensors[name] = tensor.to(dtype)
