@@ -100,9 +100,11 @@ def resolve_mask(
     # Errors name the mask by its text, and where it comes from. An inherited mask comes from a file
     # and may be anything.
     is_token = type(mask) is int and 0 <= mask < vocab_size
-    spelling = ""
-    if is_token and mask < len(tokenizer):
-        spelling = f" ({tokenizer.convert_ids_to_tokens(mask)!r})"
+    spelling = (
+        f" ({tokenizer.convert_ids_to_tokens(mask)!r})"
+        if is_token and mask < len(tokenizer)
+        else ""
+    )
     name = f"the mask {mask}{spelling} of {init}" if init else f"{mask}{spelling}"
     key = "draft.init" if init else KEY
     make_error = partial(
@@ -127,8 +129,8 @@ def resolve_mask(
         raise make_error(got=f"{name}, {reason}")
     if is_first():
         logger.warning(
-            f"{key}: {name}, {reason}: the draft cannot tell it from a token that it has to"
-            f" fill in. {KEY}={free_token} occurs {counts[free_token]:,} times."
+            f"{key}: {name}, {reason}. The draft cannot tell these tokens from tokens that it has"
+            f" to fill in. {KEY}={free_token} occurs {counts[free_token]:,} times."
         )
     return mask
 

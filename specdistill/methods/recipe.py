@@ -58,13 +58,13 @@ UNREAD_KEY_PATTERNS = {
     "label_names": "a draft's batches have no labels",
     "batch_eval_metrics": "acceptance is counted over all batches",
     **dict.fromkeys(
-        ("fsdp*", "deepspeed", "parallelism_config"), "accelerate_configs/ say how to shard"
+        ("fsdp*", "deepspeed", "parallelism_config"), "files of accelerate_configs/ set sharding"
     ),
     **dict.fromkeys(
         ("save_only_model", "ignore_data_skip"), "an interrupted run resumes to the same draft"
     ),
     "enable_jit_checkpoint": "an interrupted run saves by itself",
-    "auto_find_batch_size": "processes share out the rows of a step, which stay as many",
+    "auto_find_batch_size": "the number of rows in a step is fixed, and processes share them",
     "accelerator_config": "rows are shared out so that each is read once in an epoch",
     "resume_from_checkpoint": "an interrupted run resumes when its command is repeated",
 }
@@ -127,7 +127,8 @@ class Recipe(Section):
                 "target.quantization",
                 got=f"{self.target.quantization} with eval.engine={self.eval.engine}",
                 expected=(
-                    "target.quantization=null: an engine has options of its own, in its command"
+                    "target.quantization=null: quantize with the engine's own options, in"
+                    " eval.engine_command"
                 ),
             )
         states_server = getattr(getattr(self, "hidden_states", None), "server", None)
@@ -135,7 +136,7 @@ class Recipe(Section):
             raise UserError(
                 "target.quantization",
                 got=f"{self.target.quantization} with hidden_states.server",
-                expected="target.quantization=null: servers compute as they were started",
+                expected="target.quantization=null: a server keeps the settings of its start",
             )
         return self
 
@@ -208,8 +209,9 @@ class TrainedRecipe(Recipe):
     @property
     def measured_on(self) -> list[str]:
         """The suites that the recipe names: those of `eval:` and `selection:`."""
-        selection_suite = self.selection.suite if self.selection else None
-        return [suite for suite in (self.eval.suite, selection_suite) if suite]
+        return [
+            suite for suite in (self.eval.suite, self.selection and self.selection.suite) if suite
+        ]
 
     @model_validator(mode="after")
     def _check_trainer_keys(self) -> "TrainedRecipe":
@@ -243,23 +245,22 @@ class TrainedRecipe(Recipe):
     def _check_unread_trainer_keys(self) -> None:
         """Raise UserError for a key of `train:` that training does not read."""
         # Muon does not read AdamW's settings.
-        if self.optimizer != "adamw":
-            for name in ADAMW_ONLY_KEYS:
-                if name in self.train:
-                    raise make_unused_key_error(
-                        f"train.{name}",
-                        self.train[name],
-                        f"the optimizer {self.optimizer} does not use it",
-                        alternative="add optimizer=adamw",
-                    )
+        adamw_keys = [name for name in ADAMW_ONLY_KEYS if name in self.train]
+        if adamw_keys and self.optimizer != "adamw":
+            raise make_unused_key_error(
+                f"train.{adamw_keys[0]}",
+                self.train[adamw_keys[0]],
+                f"the optimizer {self.optimizer} does not use it",
+                alternative="add optimizer=adamw",
+            )
 
         # Training sets some fields itself. null and false state that a field is not used.
         for name, value in self.train.items():
-            if value is None or value is False:
-                continue
-            for pattern, reason in UNREAD_KEY_PATTERNS.items():
-                if fnmatch(name, pattern):
-                    raise make_unused_key_error(f"train.{name}", format_value(value), reason)
+            patterns = [pattern for pattern in UNREAD_KEY_PATTERNS if fnmatch(name, pattern)]
+            if patterns and value is not None and value is not False:
+                raise make_unused_key_error(
+                    f"train.{name}", format_value(value), UNREAD_KEY_PATTERNS[patterns[0]]
+                )
 
     def _check_selection(self, *, is_decoded: bool) -> None:
         """Raise UserError if `selection:` does not fit the metric that chooses the best checkpoint.
@@ -422,16 +423,16 @@ def list_method_options(options: Section, methods: Sequence[str]) -> list[dict[s
     # Give each method the options that it reads.
     options_by_method = []
     for method in methods:
-        own_keys = list_own_eval_keys(METHODS[method].recipe())
-        options_by_method.append({name: getattr(options, name) for name in own_keys})
+        options_by_method.append(
+            {name: getattr(options, name) for name in list_own_eval_keys(METHODS[method].recipe())}
+        )
 
     # An option that is set must be read by one of the methods. The error names the methods that
     # read it.
     for name in list_method_eval_keys():
         value = getattr(options, name)
         default = find_default(type(options).model_fields[name])
-        is_read = any(name in method_options for method_options in options_by_method)
-        if value != default and not is_read:
+        if value != default and not any(name in own for own in options_by_method):
             readers = [
                 method
                 for method, table_row in METHODS.items()

@@ -164,12 +164,11 @@ def count_parameters_read(
     share = 1 - (1 - num_experts_per_token / num_experts) ** num_tokens
 
     # Weigh each parameter, and count only the share of the experts that is read.
-    weights = []
-    for name, parameter in module.named_parameters():
-        weight = weigh(name, parameter)
-        is_of_expert = "experts" in name.split(".")
-        weights.append(weight * share if is_of_expert else weight)
-    return sum(weights)
+    weights = (
+        ("experts" in name.split("."), weigh(name, parameter))
+        for name, parameter in module.named_parameters()
+    )
+    return sum(weight * share if is_of_expert else weight for is_of_expert, weight in weights)
 
 
 @dataclass(frozen=True)
@@ -355,10 +354,10 @@ class ModelConfigInfo:
         last_layer = f".layers.{self.text.num_hidden_layers - 1}."
         num_further_layers = self.native_mtp[1] if self.native_mtp else 0
         num_kept = sum(size for name, size in sizes.items() if name not in self.converted)
-        num_converted = 0
-        for name in self.converted:
-            num_copies = 1 + num_further_layers if last_layer in name else 1
-            num_converted += sizes[name] * num_copies
+        num_converted = sum(
+            sizes[name] * (1 + num_further_layers if last_layer in name else 1)
+            for name in self.converted
+        )
 
         # All bytes that are left belong to quantized weights. Rounding may not make them larger
         # than plain ones.
@@ -508,12 +507,9 @@ def plan_shape(
     # Sizes that the recipe states replace the target's. A head has one layer by default.
     if draft_info:
         return read_model_shape(draft_info.text)
-    sizes = {"num_layers": 1}
-    for name in ModelShape.__annotations__:
-        size = settings.get(name)
-        if size is not None:
-            sizes[name] = size
-    return replace(read_head_shape(target.text), **sizes)
+    sizes = {name: settings.get(name) for name in ModelShape.__annotations__}
+    stated_sizes = {name: size for name, size in sizes.items() if size is not None}
+    return replace(read_head_shape(target.text), **{"num_layers": 1, **stated_sizes})
 
 
 def plan_cache(shape: ModelShape, draft_info: ModelConfigInfo | None) -> CacheSize:

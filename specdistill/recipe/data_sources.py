@@ -35,9 +35,11 @@ EXCHANGES = (
     ("question", "answer"),
 )
 PROMPTS = tuple(dict.fromkeys(question for question, _ in EXCHANGES))
-ANSWERS: dict[str, set[str]] = {prompt: set() for prompt in PROMPTS}
-for _question, _answer in EXCHANGES:
-    ANSWERS[_question].add(_answer)
+ANSWERS = {
+    "instruction": {"output", "response"},
+    "prompt": {"response", "completion"},
+    "question": {"answer"},
+}
 # Columns with descriptions of tools, for chat templates that show tools to the model.
 SCHEMAS = ("tools", "functions", "function")  # The last one is in BFCL.
 KNOWN_COLUMNS = (
@@ -76,12 +78,16 @@ class SourceEntry(Section):
     revision: str | None = option(
         None, "branch, tag or commit of a Hub id", condition=SOURCE_IS_ON_HUB
     )
-    weight: float = option(1.0, "2 uses every row twice", gt=0)
-    split: str | None = option(None, "null: data.split", condition=SOURCE_HAS_ROWS)
+    weight: float = option(
+        1.0, "how often its rows are used; 2: every row twice, 0.5: half of them", gt=0
+    )
+    split: str | None = option(
+        None, "split of the source; null: data.split", condition=SOURCE_HAS_ROWS
+    )
     name: str | None = option(None, "configuration of a Hub id", condition=SOURCE_HAS_ROWS)
     columns: dict[str, str] = option(
         {},
-        "our name: the source's own, of each column that is read; {}: data.columns",
+        "our names of columns, each with the source's, e.g. {messages: turns}; {}: data.columns",
         condition=SOURCE_HAS_ROWS,
     )
     where: dict[str, object] = option(
@@ -189,8 +195,11 @@ def check_files(source: object, split: str, columns: Mapping[str, str]) -> None:
                 for _, row in read_json_rows(file, report=lambda number, error: None):
                     column_names.update(dict.fromkeys(row))
             if column_names:
-                entry_with_columns = entry.model_copy(update={"columns": entry.columns or columns})
-                check_columns([*column_names], entry_with_columns, key)
+                check_columns(
+                    [*column_names],
+                    entry.model_copy(update={"columns": entry.columns or columns}),
+                    key,
+                )
 
 
 def check_path(entry: SourceEntry, split: str, key: str) -> None:
@@ -215,12 +224,11 @@ def check_path(entry: SourceEntry, split: str, key: str) -> None:
             for sibling in path.parent.glob("*")
             if sibling.suffix in LOADERS
         }
-        nearest_stem = find_nearest(path.stem, siblings)
         raise UserError(
             key,
             got=f"{path}, which does not exist",
             expected="a file",
-            nearest=siblings.get(nearest_stem or ""),
+            nearest=siblings.get(find_nearest(path.stem, siblings) or ""),
         )
 
     # `train[:100]` is a slice of the only split that a file has.
@@ -276,7 +284,10 @@ def check_columns(own_columns: Sequence[str], entry: SourceEntry, key: str) -> N
             raise UserError(
                 name_sibling_key(key, "columns"),
                 got=our_name,
-                expected=f"{{our name: its own}} with our names {', '.join(READ_COLUMNS)}",
+                expected=(
+                    f"{{our name: the source's name}} with one of our names"
+                    f" {', '.join(READ_COLUMNS)}"
+                ),
                 nearest=find_nearest(our_name, READ_COLUMNS),
             )
 
@@ -287,7 +298,7 @@ def check_columns(own_columns: Sequence[str], entry: SourceEntry, key: str) -> N
         raise UserError(
             key,
             got=f"{source} with columns {', '.join(named_columns if columns else own_columns)}",
-            expected=f"{EXPECTED}, or data.columns to say which are these",
+            expected=f"{EXPECTED}; if the source names them differently, state data.columns",
             nearest=next((name for name in similar_names if name), None),
         )
 

@@ -301,13 +301,12 @@ def describe(schema: type[Section]) -> list[tuple[str, str, str, str]]:
 
     # Sort by key in the order of the schemas, and mark the rows that only some variants have.
     keys = list(dict.fromkeys(key for key, *_ in readers))
-    marked_rows = []
-    for row in sorted(readers, key=lambda row: keys.index(row[0])):
-        key, kind, default, help = row
-        if len(readers[row]) < len(variants):
-            help = f"{', '.join(readers[row])}: {help}"
-        marked_rows.append((key, kind, default, help))
-    return marked_rows
+    marks = {
+        row: "" if len(names) == len(variants) else f"{', '.join(names)}: "
+        for row, names in readers.items()
+    }
+    sorted_rows = sorted(readers, key=lambda row: keys.index(row[0]))
+    return [(*row[:3], f"{marks[row]}{row[3]}") for row in sorted_rows]
 
 
 def list_leaves(
@@ -330,7 +329,7 @@ def list_leaves(
             )
             yield (
                 key,
-                _describe_kind_in(variants, name),
+                _describe_kind_of_key(variants, name),
                 format_value(find_default_in(variants, name)),
                 help or "",
             )
@@ -338,7 +337,7 @@ def list_leaves(
             yield from list_leaves(inner_variants, f"{key}.")
 
 
-def _describe_kind_in(variants: Sequence[type[Section]], name: str) -> str:
+def _describe_kind_of_key(variants: Sequence[type[Section]], name: str) -> str:
     """Return a key's type in words, joined over all variants of its section.
 
     "or null" is added for a key that only some variants have and that is required there.
@@ -351,12 +350,14 @@ def _describe_kind_in(variants: Sequence[type[Section]], name: str) -> str:
 
 def describe_kind(field: FieldInfo) -> str:
     """Return a field's type with its choices or limits, in the words of help and errors."""
-    # Names that a validator allows replace the word `str`. Limits follow in words.
+    # If a validator allows only some names, list them in place of the word `str`.
     kind = _name_kind(field.annotation)
     rules = [*field.metadata, *_list_rules(field.annotation)]
     for rule in rules:
         if isinstance(rule, AfterValidator) and isinstance(rule.func, Choices):
             kind = kind.replace("str", "|".join(rule.func.names()))
+
+    # Append the limits of numbers in words, such as "at least 1".
     limits = []
     for name, words in LIMIT_WORDS.items():
         for rule in rules:
@@ -404,8 +405,11 @@ def format_value(value: object) -> str:
     if value is PydanticUndefined:
         return "required"
     if isinstance(value, dict):
-        items = [f"{name}: {format_value(item)}" for name, item in value.items()]
-        return f"{{{', '.join(items)}}}"
-    if isinstance(value, str):
-        return value
-    return json.dumps(value, default=lambda section: section.model_dump())
+        return (
+            "{" + ", ".join(f"{name}: {format_value(item)}" for name, item in value.items()) + "}"
+        )
+    return (
+        value
+        if isinstance(value, str)
+        else json.dumps(value, default=lambda section: section.model_dump())
+    )

@@ -68,17 +68,17 @@ def explain_errors(
         prefix: goes before the keys, for a section that is in another file.
     """
     # Show one error only, and drop the names of variants from its place.
-    first = min(errors, key=lambda detail: _rank(chosen, detail))
+    first = min(errors, key=lambda detail: _rank_error(chosen, detail))
     place = _remove_tags(chosen, first["loc"])
 
-    # A key that no variant has, or that the chosen variant lacks.
+    # The key is unknown: no variant has it, or only a variant that is not chosen.
     if first["type"] == "extra_forbidden":
-        if _is_of_other_variant(chosen, place):
-            return _make_not_chosen_error(chosen, place, first["input"], prefix)
+        if _is_key_of_other_variant(chosen, place):
+            return _make_other_variant_error(chosen, place, first["input"], prefix)
         return _make_unknown_key_error(schema, chosen, place, first["input"], prefix)
     key = prefix + format_place(place)
 
-    # Two lengths in the wrong order (see `check_lengths`).
+    # A section's `min` is above its `max` (see `check_lengths`).
     if first["type"] == "min_above_max":
         limits = first["ctx"]
         return UserError(
@@ -87,7 +87,7 @@ def explain_errors(
             expected=f"at most {prefix}{format_place([*place, 'max'])}, which is {limits['max']}",
         )
 
-    # A missing key, a value that is no section, or a value of a wrong type.
+    # The key is missing, or its value is no section, or has a wrong type or size.
     field = _find_field(chosen, place)
     if first["type"] == "missing":
         return _make_missing_key_error(
@@ -100,16 +100,16 @@ def explain_errors(
     return _make_wrong_value_error(key, field, first)
 
 
-def _rank(schema: type[Section], detail: ErrorDetails) -> int:
+def _rank_error(schema: type[Section], detail: ErrorDetails) -> int:
     """Return the rank of an error; the lowest rank is shown first."""
     # A key of another variant ranks last: often an earlier error explains why the variant was not
     # chosen.
     if detail["type"] == "extra_forbidden":
-        return 3 if _is_of_other_variant(schema, _remove_tags(schema, detail["loc"])) else 0
+        return 3 if _is_key_of_other_variant(schema, _remove_tags(schema, detail["loc"])) else 0
     return 2 if detail["type"] == "missing" else 1
 
 
-def _is_of_other_variant(schema: type[Section], place: Place) -> bool:
+def _is_key_of_other_variant(schema: type[Section], place: Place) -> bool:
     """Return whether an unknown key of a section is a known key of another of its variants."""
     return place[-1] in list_fields(_find_variants(schema, place[:-1]))
 
@@ -163,7 +163,7 @@ def _make_wrong_value_error(key: str, field: FieldInfo, detail: ErrorDetails) ->
             [str(find_default(variant.model_fields[name])) for variant in variants],
         )
 
-    # Names of a choice: suggest the nearest one.
+    # The value is none of the names that the key may have. Suggest the nearest one.
     if detail["type"] == "literal_error":
         names = kind.split(", ")[0].replace(" or null", "").removeprefix("list of ")
         return _make_no_choice_error(key, value, names.split("|"))
@@ -194,7 +194,7 @@ def _make_no_choice_error(key: str, value: object, choices: Collection[str]) -> 
     )
 
 
-def _make_not_chosen_error(
+def _make_other_variant_error(
     schema: type[Section], place: Place, value: object, prefix: str
 ) -> UserError:
     """Return the error for a key of a variant that the recipe does not choose."""
@@ -254,8 +254,8 @@ def _make_unknown_key_error(
     else:
         # Several keys may have this name. Suggest the first one with the fewest sections around it.
         all_keys = [row[0] for row in list_leaves([chosen])]
-        same_name_keys = [known for known in all_keys if known.rpartition(".")[2] == name]
-        suggestion = min(same_name_keys, key=lambda known: known.count("."), default=None)
+        same_name_keys = [path for path in all_keys if path.rpartition(".")[2] == name]
+        suggestion = min(same_name_keys, key=lambda path: path.count("."), default=None)
     if "train" in chosen.model_fields:
         suggestion = ALIASES.get(name, suggestion)
     return UserError(
@@ -281,9 +281,7 @@ def _find_field(schema: type[Section], place: Place) -> FieldInfo:
     field = schema.model_fields[first_name]
     for name in inner_names:
         inner_fields = list_fields(_list_field_variants(field))
-        if not inner_fields:
-            break
-        field = inner_fields[name]
+        field = inner_fields[name] if inner_fields else field
     return field
 
 

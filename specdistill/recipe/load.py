@@ -58,11 +58,12 @@ def _resolve_environment(name: str, *default: object) -> object:
     # Refuse a variable that may hold a secret, such as a token.
     if name not in RECORDED_VARIABLES:
         raise ValueError(
-            f"{name} of the environment, of which recipes read {', '.join(RECORDED_VARIABLES)};"
-            " a shell writes out any other on the command line"
+            f"the environment variable {name}, but a recipe may only read"
+            f" {', '.join(RECORDED_VARIABLES)}; let the shell insert any other variable on the"
+            " command line"
         )
     if name not in os.environ and not default:
-        raise ValueError(f"{name}, which the environment does not have")
+        raise ValueError(f"the environment variable {name}, which is not set")
     return os.environ.get(name, *default)
 
 
@@ -78,7 +79,9 @@ def load_recipe(schema: type[S], arguments: Sequence[str]) -> S:
         UserError: for anything the user got wrong.
     """
     # Merge and validate the values.
-    arguments = [_add_brackets(argument, _match_bare_list(schema)) for argument in arguments]
+    arguments = [
+        _add_brackets(argument, _build_bare_list_pattern(schema)) for argument in arguments
+    ]
     recipe = validate_recipe(schema, merge_values(arguments))
 
     # Keys that let foreign code run count only if the user typed them.
@@ -117,7 +120,7 @@ def _add_brackets(argument: str, bare: re.Pattern[str] | None) -> str:
 
     Args:
         argument: the `key=value` argument.
-        bare: matches an argument whose list has no brackets (see `_match_bare_list`).
+        bare: matches an argument whose list has no brackets (see `_build_bare_list_pattern`).
     """
     # A value is bare if it has no brackets. Values that may be null, or that are interpolated, are
     # not.
@@ -130,7 +133,7 @@ def _add_brackets(argument: str, bare: re.Pattern[str] | None) -> str:
 
 
 @cache
-def _match_bare_list(schema: type[Section]) -> re.Pattern[str] | None:
+def _build_bare_list_pattern(schema: type[Section]) -> re.Pattern[str] | None:
     """Return a pattern that matches an argument whose list has no brackets, such as `key=a,b`.
 
     The groups of the pattern are the key and the value. None if no key of the schema takes a list.
@@ -138,8 +141,7 @@ def _match_bare_list(schema: type[Section]) -> re.Pattern[str] | None:
     list_keys = [key for key, kind, *_ in describe(schema) if kind.startswith("list of ")]
     if not list_keys:
         return None
-    any_key = "|".join(map(re.escape, list_keys))
-    return re.compile(rf"({any_key})=(?!\[|\$|null$|$)(.*)", re.DOTALL)
+    return re.compile(rf"({'|'.join(map(re.escape, list_keys))})=(?!\[|\$|null$|$)(.*)", re.DOTALL)
 
 
 def list_consent_keys(values: Mapping[str, object]) -> list[str]:
@@ -161,9 +163,11 @@ def merge_values(arguments: Sequence[str]) -> dict[str, object]:
     """
     file, overrides = _parse_arguments(arguments)
     try:
-        layers = overrides
-        if file is not None:
-            layers = [_read_yaml(find_yaml(file, RECIPES, "recipe")), *overrides]
+        layers = (
+            overrides
+            if file is None
+            else [_read_yaml(find_yaml(file, RECIPES, "recipe")), *overrides]
+        )
 
         # Interpolations may refer to each other, so their number is limited.
         num_interpolations = sum(str(layer).count("${") for layer in layers)
@@ -175,10 +179,21 @@ def merge_values(arguments: Sequence[str]) -> dict[str, object]:
             )
 
         # Merge the layers, and resolve the interpolations.
-        merged = OmegaConf.create(reduce(_merge_over, map(OmegaConf.to_container, layers), {}))
+        merged = OmegaConf.create(
+            reduce(_merge_two_values, map(OmegaConf.to_container, layers), {})
+        )
         values = cast(dict[str, Any], OmegaConf.to_container(merged, resolve=True))
     except OmegaConfBaseException as error:
-        raise _explain_omegaconf_error(error) from error
+        reason = join_lines(str(error).split("\n")[0]).removeprefix(
+            "ValueError raised while resolving interpolation: "
+        )
+        raise UserError(
+            error.full_key or "recipe",
+            got=re.sub(
+                r"^Interpolation key '(.*)' not found$", r"${\1}, which names no key", reason
+            ),
+            expected="a value, or ${another.key}",
+        ) from error
 
     # Training stops after max_steps, whatever the number of epochs. If the user typed only a number
     # of epochs, the max_steps of the file is dropped.
@@ -232,17 +247,6 @@ def _parse_arguments(arguments: Sequence[str]) -> tuple[str | None, list[DictCon
     return file, overrides
 
 
-def _explain_omegaconf_error(error: OmegaConfBaseException) -> UserError:
-    """Return the error for values that cannot be merged or resolved, in words without OmegaConf."""
-    reason = join_lines(str(error).split("\n")[0])
-    reason = reason.removeprefix("ValueError raised while resolving interpolation: ")
-    return UserError(
-        error.full_key or "recipe",
-        got=re.sub(r"^Interpolation key '(.*)' not found$", r"${\1}, which names no key", reason),
-        expected="a value, or ${another.key}",
-    )
-
-
 def _describe_expected_value(argument: str) -> str:
     """Return what errors expect instead of a value that is no YAML.
 
@@ -259,17 +263,15 @@ def _describe_expected_value(argument: str) -> str:
     return "a YAML value"
 
 
-def _merge_over(below: Any, above: Any) -> Any:
+def _merge_two_values(below: Any, above: Any) -> Any:
     """Merge two values of a key: mappings key by key; otherwise `above` replaces `below`.
 
     OmegaConf would refuse a mapping over a list.
     """
     if not (isinstance(below, Mapping) and isinstance(above, Mapping)):
         return above
-    merged = dict(below)
-    for key, value in above.items():
-        merged[key] = _merge_over(below.get(key), value)
-    return merged
+    merged_keys = {key: _merge_two_values(below.get(key), value) for key, value in above.items()}
+    return {**below, **merged_keys}
 
 
 def load_own_keys(schema: type[S], arguments: Sequence[str]) -> tuple[S, list[str]]:
@@ -278,8 +280,9 @@ def load_own_keys(schema: type[S], arguments: Sequence[str]) -> tuple[S, list[st
     own_arguments = [
         argument for argument in arguments if argument.partition("=")[0] in schema.model_fields
     ]
-    other_arguments = [argument for argument in arguments if argument not in own_arguments]
-    return load_recipe(schema, own_arguments), other_arguments
+    return load_recipe(schema, own_arguments), [
+        argument for argument in arguments if argument not in own_arguments
+    ]
 
 
 def validate_recipe(schema: type[S], values: Mapping[str, object], prefix: str = "") -> S:
@@ -303,10 +306,10 @@ def validate_recipe(schema: type[S], values: Mapping[str, object], prefix: str =
     # Check the values against the schema of the recipe's method.
     chosen = schema.select_schema(values)
     try:
-        recipe = chosen.model_validate(_remove_required(values, list_required_keys(chosen)))
+        recipe = chosen.model_validate(_drop_marked_keys(values, list_required_keys(chosen)))
     except ValidationError as error:
         raise explain_errors(schema, chosen, error.errors(), prefix) from error
-    _check_read(recipe, prefix)
+    _check_no_unused_keys(recipe, prefix)
     assert isinstance(recipe, schema)
     return recipe
 
@@ -349,12 +352,10 @@ def _read_yaml(path: Path) -> DictConfig:
 
 def _check_values(node: object, *place: int | str) -> None:
     """Raise UserError for a secret, and for an integer that is too large for any count."""
-    if isinstance(node, Mapping):
-        for name, value in node.items():
+    if isinstance(node, Mapping | list):
+        items = node.items() if isinstance(node, Mapping) else enumerate(node)
+        for name, value in items:
             _check_values(value, *place, name)
-    elif isinstance(node, list):
-        for index, item in enumerate(node):
-            _check_values(item, *place, index)
     elif isinstance(node, str):
         check_no_secret(format_place(place), node)
     elif isinstance(node, int) and abs(node) > MAX_INTEGER:
@@ -365,7 +366,7 @@ def _check_values(node: object, *place: int | str) -> None:
         )
 
 
-def _remove_required(node: object, required: Collection[str], prefix: str = "") -> object:
+def _drop_marked_keys(node: object, required: Collection[str], prefix: str = "") -> object:
     """Return values without the required keys whose value is the mark `???`.
 
     pydantic then reports these keys as missing. A key with a default keeps its mark.
@@ -374,13 +375,13 @@ def _remove_required(node: object, required: Collection[str], prefix: str = "") 
         # A mark on a required key counts as missing.
         return node
     return {
-        str(name): _remove_required(value, required, f"{prefix}{name}.")
+        str(name): _drop_marked_keys(value, required, f"{prefix}{name}.")
         for name, value in node.items()
         if value != REQUIRED_MARK or f"{prefix}{name}" not in required
     }
 
 
-def _check_read(values: Section, prefix: str) -> None:
+def _check_no_unused_keys(values: Section, prefix: str) -> None:
     """Raise UserError for a key that was set although nothing reads it in this recipe."""
     # Compare each key that has a condition with its default.
     for name, field in type(values).model_fields.items():
@@ -395,7 +396,7 @@ def _check_read(values: Section, prefix: str) -> None:
 
         # Check the keys of inner sections, too, and of sections in lists.
         if isinstance(value, Section):
-            _check_read(value, f"{prefix}{name}.")
+            _check_no_unused_keys(value, f"{prefix}{name}.")
         for index, item in enumerate(value if isinstance(value, list) else ()):
             if isinstance(item, Section):
-                _check_read(item, f"{prefix}{name}[{index}].")
+                _check_no_unused_keys(item, f"{prefix}{name}[{index}].")

@@ -72,7 +72,7 @@ SAMPLING_IS_ON = Condition(
 )
 # K is the depth of the tree, so it may be stated, but may not differ.
 DRAFT_IS_CHAIN = Condition(
-    "without eval.tree, or as the depth of that",
+    "without eval.tree, or equal to the depth of eval.tree",
     lambda config: config.tree is None or config.num_speculative_tokens == config.tree.levels,
 )
 # Engines that can look tokens up in front of a draft, and that a command can start.
@@ -98,7 +98,7 @@ TARGET_IS_ON_HUB = Condition(
     ),
 )
 TARGET_IS_NOT_ADAPTED = Condition(
-    "without target.adapter: merge that into a checkpoint first",
+    "without target.adapter: merge the adapter into a checkpoint first",
     lambda config: config.adapter is None,
 )
 # Servers may write hidden states while they generate the rows, before the store of all rows exists.
@@ -270,7 +270,7 @@ class DataConfig(Section):
     )
     split: str = option("train", "split of the source")
     columns: dict[str, str] = option(
-        {}, "column names, ours to the source's, e.g. {messages: turns}; {}: detected"
+        {}, "our names of columns, each with the source's, e.g. {messages: turns}; {}: detected"
     )
     roles: dict[str, str] = option(
         {}, "more names of roles in conversations, e.g. {orca-7b: assistant}"
@@ -532,7 +532,7 @@ class LookupFirstConfig(Section):
             raise UserError(
                 f"{key}.{name}",
                 got=f"{size} with K = {k}",
-                expected="at most K, which a lookup gives",
+                expected="at most K, the number of tokens that a lookup drafts",
             )
         self.check_engine(
             key, getattr(settings, "engine", "specdistill"), getattr(settings, "smallest_k", k)

@@ -45,16 +45,16 @@ def select_recipe_keys(
         key, separator, value = argument.partition("=")
         if argument in {*HELP, JSON, QUIET_FLAG} or key == "debug":
             continue
-        keys.append(f"{_write_out(key, shorthands)}{separator}{value}")
+        keys.append(f"{_expand_short_key(key, shorthands)}{separator}{value}")
     return keys
 
 
 def _has_open_brackets(argument: str) -> bool:
     """Return whether an argument's value is a list or mapping whose brackets are still open."""
-    for opening, closing in ("[]", "{}"):
-        if f"={opening}" in argument and argument.count(opening) > argument.count(closing):
-            return True
-    return False
+    return any(
+        f"={opening}" in argument and argument.count(opening) > argument.count(closing)
+        for opening, closing in ("[]", "{}")
+    )
 
 
 def add_defaults(keys: Sequence[str], defaults: Sequence[str]) -> list[str]:
@@ -63,7 +63,7 @@ def add_defaults(keys: Sequence[str], defaults: Sequence[str]) -> list[str]:
     return list(keys) if has_recipe else [*defaults, *keys]
 
 
-def _write_out(key: str, shorthands: Mapping[str, str]) -> str:
+def _expand_short_key(key: str, shorthands: Mapping[str, str]) -> str:
     """Return the key that a short key stands for, or any other key unchanged."""
     # A short key that ends with `*` replaces the beginning of longer keys.
     for short_key, full_key in shorthands.items():
@@ -80,7 +80,7 @@ def rename_keys_as_typed(arguments: Sequence[str], shorthands: Mapping[str, str]
     except ReportedError as error:
         typed_keys = [argument.partition("=")[0] for argument in arguments]
         # If a key was typed under several names, the last one set its value.
-        names = {_write_out(typed, shorthands): typed for typed in typed_keys}
+        names = {_expand_short_key(typed, shorthands): typed for typed in typed_keys}
         for key, typed in names.items():
             if key != typed:
                 error.rename_key(key, typed)

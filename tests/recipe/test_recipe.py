@@ -236,7 +236,7 @@ def test_what_a_recipe_leaves_to_be_given_is_not_filled_by_a_default():
         ("train=null", "train", "null"),
         ("target.model=[1", "target.model", "'[1'"),
         ("target.model=${nowhere}", "target.model", "${nowhere}, which names no key"),
-        ("target.model=${oc.env:PATH}", "target.model", "PATH of the environment"),
+        ("target.model=${oc.env:PATH}", "target.model", "the environment variable PATH"),
         ("target.dtype=flaot32", "target.dtype", "'flaot32'"),
         ("method=eagle4", "method", "eagle4"),
         (f"train.max_steps=1{'0' * 400}", "train.max_steps", "an integer of 401 digits"),

@@ -128,9 +128,9 @@ def check_outline(
         tensors = {name: tensors[name] for name in sorted(common_names)}
 
     # A file may omit tensors that are tied to one that it has.
-    all_parameters = list(model.named_parameters(remove_duplicate=False))
-    stored_ids = {id(parameter) for name, parameter in all_parameters if name in tensors}
-    tied = {name for name, parameter in all_parameters if id(parameter) in stored_ids}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    stored_ids = {id(parameters[name]) for name in parameters.keys() & tensors.keys()}
+    tied = {name for name, parameter in parameters.items() if id(parameter) in stored_ids}
     check_tensors(expected, tensors, name, key, what="the model in its config.json", optional=tied)
 
 

@@ -115,10 +115,10 @@ def _build_from_target(
         raise UserError(
             "draft.init",
             got=(
-                f"{init} of {target.name}, a {type(target.model).__name__}, which is more than a"
-                " language model"
+                f"{init} of {target.name}, a {type(target.model).__name__}, which has more parts"
+                " than a language model"
             ),
-            expected="a trained smaller model",
+            expected="the folder or Hub id of a trained smaller model",
         )
     if init == "layers":
         check_decoder(target.model)
@@ -244,12 +244,15 @@ def choose_evenly_spaced(num_layers: int, keep: int) -> list[int]:
 def resize_config(config: PreTrainedConfig, shape: ModelShape) -> PreTrainedConfig:
     """Return a copy of a config with other sizes.
 
-    If layers differ in kind, each has the kind that is at its relative depth in the config. The
-    attention implementation is the default of the class: the target's may have no backward pass, or
-    none in float32.
+    If layers differ in kind, such as full and sliding attention, each layer of the copy gets the
+    kind of the layer at the same relative depth.
     """
+    # Use the default attention of the class. The target's implementation may have no backward pass,
+    # or none in float32.
     config = copy.deepcopy(config)
     config._attn_implementation = None
+
+    # Choose the kinds of the layers, and set the sizes.
     kinds = getattr(config, "layer_types", None)
     if kinds is not None:
         config.layer_types = [
@@ -272,7 +275,7 @@ def build_resized(
     Args:
         target: the target.
         shape: the sizes of the model.
-        weights: the weights, all of them and no other; None for fresh ones.
+        weights: all weights of the model, by name; None draws fresh weights.
         seed: the seed of fresh weights.
 
     Raises:
@@ -321,12 +324,14 @@ def from_layers(target: PreTrainedModel, num_layers: int) -> PreTrainedModel:
         raise UserError(
             "draft.num_layers",
             got=num_layers,
-            expected=f"1 to {target_shape.num_layers}, the target's",
+            expected=f"1 to {target_shape.num_layers}, the number of the target's layers",
         )
 
     # Number the copied layers anew, from 0. All other weights keep their names.
-    copied_layers = choose_evenly_spaced(target_shape.num_layers, num_layers)
-    new_numbers = {str(old): str(new) for new, old in enumerate(copied_layers)}
+    new_numbers = {
+        str(old): str(new)
+        for new, old in enumerate(choose_evenly_spaced(target_shape.num_layers, num_layers))
+    }
     weights = {}
     for name, tensor in target.state_dict().items():
         prefix, separator, suffix = name.partition("layers.")
@@ -334,8 +339,9 @@ def from_layers(target: PreTrainedModel, num_layers: int) -> PreTrainedModel:
         if not separator:
             weights[name] = gather_whole(tensor)  # processes may share the target
         elif old_number in new_numbers:
-            new_name = f"{prefix}layers.{new_numbers[old_number]}.{name_in_layer}"
-            weights[new_name] = gather_whole(tensor)
+            weights[f"{prefix}layers.{new_numbers[old_number]}.{name_in_layer}"] = gather_whole(
+                tensor
+            )
     return build_resized(target, replace(target_shape, num_layers=num_layers), weights)
 
 

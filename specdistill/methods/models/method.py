@@ -114,8 +114,7 @@ class ModelMethod(Method[ModelRecipeT, PreTrainedModel]):
         """Check a model by its headers and its tokenizer."""
         # A wrong mask is reported before any other fault.
         self.find_mask(folder, key)
-        vocabulary_files = [path for path in folder.iterdir() if _is_vocabulary_file(path)]
-        if not vocabulary_files:
+        if not any(_is_vocabulary_file(path) for path in folder.iterdir()):
             raise UserError(
                 key,
                 got=f"{name} without the files of a tokenizer",

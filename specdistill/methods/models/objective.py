@@ -104,12 +104,10 @@ class Distillation(Objective):
         # Scale the final norm if all of its weights are trained. Without such weights scale the
         # head, unless the head is the embedding, which a new scale would change too.
         head = self.anatomy.head.linear
-        norm = self.anatomy.norm
-        norm_weights = list(norm.parameters()) if norm is not None else []
-        if norm_weights:
-            if all(weight.requires_grad for weight in norm_weights):
-                scale_norm(norm, factor)
-        elif head.weight is not self.draft.get_input_embeddings().weight:
+        norm_weights = list(self.anatomy.norm.parameters()) if self.anatomy.norm is not None else []
+        if norm_weights and all(weight.requires_grad for weight in norm_weights):
+            scale_norm(self.anatomy.norm, factor)
+        elif not norm_weights and head.weight is not self.draft.get_input_embeddings().weight:
             head.weight.data.mul_(factor)
 
     def tie_weights(self) -> None:
@@ -141,9 +139,7 @@ class Distillation(Objective):
 
         The number of the batch is None in evaluation, which always uses the rows as they are.
         """
-        if self.on_policy is None or number is None:
-            return batch
-        return self.on_policy(batch, number)
+        return batch if self.on_policy is None or number is None else self.on_policy(batch, number)
 
     def read_target(self, target: FrozenTarget, inputs: dict[str, Tensor]) -> dict[str, object]:
         """Return the soft targets at temperature 1, because acceptance is measured by them.
@@ -152,8 +148,11 @@ class Distillation(Objective):
         """
         if self.training and self.labels == "hard":
             return {"soft_targets": None}
-        soft_targets = super().read_target(target, inputs)["soft_targets"]
-        return {"soft_targets": replace(soft_targets, temperature=1.0)}
+        return {
+            "soft_targets": replace(
+                super().read_target(target, inputs)["soft_targets"], temperature=1.0
+            )
+        }
 
     def forward(
         self,
@@ -224,9 +223,9 @@ class Distillation(Objective):
 
         def targets_of(rows: slice) -> tuple[Tensor, TargetDistributions | None]:
             """Return the next tokens and the target's distributions of a chunk of the rows."""
-            if soft_targets is None:
-                return next_R[rows], None
-            return next_R[rows], soft_targets.at(rows, measure=measure)
+            return next_R[rows], None if soft_targets is None else soft_targets.at(
+                rows, measure=measure
+            )
 
         # Compute logits and losses chunk by chunk. The [R, V] logits of all rows are never in
         # memory at once. The dimension of length 1 is K: `compute_head_loss` also serves heads with
@@ -275,8 +274,7 @@ def find_repeated_names(module: nn.Module) -> list[str]:
     first_names: dict[tuple[int, torch.Size], str] = {}
     repeated_names = []
     for name, tensor in module.state_dict().items():
-        first_name = first_names.setdefault((tensor.data_ptr(), tensor.shape), name)
-        if first_name != name:
+        if first_names.setdefault((tensor.data_ptr(), tensor.shape), name) != name:
             repeated_names.append(name)
     return repeated_names
 

@@ -130,7 +130,8 @@ class DraftText:
         self.cached: list[int] = []
         self._num_final = 0  # the first ids that no further token can change
         self._num_read = 0  # tokens of the target's sequence that were read
-        self._lacking: list[int] = []  # target tokens at the end that the draft's vocabulary lacks
+        # Target tokens at the end of the sequence that the draft's vocabulary lacks.
+        self._untranslated: list[int] = []
 
     def read(self, token_ids: Sequence[int]) -> int:
         """Extend the sequence by the target's new tokens.
@@ -153,25 +154,25 @@ class DraftText:
             self._num_final = len(self.ids)
             return num_unchanged
 
-        # Translate token by token. Tokens that the draft lacks wait in `_lacking` until the next
-        # shared token ends their run, or the sequence ends; until then their encoding may still
-        # change.
+        # Translate token by token. Tokens that the draft lacks are collected, and encoded together
+        # at the next shared token. Those at the end of the sequence are encoded now, too, but their
+        # encoding is not final: the next token may join them.
         for token in new_tokens:
             draft_ids = self.vocabulary.draft_ids_of.get(token)
             if draft_ids is None:
-                self._lacking.append(token)
+                self._untranslated.append(token)
             else:
-                self._encode_lacking(self.vocabulary)
+                self._encode_untranslated(self.vocabulary)
                 self.ids += draft_ids
                 self._num_final = len(self.ids)
-                self._lacking = []
-        self._encode_lacking(self.vocabulary)
+                self._untranslated = []
+        self._encode_untranslated(self.vocabulary)
         return num_unchanged
 
-    def _encode_lacking(self, vocabulary: SharedVocabulary) -> None:
-        """Replace the end of `ids` that may still change by a new encoding of `_lacking`."""
+    def _encode_untranslated(self, vocabulary: SharedVocabulary) -> None:
+        """Replace the end of `ids` that may still change by a new encoding of `_untranslated`."""
         self.ids[self._num_final :] = (
-            vocabulary.encode_for_draft(self._lacking) if self._lacking else []
+            vocabulary.encode_for_draft(self._untranslated) if self._untranslated else []
         )
 
     def take_uncached(self, num_unchanged: int) -> list[int]:
@@ -269,7 +270,7 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
         # Draft tokens beyond the target's own limit are never accepted.
         longest = min(max(max_lengths), self.target_max_length)
         if longest > self.max_positions:
-            self._refuse(longest)
+            self._raise_context_error(longest)
         self.rows = [DraftText(self.shared_vocabulary) for _ in max_lengths]
         self.layers.begin(len(max_lengths))
 
@@ -282,14 +283,14 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
         """
         # Feed the target's new tokens. A model with a mask then has the logits of all steps
         # already.
-        feeds, steps = self._feed(state, k)
+        feeds, steps = self._read_new_tokens(state, k)
         counts = [len(feed) for feed in feeds]
         next_ids = pad_rows(feeds, self.draft.device)
         logits_BKW = self._draft_in_one_pass(feeds, steps)
         fed: list[Tensor] = []  # [B] each
 
         def next_logits(step: int, index_B: Tensor | None) -> Tensor:
-            """Return the logits [B, W] of a draft step, after feeding the step before's tokens."""
+            """Feed the tokens of the last draft step, and return the logits [B, W] after them."""
             nonlocal counts, next_ids
             if logits_BKW is not None:
                 return logits_BKW[:, step]
@@ -299,8 +300,7 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
                 next_ids = fed[-1].unsqueeze(1)
             return self._compute_logits(gather_last(self.layers(next_ids, counts), counts))
 
-        # Draft the chains. `next_logits` runs one pass for each step unless the masks gave its
-        # logits.
+        # Draft the chains. Without a mask, `next_logits` runs one pass for each step.
         proposals = self.chains(k, sampling, generators, next_logits, steps)
 
         # The cache also holds the draft tokens that were fed: all but the last of each chain.
@@ -320,7 +320,7 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
         nodes are read again in the next round.
         """
         # Feed each row the tokens that its cache lacks.
-        feeds, depths = self._feed(state, shape.depth)
+        feeds, depths = self._read_new_tokens(state, shape.depth)
         if not any(feeds):
             return [Proposal([])] * len(feeds)
         counts = [len(feed) for feed in feeds]
@@ -338,12 +338,14 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
         def expand(index_BT: Tensor, rows_BT: Tensor) -> Tensor:
             """Return the logits [B, T, W] of the children of T nodes of each tree's last level."""
             nonlocal step
-            num_nodes = rows_BT.shape[1]
             if self.mask_token_id is not None:
-                return logits_BKW[:, next(levels), None].expand(-1, num_nodes, -1)
+                return logits_BKW[:, next(levels), None].expand(-1, rows_BT.shape[1], -1)
             step = step.add_level(rows_BT)
-            node_ids = self._select_draft_ids(index_BT)
-            return self._compute_logits(self.layers(node_ids, [num_nodes] * len(rows_BT), step))
+            return self._compute_logits(
+                self.layers(
+                    self._select_draft_ids(index_BT), [rows_BT.shape[1]] * len(rows_BT), step
+                )
+            )
 
         # Rows without a tree must not draw from their generators.
         row_generators = [
@@ -352,8 +354,9 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
         ]
 
         # Grow the tree, then drop its positions from the cache.
-        depth = min(depth for depth in depths if depth)
-        drafts = shape.cut(depth).grow(logits_BKW[:, 0], expand, sampling, row_generators)
+        drafts = shape.cut(min(depth for depth in depths if depth)).grow(
+            logits_BKW[:, 0], expand, sampling, row_generators
+        )
         self.layers.truncate(num_cached)
         return [
             self.build_proposal(index_N, probs_NW, tree) if feed else Proposal([])
@@ -364,7 +367,7 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
         self.rows = [self.rows[row] for row in rows]
         self.layers.cache.keep(rows)
 
-    def _feed(self, state: DecodingState, k: int) -> tuple[list[list[int]], list[int]]:
+    def _read_new_tokens(self, state: DecodingState, k: int) -> tuple[list[list[int]], list[int]]:
         """Read the target's new tokens, and cut rejected tokens off the cache.
 
         Returns:
@@ -378,10 +381,12 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
         steps = []
         for row, token_ids in zip(self.rows, state.token_ids, strict=True):
             num_unchanged = row.read(token_ids)
-            room = self.max_positions - len(row.ids) + 1  # the last draft token is never fed
-            # The sequence may fit in the target's tokens, and take more of the draft's.
+            # The draft's context limits the fed tokens. The last draft token is never fed, hence
+            # the + 1. A sequence that fits into the target's context may take more tokens of the
+            # draft.
+            room = self.max_positions - len(row.ids) + 1
             if room < 1:
-                self._refuse(len(row.ids))
+                self._raise_context_error(len(row.ids))
             steps.append(min(k, room) if row.ids else 0)
             feeds.append(row.take_uncached(num_unchanged) if row.ids else [])
 
@@ -421,8 +426,9 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
         index_BK = (last_B1 + torch.arange(max(steps), device=last_B1.device)).clamp_max(
             hidden_BTH.shape[1] - 1
         )
-        index_BKH = index_BK.unsqueeze(2).expand(-1, -1, hidden_BTH.shape[2])
-        return self._compute_logits(hidden_BTH.gather(1, index_BKH))
+        return self._compute_logits(
+            hidden_BTH.gather(1, index_BK.unsqueeze(2).expand(-1, -1, hidden_BTH.shape[2]))
+        )
 
     def _compute_logits(self, hidden_BH: Tensor) -> Tensor:
         """Return logits [B, W] for hidden states [B, H], or [B, K, W] for [B, K, H]."""
@@ -433,7 +439,7 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
         """Return the draft's ids of tokens that are given as indices into the W shared tokens."""
         return index if self.shared_vocabulary is None else self._draft_ids_W[index]
 
-    def _refuse(self, length: int) -> NoReturn:
+    def _raise_context_error(self, length: int) -> NoReturn:
         """Raise UserError for a sequence that is longer than the draft's context."""
         raise UserError(
             self.key,

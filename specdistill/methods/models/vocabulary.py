@@ -115,35 +115,33 @@ def match_vocabularies(
             raise UserError(
                 replacements_key,
                 got=f"{len(token_replacements)} for a draft with the target's tokenizer",
-                expected="{}: it reads the target's tokens as they are",
+                expected="{}, because the draft reads the target's tokens as they are",
             )
         if target_vocab_size == draft_vocab_size:
             return None
     elif not heterogeneous_vocab:
-        expected = "the target's tokenizer"
-        if heterogeneous_vocab is not None:
-            switch_key = name_sibling_key(key, "heterogeneous_vocab")
-            expected += f", or {switch_key}=true to draft over the tokens of both"
-        raise UserError(key, got=difference, expected=expected)
+        # A command without the key `heterogeneous_vocab` has no alternative.
+        switch_key = name_sibling_key(key, "heterogeneous_vocab")
+        alternative = f", or {switch_key}=true to draft over the tokens of both"
+        suffix = "" if heterogeneous_vocab is None else alternative
+        raise UserError(key, got=difference, expected=f"the target's tokenizer{suffix}")
 
     # Pair the tokens that both spell alike, and that have logits on both sides.
     target_ids = target_tokenizer.get_vocab()
     draft_ids = draft_tokenizer.get_vocab()
-    pairs = {}
-    for token, token_id in target_ids.items():
-        draft_id = draft_ids.get(token, draft_vocab_size)
-        if token_id < target_vocab_size and draft_id < draft_vocab_size:
-            pairs[token_id] = draft_id
+    pairs = {
+        token_id: draft_ids[token]
+        for token, token_id in target_ids.items()
+        if token_id < target_vocab_size
+        and draft_ids.get(token, draft_vocab_size) < draft_vocab_size
+    }
 
     # Apply the replacements, which take precedence over tokens that are spelled alike.
     read_as: dict[int, list[int]] = {}
-    for target_text, draft_text in token_replacements.items():
-        token_id = _find_target_token(
-            target_tokenizer, target_text, target_vocab_size, replacements_key
-        )
-        draft_token_ids = encode(draft_tokenizer, draft_text)
-        _check_replacement(
-            f"{draft_text} for {target_text}", draft_token_ids, draft_vocab_size, replacements_key
+    for text, draft_text in token_replacements.items():
+        token_id = _find_target_token(target_tokenizer, text, target_vocab_size, replacements_key)
+        draft_token_ids = _encode_replacement(
+            draft_tokenizer, draft_text, draft_vocab_size, text, replacements_key
         )
         _replace_token(pairs, read_as, token_id, draft_token_ids)
 
@@ -181,29 +179,32 @@ def _find_target_token(
     )
     if further_ids or is_unknown or token_id >= target_vocab_size:
         raise UserError(
-            key, got=text, expected="a token of the target, with the draft's text for it"
+            key,
+            got=text,
+            expected="the text of one token of the target, with the draft's text for it",
         )
     return token_id
 
 
-def _check_replacement(
-    replacement: str, draft_token_ids: Sequence[int], draft_vocab_size: int, key: str
-) -> None:
-    """Raise UserError if a replacement takes draft tokens that the draft has no logits for.
-
-    Args:
-        replacement: the replacement in words, for the error.
-        draft_token_ids: the draft's tokens of the replacement.
-        draft_vocab_size: the width of the draft's logits.
-        key: the recipe key that the error names.
-    """
-    highest_id = max(draft_token_ids, default=0)
-    if highest_id >= draft_vocab_size:
+def _encode_replacement(
+    draft_tokenizer: PreTrainedTokenizerBase,
+    draft_text: str,
+    draft_vocab_size: int,
+    target_text: str,
+    key: str,
+) -> list[int]:
+    """Return the draft's tokens of a text; raise UserError if the draft has no logits for one."""
+    token_ids = encode(draft_tokenizer, draft_text)
+    if max(token_ids, default=0) >= draft_vocab_size:
         raise UserError(
             key,
-            got=f"{replacement}, token {highest_id} of a draft with {draft_vocab_size} logits",
+            got=(
+                f"{draft_text} for {target_text}, token {max(token_ids)} of a draft with"
+                f" {draft_vocab_size} logits"
+            ),
             expected="a text of tokens that have logits",
         )
+    return token_ids
 
 
 def _replace_token(
@@ -219,17 +220,13 @@ def _replace_token(
     """
     pairs.pop(token_id, None)
     read_as[token_id] = draft_token_ids
-    if len(draft_token_ids) != 1:
-        return
-
-    # One token of the draft stands for one token of the target: this one. Other target tokens that
-    # the draft's token stood for are from now on only read as it.
-    draft_id = draft_token_ids[0]
-    for other_id, other_draft_id in list(pairs.items()):
-        if other_draft_id == draft_id:
-            read_as[other_id] = [pairs.pop(other_id)]
-    del read_as[token_id]
-    pairs[token_id] = draft_id
+    if len(draft_token_ids) == 1:
+        # One token of the draft stands for one token of the target: this one. Other target tokens
+        # that the draft's token stood for are from now on only read as it.
+        other_ids = [token for token, draft_id in pairs.items() if draft_id == draft_token_ids[0]]
+        read_as |= {token: [pairs.pop(token)] for token in other_ids}
+        del read_as[token_id]
+        pairs[token_id] = draft_token_ids[0]
 
 
 def check_rows(
@@ -298,13 +295,14 @@ def describe_difference(
     ]
     if not differences:
         return None
-    first_differences = "; ".join(differences[:MAX_NAMED_DIFFERENCES])
-    ellipsis = " …" if len(differences) > MAX_NAMED_DIFFERENCES else ""
+    first_differences = "; ".join(differences[:MAX_NAMED_DIFFERENCES]) + (
+        " …" if len(differences) > MAX_NAMED_DIFFERENCES else ""
+    )
     sizes = (
         f"a draft of {len(draft_tokenizer.get_vocab())} tokens for a target of"
         f" {len(target_tokenizer.get_vocab())}"
     )
-    return f"{sizes}, with {len(differences)} differences: {first_differences}{ellipsis}"
+    return f"{sizes}, with {len(differences)} differences: {first_differences}"
 
 
 def _list_token_names(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:

@@ -13,7 +13,7 @@ that they have in the checkpoint, so a layer that was not trained comes out bit 
 
 import json
 import shutil
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -213,7 +213,7 @@ def check_native(shapes: Mapping[str, torch.Size], target: TargetFiles) -> int:
                 f"{target.name}, whose files have no layer that predicts further tokens"
                 f"{''.join(promises[:1])}"
             ),
-            expected="a target that comes with such a layer, or draft=…, one that was trained",
+            expected="a target that comes with such a layer, or draft=PATH of a trained layer",
         )
 
     # The tensors that such a layer needs: a decoder layer, and what surrounds it.
@@ -484,23 +484,29 @@ def merge_mtp_weights(draft: Path, target: Path, output: Path) -> None:
     checkpoint.check()
     config = read_config(checkpoint.folder, checkpoint.key)
     draft_config = read_config(draft, "draft")
-    merged = _list_tensors(draft, draft_config, checkpoint, config)
+    merged = _convert_tensors(draft, draft_config, checkpoint, config)
     text = config.get("text_config") or config
     depth = find_depth_key(draft_config["text_config"]["model_type"])
 
     # Write the tensors, and say in config.json how many such layers there are. Only one is trained.
-    _write(checkpoint, merged, output)
+    _write_checkpoint(checkpoint, merged, output)
     if text.get(depth) != 1:
         text[depth] = 1
         (output / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _list_tensors(
+def _convert_tensors(
     draft: Path, draft_config: RawConfig, checkpoint: Shards, config: RawConfig
 ) -> dict[str, Tensor]:
-    """Return the draft's tensors by the names and in the dtypes of the checkpoint.
+    """Load the draft's tensors, and give them the names and dtypes of the target's checkpoint.
 
     If the checkpoint has no such layer, these are the names and dtypes that it would have there.
+
+    Args:
+        draft: the folder of the draft.
+        draft_config: the draft's config.json.
+        checkpoint: the target's checkpoint.
+        config: the target's config.json.
     """
     target = checkpoint.folder
     text = config.get("text_config") or config
@@ -554,33 +560,18 @@ def _list_tensors(
     # another layer, else to the config's.
     config_dtype = _read_stated_dtype(config, text)
     for name, tensor in tensors.items():
-        similar_name: str | None = name
-        if name not in layer_names:
-            end = "." + name.removeprefix(prefix + naming.layer)
-            similar_name = _find_name_with_end(checkpoint.file_of, end)
-        if similar_name:
-            tensors[name] = tensor.to(stored_tensors[similar_name].dtype)
-        else:
-            tensors[name] = tensor.to(config_dtype or tensor.dtype)
+        end = "." + name.removeprefix(prefix + naming.layer)
+        similar_names = [candidate for candidate in checkpoint.file_of if candidate.endswith(end)]
+        similar_name = name if name in layer_names else next(iter(similar_names), None)
+        dtype = stored_tensors[similar_name].dtype if similar_name else config_dtype or tensor.dtype
+        tensors[name] = tensor.to(dtype)
     return tensors
 
 
-def _find_name_with_end(names: Iterable[str], end: str) -> str | None:
-    """Return the first name with an end; None if there is none."""
-    for name in names:
-        if name.endswith(end):
-            return name
-    return None
-
-
-def _read_stated_dtype(*configs: RawConfig) -> torch.dtype | None:
-    """Return the first dtype that the configs state; None if they state none."""
-    for config in configs:
-        name = config.get("dtype") or config.get("torch_dtype")
-        if name:
-            dtype: torch.dtype = getattr(torch, name)
-            return dtype
-    return None
+def _read_stated_dtype(config: RawConfig, text_config: RawConfig) -> torch.dtype | None:
+    """Return the dtype that config.json or its text config states; None if neither does."""
+    names = [part.get("dtype") or part.get("torch_dtype") for part in (config, text_config)]
+    return next((getattr(torch, name) for name in names if name), None)
 
 
 def _copy_repeated_tensors(checkpoint: Shards, naming: Naming, prefix: str) -> dict[str, Tensor]:
@@ -600,7 +591,7 @@ def _copy_repeated_tensors(checkpoint: Shards, naming: Naming, prefix: str) -> d
     return {copy: tensors[source].clone() for copy, source in sources.items()}
 
 
-def _write(checkpoint: Shards, merged: dict[str, Tensor], folder: Path) -> None:
+def _write_checkpoint(checkpoint: Shards, merged: dict[str, Tensor], folder: Path) -> None:
     """Write the checkpoint's files into another folder, with tensors replaced or added.
 
     Args:
@@ -610,8 +601,9 @@ def _write(checkpoint: Shards, merged: dict[str, Tensor], folder: Path) -> None:
     """
     # Choose the file of each tensor: the file that has it now, or a new one.
     is_sharded = (checkpoint.folder / INDEX).is_file()
-    new_file = NEW_SHARD if is_sharded else SINGLE
-    file_of = checkpoint.file_of | {name: checkpoint.file_of.get(name, new_file) for name in merged}
+    file_of = checkpoint.file_of | {
+        name: checkpoint.file_of.get(name, NEW_SHARD if is_sharded else SINGLE) for name in merged
+    }
 
     # These files hold tensors that are replaced or added.
     rewritten = {file_of[name] for name in merged}
@@ -626,10 +618,9 @@ def _write(checkpoint: Shards, merged: dict[str, Tensor], folder: Path) -> None:
             or str(inside) in rewritten
         ):
             continue
-        new_path = folder / inside
-        new_path.parent.mkdir(parents=True, exist_ok=True)
+        (folder / inside).parent.mkdir(parents=True, exist_ok=True)
         copy_file = link if path.suffix == ".safetensors" else shutil.copy2
-        copy_file(path, new_path)
+        copy_file(path, folder / inside)
 
     # Write the files whose tensors change.
     for file in sorted(rewritten):
@@ -643,8 +634,9 @@ def _write(checkpoint: Shards, merged: dict[str, Tensor], folder: Path) -> None:
             name: tensor.contiguous() for name, tensor in merged.items() if file_of[name] == file
         }
         # transformers 4 refuses a file whose metadata does not name a format.
-        all_tensors = checkpoint.load(kept_names) | new_tensors
-        save_file(all_tensors, folder / file, metadata={"format": "pt"})
+        save_file(
+            checkpoint.load(kept_names) | new_tensors, folder / file, metadata={"format": "pt"}
+        )
 
     # Renew the index, with the new total size.
     if is_sharded:

@@ -99,7 +99,7 @@ class MtpDraft(Head):
                 expected="a target with a full-attention layer",
             )
 
-        # The draft's layer is of the kind of this one.
+        # The draft's layer has the class and the index of the target's last full-attention layer.
         index = max(index for index, kind in enumerate(kinds) if kind == "full_attention")
         layer_class = type(target.layers[index])
 
@@ -127,9 +127,9 @@ class MtpDraft(Head):
 
         # Embedding and rotary embedding must not become submodules: checkpoints then leave them
         # out, and `.to(bfloat16)` of the draft rounds neither the target's weights nor the rotary
-        # frequencies. So the first bypasses nn.Module's `__setattr__`, and of the second only the
-        # method is kept. The rotary embedding is a copy, because some remember the longest
-        # sequence.
+        # frequencies. So the embedding is set without nn.Module's `__setattr__`, and only the
+        # `forward` of the rotary embedding is kept. The rotary embedding is a copy, because some
+        # classes remember the longest sequence in it.
         vars(self).update(embed_tokens=target.model.get_input_embeddings())
         self._logits = target.logits
         self._rotary: Callable[..., tuple[Tensor, Tensor]] = copy.deepcopy(rotary).forward
@@ -179,8 +179,7 @@ class MtpDraft(Head):
         inputs_BT2H = torch.cat(
             (self.token_norm(embedding_BTH), self.hidden_norm(hidden_BTH)), dim=-1
         )
-        layer_output_BTH = self._run_layer(self.fc(inputs_BT2H), rotary, kv_cache)
-        normed_BTH: Tensor = self.norm(layer_output_BTH)
+        normed_BTH: Tensor = self.norm(self._run_layer(self.fc(inputs_BT2H), rotary, kv_cache))
         return normed_BTH, normed_BTH
 
     def _run_layer(
@@ -218,7 +217,7 @@ class MtpDraft(Head):
         if not requested_layers:
             raise UserError(
                 "target.model",
-                got=f"{layer_class.__name__}, whose attention is its own",
+                got=f"{layer_class.__name__}, whose attention does not use that interface",
                 expected=EXPECTED,
             )
 

@@ -54,10 +54,8 @@ class Naming:
         """
         fc_name = self.names["fc.weight"]
         end = "." + self.prefix(num_layers).removeprefix("model.") + fc_name
-        for name in names:
-            if f".{name}".endswith(end):
-                return name.removesuffix(fc_name)
-        return None
+        fc_names = [name for name in names if f".{name}".endswith(end)]
+        return fc_names[0].removesuffix(fc_name) if fc_names else None
 
     def has_tensor(self, name: str, prefix: str) -> bool:
         """Return whether a tensor belongs to the layer of this prefix or to a further such layer.
@@ -84,12 +82,12 @@ class Naming:
             fused: keep the experts of a layer in one tensor.
         """
         tensors = tensors if fused else split_experts(tensors)
-        named_tensors = {}
-        for name, tensor in tensors.items():
-            # Names that the table does not hold are those of the decoder layer.
-            file_name = self.names.get(name) or self.layer + name.removeprefix("layers.0.")
-            named_tensors[prefix + file_name] = tensor
-        return named_tensors
+        # Names that the table does not hold are those of the decoder layer.
+        file_names = {
+            name: self.names.get(name) or self.layer + name.removeprefix("layers.0.")
+            for name in tensors
+        }
+        return {prefix + file_names[name]: tensor for name, tensor in tensors.items()}
 
     def from_file(self, tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
         """Return a file's tensors by the names that the draft has for them.
@@ -97,12 +95,13 @@ class Naming:
         It is the inverse of `to_file`, for either form of experts.
         """
         draft_names = {file_name: name for name, file_name in self.names.items()}
-        named_tensors = {}
-        for full_name, tensor in tensors.items():
-            file_name = full_name.removeprefix(prefix)
-            name = draft_names.get(file_name) or "layers.0." + file_name.removeprefix(self.layer)
-            named_tensors[name] = tensor
-        return merge_experts(named_tensors)
+        file_tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+        return merge_experts(
+            {
+                draft_names.get(name) or "layers.0." + name.removeprefix(self.layer): tensor
+                for name, tensor in file_tensors.items()
+            }
+        )
 
 
 # The draft's names, each with what follows the prefix in qwen3_next and in deepseek_v3.
@@ -187,8 +186,10 @@ def split_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
         # Split along that axis, [E, 2I, H] into two of [E, I, H], and along the experts.
         for part, part_weights in zip(parts, tensor.chunk(len(parts), dim=1), strict=True):
-            for e, expert_weight in enumerate(part_weights):
-                result[f"{experts}.{e}.{part}.weight"] = expert_weight
+            result |= {
+                f"{experts}.{e}.{part}.weight": expert_weight
+                for e, expert_weight in enumerate(part_weights)
+            }
     return result
 
 
@@ -215,7 +216,6 @@ def merge_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         for part in ("gate", "up", "down"):
             weights = layer_parts[part]
             stacked[part] = torch.stack([weights[index] for index in range(len(weights))])
-        gate_up_EIH = torch.cat((stacked["gate"], stacked["up"]), dim=1)
-        result[f"{experts}.gate_up_proj"] = gate_up_EIH
+        result[f"{experts}.gate_up_proj"] = torch.cat((stacked["gate"], stacked["up"]), dim=1)
         result[f"{experts}.down_proj"] = stacked["down"]
     return result

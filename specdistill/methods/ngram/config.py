@@ -28,7 +28,7 @@ class NgramConfig(Section):
     rule: Literal["specdistill", "vllm", "llama.cpp"] = option(
         "specdistill",
         "specdistill: continue the latest match, repeated past the end; vllm: the first match;"
-        " llama.cpp: its ngram-simple",
+        " llama.cpp: as its ngram-simple does",
     )
     min: int = option(1, "shortest n-gram to match", ge=1, condition=SEVERAL_LENGTHS)
     max: int = option(3, "longest n-gram to match; with rule=llama.cpp the only length", ge=1)

@@ -34,8 +34,8 @@ class NgramLookup:
         min: the fewest tokens of an n-gram. llama.cpp's rule uses `max` instead.
         max: the most tokens of an n-gram.
         lookup: `sequence` finds n-grams of prompt and output, `prompt` those of the prompt alone.
-            What followed them may reach into the output. The prompt is what stands before the last
-            token at the first call of `find`.
+            The tokens that followed them may reach into the output. The prompt is the text at the
+            first call of `find`, without its last token.
         rule: `specdistill`, `vllm` or `llama.cpp`.
     """
 
@@ -43,9 +43,9 @@ class NgramLookup:
     max: int = 3
     lookup: str = "sequence"
     rule: str = "specdistill"
-    # Maps an n-gram to the index of the token after the occurrence that counts.
-    _after: dict[tuple[int, ...], int] = field(default_factory=dict)
-    _indexed: int = 0  # number of tokens at the beginning of the sequence that are indexed
+    # Maps an n-gram to the position after its occurrence that counts (the first or the latest).
+    _next_positions: dict[tuple[int, ...], int] = field(default_factory=dict)
+    _num_indexed: int = 0  # number of tokens at the beginning of the sequence that are indexed
 
     def __post_init__(self) -> None:
         # llama.cpp's rule compares n-grams of one length.
@@ -62,8 +62,8 @@ class NgramLookup:
 
     def restart(self) -> None:
         """Forget the sequence."""
-        self._after = {}
-        self._indexed = 0
+        self._next_positions = {}
+        self._num_indexed = 0
 
     def find(self, text: list[int], k: int) -> list[int]:
         """Return up to k draft tokens for a sequence; none if nothing is found.
@@ -73,12 +73,12 @@ class NgramLookup:
             k: the most draft tokens.
         """
         # With lookup=prompt only the first call adds n-grams: its text is the prompt.
-        if self.lookup == "sequence" or not self._indexed:
+        if self.lookup == "sequence" or not self._num_indexed:
             self._index(text)
 
         # Look up the longest n-gram first, since more agreement says more about the next token.
         for n in range(min(self.max, len(text)), self.min - 1, -1):
-            start = self._after.get(tuple(text[-n:]))
+            start = self._next_positions.get(tuple(text[-n:]))
             if start is not None:
                 return self._continue_text(text, start, k)
         return []
@@ -107,8 +107,10 @@ class NgramLookup:
         # Index every n-gram that ends at a new position. vLLM's rule keeps the first occurrence of
         # an n-gram, the others the latest.
         num_skipped = 1 if self.rule == "llama.cpp" else 0  # tokens skipped at both ends
-        for end in range(self._indexed + 1, len(text) - num_skipped):
+        for end in range(self._num_indexed + 1, len(text) - num_skipped):
             for n in range(self.min, min(self.max, end - num_skipped) + 1):
                 ngram = tuple(text[end - n : end])
-                self._after[ngram] = self._after.get(ngram, end) if self.rule == "vllm" else end
-        self._indexed = len(text) - num_skipped - 1
+                self._next_positions[ngram] = (
+                    self._next_positions.get(ngram, end) if self.rule == "vllm" else end
+                )
+        self._num_indexed = len(text) - num_skipped - 1

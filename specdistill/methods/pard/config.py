@@ -19,15 +19,17 @@ class PardDraftConfig(DraftModelDraftConfig):
     )
     retention: float = option(
         0.7,
-        "mask i follows this share to the power i of the tokens (conditional drop); 1: all",
+        "conditional drop: mask i follows retention ** i of the tokens; 1: every token",
         gt=0,
         le=1,
     )
-    min_retention: float = option(0.2, "least share of the tokens that a mask follows", ge=0, le=1)
+    min_retention: float = option(
+        0.2, "smallest share of the tokens that a mask follows", ge=0, le=1
+    )
     mask_token_id: int | None = option(
         None,
-        "token in the place of what is not drafted yet; null: that of draft.init, the tokenizer's"
-        " mask, or a token that texts do not hold",
+        "token in the place of each token that is not drafted yet; null: the mask of draft.init,"
+        " the tokenizer's mask, or a token that texts do not hold",
         ge=0,
     )
 

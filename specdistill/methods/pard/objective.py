@@ -97,11 +97,11 @@ def draw_masks(
     )
 
     # Pad M further to a multiple of ceil(T / SIZES), so that M has few different values.
-    step = -(-length // SIZES)
-    num_padding = -columns_BM.shape[1] % step
-    columns_BM = F.pad(columns_BM, (0, num_padding))
-    numbers_BM = F.pad(numbers_BM, (0, num_padding), value=num_predicted)
-    return columns_BM, numbers_BM
+    num_padding = -columns_BM.shape[1] % -(-length // SIZES)
+    return (
+        F.pad(columns_BM, (0, num_padding)),
+        F.pad(numbers_BM, (0, num_padding), value=num_predicted),
+    )
 
 
 class ParallelDistillation(Distillation):
@@ -160,10 +160,8 @@ class ParallelDistillation(Distillation):
     def prepare(self, batch: dict[str, Tensor], number: int | None) -> dict[str, Tensor]:
         # Held-out rows always use the number -1, so that evaluations can be compared.
         """Return the batch with the masks that are drawn for it."""
-        batch_number = -1 if number is None else number
-        columns_BM, numbers_BM = draw_masks(
-            batch, *self.drop, seed=self.seed * 1_000_003 + batch_number
-        )
+        seed = self.seed * 1_000_003 + (-1 if number is None else number)
+        columns_BM, numbers_BM = draw_masks(batch, *self.drop, seed=seed)
         return batch | {"mask_columns": columns_BM, "mask_numbers": numbers_BM}
 
     def count_loss_tokens(self, batch: dict[str, Tensor]) -> Tensor:
@@ -212,12 +210,12 @@ class ParallelDistillation(Distillation):
         rows_RH = torch.cat(
             (gather_before(token_states_BTH, loss_positions, 1), mask_states_BMH.flatten(0, 1))
         )
-        counts_R, numbers_R, labels_R = self._list_predictions(
+        has_loss_R, numbers_R, labels_R = self._list_predictions(
             position_ids, loss_positions, mask_columns, mask_numbers
         )
 
         # Compute the losses of all predictions with one head pass.
-        weights_R = counts_R.float()
+        weights_R = has_loss_R.float()
         total, metrics_MR = self.losses(
             rows_RH, weights_R, input_ids.flatten()[labels_R], soft_targets, measure
         )
@@ -276,9 +274,11 @@ class ParallelDistillation(Distillation):
                 (key_column >= first_column) & (key_column <= query_column),
                 (key_column == query_column) & (key_number <= query_number),
             )
-            if window is None:
-                return is_visible
-            return is_visible & (key_position > query_position - window)
+            return (
+                is_visible
+                if window is None
+                else is_visible & (key_position > query_position - window)
+            )
 
         # Run the model, with the mask token in every slot behind the tokens.
         output = backbone(
@@ -310,18 +310,18 @@ class ParallelDistillation(Distillation):
             **_: other columns of the batch.
 
         Returns:
-            Whether each prediction counts [R], the number of the mask that predicts [R] (0 for a
-            token), and the position of the predicted token in the flattened batch [R].
+            Whether each prediction has a loss [R], the number of the mask that predicts [R] (0 for
+            a token), and the position of the predicted token in the flattened batch [R].
         """
         # Mask i of the token at column t predicts the token at t + 1 + i. Padding masks may point
-        # past the end, so their labels are clamped, and they do not count.
+        # past the end, so their labels are clamped, and they have no loss.
         num_rows, length = position_ids.shape
         numbers_R = mask_numbers.flatten()
         row_starts_B1 = length * torch.arange(num_rows, device=mask_columns.device).unsqueeze(1)
         labels_R = ((row_starts_B1 + mask_columns).flatten() + 1 + numbers_R).clamp_max(
             num_rows * length - 1
         )
-        counts_R = (
+        has_loss_R = (
             select_loss_rows(position_ids, loss_positions, ahead=1),
             numbers_R < self.num_positions,
         )
@@ -330,4 +330,4 @@ class ParallelDistillation(Distillation):
         numbers_R = torch.cat(
             (torch.zeros_like(loss_positions), numbers_R.clamp_max(self.num_positions - 1))
         )
-        return torch.cat(counts_R), numbers_R, torch.cat((loss_positions, labels_R))
+        return torch.cat(has_loss_R), numbers_R, torch.cat((loss_positions, labels_R))

@@ -38,7 +38,7 @@ class SuffixConfig(Section):
             raise UserError(
                 "eval.suffix.max_spec_factor",
                 got=self.max_spec_factor,
-                expected=f"at least 1 / {self.max}, or nothing is ever drafted",
+                expected=f"at least 1 / {self.max}, because smaller values never draft a token",
             )
         return self
 

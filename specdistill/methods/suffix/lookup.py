@@ -63,7 +63,7 @@ class SuffixTrie:
         self.tokens: list[int] = []  # the tokens of all texts, with END_MARK after each ended text
         self._root = Node(0)
         # The nodes of the last text's suffixes that occurred before, the longest first.
-        self._open: list[Node] = []
+        self._open_nodes: list[Node] = []
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Add tokens to the last text."""
@@ -71,14 +71,16 @@ class SuffixTrie:
             # The token follows every suffix of the text that has a node, and the empty string (the
             # root). The suffixes that it makes longer are the open ones for the next token.
             self.tokens.append(token)
-            nodes = [*self._open[-self.depth :], self._root]
-            longer_nodes = [self._count(node, token) for node in nodes]
-            self._open = [node for node in longer_nodes if node]
+            longer_nodes = [
+                self._count_follower(node, token)
+                for node in [*self._open_nodes[-self.depth :], self._root]
+            ]
+            self._open_nodes = [node for node in longer_nodes if node]
 
     def end(self) -> None:
         """End the last text, so that the next token begins another one."""
         self.tokens.append(END_MARK)
-        self._open = []
+        self._open_nodes = []
 
     def find_next_token(self, tokens: Sequence[int]) -> tuple[int, float] | None:
         """Return the token that most often followed a string of up to `depth` tokens.
@@ -102,8 +104,7 @@ class SuffixTrie:
             return None if token == END_MARK else (token, 1.0)
         if not place.followed:
             return None
-        best_count = count_occurrences(place.children[place.best])
-        return place.best, best_count / place.followed
+        return place.best, count_occurrences(place.children[place.best]) / place.followed
 
     def _extend_place(self, place: Place, token: int) -> Place | None:
         """Return the place of the string with one more token; None if it did not occur."""
@@ -115,7 +116,7 @@ class SuffixTrie:
         """Return the token at a position of `tokens`; END_MARK past the last token."""
         return self.tokens[position] if position < len(self.tokens) else END_MARK
 
-    def _count(self, node: Node, token: int) -> Node | None:
+    def _count_follower(self, node: Node, token: int) -> Node | None:
         """Count that the last token of `tokens` followed a node's string.
 
         Returns:
@@ -160,13 +161,13 @@ class SuffixLookup:
         """
         self.config = SuffixConfig.model_validate(keys)
         self.settings = self.config.model_dump()
-        self._request = SuffixTrie(self.config.max)
-        self._past = SuffixTrie(self.config.max)
-        self._outputs: list[Sequence[int]] = []  # the outputs of earlier requests in `_past`
+        self._request_trie = SuffixTrie(self.config.max)
+        self._past_trie = SuffixTrie(self.config.max)
+        self._past_outputs: list[Sequence[int]] = []  # the outputs that `_past_trie` holds
 
     def restart(self) -> None:
         """Forget the request."""
-        self._request = SuffixTrie(self.config.max)
+        self._request_trie = SuffixTrie(self.config.max)
 
     def set_past_outputs(self, outputs: Sequence[Sequence[int]]) -> None:
         """Replace the known outputs of earlier requests (see `UsesPastOutputs`).
@@ -174,18 +175,17 @@ class SuffixLookup:
         If the new list only adds outputs to the old one, only the added outputs are counted.
         """
         # Keep the latest outputs only.
-        max_outputs = self.config.max_cached_requests
-        kept_outputs = list(outputs[-max_outputs:]) if max_outputs else []
+        kept_outputs = list(outputs[max(0, len(outputs) - self.config.max_cached_requests) :])
 
         # Forgetting cannot be done in the trie, so it is built anew if known outputs are not a
         # prefix of the new ones.
-        if kept_outputs[: len(self._outputs)] != self._outputs:
-            self._outputs = []
-            self._past = SuffixTrie(self.config.max)
-        for output in kept_outputs[len(self._outputs) :]:
-            self._past.extend(output)
-            self._past.end()
-        self._outputs = kept_outputs
+        if kept_outputs[: len(self._past_outputs)] != self._past_outputs:
+            self._past_outputs = []
+            self._past_trie = SuffixTrie(self.config.max)
+        for output in kept_outputs[len(self._past_outputs) :]:
+            self._past_trie.extend(output)
+            self._past_trie.end()
+        self._past_outputs = kept_outputs
 
     def find(self, text: list[int], k: int) -> list[int]:
         """Return up to k draft tokens for a request.
@@ -195,7 +195,7 @@ class SuffixLookup:
             k: the most draft tokens.
         """
         # Add what is new in the request, and look the longest suffix up.
-        self._request.extend(text[len(self._request.tokens) :])
+        self._request_trie.extend(text[len(self._request_trie.tokens) :])
         tokens: list[int] = []
         text = text[-self.config.max :]
         probability = 1.0
@@ -226,7 +226,7 @@ class SuffixLookup:
         """
         # Shorten the suffix until something followed it, in the request first.
         for length in range(min(longest, len(text)), self.config.min - 1, -1):
-            for trie in (self._request, self._past):
+            for trie in (self._request_trie, self._past_trie):
                 next_token = trie.find_next_token(text[-length:])
                 if next_token:
                     return *next_token, length

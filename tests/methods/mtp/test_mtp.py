@@ -255,7 +255,7 @@ SMALL = {**COMMON, "num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim":
             lambda: MistralForCausalLM(MistralConfig(**SMALL, sliding_window=8)),
             "MistralAttention with sliding_window",
         ),
-        (lambda: with_layer(OwnAttention).model, "OwnAttention, whose attention is its own"),
+        (lambda: with_layer(OwnAttention).model, "OwnAttention, whose attention does not use"),
         (lambda: with_layer(OtherArguments).model, "OtherArguments"),
     ],
 )

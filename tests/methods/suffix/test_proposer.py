@@ -177,7 +177,7 @@ class Recording(LookupProposer):
     def begin(self, max_lengths: Sequence[int]) -> None:
         super().begin(max_lengths)
         if max_lengths != [1, 1]:  # by which a decoder asks whether it is one for batches
-            self.seen += [tuple(self.lookup._outputs)] * len(max_lengths)
+            self.seen += [tuple(self.lookup._past_outputs)] * len(max_lengths)
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
@@ -202,7 +202,7 @@ def test_a_prompt_knows_the_outputs_before_it_and_never_its_own(
     outputs = [run.baseline[0].token_ids for run in runs]
     repetition = [tuple(outputs[: n - n % batch_size]) for n in range(4)]
     assert recording.seen == [()] * batch_size + 3 * repetition
-    assert recording.lookup._outputs == []
+    assert recording.lookup._past_outputs == []
 
 
 # --- Settings
