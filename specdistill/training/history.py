@@ -61,11 +61,13 @@ class History:
     best_step: int | None = None
 
     def summary(self) -> dict[str, Any]:
-        """Summarize the training for a comparison.
+        """Summarize the training for a comparison with other trainings.
 
         Returns:
-            seconds, steps, and the curve of (step, simulated acceptance length).
+            `seconds` of wall time, `steps`, and `curve`: a list of [step, simulated acceptance
+            length], one for each evaluation.
         """
+        # A diverged draft has no finite acceptance length, so that evaluation is left out.
         points = zip(*_read_series(self.log, "eval_acceptance_length"), strict=True)
         curve = [[step, length] for step, length in points if math.isfinite(length)]
         return {"seconds": self.seconds, "steps": self.steps, "curve": curve}
@@ -90,7 +92,9 @@ class History:
         lengths = dict[str, object]()
         for name, key in (("simulated", "eval_acceptance_length"), ("decoded", DECODED_METRIC)):
             points = zip(*_read_series(self.log, key), strict=True)
-            length_by_step = {at: length for at, length in points if math.isfinite(length)}
+            length_by_step = {
+                point_step: length for point_step, length in points if math.isfinite(length)
+            }
             if 0 in length_by_step and step in length_by_step:
                 lengths[name] = {"before": length_by_step[0], "after": length_by_step[step]}
         return {"steps": step, **lengths} if lengths else None
@@ -98,9 +102,13 @@ class History:
     def list_acceptance_curve(self) -> list[dict[str, object]]:
         """Return the simulated cumulative acceptance at each evaluation, for a report.
 
-        It is measured on held-out rows, for each position in the draft.
+        The cumulative acceptance at a position is the share of simulated drafts that are accepted
+        up to that position. The drafts are simulated on held-out rows.
+
+        Returns:
+            For each evaluation, its `step` and its `rates`, one for each position in the draft.
         """
-        # A diverged training has rates that are not numbers, which are left out.
+        # A diverged draft has rates that are not numbers, so that evaluation is left out.
         points = [(entry["step"], read_cumulative(entry)) for entry in self.log]
         return [
             {"step": step, "rates": rates}
@@ -144,7 +152,7 @@ def save_history(
     The drawing is saved in the run's folder, and the history next to the run's record.
 
     Args:
-        state: the Trainer's.
+        state: the Trainer's state, which has the log and the number of steps.
         folder: the run's folder.
         seconds: the wall time of all steps; NaN if unknown.
         has_best: whether the saved draft is that of the best evaluation, not of the last step.
@@ -180,7 +188,7 @@ class Bar(ProgressCallback):
     def on_log(
         self, args: object, state: object, control: object, logs: object = None, **kwargs: object
     ) -> None:
-        """Do nothing, where the base class prints the log as a dictionary."""
+        """Print nothing; the base class would print the log as a dictionary."""
 
 
 class ProgressLines(TrainerCallback):
@@ -198,11 +206,11 @@ class ProgressLines(TrainerCallback):
         **kwargs: object,
     ) -> None:
         """Start the clock, and say from which checkpoint a run resumes."""
-        # `shown` is the last step that a line was printed for.
+        # The times at which training began and at which the last line was printed.
         self.begin = self.last = time.monotonic()
         self.first_step = state.global_step
         self.figures = dict[str, float]()
-        self.shown = -1
+        self.shown = -1  # the step for which the last line was printed; -1 if none was
         if state.is_world_process_zero and self.first_step:
             logger.info(
                 f"Resuming after step {self.first_step} of {state.max_steps}, from"
@@ -222,7 +230,7 @@ class ProgressLines(TrainerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Print a line if the last one was printed at least `SECONDS` ago."""
+        """Print a progress line if the last one was printed at least `SECONDS` seconds ago."""
         if state.is_world_process_zero and time.monotonic() - self.last >= SECONDS:
             self._print(state)
 
@@ -233,12 +241,13 @@ class ProgressLines(TrainerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Print a line and the result of the evaluation, and draw the curves."""
+        """Print a progress line and the result of the evaluation, and draw the curves."""
         if not state.is_world_process_zero:
             return
         self._print(state)
 
-        # Print the acceptance that was measured, and draw the curves so far.
+        # Print the acceptance that was measured, and draw the curves so far. `rates` is empty
+        # if no held-out row has a loss token to measure.
         rates = read_cumulative(self.figures)
         if rates:
             shown = "/".join(f"{100 * rate:.0f}" for rate in rates)
@@ -257,12 +266,12 @@ class ProgressLines(TrainerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Print a line for the last step, if it has none yet."""
+        """Print a progress line for the last step, if none was printed for it yet."""
         if state.is_world_process_zero and self.shown < state.global_step:
             self._print(state)
 
     def _print(self, state: TrainerState) -> None:
-        """Print a line with the latest figures, and with the time left if it can be estimated."""
+        """Print a progress line: the latest figures, and the time left if it can be estimated."""
         self.last = time.monotonic()
         self.shown = state.global_step
         figures: dict[str, float | str] = dict(self.figures)
@@ -295,6 +304,7 @@ def read_cumulative(entry: dict[str, float]) -> list[float]:
     The cumulative acceptance is the share of simulated drafts that are accepted up to the position.
     The list is empty for an entry that is no evaluation.
     """
+    # There is one key for each position. Their number is not known, but less than that of all keys.
     names = [f"{CUMULATIVE}{k}" for k in range(1, len(entry))]
     return [entry[name] for name in names if name in entry]
 
@@ -372,6 +382,6 @@ def draw(log: list[dict[str, float]], path: Path) -> None:
 
 
 def _read_series(log: list[dict[str, float]], key: str) -> tuple[list[float], list[float]]:
-    """Return the steps and the values of one figure of a log."""
+    """Return one figure of a log over time: the steps at which it was logged, and its values."""
     points = [(entry["step"], entry[key]) for entry in log if key in entry]
     return [step for step, _ in points], [value for _, value in points]

@@ -22,13 +22,16 @@ from specdistill.training.objective import Objective
 
 
 def find_longest_runs(rows: Dataset, ahead: int) -> NDArray[np.int64]:
-    """Return the longest run of consecutive loss tokens in each packed row, in tokens.
+    """Return, for each packed row, how many tokens its longest run of loss tokens has.
 
-    A row that teaches nothing has 0.
+    Loss tokens without enough tokens of their document before them do not count, because the draft
+    cannot predict them. A row without any loss token that counts has 0.
 
     Args:
-        rows: with the columns of `specdistill.data.rows.packing`.
-        ahead: tokens of its document that a predicted token needs before it (`Objective.ahead`).
+        rows: packed rows of T tokens. Of their columns, `loss_mask` (1 for a loss token) and
+            `position_ids` (from 0 in each document) are read.
+        ahead: the fewest tokens of its document that must be before a token, so that the draft can
+            predict it (`Objective.ahead`).
     """
     longest = []
     columns = rows.select_columns(["loss_mask", "position_ids"]).with_format("numpy")
@@ -38,7 +41,7 @@ def find_longest_runs(rows: Dataset, ahead: int) -> NDArray[np.int64]:
         )
         # A token's place in its run is the count of loss tokens up to it, minus the count up to the
         # last token without loss. A document's first token has no loss, so no run continues into
-        # the next document.
+        # the next document. B is the rows of a batch.
         counts_BT = has_loss_BT.cumsum(1)
         before_BT = np.maximum.accumulate(np.where(has_loss_BT, 0, counts_BT), axis=1)
         longest.append((counts_BT - before_BT).max(axis=1))
@@ -50,19 +53,20 @@ def select_learnable_rows(
 ) -> list[Dataset]:
     """Return the training and the validation rows from which a draft learns something.
 
-    Rows that teach nothing are left out with a warning. Row sets of earlier versions hold such
-    rows. There is also a warning if no answer is as long as a draft.
+    Rows without a loss token that the draft can predict are left out with a warning. Row sets of
+    earlier versions may hold such rows. There is also a warning if every answer has fewer tokens
+    than the draft proposes at once.
 
     Args:
         sets: the training and the validation rows.
-        objective: the draft's objective. It tells which tokens are predicted (`ahead`), and how
-            many positions are drafted.
+        objective: the draft's objective. It says how many tokens a predicted token needs before it
+            (`ahead`), and how many positions are drafted (`num_positions`).
         config: the recipe's section `data`, whose keys errors and warnings name.
 
     Raises:
         UserError: if no training row or no validation row is left.
     """
-    # Find the loss tokens that the method can predict: those with `ahead` tokens before them.
+    # Measure each row's longest run of loss tokens that the method can predict.
     ahead = getattr(objective, "ahead", Objective.ahead)
     key = "data.rows" if config.rows else "data.source"
     runs = [find_longest_runs(rows, ahead) for rows in sets]
@@ -95,10 +99,10 @@ def select_learnable_rows(
     if min(longest) < num_positions and is_first_here():
         logger.warning(
             f"The answers are too short for drafted positions {min(longest) + 1} to"
-            f" {num_positions}. Longest run of loss tokens: {longest[0]} in training rows,"
-            f" {longest[1]} in validation rows. Positions beyond the former learn nothing, and"
-            " positions beyond the latter are not measured. Add longer answers, or draft fewer"
-            " tokens."
+            f" {num_positions}. The longest run of loss tokens has {longest[0]} tokens in training"
+            f" rows and {longest[1]} in validation rows. Positions above {longest[0]} learn"
+            f" nothing, and positions above {longest[1]} are not measured. Use data with longer"
+            " answers, or draft fewer tokens."
         )
 
     # Leave out the useless rows.

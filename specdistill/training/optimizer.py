@@ -41,7 +41,8 @@ class SharedMuon(torch.optim.Muon):
         matrices = group["params"]
         shares = divide([matrix for matrix in matrices if matrix.grad is not None], num_processes)
 
-        # Update the momentum of the other processes' matrices, as their steps do.
+        # Update the momentum of the other processes' matrices, as torch's Muon does in those
+        # processes. The momentum of this process's matrices is updated by torch's step below.
         other_matrices: list[Tensor] = []
         for owner, share in enumerate(shares):
             if owner != rank:
@@ -56,7 +57,8 @@ class SharedMuon(torch.optim.Muon):
         super().step()  # type: ignore[no-untyped-call]
         group["params"] = matrices
 
-        # Each process sends the new weights of its matrices to the other processes.
+        # Each process sends the new weights of its matrices to the other processes. All transfers
+        # are started before any is waited for.
         if num_processes > 1:
             broadcasts = []
             for owner, share in enumerate(shares):
@@ -71,8 +73,11 @@ def divide(matrices: Sequence[Tensor], num_processes: int) -> list[list[Tensor]]
 
     Matrices are assigned one by one, the costliest first. Each goes to the process that has least
     work so far.
+
+    Returns:
+        The matrices of each process, by its rank.
     """
-    # `loads` has the work of each process so far, in floating-point operations.
+    # The work of each process so far, in floating-point operations.
     loads = [0] * num_processes
     shares: list[list[Tensor]] = [[] for _ in loads]
     for matrix in sorted(matrices, key=count_flops, reverse=True):
@@ -83,10 +88,12 @@ def divide(matrices: Sequence[Tensor], num_processes: int) -> list[list[Tensor]]
 
 
 def count_flops(matrix: Tensor) -> int:
-    """Return the floating-point operations of one Newton-Schulz step on a matrix.
+    """Return the floating-point operations of one Newton-Schulz step of Muon on a matrix.
 
-    For a matrix X [short, long] these are the products X Xᵀ, its square, and that times X.
+    For a matrix X [short, long], the step computes three matrix products: A = X Xᵀ, A · A, and the
+    sum of both (with factors) times X.
     """
+    # A product of [m, n] and [n, p] takes 2 m n p operations.
     short, long = sorted(matrix.shape)
     return 2 * short**2 * (2 * long + short)
 
@@ -147,15 +154,16 @@ class MuonAdamW(torch.optim.Optimizer):
         return {name: part.state_dict() for name, part in self.parts.items()}
 
     def load_state_dict(self, state_dict: dict[str, dict[str, object]]) -> None:
-        """Load the states of both parts, which replaces their parameter groups."""
+        """Load the states of both parts, Muon and AdamW."""
         for name, part in self.parts.items():
             part.load_state_dict(state_dict[name])
+        # Loading replaced the parameter groups of the parts.
         self.param_groups = self._list_groups()
 
     def _list_groups(self) -> list[dict[str, object]]:
-        """Return the parts' own dictionaries, not copies.
+        """Return the parameter groups of both parts: their own dictionaries, not copies.
 
-        Schedulers change `param_groups`, and the parts must see the changes.
+        Learning-rate schedulers change these dictionaries, and the parts must see the changes.
         """
         return list(chain.from_iterable(part.param_groups for part in self.parts.values()))
 
@@ -166,18 +174,19 @@ def build_optimizer(
     """Build the optimizer that a recipe names, or check that the Trainer can build it.
 
     Args:
-        name: the recipe's `optimizer`.
-        model: whose trainable parameters it updates.
-        arguments: the Trainer's.
+        name: the recipe's `optimizer`. `muon_adamw` is built here. With any other name, the Trainer
+            builds the optimizer that `train.optim` names.
+        model: the model whose trainable parameters are optimized.
+        arguments: the Trainer's arguments.
 
     Returns:
-        MuonAdamW; None for an optimizer that the Trainer builds (`train.optim`).
+        The optimizer; None for one that the Trainer builds.
 
     Raises:
-        UserError: where Muon cannot work, and for a `train.optim` that is not installed or lacks
-            options.
+        UserError: for Muon under DeepSpeed or FSDP, and for a `train.optim` that is not installed
+            or lacks options.
     """
-    # Any other optimizer is the Trainer's. It is tried out now, so that an error comes early.
+    # The Trainer's choice of its optimizer is tried out now, so that an error comes before training.
     if name != "muon_adamw":
         optimizer_name = OptimizerNames(arguments.optim).value
         try:

@@ -73,22 +73,26 @@ class ResumableTrainer(Trainer):
         self.add_callback(self.stopping)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Train on a micro-batch as the Trainer does, and keep its loss for `Stopping`."""
+        """Train on a micro-batch as the Trainer does, and keep its loss.
+
+        After the step, `Stopping` checks whether the losses of all micro-batches are finite.
+        """
         loss: Tensor = super().training_step(*args, **kwargs)
         self.micro_batch_losses.append(loss)
         return loss
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """Run an epoch as the Trainer does, with the order of rows that this epoch has.
+        """Run an epoch as the Trainer does, after telling the sampler which epoch it is.
 
-        A run that was interrupted after its last step has no step left, so no epoch is run.
+        The order of the rows depends on the epoch. A run that was interrupted after its last step
+        has no step left, so no epoch is run.
         """
         if self.state.global_step == self.state.max_steps:
             return
         sampler = kwargs["train_dataloader"].batch_sampler
 
         # A run that resumes within an epoch skips batches with a wrapper around the sampler, and
-        # accelerate does not set the epoch of the sampler inside it.
+        # accelerate does not set the epoch of the sampler inside the wrapper. So it is set here.
         while hasattr(sampler, "batch_sampler"):
             sampler = sampler.batch_sampler
         if hasattr(getattr(sampler, "sampler", None), "set_epoch"):
@@ -98,8 +102,8 @@ class ResumableTrainer(Trainer):
     def _finalize_training(self, *args: object, **kwargs: object) -> object:
         """Finish as the Trainer does, but average `train_loss` over all processes.
 
-        The Trainer averages losses over processes only when it logs them. The losses of the steps
-        after the last log would be those of this process alone.
+        The Trainer averages losses over processes only when it logs them. Without this method, the
+        losses of the steps after the last log would be those of this process alone.
         """
         self._tr_loss = self.accelerator.reduce(self._tr_loss, "mean")
         return super()._finalize_training(*args, **kwargs)  # type: ignore[no-untyped-call]
@@ -109,10 +113,10 @@ class ResumableTrainer(Trainer):
         super().log(select_finite(logs), start_time)
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: object) -> bool:
-        """Determine the best metric as the Trainer does, and save a draft that reaches it.
+        """Return whether an evaluation is the best so far, as the Trainer does.
 
-        If the best draft is loaded at the end, it must be saved even if `train.save_steps` asks for
-        no checkpoint at this step.
+        If the best draft is loaded at the end of training, also ask for a checkpoint now, even if
+        `train.save_steps` asks for none at this step.
         """
         is_best = super()._determine_best_metric(metrics, trial)
         if is_best and self.args.load_best_model_at_end:
@@ -124,12 +128,13 @@ class ResumableTrainer(Trainer):
         return self._run_dir or str(super()._get_output_dir(trial))
 
     def _save_checkpoint(self, model: nn.Module, trial: object) -> None:
-        """Save a checkpoint as the Trainer does, but so that it is complete or does not exist.
+        """Save a checkpoint that is either complete or does not exist, even if the run is killed.
 
-        It is written into the staging folder. When every process is done, it is moved to its place.
-        Then older checkpoints are removed.
+        The checkpoint is written into the staging folder. When every process is done, the
+        checkpoint is moved to its place. Then older checkpoints are removed.
         """
-        # Every process writes its files into the staging folder.
+        # Every process writes its files into the staging folder. The Trainer asks `_get_output_dir`
+        # where to save, which returns `_run_dir` if it is set.
         run = Path(str(self.args.output_dir))
         step = self.state.global_step
         self._run_dir = str(run / STAGING_DIR)
@@ -218,18 +223,20 @@ class Stopping(TrainerCallback):
                 # os.write instead of print, because the signal may have interrupted a print, which
                 # cannot be entered twice.
                 os.write(
-                    2,
+                    2,  # stderr
                     f"{signal.Signals(number).name}: saving after this step; a second signal ends"
                     " without saving\n".encode(),
                 )
+        # A signal that follows at once is the first one again, sent by the launcher too.
         elif time.monotonic() - self.received_at > REPEATED_SIGNAL_S:
-            os._exit(128 + number)
+            os._exit(128 + number)  # shells use this exit code for a signal
 
     @property
     def asked(self) -> bool:
         """Whether this process was asked to stop, by a signal or by the end of its launcher.
 
-        Some launchers do not pass a signal on. When one ends, this process gets another parent.
+        Some launchers do not pass a signal on to the processes that they started. When such a
+        launcher ends, this process gets another parent process.
         """
         return self.received is not None or self.launcher not in (None, os.getppid())
 
@@ -240,8 +247,13 @@ class Stopping(TrainerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Add up the findings of all processes on this step, and read those that are due."""
-        # Count the processes that were asked to stop, and those whose loss is not finite.
+        """Add up the findings of all processes about this step, and read those that are due.
+
+        A process finds out two things: whether it was asked to stop, and whether a loss of this
+        step is not finite. All processes must know the sums, because all end after the same step.
+        """
+        # Count the processes that were asked to stop, and those whose loss is not finite. Each
+        # process contributes two numbers, 0 or 1.
         losses = self.trainer.micro_batch_losses
         self.trainer.micro_batch_losses = []
         is_finite = torch.stack(losses).isfinite().all()
@@ -262,18 +274,21 @@ class Stopping(TrainerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Read the findings at the end of an epoch, too.
+        """Read whether to stop the run at the end of an epoch, too.
 
         With `train.save_strategy=epoch` or `train.eval_strategy=epoch`, the Trainer decides only
-        here to save or to evaluate, and the last step must be read before.
+        now to save or to evaluate. Before that, it must be known whether the losses of the last
+        step are finite.
         """
         self._read(args, control)
 
     def _read(self, args: TrainingArguments, control: TrainerControl) -> None:
-        """Read the findings of all steps but the last, and act on them.
+        """Read the findings of all steps but the last, and stop the run if they ask for it.
 
-        The last step is read, too, if its weights are about to be saved or evaluated. Otherwise it
-        is read one step later, so that the CPU does not wait for the device.
+        The findings of a step are two counts of processes: those that were asked to stop, and those
+        whose loss is not finite. The findings of the last step are read, too, if its weights are
+        about to be saved or evaluated. Otherwise they are read one step later, so that the CPU does
+        not wait for the device.
         """
         uses_weights = (
             control.should_save or control.should_evaluate or control.should_training_stop
@@ -297,7 +312,7 @@ class Stopping(TrainerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """End the run after the save that a signal asked for."""
+        """End the run once the checkpoint is saved, if a signal asked this run to stop."""
         if not self.stops:
             return
         if state.is_world_process_zero:
@@ -306,10 +321,14 @@ class Stopping(TrainerCallback):
                 f" {find_checkpoint(Path(str(args.output_dir)), state.global_step)}. The same"
                 " command resumes."
             )
+        # Shells use this exit code for a signal. SIGTERM stands for a signal that only another
+        # process received.
         raise SystemExit(128 + (self.received or signal.SIGTERM))
 
     def _stop_if_not_finite(self, step: EndedStep, args: TrainingArguments) -> None:
-        """Save the rows of training data whose loss was not finite, and end on every process.
+        """Write a file with the rows whose loss was not finite, and end the run by an error.
+
+        Every process calls this after the same step.
 
         Args:
             step: the step in which the loss was not finite.
@@ -345,7 +364,7 @@ class Stopping(TrainerCallback):
     def _list_step_rows(self, step: EndedStep, args: TrainingArguments) -> list[list[int]]:
         """Return the row numbers of each micro-batch of this process in a step.
 
-        Batches do not carry row numbers, so they are computed again by the sampler: the order of
+        Batches do not carry row numbers, so the sampler computes the numbers again: the order of
         rows is a function of the epoch.
         """
         # The sampler of a new loader gives the same order, once it has the step's epoch.
@@ -353,7 +372,7 @@ class Stopping(TrainerCallback):
         num_batches = len(loader) if has_length(loader) else 0
         step_batches = args.gradient_accumulation_steps
         if not num_batches:
-            # The rows are a stream, as in the training of pico itself, and have no numbers.
+            # The rows are a stream without numbers, as when the small target `pico` is trained.
             return [[] for _ in step.losses]
 
         # Find the epoch of the step, and the step's place in it.

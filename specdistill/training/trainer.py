@@ -119,7 +119,8 @@ class DistillationTrainer(ResumableTrainer):
             self.whole = copy.deepcopy(self.objective.draft).cpu()
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler[int] | None:
-        """Return a sampler whose order does not depend on the number of processes."""
+        """Return a sampler of rows whose order does not depend on the number of processes."""
+        # Orders that are not random do not depend on it either.
         if self.args.train_sampling_strategy != "random":
             return super()._get_train_sampler(train_dataset)
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
@@ -128,12 +129,13 @@ class DistillationTrainer(ResumableTrainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[ForwardInputs], num_batches: int, device: torch.device
     ) -> tuple[list[ForwardInputs], Tensor]:
-        """Return the micro-batches of one optimizer step, and the loss tokens of all processes.
+        """Return this process's micro-batches of one optimizer step, and the count of loss tokens.
 
-        The Trainer calls this, and passes the number of loss tokens on to `compute_loss`.
+        The Trainer calls this, and passes the count on to `compute_loss`, which divides by it. It
+        is the number of loss tokens in the micro-batches of all processes.
         """
-        # Prepare the batches. They are numbered in the order of their rows, which the processes
-        # take in turn.
+        # Prepare the micro-batches. Each has a number in the whole run, which seeds what is random
+        # in it. The processes take the numbers in turn.
         first = self.state.global_step * num_batches
         batches = []
         for index, batch in enumerate(islice(epoch_iterator, num_batches)):
@@ -147,6 +149,7 @@ class DistillationTrainer(ResumableTrainer):
         loss_tokens = sum(
             (self.objective.count_loss_tokens(batch) for batch in batches), torch.tensor(0)
         )
+        # At least 1, because the loss is divided by the count.
         return batches, self.accelerator.reduce(loss_tokens.to(device), "sum").clamp_min(1)
 
     def compute_loss(
@@ -156,14 +159,16 @@ class DistillationTrainer(ResumableTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor | tuple[Tensor, StepSums]:
-        """Return the loss of a micro-batch: its sum divided by the whole global batch's count.
+        """Return the loss of a micro-batch: its sum over the loss tokens, divided by their count.
 
+        The count (`num_items_in_batch`) is that of all micro-batches and processes of the step.
         Nothing else divides the loss. Data parallelism averages gradients over processes, so the
-        sum is multiplied by their number. The step's gradient is then the same however the batch
-        was divided into micro-batches and processes.
+        sum is multiplied by their number. The step's gradient is then the same however the step's
+        rows were divided into micro-batches and processes.
         """
         total, sums = self._sum_losses(model, inputs, measure=not model.training)
         assert num_items_in_batch is not None
+        # For some objectives, `total` has one sum for each drafted position.
         loss = (total * self.accelerator.num_processes / num_items_in_batch).sum()
         return (loss, sums) if return_outputs else loss
 
@@ -174,15 +179,17 @@ class DistillationTrainer(ResumableTrainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[None, Tensor, Tensor]:
-        """Compute the sums of one batch in an evaluation.
+        """Compute the sums of losses and metrics of one batch in an evaluation.
 
-        They are returned in place of logits and labels. The Trainer collects them and gives them to
-        `step_metrics`.
+        They are returned in place of logits and labels. The Trainer collects those of all batches
+        and gives them to `step_metrics`, which divides the sums.
 
         Returns:
-            None; the sums of each drafted position [1, 8, K] in place of logits; and the loss's
-            sums and counts [1, 2, P] in place of labels.
+            None in place of a loss. In place of logits, the eight sums of `StepSums` for each of K
+            drafted positions [1, 8, K]. In place of labels, the loss and its count of loss tokens
+            [1, 2, P], where P is 1, or K if each position's loss is divided by its own count.
         """
+        # `number` is None, so that a batch is prepared the same way in every evaluation.
         inputs = self._prepare_inputs(self.objective.prepare(inputs, None))
         with torch.no_grad():
             total, sums = self._sum_losses(model, inputs, measure=True)
@@ -196,15 +203,19 @@ class DistillationTrainer(ResumableTrainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
-        """Evaluate as the Trainer does, and measure acceptance in decoding if there is `decode`.
+        """Evaluate as the Trainer does, and by decoding if the constructor got `decode`.
 
-        To decode, the draft is saved, and the first process decodes with it while the others wait.
+        To decode, the draft is saved, and the first process decodes with it while the other
+        processes wait.
+
+        Returns:
+            The metrics. With `decode` they include `eval_decoded_acceptance_length`.
 
         Raises:
             UserError: if the held-out rows do not measure `train.metric_for_best_model`.
         """
-        # The state of the random numbers is kept, so that an evaluation before the first step does
-        # not change the training that follows.
+        # An evaluation before the first step (step 0) restores the state of the random numbers, so
+        # that it does not change the training that follows.
         with torch.random.fork_rng(enabled=self.state.global_step == 0):
             metrics = select_finite(super().evaluate(eval_dataset, ignore_keys, metric_key_prefix))
 
@@ -217,13 +228,13 @@ class DistillationTrainer(ResumableTrainer):
                 length = self.decode(folder / "draft") if self.is_world_process_zero() else 0.0
             measured = {"eval_decoded_acceptance_length": broadcast_object_list([length])[0]}
             if self.args.should_save:
-                # The folder is not there where another machine writes the draft.
+                # On a machine that does not write the draft, this folder does not exist.
                 shutil.rmtree(folder, ignore_errors=True)
             self.log(measured)
             metrics |= measured
         self._count_tokens_from_now()
 
-        # The held-out rows must measure what the best draft is chosen by.
+        # The held-out rows must measure the metric by which the best draft is chosen.
         metric = self.args.metric_for_best_model
         if metric is not None and f"eval_{metric.removeprefix('eval_')}" not in metrics:
             raise UserError(
@@ -252,36 +263,46 @@ class DistillationTrainer(ResumableTrainer):
         super().log(logs, start_time)
 
     def _count_tokens_from_now(self) -> None:
-        """Start a new interval of tokens per second."""
+        """Restart the token count and the clock, from which `log` computes tokens per second."""
         self.num_tokens = torch.tensor(0)
         self.counted_from = time.monotonic()
 
     def _save_checkpoint(self, model: nn.Module, trial: object) -> None:
-        """Save a checkpoint, whose time does not count in tokens per second."""
+        """Save a checkpoint, and leave the time of saving out of tokens per second."""
         super()._save_checkpoint(model, trial)
         self._count_tokens_from_now()
 
     def _sum_losses(
         self, model: nn.Module, inputs: ForwardInputs, measure: bool
     ) -> tuple[Tensor, StepSums]:
-        """Run target and draft on a micro-batch; return the sum of its losses and its metrics."""
+        """Run target and draft on a micro-batch, and sum its losses and its metrics.
+
+        Args:
+            model: the objective, as it is wrapped for data parallelism.
+            inputs: the prepared micro-batch.
+            measure: whether metrics are computed besides the loss.
+
+        Returns:
+            The sum of the losses, and the sums of the metrics.
+        """
         dtype = find_autocast_dtype(self.args)
         with torch.autocast(self.args.device.type, dtype, enabled=dtype is not None):
-            # no_grad and not inference_mode, whose tensors cannot be saved for the backward pass
-            # without a copy.
+            # Not inference_mode, because its tensors cannot be saved for the backward pass of the
+            # draft without a copy.
             with torch.no_grad():
                 target_outputs = self.objective.read_target(self.target, inputs)
             output: tuple[Tensor, StepSums] = model(**{**inputs, **target_outputs}, measure=measure)
             return output
 
     def save_draft(self, folder: Path) -> None:
-        """Write the draft in its public layout.
+        """Write the draft into a folder, in its public layout.
 
         Every process calls this, because each may hold a part of the draft. The first process
         writes. With `train.save_on_each_node` the first process of each machine writes, if it has
         the whole draft.
         """
-        # Gather the weights of a sharded draft. Some processes get an empty dictionary.
+        # Gather the weights of a sharded draft. Processes that do not write may get an empty
+        # dictionary.
         state = self.accelerator.get_state_dict(self.model_wrapped) if self.is_sharded else None
         if self.args.should_save and (state or not self.is_sharded):
             self._write_draft(folder, state)
@@ -289,10 +310,12 @@ class DistillationTrainer(ResumableTrainer):
     def _save(
         self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None
     ) -> None:
-        """Save the Trainer's own file, for resuming, and the draft, for measuring.
+        """Save the Trainer's own file of weights and the draft; the Trainer calls this.
 
-        The draft is in its public layout.
+        The Trainer's file is needed to resume. The draft, in its public layout in the folder
+        `draft`, can be measured.
         """
+        # A process that is not to write, or did not get the gathered weights, saves nothing.
         if not self.args.should_save or (self.is_sharded and not state_dict):
             return
 
@@ -310,6 +333,7 @@ class DistillationTrainer(ResumableTrainer):
             folder: where it is written.
             state: the gathered weights of the objective; only needed for a sharded draft.
         """
+        # `whole` is a copy of a sharded draft on the CPU, with room for all weights.
         if self.whole is None:
             return self.save(self.objective.draft, folder)
         assert state is not None
@@ -325,10 +349,10 @@ class DistillationTrainer(ResumableTrainer):
 def fill_up(rows: Dataset, multiple: int) -> Dataset:
     """Append empty rows until the number of rows is a multiple of `multiple`.
 
-    An empty row is padding without loss. Without them, accelerate repeats rows so that every
-    process gets the same number, and an evaluation would count some rows twice.
+    An empty row is padding without loss. Without empty rows, accelerate would repeat rows so that
+    every process gets the same number, and an evaluation would count some rows twice.
     """
-    # All rows have one length. No row is appended if the number fits already.
+    # All rows have the same number of tokens.
     length = len(rows[0]["input_ids"])
     num_missing = -len(rows) % multiple
     if num_missing == 0:

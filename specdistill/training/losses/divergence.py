@@ -50,22 +50,24 @@ Divergence = Callable[..., Tensor]
 
 
 def forward_kl(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> Tensor:
-    """Compute KL(p || q) = sum_w p_w (log p_w - log q_w).
+    """Compute KL(p || q) = sum_w p_w (log p_w - log q_w) for each of R tokens, in nats.
 
-    Zero iff q = p. Its gradient with respect to the draft's logits is q - p.
+    p is the target's distribution over W tokens, and q the draft's. The value is zero iff q = p.
+    Its gradient with respect to the draft's logits is q - p.
     """
     log_q = draft_logits_RW.float().log_softmax(-1)
-    # The first term is constant for the draft, but without it the value would not be zero for q =
-    # p. torch.xlogy would take twice the time on a CPU.
+    # sum p log p is constant for the draft, but without it the value would not be zero for q = p.
+    # torch.xlogy would take twice the time on a CPU.
     negative_entropy_R = (target_probs_RW * _compute_floored_log(target_probs_RW)).sum(-1)
     return negative_entropy_R - (target_probs_RW * log_q).sum(-1)
 
 
 def reverse_kl(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> Tensor:
-    """Compute KL(q || p) = sum_w q_w (log q_w - log p_w).
+    """Compute KL(q || p) = sum_w q_w (log q_w - log p_w) for each of R tokens, in nats.
 
-    Its gradient is q_w (log q_w - log p_w - KL). Where p is zero the divergence is infinite, so log
-    p is floored at float32's smallest normal number, -87.3 nats.
+    p is the target's distribution over W tokens, and q the draft's. The gradient with respect to
+    the draft's logit w is q_w (log q_w - log p_w - KL). Where p is zero the divergence would be
+    infinite, so log p is at least -87.3, the logarithm of float32's smallest normal number.
     """
     log_q = draft_logits_RW.float().log_softmax(-1)
     return (log_q.exp() * (log_q - _compute_floored_log(target_probs_RW))).sum(-1)
@@ -79,8 +81,10 @@ def jsd(
 ) -> Tensor:
     """Compute beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q.
 
-    arXiv 2306.13649, equation 1. 0 < beta < 1. Divided by beta it tends to the forward KL as beta
-    -> 0, and divided by 1 - beta to the reverse KL as beta -> 1. It is never above log 2.
+    This is the generalized Jensen-Shannon divergence (arXiv 2306.13649, equation 1), for each of R
+    tokens. p is the target's distribution over W tokens, and q the draft's. The value is never
+    above log 2. Divided by beta, the value tends to the forward KL as beta -> 0. Divided by 1 -
+    beta, the value tends to the reverse KL as beta -> 1.
     """
     log_q = draft_logits_RW.float().log_softmax(-1)
     log_p = _compute_floored_log(target_probs_RW)
@@ -92,48 +96,57 @@ def jsd(
 
 
 def tvd(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> Tensor:
-    """Compute 1 - alpha = 1/2 sum_w |p_w - q_w|.
+    """Compute the total variation 1/2 sum_w |p_w - q_w| for each of R tokens.
 
-    Its gradient is q_w (Q - r_w) with r_w = [p_w > q_w] and Q = sum_w q_w r_w.
+    p is the target's distribution over W tokens, and q the draft's. The value is 1 - alpha, the
+    probability that a token drawn from the draft is rejected. Its gradient with respect to the
+    draft's logit w is q_w (Q - r_w), where r_w is 1 if p_w > q_w, else 0, and Q = sum_w q_w r_w.
     """
     q = draft_logits_RW.float().softmax(-1)
     return 0.5 * (target_probs_RW - q).abs().sum(-1)
 
 
 def tvd_plus_plus(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> Tensor:
-    """Compute `tvd` with another gradient: -E_q[A(w) grad log q_w] (arXiv 2403.00858).
+    """Compute `tvd` with another gradient: -E_q[A_w grad log q_w] (arXiv 2403.00858).
 
-    A = (r - mean r) / std r, with the rewards r_w = [p_w > q_w]. The paper draws w from q, and
-    takes the mean and the deviation of the rewards over a batch. Here the expectation is exact, and
-    both are those of q itself: mean Q = sum_w q_w r_w, variance Q (1 - Q). So the gradient is that
-    of `tvd` divided by sqrt(Q (1 - Q)). It is no longer than 1, and it stays strong where q puts
-    little mass on the tokens that p prefers. Without a reward there is no gradient.
+    p is the target's distribution over W tokens, and q the draft's. A token w has the reward r_w =
+    1 if p_w > q_w, else 0, and the advantage A_w = (r_w - mean) / deviation. The paper draws w from
+    q, and takes mean and deviation of the rewards over a batch. Here the expectation is exact, and
+    mean and deviation are those under q: the mean is Q = sum_w q_w r_w, and the variance is Q (1 -
+    Q). So the gradient is that of `tvd` divided by sqrt(Q (1 - Q)). Its norm is at most 1, and it
+    stays strong where q puts little mass on the tokens that p prefers. If no token has a reward,
+    the gradient is zero.
     """
     log_q = draft_logits_RW.float().log_softmax(-1)
     # Compute the advantage A, which is a constant for the gradient: (1 - Q) / sqrt(Q (1 - Q)) for a
-    # rewarded token and -Q / sqrt(Q (1 - Q)) for another. Q is `hit_R` here, and 1 - Q `miss_R`.
+    # token with a reward, and -Q / sqrt(Q (1 - Q)) for a token without. `hit_R` is Q, and `miss_R`
+    # is 1 - Q.
     with torch.no_grad():
         q = log_q.exp()
         rewarded = target_probs_RW > q
         hit_R = (q * rewarded).sum(-1, keepdim=True)
         miss_R = (q * ~rewarded).sum(-1, keepdim=True)
         deviation_R = (hit_R * miss_R).clamp_min(torch.finfo(torch.float32).tiny).sqrt()
-        # If rounding rewards every token, this advantage is zero; r - Q would be rounding over
-        # zero.
+        # If rounding gives every token a reward, `miss_R` and so the advantage are exactly zero.
+        # Computed as r - Q, it would be a rounding error divided by almost zero.
         advantage_RW = torch.where(rewarded, miss_R, -hit_R) / deviation_R
         value_R = tvd(draft_logits_RW, target_probs_RW)
 
-    # The value is that of tvd. The surrogate adds its gradient, and cancels in the value.
+    # The value is that of tvd. The surrogate adds its gradient, and minus itself (detached) it is
+    # zero in the value. tvd was computed without gradient.
     surrogate_R = -(q * advantage_RW * log_q).sum(-1)
     return value_R + surrogate_R - surrogate_R.detach()
 
 
 def nla(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> Tensor:
-    """Compute -log alpha; its gradient is that of `tvd` divided by alpha (arXiv 2602.23881).
+    """Compute -log alpha, with alpha = sum_w min(p_w, q_w), for each of R tokens.
 
-    For a one-hot p it is cross-entropy. It is computed in logarithms, where alpha does not vanish
-    however little the distributions overlap: log alpha = logsumexp_w min(log p_w, log q_w).
+    p is the target's distribution over W tokens, and q the draft's (arXiv 2602.23881). alpha is the
+    probability that a token drawn from q is accepted. The gradient is that of `tvd` divided by
+    alpha. For a one-hot p the value is the cross-entropy. It is computed in logarithms, because
+    alpha itself would be rounded to zero where p and q hardly overlap.
     """
+    # log alpha = logsumexp_w min(log p_w, log q_w)
     log_q = draft_logits_RW.float().log_softmax(-1)
     return -torch.minimum(target_probs_RW.log(), log_q).logsumexp(-1)
 
@@ -141,9 +154,11 @@ def nla(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> Tensor:
 def lk(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> Tensor:
     """Compute l KL(p || q) + (1 - l) (1 - alpha), l = exp(-LK_DECAY alpha) (arXiv 2602.23881).
 
-    The weight l takes no gradient.
+    p is the target's distribution over W tokens, and q the draft's. alpha = sum_w min(p_w, q_w) is
+    the probability that a token drawn from q is accepted. So the loss moves from KL to 1 - alpha as
+    the draft improves. The weight l takes no gradient.
     """
-    # The distance 1/2 sum |p - q| is 1 - alpha. As a weight it is detached.
+    # 1 - alpha is computed as 1/2 sum_w |p_w - q_w|. In the weight it is detached.
     log_q = draft_logits_RW.float().log_softmax(-1)
     kl_R = (target_probs_RW * (_compute_floored_log(target_probs_RW) - log_q)).sum(-1)
     distance_R = 0.5 * (target_probs_RW - log_q.exp()).abs().sum(-1)
@@ -152,9 +167,11 @@ def lk(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> Tensor:
 
 
 def cross_entropy(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> Tensor:
-    """Compute -log q(argmax p), the loss for greedy decoding.
+    """Compute -log q(argmax p) for each of R tokens, the loss for greedy decoding.
 
-    Zero iff q has all its mass there. Its gradient is q - onehot(argmax p).
+    p is the target's distribution over W tokens, and q the draft's. The value is zero iff q has all
+    its mass on the target's top-1 token. Its gradient with respect to the draft's logits is q -
+    onehot(argmax p).
     """
     log_q = draft_logits_RW.float().log_softmax(-1)
     return -log_q.gather(-1, target_probs_RW.argmax(-1, keepdim=True)).squeeze(-1)
@@ -217,7 +234,7 @@ def _build_term(spec: object, key: str, **more_fields: Any) -> partial[Tensor]:
     Args:
         spec: a mapping of `name` and options.
         key: the recipe key that errors name.
-        **more_fields: types and defaults of further options, as pydantic takes them.
+        **more_fields: types and defaults of further options, as `pydantic.create_model` takes them.
     """
     # Find the divergence by its name.
     if not isinstance(spec, Mapping) or "name" not in spec:
@@ -242,15 +259,16 @@ def _build_term(spec: object, key: str, **more_fields: Any) -> partial[Tensor]:
 
 
 def _compute_floored_log(probs_RW: Tensor) -> Tensor:
-    """Compute log p with a finite floor, so that p log p = 0 where p is zero."""
+    """Compute log p, but finite where p is zero, so that p log p is 0 there and not NaN."""
     return probs_RW.clamp_min(torch.finfo(torch.float32).tiny).log()
 
 
 def acceptance(draft_probs_RW: Tensor, target_probs_RW: Tensor) -> Tensor:
-    """Compute alpha = sum_w min(p_w, q_w), [R].
+    """Compute alpha = sum_w min(p_w, q_w) for each of R tokens, [R].
 
-    This is the probability that speculative sampling accepts a token that is drawn from q:
-    arXiv 2211.17192, theorem 3.5. Here p is *not* renormalised: the target's mass outside the
-    draft vocabulary can never be accepted.
+    p is the target's distribution over the W tokens of the draft, and q the draft's. alpha is the
+    probability that speculative sampling accepts a token that is drawn from q (arXiv 2211.17192,
+    theorem 3.5). p must *not* be renormalised over the draft's tokens, because the draft never
+    proposes the target's other tokens.
     """
     return torch.minimum(draft_probs_RW, target_probs_RW).sum(-1)

@@ -53,22 +53,24 @@ def compute_head_loss(
     block_rows: int = BLOCK_ROWS,
     chunk_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the weighted sum of the rows' losses, block by block.
+    """Compute the weighted sum of the losses of R rows through an output head, block by block.
 
-    The gradient reaches the rows and the head's weight and bias. All K positions of a row share a
-    target, as the steps of an unroll that predict one token do. Drafted positions that each have
-    their own target are rows with K = 1.
+    The logits of all rows never exist at once. The gradient reaches the rows and the head's weight
+    and bias. The K drafted positions of a row share one target, as the steps of an unroll that
+    predict the same token do. Positions that each have their own target are given as rows, with
+    K = 1.
 
     Args:
         rows_KRH: [K, R, H], hidden states before the head.
         weights_KR: [K, R], the weight of each loss.
-        head: the output head.
-        targets_of: see `TargetsOf`.
-        loss_of: see `LossOf`.
+        head: the output head, with W tokens.
+        targets_of: returns the targets of a slice of rows, in the form that `loss_of` takes.
+        loss_of: compares logits [r, W] of r rows with their targets at a drafted position k, and
+            returns the losses [r] in nats and M metrics [M, r].
         correction: rows [K, R, e] and a weight [W, e], whose product is added to the head's logits.
-            Both get their gradient.
-        group_size: R is a multiple of it, and so are chunks: each call of `loss_of` gets whole
-            groups of so many consecutive rows.
+            Rows and weight get their gradient.
+        group_size: each call of `loss_of` gets whole groups of this many consecutive rows. R must
+            be a multiple of it.
         block_rows: the most rows, over all K positions, whose logits exist at a time.
         chunk_bytes: the most bytes of float32 logits in one call of `loss_of`. None: CHUNK_BYTES.
 
@@ -146,13 +148,13 @@ class _Product:
         buffer_rows: int,
         trains: bool,
     ) -> "_Product":
-        """Allocate the gradients of a product and the buffer for its logits.
+        """Allocate the gradients of the product rows · weightᵀ, and the buffer for its logits.
 
         Args:
-            rows_KRH: the rows.
-            weight_WH: the weight.
+            rows_KRH: the rows: R hidden states of size H for each of K drafted positions.
+            weight_WH: the weight of W tokens.
             dtype: the dtype of the product.
-            buffer_rows: rows of the buffer.
+            buffer_rows: the most rows of logits that exist at a time.
             trains: whether gradients are needed.
         """
         # A gradient is only kept if it is needed. That of the weight is a sum over all rows, so it
@@ -167,9 +169,13 @@ class _Product:
         return cls(rows_KRH, weight_WH.to(dtype), rows_grad_KRH, weight_grad_WH, buffer)
 
     def compute_logits(self, start: int, stop: int) -> Tensor:
-        """Return the logits [K, b, W] of rows start to stop, in the buffer."""
+        """Compute the logits [K, b, W] of the b rows from start to stop, and return them.
+
+        They are a view of the buffer, so the next call overwrites them. K is the number of drafted
+        positions, and W that of tokens.
+        """
         rows_KbH = self.rows_KRH[:, start:stop].to(self.weight_WH.dtype)
-        self._block_rows = rows_KbH.flatten(0, 1)
+        self._block_rows = rows_KbH.flatten(0, 1)  # kept, because `add_gradients` needs it
         block_buffer = self.buffer[: len(self._block_rows)]
         logits = torch.mm(self._block_rows, self.weight_WH.t(), out=block_buffer)
         return logits.view(len(rows_KbH), stop - start, -1)
@@ -178,14 +184,16 @@ class _Product:
         """Compute the gradients of rows and weight from the gradient of a block's logits.
 
         The rows' gradient is stored at the place of the block. The weight's gradient is added to
-        that of the other blocks.
+        the sum over all blocks so far.
 
         Args:
-            logits_grad_KbW: the gradient of the logits that `compute_logits` returned last.
+            logits_grad_KbW: the gradient of the logits that `compute_logits` returned last, for K
+                drafted positions, b rows of the block and W tokens.
             start: the first row of the block.
             stop: the row after the block.
         """
-        # The product is logits = rows · weightᵀ.
+        # As logits = rows · weightᵀ, the gradient of rows is logits_grad · weight, and the gradient
+        # of weight is logits_gradᵀ · rows.
         logits_grad = logits_grad_KbW.flatten(0, 1)
         if self.rows_grad_KRH is not None:
             shape = (len(logits_grad_KbW), stop - start, -1)
@@ -202,14 +210,16 @@ def _compute_loss_and_gradient(
     loss_arguments: tuple[Any, int],
     trains: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the loss of a chunk at one position, and overwrite its logits by their gradient.
+    """Compute the loss of a chunk of r rows, and overwrite their logits by the loss's gradient.
 
     Args:
-        logits: [r, W] of each product.
+        logits: the logits [r, W] of the head, and those of a correction if there is one. The loss
+            is computed from their sum.
         weights_r: the weight of each row's loss.
-        finish: the head's function that scales and caps the logits of the first product.
-        loss_of: see `LossOf`.
-        loss_arguments: the other arguments of `loss_of`: the targets and k.
+        finish: the head's function that scales and caps its logits.
+        loss_of: computes the losses in nats [r] and M metrics [M, r] from logits and
+            `loss_arguments`.
+        loss_arguments: the targets of the rows, and the drafted position k.
         trains: whether the gradient is needed.
 
     Returns:
@@ -232,7 +242,7 @@ def _compute_loss_and_gradient(
 
 
 class _BlockwiseHeadLoss(torch.autograd.Function):
-    """An autograd function that sums the losses of rows, from one or two products.
+    """An autograd function that sums the losses of rows, whose logits are one product or two.
 
     The first product is that of rows and the head's weight, and `finish` scales and caps its
     logits. The second product is that of a correction, which is added to them.
@@ -251,10 +261,11 @@ class _BlockwiseHeadLoss(torch.autograd.Function):
         trains: bool,
         *tensors: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Compute the sum of the losses, the metrics, and all gradients, block by block.
+        """Compute the weighted sum of the losses, the metrics, and all gradients, block by block.
 
-        `tensors` holds the rows and the weight of the first product, then those of the second, if
-        there is one. The other arguments are those of `compute_head_loss`.
+        `tensors` are the rows [K, R, H] and the weight [W, H] of the head, whose product is the
+        logits. Rows and a weight of a correction may follow, whose product is added. The other
+        arguments are those of `compute_head_loss`.
         """
         # Allocate, for each product, the gradients of its rows and of its weight, and a buffer for
         # the logits of a block.
@@ -318,8 +329,13 @@ class _BlockwiseHeadLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        """Scale the gradients that the forward pass computed, and return one per argument."""
-        # Multiply each gradient of the forward pass by the gradient of the loss, a scalar.
+        """Scale the gradients that the forward pass computed, and return one per argument.
+
+        Args:
+            ctx: the context, in which the forward pass saved its gradients.
+            grad: the gradient of the summed loss, a scalar.
+            _: the gradient of the metrics, which have none.
+        """
         scaled_grads: list[Tensor | None] = []
         for saved_grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True):
             if saved_grad is None:
@@ -340,8 +356,10 @@ def compute_head_loss_at_once(
     loss_of: LossOf,
     correction: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the same as `compute_head_loss` with all logits at once, as a reference for tests."""
-    # All rows are one block.
+    """Compute the same as `compute_head_loss` with all logits at once, as a reference for tests.
+
+    The arguments and the results are those of `compute_head_loss`.
+    """
     with torch.no_grad():
         targets = targets_of(slice(None))
     losses = []
