@@ -331,10 +331,8 @@ def compute_bound_speedup(row: ResultRow) -> float:
 
 def format_length(row: ResultRow) -> str:
     """Return an acceptance length with its interval; an empty row has none."""
-    text = format_number(row.get("mean_acceptance_length"))
-    if row:
-        text += format_bracketed_interval(row, "mean_acceptance_length")
-    return text
+    interval = format_bracketed_interval(row, "mean_acceptance_length") if row else ""
+    return f"{format_number(row.get('mean_acceptance_length'))}{interval}"
 
 
 def select_chains(reports: Reports) -> dict[str, Report]:

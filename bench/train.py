@@ -406,8 +406,9 @@ def describe_setup(measurement: Measurement) -> str:
 def list_step_rows(measurement: Measurement, layout: str) -> Iterator[tuple[str, ...]]:
     """Yield a row of the table for each trainer."""
     for name, numbers in measurement["trainers"].items():
-        milliseconds = [1000 * numbers[part] for part in ("forward", "backward", "optimizer")]
-        times = ", ".join(f"{part_ms:,.0f}" for part_ms in milliseconds)
+        times = ", ".join(
+            f"{1000 * numbers[part]:,.0f}" for part in ("forward", "backward", "optimizer")
+        )
 
         # Our own trainer is compared with nothing.
         speed = ""

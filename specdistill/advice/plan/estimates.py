@@ -399,8 +399,7 @@ def _count_draft_bytes(
     ).itemsize
 
     # Only a layer in the checkpoint of a quantized target has weights of two kinds.
-    is_quantized_layer = METHODS[method].in_target and target.native_mtp and target.quantization
-    if not is_quantized_layer:
+    if not (METHODS[method].in_target and target.native_mtp and target.quantization):
         return parts.parameters * float(itemsize), parts.read * float(itemsize)
     # A step reads half of the copied tables, which keep that dtype. All other weights are stored as
     # the target's own layers are.
@@ -678,9 +677,8 @@ def describe_launch(
     # 3 divides all 16, and holds the gathered weights (4) in addition.
     kept_shares = {"zero2": 0.25 + 0.75 / number, "zero3": 0.25 + 1 / number}
     kept_share = kept_shares.get(name.partition("_")[0], 1.0)
-    divided_bytes = (1 - kept_share) * memory["draft"]
-    device_bytes = int(sum(memory.values()) - spared_bytes - divided_bytes)
-    return Launch(name, number, is_sharded, device_bytes)
+    device_bytes = sum(memory.values()) - spared_bytes - (1 - kept_share) * memory["draft"]
+    return Launch(name, number, is_sharded, int(device_bytes))
 
 
 def find_recipe(method: str, target: str) -> tuple[str | None, RecipeKeys]:
@@ -746,12 +744,10 @@ def select_best_k(
         passes: of the draft per round: "K", "1" or "0". c is multiplied by this number.
     """
     # Compute S for every K. c counts once for each pass of the draft.
-    lengths = []
+    lengths = [expected_acceptance_length(alpha, k) for k in range(1, len(verify) + 1)]
     speedups = []
-    for k, v in enumerate(verify, 1):
+    for k, (length, v) in enumerate(zip(lengths, verify, strict=True), 1):
         draft_cost = {"K": c * k, "1": c, "0": 0.0}[passes]
-        length = expected_acceptance_length(alpha, k)
-        lengths.append(length)
         speedups.append(float(predicted_speedup(length, v, draft_cost)))
 
     # Take the smallest K that is nearly the best: more draft tokens only pay if acceptance is as

@@ -42,7 +42,7 @@ METHOD_PATTERNS = OTHER_METHODS | {
     "draft_model": r"draft",
 }
 
-# The words that the Hub is searched for, one request each.
+# The words that the Hub is searched for. Each takes one request, or two with a Hub id.
 SEARCH_WORDS = ("eagle", "speculator", "draft", "dflash", "dspark", "mtp", "pard")
 
 
