@@ -359,7 +359,7 @@ def compute_sha256(content: bytes) -> str:
 
 
 def write_functions(path: Path) -> None:
-    """Write rows with functions of Python's standard library that are to be completed.
+    """Write prompts that ask to complete functions of Python's standard library, as JSON lines.
 
     Each `prompt` is the first line of a function and its docstring. The functions are public, have
     parameters, and have a docstring whose length is in DOCSTRING_LENGTHS.
@@ -372,7 +372,7 @@ def write_functions(path: Path) -> None:
                 continue
             text = ast.get_docstring(node)
             if text:
-                # The receiver of a method says nothing to the reader of a prompt.
+                # Methods become functions: their first parameter is left out.
                 node.args.args = [
                     argument for argument in node.args.args if argument.arg not in ("self", "cls")
                 ]

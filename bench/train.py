@@ -397,8 +397,7 @@ def describe_setup(measurement: Measurement) -> str:
     if "num_anchors" in measurement:
         return (
             f"{measurement['num_anchors']} blocks of {measurement['block_size']}; the draft has"
-            f" five layers and"
-            " the target's head"
+            " five layers and the target's head"
         )
     return f"{measurement['num_steps']} steps of the unroll; the draft's head is frozen"
 

@@ -73,6 +73,7 @@ class CommonDoctorOptions(Section):
 
     @model_validator(mode="after")
     def _check_target_options(self) -> "CommonDoctorOptions":
+        """Refuse options of the target that only matter in decoding, if nothing is decoded."""
         for name in ("dtype", "attn", "device_map"):
             value = getattr(self.target, name)
             if not self.decode and value != find_default(ExaminedTarget.model_fields[name]):

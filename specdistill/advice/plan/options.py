@@ -18,7 +18,7 @@ class ServingOptions(Section):
     """The settings by which the target is to be served."""
 
     context: int | None = option(
-        None, "tokens of a sequence; null: 4,096, or the target's most if less", ge=1
+        None, "tokens of a sequence; null: 4,096, or the target's limit if that is less", ge=1
     )
     batch_size: int = option(1, "sequences decoded together", ge=1)
     dtype: Literal["float32", "bfloat16", "float16"] | None = option(
@@ -31,8 +31,7 @@ class ServingOptions(Section):
     device: Literal["h100", "cpu"] | None = option(
         None,
         "device that serves and trains; cpu: this machine's; null: cpu on a machine without a"
-        " GPU that"
-        " holds the target",
+        " GPU that holds the target",
     )
     memory_gb: float = option(80.0, "memory of one device in GiB; of a CPU this machine's", gt=0)
     gpu_memory_utilization: float = option(
@@ -67,7 +66,7 @@ class PlanOptions(Section):
     training: PlannedTraining = section(PlannedTraining)
     details: bool = option(
         False,
-        "print what takes the memory, where the numbers are from, and why a method is not to"
-        " be had",
+        "print what takes the memory, where the numbers are from, and why a method is not"
+        " available",
     )
     hub: bool = option(True, "search the Hub for drafts of the target")
