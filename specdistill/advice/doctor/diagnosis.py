@@ -182,9 +182,9 @@ def diagnose(options: CommonDoctorOptions) -> Diagnosis:
     if engine and lookup_first and not ENGINES[engine].describe_front(lookup_first):
         diagnosis.findings.append(
             problem(
-                f"specdistill cannot start {ENGINES[engine].title} with a lookup in front of the"
+                f"specdistill cannot start {ENGINES[engine].title} with this lookup in front of the"
                 " draft",
-                "leave eval.lookup_first out, or name another engine",
+                "change eval.lookup_first or leave it out, or name another engine",
             )
         )
 
@@ -614,12 +614,14 @@ def _compare_with_training(
             is_first_accepted.append(entry.num_accepted > 0)
     first_token_rate = sum(is_first_accepted) / max(1, len(is_first_accepted))
 
-    # The draft is far below its training if even the upper end of the interval is. Compared are
-    # accepted draft tokens: the acceptance length without the target's own token.
-    is_far_below = expected is not None and _compute_upper_length(
-        completions
-    ) - 1 < LOW_ACCEPTANCE_SHARE * (expected.length - 1)
+    # The draft is far below its training if even the upper end of the interval is. The target's own
+    # token of each round does not count.
+    is_far_below = False
+    if expected is not None:
+        most_accepted = _compute_upper_length(completions) - 1
+        is_far_below = most_accepted < LOW_ACCEPTANCE_SHARE * (expected.length - 1)
 
+    # Few accepted tokens are a problem, unless the draft was as bad when it was trained.
     if first_token_rate < NO_BETTER_THAN_CHANCE:
         accepted = f"{first_token_rate:.0%} of its first draft tokens are accepted"
         if expected is None or is_far_below:
@@ -666,12 +668,11 @@ def _compute_upper_length(completions: Sequence[Generation]) -> float:
 
     For a single prompt it is the acceptance length itself.
     """
-    rounds = []
+    mean_lengths = []
     for completion in completions:
-        rounds.append([len(entry.emitted) for entry in completion.rounds])
-    _, high = compute_confidence_interval(
-        [fmean(emitted) for emitted in rounds if emitted], CONFIDENCE
-    )
+        if completion.rounds:
+            mean_lengths.append(fmean(len(entry.emitted) for entry in completion.rounds))
+    _, high = compute_confidence_interval(mean_lengths, CONFIDENCE)
     return high
 
 
