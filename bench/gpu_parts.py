@@ -127,7 +127,7 @@ SMALL_SHAPE = Shape(
 class Options(Section):
     """The options of this script."""
 
-    part: str = option(..., "a name of PARTS")
+    part: str = option(..., "the part to measure: a name of PARTS")
     results: str = option(
         ..., "the file to which a JSON line is appended for each piece of the result"
     )

@@ -94,8 +94,8 @@ class Options(Section):
         [2048, 1024, 512, 256], "the layouts of a step: rows of that many tokens, one document each"
     )
     num_steps: int = option(5, "steps of the unroll", ge=1)
-    block_size: int = option(16, "slots of a block drafter's block", ge=2)
-    num_anchors: int = option(128, "blocks of its step, over all rows", ge=1)
+    block_size: int = option(16, "positions of one block of the block drafter", ge=2)
+    num_anchors: int = option(128, "blocks in a step of the block drafter, over all rows", ge=1)
     loss_rows: int = option(
         8192, "hidden states of head and loss alone, over all steps of the unroll", ge=8
     )

@@ -447,7 +447,10 @@ def _check_values(tensors: Mapping[str, Tensor], config: RawConfig) -> Iterator[
                 f"{name} is all zeros", "it was not saved, or not trained: save the draft again"
             )
         elif largest > MAX_TRAINED_WEIGHT:
-            yield warning(f"{name} has a weight of {largest:.3g}", "look at how training ended")
+            yield warning(
+                f"{name} has a very large weight: {largest:.3g}",
+                "check in the training log whether the loss diverged",
+            )
 
 
 def find_loader_problems(
@@ -497,7 +500,8 @@ def find_loader_problems(
             )
     elif head is None:
         yield problem(
-            f"method {method} does not say what its heads look like, so no loader can be checked",
+            f"the loader of {engine.title} cannot be checked: method {method} does not describe the"
+            " layout of its heads",
             exported,
         )
     elif loader is None:
@@ -507,9 +511,9 @@ def find_loader_problems(
     else:
         result = check_loader(loader, config, shapes, head, target)
         name = f"{engine.title} {engine.loader_version or engine.versions}"
-        yield from (problem(f"{name} stops: {what}", exported) for what in result.refused)
+        yield from (problem(f"{name} refuses it: {what}", exported) for what in result.refused)
         yield from (
-            problem(f"{name} does not say so, but {what}", exported) for what in result.silent
+            problem(f"{name} reports no error, but {what}", exported) for what in result.silent
         )
         yield from (note(f"{name}: {what}") for what in result.notes)
 
