@@ -34,7 +34,7 @@ class ServingOptions(Section):
         " GPU that holds the target",
     )
     memory_gb: float = option(
-        80.0, "memory of one device in GiB; for a CPU: this machine's memory", gt=0
+        80.0, "memory of one device in GiB; default for a CPU: this machine's", gt=0
     )
     gpu_memory_utilization: float = option(
         0.92, "share of the memory that the engine uses", gt=0, le=1
