@@ -353,10 +353,11 @@ def count_all_parts() -> dict[str, dict[str, float]]:
 def find_regressions(counts_by_part: dict[str, dict[str, float]]) -> list[str]:
     """Return a sentence for each wait in training, and for each count that exceeds the record."""
     recorded = json.loads(RECORD.read_text(encoding="utf-8"))
-    regressions = []
-    for name, counts in counts_by_part.items():
-        if name.startswith("training") and counts["waits"]:
-            regressions.append(f"{name} waits for the host")
+    regressions = [
+        f"{name} waits for the host"
+        for name, counts in counts_by_part.items()
+        if name.startswith("training") and counts["waits"]
+    ]
     for name, counts in counts_by_part.items():
         recorded_counts = recorded.get(name, dict.fromkeys(counts, 0))
         for key, number in counts.items():

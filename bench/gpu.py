@@ -115,7 +115,8 @@ class Options(Section):
     """The options of this script."""
 
     parts: list[PartName] = option(
-        [], "names of PARTS, which run in its order; none: all of the form"
+        [],
+        "the parts to run, e.g. [train,decoding]; empty: all parts of the short or the long form",
     )
     short: bool = option(
         False, "the short form: fewer parts and smaller sizes, for nine minutes on one GPU"

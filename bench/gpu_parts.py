@@ -127,7 +127,7 @@ SMALL_SHAPE = Shape(
 class Options(Section):
     """The options of this script."""
 
-    part: str = option(..., "a name of PARTS")
+    part: str = option(..., "the part to measure: a name of PARTS")
     results: str = option(
         ..., "the file to which a JSON line is appended for each piece of the result"
     )
@@ -421,11 +421,10 @@ def list_kernels(step: Callable[[], object], num_kernels: int) -> list[Piece]:
     # Sort by the time within each kernel itself. The profiler gives microseconds.
     get_time = attrgetter("self_device_time_total" if on_gpu else "self_cpu_time_total")
     events = sorted(profiled.key_averages(), key=get_time, reverse=True)
-    kernels: list[Piece] = []
-    for event in events[:num_kernels]:
-        milliseconds = round(get_time(event) / 1000, 2)
-        kernels.append({"name": event.key[:100], "ms": milliseconds, "calls": event.count})
-    return kernels
+    return [
+        {"name": event.key[:100], "ms": round(get_time(event) / 1000, 2), "calls": event.count}
+        for event in events[:num_kernels]
+    ]
 
 
 def measure_shapes(shape: Shape) -> Iterator[Piece]:
@@ -488,8 +487,8 @@ def measure_decoding(shape: Shape) -> Iterator[Piece]:
         for _ in range(2):
             generations = decoder.generate_all(prompts, max_new_tokens=48, num_speculative_tokens=k)
         seconds = sum(generation.seconds - generation.prefill_seconds for generation in generations)
-        tokens_per_second = round(48 * shape.batch / seconds, 1)
-        yield {f"batch of {shape.batch}, {name}": {"tokens_per_second": tokens_per_second}}
+        speed = {"tokens_per_second": round(48 * shape.batch / seconds, 1)}
+        yield {f"batch of {shape.batch}, {name}": speed}
 
 
 def measure_compiled_decoding(shape: Shape) -> Iterator[Piece]:
@@ -560,12 +559,10 @@ def train_pico(shape: Shape) -> Iterator[Piece]:
 
     # Train, then measure. The gate may fail: its verdict is a result like any other.
     with tempfile.TemporaryDirectory() as folder:
-        train_s = run_command(
-            "train", "recipe=pico/eagle3", f"train.output_dir={folder}/run", *keys
-        )
-        yield {"train_seconds": train_s}
-        eval_s = run_command("eval", f"recipe={folder}/run/run/recipe.yaml", *keys, failing=True)
-        yield {"eval_seconds": eval_s}
+        output_key = f"train.output_dir={folder}/run"
+        yield {"train_seconds": run_command("train", "recipe=pico/eagle3", output_key, *keys)}
+        recipe_key = f"recipe={folder}/run/run/recipe.yaml"
+        yield {"eval_seconds": run_command("eval", recipe_key, *keys, failing=True)}
         report = json.loads((Path(folder) / "run/report/report.json").read_text(encoding="utf-8"))
 
     # Yield the verdict, and the metrics that the report has.

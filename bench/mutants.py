@@ -99,6 +99,7 @@ class FirstFailure:
     name: str | None = None
 
     def pytest_runtest_logreport(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        """Keep the name of the first test, or module, that failed. pytest calls this hook."""
         if report.failed:
             self.name = self.name or report.nodeid
 

@@ -94,7 +94,7 @@ class RecipeSettings(TypedDict):
 
 
 class RecipeNeeds(TypedDict):
-    """What the training of a recipe needs.
+    """The needs of a recipe's training.
 
     Attributes:
         of: the settings of the recipe.
@@ -295,8 +295,7 @@ def format_header_line(needs: RecipeNeeds) -> str:
 
 def format_needs_table(needs_by_recipe: dict[str, RecipeNeeds]) -> str:
     """Return the table of docs/recipes.md."""
-    rows = [_format_row(name, needs) for name, needs in needs_by_recipe.items()]
-    return format_table(HEAD, rows)
+    return format_table(HEAD, [_format_row(name, needs) for name, needs in needs_by_recipe.items()])
 
 
 def _format_row(name: str, needs: RecipeNeeds) -> tuple[str, ...]:

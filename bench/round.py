@@ -141,8 +141,8 @@ def main(options: Options) -> ExitCode:
 
     # Write both tables. Longer prompts are made from the tokens of the short ones.
     parts_table = format_parts_table({name: decoder.rounds for name, decoder in decoders.items()})
-    token_ids = list(chain.from_iterable(prompt.token_ids for prompt in prompts))
-    length_table = format_length_table(drafted, token_ids)
+    token_ids = chain.from_iterable(prompt.token_ids for prompt in prompts)
+    length_table = format_length_table(drafted, list(token_ids))
     text = "\n\n".join((format_caption(target), parts_table, length_table))
     write_between(PAGE, "round", text)
     print(text)
@@ -199,8 +199,8 @@ def format_length_table(decoder: TimedDecoder, token_ids: list[int]) -> str:
         decoder.generate(prompt, max_new_tokens=NEW_TOKENS, num_speculative_tokens=K)
         times = [f"{compute_median_ms(decoder.rounds, part):.2f}" for part in PARTS]
         rows.append([f"{length:,}", *times])
-    short_names = [name.partition(":")[0] for name in PARTS.values()]
-    return format_table(["tokens before the round", *short_names], rows)
+    head = ["tokens before the round", *(name.partition(":")[0] for name in PARTS.values())]
+    return format_table(head, rows)
 
 
 if __name__ == "__main__":

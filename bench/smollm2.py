@@ -359,7 +359,7 @@ def compute_sha256(content: bytes) -> str:
 
 
 def write_functions(path: Path) -> None:
-    """Write rows with functions of Python's standard library that are to be completed.
+    """Write prompts that ask to complete functions of Python's standard library, as JSON lines.
 
     Each `prompt` is the first line of a function and its docstring. The functions are public, have
     parameters, and have a docstring whose length is in DOCSTRING_LENGTHS.
@@ -372,7 +372,7 @@ def write_functions(path: Path) -> None:
                 continue
             text = ast.get_docstring(node)
             if text:
-                # The receiver of a method says nothing to the reader of a prompt.
+                # Methods become functions: their first parameter is left out.
                 node.args.args = [
                     argument for argument in node.args.args if argument.arg not in ("self", "cls")
                 ]
@@ -466,12 +466,11 @@ def compare(folder: Path, shapes: Sequence[tuple[str, Shape]], phase: Phase) -> 
         The content of comparison.json.
     """
     # The keys `..._each` have one entry for each draft.
-    k_of_each = [str(shape.k) for _, shape in shapes]
     trees = [shape.tree for _, shape in shapes]
     lookups = [shape.lookup_first for _, shape in shapes]
     arguments = [
         f"drafts=[{','.join(draft for draft, _ in shapes)}]",
-        f"num_speculative_tokens_each=[{','.join(k_of_each)}]",
+        f"num_speculative_tokens_each=[{','.join(str(shape.k) for _, shape in shapes)}]",
     ]
     if any(trees):
         arguments.append(f"trees_each={json.dumps(trees)}")
@@ -508,8 +507,7 @@ def select_shape(
         for row, shape in rows_of_group
         if row["speedup"] >= EQUAL_SPEED_SHARE * best_speedup
     ]
-    _, shape = max(fast_shapes, key=itemgetter(0))
-    return shape
+    return max(fast_shapes, key=itemgetter(0))[1]
 
 
 def release(run: Path, shape: Shape, keys: Sequence[str]) -> ExitCode:
@@ -560,12 +558,8 @@ def run_once(folder: Path, drafts: Collection[str], verb: str, arguments: list[s
 
 def select_fastest_k(report: Report) -> int:
     """Return the K above 0 with the greatest predicted speedup of a report; 1 if there is none."""
-    curve = report.get("theory", {"curve": []})["curve"]
-    points = [point for point in curve if point["k"] > 0]
-    if not points:
-        return 1
-    fastest = max(points, key=lambda point: point["predicted_speedup"])
-    return int(fastest["k"])
+    points = [point for point in report.get("theory", {"curve": []})["curve"] if point["k"] > 0]
+    return int(max(points, key=itemgetter("predicted_speedup"))["k"]) if points else 1
 
 
 # Write the tables
@@ -579,14 +573,14 @@ def format_shapes_table(tried_shapes: Sequence[Shape], rows: Sequence[ResultRow]
     for shape, row in zip(tried_shapes, rows, strict=True):
         behind_lookup: dict[str, Any] = shape.lookup_first or {}
         tree = shape.tree or behind_lookup.get("draft_tree")
+        description = f"a chain of {behind_lookup.get('draft_tokens', shape.k)}"
         if tree:
             description = f"a tree of {tree['budget']}, {tree['depth']} deep"
-        else:
-            description = f"a chain of {behind_lookup.get('draft_tokens', shape.k)}"
         if shape.lookup_first:
             description += f" behind a lookup of up to {shape.k}"
-        length = f"{row['mean_acceptance_length']:.2f}"
-        lines.append((description, length, f"{row['speedup']:.2f}×"))
+        lines.append(
+            (description, f"{row['mean_acceptance_length']:.2f}", f"{row['speedup']:.2f}×")
+        )
     return format_table(("the best draft drafts", "acceptance length", "speedup"), lines)
 
 

@@ -94,11 +94,15 @@ class Options(Section):
     """The options of this script."""
 
     small: bool = option(False, "little data and few steps; the numbers mean nothing")
-    recipes: list[str] = option([*SECONDS], "recipes of recipes/smollm2", min_length=2)
-    steps: int = option(100, "training steps of each at equal tokens", ge=1)
-    minutes: float = option(3.2, "minutes of processor time of each at equal minutes", gt=0)
+    recipes: list[str] = option(
+        [*SECONDS], "the recipes in recipes/smollm2 to compare", min_length=2
+    )
+    steps: int = option(100, "training steps of each recipe at equal tokens", ge=1)
+    minutes: float = option(3.2, "minutes of processor time of each recipe at equal minutes", gt=0)
     longer: list[str] = option([], "recipes that are also trained longer, e.g. [eagle3,dspark]")
-    longer_steps: int = option(200, "their training steps, evaluated after each quarter", ge=4)
+    longer_steps: int = option(
+        200, "training steps of the recipes in longer=, evaluated after each quarter", ge=4
+    )
     num_prompts: int = option(
         9, "prompts to measure on, at least as many as are decoded at a time", ge=4
     )
@@ -331,10 +335,8 @@ def compute_bound_speedup(row: ResultRow) -> float:
 
 def format_length(row: ResultRow) -> str:
     """Return an acceptance length with its interval; an empty row has none."""
-    text = format_number(row.get("mean_acceptance_length"))
-    if row:
-        text += format_bracketed_interval(row, "mean_acceptance_length")
-    return text
+    interval = format_bracketed_interval(row, "mean_acceptance_length") if row else ""
+    return f"{format_number(row.get('mean_acceptance_length'))}{interval}"
 
 
 def select_chains(reports: Reports) -> dict[str, Report]:

@@ -37,8 +37,8 @@ from specdistill.evaluation.report.phrases import format_size
 from specdistill.evaluation.report.text import format_table
 from specdistill.evaluation.statistics.intervals import compute_interval
 from specdistill.evaluation.statistics.metrics import Metric, compute_value
-from specdistill.methods.blocks.checkpoint import save_block as save_block
-from specdistill.methods.blocks.module import build_block_draft as build_block
+from specdistill.methods.blocks.checkpoint import save_block
+from specdistill.methods.blocks.module import build_block_draft
 from specdistill.methods.dflash.method import KIND
 from specdistill.methods.eagle3.checkpoint import save_eagle3
 from specdistill.methods.eagle3.module import build_eagle3
@@ -55,7 +55,7 @@ PAGE = ROOT / "docs" / "performance.md"
 # The trainers that ours is compared with: the name in tables, the name in bench/trainers.py, and
 # settings of its own. The default attention of speculators, flex_attention, has no backward on a
 # CPU.
-OTHER_TRAINERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+OTHER_TRAINERS: dict[str, tuple[str, str, dict[str, object]]] = {
     "plain": ("plain form", "ours", {"plainly": True}),
     "sdpa": ("speculators, sdpa", "speculators", {"attention": "sdpa"}),
     "eager": ("speculators, eager", "speculators", {"attention": "eager"}),
@@ -68,40 +68,45 @@ HEAD = (
     "ours is faster",
     "ours takes of its memory",
 )
-SPEED = Metric(
-    ("ours", "other"), lambda ours, other_seconds: other_seconds / ours
-)  # of the seconds of all rounds
+# How much faster ours is, from the seconds of all rounds.
+SPEED = Metric(("ours", "other"), lambda own_seconds, other_seconds: other_seconds / own_seconds)
 
-Compared = dict[str, tuple[str, dict[str, Any]]]  # name -> a trainer and its settings
-Steps = dict[str, list[dict[str, float]]]  # name -> what bench/trainers.py says of each step
+Settings = Mapping[str, object]  # the settings of a trainer, as JSON
+Compared = dict[str, tuple[str, Settings]]  # by name: a trainer of bench/trainers.py, its settings
+Steps = dict[str, list[dict[str, float]]]  # by name: the numbers of each step of a trainer
+# The numbers and sizes of one part of the JSON, or of one layout of it.
+Measurement = Mapping[str, Any]
 
 
 class Options(Section):
     """The options of this script."""
 
     others: list[Literal["plain", "sdpa", "eager"]] = option(
-        ["plain", "sdpa", "eager"], "what a step is compared with: our plain form, speculators"
+        ["plain", "sdpa", "eager"],
+        "what our step is compared with: its plain form, speculators with sdpa or eager attention",
     )
-    hidden_size: int = option(512, "of target and draft, a multiple of 64", ge=64, multiple_of=64)
-    vocab_size: int = option(32_000, "of target and draft", ge=2)
-    num_tokens: int = option(2048, "of a step", ge=8)
+    hidden_size: int = option(
+        512, "hidden size of target and draft, a multiple of 64", ge=64, multiple_of=64
+    )
+    vocab_size: int = option(32_000, "tokens of the vocabulary of target and draft", ge=2)
+    num_tokens: int = option(2048, "tokens of a step", ge=8)
     row_lengths: list[int] = option(
         [2048, 1024, 512, 256], "the layouts of a step: rows of that many tokens, one document each"
     )
-    num_steps: int = option(5, "of the unroll", ge=1)
-    block_size: int = option(16, "slots of a block drafter's block", ge=2)
-    num_anchors: int = option(128, "blocks of its step, over all rows", ge=1)
+    num_steps: int = option(5, "steps of the unroll", ge=1)
+    block_size: int = option(16, "positions of one block of the block drafter", ge=2)
+    num_anchors: int = option(128, "blocks in a step of the block drafter, over all rows", ge=1)
     loss_rows: int = option(
         8192, "hidden states of head and loss alone, over all steps of the unroll", ge=8
     )
-    loss_steps: int = option(7, "of that unroll", ge=1)
+    loss_steps: int = option(7, "steps of the unroll for head and loss alone", ge=1)
     rounds: int = option(8, "steps of each trainer that are timed", ge=2)
-    threads: int = option(2, "of each trainer", ge=1)
+    threads: int = option(2, "threads of each trainer", ge=1)
 
 
 def main(options: Options) -> ExitCode:
     """Measure the three parts, and write the results after each and the tables at the end."""
-    results: dict[str, Any] = {}
+    results: dict[str, Measurement] = {}
 
     # Write the results after each part, so that a killed run keeps them.
     for part, measure in (("step", measure_step), ("block", measure_block), ("loss", measure_loss)):
@@ -113,9 +118,9 @@ def main(options: Options) -> ExitCode:
         }
         results[part] = {**machine, "bf16": uses_bf16(), **measurement}
         RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    shown = format_page(results)
-    write_between(PAGE, "train", shown)
-    print(shown)
+    text = format_page(results)
+    write_between(PAGE, "train", text)
+    print(text)
     return ExitCode.DONE
 
 
@@ -124,7 +129,7 @@ def uses_bf16() -> bool:
     return choose_fast_dtype(DEVICE) == torch.bfloat16
 
 
-def measure_step(options: Options) -> dict[str, Any]:
+def measure_step(options: Options) -> Measurement:
     """Measure the step of an EAGLE-3 head, in each layout of its tokens."""
 
     def save(target: FrozenTarget, folder: Path) -> None:
@@ -132,10 +137,10 @@ def measure_step(options: Options) -> dict[str, Any]:
         save_eagle3(build_eagle3(target, aux_layers=[0, 1, 2]), folder)
 
     trainer_settings = {"num_steps": options.num_steps}
-    return trainer_settings | measure_layouts(options, "", trainer_settings, save)
+    return {**trainer_settings, **measure_layouts(options, "", trainer_settings, save)}
 
 
-def measure_block(options: Options) -> dict[str, Any]:
+def measure_block(options: Options) -> Measurement:
     """Measure the step of a DFlash drafter, in each layout of its tokens."""
     trainer_settings = {name: getattr(options, name) for name in ("block_size", "num_anchors")}
 
@@ -147,22 +152,22 @@ def measure_block(options: Options) -> dict[str, Any]:
             "block_size": options.block_size,
             "mask_token_id": 0,
         }
-        save_block(build_block(KIND, target, **shape), KIND, folder)
+        save_block(build_block_draft(KIND, target, **shape), KIND, folder)
 
-    return trainer_settings | measure_layouts(options, "_block", trainer_settings, save)
+    return {**trainer_settings, **measure_layouts(options, "_block", trainer_settings, save)}
 
 
 def measure_layouts(
     options: Options,
     suffix: str,
-    trainer_settings: Mapping[str, Any],
+    trainer_settings: Settings,
     save: Callable[[FrozenTarget, Path], None],
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Measure the trainers of a draft in each layout of a step's tokens.
 
     Args:
         options: the options.
-        suffix: what follows in the names of these trainers.
+        suffix: the end of the names of these trainers in bench/trainers.py.
         trainer_settings: settings of the trainers.
         save: writes a draft for a target into a folder.
 
@@ -187,23 +192,21 @@ def measure_layouts(
     return {**shape, "layouts": layouts}
 
 
-def measure_loss(options: Options) -> dict[str, Any]:
+def measure_loss(options: Options) -> Measurement:
     """Measure head and loss alone, in chunks and in their plain form."""
     # Compare the two forms of the same loss: in chunks, and with all logits at once.
-    shape = {"rows": options.loss_rows // options.loss_steps, "num_steps": options.loss_steps}
-    shape |= {"hidden_size": options.hidden_size, "vocab_size": options.vocab_size}
-    settings_by_form = {
-        "ours": {**shape, "bf16": uses_bf16()},
-        "plain": {**shape, "bf16": uses_bf16(), "plainly": True},
+    shape = {
+        "rows": options.loss_rows // options.loss_steps,
+        "num_steps": options.loss_steps,
+        "hidden_size": options.hidden_size,
+        "vocab_size": options.vocab_size,
     }
-    steps = run_interleaved(
-        {
-            name: ("head_and_loss", trainer_settings)
-            for name, trainer_settings in settings_by_form.items()
-        },
-        options.rounds,
-        options.threads,
-    )
+    settings = {**shape, "bf16": uses_bf16()}
+    compared: Compared = {
+        "ours": ("head_and_loss", settings),
+        "plain": ("head_and_loss", {**settings, "plainly": True}),
+    }
+    steps = run_interleaved(compared, options.rounds, options.threads)
     return {**shape, **summarize_steps(steps, shape["rows"] * options.loss_steps)}
 
 
@@ -240,23 +243,24 @@ def run_interleaved(compared: Compared, rounds: int, threads: int) -> Steps:
     with ExitStack() as stack:
         # Start one process for each trainer. Each waits for its turn.
         processes = {
-            name: stack.enter_context(start_trainer(*kind, threads))
-            for name, kind in compared.items()
+            name: stack.enter_context(start_trainer(trainer, settings, threads))
+            for name, (trainer, settings) in compared.items()
         }
         steps: Steps = {name: [] for name in processes}
 
         # The order is reversed in every second round, so that no trainer always follows the same
         # one.
         for number in range(1 + rounds):
-            for name in list(processes)[:: (-1) ** number]:
+            names = list(processes)
+            if number % 2:
+                names.reverse()
+            for name in names:
                 steps[name].append(request_step(processes[name], name))
     return steps
 
 
 @contextmanager
-def start_trainer(
-    name: str, settings: Mapping[str, Any], threads: int
-) -> Iterator[subprocess.Popen[str]]:
+def start_trainer(name: str, settings: Settings, threads: int) -> Iterator[subprocess.Popen[str]]:
     """Start a trainer of bench/trainers.py in the Python that has its library.
 
     Yields:
@@ -272,23 +276,27 @@ def start_trainer(
         python = find_environment("speculators") / "bin" / "python"
         path = ""
         if not python.exists():
-            got = f"speculators, which is not in {find_environment('speculators')}"
-            raise UserError("others", got=got, expected="[plain], or first make engines")
+            raise UserError(
+                "others",
+                got=f"speculators, which is not installed in {find_environment('speculators')}",
+                expected="[plain], or run `make engines` first",
+            )
     # OpenMP waits passively: a thread that spins while it waits would take time from the process
     # whose turn it is.
-    changed = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": path}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "PYTHONPATH": path,
+    }
 
     # The trainer takes a step for each line on its stdin.
-    command = [
-        str(python),
-        "-P",
-        str(Path(__file__).with_name("trainers.py")),
-        name,
-        json.dumps(settings),
-    ]
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env={**os.environ, **changed}, **pipes) as started:
-        yield started
+    script = Path(__file__).with_name("trainers.py")
+    command = [str(python), "-P", str(script), name, json.dumps(settings)]
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        yield process
 
 
 def request_step(process: subprocess.Popen[str], name: str) -> dict[str, float]:
@@ -304,25 +312,29 @@ def request_step(process: subprocess.Popen[str], name: str) -> dict[str, float]:
     process.stdin.flush()
     answer = process.stdout.readline()
     if not answer:
-        raise ResourceError(f"{name} ended with {process.wait()}", next_step="its output says why")
+        raise ResourceError(
+            f"trainer {name} ended with exit code {process.wait()}",
+            next_step="read its output above",
+        )
     numbers: dict[str, float] = json.loads(answer)
     return numbers
 
 
-def summarize_steps(steps: Steps, num_tokens: int) -> dict[str, Any]:
-    """Return the medians of each trainer over the rounds, and its ratios to ours.
+def summarize_steps(steps: Steps, num_tokens: int) -> dict[str, object]:
+    """Return the medians of each trainer over the rounds, and how ours compares with it.
 
-    The ratios say how much faster ours is, and which part of the other's memory it takes. Memory is
-    that of the first step, because later steps find memory that earlier ones have not given back.
+    The ratios say how many times faster ours is, and which share of the other trainer's memory ours
+    takes. Memory is that of the first step, because later steps find memory that earlier ones have
+    not given back.
     """
     trainers: dict[str, dict[str, float]] = {}
-    ratios: dict[str, dict[str, Any]] = {}
+    ratios: dict[str, dict[str, object]] = {}
     for name, (first, *timed) in steps.items():
         # The medians over the timed steps. The first step only warms up, and gives the peak of
         # memory.
         medians = {}
         for part in ("seconds", "forward", "backward", "optimizer"):
-            medians[part] = median(step_numbers[part] for step_numbers in timed)
+            medians[part] = median(numbers[part] for numbers in timed)
         trainers[name] = {
             "tokens_per_second": num_tokens / medians["seconds"],
             **medians,
@@ -332,12 +344,9 @@ def summarize_steps(steps: Steps, num_tokens: int) -> dict[str, Any]:
 
         # Compare round by round: the speed with an interval over the rounds, and the memory.
         if name != "ours":
-            pair = {"ours": steps["ours"], "other": steps[name]}
             seconds = {}
-            for side, own_steps in pair.items():
-                seconds[side] = np.array(
-                    [step_numbers["seconds"] for step_numbers in own_steps[1:]]
-                )
+            for side, side_steps in {"ours": steps["ours"], "other": steps[name]}.items():
+                seconds[side] = np.array([numbers["seconds"] for numbers in side_steps[1:]])
             memory = trainers["ours"]["peak"] / first["peak"]
             ratios[name] = {
                 "speed": compute_value(SPEED, seconds),
@@ -347,21 +356,20 @@ def summarize_steps(steps: Steps, num_tokens: int) -> dict[str, Any]:
     return {"trainers": trainers, "ratios": ratios}
 
 
-def format_page(results: Mapping[str, Any]) -> str:
+def format_page(results: Mapping[str, Measurement]) -> str:
     """Return the results as tables."""
     sections = []
-
     # One section for each kind of draft, with a row for each layout and trainer.
     for part, title in (("step", "An EAGLE-3 head's step"), ("block", "A DFlash drafter's step")):
         measurement = results.get(part)
         if measurement:
-            sizes = (
-                f"{measurement[name]:,}" for name in ("hidden_size", "vocab_size", "num_tokens")
-            )
-            setup = "Hidden size {}, a vocabulary of {}, {} tokens".format(*sizes)
-            rows = []
+            rows: list[tuple[str, ...]] = []
             for layout in measurement["layouts"]:
                 rows.extend(list_step_rows(layout, f"{layout['rows']} × {layout['length']:,}"))
+            setup = (
+                f"Hidden size {measurement['hidden_size']:,}, a vocabulary of"
+                f" {measurement['vocab_size']:,}, {measurement['num_tokens']:,} tokens"
+            )
             sections += [
                 f"### {title}",
                 f"{setup}, {describe_setup(measurement)}. {describe_machine(measurement)}",
@@ -371,38 +379,30 @@ def format_page(results: Mapping[str, Any]) -> str:
     # The section of head and loss alone.
     measurement = results.get("loss")
     if measurement:
+        states = f"{measurement['num_steps']} × {measurement['rows']:,}"
         setup = (
-            f"{measurement['num_steps']} × {measurement['rows']:,} hidden states of"
-            f" {measurement['hidden_size']}, a"
-            f" vocabulary of {measurement['vocab_size']:,}"
+            f"{states} hidden states of {measurement['hidden_size']}, a vocabulary of"
+            f" {measurement['vocab_size']:,}"
         )
         sections += [
             "### Head and loss alone",
             f"{setup}, forward KL; the head trains. {describe_machine(measurement)}",
+            format_table(("hidden states", *HEAD), list_step_rows(measurement, states)),
         ]
-        sections.append(
-            format_table(
-                ("hidden states", *HEAD),
-                list_step_rows(
-                    measurement, f"{measurement['num_steps']} × {measurement['rows']:,}"
-                ),
-            )
-        )
     return "\n\n".join(sections)
 
 
-def describe_setup(measurement: Mapping[str, Any]) -> str:
+def describe_setup(measurement: Measurement) -> str:
     """Return what a step consists of, in words."""
     if "num_anchors" in measurement:
         return (
             f"{measurement['num_anchors']} blocks of {measurement['block_size']}; the draft has"
-            f" five layers and"
-            " the target's head"
+            " five layers and the target's head"
         )
     return f"{measurement['num_steps']} steps of the unroll; the draft's head is frozen"
 
 
-def list_step_rows(measurement: Mapping[str, Any], layout: str) -> Iterator[tuple[str, ...]]:
+def list_step_rows(measurement: Measurement, layout: str) -> Iterator[tuple[str, ...]]:
     """Yield a row of the table for each trainer."""
     for name, numbers in measurement["trainers"].items():
         times = ", ".join(
@@ -410,23 +410,20 @@ def list_step_rows(measurement: Mapping[str, Any], layout: str) -> Iterator[tupl
         )
 
         # Our own trainer is compared with nothing.
+        speed = ""
+        memory = ""
         ratio = measurement["ratios"].get(name)
-        shown = OTHER_TRAINERS[name][0] if name in OTHER_TRAINERS else name
-        against = (
-            (
-                f"{ratio['speed']:.2f}×{format_bounds(ratio['speed_ci95'], '.2f')}",
-                f"{ratio['memory']:.0%}",
-            )
-            if ratio
-            else ("", "")
-        )
+        if ratio:
+            speed = f"{ratio['speed']:.2f}×{format_bounds(ratio['speed_ci95'], '.2f')}"
+            memory = f"{ratio['memory']:.0%}"
         yield (
             layout,
-            shown,
+            OTHER_TRAINERS[name][0] if name in OTHER_TRAINERS else name,
             f"{numbers['tokens_per_second']:,.0f}",
             times,
             format_size(int(numbers["peak"])),
-            *against,
+            speed,
+            memory,
         )
 
 
@@ -435,11 +432,11 @@ def format_bounds(bounds: list[float] | None, spec: str) -> str:
     return f" ({bounds[0]:{spec}} to {bounds[1]:{spec}})" if bounds else ""
 
 
-def describe_machine(measurement: Mapping[str, Any]) -> str:
+def describe_machine(measurement: Measurement) -> str:
     """Return a sentence on the machine and its versions."""
+    dtype = "bfloat16" if measurement["bf16"] else "float32"
     return (
-        f"{measurement['cpu']}, {measurement['threads']} threads,"
-        f" {'bfloat16' if measurement['bf16'] else 'float32'},"
+        f"{measurement['cpu']}, {measurement['threads']} threads, {dtype},"
         f" torch {measurement['torch']}."
     )
 

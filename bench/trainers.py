@@ -26,11 +26,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from specdistill.targets.frozen import FrozenTarget
+    from specdistill.training.objective import (
+        ForwardInputs,
+        Objective,
+        StepSums,
+        TargetDistributions,
+    )
 
 DEVICE = torch.device("cpu")
 NUM_AUX = {"head": 3, "block": 5}  # layers of the target that a draft reads
@@ -65,25 +74,25 @@ class Trainer:
         """
         # Remember the memory before the step.
         reset_peak()
-        stands = read_resident_bytes("VmRSS")
+        bytes_before = read_resident_bytes("VmRSS")
         losses = []
         times = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
         start = last = time.perf_counter()
 
-        def passed(part: str) -> None:
+        def add_time(part: str) -> None:
             """Add the time since the last call to a part of the step."""
             nonlocal last
-            reached = time.perf_counter()
-            times[part] += reached - last
-            last = reached
+            now = time.perf_counter()
+            times[part] += now - last
+            last = now
 
         # Run the micro-batches. The mean of their losses is the loss of the step.
         for micro_batch in self.micro_batches:
-            loss, compared = micro_batch()
-            passed("forward")
+            loss, compared_loss = micro_batch()
+            add_time("forward")
             (loss / len(self.micro_batches)).backward()
-            passed("backward")
-            losses.append(compared)
+            add_time("backward")
+            losses.append(compared_loss)
 
         # Update the parameters, and give back the memory of the gradients.
         if self.optimizer is not None:
@@ -91,12 +100,12 @@ class Trainer:
             self.optimizer.step()
         for parameter in self.parameters:
             parameter.grad = None
-        passed("optimizer")
+        add_time("optimizer")
 
         # Add the loss and the peak of memory above what the process held before.
         measured = {
             "loss": sum(losses) / len(losses),
-            "peak": read_resident_bytes("VmHWM") - stands,
+            "peak": read_resident_bytes("VmHWM") - bytes_before,
         }
         return {"seconds": last - start, **times, **measured}
 
@@ -113,9 +122,8 @@ def read_resident_bytes(name: str) -> int:
     Args:
         name: VmRSS for now, VmHWM for the most since the peak was reset.
     """
-    (kilobytes,) = re.findall(
-        rf"^{name}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE
-    )
+    status = Path("/proc/self/status").read_text()
+    (kilobytes,) = re.findall(rf"^{name}:\s+(\d+) kB$", status, re.MULTILINE)
     return 1024 * int(kilobytes)
 
 
@@ -140,14 +148,12 @@ def draw_inputs(
         [B, T, H].
     """
     # The same seeds give every trainer the same inputs.
-    ids = torch.randint(vocab_size, (rows, length), generator=torch.Generator().manual_seed(0)).to(
-        DEVICE
-    )
-    aux, last = (
-        draw_noise(rows, length, size, bf16=bf16, seed=size)
-        for size in (num_aux * hidden_size, hidden_size)
-    )
-    return ids, aux, last
+    generator = torch.Generator().manual_seed(0)
+    ids_BT = torch.randint(vocab_size, (rows, length), generator=generator).to(DEVICE)
+    aux_size = num_aux * hidden_size
+    aux_BTAH = draw_noise(rows, length, aux_size, bf16=bf16, seed=aux_size)
+    last_BTH = draw_noise(rows, length, hidden_size, bf16=bf16, seed=hidden_size)
+    return ids_BT, aux_BTAH, last_BTH
 
 
 def block_loss_mask(length: int, block_size: int) -> list[int]:
@@ -161,7 +167,7 @@ def block_loss_mask(length: int, block_size: int) -> list[int]:
 
 def build_target_with_features(
     folder: str, rows: int, loss_mask: list[int], num_aux: int, bf16: bool
-) -> tuple[Any, dict[str, Any]]:
+) -> "tuple[FrozenTarget, ForwardInputs]":
     """Return our target with given features, and the batch that they belong to.
 
     Args:
@@ -182,8 +188,6 @@ def build_target_with_features(
     target: Any = FrozenTarget(
         AutoModelForCausalLM.from_pretrained(f"{folder}/target").to(DEVICE), None, name=folder
     )
-
-    # The inputs are those of our trainer.
     ids, aux, last = draw_inputs(rows, length, num_aux, target.vocab_size, target.hidden_size, bf16)
     with torch.no_grad():
         features = Features(aux.chunk(num_aux, dim=-1), target.norm(last))
@@ -199,10 +203,10 @@ def build_target_with_features(
 
 
 def build_own_trainer(
-    objective: Any,
-    target: Any,
-    batch: dict[str, Any],
-    compared: Callable[[Any], Tensor],
+    objective: "Objective",
+    target: "FrozenTarget",
+    batch: "ForwardInputs",
+    compute_compared_loss: "Callable[[StepSums], Tensor | float]",
     bf16: bool,
 ) -> Trainer:
     """Return our trainer, which takes all rows at once.
@@ -211,24 +215,25 @@ def build_own_trainer(
         objective: the objective with the draft.
         target: the target, whose features are given.
         batch: the packed rows.
-        compared: returns the loss to compare, from the sums of each drafted position.
+        compute_compared_loss: computes the loss to compare from the sums of each drafted position.
         bf16: whether autocast to bfloat16 is on.
     """
     objective.to(DEVICE)
-    numbers = itertools.count()
+    step_numbers = itertools.count()
 
     def micro_batch() -> tuple[Tensor, float]:
         """Return the loss of the next step, and the loss to compare."""
-        prepared = objective.prepare(batch, next(numbers)).items()
+        prepared = objective.prepare(batch, next(step_numbers))
         inputs = {
             name: value.to(DEVICE) if isinstance(value, Tensor) else value
-            for name, value in prepared
+            for name, value in prepared.items()
         }
         with build_autocast(bf16):
             with torch.no_grad():
                 target_outputs = objective.read_target(target, inputs)
             total, sums = objective(**inputs, **target_outputs)
-        return total / objective.count_loss_tokens(inputs), float(compared(sums))
+        loss = total / objective.count_loss_tokens(inputs)
+        return loss, float(compute_compared_loss(sums))
 
     # Frozen parameters, such as the LM head, get no state in the optimizer.
     parameters = [parameter for parameter in objective.parameters() if parameter.requires_grad]
@@ -269,11 +274,11 @@ def build_own_head_trainer(
     draft.lm_head.weight.requires_grad_(False)  # as in the trainer of speculators
     unroll = objective.TrainingTimeTest(draft, forward_kl, num_steps)
 
-    def compared(sums: Any) -> Any:
+    def sum_mean_losses(sums: "StepSums") -> Tensor | float:
         """Return the sum over the steps of the unroll of each step's mean loss."""
         return sum(loss / count for loss, count in zip(sums.loss, sums.loss_tokens, strict=True))
 
-    return build_own_trainer(unroll, target, batch, compared, bf16)
+    return build_own_trainer(unroll, target, batch, sum_mean_losses, bf16)
 
 
 def build_own_block_trainer(
@@ -308,8 +313,8 @@ def build_own_block_trainer(
             (0, len(anchors_N), 0, batch["input_ids"].numel())
         ]
         objective.BlockKVCache.attend_in_one_call = objective.BlockKVCache.attend_in_chunks
-        objective.compute_head_loss = lambda *of_rows, group_size, **options: (
-            compute_head_loss_at_once(*of_rows, **options)
+        objective.compute_head_loss = lambda *rows_and_targets, group_size, **options: (
+            compute_head_loss_at_once(*rows_and_targets, **options)
         )
 
     # Build the objective. Anchors are drawn for each row, so each row has its share of the blocks.
@@ -317,10 +322,13 @@ def build_own_block_trainer(
         folder, rows, block_loss_mask(length, block_size), NUM_AUX["block"], bf16
     )
     draft = checkpoint.load_block(KIND, f"{folder}/draft", target)
-    learns = objective.BlockObjective(draft, forward_kl, num_anchors // rows)
-    return build_own_trainer(
-        learns, target, batch, lambda sums: sum(sums.loss) / sum(sums.loss_tokens), bf16
-    )
+    block_objective = objective.BlockObjective(draft, forward_kl, num_anchors // rows)
+
+    def compute_mean_loss(sums: "StepSums") -> Tensor | float:
+        """Return the mean loss over all slots that predict."""
+        return sum(sums.loss) / sum(sums.loss_tokens)
+
+    return build_own_trainer(block_objective, target, batch, compute_mean_loss, bf16)
 
 
 class DenseKVCache:
@@ -343,26 +351,23 @@ class DenseKVCache:
         # Append this step's keys and values to those of earlier steps, in the dtype of the values.
         steps = self.steps[layer]
         steps.append((key_BGTd.to(value_BGTd.dtype), value_BGTd))
-        keys, values = (torch.cat(part, dim=2) for part in zip(*steps, strict=True))
+        keys = torch.cat([key for key, _ in steps], dim=2)
+        values = torch.cat([value for _, value in steps], dim=2)
         rows, _, length, _ = query_BNTd.shape
 
         # Number the documents of all positions.
-        document = torch.bucketize(
-            torch.arange(rows * length, device=DEVICE), self.starts, right=True
-        ).view(rows, 1, length)
+        positions = torch.arange(rows * length, device=DEVICE)
+        document_B1T = torch.bucketize(positions, self.starts, right=True).view(rows, 1, length)
         # In the first step a token sees the tokens of its document, up to itself. Of each later
         # step it sees its own key only.
-        root = (document.mT == document) & torch.ones(
-            length, length, dtype=torch.bool, device=DEVICE
-        ).tril()
-        chain = (
-            torch.eye(length, dtype=torch.bool, device=DEVICE)
-            .repeat(1, len(steps) - 1)
-            .expand(rows, -1, -1)
-        )
+        is_same_document_BTT = document_B1T.mT == document_B1T
+        is_causal_TT = torch.ones(length, length, dtype=torch.bool, device=DEVICE).tril()
+        first_step_mask_BTT = is_same_document_BTT & is_causal_TT
+        own_key_TT = torch.eye(length, dtype=torch.bool, device=DEVICE)
+        later_steps_mask = own_key_TT.repeat(1, len(steps) - 1).expand(rows, -1, -1)
 
         # The mask is [B, 1, T, K T] for K steps so far.
-        mask = torch.cat((root, chain), dim=-1).unsqueeze(1)
+        mask = torch.cat((first_step_mask_BTT, later_steps_mask), dim=-1).unsqueeze(1)
         return F.scaled_dot_product_attention(
             query_BNTd.to(values.dtype), keys, values, mask, enable_gqa=True
         )
@@ -388,9 +393,9 @@ def build_speculators_head_trainer(
     """
     model = load_speculators_model(folder, attention)
     model.lm_head.weight.requires_grad_(False)
-    settings = call_settings(type(model), ttt_steps=num_steps, ttt_step_loss_decay=1.0)
+    settings = read_speculators_settings(type(model), ttt_steps=num_steps, ttt_step_loss_decay=1.0)
 
-    # The inputs are those of our trainer, unshifted.
+    # The inputs are those of our trainer.
     ids, aux, last = draw_inputs(
         rows, length, NUM_AUX["head"], model.verifier_vocab_size, model.hidden_size, bf16
     )
@@ -429,7 +434,11 @@ def build_speculators_block_trainer(
     """
     model = load_speculators_model(folder, attention)
     equal_weights = {"dflash_decay_gamma": float("inf")}  # every slot has the same weight
-    settings = call_settings(type(model), max_anchors=num_anchors // rows, **equal_weights)
+    settings = read_speculators_settings(
+        type(model), max_anchors=num_anchors // rows, **equal_weights
+    )
+
+    # The inputs are those of our trainer, unshifted.
     ids, aux, last = draw_inputs(
         rows, length, NUM_AUX["block"], model.verifier_vocab_size, model.hidden_size, bf16
     )
@@ -461,7 +470,7 @@ def load_speculators_model(folder: str, attention: str) -> Any:
 
 
 def build_speculators_trainer(
-    model: Any, batch: dict[str, Tensor], settings: dict[str, Any], bf16: bool
+    model: Any, batch: dict[str, Tensor], settings: dict[str, object], bf16: bool
 ) -> Trainer:
     """Return a trainer with model, loss and optimizer as in the trainer of speculators.
 
@@ -472,24 +481,22 @@ def build_speculators_trainer(
     def micro_batch(row: int) -> tuple[Tensor, float]:
         """Return the loss of one row, for backward and to compare."""
         with build_autocast(bf16):
-            _, loss, _ = model(
-                **{name: part[row : row + 1] for name, part in batch.items()}, **settings
-            )
+            row_inputs = {name: column[row : row + 1] for name, column in batch.items()}
+            _, loss, _ = model(**row_inputs, **settings)
         return loss, loss.item()
 
     (optimizer,) = build_optimizers(model, Namespace(optimizer="adamw", **ADAMW))
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return Trainer(
-        [partial(micro_batch, row) for row in range(len(batch["input_ids"]))], parameters, optimizer
-    )
+    micro_batches = [partial(micro_batch, row) for row in range(len(batch["input_ids"]))]
+    return Trainer(micro_batches, parameters, optimizer)
 
 
-def call_settings(model_class: Any, **options: Any) -> dict[str, Any]:
+def read_speculators_settings(model_class: Any, **options: object) -> dict[str, object]:
     """Return the keyword arguments that the trainer of speculators passes to its model.
 
     The losses are the eager ones: the fused losses, which are the default, need Triton.
     """
-    settings: dict[str, Any] = model_class.get_trainer_kwargs(
+    settings: dict[str, object] = model_class.get_trainer_kwargs(
         loss_fn="kl_div", loss_implementation="eager", **options
     )[0]
     return settings
@@ -511,32 +518,32 @@ def build_head_and_loss_trainer(
     from specdistill.targets.anatomy import LogitsHead
     from specdistill.training.losses.divergence import forward_kl
     from specdistill.training.losses.head_loss import compute_head_loss, compute_head_loss_at_once
-    from specdistill.training.objective import SoftTargets, TargetDistributions
+    from specdistill.training.objective import SoftTargets
 
     # Two heads of random weights, scaled so that logits have a variance of one.
-    draft_head, of_target = (
-        torch.nn.Linear(hidden_size, vocab_size, bias=False, device=DEVICE) for _ in range(2)
-    )
-    for seed, linear in enumerate((draft_head, of_target)):
-        linear.weight.data = (
-            draw_noise(vocab_size, hidden_size, bf16=False, seed=seed) * hidden_size**-0.5
-        )
+    draft_head = torch.nn.Linear(hidden_size, vocab_size, bias=False, device=DEVICE)
+    target_head = torch.nn.Linear(hidden_size, vocab_size, bias=False, device=DEVICE)
+    for seed, linear in enumerate((draft_head, target_head)):
+        noise_VH = draw_noise(vocab_size, hidden_size, bf16=False, seed=seed)
+        linear.weight.data = noise_VH * hidden_size**-0.5
 
     # The target's distributions follow from R random hidden states.
-    soft = SoftTargets(
+    soft_targets = SoftTargets(
         draw_noise(rows, hidden_size, bf16=False, seed=2),
-        LogitsHead(of_target),
+        LogitsHead(target_head),
         None,
-        LogitsHead(of_target),
+        LogitsHead(target_head),
         temperature=1.0,
     )
 
     # The draft's hidden states need gradients. Each step of the unroll has the same weight.
     hidden_KRH = draw_noise(num_steps, rows, hidden_size, bf16=False, seed=3).requires_grad_()
     weights_KR = torch.full((num_steps, rows), 1 / rows, device=DEVICE)
-    form = compute_head_loss_at_once if plainly else compute_head_loss
+    compute_loss = compute_head_loss_at_once if plainly else compute_head_loss
 
-    def loss_of(logits_rW: Tensor, targets: TargetDistributions, k: int) -> tuple[Tensor, Tensor]:
+    def compute_row_losses(
+        logits_rW: Tensor, targets: "TargetDistributions", k: int
+    ) -> tuple[Tensor, Tensor]:
         """Return the forward KL of each row, for backward and as a metric."""
         losses_r = forward_kl(logits_rW, targets.probs_rW)
         return losses_r, losses_r.detach().unsqueeze(0)
@@ -544,12 +551,12 @@ def build_head_and_loss_trainer(
     def micro_batch() -> tuple[Tensor, float]:
         """Return the weighted loss of all rows and steps, for backward and to compare."""
         with build_autocast(bf16):
-            total, _ = form(
+            total, _ = compute_loss(
                 hidden_KRH,
                 weights_KR,
                 LogitsHead(draft_head),
-                partial(soft.at, measure=False),
-                loss_of,
+                partial(soft_targets.at, measure=False),
+                compute_row_losses,
             )
         return total, total.item()
 
@@ -565,7 +572,7 @@ TRAINERS: dict[str, Callable[..., Trainer]] = {
 }
 
 
-def main(name: str, settings: dict[str, Any]) -> None:
+def main(name: str, settings: dict[str, object]) -> None:
     """Take a step for each line of stdin, and print its numbers as a JSON line."""
     # Answers go to the original stdout. What libraries print there goes to stderr instead.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")

@@ -169,12 +169,8 @@ def diagnose(options: CommonDoctorOptions) -> Diagnosis:
     # A draft of the same name as the target is the layer in the target's own checkpoint. None of
     # its weights are read.
     draft = Path(options.draft) if options.draft == model else locate(options.draft, key=KEY)
-    files = None
-    if model:
-        file_options = options.target.model_dump(
-            include={"revision", "adapter", "trust_remote_code"}
-        )
-        files = TargetFiles(model, **file_options)
+    file_options = options.target.model_dump(include={"revision", "adapter", "trust_remote_code"})
+    files = TargetFiles(model, **file_options) if model else None
     if files and draft.resolve() == Path(files.name).resolve():
         return examine_native_layer(files)
 
@@ -186,9 +182,9 @@ def diagnose(options: CommonDoctorOptions) -> Diagnosis:
     if engine and lookup_first and not ENGINES[engine].describe_front(lookup_first):
         diagnosis.findings.append(
             problem(
-                f"specdistill cannot start {ENGINES[engine].title} with a lookup in front of the"
+                f"specdistill cannot start {ENGINES[engine].title} with this lookup in front of the"
                 " draft",
-                "leave eval.lookup_first out, or name another engine",
+                "change eval.lookup_first or leave it out, or name another engine",
             )
         )
 
@@ -247,8 +243,9 @@ def _try_on_prompts(
                 diagnosis.method, draft, target, key=KEY, **method_options
             )
             num_tokens = max(diagnosis.acceptance.num_tokens, lookup_first.levels)
-            completions = complete(Decoder(target, behind_lookup), prompts, num_tokens)
-            diagnosis.behind_lookup = compute_acceptance_length(completions, num_tokens)
+            diagnosis.behind_lookup = compute_acceptance_length(
+                complete(Decoder(target, behind_lookup), prompts, num_tokens), num_tokens
+            )
 
 
 def examine_draft(
@@ -295,11 +292,24 @@ def examine_draft(
             )
         )
 
-    # Compare the draft with its target, and with what the engine's loader expects.
+    # Compare the draft with its target.
     method_options = list_method_options(options, [diagnosis.method])[0] if options else {}
     _check_fit(diagnosis, config, tensors, target, method_options)
+
+    # Follow the engine's loader over the names and shapes of the tensors.
     if engine is not None:
-        _check_engine(diagnosis, config, tensors, target, engine, method_options)
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        diagnosis.findings += find_loader_problems(
+            ENGINES[engine], diagnosis.method, diagnosis.config, config, shapes, target
+        )
+        if method_options.get("heterogeneous_vocab"):
+            diagnosis.findings.append(
+                problem(
+                    f"specdistill cannot start {ENGINES[engine].title} with a draft that has"
+                    " another tokenizer than the target",
+                    "leave heterogeneous_vocab out, for a draft with the target's tokenizer",
+                )
+            )
     return diagnosis
 
 
@@ -340,39 +350,6 @@ def _check_fit(
     diagnosis.findings += mismatches
     if any(finding.severity == "problem" for finding in mismatches):
         diagnosis.refused = True
-
-
-def _check_engine(
-    diagnosis: Diagnosis,
-    config: RawConfig,
-    tensors: Mapping[str, Tensor],
-    target: TargetFiles | None,
-    engine: str,
-    method_options: Mapping[str, Any],
-) -> None:
-    """Follow an engine's loader over a draft's tensors, and add its problems to the diagnosis.
-
-    Args:
-        diagnosis: the diagnosis, whose method is known. It gets the findings.
-        config: the draft's config.json.
-        tensors: the draft's tensors, by name. Only names and shapes are read.
-        target: the target; None if it is not known.
-        engine: the name of the engine.
-        method_options: options of decoding that the draft's method has.
-    """
-    assert diagnosis.method is not None
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    diagnosis.findings += find_loader_problems(
-        ENGINES[engine], diagnosis.method, diagnosis.config, config, shapes, target
-    )
-    if method_options.get("heterogeneous_vocab"):
-        diagnosis.findings.append(
-            problem(
-                f"specdistill cannot start {ENGINES[engine].title} with a draft that has another"
-                " tokenizer than the target",
-                "leave heterogeneous_vocab out, for a draft with the target's tokenizer",
-            )
-        )
 
 
 def examine_native_layer(target: TargetFiles) -> Diagnosis:
@@ -470,7 +447,10 @@ def _check_values(tensors: Mapping[str, Tensor], config: RawConfig) -> Iterator[
                 f"{name} is all zeros", "it was not saved, or not trained: save the draft again"
             )
         elif largest > MAX_TRAINED_WEIGHT:
-            yield warning(f"{name} has a weight of {largest:.3g}", "look at how training ended")
+            yield warning(
+                f"{name} has a very large weight: {largest:.3g}",
+                "check in the training log whether the loss diverged",
+            )
 
 
 def find_loader_problems(
@@ -520,7 +500,8 @@ def find_loader_problems(
             )
     elif head is None:
         yield problem(
-            f"method {method} does not say what its heads look like, so no loader can be checked",
+            f"the loader of {engine.title} cannot be checked: method {method} does not describe the"
+            " layout of its heads",
             exported,
         )
     elif loader is None:
@@ -530,9 +511,9 @@ def find_loader_problems(
     else:
         result = check_loader(loader, config, shapes, head, target)
         name = f"{engine.title} {engine.loader_version or engine.versions}"
-        yield from (problem(f"{name} stops: {what}", exported) for what in result.refused)
+        yield from (problem(f"{name} refuses it: {what}", exported) for what in result.refused)
         yield from (
-            problem(f"{name} does not say so, but {what}", exported) for what in result.silent
+            problem(f"{name} reports no error, but {what}", exported) for what in result.silent
         )
         yield from (note(f"{name}: {what}") for what in result.notes)
 
@@ -637,13 +618,14 @@ def _compare_with_training(
             is_first_accepted.append(entry.num_accepted > 0)
     first_token_rate = sum(is_first_accepted) / max(1, len(is_first_accepted))
 
-    # The draft is far below its training if even the upper end of the interval is. Compared are
-    # accepted draft tokens: the acceptance length without the target's own token.
+    # The draft is far below its training if even the upper end of the interval is. The target's own
+    # token of each round does not count.
     is_far_below = False
     if expected is not None:
         most_accepted = _compute_upper_length(completions) - 1
         is_far_below = most_accepted < LOW_ACCEPTANCE_SHARE * (expected.length - 1)
 
+    # Few accepted tokens are a problem, unless the draft was as bad when it was trained.
     if first_token_rate < NO_BETTER_THAN_CHANCE:
         accepted = f"{first_token_rate:.0%} of its first draft tokens are accepted"
         if expected is None or is_far_below:
@@ -690,12 +672,11 @@ def _compute_upper_length(completions: Sequence[Generation]) -> float:
 
     For a single prompt it is the acceptance length itself.
     """
-    rounds = []
+    mean_lengths = []
     for completion in completions:
-        rounds.append([len(entry.emitted) for entry in completion.rounds])
-    _, high = compute_confidence_interval(
-        [fmean(emitted) for emitted in rounds if emitted], CONFIDENCE
-    )
+        if completion.rounds:
+            mean_lengths.append(fmean(len(entry.emitted) for entry in completion.rounds))
+    _, high = compute_confidence_interval(mean_lengths, CONFIDENCE)
     return high
 
 
@@ -855,10 +836,8 @@ def _choose_repair(
 
 def _compute_drops(fits_before: Sequence[Fit], fits_after: Sequence[Fit]) -> list[float]:
     """Return by which share the divergence drops after a repair, for each pair of fits."""
-    drops = []
-    for (before, _), (after, _) in zip(fits_before, fits_after, strict=True):
-        drops.append(1 - after / before if before else 0.0)
-    return drops
+    pairs = zip(fits_before, fits_after, strict=True)
+    return [1 - after / before if before else 0.0 for (before, _), (after, _) in pairs]
 
 
 @torch.inference_mode()

@@ -50,14 +50,14 @@ class DoctorPrompts(Section):
     )
     num_prompts: int = option(8, "prompts to decode, spread over the suite", ge=1)
     lookup_first: LookupFirstConfig | None = option(
-        None, "a lookup in front of the draft, which the engine must have"
+        None, "a lookup in front of the draft, which engine= must support"
     )
 
 
 class CommonDoctorOptions(Section):
     """The options that `specdistill doctor` has for every kind of draft."""
 
-    draft: str = option(..., "folder or Hub id of a trained draft, in any layout that is read")
+    draft: str = option(..., "folder or Hub id of a trained draft, in any supported layout")
     target: ExaminedTarget = section(ExaminedTarget)
     engine: Annotated[str, allow_names(lambda: list_engines_with("loader_version"))] | None = (
         option(None, "engine whose loader the draft is checked against; null: none")
@@ -73,6 +73,7 @@ class CommonDoctorOptions(Section):
 
     @model_validator(mode="after")
     def _check_target_options(self) -> "CommonDoctorOptions":
+        """Refuse options of the target that only matter in decoding, if nothing is decoded."""
         for name in ("dtype", "attn", "device_map"):
             value = getattr(self.target, name)
             if not self.decode and value != find_default(ExaminedTarget.model_fields[name]):

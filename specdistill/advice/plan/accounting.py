@@ -103,9 +103,9 @@ class Device:
     most_per_machine: int = 8
 
     def count_pass_bytes(self, read: float, parameters: float, num_tokens: int) -> float:
-        """Return how long a pass takes, in the bytes that are read in that time.
+        """Return the time of a pass, as the number of bytes that the device reads in that time.
 
-        It takes as long as its reads, or as its arithmetic where that takes longer.
+        A pass takes as long as its reads, or as its arithmetic where that takes longer.
 
         Args:
             read: bytes that the pass reads.
@@ -154,7 +154,7 @@ class Machine(Device):
     memory_gb: float = 0.0
 
     def count_pass_bytes(self, read: float, parameters: float, num_tokens: int) -> float:
-        """Return how long a pass takes, in bytes read in that time, by the measured `row_costs`.
+        """Return the time of a pass, as bytes read in that time, by the measured `row_costs`.
 
         Between two measured numbers of rows the cost is interpolated. Beyond the largest it grows
         in proportion.
@@ -190,6 +190,7 @@ class Ledger(TorchDispatchMode):
         args: tuple[object, ...] = (),
         kwargs: dict[str, object] | None = None,
     ) -> object:
+        """Run an operation and count its memory, traffic and arithmetic. torch calls this."""
         # Operands from outside the ledger count nothing, so they enter with size 0.
         kwargs = kwargs or {}
         inputs = list_tensors((args, kwargs))
@@ -259,12 +260,12 @@ def use_gpu_block_sizes() -> Iterator[None]:
 
     The tensors here are on the CPU, whose blocks are smaller.
     """
-    of_cpu = BLOCK_BYTES["cpu"]
+    cpu_block_bytes = BLOCK_BYTES["cpu"]
     BLOCK_BYTES["cpu"] = BLOCK_BYTES["cuda"]
     try:
         yield
     finally:
-        BLOCK_BYTES["cpu"] = of_cpu
+        BLOCK_BYTES["cpu"] = cpu_block_bytes
 
 
 def count_training_step(
@@ -427,6 +428,7 @@ def time_products(
 
         # The defaults bind this round's values, which a later round would replace.
         def multiply(inputs: Tensor = inputs, few: Tensor = few) -> None:
+            """Multiply the inputs with each matrix in turn."""
             for matrix in few:
                 torch.nn.functional.linear(inputs, matrix)
 

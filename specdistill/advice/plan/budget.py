@@ -31,8 +31,11 @@ USABLE_MEMORY_SHARE = 0.92
 
 
 def parse_dtype(name: str | None) -> torch.dtype | None:
-    """Return the dtype of a name in the section `serving`; None for None."""
-    return getattr(torch, {"fp8": "float8_e4m3fn"}.get(name, name)) if name else None
+    """Return the torch dtype that a name in the section `serving` means; None for no name."""
+    if not name:
+        return None
+    dtype: torch.dtype = getattr(torch, "float8_e4m3fn" if name == "fp8" else name)
+    return dtype
 
 
 def count_kv_itemsize(serving: ServingOptions, target: ModelConfigInfo) -> int:

@@ -72,60 +72,59 @@ def list_assumptions(device: Device) -> tuple[str, ...]:
     # A CPU was measured, so its sentences name the measurement. A GPU has the figures of its maker.
     if isinstance(device, Machine):
         passes = (
-            "A pass over several tokens takes as long as products of matrices with as many rows"
-            f" took on {device.name}."
+            "A pass over several tokens takes as long as matrix products with as many rows took on"
+            f" {device.name}."
         )
-        hours = (
-            f"Hours are of {device.name}, by its measured speed of matrix products and of copies"
-        )
+        hours = f"Hours are for {device.name}, by its measured speed of matrix products and copies"
     else:
         passes = (
-            "A pass takes as long as its reads, or as its arithmetic where that takes longer, at "
-            f"{device.flops_per_byte:.0f} operations per byte ({device.name})."
+            "A pass takes as long as its reads, or as its arithmetic where that takes longer:"
+            f" {device.flops_per_byte:.0f} operations take as long as reading a byte"
+            f" ({device.name})."
         )
         hours = (
-            f"GPU hours are of an {device.name} (of a GPU at {TRAINING_FLOPS / 1e12:.0f} TFLOP/s"
-            " where rough)"
+            f"GPU hours are for an {device.name} (where rough, for a GPU at"
+            f" {TRAINING_FLOPS / 1e12:.0f} TFLOP/s)"
         )
     return (
         (
-            "Parameters follow from configs; acceptance is published, by the sources named; the"
+            "Parameters follow from configs. Acceptance is published, by the sources named. The"
             " speedup is S = AL / (v + c·K)."
         ),
         (
-            "c is the larger of a draft step's shares of what the target reads (weights, KV cache)"
-            f" and of its layers. {passes} Quantized weights count as they are stored, where an"
-            " index says how large they are."
+            "c is the cost of a draft step in plain target steps: by the bytes that both read"
+            " (weights, KV cache), or by the layers that both run, whichever is larger."
+            f" {passes} Quantized weights count as they are stored, if an index says how large they"
+            " are."
         ),
         (
-            f"Low end of S: the lower acceptance, v + {VERIFY_OVERHEAD}, {LAYERS_OVERHEAD:g}"
-            " layers' time more per draft step (fitted to vLLM issue 20780), each token of a"
-            " mixture sent to experts of its own. High end: the higher acceptance; only reads and"
-            " arithmetic count."
+            "The low end of S has the lower acceptance, an engine's overhead (fitted to vLLM issue"
+            f" 20780: {VERIFY_OVERHEAD} more in v, and the time of {LAYERS_OVERHEAD:g} layers more"
+            " per draft step), and each token of a mixture of experts sent to experts of its own."
+            " At the high end, with the higher acceptance, only reads and arithmetic count."
         ),
         (
-            "Acceptance is the same at every position; K is the fewest tokens within 1 % of the"
-            f" best, at most {MAX_K['K']} of a draft that takes a step for each."
+            "Acceptance is the same at every position. K is the smallest number within 1 % of the"
+            f" best S, and at most {MAX_K['K']} for a draft that takes a step for each token."
         ),
         (
-            f"Serving: {ENGINE_BYTES / 2**30:g} GiB for the engine and activations of"
-            f" {PASS_TOKENS:,} prompt tokens per pass. Latent attention keeps its latent, a window"
-            " its tokens, a recurrent layer its state; devices share heads, and each has at least"
-            " one."
+            f"Serving takes {ENGINE_BYTES / 2**30:g} GiB for the engine, and the activations of"
+            f" {PASS_TOKENS:,} prompt tokens per pass. Latent attention keeps its latent, a sliding"
+            " window its tokens, a recurrent layer its state. Devices share attention heads, and"
+            " each has at least one."
         ),
         (
-            f"{sizes.TOKENS_PER_SAMPLE} training tokens per conversation; features computed in each"
-            " step, all tokens with a loss; draft and AdamW in float32. The training step's own"
-            " code runs over tensors without content, which counts its memory, traffic and"
-            " arithmetic, where a method can; roughly 28H + 4I numbers per layer, token and step"
-            f" elsewhere. {MATRIX_SHARE:.0%} of a device's bfloat16 peak in matrix products,"
-            f" {TRAFFIC_SHARE:.0%} of its bandwidth in all else, and {USABLE_MEMORY_SHARE:.0%}"
-            f" of its memory can"
-            " be used."
+            f"Training: {sizes.TOKENS_PER_SAMPLE} tokens per conversation, all with a loss;"
+            " features computed in each step; draft and AdamW in float32. Where a method can, the"
+            " training step's own code runs over tensors without content, which counts its memory,"
+            " traffic and arithmetic. Elsewhere activations are roughly 28H + 4I numbers per layer,"
+            f" token and step. Matrix products reach {MATRIX_SHARE:.0%} of a device's bfloat16"
+            f" peak, and all other operations {TRAFFIC_SHARE:.0%} of its bandwidth."
+            f" {USABLE_MEMORY_SHARE:.0%} of its memory can be used."
         ),
         (
-            f"{hours}: all steps of the target's own recipe, else one pass over the tokens;"
-            " generating them is not counted."
+            f"{hours}: all steps of the target's own recipe, or else one pass over the tokens."
+            " Generating the tokens is not counted."
         ),
     )
 
@@ -273,20 +272,20 @@ class Scenario:
     def _estimate_target_pass(self, num_tokens: int, *, spread: bool) -> float:
         """Return the cost of a target's pass over this many tokens of each sequence."""
         return self.count_pass_bytes(
-            self._read(self.serving.batch_size * (num_tokens if spread else 1)),
+            self._count_weight_bytes(self.serving.batch_size * (num_tokens if spread else 1)),
             self.target.cache,
-            self._parameters,
+            self._parameters_per_token,
             num_tokens,
         )
 
     @cached_property
-    def _parameters(self) -> float:
-        """Parameters of the target that one token is multiplied with."""
+    def _parameters_per_token(self) -> float:
+        """The number of the target's parameters that one token is multiplied with."""
         return count_weights_read(self.target.model)
 
     @cached_property
-    def _read(self) -> Callable[[int], float]:
-        """A function: the bytes of the target's weights that a pass over n tokens reads."""
+    def _count_weight_bytes(self) -> Callable[[int], float]:
+        """A function that returns the bytes of the target's weights that n tokens read."""
         return cache(
             partial(
                 count_weights_read,
@@ -399,8 +398,7 @@ def _count_draft_bytes(
     ).itemsize
 
     # Only a layer in the checkpoint of a quantized target has weights of two kinds.
-    is_quantized_layer = METHODS[method].in_target and target.native_mtp and target.quantization
-    if not is_quantized_layer:
+    if not (METHODS[method].in_target and target.native_mtp and target.quantization):
         return parts.parameters * float(itemsize), parts.read * float(itemsize)
     # A step reads half of the copied tables, which keep that dtype. All other weights are stored as
     # the target's own layers are.
@@ -678,9 +676,8 @@ def describe_launch(
     # 3 divides all 16, and holds the gathered weights (4) in addition.
     kept_shares = {"zero2": 0.25 + 0.75 / number, "zero3": 0.25 + 1 / number}
     kept_share = kept_shares.get(name.partition("_")[0], 1.0)
-    divided_bytes = (1 - kept_share) * memory["draft"]
-    device_bytes = int(sum(memory.values()) - spared_bytes - divided_bytes)
-    return Launch(name, number, is_sharded, device_bytes)
+    device_bytes = sum(memory.values()) - spared_bytes - (1 - kept_share) * memory["draft"]
+    return Launch(name, number, is_sharded, int(device_bytes))
 
 
 def find_recipe(method: str, target: str) -> tuple[str | None, RecipeKeys]:
@@ -746,12 +743,10 @@ def select_best_k(
         passes: of the draft per round: "K", "1" or "0". c is multiplied by this number.
     """
     # Compute S for every K. c counts once for each pass of the draft.
-    lengths = []
+    lengths = [expected_acceptance_length(alpha, k) for k in range(1, len(verify) + 1)]
     speedups = []
-    for k, v in enumerate(verify, 1):
+    for k, (length, v) in enumerate(zip(lengths, verify, strict=True), 1):
         draft_cost = {"K": c * k, "1": c, "0": 0.0}[passes]
-        length = expected_acceptance_length(alpha, k)
-        lengths.append(length)
         speedups.append(float(predicted_speedup(length, v, draft_cost)))
 
     # Take the smallest K that is nearly the best: more draft tokens only pay if acceptance is as

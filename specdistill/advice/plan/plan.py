@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import TypedDict
 
 from specdistill.advice.plan.accounting import (
@@ -301,11 +302,7 @@ def _choose_row(rows: Sequence[PlanRow], lookup: PlanRow, target: TargetFacts) -
 
     # The draft has to promise more than the lookup, which needs no training. A layer that comes
     # with the target needs none either, so its high end counts. Otherwise the middle does.
-    def get_promise(row: PlanRow) -> float:
-        if has_native_layer and row.high:
-            return row.high.speedup
-        return row.middle
-
+    get_promise = attrgetter("high.speedup" if has_native_layer else "middle")
     if drafts and get_promise(drafts[0]) > get_promise(lookup):
         return drafts[0]
     return lookup
@@ -341,12 +338,9 @@ def _explain_choice(
 
 def _find_suite(rows: Sequence[PlanRow], target: TargetFacts) -> str:
     """Return the suite of a recipe of the target's own; a placeholder if there is none."""
-    for row in rows:
-        if _is_own(row, target):
-            eval_keys = read_recipe(str(row.recipe))["eval"]
-            if "suite" in eval_keys:
-                return str(eval_keys["suite"])
-    return PROMPTS
+    own_recipes = [read_recipe(str(row.recipe)) for row in rows if _is_own(row, target)]
+    suites = [recipe["eval"]["suite"] for recipe in own_recipes if "suite" in recipe["eval"]]
+    return str(suites[0]) if suites else PROMPTS
 
 
 def _make_sort_key(target: TargetFacts, row: PlanRow) -> tuple[bool, bool, bool, float]:
@@ -370,9 +364,9 @@ def _make_sort_key(target: TargetFacts, row: PlanRow) -> tuple[bool, bool, bool,
 
 def _is_own(row: PlanRow, target: TargetFacts) -> bool:
     """Return whether a row's recipe is the target's own."""
-    if row.recipe is None:
-        return False
-    return bool(read_recipe(row.recipe)["target"]["model"] == target["model"])
+    return row.recipe is not None and bool(
+        read_recipe(row.recipe)["target"]["model"] == target["model"]
+    )
 
 
 def _describe_needs(row: PlanRow, target: TargetFacts, start: str | None) -> str:
@@ -420,8 +414,8 @@ def _format_command(verb: str, target: TargetFacts, keys: Mapping[str, object]) 
     """Return the shell command, leaving out keys whose value is None."""
     # Quote the arguments for a shell. The consent to run a repository's code comes last.
     pairs = [f"{key}={value}" for key, value in keys.items() if value is not None]
-    command = shlex.join(["specdistill", *verb.split(), *pairs])
-    return command + CONSENT["specdistill"] if target["trust_remote_code"] else command
+    consent = CONSENT["specdistill"] if target["trust_remote_code"] else ""
+    return shlex.join(["specdistill", *verb.split(), *pairs]) + consent
 
 
 def _name_draft_folder(row: PlanRow, target: TargetFacts) -> str:
@@ -435,9 +429,11 @@ def _format_eval_command(
 ) -> str:
     """Return the command that measures a draft that exists, or n-gram lookup."""
     # Take the K in the middle of both ends.
-    tokens = 1
-    if row.low and row.high:
-        tokens = (row.low.num_speculative_tokens + row.high.num_speculative_tokens) // 2
+    tokens = (
+        (row.low.num_speculative_tokens + row.high.num_speculative_tokens) // 2
+        if row.low and row.high
+        else 1
+    )
     keys = {
         "method": row.method,
         "target": target["model"],

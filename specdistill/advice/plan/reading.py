@@ -42,7 +42,7 @@ METHOD_PATTERNS = OTHER_METHODS | {
     "draft_model": r"draft",
 }
 
-# The words that the Hub is searched for, one request each.
+# The words that the Hub is searched for. Each takes one request, or two with a Hub id.
 SEARCH_WORDS = ("eagle", "speculator", "draft", "dflash", "dspark", "mtp", "pard")
 
 
@@ -122,10 +122,10 @@ def read_model_config(
 
 
 def _read_tensor_sizes(folder: Path, key: str) -> tuple[set[str], int | None]:
-    """Return the names of a checkpoint's tensors and their bytes.
+    """Return the names of a checkpoint's tensors, and their total bytes.
 
-    They are known as far as an index or a file is in the folder. Otherwise the names are empty and
-    the bytes are None.
+    Both are known if the folder holds an index or a file of weights. Otherwise the names are empty
+    and the bytes are None.
     """
     if not ((folder / INDEX).is_file() or (folder / SINGLE).is_file()):
         return set(), None
@@ -192,8 +192,8 @@ def check_draft_fit(draft: ModelConfigInfo, target: ModelConfigInfo, method: str
         )
     if got != expected:
         return [
-            f"{draft.name} has a vocabulary of {got:,}, the target of {expected:,}: taken for one"
-            " tokenizer, padded differently"
+            f"{draft.name} has a vocabulary of {got:,}, and the target one of {expected:,}:"
+            " assuming the same tokenizer, padded differently"
         ]
     if standalone:
         return []
@@ -203,7 +203,7 @@ def check_draft_fit(draft: ModelConfigInfo, target: ModelConfigInfo, method: str
     if width != target.text.hidden_size:
         raise UserError(
             "draft",
-            got=f"{draft.name} for a width of {width:,}",
+            got=f"{draft.name} for a hidden size of {width:,}",
             expected=f"{target.text.hidden_size:,}, the target's",
         )
     made_for = draft.raw.get("num_target_layers") or depth
@@ -219,7 +219,7 @@ def check_draft_fit(draft: ModelConfigInfo, target: ModelConfigInfo, method: str
         raise UserError(
             "draft",
             got=f"{draft.name}, which reads the target after layers {', '.join(map(str, beyond))}",
-            expected=f"layers of its {depth}",
+            expected=f"layers 0 to {depth}, which the target has",
         )
     return []
 

@@ -445,7 +445,7 @@ def test_a_lookup_in_front(
     )
     assert main(["doctor", *common, lookup, "engine=sglang"]) == 1
     assert (
-        "specdistill cannot start SGLang with a lookup in front of the draft"
+        "specdistill cannot start SGLang with this lookup in front of the draft"
         in capsys.readouterr().out
     )
     assert main(["doctor", *common, "eval.lookup_first={min: 6}"]) == 2
