@@ -42,14 +42,20 @@ def check_writable(folder: Path, key: str) -> None:
     The check writes a temporary file, and leaves nothing behind.
     """
     # If the folder does not exist yet, test the closest folder above it that exists.
-    existing = next(
-        path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()
-    )
+    existing = find_existing_folder(folder)
     with (
         convert_errors(OSError, key, f"{folder}, in {existing}", "a folder that can be written"),
         tempfile.TemporaryFile(dir=existing),
     ):
         pass
+
+
+def find_existing_folder(folder: Path) -> Path:
+    """Return a folder, or the closest folder above it that exists, as an absolute path."""
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    return existing
 
 
 def check_new(output: Path) -> None:
@@ -72,11 +78,13 @@ def check_holds(folder: Path, key: str, what: str, is_own: Callable[[str], objec
     Raises:
         UserError: for a folder with any other file.
     """
-    foreign = next((path.name for path in folder.glob("*") if not is_own(path.name)), None)
-    if foreign:
-        raise UserError(
-            key, got=f"{folder}, which holds {foreign}", expected=f"a new folder, or one of {what}"
-        )
+    for path in folder.glob("*"):
+        if not is_own(path.name):
+            raise UserError(
+                key,
+                got=f"{folder}, which holds {path.name}",
+                expected=f"a new folder, or one of {what}",
+            )
 
 
 @contextmanager
@@ -110,7 +118,10 @@ def create_folder(output: Path, *, replaces: bool = False, key: str = KEY) -> It
                     output.rename(partial / output.name)
                 # Delete the earlier folder, and what a killed process may have left.
                 for path in partial.iterdir():
-                    path.unlink() if path.is_symlink() or path.is_file() else shutil.rmtree(path)
+                    if path.is_symlink() or path.is_file():
+                        path.unlink()
+                    else:
+                        shutil.rmtree(path)
                 yield partial
                 partial.rename(output)
             finally:
@@ -171,11 +182,8 @@ def exclusive_lock(lock: Path, key: str, what: Path, *, saves_memory: str = "") 
         # Write who holds the lock.
         os.ftruncate(descriptor, 0)
         started = time.strftime("%Y-%m-%d %H:%M:%S")
-        os.pwrite(
-            descriptor,
-            f"process {os.getpid()} on {socket.gethostname()}{START_TIME_MARK}{started}".encode(),
-            0,
-        )
+        holder = f"process {os.getpid()} on {socket.gethostname()}{START_TIME_MARK}{started}"
+        os.pwrite(descriptor, holder.encode(), 0)
         try:
             yield
         finally:
@@ -208,15 +216,14 @@ def _lock_path(path: Path, flags: int, key: str, what: Path) -> Iterator[int]:
             # a folder cannot.
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            writer = (
-                os.pread(descriptor, 200, 0).decode().partition(START_TIME_MARK)[0]
-                if path.is_file()
-                else ""
-            )
+            writer = ""
+            if path.is_file():
+                message = os.pread(descriptor, 200, 0).decode()
+                writer = message.partition(START_TIME_MARK)[0]
             raise UserError(
                 key,
                 got=f"{what}, which {writer or 'another process'} is writing",
-                expected="one writer at a time: start this again when that one has ended",
+                expected="one writer at a time: repeat the command when that process has ended",
             ) from error
         yield descriptor
     finally:
