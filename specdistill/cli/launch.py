@@ -37,6 +37,7 @@ from specdistill.common.project import LAUNCHES, find_yaml
 from specdistill.recipe.fields import Condition, Section, option
 from specdistill.recipe.load import validate_recipe
 
+# The other options of a launch have no effect without `launch`.
 LAUNCH_IS_GIVEN = Condition("with launch=NAME", lambda options: options.launch is not None)
 
 
@@ -171,6 +172,7 @@ def _check_launch_options(configuration: Path, options: dict[str, Any]) -> dict[
         UserError: for options that accelerate would ignore, or with which the processes would wait
             for each other forever.
     """
+    # These modules import torch, so they are imported only here.
     from accelerate.utils import DistributedType, is_deepspeed_available
 
     from specdistill.common.processes import check_devices
@@ -262,6 +264,7 @@ def _read_configuration(configuration: Path) -> tuple[Any, dict[str, Any]]:
     Raises:
         UserError: for a file that accelerate refuses.
     """
+    # This module imports torch, so it is imported only here.
     from accelerate.commands.config.config_args import ClusterConfig
 
     expected = "a configuration of accelerate"

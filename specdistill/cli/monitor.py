@@ -25,6 +25,7 @@ from specdistill.serving.engines.server import Server
 # differences between them. That assumes independent parts. A request that runs across a boundary
 # belongs to two of them, so a few long parts are better than many short ones.
 NUM_PARTS = 6
+# `watch` has no effect on what was counted since the server started.
 SECONDS_ARE_GIVEN = Condition("with seconds above 0", lambda options: options.seconds > 0)
 
 

@@ -99,6 +99,7 @@ def choose_device(
         The device, and the options. For a CPU, memory and dtype are filled in from the machine,
         unless the user typed them.
     """
+    # This module imports torch, so it is imported only here.
     from specdistill.advice.plan.accounting import (
         H100,
         can_hold_target,
