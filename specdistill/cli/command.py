@@ -5,7 +5,7 @@ returns an exit code.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import cleandoc
 from typing import TypeVar
@@ -139,13 +139,12 @@ def print_help(
     )
     lists_one_method = is_short or "method" in values
     rows: list[HelpRow] = []
-    schema_rows: Iterable[HelpRow]
     for schema in schemas:
-        if lists_one_method:
-            schema_rows = list_leaves([schema.select_schema(values)])
-        else:
-            schema_rows = describe(schema)
-        rows += [row for row in schema_rows if not is_short or row[0] in common]
+        rows += (
+            list_leaves([schema.select_schema(values)]) if lists_one_method else describe(schema)
+        )
+    if is_short:
+        rows = [row for row in rows if row[0] in common]
 
     # With --json the help is a list of keys. Otherwise it begins with the docstring.
     names = ("key", "type", "default", "help")
@@ -160,9 +159,13 @@ def print_help(
     for title, group in groups.items():
         _print_keys(title, group, console)
 
-    # Print the short keys, and the arguments that every command takes.
+    # Print the short keys, and the arguments that every command takes. `*` in a short key stands
+    # for any key.
     print()
-    lines = {short: _describe_short_key(short, key) for short, key in shorthands.items()}
+    lines = {
+        short.replace("*", "KEY"): f"short for {key.replace('*', 'KEY')}"
+        for short, key in shorthands.items()
+    }
     lines |= COMMON_ARGUMENTS
     if is_short:
         lines["--help all"] = (
@@ -179,19 +182,8 @@ def _print_keys(title: str, rows: Sequence[HelpRow], console: Console) -> None:
     grid.add_column()
     for key, kind, default, meaning in rows:
         # "null" as a default means that the key need not be set, so the help leaves it out.
-        value = kind.replace(" or null", "")
-        if default == "required":
-            value += ", required"
-        elif default != "null":
-            value += f"; default {default}"
+        suffixes = {"null": "", "required": ", required"}
+        value = kind.replace(" or null", "") + suffixes.get(default, f"; default {default}")
         grid.add_row(f" {key}", f"{meaning} [{value}]")
     console.print(f"\n{title}", style="bold")
     console.print(grid)
-
-
-def _describe_short_key(short: str, key: str) -> str:
-    """Return the help of a short key, such as `target` for `target.model`."""
-    # `eval.*` for `*`: the section is left out.
-    if short.endswith("*"):
-        return f"{short.replace('*', 'KEY')} is read as {key.replace('*', 'KEY')}"
-    return f"short for {key}"

@@ -86,9 +86,9 @@ def print_diagnosis(diagnosis: "Diagnosis") -> None:
 
     # How many problems and warnings there are. Notes are not counted.
     counts = Counter(finding.severity for finding in diagnosis.findings)
-    summary = []
-    for severity in ("problem", "warning"):
-        count = counts[severity]
-        if count:
-            summary.append(f"{count} {severity}{'s' if count > 1 else ''}")
+    summary = [
+        f"{counts[severity]} {severity}{'s' if counts[severity] > 1 else ''}"
+        for severity in ("problem", "warning")
+        if counts[severity]
+    ]
     console.print(Text(", ".join(summary) or "no problem found", style="bold"))

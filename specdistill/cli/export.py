@@ -115,11 +115,11 @@ def _read_export_request(arguments: list[str]) -> tuple[ExportOptions, Recipe | 
         )
 
     # Separate the options of this command from the keys of the recipe.
-    recipe_keys: list[str] = []
-    if is_untrained:
-        options, recipe_keys = load_own_keys(ExportOptions, arguments)
-    else:
-        options = load_recipe(ExportOptions, arguments)
+    options, recipe_keys = (
+        load_own_keys(ExportOptions, arguments)
+        if is_untrained
+        else (load_recipe(ExportOptions, arguments), [])
+    )
 
     # A trained draft has to be named, and an untrained one cannot be.
     if (options.draft is None) != is_untrained:

@@ -39,10 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: the verb and its arguments; None for those of the command line.
     """
-    words = list(sys.argv[1:] if arguments is None else arguments)
     # Without any argument, the verb is the empty string.
-    verb = words[0] if words else ""
-    verb_arguments = words[1:]
+    words = list(sys.argv[1:] if arguments is None else arguments) or [""]
+    verb, *verb_arguments = words
     return run_and_report(lambda: _run(verb, verb_arguments), verb_arguments)
 
 

@@ -312,10 +312,7 @@ def _list_details(plan: "Plan") -> Iterator[Text]:
     )
 
     # The memory, micro-batch and data with which the recommended method is trained.
-    best = None
-    for row in plan.methods:
-        if row.method == plan.recommendation["method"]:
-            best = row
+    best = next((row for row in plan.methods if row.method == plan.recommendation["method"]), None)
     if best is not None and best.training_memory and best.micro_batch:
         num_rows, length = best.micro_batch
         yield _format_line(
@@ -340,10 +337,8 @@ def _list_details(plan: "Plan") -> Iterator[Text]:
 
     # A remark on each method, with the source of its acceptance, and the assumptions.
     for row in plan.methods:
-        remark = row.note
-        if row.available:
-            remark += f"; acceptance: {row.acceptance_source}"
-        yield _format_line(row.method, remark)
+        source = f"; acceptance: {row.acceptance_source}" if row.available else ""
+        yield _format_line(row.method, f"{row.note}{source}")
     yield from map(Text, plan.assumptions)
 
 
@@ -375,9 +370,8 @@ def _describe_budget(budget: "Budget") -> str:
         return f"{parts}: needs {needs}; fits on {num_devices} devices (serving.tensor_parallel)"
 
     # `budget.cost` is how many tokens of context the draft takes away.
-    room = ""
-    if budget.room is not None:
-        room = f"; room for {format_short(budget.room)} tokens of context"
-    if budget.cost:
-        room += f", {format_short(budget.cost)} fewer than without the draft"
-    return f"{parts}: fits in {needs}{room}"
+    room = (
+        "" if budget.room is None else f"; room for {format_short(budget.room)} tokens of context"
+    )
+    cost = f", {format_short(budget.cost)} fewer than without the draft" if budget.cost else ""
+    return f"{parts}: fits in {needs}{room}{cost}"

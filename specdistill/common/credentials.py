@@ -46,10 +46,7 @@ def remove_places(node: Any) -> Any:
         return {name: remove_places(value) for name, value in node.items()}
     if isinstance(node, list):
         return [remove_places(value) for value in node]
-    if isinstance(node, str):
-        without_folders = FOLDERS.sub("", node)
-        return HOST.sub("HOST", without_folders)
-    return node
+    return HOST.sub("HOST", FOLDERS.sub("", node)) if isinstance(node, str) else node
 
 
 def find_secret(text: str) -> str | None:

@@ -9,7 +9,7 @@ import json
 import re
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -67,13 +67,14 @@ def parse_json(text: str | bytes, *, allow_nan: bool = False) -> Any:
         allow_nan: accept NaN and Infinity, which torch and transformers write.
 
     Raises:
-        ValueError: if it is no such document.
+        ValueError: for text that is no JSON, or that this module refuses.
     """
     text = decode_text(text) if isinstance(text, bytes) else text
     try:
         # The integer parser of json itself is faster than `parse_integer`, which is only used if
         # the text has a long number.
         integers = parse_integer if LONG_NUMBER.search(text) else None
+        # json calls the hooks for each object, for NaN and Infinity, and for each integer.
         value = json.loads(
             text,
             object_pairs_hook=_check_unique_keys,
@@ -101,17 +102,13 @@ def _is_too_deep(value: object) -> bool:
     """
     # `level` holds the lists and mappings of one level, and `next_level` those directly inside
     # them.
-    level = [value]
+    level = [value] if isinstance(value, dict | list) else []
     for _ in range(MAX_DEPTH + 1):
         if not level:
             break
-        next_level: list[object] = []
+        next_level: list[dict[str, object] | list[object]] = []
         for node in level:
-            children: Iterable[object] = ()
-            if isinstance(node, dict):
-                children = node.values()
-            elif isinstance(node, list):
-                children = node
+            children = node.values() if isinstance(node, dict) else node
             next_level += [child for child in children if isinstance(child, dict | list)]
         level = next_level
     return bool(level)
@@ -149,8 +146,10 @@ def read_json_rows(
             raise error
         report(number, error)
 
-    # Read one byte more than a line may have, to find out whether it has more.
-    for number, line in enumerate(iter(partial(stream.readline, MAX_LINE_BYTES + 1), b""), 1):
+    # Read line by line, until `readline` returns no bytes at the end of the file. A line that is
+    # too long is read up to the first byte that is too much.
+    read_line = partial(stream.readline, MAX_LINE_BYTES + 1)
+    for number, line in enumerate(iter(read_line, b""), 1):
         max_bytes = MAX_LINE_BYTES
 
         # If the file is a single list, which begins in the first line, read the rest of it too.
@@ -263,6 +262,7 @@ def check_yaml(text: str) -> None:
     opened = [_Collection(None, 0, [])]
     try:
         for event in yaml.parse(text, YamlLoader):
+            # A tag, such as `!!python/object`, asks for a type that JSON does not have.
             if getattr(event, "tag", None) is not None:
                 raise ValueError(f"the tag {event.tag}")
 
@@ -284,6 +284,8 @@ def check_yaml(text: str) -> None:
                 elif scalar is None and event.anchor not in sizes:
                     raise ValueError(f"*{event.anchor} before the end of &{event.anchor}")
                 else:
+                    # An alias is as large as the node that it names. Each node counts one character
+                    # more, for what separates it from the next.
                     size = sizes[event.anchor] if scalar is None else len(scalar)
                     total = total + 1 + size
                     sizes[event.anchor] = size
@@ -314,7 +316,7 @@ def read_keys(path: Path, key: str, expected: str) -> dict[str, Any]:
     Args:
         path: the file.
         key: the recipe key that errors name.
-        expected: what errors say is expected.
+        expected: a description of the files that are allowed, for the error.
 
     Raises:
         UserError: if the file cannot be read or holds no mapping.
@@ -340,7 +342,7 @@ def read_front_matter(path: Path) -> dict[str, Any]:
     match = FRONT_MATTER.match(read_text(path, MAX_JSON_BYTES))
     keys = parse_yaml(match[1]) if match else None
     if keys is not None and not isinstance(keys, dict):
-        raise ValueError("a head without keys")
+        raise ValueError("the YAML at the beginning holds no keys")
     return keys or {}
 
 
@@ -363,8 +365,7 @@ def _check_unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """Return a dictionary of (key, value) pairs. Raise ValueError for a key that appears twice."""
     keys = dict(pairs)
     if len(keys) < len(pairs):
-        counts = Counter(name for name, _ in pairs)
-        repeated_key, _ = counts.most_common(1)[0]
+        repeated_key = Counter(name for name, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"{repeated_key} twice")
     return keys
 

@@ -104,9 +104,8 @@ def check_gguf(path: Path, key: str) -> None:
         # Where the file ends too early, gguf fails in a way that depends on what it was reading.
         # Only the error for missing weights is certain: numpy cannot reshape too few bytes to a
         # tensor.
-        reason = f"cut short or broken: {join_lines(str(error))}"
-        if "reshape" in str(error):
-            reason = "cut short"
+        is_cut_short = "reshape" in str(error)
+        reason = "cut short" if is_cut_short else f"cut short or broken: {join_lines(str(error))}"
         raise UserError(
             key,
             got=f"{path}, which is {reason} ({path.stat().st_size:,} bytes)",

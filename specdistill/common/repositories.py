@@ -111,8 +111,7 @@ def convert_hub_errors(
         # transformers wraps the error for files that the cache lacks in an OSError of its own.
         if isinstance(error.__cause__, errors.LocalEntryNotFoundError):
             raise _make_fetch_error(error.__cause__, key, name, expected, patterns) from error
-        # Other errors of the operating system belong to the cache, or to code that is not handled
-        # here.
+        # An OSError that is not about the cache is not handled here.
         if not _is_cache_error(error):
             raise
         raise ResourceError(

@@ -55,10 +55,9 @@ def shorten_lines(text: str) -> str:
 
     The middle of a longer line is replaced by an ellipsis, which takes three characters.
     """
+    half = MAX_LINE_CHARACTERS // 2
     return "\n".join(
-        line
-        if len(line) <= MAX_LINE_CHARACTERS
-        else f"{line[: MAX_LINE_CHARACTERS // 2]} … {line[3 - MAX_LINE_CHARACTERS // 2 :]}"
+        line if len(line) <= MAX_LINE_CHARACTERS else f"{line[:half]} … {line[3 - half :]}"
         for line in text.split("\n")
     )
 
