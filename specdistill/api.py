@@ -11,7 +11,6 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from specdistill.evaluation.gate.decide import (
 )
 from specdistill.evaluation.measurement.configurations import Settings
 from specdistill.evaluation.report.files import stage_files
-from specdistill.hub.acquire import acquire as acquired
+from specdistill.hub.acquire import acquire as fetch_draft
 from specdistill.hub.options import AcquireOptions, PublishOptions
 from specdistill.hub.publish import Publication, publish_run
 from specdistill.methods import METHODS
@@ -87,20 +86,22 @@ def build_arguments(recipe: RecipeOrRun, keys: Mapping[str, object]) -> list[str
         keys: settings that take precedence over those of the recipe.
     """
     # A recipe is named by `recipe=`. The folder of a run holds the recipe that it was trained with.
-    recipe_arguments = []
+    arguments = []
     sections = [keys]
     if isinstance(recipe, Mapping):
         sections = [recipe, keys]
     else:
-        recorded = Path(recipe) / "run" / "recipe.yaml"
-        recipe_arguments = [f"recipe={recorded if recorded.is_file() else os.fspath(recipe)}"]
+        recorded_recipe = Path(recipe) / "run" / "recipe.yaml"
+        name = recorded_recipe if recorded_recipe.is_file() else os.fspath(recipe)
+        arguments = [f"recipe={name}"]
 
     # Sections become `section.key=value`, with values in JSON, which is YAML too. Paths become
     # text.
-    values = chain.from_iterable(map(flatten_keys, sections))
-    return recipe_arguments + [
-        f"{key}={json.dumps(value, ensure_ascii=False, default=os.fspath)}" for key, value in values
-    ]
+    for section in sections:
+        for key, value in flatten_keys(section):
+            text = json.dumps(value, ensure_ascii=False, default=os.fspath)
+            arguments.append(f"{key}={text}")
+    return arguments
 
 
 @dataclass(frozen=True)
@@ -121,9 +122,9 @@ def load_target(model: str | os.PathLike[str], **keys: object) -> FrozenTarget:
         model: `pico`, a folder, a GGUF file or a Hub id.
         keys: further keys of a recipe's section `target:`, e.g. dtype="bfloat16".
     """
-    return FrozenTarget.load(
-        **vars(validate_recipe(TargetConfig, {"model": os.fspath(model), **keys}, "target."))
-    )
+    values = {"model": os.fspath(model), **keys}
+    config = validate_recipe(TargetConfig, values, "target.")
+    return FrozenTarget.load(**vars(config))
 
 
 def load_draft(
@@ -144,35 +145,37 @@ def load_draft(
             broken or does not fit the target.
     """
     # Find out the method of the draft, from its name or from its files.
-    place = os.fspath(draft)
-    method = (
-        place
-        if place in UNTRAINED_METHODS
-        else find_method(locate(place, key="draft"), key="draft")
-    )
+    draft_name = os.fspath(draft)
+    if draft_name in UNTRAINED_METHODS:
+        method = draft_name
+    else:
+        method = find_method(locate(draft_name, key="draft"), key="draft")
 
     # Check the keys: only some keys of a recipe's section `eval:` belong to a draft.
     recipe = METHODS[method].recipe()
-    read = [*list_own_eval_keys(recipe), "lookup_first"]
-    unread = next((name for name in keys if name not in read), None)
-    if unread:
-        expected = f"one of {', '.join(read)}, which a draft of method {method} reads"
-        raise UserError(
-            unread, got="an unknown key", expected=expected, nearest=find_nearest(unread, read)
-        )
+    draft_keys = [*list_own_eval_keys(recipe), "lookup_first"]
+    for name in keys:
+        if name not in draft_keys:
+            raise UserError(
+                name,
+                got="an unknown key",
+                expected=f"one of {', '.join(draft_keys)}, which a draft of method {method} reads",
+                nearest=find_nearest(name, draft_keys),
+            )
+    section = validate_recipe(select_eval_schema(recipe), keys)
 
     # Wrap a model of transformers with what a target needs besides: its tokenizer and its files.
-    section = validate_recipe(select_eval_schema(recipe), keys)
     if not isinstance(target, FrozenTarget):
-        name = str(target.name_or_path)
+        target_name = str(target.name_or_path)
         revision = getattr(target.config, "_commit_hash", None)
-        files = TargetFiles(name, revision)
+        files = TargetFiles(target_name, revision)
         tokenizer, *_ = read_tokenizer(files)
-        target = FrozenTarget(target, tokenizer, name=name, revision=revision, files=files)
+        target = FrozenTarget(target, tokenizer, name=target_name, revision=revision, files=files)
 
     # Load the object that drafts during decoding.
-    options = {name: getattr(section, name) for name in read}
-    return Draft(method, load_proposer(method, place, target, key="draft", **options), target)
+    options = {name: getattr(section, name) for name in draft_keys}
+    proposer = load_proposer(method, draft_name, target, key="draft", **options)
+    return Draft(method, proposer, target)
 
 
 def generate(
@@ -215,16 +218,14 @@ def generate(
     settings = Settings.from_section(validate_recipe(MeasurementConfig, keys))
 
     # Decode. The prompt and the completion are converted with the tokenizer of the target.
-    target, proposer = (draft.target, draft.proposer) if isinstance(draft, Draft) else (draft, None)
+    target = draft.target if isinstance(draft, Draft) else draft
+    proposer = draft.proposer if isinstance(draft, Draft) else None
+    prompt_ids = target.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
     generation = Decoder(target, proposer).generate(
-        target.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt,
-        generator=torch.Generator().manual_seed(seed),
-        **settings.decoding,
+        prompt_ids, generator=torch.Generator().manual_seed(seed), **settings.decoding
     )
-    return Completion(
-        **vars(generation),
-        text=target.tokenizer.decode(generation.token_ids, skip_special_tokens=True),
-    )
+    text = target.tokenizer.decode(generation.token_ids, skip_special_tokens=True)
+    return Completion(**vars(generation), text=text)
 
 
 def train(
@@ -243,9 +244,8 @@ def train(
     """
     arguments = build_arguments(recipe, keys)
     with rename_keys_as_typed(arguments, TRAIN):
-        return train_draft(
-            check_trainable(load_recipe(Recipe, select_recipe_keys(arguments, TRAIN))), callbacks
-        )
+        loaded_recipe = load_recipe(Recipe, select_recipe_keys(arguments, TRAIN))
+        return train_draft(check_trainable(loaded_recipe), callbacks)
 
 
 class DraftConfig:
@@ -265,12 +265,10 @@ class DraftConfig:
         for schema in Recipe.list_schemas().values():
             sections.update(schema.model_fields)
         sections.discard("train")
-        fields = {name: value for name, value in keys.items() if name not in sections}
+        recipe_sections = {name: value for name, value in keys.items() if name in sections}
+        train_fields = {name: value for name, value in keys.items() if name not in sections}
         self.output_dir = output_dir
-        self.keys = {
-            **{name: keys[name] for name in keys.keys() & sections},
-            "train": {"output_dir": output_dir, **fields},
-        }
+        self.keys = {**recipe_sections, "train": {"output_dir": output_dir, **train_fields}}
 
 
 class DraftTrainer:
@@ -325,15 +323,18 @@ class DraftTrainer:
         # Write the rows to the file that the recipe names. An earlier run may have written it;
         # other rows in it are not overwritten.
         if self.rows is not None:
-            place = Path(str(self.recipe.data.source))
+            path = Path(str(self.recipe.data.source))
             text = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in self.rows)
-            if place.exists() and place.read_bytes() != text.encode():
-                got = f"other rows than those in {place}"
-                raise UserError("train_dataset", got=got, expected="them, or another output_dir")
+            if path.exists() and path.read_bytes() != text.encode():
+                raise UserError(
+                    "train_dataset",
+                    got=f"other rows than those in {path}",
+                    expected="the rows of that file, or another output_dir",
+                )
             # Each process of a launch writes the same content. Staging replaces the file in one
             # step.
-            with stage_files(place.parent) as staging:
-                (staging / place.name).write_text(text, encoding="utf-8")
+            with stage_files(path.parent) as staging:
+                (staging / path.name).write_text(text, encoding="utf-8")
         return train_draft(self.recipe, self.callbacks)
 
 
@@ -361,12 +362,12 @@ class Report:
     def of(cls, data: dict[str, Any], folder: Path) -> "Report":
         """Build a Report from the content of a report.json and its folder."""
         # The first result is that of the whole suite in the main configuration.
-        first = data["results"][0]
+        whole_suite = data["results"][0]
         return cls(
             data,
             folder,
-            first.get("mean_acceptance_length"),
-            first.get("speedup"),
+            whole_suite.get("mean_acceptance_length"),
+            whole_suite.get("speedup"),
             data["gate"]["verdict"],
         )
 
@@ -391,12 +392,13 @@ def measure(recipe: RecipeOrRun | None = None, **keys: object) -> Report:
         keys: keys of `specdistill eval`, e.g. draft="org/name", eval={"num_prompts": 16}.
     """
     # Settings without a recipe need a value for the folder of the run, which a recipe requires.
-    first = ARGUMENTS_WITHOUT_RECIPE if recipe is None or isinstance(recipe, Mapping) else []
+    has_recipe = recipe is not None and not isinstance(recipe, Mapping)
+    defaults = [] if has_recipe else ARGUMENTS_WITHOUT_RECIPE
     arguments = build_arguments(recipe or {}, keys)
     with rename_keys_as_typed(arguments, SHORTHANDS):
-        return Report.of(
-            *evaluate(load_recipe(Recipe, [*first, *select_recipe_keys(arguments, SHORTHANDS)]))
-        )
+        recipe_keys = select_recipe_keys(arguments, SHORTHANDS)
+        report, folder = evaluate(load_recipe(Recipe, [*defaults, *recipe_keys]))
+    return Report.of(report, folder)
 
 
 def judge(
@@ -416,9 +418,8 @@ def judge(
         The report with the verdict of the gate.
     """
     folder = report.folder if isinstance(report, Report) else Path(report)
-    options = load_recipe(
-        GateOptions, build_arguments({"report": folder, "gates": gate, "baseline": baseline}, {})
-    )
+    keys = {"report": folder, "gates": gate, "baseline": baseline}
+    options = load_recipe(GateOptions, build_arguments(keys, {}))
     return Report.of(judge_again(options), folder)
 
 
@@ -460,7 +461,7 @@ def acquire(
     """
     arguments = build_arguments({"method": method, "target": target, "draft": draft}, keys)
     with rename_keys_as_typed(arguments, TARGET):
-        return acquired(load_recipe(AcquireOptions, select_recipe_keys(arguments, TARGET)))
+        return fetch_draft(load_recipe(AcquireOptions, select_recipe_keys(arguments, TARGET)))
 
 
 def publish(run: str | os.PathLike[str], **keys: object) -> Publication:

@@ -9,7 +9,7 @@ from specdistill.recipe.short_keys import TARGET, select_recipe_keys
 
 
 def acquire(arguments: list[str]) -> int:
-    """Fetch a published draft, checked against its target first; prints the local path.
+    """Check a published draft against its target, fetch it, and print its local path.
 
     specdistill acquire method=eagle3 target=org/model draft=org/draft@v1
     """
@@ -17,10 +17,10 @@ def acquire(arguments: list[str]) -> int:
     options = load_recipe(AcquireOptions, select_recipe_keys(arguments, TARGET))
     import_libraries()
     # This module imports torch, so it is imported only here.
-    from specdistill.hub.acquire import acquire as fetch
+    from specdistill.hub.acquire import acquire as fetch_draft
 
     # Print only the path of the draft, so that a shell can use the output.
-    folder = fetch(options)
+    folder = fetch_draft(options)
     print(folder)
     print_result({"folder": folder})
     return ExitCode.DONE

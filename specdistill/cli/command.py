@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import cleandoc
-from itertools import chain
 from typing import TypeVar
 
 from rich.table import Table
@@ -28,13 +27,17 @@ from specdistill.recipe.short_keys import (
 )
 
 R = TypeVar("R", bound=Section)
+# A key in the help: its name, its type, its default and what it means.
+HelpRow = tuple[str, str, str, str]
 
 # Arguments that every command takes, and their help.
 COMMON_ARGUMENTS = {
-    "recipe=NAME": "a YAML file of keys, or a name under recipes/; key=value overrides it",
+    "recipe=NAME": (
+        "read keys from a YAML file (a path, or a name under recipes/); key=value overrides it"
+    ),
     JSON: "print the result as one line of JSON",
-    QUIET_FLAG: "print results and errors only",
-    "debug=true": "show the traceback of a user's error",
+    QUIET_FLAG: "print only results and errors",
+    "debug=true": "show the traceback of an error",
 }
 
 
@@ -103,7 +106,7 @@ def report_keys_as_typed(arguments: Sequence[str], shorthands: Mapping[str, str]
     except getattr(sys.modules.get("torch"), "OutOfMemoryError", ()) as error:
         raise ResourceError(
             f"the accelerator's memory is full ({error})",
-            next_step="lower the batch size or the lengths",
+            next_step="lower the batch size or the sequence lengths",
         ) from error
 
 
@@ -126,6 +129,7 @@ def print_help(
             Empty: all keys are printed.
     """
     console = Console()
+    # Only the most used keys are listed, unless the user asks for all.
     is_short = bool(common) and "all" not in arguments
 
     # Collect a row (key, type, default, meaning) for each key. `list_leaves` lists the keys of one
@@ -133,46 +137,53 @@ def print_help(
     values = merge_values(
         [argument for argument in select_recipe_keys(arguments, shorthands) if "=" in argument]
     )
-    of_one = is_short or "method" in values
-    tables = (
-        list_leaves([schema.select_schema(values)]) if of_one else describe(schema)
-        for schema in schemas
-    )
-    rows = [row for row in chain.from_iterable(tables) if not is_short or row[0] in common]
+    lists_one_method = is_short or "method" in values
+    rows: list[HelpRow] = []
+    for schema in schemas:
+        rows += (
+            list_leaves([schema.select_schema(values)]) if lists_one_method else describe(schema)
+        )
+    if is_short:
+        rows = [row for row in rows if row[0] in common]
 
     # With --json the help is a list of keys. Otherwise it begins with the docstring.
-    print_result([dict(zip(("key", "type", "default", "help"), row, strict=True)) for row in rows])
+    names = ("key", "type", "default", "help")
+    print_result([dict(zip(names, row, strict=True)) for row in rows])
     console.print(cleandoc(introduction), soft_wrap=True)
 
     # Print one table for each section of the recipe, and one for the keys without a section.
-    groups: dict[str, list[tuple[str, str, str, str]]] = {}
+    groups: dict[str, list[HelpRow]] = {}
     for row in rows:
-        groups.setdefault(
-            row[0].partition(".")[0] if "." in row[0] else "keys (key=value)", []
-        ).append(row)
+        section, dot, _ = row[0].partition(".")
+        groups.setdefault(section if dot else "keys (key=value)", []).append(row)
     for title, group in groups.items():
-        grid = Table.grid(padding=(0, 1), pad_edge=True)
-        grid.add_column(no_wrap=True, style="bold")
-        grid.add_column()
-        for key, kind, default, meaning in group:
-            # "null" as a default means that the key need not be set, so the help leaves it out.
-            value = kind.replace(" or null", "") + {"null": "", "required": ", required"}.get(
-                default, f"; default {default}"
-            )
-            grid.add_row(f" {key}", f"{meaning} [{value}]")
-        console.print(f"\n{title}", style="bold")
-        console.print(grid)
+        _print_keys(title, group, console)
 
-    # Print the short keys, and the arguments that every command takes.
+    # Print the short keys, and the arguments that every command takes. `*` in a short key stands
+    # for any key.
     print()
-    more = (
-        {"--help all": "list all keys, of all methods; with method=NAME: those of that method"}
-        if is_short
-        else {}
-    )
-    for name, meaning in {
-        **{short: f"short for {key}" for short, key in shorthands.items()},
-        **COMMON_ARGUMENTS,
-        **more,
-    }.items():
+    lines = {
+        short.replace("*", "KEY"): f"short for {key.replace('*', 'KEY')}"
+        for short, key in shorthands.items()
+    }
+    lines |= COMMON_ARGUMENTS
+    if is_short:
+        lines["--help all"] = (
+            "list all keys, of all methods; with method=NAME: those of that method"
+        )
+    for name, meaning in lines.items():
         print(f"  {name:11} {meaning}")
+
+
+def _print_keys(title: str, rows: Sequence[HelpRow], console: Console) -> None:
+    """Print a table with the meaning, type and default of each key of a section."""
+    grid = Table.grid(padding=(0, 1), pad_edge=True)
+    grid.add_column(no_wrap=True, style="bold")
+    grid.add_column()
+    for key, kind, default, meaning in rows:
+        # "null" as a default means that the key need not be set, so the help leaves it out.
+        suffixes = {"null": "", "required": ", required"}
+        value = kind.replace(" or null", "") + suffixes.get(default, f"; default {default}")
+        grid.add_row(f" {key}", f"{meaning} [{value}]")
+    console.print(f"\n{title}", style="bold")
+    console.print(grid)

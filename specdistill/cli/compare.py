@@ -13,7 +13,7 @@ from specdistill.recipe.short_keys import COMPARE, rename_keys_as_typed, select_
 
 
 def compare(arguments: list[str]) -> int:
-    r"""Measure and rank drafts of one target in one run, or compare one with published figures.
+    r"""Measure and rank several drafts of a target, or compare one draft with published figures.
 
     specdistill compare target=pico drafts=runs/demo/draft,ngram suite=pico \
         output_dir=runs/comparison

@@ -23,11 +23,11 @@ OUTPUT_DIR_WITHOUT_RUN = "train.output_dir=runs"
 class ShowOptions(Section):
     """The options of `specdistill data show`."""
 
-    documents: int = option(3, "documents to show as text", ge=1)
+    documents: int = option(3, "number of documents that `data show` prints as text", ge=1)
 
 
 def data(arguments: list[str]) -> int:
-    """Make, merge or show training data, or store hidden states (make, merge, show, features).
+    """Make, merge or show training rows, or store hidden states (data make|merge|show|features).
 
     specdistill data show recipe=mine.yaml documents=20
     specdistill data make recipe=mine.yaml data.shard=0/4
@@ -68,9 +68,8 @@ def make(arguments: list[str]) -> int:
     job, index, count = make_shard(recipe)
     if recipe.data.shard is not None:
         print(
-            f"Made shard {index} of {count} in {job.blocks}. When all are made, run:"
-            f" specdistill data"
-            " merge"
+            f"Made shard {index} of {count} (counted from 0) in {job.blocks}."
+            " When all shards are made, run: specdistill data merge"
         )
         print_result({"blocks": job.blocks, "shard": index, "of": count})
         return ExitCode.DONE
@@ -83,7 +82,7 @@ def merge(arguments: list[str]) -> int:
     check_named_files(recipe)
     if recipe.data.shard is not None:
         raise make_unused_key_error(
-            "data.shard", recipe.data.shard, "`specdistill data merge` takes all shards"
+            "data.shard", recipe.data.shard, "`specdistill data merge` merges all shards"
         )
     import_libraries()
     # This module imports torch, so it is imported only here.
@@ -187,7 +186,9 @@ def _make_on_ray(options: FleetOptions, recipe: TrainedRecipe, keys: list[str]) 
 
     # Each task runs `specdistill data make` with its shard.
     make_on_ray(data, keys, options)
-    print(f"Made {options.shards} shards in {job.blocks}. Next: specdistill data merge")
+    print(
+        f"Made {options.shards} shards in {job.blocks}. To merge them, run: specdistill data merge"
+    )
     print_result({"blocks": job.blocks, "shards": options.shards})
     return ExitCode.DONE
 
@@ -195,10 +196,10 @@ def _make_on_ray(options: FleetOptions, recipe: TrainedRecipe, keys: list[str]) 
 def _print_manifest(job: "Job", manifest: "Manifest") -> ExitCode:
     """Print the folder of a row set, and how many tokens and documents it holds."""
     counts = [
-        f"{split.tokens:,} tokens in {split.documents:,} documents"
-        for split in manifest.splits.values()
+        f"{name}: {split.tokens:,} tokens in {split.documents:,} documents"
+        for name, split in manifest.splits.items()
     ]
-    print(f"{job.folder}: for training and validation {' and '.join(counts)}")
+    print(f"The rows are in {job.folder} ({'; '.join(counts)}).")
     print_result({"folder": job.folder, **manifest.model_dump(mode="json")})
     return ExitCode.DONE
 

@@ -32,8 +32,8 @@ def demo(arguments: list[str]) -> int:
         if Path(DEMO_FOLDER).is_symlink():
             raise UserError(
                 "train.output_dir",
-                got=f"{DEMO_FOLDER}, a link",
-                expected="a folder, or another train.output_dir",
+                got=f"{DEMO_FOLDER}, which is a link",
+                expected="a folder. Remove the link, or type train.output_dir=PATH",
             )
         shutil.rmtree(DEMO_FOLDER)
 

@@ -22,7 +22,7 @@ DOCTOR = {**TARGET, "suite": "eval.suite"}  # short key -> recipe key, for this 
 
 
 def doctor(arguments: list[str]) -> int:
-    """Check a draft: files, fit with its target, engine loader, decoding (exit code 1: a problem).
+    """Check a draft: its files, fit to the target, loading and decoding (exit code 1: problems).
 
     specdistill doctor draft=runs/mine/draft target=path/to/model
     specdistill doctor draft=org/draft engine=vllm
@@ -50,8 +50,9 @@ def print_diagnosis(diagnosis: "Diagnosis") -> None:
     )
 
     # The findings, the worst first. The remedy of a finding stands below it.
+    severities = list(STYLES)
     for finding in sorted(
-        diagnosis.findings, key=lambda finding: list(STYLES).index(finding.severity)
+        diagnosis.findings, key=lambda finding: severities.index(finding.severity)
     ):
         console.print(
             Text(f"{finding.severity:<{INDENT}}", style=STYLES[finding.severity]).append(
@@ -66,28 +67,28 @@ def print_diagnosis(diagnosis: "Diagnosis") -> None:
         console.print(f"prompts: {diagnosis.prompts}")
     decoded = diagnosis.acceptance
     if decoded:
-        what = (
+        line = (
             f"acceptance length {decoded.length:.2f} with {decoded.num_tokens} draft tokens,"
             f" greedy, {decoded.num_rounds} rounds"
         )
         simulated = diagnosis.recorded
         if simulated:
-            what += f"; training simulated {simulated.length:.2f} with {simulated.num_tokens}"
-        console.print(what)
+            line += f"; training simulated {simulated.length:.2f} with {simulated.num_tokens}"
+        console.print(line)
 
     # The acceptance length if a lookup proposes first, where it finds something.
-    behind = diagnosis.behind_lookup
-    if behind:
+    with_lookup = diagnosis.behind_lookup
+    if with_lookup:
         console.print(
-            f"with the lookup in front: acceptance length {behind.length:.2f} (up to"
-            f" {behind.num_tokens} looked-up tokens per round)"
+            f"with the lookup in front: acceptance length {with_lookup.length:.2f} (up to"
+            f" {with_lookup.num_tokens} looked-up tokens per round)"
         )
 
     # How many problems and warnings there are. Notes are not counted.
-    count = Counter(finding.severity for finding in diagnosis.findings)
-    counted = [
-        f"{count[kind]} {kind}{'s' * (count[kind] != 1)}"
-        for kind in ("problem", "warning")
-        if count[kind]
+    counts = Counter(finding.severity for finding in diagnosis.findings)
+    summary = [
+        f"{counts[severity]} {severity}{'s' if counts[severity] > 1 else ''}"
+        for severity in ("problem", "warning")
+        if counts[severity]
     ]
-    console.print(Text(", ".join(counted) or "no problem found", style="bold"))
+    console.print(Text(", ".join(summary) or "no problem found", style="bold"))

@@ -14,7 +14,7 @@ from specdistill.recipe.short_keys import SHORTHANDS, add_defaults, select_recip
 
 
 def eval(arguments: list[str]) -> int:
-    """Measure a draft by decoding with it: acceptance length, speedup, report, gate verdict.
+    """Measure acceptance length and speedup of a draft, write a report, and judge it by a gate.
 
     specdistill eval recipe=pico/eagle3
     specdistill eval target=path/to/model method=eagle3 draft=path/to/draft suite=prompts.jsonl

@@ -19,24 +19,29 @@ class ExportOptions(Section):
     """The options of `specdistill export`."""
 
     engine: Annotated[str, allow_names(lambda: list_engines_with("serve_command"))] = option(
-        ..., "target inference engine"
+        ..., "inference engine to export for"
     )
     draft: str | None = option(None, "trained draft: a folder or Hub id, in any supported layout")
     output_dir: str = option(..., "new folder for the checkpoint and SERVE.md (how to serve it)")
     target: ExportedTarget = section(ExportedTarget)
     report: str | None = option(
-        None, "report.json of the draft, or its folder; null: <run>/report of <run>/draft"
+        None,
+        "report of the draft: a report.json or its folder; null: the folder `report` next to the"
+        " draft's folder",
     )
     num_speculative_tokens: int | None = option(
-        None, "K, draft tokens per round, in SERVE.md; null: the report's, or 3", ge=1
+        None,
+        "K, the draft tokens per round that SERVE.md sets; null: as in the report, or 3",
+        ge=1,
     )
     dry_run: bool = option(
-        False, "export an untrained draft of recipe=…, to try its layout in an engine"
+        False,
+        "export an untrained draft of recipe=NAME, to try whether an engine loads it",
     )
 
 
 def export(arguments: list[str]) -> int:
-    r"""Convert a draft for an inference engine, with the command that serves it.
+    r"""Convert a draft for an inference engine, and write down the command that serves it.
 
     specdistill export engine=vllm draft=runs/mine/draft target=path/to/model \
         output_dir=runs/mine/vllm
@@ -45,35 +50,40 @@ def export(arguments: list[str]) -> int:
     import_libraries()
     # These modules import torch, so they are imported only here.
     from specdistill.methods.load import locate
-    from specdistill.serving.export import export as write
+    from specdistill.serving.export import export as export_draft
     from specdistill.serving.export import write_untrained
     from specdistill.targets.files import TargetFiles
 
     # Export the trained draft, or an untrained one that is written to a temporary folder first.
     # With an untrained draft, the recipe names the target.
-    source = recipe.target if recipe else options.target
+    target = recipe.target if recipe else options.target
+    target_files = (
+        TargetFiles(target.model, target.revision, target.adapter) if target.model else None
+    )
     with tempfile.TemporaryDirectory() as temporary:
         if recipe:
             draft = Path(temporary) / "draft"
             write_untrained(recipe, draft)
         else:
             draft = locate(str(options.draft), key="draft")
-        served = write(
+        exported = export_draft(
             draft,
             options.engine,
             Path(options.output_dir),
-            TargetFiles(source.model, source.revision, source.adapter) if source.model else None,
+            target_files,
             report=Path(options.report) if options.report else None,
             num_speculative_tokens=options.num_speculative_tokens,
         )
 
     # Print where the exported draft is, and which file says how to serve it.
+    kind = "an untrained draft" if recipe else "the draft"
     print(
-        f"{'an untrained draft' if recipe else 'draft'} of method {served.method} for"
-        f" {options.engine}: {options.output_dir}"
+        f"Exported {kind} (method {exported.method}) for {options.engine} to {options.output_dir}."
     )
-    print(f"how to serve it: {Path(options.output_dir) / 'SERVE.md'}")
-    print_result({"folder": options.output_dir, "engine": options.engine, "method": served.method})
+    print(f"How to serve it: {Path(options.output_dir) / 'SERVE.md'}")
+    print_result(
+        {"folder": options.output_dir, "engine": options.engine, "method": exported.method}
+    )
     return ExitCode.DONE
 
 
@@ -93,19 +103,19 @@ def _read_export_request(arguments: list[str]) -> tuple[ExportOptions, Recipe | 
     """
     # A recipe and dry_run=true are only allowed together.
     is_untrained = "dry_run=true" in arguments
-    recipes = [argument for argument in arguments if argument.startswith("recipe=")]
-    if bool(recipes) != is_untrained:
+    recipe_arguments = [argument for argument in arguments if argument.startswith("recipe=")]
+    if bool(recipe_arguments) != is_untrained:
         raise UserError(
             "recipe",
-            got=(recipes or ["nothing"])[-1],
+            got=recipe_arguments[-1] if recipe_arguments else "nothing",
             text=(
-                "recipe: dry_run=true exports the untrained draft of a recipe. Type both, or"
-                " draft=PATH without them."
+                "recipe: dry_run=true exports an untrained draft, which recipe=NAME describes. Type"
+                " both, or type draft=PATH of a trained draft without them."
             ),
         )
 
     # Separate the options of this command from the keys of the recipe.
-    options, of_recipe = (
+    options, recipe_keys = (
         load_own_keys(ExportOptions, arguments)
         if is_untrained
         else (load_recipe(ExportOptions, arguments), [])
@@ -123,6 +133,6 @@ def _read_export_request(arguments: list[str]) -> tuple[ExportOptions, Recipe | 
         )
 
     # A recipe requires an output folder, which building an untrained draft does not use.
-    return options, (
-        load_recipe(Recipe, [*of_recipe, "train.output_dir=runs"]) if is_untrained else None
-    )
+    if not is_untrained:
+        return options, None
+    return options, load_recipe(Recipe, [*recipe_keys, "train.output_dir=runs"])

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def gate(arguments: list[str]) -> int:
-    """Apply a gate to an existing report (exit code 0: passed, 1: failed, 4: inconclusive).
+    """Judge an existing report by a gate (exit code 0: passed, 1: failed, 4: inconclusive).
 
     specdistill gate report=runs/mine/report gates=release baseline=org/name@v1.2
     """

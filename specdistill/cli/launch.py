@@ -37,6 +37,7 @@ from specdistill.common.project import LAUNCHES, find_yaml
 from specdistill.recipe.fields import Condition, Section, option
 from specdistill.recipe.load import validate_recipe
 
+# The other options of a launch have no effect without `launch`.
 LAUNCH_IS_GIVEN = Condition("with launch=NAME", lambda options: options.launch is not None)
 
 
@@ -45,26 +46,28 @@ class LaunchOptions(Section):
 
     launch: str | None = option(
         None,
-        "run in several processes: a name under accelerate_configs/ (e.g. ddp) or a YAML file;"
-        " null: in this process",
+        "run in several processes: a name under accelerate_configs/ (e.g. ddp) or a YAML file of"
+        " accelerate; null: run in this process",
     )
     num_processes: int | None = option(
         None,
-        "processes on all machines, one per GPU; null: as in the configuration",
+        "number of processes on all machines together, one per GPU; null: as in the YAML file",
         ge=1,
         condition=LAUNCH_IS_GIVEN,
     )
     num_machines: int | None = option(
-        None, "number of machines; null: the configuration's", ge=1, condition=LAUNCH_IS_GIVEN
+        None, "number of machines; null: as in the YAML file", ge=1, condition=LAUNCH_IS_GIVEN
     )
     machine_rank: int | None = option(
         None, "rank of this machine, from 0", ge=0, condition=LAUNCH_IS_GIVEN
     )
-    main_process_ip: str | None = option(None, "address of machine 0", condition=LAUNCH_IS_GIVEN)
+    main_process_ip: str | None = option(
+        None, "address of machine 0, where the processes meet", condition=LAUNCH_IS_GIVEN
+    )
     main_process_port: int | None = option(
         None,
-        "rendezvous port; null: the configuration's, else any free port on one machine, 29500 on"
-        " several",
+        "port of machine 0, where the processes meet; null: as in the YAML file, else any free port"
+        " for one machine, and 29500 for several",
         ge=1,
         le=65535,
         condition=LAUNCH_IS_GIVEN,
@@ -115,14 +118,13 @@ def launch(script: Path, arguments: Sequence[str], options: LaunchOptions) -> in
 
     # Find the configuration, and check the options before a process is started.
     configuration = find_yaml(str(options.launch), LAUNCHES, "launch")
-    launching = _check_launch_options(
-        configuration, options.model_dump(exclude={"launch"}, exclude_none=True)
-    )
+    typed_options = options.model_dump(exclude={"launch"}, exclude_none=True)
+    checked_options = _check_launch_options(configuration, typed_options)
 
     # The command is logged, so that a user can type it without specdistill.
     command = [
         f"--config_file={configuration}",
-        *(f"--{name}={value}" for name, value in launching.items()),
+        *(f"--{name}={value}" for name, value in checked_options.items()),
         str(script),
         *arguments,
     ]
@@ -134,16 +136,16 @@ def launch(script: Path, arguments: Sequence[str], options: LaunchOptions) -> in
     # own while it runs; for one process accelerate sets none.
     handlers = {}
     for number in (signal.SIGTERM, signal.SIGINT):
-        handlers[number] = signal.signal(number, _forward)
+        handlers[number] = signal.signal(number, _forward_signal)
 
     # Run the processes, and turn each kind of failure into an exit code or an error.
     try:
         launch_command(launch_command_parser().parse_args(command))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        return _exit_code(failure.exitcode, f"process {rank}")
+        return _check_exit_code(failure.exitcode, f"process {rank}")
     except subprocess.CalledProcessError as error:
-        return _exit_code(error.returncode, "the process")
+        return _check_exit_code(error.returncode, "the process")
     except (ValueError, ConnectionError) as error:  # accelerate's own checks raise these.
         reason = join_lines(str(error)) or type(error).__name__
         raise UserError("launch", got=reason, text=f"launch: {reason}") from error
@@ -170,12 +172,13 @@ def _check_launch_options(configuration: Path, options: dict[str, Any]) -> dict[
         UserError: for options that accelerate would ignore, or with which the processes would wait
             for each other forever.
     """
+    # These modules import torch, so they are imported only here.
     from accelerate.utils import DistributedType, is_deepspeed_available
 
     from specdistill.common.processes import check_devices
 
     # Read the configuration. DeepSpeed is an optional dependency.
-    settings, file_keys = _read(configuration)
+    settings, file_options = _read_configuration(configuration)
     if settings.distributed_type == DistributedType.DEEPSPEED and not is_deepspeed_available():
         raise UserError(
             "launch",
@@ -183,9 +186,12 @@ def _check_launch_options(configuration: Path, options: dict[str, Any]) -> dict[
             expected="DeepSpeed: DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed",
         )
 
-    # Options that the user typed override those of the configuration. Count processes and machines.
+    # Check the numbers of processes and machines. Options that the user typed override those of the
+    # configuration.
     chosen = validate_recipe(
-        LaunchOptions, {"launch": str(configuration), **file_keys, **options}, f"{configuration}: "
+        LaunchOptions,
+        {"launch": str(configuration), **file_options, **options},
+        f"{configuration}: ",
     )
     processes = chosen.num_processes or settings.num_processes
     machines = chosen.num_machines or 1
@@ -193,7 +199,7 @@ def _check_launch_options(configuration: Path, options: dict[str, Any]) -> dict[
         raise UserError(
             "num_processes",
             got=None,
-            text=f"{configuration} names no num_processes. Add num_processes=N.",
+            text=f"{configuration} does not set num_processes. Add num_processes=N.",
         )
     if processes % machines:
         raise UserError(
@@ -202,9 +208,27 @@ def _check_launch_options(configuration: Path, options: dict[str, Any]) -> dict[
             expected="a multiple of the number of machines",
         )
     check_devices(processes // machines, "num_processes")
+    _check_machines(machines, chosen, options)
 
-    # A launch on several machines needs the rank of this machine and the address of machine 0. On a
-    # single machine accelerate ignores both.
+    # On one machine, port 0 lets accelerate take any free port. On several machines all have to
+    # name the same port; 29500 is the default of torch.
+    default_port = 29500 if machines > 1 else 0
+    return {**options, "main_process_port": chosen.main_process_port or default_port}
+
+
+def _check_machines(machines: int, chosen: LaunchOptions, options: dict[str, Any]) -> None:
+    """Check the rank of this machine and the address of machine 0.
+
+    A launch on several machines needs both. On a single machine accelerate ignores both.
+
+    Args:
+        machines: the number of machines.
+        chosen: the options of the configuration, overridden by those that the user typed.
+        options: the options that the user typed.
+
+    Raises:
+        UserError: for an option that is missing or ignored, and for a rank that is too large.
+    """
     for name in ("machine_rank", "main_process_ip"):
         if machines == 1 and name in options:
             raise make_unused_key_error(
@@ -227,15 +251,8 @@ def _check_launch_options(configuration: Path, options: dict[str, Any]) -> dict[
             "machine_rank", got=rank, expected=f"below {machines}, the number of machines"
         )
 
-    # On one machine, port 0 lets accelerate take any free port. On several machines all have to
-    # name the same port; 29500 is the default of torch.
-    return {
-        **options,
-        "main_process_port": chosen.main_process_port or (29500 if machines > 1 else 0),
-    }
 
-
-def _read(configuration: Path) -> tuple[Any, dict[str, Any]]:
+def _read_configuration(configuration: Path) -> tuple[Any, dict[str, Any]]:
     """Read a configuration file of accelerate.
 
     accelerate fills in defaults, which cannot be told from values of the file. So the keys that the
@@ -247,6 +264,7 @@ def _read(configuration: Path) -> tuple[Any, dict[str, Any]]:
     Raises:
         UserError: for a file that accelerate refuses.
     """
+    # This module imports torch, so it is imported only here.
     from accelerate.commands.config.config_args import ClusterConfig
 
     expected = "a configuration of accelerate"
@@ -265,19 +283,24 @@ def _read(configuration: Path) -> tuple[Any, dict[str, Any]]:
     }
 
 
-def _exit_code(code: int, process: str) -> int:
-    """Return the exit code of a process, or raise ResourceError if a signal killed it."""
+def _check_exit_code(code: int, process: str) -> int:
+    """Return the exit code of a process, or raise ResourceError if a signal killed it.
+
+    Args:
+        code: the exit code; the negative number of the signal for a killed process.
+        process: the name of the process, for the error.
+    """
     if code >= 0:
         return code
     raise ResourceError(
         f"{process} was killed by {signal.Signals(-code).name}",
         next_step=(
-            "the same command resumes from the newest checkpoint; SIGKILL mostly means: free memory"
+            "the same command resumes from the newest checkpoint; after SIGKILL, free memory first"
         ),
     )
 
 
-def _forward(number: int, _frame: FrameType | None) -> None:
+def _forward_signal(number: int, _frame: FrameType | None) -> None:
     """Pass a signal on to the child processes of this process, except a Ctrl-C in a terminal.
 
     The terminal sends the SIGINT of a Ctrl-C to the children itself.

@@ -40,8 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the verb and its arguments; None for those of the command line.
     """
     # Without any argument, the verb is the empty string.
-    verb, *rest = (sys.argv[1:] if arguments is None else arguments) or [""]
-    return run_and_report(lambda: _run(verb, rest), rest)
+    words = list(sys.argv[1:] if arguments is None else arguments) or [""]
+    verb, *verb_arguments = words
+    return run_and_report(lambda: _run(verb, verb_arguments), verb_arguments)
 
 
 def _run(verb: str, arguments: list[str]) -> int:
@@ -59,35 +60,19 @@ def _run(verb: str, arguments: list[str]) -> int:
         verb = arguments[0]
         arguments = [*arguments[1:], "--help"]
 
-    # Print one line for each verb.
+    # Without a verb, print the help, the version, or the command that continues the newest run.
     if verb in {*HELP, "help"}:
-        print(
-            f"{specdistill.__doc__}\n\nUsage: specdistill VERB key=value …     specdistill help"
-            " VERB lists its keys\n"
-        )
-        # The first paragraph of a verb's docstring is its line.
-        summaries = {
-            name: join_lines(cleandoc(row.run.__doc__ or "").partition("\n\n")[0])
-            for name, row in VERBS.items()
-        }
-        print(*(f"  {name:10} {summary}" for name, summary in summaries.items()), sep="\n")
-        print_result(summaries)
-        return ExitCode.DONE
-
+        return _print_help_of_verbs()
     if verb == "--version":
         print(f"specdistill {specdistill.__version__}")
         print_result({"version": specdistill.__version__})
         return ExitCode.DONE
-
-    # Without a verb, print which command continues the newest run.
     if not verb:
         message, commands = describe_next_step()
-        print(
-            message,
-            *(f"  {command}" for command in commands),
-            "All verbs: specdistill help",
-            sep="\n",
-        )
+        print(message)
+        for command in commands:
+            print(f"  {command}")
+        print("All verbs: specdistill help")
         return ExitCode.DONE
 
     # Refuse secrets and unknown verbs.
@@ -118,6 +103,21 @@ def _run(verb: str, arguments: list[str]) -> int:
         parts = [argument.partition("=") for argument in arguments]
         check_gguf_files((key, value) for key, _, value in parts)
         return row.run(arguments)
+
+
+def _print_help_of_verbs() -> ExitCode:
+    """Print one line for each verb: the first paragraph of its docstring."""
+    print(
+        f"{specdistill.__doc__}\n\nUsage: specdistill VERB key=value …\n"
+        "To list the keys of a verb: specdistill help VERB\n"
+    )
+    summaries = {}
+    for name, row in VERBS.items():
+        first_paragraph = cleandoc(row.run.__doc__ or "").partition("\n\n")[0]
+        summaries[name] = join_lines(first_paragraph)
+        print(f"  {name:10} {summaries[name]}")
+    print_result(summaries)
+    return ExitCode.DONE
 
 
 class Verb(NamedTuple):

@@ -25,6 +25,7 @@ from specdistill.serving.engines.server import Server
 # differences between them. That assumes independent parts. A request that runs across a boundary
 # belongs to two of them, so a few long parts are better than many short ones.
 NUM_PARTS = 6
+# `watch` has no effect on what was counted since the server started.
 SECONDS_ARE_GIVEN = Condition("with seconds above 0", lambda options: options.seconds > 0)
 
 
@@ -36,15 +37,18 @@ class MonitorOptions(Section):
     )
     seconds: float = option(
         60.0,
-        f"time to watch, in {NUM_PARTS} parts; 0: everything since the server started",
+        f"seconds to watch the server; intervals are computed over {NUM_PARTS} parts of this time;"
+        " 0: report everything since the server started",
         ge=0,
         le=604_800,
     )
     watch: bool = option(
-        False, "repeat until Ctrl-C, one line per interval", condition=SECONDS_ARE_GIVEN
+        False,
+        "repeat until Ctrl-C, and print a line every `seconds` seconds",
+        condition=SECONDS_ARE_GIVEN,
     )
-    output: str | None = option(None, "JSON file for the latest numbers")
-    server_timeout: float = option(10.0, "timeout of a response, in seconds", ge=0.1)
+    output: str | None = option(None, "JSON file to write the latest numbers to")
+    server_timeout: float = option(10.0, "timeout of the server's response, in seconds", ge=0.1)
 
 
 def monitor(arguments: list[str]) -> int:
@@ -52,16 +56,11 @@ def monitor(arguments: list[str]) -> int:
 
     specdistill monitor server=http://127.0.0.1:8000 seconds=300 watch=true
     """
-    # Check the keys, and whether the output file can be written. Writing it renames another file to
-    # its path, which must not replace a folder or a device. `output=` without a value names the
-    # working directory, so it is refused.
     options = load_recipe(MonitorOptions, select_recipe_keys(arguments))
-    output = Path(os.path.realpath(options.output or ""))
     seconds = options.seconds
+    output = Path(os.path.realpath(options.output or ""))
     if options.output is not None or "output=" in arguments:
-        if output.exists() and not output.is_file():
-            raise UserError("output", got=repr(options.output or ""), expected="a JSON file")
-        check_writable(output.parent, "output")
+        _check_output_file(output, typed_path=options.output or "")
 
     # Connect to the server.
     server = Server(
@@ -77,12 +76,11 @@ def monitor(arguments: list[str]) -> int:
     # Find out which engine it is, and print what will be measured.
     engine, client = find_engine(server)
     num_parts = NUM_PARTS if seconds else 1
-    intervals = (
-        f"95% intervals over {num_parts} parts of {format_duration(seconds / num_parts)}"
-        if seconds
-        else "since it started"
-    )
-    print(f"{engine} at {server.address}, {intervals}", flush=True)
+    period = "since the server started"
+    if seconds:
+        duration = format_duration(seconds / num_parts)
+        period = f"95% intervals from {num_parts} parts of {duration} each"
+    print(f"{engine} at {server.address}, {period}", flush=True)
 
     # The counters count since the server started. So read them now, before the first part; with
     # seconds=0 the empty page stands for the start of the server.
@@ -116,6 +114,17 @@ def monitor(arguments: list[str]) -> int:
         # Without `watch`, one interval is all. With it, Ctrl-C ends the loop.
         if not options.watch:
             return EXIT_CODES[result["verdict"]]
+
+
+def _check_output_file(output: Path, typed_path: str) -> None:
+    """Raise UserError unless the output file can be written.
+
+    Writing it renames another file to its path, which must not replace a folder or a device.
+    `output=` without a value names the working directory, so it is refused too.
+    """
+    if output.exists() and not output.is_file():
+        raise UserError("output", got=repr(typed_path), expected="a JSON file")
+    check_writable(output.parent, "output")
 
 
 def format_line(row: ResultRow) -> str:

@@ -39,7 +39,7 @@ OTHER_DEVICE = {
 
 
 def plan(arguments: list[str]) -> int:
-    """Estimate cost and speedup of each method for a target (no training), and how to start.
+    """Estimate the cost and the speedup of each method for a target, and show how to start.
 
     specdistill plan target=path/to/model
     specdistill plan target=path/to/model serving.memory_gb=24 details=true
@@ -52,15 +52,14 @@ def plan(arguments: list[str]) -> int:
     from specdistill.common.repositories import split_revision
 
     # Read the configs of the target and of the draft, if one is named. No weights are read.
-    target_name = options.target
     target = read_model_config(
-        target_name.model,
+        options.target.model,
         key="target.model",
-        revision=target_name.revision,
-        trust_remote_code=target_name.trust_remote_code,
+        revision=options.target.revision,
+        trust_remote_code=options.target.trust_remote_code,
     )
-    place, revision = split_revision(options.draft or "")
-    draft = read_model_config(place, key="draft", revision=revision) if place else None
+    draft_name, revision = split_revision(options.draft or "")
+    draft = read_model_config(draft_name, key="draft", revision=revision) if draft_name else None
 
     # Estimate every method, and ask the Hub for drafts of this target.
     device, serving = choose_device(options.serving, target)
@@ -100,6 +99,7 @@ def choose_device(
         The device, and the options. For a CPU, memory and dtype are filled in from the machine,
         unless the user typed them.
     """
+    # This module imports torch, so it is imported only here.
     from specdistill.advice.plan.accounting import (
         H100,
         can_hold_target,
@@ -138,48 +138,28 @@ def print_plan(
 
     # Print the recommendation, and the commands to start with. A lookup is always worth a try,
     # because it needs no training.
-    advice = plan.recommendation
+    recommendation = plan.recommendation
     console.print(
         Text.assemble(
-            (f"Recommended: {advice['method'] or 'none'}", "bold"), f", {advice['reason']}"
+            (f"Recommended: {recommendation['method'] or 'none'}", "bold"),
+            f", {recommendation['reason']}",
         )
     )
-    _print_commands(advice["start"] or "", console)
-    if advice["start"] == advice["lookup"]:
-        console.print("What it gains depends on the text: this measures it.")
+    _print_commands(recommendation["start"] or "", console)
+    if recommendation["start"] == recommendation["lookup"]:
+        console.print("The gain depends on the text. This command measures it.")
     else:
         console.print(
-            "N-gram lookup needs no training (in front of a draft: eval.lookup_first={}):"
+            "N-gram lookup needs no training (to combine it with a draft: eval.lookup_first={}):"
         )
-        _print_commands(advice["lookup"] or "", console)
+        _print_commands(recommendation["lookup"] or "", console)
 
-    # Print a table with a row for each method. The recommended one is green; methods that are not
-    # possible are dim.
-    grid = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    on_cpu = plan.target["on_cpu"]
-    for name in COLUMNS:
-        grid.add_column(CPU_COLUMN_NAMES.get(name, name) if on_cpu else name, no_wrap=True)
-    for row in plan.methods:
-        grid.add_row(
-            *_format_columns(row),
-            style=(
-                "bold green" if row.method == advice["method"] else "" if row.available else "dim"
-            ),
-        )
-    console.print("", grid, "")
+    # Print a table with a row for each method.
+    console.print("", _build_method_table(plan), "")
 
     # Print the drafts on the Hub, the details if asked for, and warnings about the plan.
-    shown = [
-        f"{draft.repository} ({draft.method}, {draft.downloads:,} downloads)"
-        for draft in drafts[:SHOWN_DRAFTS]
-    ]
-    more = (
-        [f"{len(drafts) - SHOWN_DRAFTS} more; measure one before you train"]
-        if len(drafts) > SHOWN_DRAFTS
-        else []
-    )
     console.print(
-        _format_line("on the Hub", ", ".join([*shown, *more]) or not_asked or "no draft found")
+        _format_line("on the Hub", _describe_drafts(drafts) or not_asked or "no draft found")
     )
     for line in _list_details(plan) if details else ():
         console.print(line)
@@ -187,14 +167,43 @@ def print_plan(
         console.print(Text(f"note: {warning}", style="yellow"))
 
     # Say what the numbers are, and how to get more of them.
-    rest = "--json has all numbers." if details else "details=true says more, --json all."
+    other_device = OTHER_DEVICE[plan.target["on_cpu"]]
+    more = "" if details else " details=true explains them."
     console.print(
         Text(
-            f"All estimates, for {plan.device}; {OTHER_DEVICE[on_cpu]}. Memory is of training."
-            f" {rest}",
+            f"All numbers are estimates for {plan.device}; {other_device}. Memory is that of"
+            f" training.{more} --json prints all of them.",
             style="dim",
         )
     )
+
+
+def _build_method_table(plan: "Plan") -> Table:
+    """Build a table with a row for each method of a plan.
+
+    The recommended method is green. Methods that are not possible are dim.
+    """
+    grid = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in COLUMNS:
+        title = CPU_COLUMN_NAMES.get(name, name) if plan.target["on_cpu"] else name
+        grid.add_column(title, no_wrap=True)
+    for row in plan.methods:
+        style = "" if row.available else "dim"
+        if row.method == plan.recommendation["method"]:
+            style = "bold green"
+        grid.add_row(*_format_columns(row), style=style)
+    return grid
+
+
+def _describe_drafts(drafts: Sequence["KnownDraft"]) -> str:
+    """Return the names of the most downloaded drafts, and how many more there are."""
+    names = [
+        f"{draft.repository} ({draft.method}, {draft.downloads:,} downloads)"
+        for draft in drafts[:SHOWN_DRAFTS]
+    ]
+    if len(drafts) > SHOWN_DRAFTS:
+        names.append(f"{len(drafts) - SHOWN_DRAFTS} more; measure one before you train")
+    return ", ".join(names)
 
 
 def _print_commands(commands: str, console: Console) -> None:
@@ -237,7 +246,8 @@ def format_short(number: float, unit: str = "") -> str:
     # 99.95 and more have three digits before the point. Numbers below 1,000 are counts, so they are
     # printed as whole numbers.
     digits = f"{number:.0f}" if number >= 99.95 or not power else f"{number:.3g}"
-    return f"{digits} {prefixes[power]}{unit}" if unit else f"{digits}{prefixes[power]}"
+    space = " " if unit else ""
+    return f"{digits}{space}{prefixes[power]}{unit}"
 
 
 def _format_gib(size: float) -> str:
@@ -258,22 +268,20 @@ def _format_columns(row: "PlanRow") -> list[str]:
 
     # Format the memory and time of training. "too much": there is a micro-batch, but no machine of
     # the plan holds the training.
-    memory = (
-        f"{launch.num_processes} × {_format_gib(launch.device_bytes)}"
-        if launch
-        else "too much"
-        if row.micro_batch
-        else "–"
-    )
-    time = "–" if not hours else "< 0.1" if hours < 0.05 else f"{hours:.2g}"
+    memory = "too much" if row.micro_batch else "–"
+    if launch:
+        memory = f"{launch.num_processes} × {_format_gib(launch.device_bytes)}"
+    time = "–"
+    if hours:
+        time = "< 0.1" if hours < 0.05 else f"{hours:.2g}"
 
     # Format the acceptance length and the speedup, each as a range from the lower to the higher
     # estimate. `dict.fromkeys` leaves one number where both ends are equal.
     accepted = "not known"
     speedup = "–" if row.is_served else "no engine"
     if row.low and row.high:
-        ends = dict.fromkeys(f"{end.acceptance_length:.2f}" for end in (row.low, row.high))
-        accepted = " to ".join(ends)
+        lengths = [f"{end.acceptance_length:.2f}" for end in (row.low, row.high)]
+        accepted = " to ".join(dict.fromkeys(lengths))
         speedup = f"{row.low.speedup:.2f} to {format_times(row.high.speedup)}"
     return [
         row.method,
@@ -306,15 +314,16 @@ def _list_details(plan: "Plan") -> Iterator[Text]:
     # The memory, micro-batch and data with which the recommended method is trained.
     best = next((row for row in plan.methods if row.method == plan.recommendation["method"]), None)
     if best is not None and best.training_memory and best.micro_batch:
-        rows, length = best.micro_batch
+        num_rows, length = best.micro_batch
         yield _format_line(
             "to train on one device",
-            f"{_format_parts(best.training_memory)}, {rows} rows of {length:,} tokens at a time",
+            f"{_format_parts(best.training_memory)}, with {num_rows} rows of {length:,} tokens at a"
+            " time",
         )
         yield _format_line(
             "data",
-            f"{best.training_source}; {format_short(best.disk_bytes or 0, 'B')} of disk if hidden"
-            " states are stored",
+            f"{best.training_source}; {format_short(best.disk_bytes or 0, 'B')} on the disk if"
+            " hidden states are stored",
         )
 
     # The memory of a device that serves the target with the recommended draft, or else alone.
@@ -328,16 +337,14 @@ def _list_details(plan: "Plan") -> Iterator[Text]:
 
     # A remark on each method, with the source of its acceptance, and the assumptions.
     for row in plan.methods:
-        yield _format_line(
-            row.method,
-            row.note if not row.available else f"{row.note}; acceptance: {row.acceptance_source}",
-        )
+        source = f"; acceptance: {row.acceptance_source}" if row.available else ""
+        yield _format_line(row.method, f"{row.note}{source}")
     yield from map(Text, plan.assumptions)
 
 
-def _format_line(title: str, what: str) -> Text:
+def _format_line(title: str, text: str) -> Text:
     """Return a line of details: a title in bold, a colon and a text."""
-    return Text.assemble((f"{title}: ", "bold"), what)
+    return Text.assemble((f"{title}: ", "bold"), text)
 
 
 def _format_parts(sizes: Mapping[str, int]) -> str:
@@ -359,16 +366,12 @@ def _describe_budget(budget: "Budget") -> str:
     parts = _format_parts(budget.parts)
     needs = _format_gib(budget.needs)
     if not budget.fits:
-        return (
-            f"{parts}: needs {needs}; fits on {budget.tensor_parallel or 'no number of'} devices"
-            " (serving.tensor_parallel)"
-        )
+        num_devices = budget.tensor_parallel or "no number of"
+        return f"{parts}: needs {needs}; fits on {num_devices} devices (serving.tensor_parallel)"
 
     # `budget.cost` is how many tokens of context the draft takes away.
     room = (
         "" if budget.room is None else f"; room for {format_short(budget.room)} tokens of context"
     )
-    return (
-        f"{parts}: fits in"
-        f" {needs}{room}{f', {format_short(budget.cost)} fewer than alone' if budget.cost else ''}"
-    )
+    cost = f", {format_short(budget.cost)} fewer than without the draft" if budget.cost else ""
+    return f"{parts}: fits in {needs}{room}{cost}"

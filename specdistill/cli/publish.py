@@ -9,7 +9,7 @@ from specdistill.recipe.short_keys import select_recipe_keys
 
 
 def publish(arguments: list[str]) -> int:
-    """Publish a draft that passed its gate: weights, report and card in one tagged commit.
+    """Publish on the Hub a draft that passed its gate, with its report and a model card.
 
     specdistill publish run=runs/mine repo=org/name baseline=none dry_run=true
     """

@@ -13,27 +13,29 @@ class TableOptions(Section):
     """The options of `specdistill table`."""
 
     reports: list[str] = option(
-        ..., "report.json files or their folders, or folders of these; also without reports="
+        ...,
+        "reports: report.json files, folders of a report, or folders with several reports below;"
+        " reports= may be left out",
     )
 
 
 def table(arguments: list[str]) -> int:
-    """Print the numbers of reports as a table in Markdown.
+    """Print the results of several reports as one table in Markdown.
 
     specdistill table runs/mine/report runs/other/report
     specdistill table runs/comparison --json
     """
     # Paths may be typed without `reports=`, with spaces or commas between them.
-    places = []
+    paths = []
     keys = []
     for argument in select_recipe_keys(arguments):
         if "=" in argument or argument.startswith("-"):
             keys.append(argument)
         else:
-            places += argument.split(",")
+            paths += argument.split(",")
     # They become a list as YAML reads it, which may hold paths with spaces.
-    if places:
-        keys.append(f"reports={json.dumps(places)}")
+    if paths:
+        keys.append(f"reports={json.dumps(paths)}")
     options = load_recipe(TableOptions, keys)
     # This module imports scipy, so it is imported only here.
     from specdistill.evaluation.report.files import summarize_reports

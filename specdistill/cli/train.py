@@ -17,7 +17,7 @@ TARGET_SCRIPT = ROOT / "train" / "target.py"
 
 
 def train(arguments: list[str]) -> int:
-    """Train a draft (multi-GPU with launch=ddp).
+    """Train a draft (on several GPUs with launch=ddp).
 
     specdistill train recipe=pico/eagle3
     specdistill train recipe=mine.yaml train.output_dir=runs/mine train.num_train_epochs=2

@@ -62,36 +62,32 @@ def find_secret(text: str) -> str | None:
         return "an address with a password"
 
     # Secrets that are recognized because an environment variable holds the same text.
-    values = [(name, os.environ.get(name, "")) for name in VARIABLES] + [
-        (SERVER_KEYS, key) for key in read_server_keys().values()
-    ]
-    return next(
-        (
-            f"the value of {name}"
-            for name, value in values
-            if len(value) >= MIN_SECRET_CHARACTERS and value in text
-        ),
-        None,
-    )
+    secrets = [(name, os.environ.get(name, "")) for name in VARIABLES]
+    secrets += [(SERVER_KEYS, key) for key in read_server_keys().values()]
+    for name, secret in secrets:
+        if len(secret) >= MIN_SECRET_CHARACTERS and secret in text:
+            return f"the value of {name}"
+    return None
 
 
 def read_server_keys() -> dict[str, str]:
     """Return the API key of each server, by the address of the server, from SERVER_KEYS."""
     # The variable alternates between addresses and keys.
     words = os.environ.get(SERVER_KEYS, "").split()
-    return dict(zip((address.rstrip("/") for address in words[::2]), words[1::2], strict=False))
+    addresses = [address.rstrip("/") for address in words[::2]]
+    return dict(zip(addresses, words[1::2], strict=False))
 
 
 def check_no_secret(key: str, text: str) -> None:
     """Raise UserError, naming `key` and without showing the text, if the text holds a secret."""
-    secret = find_secret(text)
-    if secret:
+    kind = find_secret(text)
+    if kind:
         raise UserError(
             key,
-            got=secret,
+            got=kind,
             expected=(
-                "no secret: what is given here is recorded; the Hub's token is read from HF_TOKEN"
-                " or `hf auth login`"
+                "no secret, because commands and recipes are recorded. Set HF_TOKEN, or run"
+                " `hf auth login`, for the token of the Hub"
             ),
         )
 
@@ -101,4 +97,5 @@ def check_arguments(arguments: list[str]) -> None:
     for argument in arguments:
         # The key is named in the error, unless it holds the secret itself.
         key, separator, _ = argument.partition("=")
-        check_no_secret(key if separator and not find_secret(key) else "the command line", argument)
+        has_safe_key = bool(separator) and not find_secret(key)
+        check_no_secret(key if has_safe_key else "the command line", argument)

@@ -21,16 +21,16 @@ from specdistill.common.errors import UserError, convert_errors, join_lines
 # The limits are far above what recipes, configs, reports and rows need, and low enough that a
 # hostile document costs little memory and time.
 MAX_DEPTH = 100  # the most levels of a document
-LARGEST_JSON, LARGEST_YAML = 2**28, 2**20  # the most bytes of a document
+MAX_JSON_BYTES = 2**28  # the most bytes of a JSON or Markdown file
+MAX_YAML_BYTES = 2**20  # the most bytes of a YAML document
 MAX_LINE_BYTES = 2**26  # the most bytes of a line in a file of rows
-MAX_EXPANDED_CHARACTERS = (
-    2**22
-)  # the most characters of a YAML document with its aliases written out
+# The most characters of a YAML document with its aliases written out.
+MAX_EXPANDED_CHARACTERS = 2**22
 # The escape of one half of a surrogate pair in JSON, such as \ud83d. Only two halves together, such
 # as \ud83d\ude00, are a character.
-HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
+HALF_SURROGATE_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 # The YAML at the beginning of a Markdown file, between two lines with `---`.
-HEAD = re.compile(r"\s*---[ \t]*\r?\n(.*?)^---[ \t]*\r?$", re.DOTALL | re.MULTILINE)
+FRONT_MATTER = re.compile(r"\s*---[ \t]*\r?\n(.*?)^---[ \t]*\r?$", re.DOTALL | re.MULTILINE)
 # The largest integer, the largest of 64 bits. Products of larger ones may overflow a float.
 MAX_INTEGER = 2**63 - 1
 # A text without this has no integer above MAX_INTEGER, which has 19 digits.
@@ -67,46 +67,51 @@ def parse_json(text: str | bytes, *, allow_nan: bool = False) -> Any:
         allow_nan: accept NaN and Infinity, which torch and transformers write.
 
     Raises:
-        ValueError: if it is no such document.
+        ValueError: for text that is no JSON, or that this module refuses.
     """
     text = decode_text(text) if isinstance(text, bytes) else text
     try:
         # The integer parser of json itself is faster than `parse_integer`, which is only used if
         # the text has a long number.
         integers = parse_integer if LONG_NUMBER.search(text) else None
+        # json calls the hooks for each object, for NaN and Infinity, and for each integer.
         value = json.loads(
             text,
             object_pairs_hook=_check_unique_keys,
-            parse_constant=None if allow_nan else _refuse,
+            parse_constant=None if allow_nan else _refuse_constant,
             parse_int=integers,
         )
     except RecursionError as error:
         raise ValueError(f"more than {MAX_DEPTH} levels") from error
 
-    # Count the levels of the value. `level` holds the lists and mappings of one level; each pass
-    # replaces them by those one level below. Recursion would need a deep stack.
-    level = [value]
-    for _ in range(MAX_DEPTH + 1):
-        if not level:
-            break
-        inside = (
-            node.values() if isinstance(node, dict) else node
-            for node in level
-            if isinstance(node, dict | list)
-        )
-        level = []
-        for children in inside:
-            for child in children:
-                if isinstance(child, dict | list):
-                    level.append(child)
-    if level:
+    if _is_too_deep(value):
         raise ValueError(f"more than {MAX_DEPTH} levels")
 
     # Refuse half of a surrogate pair. json has joined whole pairs to one character, and half a pair
     # cannot be encoded: encoding raises UnicodeEncodeError, which is a ValueError.
-    if HALF_PAIR.search(text):
+    if HALF_SURROGATE_PAIR.search(text):
         json.dumps(value, ensure_ascii=False).encode()
     return value
+
+
+def _is_too_deep(value: object) -> bool:
+    """Return whether lists and mappings are nested in more than MAX_DEPTH levels.
+
+    The levels are visited one after the other, because a recursive function would need a deep
+    stack.
+    """
+    # `level` holds the lists and mappings of one level, and `next_level` those directly inside
+    # them.
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(MAX_DEPTH + 1):
+        if not level:
+            break
+        next_level: list[dict[str, object] | list[object]] = []
+        for node in level:
+            children = node.values() if isinstance(node, dict) else node
+            next_level += [child for child in children if isinstance(child, dict | list)]
+        level = next_level
+    return bool(level)
 
 
 def read_json_rows(
@@ -141,50 +146,58 @@ def read_json_rows(
             raise error
         report(number, error)
 
-    # Read one byte more than a line may have, to find out whether it has more.
-    for number, line in enumerate(iter(partial(stream.readline, MAX_LINE_BYTES + 1), b""), 1):
-        most = MAX_LINE_BYTES
+    # Read line by line, until `readline` returns no bytes at the end of the file. A line that is
+    # too long is read up to the first byte that is too much.
+    read_line = partial(stream.readline, MAX_LINE_BYTES + 1)
+    for number, line in enumerate(iter(read_line, b""), 1):
+        max_bytes = MAX_LINE_BYTES
 
         # If the file is a single list, which begins in the first line, read the rest of it too.
         is_list = largest_list > 0 and number == 1 and line.startswith(b"[")
         if is_list:
-            most = largest_list
+            max_bytes = largest_list
             line = line + stream.read(largest_list + 1 - len(line))
-        if len(line) > most:
-            raise ValueError(f"line {number}: more than {most:,} bytes")
+        if len(line) > max_bytes:
+            raise ValueError(f"line {number}: more than {max_bytes:,} bytes")
 
-        # Parse the line, and begin each error with the number of the line. An error inside a list
-        # counts lines from the beginning of the list.
+        # Parse the line. After an error in a list, its other items cannot be read either.
         try:
             text = decode_text(line.rstrip(), number)
             if not text:
                 continue
             value = parse_json(text, allow_nan=allow_nan)
         except ValueError as error:
-            wrong = error
-            if isinstance(error, json.JSONDecodeError):
-                wrong = ValueError(
-                    f"line {number + error.lineno - 1}, column {error.colno}: {error.msg}"
-                )
-            elif not str(error).startswith("line "):
-                wrong = ValueError(f"line {number}: {error}")
+            error_with_line = _add_line_number(error, number)
             if is_list:
-                raise wrong from error
-            refuse(number, wrong)
+                raise error_with_line from error
+            refuse(number, error_with_line)
             continue
 
         # Yield the object of a line, or the objects of a list.
-        for place, row in enumerate(value if is_list else [value], number):
+        rows = value if is_list else [value]
+        unit = "row" if is_list else "line"
+        for row_number, row in enumerate(rows, number):
             if isinstance(row, dict):
-                yield place, row
+                yield row_number, row
             else:
-                refuse(
-                    place,
-                    ValueError(
-                        f"{'row' if is_list else 'line'} {place}: a {type(row).__name__}, which is"
-                        " no object"
-                    ),
-                )
+                message = f"{unit} {row_number}: a {type(row).__name__}, which is no object"
+                refuse(row_number, ValueError(message))
+
+
+def _add_line_number(error: ValueError, number: int) -> ValueError:
+    """Return an error whose message begins with the number of the line in the file.
+
+    Args:
+        error: an error of a text that begins in line `number`. json counts lines from the beginning
+            of that text.
+        number: the number of the line, from 1.
+    """
+    if isinstance(error, json.JSONDecodeError):
+        return ValueError(f"line {number + error.lineno - 1}, column {error.colno}: {error.msg}")
+    # `decode_text` names the line itself.
+    if str(error).startswith("line "):
+        return error
+    return ValueError(f"line {number}: {error}")
 
 
 def decode_text(content: bytes, first_line: int = 1) -> str:
@@ -238,8 +251,8 @@ def check_yaml(text: str) -> None:
     Args:
         text: the document.
     """
-    if len(text) > LARGEST_YAML:
-        raise ValueError(f"{len(text):,} characters, more than {LARGEST_YAML:,}")
+    if len(text) > MAX_YAML_BYTES:
+        raise ValueError(f"{len(text):,} characters, more than {MAX_YAML_BYTES:,}")
 
     # Add up the size of the document with its aliases written out, in characters. `sizes` holds the
     # size of each anchored node, which every alias of it (`*name`) adds again. `opened` holds the
@@ -249,17 +262,17 @@ def check_yaml(text: str) -> None:
     opened = [_Collection(None, 0, [])]
     try:
         for event in yaml.parse(text, YamlLoader):
+            # A tag, such as `!!python/object`, asks for a type that JSON does not have.
             if getattr(event, "tag", None) is not None:
                 raise ValueError(f"the tag {event.tag}")
 
             # At the end of a collection its size is known, and in a mapping all its keys are.
             if isinstance(event, yaml.CollectionEndEvent):
-                ended = opened.pop()
-                sizes[ended.anchor] = total - ended.before
+                collection = opened.pop()
+                sizes[collection.anchor] = total - collection.before
                 if isinstance(event, yaml.MappingEndEvent):
-                    _check_unique_keys(
-                        [(key, None) for key in ended.scalars[::2] if key is not None]
-                    )
+                    keys = [key for key in collection.scalars[::2] if key is not None]
+                    _check_unique_keys([(key, None) for key in keys])
 
             # A node is the beginning of a collection, a scalar or an alias. An alias inside the
             # collection that it names would make the document endless.
@@ -271,6 +284,8 @@ def check_yaml(text: str) -> None:
                 elif scalar is None and event.anchor not in sizes:
                     raise ValueError(f"*{event.anchor} before the end of &{event.anchor}")
                 else:
+                    # An alias is as large as the node that it names. Each node counts one character
+                    # more, for what separates it from the next.
                     size = sizes[event.anchor] if scalar is None else len(scalar)
                     total = total + 1 + size
                     sizes[event.anchor] = size
@@ -279,8 +294,7 @@ def check_yaml(text: str) -> None:
             if len(opened) > MAX_DEPTH + 1 or total > MAX_EXPANDED_CHARACTERS:
                 raise ValueError(
                     f"more than {MAX_DEPTH} levels, or more than {MAX_EXPANDED_CHARACTERS:,}"
-                    f" characters with"
-                    " its aliases"
+                    " characters with its aliases written out"
                 )
     except yaml.YAMLError as error:
         raise ValueError(join_lines(str(error))) from error
@@ -288,7 +302,7 @@ def check_yaml(text: str) -> None:
 
 def read_json(path: Path, *, allow_nan: bool = False) -> Any:
     """Return the value of a JSON file. Raise OSError or ValueError if it cannot be read."""
-    return parse_json(read_text(path, LARGEST_JSON), allow_nan=allow_nan)
+    return parse_json(read_text(path, MAX_JSON_BYTES), allow_nan=allow_nan)
 
 
 def read_yaml(path: Path) -> Any:
@@ -302,7 +316,7 @@ def read_keys(path: Path, key: str, expected: str) -> dict[str, Any]:
     Args:
         path: the file.
         key: the recipe key that errors name.
-        expected: what errors say is expected.
+        expected: a description of the files that are allowed, for the error.
 
     Raises:
         UserError: if the file cannot be read or holds no mapping.
@@ -325,25 +339,25 @@ def read_front_matter(path: Path) -> dict[str, Any]:
         ValueError: if its head is refused or holds no keys.
     """
     # The Markdown after the head may be long, so the larger limit holds.
-    head = HEAD.match(read_text(path, LARGEST_JSON))
-    keys = parse_yaml(head[1]) if head else None
+    match = FRONT_MATTER.match(read_text(path, MAX_JSON_BYTES))
+    keys = parse_yaml(match[1]) if match else None
     if keys is not None and not isinstance(keys, dict):
-        raise ValueError("a head without keys")
+        raise ValueError("the YAML at the beginning holds no keys")
     return keys or {}
 
 
-def read_text(path: Path, most: int = LARGEST_YAML) -> str:
+def read_text(path: Path, max_bytes: int = MAX_YAML_BYTES) -> str:
     """Return the text of a file in UTF-8.
 
     Raises:
         OSError: if the file cannot be read.
-        ValueError: if it has more than `most` bytes or is not UTF-8.
+        ValueError: if the file has more than `max_bytes` bytes or is not UTF-8.
     """
     # Reading one byte more than allowed tells a file that is too large, without reading all of it.
     with path.open("rb") as file:
-        content = file.read(most + 1)
-    if len(content) > most:
-        raise ValueError(f"more than {most:,} bytes")
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise ValueError(f"more than {max_bytes:,} bytes")
     return decode_text(content)
 
 
@@ -351,11 +365,12 @@ def _check_unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """Return a dictionary of (key, value) pairs. Raise ValueError for a key that appears twice."""
     keys = dict(pairs)
     if len(keys) < len(pairs):
-        raise ValueError(f"{Counter(name for name, _ in pairs).most_common(1)[0][0]} twice")
+        repeated_key = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"{repeated_key} twice")
     return keys
 
 
-def _refuse(constant: str) -> None:
+def _refuse_constant(constant: str) -> None:
     """Raise ValueError for a constant that is no JSON, such as NaN."""
     raise ValueError(f"{constant}, which is not a number")
 

@@ -123,12 +123,8 @@ class UserError(ReportedError):
         self.key = key
         self.got = str(got)
         self.kind = kind
-        super().__init__(
-            join_lines(
-                text
-                or self._compose_sentence(expected, f"; did you mean {nearest}?" if nearest else "")
-            )
-        )
+        hint = f"; did you mean {nearest}?" if nearest else ""
+        super().__init__(join_lines(text or self._compose_sentence(expected, hint)))
 
     def _compose_sentence(self, expected: str, hint: str) -> str:
         """Return the message that names the key, what was got and what was expected.
@@ -138,11 +134,12 @@ class UserError(ReportedError):
             hint: the question about the nearest valid name, or nothing.
         """
         # The first word of `got` says whether there was a value at all.
-        first = re.split("[ ,]", self.got, maxsplit=1)[0]
-        if first == "nothing":
-            return f"{self.key} is required{self.got[len(first) :]}: {expected}"
-        if first == "null":
-            return f"{self.key}: no value given{self.got[len(first) :]}; expected {expected}{hint}"
+        first_word = re.split("[ ,]", self.got, maxsplit=1)[0]
+        circumstances = self.got[len(first_word) :]
+        if first_word == "nothing":
+            return f"{self.key} is required{circumstances}: {expected}"
+        if first_word == "null":
+            return f"{self.key}: no value given{circumstances}; expected {expected}{hint}"
         return f"{self.key}: got {self.got}, expected {expected}{hint}"
 
 
@@ -281,11 +278,8 @@ def explain(error: Exception | KeyboardInterrupt, *, debug: bool = False) -> Exi
     descriptor, log = tempfile.mkstemp(prefix="specdistill-", suffix=".log")
     with open(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
         traceback.print_exception(error, file=file)
-    logger.error(
-        f"error: {join_lines(f'{type(error).__name__}: {error}')[:MAX_ERROR_CHARACTERS]}. This is a"
-        f" bug in"
-        f" specdistill; the traceback is in {log}"
-    )
+    description = join_lines(f"{type(error).__name__}: {error}")[:MAX_ERROR_CHARACTERS]
+    logger.error(f"error: {description}. This is a bug in specdistill; the traceback is in {log}")
     return ExitCode.RESOURCE_ERROR
 
 
@@ -325,10 +319,11 @@ def find_nearest(name: str, valid: Iterable[str]) -> str | None:
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
 
     # Names of one or two letters begin too many names.
-    begun = [
+    same_start = [
         valid_name
         for valid_name in names
         if min(len(name), len(valid_name)) >= 3
         and (valid_name.startswith(name) or name.startswith(valid_name))
     ]
-    return next(iter(close + begun), None)
+    candidates = close + same_start
+    return candidates[0] if candidates else None

@@ -42,14 +42,20 @@ def check_writable(folder: Path, key: str) -> None:
     The check writes a temporary file, and leaves nothing behind.
     """
     # If the folder does not exist yet, test the closest folder above it that exists.
-    existing = next(
-        path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()
-    )
+    existing = find_existing_folder(folder)
     with (
         convert_errors(OSError, key, f"{folder}, in {existing}", "a folder that can be written"),
         tempfile.TemporaryFile(dir=existing),
     ):
         pass
+
+
+def find_existing_folder(folder: Path) -> Path:
+    """Return a folder, or the closest folder above it that exists, as an absolute path."""
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    return existing
 
 
 def check_new(output: Path) -> None:
@@ -60,23 +66,25 @@ def check_new(output: Path) -> None:
     check_writable(output, KEY)
 
 
-def check_holds(folder: Path, key: str, what: str, is_own: Callable[[str], object]) -> None:
+def check_holds(folder: Path, key: str, kind: str, is_own: Callable[[str], object]) -> None:
     """Check that a folder holds only files of one kind, such as those of a row set.
 
     Args:
         folder: the folder, which need not exist.
         key: the key that the error names.
-        what: the kind of folder, for the error, such as "a row set".
+        kind: the kind of folder, for the error, such as "a row set".
         is_own: takes the name of a file, and returns whether such a folder may hold this file.
 
     Raises:
         UserError: for a folder with any other file.
     """
-    foreign = next((path.name for path in folder.glob("*") if not is_own(path.name)), None)
-    if foreign:
-        raise UserError(
-            key, got=f"{folder}, which holds {foreign}", expected=f"a new folder, or one of {what}"
-        )
+    for path in folder.glob("*"):
+        if not is_own(path.name):
+            raise UserError(
+                key,
+                got=f"{folder}, which holds {path.name}",
+                expected=f"a new folder, or one of {kind}",
+            )
 
 
 @contextmanager
@@ -110,7 +118,10 @@ def create_folder(output: Path, *, replaces: bool = False, key: str = KEY) -> It
                     output.rename(partial / output.name)
                 # Delete the earlier folder, and what a killed process may have left.
                 for path in partial.iterdir():
-                    path.unlink() if path.is_symlink() or path.is_file() else shutil.rmtree(path)
+                    if path.is_symlink() or path.is_file():
+                        path.unlink()
+                    else:
+                        shutil.rmtree(path)
                 yield partial
                 partial.rename(output)
             finally:
@@ -137,7 +148,7 @@ def empty_output_folder(folder: Path, key: str) -> None:
 
 
 @contextmanager
-def exclusive_lock(lock: Path, key: str, what: Path, *, saves_memory: str = "") -> Iterator[None]:
+def exclusive_lock(lock: Path, key: str, output: Path, *, saves_memory: str = "") -> Iterator[None]:
     """Hold an exclusive lock, so that no other process writes the same file or folder meanwhile.
 
     The holder writes its process id and start time into the lock file, and empties the file when it
@@ -147,7 +158,7 @@ def exclusive_lock(lock: Path, key: str, what: Path, *, saves_memory: str = "") 
     Args:
         lock: the lock file.
         key: the key that the error names.
-        what: the file or folder that is written, for messages.
+        output: the file or folder that the caller writes, for messages.
         saves_memory: a key that the warning says to lower, because the process may have been killed
             when memory ran out; empty for none.
 
@@ -155,7 +166,7 @@ def exclusive_lock(lock: Path, key: str, what: Path, *, saves_memory: str = "") 
         UserError: naming the other process, while another process holds the lock.
     """
     lock.parent.mkdir(parents=True, exist_ok=True)
-    with _lock_path(lock, os.O_RDWR | os.O_CREAT, key, what) as descriptor:
+    with _lock_path(lock, os.O_RDWR | os.O_CREAT, key, output) as descriptor:
         # Warn if the file still has the text of a killed process. 200 bytes are more than the text.
         message = os.pread(descriptor, 200, 0).decode(errors="replace")
         # Earlier versions of specdistill did not empty the file at their end. Their text has no
@@ -163,19 +174,16 @@ def exclusive_lock(lock: Path, key: str, what: Path, *, saves_memory: str = "") 
         if START_TIME_MARK in message:
             advice = f": lower {saves_memory}, or free memory" if saves_memory else ""
             logger.warning(
-                f"{what}: an earlier run was killed while it wrote this ({message}). What it had"
-                " finished is kept. Exit code 137 means that the system ended it because memory"
-                f" ran out{advice}."
+                f"An earlier run was killed while it wrote {output} ({message}). The parts that it"
+                " had finished are kept. If its exit code was 137, the system ended it because"
+                f" memory ran out{advice}."
             )
 
         # Write who holds the lock.
         os.ftruncate(descriptor, 0)
         started = time.strftime("%Y-%m-%d %H:%M:%S")
-        os.pwrite(
-            descriptor,
-            f"process {os.getpid()} on {socket.gethostname()}{START_TIME_MARK}{started}".encode(),
-            0,
-        )
+        holder = f"process {os.getpid()} on {socket.gethostname()}{START_TIME_MARK}{started}"
+        os.pwrite(descriptor, holder.encode(), 0)
         try:
             yield
         finally:
@@ -185,14 +193,14 @@ def exclusive_lock(lock: Path, key: str, what: Path, *, saves_memory: str = "") 
 
 
 @contextmanager
-def _lock_path(path: Path, flags: int, key: str, what: Path) -> Iterator[int]:
+def _lock_path(path: Path, flags: int, key: str, output: Path) -> Iterator[int]:
     """Open a file or folder, hold an exclusive lock on it, and yield its descriptor.
 
     Args:
         path: the file or folder to lock.
         flags: the flags of `os.open`.
         key: the key that the error names.
-        what: the file or folder that is written, for the error.
+        output: the file or folder that the caller writes, for the error.
 
     Yields:
         The descriptor of the open file or folder.
@@ -208,15 +216,12 @@ def _lock_path(path: Path, flags: int, key: str, what: Path) -> Iterator[int]:
             # a folder cannot.
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            writer = (
-                os.pread(descriptor, 200, 0).decode().partition(START_TIME_MARK)[0]
-                if path.is_file()
-                else ""
-            )
+            message = os.pread(descriptor, 200, 0).decode() if path.is_file() else ""
+            writer = message.partition(START_TIME_MARK)[0]
             raise UserError(
                 key,
-                got=f"{what}, which {writer or 'another process'} is writing",
-                expected="one writer at a time: start this again when that one has ended",
+                got=f"{output}, which {writer or 'another process'} is writing",
+                expected="one writer at a time: repeat the command when that process has ended",
             ) from error
         yield descriptor
     finally:

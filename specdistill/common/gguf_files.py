@@ -104,11 +104,8 @@ def check_gguf(path: Path, key: str) -> None:
         # Where the file ends too early, gguf fails in a way that depends on what it was reading.
         # Only the error for missing weights is certain: numpy cannot reshape too few bytes to a
         # tensor.
-        reason = (
-            "cut short"
-            if "reshape" in str(error)
-            else f"cut short or broken: {join_lines(str(error))}"
-        )
+        is_cut_short = "reshape" in str(error)
+        reason = "cut short" if is_cut_short else f"cut short or broken: {join_lines(str(error))}"
         raise UserError(
             key,
             got=f"{path}, which is {reason} ({path.stat().st_size:,} bytes)",
@@ -120,5 +117,6 @@ def check_gguf(path: Path, key: str) -> None:
         raise UserError(
             key,
             got=f"{path}, one of {reader.fields['split.count'].contents()} parts of a model",
-            expected="one file: llama-gguf-split --merge FIRST_PART MERGED.gguf makes it",
+            expected="a single file. Merge the parts with"
+            " `llama-gguf-split --merge FIRST_PART MERGED.gguf`",
         )

@@ -12,8 +12,10 @@ def hash_file(path: Path) -> str:
     # of its content, so that nothing needs to be hashed. Only the name that the first link points
     # to is the sha256: that file may itself be a link to a file that is named by another hash
     # (Xet).
-    if path.is_symlink() and re.fullmatch("[0-9a-f]{64}", stored := path.readlink().name):
-        return stored
+    if path.is_symlink():
+        linked_name = path.readlink().name
+        if re.fullmatch("[0-9a-f]{64}", linked_name):
+            return linked_name
     stat = path.stat()
     return _hash_content(path.absolute(), stat.st_ino, stat.st_size, stat.st_mtime_ns)
 

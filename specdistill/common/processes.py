@@ -100,8 +100,9 @@ def check_ranks_agree(facts: Mapping[str, str], *, otherwise: str = "") -> None:
         UserError: naming the first difference, its process and its machine.
     """
     # Compare each process with process 0. The error also names the machine of each.
-    (first, expected), *remaining_ranks = all_gather_object((socket.gethostname(), dict(facts)))
-    for rank, (machine, rank_facts) in enumerate(remaining_ranks, 1):
+    gathered = all_gather_object((socket.gethostname(), dict(facts)))
+    first_machine, expected = gathered[0]
+    for rank, (machine, rank_facts) in enumerate(gathered[1:], 1):
         # A name may also be missing in one of the two processes.
         for name in {**expected, **rank_facts}:
             if rank_facts.get(name) != expected.get(name):
@@ -109,7 +110,8 @@ def check_ranks_agree(facts: Mapping[str, str], *, otherwise: str = "") -> None:
                     name,
                     got=f"{rank_facts.get(name, 'nothing')} in process {rank} on {machine}",
                     expected=(
-                        f"{expected.get(name, 'nothing')}, as in process 0 on {first}{otherwise}"
+                        f"{expected.get(name, 'nothing')}, as in process 0 on"
+                        f" {first_machine}{otherwise}"
                     ),
                 )
 
@@ -150,10 +152,12 @@ def _describe_missing_processes(error: RuntimeError) -> str:
     # A monitored barrier fails if some processes do not reach it, and names them.
     try:
         distributed.monitored_barrier(
-            _group(), timeout=timedelta(seconds=FAILED_STEP_TIMEOUT_S), wait_all_ranks=True
+            _open_gloo_group(),
+            timeout=timedelta(seconds=FAILED_STEP_TIMEOUT_S),
+            wait_all_ranks=True,
         )
-    except RuntimeError as named:
-        error = named
+    except RuntimeError as barrier_error:
+        error = barrier_error
     # Only the first line is a message; a stack trace in C++ follows.
     return str(error).splitlines()[0][:200]
 
@@ -175,7 +179,7 @@ def all_gather_object(local_object: object) -> list[Any]:
         return [local_object]
     objects = [None] * count
     try:
-        distributed.all_gather_object(objects, local_object, group=_group())
+        distributed.all_gather_object(objects, local_object, group=_open_gloo_group())
     except RuntimeError as error:  # A connection was closed, or could not be opened.
         raise ResourceError(
             (
@@ -191,7 +195,7 @@ def all_gather_object(local_object: object) -> list[Any]:
 
 
 @cache
-def _group() -> distributed.ProcessGroup:
+def _open_gloo_group() -> distributed.ProcessGroup:
     """Return the process group over gloo in which processes wait for each other.
 
     The first call creates the group. All processes have to make it.

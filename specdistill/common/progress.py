@@ -26,6 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specdistill.common.errors import ResourceError
+from specdistill.common.folders import find_existing_folder
 from specdistill.common.terminal import Console
 
 SECONDS = 30.0  # the shortest time between two lines of progress outside a terminal
@@ -50,14 +51,14 @@ class TimeLeft(TimeRemainingColumn):
 def show_progress(description: str, total: int, unit: str) -> Iterator[Callable[..., None]]:
     """Show on stderr how many units of a task are done.
 
-    On a terminal this is a bar. Elsewhere it is a line every SECONDS at most, and one at the end.
+    On a terminal this is a bar. Elsewhere it is at most one line every SECONDS, and one at the end.
     Only the first process on each machine shows anything. The remaining time is shown when
     MIN_PARTS calls have added something.
 
     Args:
-        description: the task, such as "Generating".
+        description: the task, such as "Making shards".
         total: the number of units of the whole task.
-        unit: the name of a unit in the plural, such as "tokens".
+        unit: the name of a unit in the plural, such as "shards".
 
     Yields:
         A function `advance(count=1, more=0)`, to be called after each part of the task. It adds
@@ -93,30 +94,29 @@ def show_progress(description: str, total: int, unit: str) -> Iterator[Callable[
         # Elsewhere, such as in a log file, print a line from time to time.
         num_done = 0
         start = time.monotonic()
-        shown = start
+        last_printed = start
 
-        def line(times: str) -> None:
-            print(
-                f"{description}: {num_done} of {total} {unit}, {times}", file=sys.stderr, flush=True
-            )
+        def print_line(duration: str) -> None:
+            line = f"{description}: {num_done} of {total} {unit}, {duration}"
+            print(line, file=sys.stderr, flush=True)
 
         def advance(count: int = 1, more: int = 0) -> None:
-            nonlocal num_done, parts, shown, total
+            nonlocal last_printed, num_done, parts, total
             num_done = num_done + count
             total = total + more
             now = time.monotonic()
             parts += count > 0
             # The remaining time assumes the average speed so far.
-            if now - shown >= SECONDS and 0 < num_done < total:
-                shown = now
-                line(
-                    f"{format_clock((now - start) * (total / num_done - 1))} left"
-                    if parts >= MIN_PARTS
-                    else f"after {format_clock(now - start)}"
-                )
+            if now - last_printed >= SECONDS and 0 < num_done < total:
+                last_printed = now
+                if parts >= MIN_PARTS:
+                    seconds_left = (now - start) * (total / num_done - 1)
+                    print_line(f"{format_clock(seconds_left)} left")
+                else:
+                    print_line(f"after {format_clock(now - start)}")
 
         yield advance
-        line(f"took {format_clock(time.monotonic() - start)}")
+        print_line(f"took {format_clock(time.monotonic() - start)}")
 
 
 def hide_bars_of_transformers() -> None:
@@ -126,9 +126,9 @@ def hide_bars_of_transformers() -> None:
     """
     # Look transformers up without importing it. If it is not imported, there is nothing to hide
     # yet.
-    logging = sys.modules.get("transformers.utils.logging")
-    if logging is not None and not sys.stderr.isatty():
-        logging.disable_progress_bar()
+    transformers_logging = sys.modules.get("transformers.utils.logging")
+    if transformers_logging is not None and not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()
 
 
 def format_clock(seconds: float) -> str:
@@ -140,7 +140,11 @@ def format_speed(tokens_per_second: float | None) -> str:
     """Format a speed with about two significant digits: 1,234, 12, 2.5 or 0.46; – for None."""
     if tokens_per_second is None:
         return "–"
-    decimals = 0 if tokens_per_second >= 10 else 1 if tokens_per_second >= 1 else 2
+    decimals = 2
+    if tokens_per_second >= 10:
+        decimals = 0
+    elif tokens_per_second >= 1:
+        decimals = 1
     return f"{tokens_per_second:,.{decimals}f}"
 
 
@@ -168,17 +172,15 @@ class Cost(NamedTuple):
 
 def find_free_bytes(folder: Path) -> int:
     """Return the free bytes on the disk of a folder, which need not exist yet."""
-    # If the folder does not exist, the closest folder above it that exists is on the same disk.
-    return shutil.disk_usage(
-        next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    ).free
+    # A folder that does not exist yet will be on the same disk as the folder above it.
+    return shutil.disk_usage(find_existing_folder(folder)).free
 
 
-def announce(doing: str, cost: Cost, sample: str, folder: Path, *, force: bool = False) -> None:
+def announce(task: str, cost: Cost, sample: str, folder: Path, *, force: bool = False) -> None:
     """Print the estimated cost of a task to stderr, and check that the disk has enough room.
 
     Args:
-        doing: the task, such as "Generating", the title of the printed table.
+        task: the task, such as "generating", for the table and the error.
         cost: the estimated cost of the task.
         sample: what the cost was estimated from, such as "512 of 5,738 rows".
         folder: the folder that the task writes to.
@@ -187,29 +189,29 @@ def announce(doing: str, cost: Cost, sample: str, folder: Path, *, force: bool =
     Raises:
         ResourceError: if the disk of the folder has too little room, unless `force`.
     """
-    free, needed_space = (
-        decimal(free_space_bytes := find_free_bytes(folder)),
-        decimal(int(cost.num_bytes)),
-    )
+    # `decimal` formats bytes with a decimal prefix, such as 16.1 GB.
+    free_bytes = find_free_bytes(folder)
+    free_space = decimal(free_bytes)
+    needed_space = decimal(int(cost.num_bytes))
 
     # Print the cost as a table.
     minutes = cost.seconds / 60
-    table = Table(doing, "estimate")
+    table = Table(task, "estimate")
     for name, count in (
         ("rows", cost.rows),
         ("tokens", cost.tokens),
         ("loss tokens", cost.loss_tokens),
     ):
         table.add_row(name, f"{count:,.0f}")
-    table.add_row("disk", f"{needed_space} ({free} free)")
+    table.add_row("disk", f"{needed_space} ({free_space} free)")
     table.add_row("time", f"{minutes / 60:,.1f} h" if minutes >= 60 else f"{minutes:.1f} min")
     table.add_row("estimated from", sample)
     Console(stderr=True).print(table)
 
     # Refuse a task that would fill the disk after hours of work.
-    if cost.num_bytes > free_space_bytes and not force:
+    if cost.num_bytes > free_bytes and not force:
         raise ResourceError(
-            f"{doing} takes about {needed_space} in {folder}, whose disk has {free} left",
+            f"{task} takes about {needed_space} in {folder}, whose disk has {free_space} left",
             next_step=(
                 "free disk space, set data.cache_dir to a larger disk, or begin anyway"
                 " (data.force=true)"

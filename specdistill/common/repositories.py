@@ -50,9 +50,9 @@ def resolve(
     # which is only checked when its files are fetched. Path("") is the working directory, so an
     # empty name needs a test of its own.
     folder, file = split_gguf(model)
-    if not (model and Path(folder).is_dir()) and (
-        model.startswith((".", "/", "~")) or folder.count("/") != 1
-    ):
+    is_folder = bool(model) and Path(folder).is_dir()
+    may_be_hub_id = folder.count("/") == 1 and not model.startswith((".", "/", "~"))
+    if not is_folder and not may_be_hub_id:
         raise UserError(
             key,
             got=f"{model or 'an empty name'}, which is no folder",
@@ -60,7 +60,7 @@ def resolve(
             nearest=find_nearest(model, names),
         )
     # In a folder on this machine, the GGUF file has to exist.
-    if file and Path(folder).is_dir() and not Path(model).is_file():
+    if file and is_folder and not Path(model).is_file():
         raise UserError(key, got=f"{model}, which is no file", expected="a GGUF file")
     return model
 
@@ -111,9 +111,8 @@ def convert_hub_errors(
         # transformers wraps the error for files that the cache lacks in an OSError of its own.
         if isinstance(error.__cause__, errors.LocalEntryNotFoundError):
             raise _make_fetch_error(error.__cause__, key, name, expected, patterns) from error
-        # Other errors of the operating system belong to the cache, or to code that is not handled
-        # here.
-        if not _is_of_cache(error):
+        # An OSError that is not about the cache is not handled here.
+        if not _is_cache_error(error):
             raise
         raise ResourceError(
             f"{key}: {name} could not be kept in the Hub's cache, {constants.HF_HUB_CACHE}"
@@ -141,20 +140,19 @@ def _make_fetch_error(
     # Without a network, find out whether the cache has some of the files.
     repository, revision = split_revision(name)
     reason, next_step = _describe_hub_failure(error, repository)
-    missing = (
-        find_missing(repository, revision, patterns) if patterns and next_step == NO_NETWORK else ""
-    )
-    if not missing:
+    missing_files = ""
+    if patterns and next_step == NO_NETWORK:
+        missing_files = find_missing(repository, revision, patterns)
+    if not missing_files:
         return ResourceError(f"{key}: {name} is no folder here, and {reason}", next_step=next_step)
 
     # Suggest the command that completes the cache. huggingface_hub shortens a long list of files
     # with "..."; then the command fetches the whole repository.
-    files = [] if "..." in missing else missing.split(", ")
-    command = shlex.join(
-        ["hf", "download", repository, *files, *(["--revision", revision] if revision else [])]
-    )
+    files = [] if "..." in missing_files else missing_files.split(", ")
+    revision_option = ["--revision", revision] if revision else []
+    command = shlex.join(["hf", "download", repository, *files, *revision_option])
     return ResourceError(
-        f"{key}: the Hub's cache holds {name} without {missing}, and {reason}",
+        f"{key}: the Hub's cache holds {name} without {missing_files}, and {reason}",
         next_step=f"where there is a network, run: {command}",
     )
 
@@ -192,8 +190,8 @@ def _describe_hub_failure(error: BaseException, repository: str) -> tuple[str, s
     """
     # List the error, the error that caused it, and so on: the reason is often wrapped.
     chain = [error]
-    while behind := chain[-1].__cause__ or chain[-1].__context__:
-        chain.append(behind)
+    while cause := chain[-1].__cause__ or chain[-1].__context__:
+        chain.append(cause)
 
     # What to do about missing access depends on whether the user has logged in.
     login = (
@@ -224,7 +222,8 @@ def _describe_hub_failure(error: BaseException, repository: str) -> tuple[str, s
             return f"{constants.ENDPOINT} {network_fault}", NO_NETWORK
 
     # For any other error, quote the first line of its message.
-    message = next(iter(str(error).splitlines()), "") or type(error).__name__
+    lines = str(error).splitlines() or [""]
+    message = lines[0] or type(error).__name__
     return (
         f"could not be fetched from the Hub ({message})",
         "check the path or the id, HF_TOKEN and the network",
@@ -237,17 +236,14 @@ def find_connection_failure(error: BaseException) -> str | None:
     An HfHubHTTPError is an answer of the Hub. Any other error of the HTTP client means that there
     was no answer.
     """
-    if constants.HF_HUB_OFFLINE or (
-        isinstance(error, HTTP_ERROR) and not isinstance(error, errors.HfHubHTTPError)
-    ):
-        return (
-            "cannot be reached"
-            f" ({'HF_HUB_OFFLINE is set' if constants.HF_HUB_OFFLINE else 'offline?'})"
-        )
+    if constants.HF_HUB_OFFLINE:
+        return "cannot be reached (HF_HUB_OFFLINE is set)"
+    if isinstance(error, HTTP_ERROR) and not isinstance(error, errors.HfHubHTTPError):
+        return "cannot be reached (offline?)"
     return None
 
 
-def _is_of_cache(error: OSError) -> bool:
+def _is_cache_error(error: OSError) -> bool:
     """Return whether an error says that the Hub's cache could not be written.
 
     The reason may be a missing permission, or a full or read-only disk.
@@ -255,9 +251,9 @@ def _is_of_cache(error: OSError) -> bool:
     # An error without a file name is taken to be about the cache. Its folder may not exist yet, so
     # errors about the folders above it count too.
     cache = Path(constants.HF_HUB_CACHE)
-    where = Path(str(error.filename)) if error.filename else cache
-    of_cache = where == cache or cache in where.parents or where in cache.parents
-    return of_cache and error.errno in (EACCES, EPERM, EROFS, ENOTDIR, ENOSPC, EDQUOT)
+    path = Path(str(error.filename)) if error.filename else cache
+    is_of_cache = path == cache or cache in path.parents or path in cache.parents
+    return is_of_cache and error.errno in (EACCES, EPERM, EROFS, ENOTDIR, ENOSPC, EDQUOT)
 
 
 def split_revision(entry: str) -> tuple[str, str | None]:
@@ -317,14 +313,10 @@ def fetch(
 
     # The commit is resolved first, so that all files are from the same commit.
     wanted_patterns = ["*"] if patterns is None else list(patterns)
-    with convert_hub_errors(
-        key, f"{name}@{revision}" if revision else name, expected=expected, patterns=wanted_patterns
-    ):
-        return Path(
-            snapshot_download(
-                name, revision=find_commit(name, revision), allow_patterns=wanted_patterns
-            )
-        )
+    full_name = f"{name}@{revision}" if revision else name
+    with convert_hub_errors(key, full_name, expected=expected, patterns=wanted_patterns):
+        commit = find_commit(name, revision)
+        return Path(snapshot_download(name, revision=commit, allow_patterns=wanted_patterns))
 
 
 def read_large_file_hashes(repository: str, revision: str, *, key: str) -> dict[str, str]:
@@ -337,7 +329,6 @@ def read_large_file_hashes(repository: str, revision: str, *, key: str) -> dict[
         ResourceError: if the Hub fails.
     """
     with convert_hub_errors(key, f"{repository}@{revision}", expected="a Hub id"):
-        files = (
-            HfApi().model_info(repository, revision=revision, files_metadata=True).siblings or []
-        )
+        info = HfApi().model_info(repository, revision=revision, files_metadata=True)
+    files = info.siblings or []
     return {file.rfilename: file.lfs.sha256 for file in files if file.lfs}

@@ -21,12 +21,12 @@ from rich.segment import Segment
 
 # The characters that are replaced: control characters except tab and newline, characters that
 # reverse the direction of the text after them, and characters that UTF-8 or XML cannot hold.
-NO_TEXT = re.compile(
+UNPRINTABLE = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
 )
 # The output with which libraries redraw a progress bar: cursor up, or carriage return and a new
 # line of text. It may control the terminal, so its text must have no other such characters.
-PROGRESS_BAR_OUTPUT = re.compile(rf"(\x1b\[A)+|\r(?!.*{NO_TEXT.pattern}).*")
+PROGRESS_BAR_OUTPUT = re.compile(rf"(\x1b\[A)+|\r(?!.*{UNPRINTABLE.pattern}).*")
 MAX_LINE_CHARACTERS = 1000  # the most characters in a line of a message, which may quote a file
 JSON = "--json"
 QUIET_FLAG = "--quiet"
@@ -42,12 +42,12 @@ for library in NOISE:
     )
 # The stream on which --json prints results, while a command with --json runs; empty otherwise. It
 # is a list so that `redirect_messages` can change it.
-documents: list[TextIO] = []
+json_streams: list[TextIO] = []
 
 
 def make_printable(text: str) -> str:
     """Return a text with a visible character (�) in place of each control character."""
-    return NO_TEXT.sub("\N{REPLACEMENT CHARACTER}", text)
+    return UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def shorten_lines(text: str) -> str:
@@ -55,10 +55,9 @@ def shorten_lines(text: str) -> str:
 
     The middle of a longer line is replaced by an ellipsis, which takes three characters.
     """
+    half = MAX_LINE_CHARACTERS // 2
     return "\n".join(
-        line
-        if len(line) <= MAX_LINE_CHARACTERS
-        else f"{line[: MAX_LINE_CHARACTERS // 2]} … {line[3 - MAX_LINE_CHARACTERS // 2 :]}"
+        line if len(line) <= MAX_LINE_CHARACTERS else f"{line[:half]} … {line[3 - half :]}"
         for line in text.split("\n")
     )
 
@@ -85,10 +84,14 @@ def guard(stream: Any, *, shortens: bool = False) -> None:
             fileno=stream.fileno,
             encoding=stream.encoding,
         )
-        shown = (lambda text: shorten_lines(make_printable(text))) if shortens else make_printable
-        stream.write = lambda text: write(
-            text if stream.isatty() and PROGRESS_BAR_OUTPUT.fullmatch(text) else shown(text)
-        )
+
+        def write_guarded(text: str) -> object:
+            if stream.isatty() and PROGRESS_BAR_OUTPUT.fullmatch(text):
+                return write(text)
+            text = make_printable(text)
+            return write(shorten_lines(text) if shortens else text)
+
+        stream.write = write_guarded
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
 
@@ -120,13 +123,13 @@ def redirect_messages(arguments: Sequence[str]) -> Iterator[None]:
             # Discard everything else that is printed to stdout or stderr, if the flags ask for it.
             nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
             if JSON in arguments:
-                documents.append(sys.stdout)
+                json_streams.append(sys.stdout)
                 stack.enter_context(redirect_stdout(nowhere))
             if QUIET_FLAG in arguments:
                 stack.enter_context(redirect_stderr(nowhere))
             yield
     finally:
-        documents.clear()
+        json_streams.clear()
         logger.removeHandler(handler)
         logger.setLevel(logging.NOTSET)
 
@@ -141,14 +144,15 @@ def print_result(document: object) -> None:
         document: the result. Data classes become objects of their fields, and values that JSON does
             not have, such as paths, become text.
     """
-    for stream in documents if os.environ.get("RANK", "0") == "0" else ():
-        print(
-            json.dumps(
-                document, default=lambda value: vars(value) if is_dataclass(value) else str(value)
-            ),
-            file=stream,
-            flush=True,
-        )
+    if os.environ.get("RANK", "0") != "0":
+        return
+    for stream in json_streams:
+        print(json.dumps(document, default=_convert_to_json), file=stream, flush=True)
+
+
+def _convert_to_json(value: object) -> object:
+    """Convert a value that JSON does not have: a data class to a dictionary, others to text."""
+    return vars(value) if is_dataclass(value) else str(value)
 
 
 class Console(rich.console.Console):

@@ -113,8 +113,8 @@ def _describe_failed_run(run: Path, recipe: Mapping[str, Any], report: dict[str,
     command = _format_command(
         "doctor", f"draft={run / 'draft'}", *_list_target_keys(recipe), *consent_keys
     )
-    failed_rules = phrases.describe_failed_rules(report)
-    return f"{run} failed its gate. {failed_rules} Check the draft:", [command]
+    reasons = phrases.describe_failed_rules(report)
+    return f"{run} failed its gate. {reasons} Check the draft:", [command]
 
 
 def _describe_inconclusive_run(
@@ -152,8 +152,7 @@ def _describe_passed_run(run: Path, recipe: Mapping[str, Any]) -> NextStep:
         f"output_dir={run / 'vllm'}",
     )
     # The recipe may name the repository to publish to.
-    names_repository = recipe.get("publish", {}).get("repo")
-    repository_keys = [] if names_repository else ["repo=org/name"]
+    repository_keys = [] if recipe.get("publish", {}).get("repo") else ["repo=org/name"]
     publish_command = _format_command("publish", f"run={run}", *repository_keys, "baseline=none")
     return f"{run} passed its gate:", [export_command, publish_command]
 

@@ -71,7 +71,7 @@ def row_set(cache: Path) -> dict[str, bytes]:
 
 def whole(folder: Path, cache: Path, way: Sequence[str]) -> dict[str, bytes]:
     done = specdistill(*line(folder, cache, way))
-    assert done.returncode == 0 and "for training and validation " in done.stdout, done.stderr
+    assert done.returncode == 0 and "The rows are in " in done.stdout, done.stderr
     return row_set(cache)
 
 

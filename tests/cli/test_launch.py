@@ -186,7 +186,7 @@ def test_what_cannot_start_is_one_line(
         (b"- 2", "launch: got {yaml}, which holds no keys, "),
         (b"\xff", "launch: got {yaml}: "),
         (b"distributed_type: MULTI_GPU\nprocesses: 2", "launch: got {yaml}: "),
-        (b"distributed_type: MULTI_GPU", "{yaml} names no num_processes. "),
+        (b"distributed_type: MULTI_GPU", "{yaml} does not set num_processes. "),
         (b"distributed_type: MULTI_GPU\nnum_processes: 0", "{yaml}: num_processes: got 0, "),
     ],
 )
