@@ -35,10 +35,9 @@ EXCHANGES = (
     ("question", "answer"),
 )
 PROMPTS = tuple(dict.fromkeys(question for question, _ in EXCHANGES))
+# For each column of questions, the columns that may hold its answers.
 ANSWERS = {
-    "instruction": {"output", "response"},
-    "prompt": {"response", "completion"},
-    "question": {"answer"},
+    prompt: {answer for question, answer in EXCHANGES if question == prompt} for prompt in PROMPTS
 }
 # Columns with descriptions of tools, for chat templates that show tools to the model.
 SCHEMAS = ("tools", "functions", "function")  # The last one is in BFCL.
