@@ -163,6 +163,7 @@ class LaunchLedger(Ledger):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
+        """Return True, so that torch.compile compiles within this mode, as it does without it."""
         # With torch's default, False, torch.compile compiles nothing within this mode.
         return True
 

@@ -106,10 +106,12 @@ class Shape:
 
     @property
     def device(self) -> torch.device:
+        """The device that is measured."""
         return torch.device("cpu" if self.small else "cuda")
 
     @property
     def target(self) -> FrozenTarget:
+        """The target with random weights."""
         return build_random_target(self.small)
 
 

@@ -12,12 +12,16 @@ from specdistill.recipe.fields import Section, option, section
 
 
 class TokenizerConfig(Section):
+    """The section `tokenizer`: the size of pico's vocabulary."""
+
     vocab_size: int = option(
         1024, "byte-level BPE tokens, the 256 bytes and 4 special ones included", ge=260
     )
 
 
 class ShapeConfig(Section):
+    """The section `shape`: the sizes of pico's layers."""
+
     num_layers: int = option(16, "decoder layers", ge=1)
     hidden_size: int = option(128, "width", ge=64, multiple_of=64)
     intermediate_size: int = option(448, "MLP width", ge=1)
@@ -25,6 +29,8 @@ class ShapeConfig(Section):
 
 
 class CurriculumConfig(Section):
+    """The section `curriculum`: how long the rows are, and when."""
+
     batch_tokens: int = option(8192, "tokens in every optimizer step", ge=1)
     lengths: list[Annotated[int, Field(ge=2)]] = option(
         [256, 512], "row lengths, in the order they are trained", min_length=1
@@ -35,6 +41,8 @@ class CurriculumConfig(Section):
 
 
 class TargetRecipe(Section):
+    """The recipe that pico was trained by."""
+
     tokenizer: TokenizerConfig = section(TokenizerConfig)
     shape: ShapeConfig = section(ShapeConfig)
     curriculum: CurriculumConfig = section(CurriculumConfig)

@@ -67,6 +67,7 @@ class Candidate:
         return hashlib.sha256(f"{self.module} {self.place}".encode()).digest()
 
     def overlaps(self, other: "Candidate") -> bool:
+        """Return whether both candidates share a line of the same module."""
         return self.module == other.module and max(self.lines.start, other.lines.start) < min(
             self.lines.stop, other.lines.stop
         )

@@ -45,6 +45,7 @@ class YamlLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore
     """
 
     def construct_yaml_int(self, node: yaml.Node) -> int:
+        """Return the integer of a node; raise for one that is too large."""
         return parse_integer(super().construct_yaml_int(node))
 
 

@@ -42,6 +42,7 @@ class TimeLeft(TimeRemainingColumn):
     """A column of a progress bar that shows the remaining time, once MIN_PARTS parts are done."""
 
     def render(self, task: Task) -> Text:
+        """Return the remaining time, or dashes while too few parts are done to estimate it."""
         if task.fields["parts"] < MIN_PARTS:
             return Text("-:--:--", style="progress.remaining")
         return super().render(task)

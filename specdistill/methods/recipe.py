@@ -94,12 +94,14 @@ class Recipe(Section):
 
     @classmethod
     def select_schema(cls, values: Mapping[str, object]) -> type[Section]:
+        """Return the recipe schema of the method that the values name."""
         method = values.get("method", DEFAULT_METHOD)
         # The base schema refuses a method that is not a string.
         return get_method(method).recipe() if isinstance(method, str) else cls
 
     @classmethod
     def list_schemas(cls) -> dict[str, type[Section]]:
+        """Return the recipe schema of each method, by its name."""
         return {name: method.recipe() for name, method in METHODS.items()}
 
     def list_proposer_options(self) -> dict[str, Any]:

@@ -454,6 +454,7 @@ class WeightlessTarget(FrozenTarget):
     def features(
         self, input_ids_BT: Tensor, aux_layers: Sequence[int], **options: object
     ) -> Features:
+        """Return empty features of the right shapes, without running the target."""
         shape = (*input_ids_BT.shape, self.hidden_size)
         dtype = self.lm_head.weight.dtype
 

@@ -88,6 +88,7 @@ class Choices:
     also: Callable[[str], bool]
 
     def __call__(self, value: str) -> str:
+        """Return the value, if it is one of the choices; raise otherwise."""
         if value not in self.names() and not self.also(value):
             raise PydanticCustomError("literal_error", "not one of the choices")
         return value

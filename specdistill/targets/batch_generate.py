@@ -98,6 +98,7 @@ class GrowingLayer(DynamicLayer):
         return round_up_length(self.length, self.length + query_length), 0
 
     def get_seq_length(self) -> int:
+        """Return the number of tokens that the layer holds."""
         return self.length
 
 

@@ -157,6 +157,7 @@ class Shards:
 
     @property
     def files(self) -> list[str]:
+        """The names of the files, sorted."""
         return sorted(set(self.file_of.values()))
 
     @property
@@ -488,14 +489,17 @@ class TargetFiles:
 
     @property
     def hidden_size(self) -> int:
+        """The width of the hidden states."""
         return self._size("hidden_size")
 
     @property
     def vocab_size(self) -> int:
+        """The number of token ids."""
         return self._size("vocab_size")
 
     @property
     def num_layers(self) -> int:
+        """The number of decoder layers."""
         return self._size("num_hidden_layers")
 
     def tensor(self, name: str) -> Tensor:

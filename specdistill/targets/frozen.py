@@ -249,6 +249,7 @@ class FrozenTarget:
 
     @property
     def num_parameters(self) -> int:
+        """The number of the target's parameters."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     @property

@@ -87,7 +87,8 @@ class PackingMethod(Protocol):
         documents: Documents,
         run: Pass[PassOutput],
         /,
-    ) -> PassOutput: ...
+    ) -> PassOutput:
+        """Run the model over packed rows."""
 
 
 def run_by_lengths(

@@ -377,6 +377,7 @@ class RandomOrder(Sampler[int]):
         self.empty = range(num_rows, num_rows + num_empty)
 
     def set_epoch(self, epoch: int) -> None:
+        """Draw the order of the rows anew for an epoch."""
         self.rows.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[int]:

@@ -62,6 +62,7 @@ class PromptBatch:
 
     @property
     def end(self) -> int:
+        """The number of the prompt after the last one."""
         return self.start + len(self.prompts)
 
 

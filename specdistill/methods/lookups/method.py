@@ -27,7 +27,8 @@ class Lookup(Protocol):
     """
 
     @property
-    def settings(self) -> Mapping[str, object]: ...
+    def settings(self) -> Mapping[str, object]:
+        """The lookup's settings, in the form of the report (JSON)."""
 
     def restart(self) -> None:
         """Forget the sequence."""
@@ -59,16 +60,20 @@ class LookupProposer:
         self.rows: list[Lookup] = []
 
     def has_drawn_candidates(self, sampling: Sampling, tree: TreeShape | None) -> bool:
+        """Return False: looked-up tokens are certain."""
         return False
 
     def count_passes(self, k: int) -> int:
+        """Return 0: a lookup runs no model."""
         return 0
 
     def set_past_outputs(self, outputs: Sequence[Sequence[int]]) -> None:
+        """Replace the outputs of earlier requests, if the lookup searches them."""
         if isinstance(self.lookup, UsesPastOutputs):
             self.lookup.set_past_outputs(outputs)
 
     def begin(self, max_lengths: Sequence[int]) -> None:
+        """Start new sequences, each with a copy of the lookup."""
         # Copies share what they know of past outputs. Each has its own text.
         self.rows = [copy.copy(self.lookup) for _ in max_lengths]
         for row in self.rows:
@@ -77,12 +82,14 @@ class LookupProposer:
     def propose(
         self, state: DecodingState, k: int, sampling: Sampling, generators: Generators
     ) -> list[Proposal]:
+        """Propose what followed the last tokens of each row earlier, if they occurred."""
         return [
             Proposal(row.find(text, k))
             for row, text in zip(self.rows, state.token_ids, strict=True)
         ]
 
     def keep(self, rows: Sequence[int]) -> None:
+        """Drop all rows but these."""
         self.rows = [self.rows[row] for row in rows]
 
 

@@ -90,6 +90,7 @@ class Distillation(Objective):
 
     @property
     def layers(self) -> nn.ModuleList:
+        """The decoder layers of the draft model."""
         return self.anatomy.layers
 
     def scale_output(self, factor: float) -> None:

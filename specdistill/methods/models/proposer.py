@@ -251,6 +251,7 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
         self._is_batchable = isinstance(self.layers, LlamaLayers)
 
     def count_passes(self, k: int) -> int:
+        """Return the draft's forward passes in a round of k draft tokens."""
         return k if self.mask_token_id is None else min(k, 1)
 
     def begin(self, max_lengths: Sequence[int]) -> None:
@@ -364,6 +365,7 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
         ]
 
     def keep(self, rows: Sequence[int]) -> None:
+        """Drop all rows but these, and their keys and values."""
         self.rows = [self.rows[row] for row in rows]
         self.layers.cache.keep(rows)
 

@@ -145,6 +145,7 @@ class MtpDraft(Head):
 
     @property
     def logits(self) -> LogitsHead:
+        """The module that turns hidden states into logits."""
         return self._logits
 
     def fuse(self, features: Features) -> Tensor:
@@ -159,6 +160,7 @@ class MtpDraft(Head):
         scale_norm(self.norm, factor)
 
     def rotary(self, like: Tensor, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the (cos, sin) of positions [B, T], in the dtype of `like`."""
         return self._rotary(like, positions_BT, **self._rotary_options)
 
     def forward(

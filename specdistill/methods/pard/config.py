@@ -41,6 +41,7 @@ class PardRecipe(ModelRecipe):
 
     @property
     def num_positions(self) -> int:
+        """The number of drafted positions that training computes for each token."""
         return self.draft.parallel_tokens
 
 
