@@ -57,15 +57,15 @@ def export(arguments: list[str]) -> int:
     # Export the trained draft, or an untrained one that is written to a temporary folder first.
     # With an untrained draft, the recipe names the target.
     target = recipe.target if recipe else options.target
-    target_files = (
-        TargetFiles(target.model, target.revision, target.adapter) if target.model else None
-    )
     with tempfile.TemporaryDirectory() as temporary:
         if recipe:
             draft = Path(temporary) / "draft"
             write_untrained(recipe, draft)
         else:
             draft = locate(str(options.draft), key="draft")
+        target_files = (
+            TargetFiles(target.model, target.revision, target.adapter) if target.model else None
+        )
         exported = export_draft(
             draft,
             options.engine,

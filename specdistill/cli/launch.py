@@ -46,12 +46,12 @@ class LaunchOptions(Section):
 
     launch: str | None = option(
         None,
-        "run in several processes: a name under accelerate_configs/ (e.g. ddp) or a YAML file of"
-        " accelerate; null: run in this process",
+        "run in several processes: a name under accelerate_configs/ (e.g. ddp) or a YAML file;"
+        " null: in this process",
     )
     num_processes: int | None = option(
         None,
-        "number of processes on all machines together, one per GPU; null: as in the YAML file",
+        "processes on all machines, one per GPU; null: as in the YAML file",
         ge=1,
         condition=LAUNCH_IS_GIVEN,
     )

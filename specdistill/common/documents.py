@@ -343,7 +343,7 @@ def read_front_matter(path: Path) -> dict[str, Any]:
     match = FRONT_MATTER.match(read_text(path, MAX_JSON_BYTES))
     keys = parse_yaml(match[1]) if match else None
     if keys is not None and not isinstance(keys, dict):
-        raise ValueError("the YAML at the beginning holds no keys")
+        raise ValueError("YAML without keys at the beginning")
     return keys or {}
 
 

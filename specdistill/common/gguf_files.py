@@ -78,7 +78,7 @@ def open_gguf(path: Path | str) -> MetadataReader:
 
 @lru_cache(maxsize=4)
 def _open_gguf(path: str, size: int, mtime_ns: int) -> MetadataReader:
-    """Return a reader of a file. Size and time belong to the key of the cache."""
+    """Return a reader of a file. Size and time of change are part of the key of the cache."""
     return MetadataReader(path)
 
 

@@ -24,7 +24,7 @@ def hash_file(path: Path) -> str:
 def _hash_content(path: Path, inode: int, size: int, mtime_ns: int) -> str:
     """Return the sha256 of a file, computed once for each path, inode, size and time of change.
 
-    The arguments besides `path` belong to the key of the cache: a file that was changed is hashed
+    The arguments besides `path` are part of the key of the cache, so that a changed file is hashed
     again.
     """
     with path.open("rb") as file:

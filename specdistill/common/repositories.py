@@ -197,7 +197,7 @@ def _describe_hub_failure(error: BaseException, repository: str) -> tuple[str, s
     login = (
         "log in (hf auth login, or HF_TOKEN)"
         if get_token() is None
-        else "log in as one who may read it (hf auth whoami)"
+        else "log in as a user who may read it (`hf auth whoami` prints the user)"
     )
 
     # The first error in the chain that is known gives the reason.
