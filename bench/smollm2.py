@@ -148,11 +148,13 @@ class Source:
 GITHUB = "https://raw.githubusercontent.com"
 SOURCES = {
     "self_instruct.jsonl": Source(
-        f"{GITHUB}/yizhongw/self-instruct/0b26ccaa415992100fa32df62d41b994cf928e23/data/seed_tasks.jsonl",
+        f"{GITHUB}/yizhongw/self-instruct/0b26ccaa415992100fa32df62d41b994cf928e23"
+        "/data/seed_tasks.jsonl",
         "7779004fa198fdf27cf70a159363879d8a26c53329e11b436af17b3941875f48",
     ),
     "gsm8k_train.jsonl": Source(
-        f"{GITHUB}/openai/grade-school-math/3101c7d5072418e28b9008a6636bde82a006892c/grade_school_math/data/train.jsonl",
+        f"{GITHUB}/openai/grade-school-math/3101c7d5072418e28b9008a6636bde82a006892c"
+        "/grade_school_math/data/train.jsonl",
         "17f347dc51477c50d4efb83959dbb7c56297aba886e5544ee2aaed3024813465",
     ),
 }

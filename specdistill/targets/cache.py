@@ -102,8 +102,9 @@ def create_empty_cache(text_config: PreTrainedConfig) -> DynamicCache:
     keeps only its window could not restore older tokens when newer ones are rejected.
     """
     cache = DynamicCache(config=text_config)
+    attention_layers = (DynamicLayer, DynamicSlidingWindowLayer)
     cache.layers = [
-        BufferedLayer() if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) else layer  # type: ignore[no-untyped-call]
+        BufferedLayer() if type(layer) in attention_layers else layer  # type: ignore[no-untyped-call]
         for layer in cache.layers
     ]
     return cache
