@@ -2,7 +2,7 @@
 
 The rounds of a prompt succeed and fail together. So prompts are resampled, and all sums of a prompt
 stay together (paired). The turns of a conversation are resampled together, too, and so are the
-times of prompts that were decoded in one batch (see `metrics.units_of`).
+times of prompts that were decoded in one batch (see `metrics.list_units`).
 """
 
 import math
@@ -42,16 +42,18 @@ def compute_interval(
 ) -> Interval | None:
     """Return the bias-corrected and accelerated (BCa) bootstrap interval of a metric.
 
-    Returns None for fewer than two prompts (or clusters, or batches, which are drawn as a whole),
-    and if the metric is undefined on some resamples.
-
     Args:
-        metric: the metric.
-        sums: the sums of the prompts, by name.
+        metric: a formula over totals, e.g. tokens / seconds.
+        sums: the table of what was measured of each prompt: name -> values [P].
         confidence: the confidence level.
         seed: the seed of the resampling.
+
+    Returns:
+        The ends of the interval. None for fewer than two prompts, and if the metric is undefined on
+        some resamples. Prompts of one cluster or batch count as one, because they are drawn
+        together.
     """
-    # One array [P] for each sum that the metric reads, over P prompts, clusters or batches.
+    # The columns that the metric reads: each is an array [P] over prompts, clusters or batches.
     data = select_measured(metric, sums)
     if data[0].size < 2:
         return None
@@ -63,10 +65,11 @@ def compute_interval(
         )
         return result
 
-    # Resample whole prompts with all of their sums (`paired`). A resample without any draft divides
-    # by zero, which is dealt with below.
+    # Resample whole prompts: a prompt keeps its value in every column (`paired`). A resample in
+    # which nothing was drafted divides by zero. Its warnings are silenced here, and an interval
+    # that is not finite is handled below.
     with warnings.catch_warnings(), np.errstate(divide="ignore", invalid="ignore"):
-        warnings.simplefilter("ignore", stats.DegenerateDataWarning)  # handled below
+        warnings.simplefilter("ignore", stats.DegenerateDataWarning)
         result = stats.bootstrap(
             data,
             compute_statistic,
@@ -92,14 +95,20 @@ def compute_interval(
 def compute_standard_error(metric: Metric, sums: PromptSums) -> float | None:
     """Return the jackknife standard error of a metric; None for fewer than two prompts.
 
-    error = √((n - 1) / n · Σ_p (metric without prompt p - mean of these)²)
+    The metric is computed n times, each time without one of the n prompts:
+
+        error = √((n - 1) / n · Σ_p (metric without prompt p - mean of these n metrics)²)
+
+    Args:
+        metric: a formula over totals, e.g. tokens / seconds.
+        sums: the table of what was measured of each prompt: name -> values [n].
     """
     data = select_measured(metric, sums)
     if data[0].size < 2:
         return None
 
-    # The total without a prompt is the total minus the prompt's sum, for all prompts at once. The
-    # standard deviation divides by n already, so √(n - 1) remains.
+    # The total without a prompt is the total minus the prompt's value, for all prompts at once.
+    # `std` divides the sum of squares by n already, so only the factor √(n - 1) remains.
     with np.errstate(divide="ignore", invalid="ignore"):
         without_one = metric.formula(*(column.sum() - column for column in data))
         error = float(np.sqrt(data[0].size - 1) * without_one.std())
@@ -109,30 +118,31 @@ def compute_standard_error(metric: Metric, sums: PromptSums) -> float | None:
 def compute_macro_interval(
     metric: Metric, sums: PromptSums, categories: Sequence[str], *, confidence: float = 0.95
 ) -> Interval | None:
-    """Return the interval of a macro-average: the mean over categories of the metric in each.
+    """Return the confidence interval of a macro-average.
 
-    Categories are fixed and prompts are drawn within them. So their jackknife variances add up. The
-    interval uses Student's t with Welch's and Satterthwaite's degrees of freedom. If clusters or
-    batches hold prompts of several categories, the jackknife leaves out one cluster or batch at a
-    time.
+    The macro-average is the metric of each category, averaged over the categories. Each category
+    has prompts of its own, so the categories are independent and their jackknife variances add up.
+    The interval uses Student's t with the degrees of freedom of Welch and Satterthwaite.
 
     Args:
-        metric: the metric.
-        sums: the sums of the prompts.
+        metric: a formula over totals, e.g. tokens / seconds.
+        sums: the table of what was measured of each prompt: name -> values [P].
         categories: [P], the category of each prompt.
         confidence: the confidence level.
 
     Returns:
-        The interval. None if a category has fewer than two prompts, or conversations, or no number.
+        The ends of the interval. None if a category has fewer than two measured prompts (those of
+        one conversation or batch count as one), or if the metric is undefined in a category.
     """
-    # Keep the prompts for which every sum of the metric was measured. Every category needs some.
+    # Keep the prompts of which the metric was measured. Every category must have one.
     is_measured = ~np.isnan([sums[name] for name in metric.sums]).any(axis=0)
     sums = {name: column[is_measured] for name, column in sums.items()}
     category_P = np.array(categories)[is_measured]
     if len(set(category_P)) < len(set(categories)):
         return None
 
-    # If a cluster or batch has prompts of several categories, categories are not independent.
+    # Some prompts are drawn together, e.g. the turns of a conversation: they are one unit. A unit
+    # with prompts of several categories makes the categories dependent, which needs another method.
     units = list_units(metric, sums)
     if units is not None and len(set(zip(units, category_P, strict=True))) > len(set(units)):
         return _compute_crossed_interval(metric, sums, category_P, units, confidence)
@@ -152,7 +162,8 @@ def compute_macro_interval(
         return None
 
     # Welch and Satterthwaite: the degrees of freedom are variance² / Σ (variance_i² / (n_i - 1)).
-    # `parts` is that sum. If no category has any spread, the interval is the mean itself.
+    # `parts` is the sum in the denominator. If no category has any spread, it is 0, and the
+    # interval is the mean itself.
     variance = sum(variances)
     sizes = [select_measured(metric, group)[0].size for group in groups]
     parts = sum(part**2 / (size - 1) for part, size in zip(variances, sizes, strict=True))
@@ -169,22 +180,26 @@ def _compute_crossed_interval(
     units: NDArray[np.float64],
     confidence: float,
 ) -> Interval | None:
-    """Return the interval of a macro-average whose categories share clusters or batches.
+    """Return the confidence interval of a macro-average whose categories are not independent.
 
-    The jackknife leaves out one cluster or batch (a unit) after the other, with all its prompts in
-    any category. `compute_macro_interval` has the simpler case.
+    The macro-average is the metric of each category, averaged over the categories. Prompts that
+    were drawn or decoded together form a unit, and here some units have prompts of several
+    categories. So the jackknife leaves out one whole unit after the other.
 
     Args:
-        metric: the metric.
-        sums: the sums of the P prompts, by name.
+        metric: a formula over totals, e.g. tokens / seconds.
+        sums: the table of what was measured of each prompt: name -> values [P].
         category_P: [P], the category of each prompt.
-        units: [P], the number of each prompt's unit.
+        units: [P], the number of each prompt's unit, from 0.
         confidence: the confidence level.
     """
     num_categories = len(set(category_P))
 
     def compute_average(is_included_P: NDArray[np.bool_]) -> float:
-        """Return the macro-average over the included prompts; NaN if a category has no value."""
+        """Return the mean over categories of the metric, computed from the included prompts.
+
+        NaN if a category has no included prompt, or if the metric is undefined in it.
+        """
         included_sums = {name: column[is_included_P] for name, column in sums.items()}
         groups = _split_by_category(included_sums, category_P[is_included_P])
         if len(groups) < num_categories:
@@ -192,7 +207,8 @@ def _compute_crossed_interval(
         values = [compute_value(metric, group) for group in groups]
         return float(np.mean([np.nan if value is None else value for value in values]))
 
-    # The jackknife over units: the macro-average of all prompts, and without each unit.
+    # The jackknife over units: the macro-average of all prompts (every unit number is at least 0),
+    # and the macro-averages without one unit each.
     mean = compute_average(units >= 0)
     without_one = [compute_average(units != unit) for unit in np.unique(units)]
     error = float(np.sqrt(len(without_one) - 1) * np.std(without_one))
@@ -204,7 +220,10 @@ def _compute_crossed_interval(
 
 
 def _split_by_category(sums: PromptSums, category_P: NDArray[np.str_]) -> list[PromptSums]:
-    """Split the sums [P] of all prompts into those of each category."""
+    """Split a table of P prompts (name -> values [P]) into one table for each category.
+
+    The tables are in the order in which the categories first occur in `category_P`.
+    """
     sums_by_category = []
     for group in dict.fromkeys(category_P.tolist()):
         is_in_group_P = category_P == group
@@ -226,13 +245,13 @@ def compute_relative_change(
     share cancels out, so the interval is narrower than that of two independent measurements.
 
     Args:
-        metric: the metric.
-        sums: the sums of the new measurement.
-        baseline: the sums of the baseline.
+        metric: a formula over totals, e.g. tokens / seconds.
+        sums: the new measurement, what was measured of each prompt: name -> values [P].
+        baseline: the same table of the old measurement.
         confidence: the confidence level.
         seed: the seed of the resampling.
     """
-    # Define the change as a metric of its own. Its formula reads the new sums, then the old ones.
+    # Define the change as a metric of its own. Its formula gets the new totals, then the old ones.
     num_sums = len(metric.sums)
     new_names = [f"{name}_new" for name in metric.sums]
     old_names = [f"{name}_old" for name in metric.sums]
@@ -257,13 +276,13 @@ def compute_relative_change(
 def estimate_detectable_change(num_prompts: int) -> float:
     """Return the smallest relative change of the acceptance length that a comparison detects.
 
-    A change is detected if its interval excludes 0, which must happen with probability POWER. The
-    normal approximation gives
+    This is the usual power analysis. A change is detected if its confidence interval excludes 0,
+    which must happen with probability POWER. The normal approximation gives
 
         (z(1 - significance / 2) + z(power)) · spread / √n
 
-    The spread is ASSUMED_SPREAD, the standard deviation over prompts of their influence on the
-    change, and n is the number of prompts.
+    n is the number of prompts. The spread is ASSUMED_SPREAD, an assumed standard deviation between
+    prompts, relative to the mean.
     """
     z: float = stats.norm.ppf(1 - SIGNIFICANCE / 2) + stats.norm.ppf(POWER)
     return z * ASSUMED_SPREAD / math.sqrt(num_prompts)
@@ -272,9 +291,14 @@ def estimate_detectable_change(num_prompts: int) -> float:
 def can_compare(probabilities: Mapping[Outcome, float], size: int) -> bool:
     """Return whether a sample of this size is large enough for `run_chi_square_test`.
 
-    The test needs two cells with enough expected outcomes each.
+    The test needs two cells that are each expected at least MIN_EXPECTED times. A cell is one
+    frequent outcome, or all rare outcomes together.
+
+    Args:
+        probabilities: the distribution, outcome -> probability.
+        size: the number of outcomes in the sample.
     """
-    # Two frequent outcomes are enough, or one whose complement is frequent, too.
+    # Two frequent outcomes are enough. So is one, if the other outcomes together are frequent, too.
     frequent = [p for p in probabilities.values() if size * p >= MIN_EXPECTED]
     return len(frequent) > 1 or (len(frequent) == 1 and size * (1 - frequent[0]) >= MIN_EXPECTED)
 
@@ -284,18 +308,20 @@ def run_chi_square_test(
 ) -> tuple[float, float, int] | None:
     """Test whether a sample follows a distribution, by Pearson's chi-square test.
 
-    Outcomes without a probability share the remaining probability, 1 minus the sum of the others.
-    They are pooled with the outcomes that are expected fewer than five times.
+    Outcomes that are expected fewer than five times are pooled into one cell, because the test is
+    inaccurate for rare outcomes. Outcomes that `probabilities` does not list are pooled, too.
 
     Args:
         outcomes: the sample.
-        probabilities: the distribution, outcome -> probability.
+        probabilities: the distribution, outcome -> probability. The sum may be below 1: the
+            remaining probability is that of the outcomes that are not listed.
 
     Returns:
-        The statistic, its p-value and the number of cells. None if fewer than two cells remain:
-        then the sample cannot tell.
+        The statistic, its p-value and the number of cells. None if only one cell remains, which
+        cannot be compared with anything.
     """
-    # Each frequent outcome has a cell (expected, observed). All other outcomes share one cell.
+    # A cell is (expected count, observed count). Each frequent outcome has a cell of its own, and
+    # all other outcomes share one cell.
     counts = Counter(outcomes)
     size = len(outcomes)
     expected = {

@@ -39,13 +39,17 @@ MIN_BUCKET_ROUNDS = 30
 
 
 def collect_prompt_sums(records: Sequence[PromptRecord]) -> PromptSums:
-    """Return a table of numbers to sum over prompts: name -> values [P], one for each prompt.
+    """Return a table of numbers that metrics add up over prompts: name -> values [P].
 
-    A value is NaN if it was not measured. Two entries are not sums. If prompts were decoded
-    together, `batch` has the number of each prompt's batch. If prompts were drawn together,
-    `cluster` has the number of each prompt's cluster.
+    A value is NaN if it was not measured. Two more columns say which prompts belong together, for
+    statistics: `batch`, the number of each prompt's batch, if prompts were decoded in batches, and
+    `cluster`, the number of each prompt's cluster, if e.g. several prompts are turns of one
+    conversation.
+
+    Args:
+        records: the records of the P prompts.
     """
-    # Collect the numbers of each prompt.
+    # Collect the numbers of each prompt. Some of them need the start of long contexts, in tokens.
     long_from = find_long_context_start(records)
     rows = [
         {**_collect_sums(record), **_count_long_and_short(record, long_from)} for record in records
@@ -57,7 +61,7 @@ def collect_prompt_sums(records: Sequence[PromptRecord]) -> PromptSums:
     for name in rows[0] if rows else ():
         sums[name] = np.array([row[name] for row in rows], dtype=np.float64)
 
-    # Number the batches and clusters, which are resampled as a whole.
+    # Number the batches and clusters. A prompt without a cluster is a cluster of its own.
     if any(record.batch is not None for record in records):
         sums["batch"] = np.array([record.batch for record in records], dtype=np.float64)
     if any(record.cluster is not None for record in records):
@@ -67,9 +71,11 @@ def collect_prompt_sums(records: Sequence[PromptRecord]) -> PromptSums:
 
 
 def group_rounds_by_context(records: Sequence[PromptRecord]) -> dict[int, list[int]]:
-    """Group rounds by the number of tokens before them: bucket -> tokens emitted by each round.
+    """Group rounds by the number of tokens before them, in buckets that are powers of two.
 
-    Bucket b holds the rounds that began with b to 2b - 1 tokens before them.
+    Returns:
+        bucket -> the number of tokens that each of its rounds emitted. Bucket b holds the rounds
+        that began with b to 2b - 1 tokens of context.
     """
     emitted = defaultdict(list)
     for record in records:
@@ -83,10 +89,10 @@ def group_rounds_by_context(records: Sequence[PromptRecord]) -> dict[int, list[i
 
 
 def find_long_context_start(records: Sequence[PromptRecord]) -> int | None:
-    """Return the number of tokens from which contexts count as long; None if none do.
+    """Return the number of tokens from which a context counts as long; None if there is none.
 
-    It is the highest context bucket that has at least MIN_BUCKET_ROUNDS rounds, and as many below
-    it to compare with.
+    This number is the highest context bucket (a power of two) with at least MIN_BUCKET_ROUNDS
+    rounds in it, and at least as many rounds in lower buckets to compare with.
     """
     counts = {bucket: len(emitted) for bucket, emitted in group_rounds_by_context(records).items()}
     for bucket in sorted(counts, reverse=True):
@@ -97,13 +103,14 @@ def find_long_context_start(records: Sequence[PromptRecord]) -> int | None:
 
 
 def _collect_sums(record: PromptRecord) -> dict[str, float | None]:
-    """Return the numbers of a prompt that are summed, by name; None for what was not measured."""
-    # A prompt without a baseline has None for each of its times.
+    """Return the numbers of a prompt that metrics add up: name -> number, None if not measured."""
+    # The times of plain decoding (the baseline); None for each of them if it was not measured.
     baseline: dict[str, float | None] = {field.name: None for field in fields(Timing)}
     if record.baseline:
         baseline = asdict(record.baseline)
 
-    # Counts by position need rounds, which a server does not show.
+    # The counts of first and later positions need the single rounds. A server sends totals only, so
+    # these counts are 0 for it.
     drafts = record.list_drafts()
     hf_generate = record.hf_generate
     rounds = [round for round in record.rounds if round.drafted]
@@ -114,8 +121,8 @@ def _collect_sums(record: PromptRecord) -> dict[str, float | None]:
         "num_accepted_tokens": sum(accepted for _, accepted in drafts),
         "num_accepted_first": sum(len(round.accepted) > 0 for round in rounds),
         "num_accepted_later": sum(max(len(round.accepted) - 1, 0) for round in rounds),
-        # A position is reached when a token was emitted there: a rejection, a stop token or the
-        # length limit ends a round.
+        # A position is reached if a token was emitted there, because a round ends at a rejection, a
+        # stop token or the length limit. The first position is always reached, so it is left out.
         "num_reached_later": sum(
             min(len(round.emitted), len(round.drafted)) - 1 for round in rounds
         ),
@@ -128,11 +135,11 @@ def _collect_sums(record: PromptRecord) -> dict[str, float | None]:
 
 
 def _count_long_and_short(record: PromptRecord, long_from: int | None) -> dict[str, float]:
-    """Count the rounds of a prompt and their tokens, at long and at shorter contexts.
+    """Count the rounds of a prompt and the tokens they emitted, at long and at short contexts.
 
     Args:
         record: the record of the prompt.
-        long_from: the number of tokens from which contexts are long. None: the suite has no long
+        long_from: the number of tokens from which a context is long. None: the suite has no long
             contexts, and all counts are NaN.
     """
     names = ("num_rounds_long", "num_rounds_short", "num_emitted_long", "num_emitted_short")
@@ -170,7 +177,12 @@ class Metric:
 def _define_metric(
     formula: Callable[..., Total], better: Literal["higher", "lower"] = "higher"
 ) -> Metric:
-    """Return a metric whose sums are named by the parameters of its formula."""
+    """Make a metric of a formula whose parameters have the names of the sums that it reads.
+
+    Args:
+        formula: computes the metric from totals over prompts, e.g. of `num_tokens` and `seconds`.
+        better: whether a higher or a lower value is better.
+    """
     return Metric(tuple(inspect.signature(formula).parameters), formula, better)
 
 
@@ -202,15 +214,16 @@ def _compute_predicted_speedup(
     baseline_num_rounds: Total,
     baseline_verify_seconds: Total,
 ) -> Total:
-    """Return the speedup that the cost model predicts from mean acceptance and mean costs.
+    """Return the speedup that the cost model of `theory.predicted_speedup` predicts.
 
-    The means are over all rounds, also those in which nothing was drafted (see
-    `theory.predicted_speedup`).
+    The model reads the tokens, the verification time and the drafting time of a mean round. The
+    means are over all rounds, also those in which nothing was drafted. All parameters are totals
+    over prompts; those that begin with `baseline_` belong to plain decoding.
     """
     # The time of a step of plain decoding is the unit of all costs.
     step = baseline_verify_seconds / baseline_num_rounds
 
-    # The cost of a draft token. If nothing was drafted, this is 0 / 0, and the prediction is NaN.
+    # The cost of a draft token. If nothing was drafted, it is 0 / 0, and the prediction is NaN.
     draft_token = draft_seconds / num_draft_tokens / step
     return predicted_speedup(
         _compute_acceptance_length(num_tokens, num_prompts, num_rounds),
@@ -295,12 +308,16 @@ METRICS: dict[str, Metric] = {
 
 
 def select_measured(metric: Metric, sums: PromptSums) -> list[NDArray[np.float64]]:
-    """Return the sums [P] that a metric reads, for the prompts where all of them were measured.
+    """Return the columns [P] that a metric reads, without prompts that were not fully measured.
 
-    The prompts of a cluster are not independent, and neither are the times of a batch. They are
-    added up, so that the sums are [number of clusters] or [number of batches].
+    The prompts of a cluster are not independent, and neither are the times of a batch. So their
+    values are added up first, and a column then has one entry for each cluster or batch.
+
+    Args:
+        metric: the metric; `metric.sums` names the columns that its formula reads.
+        sums: the table of what was measured of each prompt: name -> values [P], NaN if unknown.
     """
-    # Leave out prompts with a NaN. `measured_sums` is [sums, P].
+    # Leave out prompts with a NaN. `measured_sums` is [number of columns, P].
     all_sums = np.stack([sums[name] for name in metric.sums])
     is_measured = ~np.isnan(all_sums).any(axis=0)
     measured_sums = all_sums[:, is_measured]
@@ -316,13 +333,14 @@ def select_measured(metric: Metric, sums: PromptSums) -> list[NDArray[np.float64
 
 
 def list_units(metric: Metric, sums: PromptSums) -> NDArray[np.float64] | None:
-    """Return the number [P] of each prompt's unit: the batch or cluster that is resampled whole.
+    """Return which prompts belong together when prompts are resampled, for a metric.
 
-    Metrics of time may have both batches and clusters. Then the units are whichever are fewer:
-    joining the batches that share a cluster would join nearly all of them.
+    The prompts of a cluster (e.g. the turns of a conversation) belong together. For a metric of
+    time, so do the prompts of a batch, which were decoded at the same time. If prompts have both,
+    the fewer and larger units are taken.
 
     Returns:
-        The number of each prompt's unit; None if each prompt is drawn alone.
+        [P], the number of each prompt's cluster or batch; None if each prompt is drawn alone.
     """
     names = ("batch", "cluster") if metric.is_timed else ("cluster",)
     candidates = [sums[name] for name in names if name in sums]
@@ -330,8 +348,11 @@ def list_units(metric: Metric, sums: PromptSums) -> NDArray[np.float64] | None:
 
 
 def compute_value(metric: Metric, sums: PromptSums) -> float | None:
-    """Return the value of a metric over all prompts; None if its sums were not measured."""
-    # A sum over no prompts is 0, and 0 / 0 is NaN, which is not a value.
+    """Return the value of a metric over all prompts; None if it was measured of no prompt.
+
+    The formula is applied to totals over prompts, so longer completions count more.
+    """
+    # Without any prompt the totals are 0, and 0 / 0 is NaN, which is not a value.
     totals = [column.sum() for column in select_measured(metric, sums)]
     with np.errstate(divide="ignore", invalid="ignore"):
         value = float(metric.formula(*totals))
@@ -353,14 +374,18 @@ class AcceptanceCounts(TypedDict):
 def count_acceptance(records: Sequence[PromptRecord], num_positions: int) -> AcceptanceCounts:
     """Count drafts, draft tokens and accepted tokens, and compute the rates by position.
 
-    `accepted_per_position` [K] counts the drafts whose position k was accepted.
-    `emitted_per_position` [K + 1] counts the rounds that emitted at least k tokens. It is absent
-    for a server, which shows no rounds.
+    A draft has K positions, k = 1 … K. The counts:
 
-    The conditional rate k is the share of accepted tokens among those emitted at position k. So
-    positions that a stop token or the length limit cut off do not count. The unconditional rate k
-    is the product of the conditional rates up to k: the Kaplan-Meier estimate. Without such cuts it
-    is accepted_per_position / num_drafts. A rate is None if nothing was emitted at its position.
+    - accepted_per_position [K]: how many drafts had their k-th token accepted.
+    - emitted_per_position [K + 1]: how many rounds emitted at least k tokens, k = 1 … K + 1. It is
+      absent for a server, which sends totals only.
+
+    The rates, None where no round emitted a token:
+
+    - conditional_acceptance_rate [K]: accepted tokens / emitted tokens at position k. A round that
+      a stop token or the length limit ended before k does not count.
+    - acceptance_rate_per_position [K]: the product of the conditional rates up to k, the
+      Kaplan-Meier estimate. It is accepted_per_position / num_drafts if no round was cut short.
 
     Args:
         records: the records of the prompts.
@@ -417,9 +442,10 @@ def count_acceptance(records: Sequence[PromptRecord], num_positions: int) -> Acc
 
 
 def _multiply_rates(conditional_rates: Sequence[Fraction | None]) -> list[Fraction | None]:
-    """Return for each position the product of the rates up to it.
+    """Return for each position k the product of the conditional rates of positions 1 to k.
 
-    From the first unknown rate (None) on, the products are None, unless they are already 0.
+    From the first unknown rate (None) on, the products are None, unless a rate before it is 0: then
+    all later products are 0.
     """
     product: Fraction | None = Fraction(1)
     products = []

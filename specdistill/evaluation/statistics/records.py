@@ -149,24 +149,27 @@ class PromptRecord:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The tokens of the completion with the draft; empty if a server does not return them."""
+        """The tokens of the completion with the draft; empty if a server did not return them."""
+        # `counts` comes from a server. Without it, this package has recorded the first token, of
+        # the prefill, and the tokens of each round.
         if self.counts:
             return self.counts.token_ids
         first = () if self.first_token is None else (self.first_token,)
         return (*first, *chain.from_iterable(round.emitted for round in self.rounds))
 
     def list_drafts(self) -> list[tuple[int, int]]:
-        """Return (drafted, accepted), the number of tokens of each draft.
+        """Return (drafted tokens, accepted tokens) of each round in which something was drafted.
 
-        A server returns totals only. Its draft tokens are divided evenly among the drafts.
+        A server returns only totals over all drafts. Then the drafts are made up, with the same
+        totals: the draft tokens are divided evenly among the drafts.
         """
-        # This package's decoder has recorded every round.
+        # Without `counts` the completion comes from this package, which records every round.
         if self.counts is None:
             return [
                 (round.num_drafted, len(round.accepted)) for round in self.rounds if round.drafted
             ]
 
-        # Of a server, reconstruct drafts that have the same totals.
+        # The completion comes from a server: make up drafts that have the same totals.
         num_drafts = self.counts.num_drafts
         num_draft_tokens = self.counts.num_draft_tokens
         accepted_per_position = self.counts.accepted_per_position
@@ -184,9 +187,10 @@ class PromptRecord:
 
 
 def select_records(row: Mapping[str, Any], records: Sequence[PromptRecord]) -> list[PromptRecord]:
-    """Return the records from which a row of a report is computed.
+    """Return the records from which a row of a report was computed.
 
-    They are the records of the row's suite, configuration and category.
+    These are the records of the row's suite, configuration (K, temperature, …) and category. The
+    category ALL_PROMPTS of a row matches every record.
     """
     suite = row["suite"]
     category = row["category"]
@@ -210,10 +214,14 @@ def write_records(records: Iterable[PromptRecord], path: Path) -> None:
 
 
 def read_records(path: Path, key: str) -> list[PromptRecord]:
-    """Read the records of a samples.jsonl.
+    """Read the records of a samples.jsonl, which `write_records` has written.
+
+    Args:
+        path: the file.
+        key: the setting that named the file, for the error.
 
     Raises:
-        UserError: naming `key`, if the file is missing or was not written by `write_records`.
+        UserError: if the file is missing, or a line of the file is no record.
     """
     records: list[PromptRecord] = []
     try:

@@ -30,8 +30,13 @@ BETTER_K_GAIN = 0.02
 def predicted_speedup(acceptance_length: Number, v: Number, d: Number) -> Number:
     """Return the speedup over plain decoding, S = AL / (v + d), elementwise over arrays.
 
-    A round emits AL tokens and costs v + d steps of plain decoding, which emits one token per step.
-    Plain decoding itself (AL = 1, v = 1, d = 0) gives 1.
+    A round emits AL tokens and costs as much as v + d steps of plain decoding, which emits one
+    token per step. Plain decoding itself (AL = 1, v = 1, d = 0) gives 1.
+
+    Args:
+        acceptance_length: AL, tokens per round.
+        v: the cost of verification in a round, in steps of plain decoding.
+        d: the cost of drafting in a round, in steps of plain decoding.
     """
     return acceptance_length / (v + d)
 
@@ -41,7 +46,7 @@ def expected_acceptance_length(alpha: float, k: int) -> float:
 
     AL = 1 + alpha + … + alpha^K = (1 - alpha^(K+1)) / (1 - alpha)
     """
-    # The sum has no division by zero at alpha = 1.
+    # Compute the sum, because the fraction divides by zero at alpha = 1.
     return float(sum(alpha**i for i in range(k + 1)))
 
 
@@ -79,9 +84,13 @@ class RoundCost:
 def compute_deviation_from_rising(timed: Sequence[RoundCost]) -> float:
     """Return the largest relative deviation of verification times from a curve that rises with K.
 
-    The curve is fitted by isotonic regression, because a pass over more tokens has more to do. A
-    large deviation comes from noise, or from kernels that suit some numbers of rows. It means that
-    the times of neighbouring K say little about one another.
+    A pass over more tokens has more to do, so verification times should rise with K. The rising
+    curve that is closest to the times is fitted by isotonic regression. A large deviation comes
+    from noise, or from GPU kernels that are faster for some numbers of rows. Then the time at one K
+    says little about the time at the next K.
+
+    Args:
+        timed: the measured costs of a round, at several K.
     """
     if not timed:
         return 0.0
@@ -108,20 +117,24 @@ def compute_speedup_curve(
 
     The curve has a point for K' = 0 (plain decoding), for every timed K' below K, and for K.
 
-    A chain's position k is reached and accepted no matter how many positions follow it. So rounds
-    with K' draft tokens emit what those with K emit in their first K' + 1 positions, and the same
-    text needs more of them. Where a lookup finds nothing, it finds nothing at any K'. So the number
-    of rounds that take a plain step is the same.
+    Whether a draft token is accepted does not depend on the draft tokens after it. So a round with
+    K' draft tokens emits the first K' + 1 tokens of a round with K, and the same text takes more
+    rounds. Rounds in which nothing is drafted (a lookup may find nothing) take a plain step at any
+    K', so their number stays the same.
 
     Args:
-        emitted_per_position: [K + 1] rounds that emitted at least 1, 2, … tokens; the first counts
-            all rounds.
-        num_drafts: rounds in which something was drafted.
-        step_ms: milliseconds of a step of plain decoding.
-        cost: milliseconds of a round at K, on average over all rounds.
-        timed: rounds that drafted K' <= K tokens. Only their ratios to the round at K count.
+        emitted_per_position: [K + 1], how many rounds emitted at least 1, 2, …, K + 1 tokens. The
+            first entry counts all rounds.
+        num_drafts: the number of rounds in which something was drafted.
+        step_ms: the milliseconds of a step of plain decoding.
+        cost: the milliseconds of a round at K, on average over all rounds.
+        timed: the milliseconds of rounds with K' <= K draft tokens, measured separately from
+            `cost`. Only the ratios between them are used.
+
+    Returns:
+        The points of the curve, with increasing K'.
     """
-    # Rounds without a draft emit one token each, as plain decoding does.
+    # Rounds in which nothing was drafted emit one token each, as plain decoding does.
     num_rounds = emitted_per_position[0]
     num_tokens = sum(emitted_per_position)
     num_plain_steps = num_rounds - num_drafts
@@ -132,13 +145,16 @@ def compute_speedup_curve(
     draft_ms = cost.draft_ms * num_rounds / num_drafts
 
     def make_point(num_rounds: float, cost: RoundCost) -> dict[str, float]:
-        """Return the point of the curve at which all tokens take this many rounds of this cost."""
+        """Return the point of the curve for a K' at which the text takes `num_rounds` rounds.
+
+        `cost` is the mean cost of such a round. The length of the text, `num_tokens`, is fixed.
+        """
         length = num_tokens / num_rounds
         speedup = predicted_speedup(length, cost.verify_ms / step_ms, cost.draft_ms / step_ms)
         return {"mean_acceptance_length": length, **vars(cost), "predicted_speedup": speedup}
 
-    # At K' = 0, plain decoding, each token takes a step. A shorter draft can be predicted only if
-    # it was timed, and if rounds at K were timed in the same way.
+    # At K' = 0, plain decoding, each token takes a step. A K' below K can be predicted only if its
+    # rounds were timed, and if rounds at K were timed in the same way.
     curve = [make_point(num_tokens, RoundCost(0, step_ms, 0.0))]
     cost_of_k = {entry.k: entry for entry in timed}
     longest = cost_of_k.get(cost.k)
@@ -166,8 +182,8 @@ def compute_speedup_curve(
 
 
 def select_best_point(curve: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the point with the highest predicted speedup.
+    """Return the point of a curve of `compute_speedup_curve` with the highest predicted speedup.
 
-    If its K' is 0, plain decoding is faster than any draft.
+    If the K' of this point is 0, plain decoding is faster than any draft.
     """
     return max(curve, key=lambda point: point["predicted_speedup"])
