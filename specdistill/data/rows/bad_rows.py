@@ -26,28 +26,34 @@ MAX_KINDS_SHOWN = 3  # kinds of faults that a message lists
 
 
 def describe_fault(error: UserError, place: str, number: int) -> dict[str, object]:
-    """Return a row of FAULT_COLUMNS that takes the place of a source row that raised an error.
+    """Return a record of what is wrong with a row, which takes the place of that row.
+
+    The record has the columns of FAULT_COLUMNS: the kind of fault, an example for the user, and the
+    number of the row.
 
     Args:
-        error: the error that the row raised. Rows are counted by its `kind`.
-        place: where the row stands, for the reader.
+        error: the error that the row raised when it was read. Its `kind` is the kind of fault by
+            which rows are counted. Its `got` says what is wrong with this row.
+        place: where the row stands in its source, as a message names it.
         number: the row's number in the source, from 0.
     """
     return {"fault": error.kind, "fault_example": f"{place}: {error.got}", "fault_row": number}
 
 
 def split_faults(rows: Dataset) -> tuple[Dataset, dict[str, BadRows], int | None]:
-    """Separate the rows that can be used from the rows that `describe_fault` made.
+    """Separate the rows that can be used from the records of bad rows, and count the bad rows.
 
     Args:
-        rows: prepared rows with FAULT_COLUMNS.
+        rows: the rows of a source. A bad row was replaced by a record of its fault in the columns
+            FAULT_COLUMNS (see `describe_fault`); in usable rows these columns are None.
 
     Returns:
-        The usable rows without FAULT_COLUMNS, the counts of the other rows by kind, and the
-        source's number of the first row with a fault. The number is None if no row has a fault; an
-        empty row is counted but is no fault.
+        The usable rows without FAULT_COLUMNS; the counts of the bad rows, by kind of fault; and the
+        number in the source of the first row with a fault, or None if there is none. Empty rows are
+        counted, but they are no fault.
     """
-    # Count the faults by kind, with the first row of each kind as an example.
+    # Count the bad rows by kind. The first row of each kind is kept as an example, and only that
+    # row's text is read.
     bad_rows: dict[str, BadRows] = {}
     usable = []
     first_row = None
@@ -60,14 +66,19 @@ def split_faults(rows: Dataset) -> tuple[Dataset, dict[str, BadRows], int | None
         if first_row is None and fault != EMPTY:
             first_row = rows[number]["fault_row"]
 
-    # Leave out the bad rows, and the columns that only they use.
+    # Leave out the bad rows, and the columns that only bad rows use.
     if bad_rows:
         rows = rows.select(usable)
     return rows.remove_columns(list(FAULT_COLUMNS)), bad_rows, first_row
 
 
 def merge_counts(*parts: Mapping[str, BadRows]) -> dict[str, BadRows]:
-    """Add up counts by kind; the example of a kind comes from the earliest part that has one."""
+    """Add up counts of bad rows by the kind of fault.
+
+    Args:
+        parts: counts of bad rows, each a mapping from the kind of fault. If several parts have a
+            kind, the example row of the first one is kept.
+    """
     total: dict[str, BadRows] = {}
     for part in parts:
         for kind, rows in part.items():
@@ -79,23 +90,23 @@ def merge_counts(*parts: Mapping[str, BadRows]) -> dict[str, BadRows]:
 def check_share(
     bad_rows: Mapping[str, BadRows], num_rows: int, source: str, key: str, config: DataConfig
 ) -> None:
-    """Warn of the skipped rows of a source, and raise UserError if there are too many.
+    """Warn of the bad rows of a source, which are skipped, and raise UserError for too many.
 
     Args:
-        bad_rows: counts of the rows that are skipped, by kind.
-        num_rows: rows that the source has, bad ones included.
+        bad_rows: counts of the bad rows, by kind of fault.
+        num_rows: all rows of the source, bad rows included.
         source: the name of the source.
         key: the recipe key that messages name.
         config: the `data:` section.
 
     Raises:
-        UserError: if the rows with a fault are more than the share `data.max_bad_rows` of all rows.
-            Empty rows do not count.
+        UserError: if more than the share `data.max_bad_rows` of all rows are bad. Empty rows do not
+            count, because data sets of texts have many.
     """
     if not bad_rows:
         return
 
-    # Too many rows with a fault are an error. Empty rows are no fault.
+    # Raise an error for too many bad rows, not counting the empty ones.
     most_frequent = sorted(bad_rows.items(), key=lambda item: -item[1].count)
     faulty = [(kind, rows) for kind, rows in most_frequent if kind != EMPTY]
     count = sum(rows.count for _, rows in faulty)
@@ -123,17 +134,20 @@ def check_share(
 
 
 def _list_kinds(bad_rows: Sequence[tuple[str, BadRows]]) -> str:
-    """Return the first kinds of bad rows for a message, each with its count and an example."""
+    """List the first MAX_KINDS_SHOWN kinds of bad rows for a message.
+
+    Each kind comes with the number of its rows and with its first row as an example.
+    """
     return "; ".join(
         f"{rows.count:,} × {kind} ({rows.first})" for kind, rows in bad_rows[:MAX_KINDS_SHOWN]
     )
 
 
 def format_bad_rows(sources: Sequence[SourceCounts]) -> Table:
-    """Return a table of the rows that were skipped, by kind, over all sources.
+    """Return a table of the rows that were skipped in all sources together, by kind of fault.
 
     Args:
-        sources: the sources of a row set's manifest.
+        sources: the counts of each source, from the manifest of a row set.
     """
     table = Table("skipped rows", "number", "share")
     table.add_column("the first of them", overflow="fold")

@@ -46,18 +46,22 @@ def tokenize_prompt(
     tools: Tools = None,
     **template: Any,
 ) -> list[int]:
-    """Tokenize a conversation up to its first turn to generate, with the generation prompt.
+    """Tokenize the prompt from which the target generates the next turn of a conversation.
+
+    The chat template ends the prompt with the tokens that open a turn of the assistant.
 
     Args:
-        tokenizer: the target's.
-        messages: the conversation. The first unanswered turn of the assistant and the messages
-            after it are left out.
+        tokenizer: the target's tokenizer.
+        messages: the conversation. If it has turns of the assistant that are yet to be generated,
+            the first of them and all messages after it are left out.
         tools: the tools that the conversation may call.
         template: additional arguments of the chat template, such as enable_thinking.
 
     Returns:
-        The token ids.
+        The token ids of the prompt.
     """
+    # `True` asks for the opening of the assistant's turn. The template also writes the special
+    # tokens, so the tokenizer adds none.
     rendered = render_chat(
         tokenizer, _select_known_messages(messages), True, tools=tools, **template
     )
@@ -70,11 +74,12 @@ def _select_known_messages(messages: Sequence[Message]) -> list[Message]:
 
 
 def list_turn_contexts(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
-    """Yield the messages before each turn of the assistant that is to be learned.
+    """Yield the messages before each turn of the assistant that the draft learns from.
 
-    Turns after the first one that is yet to be generated are not considered. A conversation that
-    does not end with the assistant's turn is also yielded whole, at the end, because its answer is
-    yet to be generated.
+    Each yielded context is a prompt, from which the target can generate the turn anew. The search
+    ends at the first turn without content, which is yet to be generated. If the conversation ends
+    with a message of another role, the whole conversation is yielded last, because its last answer
+    is yet to be generated.
     """
     for number, message in enumerate(messages):
         if is_unanswered(message):
@@ -92,30 +97,32 @@ def check_prompts(
     where: str,
     **template: Any,
 ) -> None:
-    """Check that a conversation gives a prompt, and that the chat template renders it whole.
+    """Check that the target can be prompted with a conversation.
 
     Args:
-        tokenizer: the target's.
+        tokenizer: the target's tokenizer.
         messages: the conversation.
-        tools: the tools that it may call.
-        where: the name of the row in errors.
+        tools: the tools that the conversation may call.
+        where: names the row in error messages.
         template: additional arguments of the chat template, such as enable_thinking.
 
     Raises:
-        UserError: for a conversation that gives no prompt, or that the template does not render
-            whole.
+        UserError: if no turn of the assistant is to be learned, or if the chat template leaves out
+            a part of the conversation or rejects one of its prompts.
     """
-    # The template must write the content of every recorded message.
+    # The template must write the content of every message. Turns that are yet to be generated have
+    # no content.
     answered = [message for message in messages if not is_unanswered(message)]
     check_expressed(tokenizer, answered, tools, where, **template)
 
-    # There must be a prompt, and the template must accept each prompt.
+    # There must be a prompt, and the template must accept each prompt. `True` asks the template to
+    # open the assistant's turn at the end of the prompt.
     prompts = list(list_turn_contexts(messages))
     if not prompts:
         raise UserError(
             where,
-            got="a conversation without a turn of the assistant to learn",
-            expected="a turn of the assistant whose weight is not 0",
+            got="a conversation in which no turn of the assistant is to be learned",
+            expected="at least one turn of the assistant whose `weight` is not 0",
             kind=UNLEARNED,
         )
     for prompt in prompts:
@@ -130,37 +137,40 @@ def answer_documents(
     *,
     loss_mask: str,
 ) -> list[tuple[str, Spans]]:
-    """Render a conversation with its recorded answers as documents to train on.
+    """Render a conversation, with the answers that the data contains, as documents to train on.
 
     Args:
-        tokenizer: the target's.
+        tokenizer: the target's tokenizer.
         messages: the conversation.
-        tools: the tools that it may call.
-        where: the name of the row in errors.
-        loss_mask: `assistant` returns the documents in which a turn is learned; `all` returns every
-            document.
+        tools: the tools that the conversation may call.
+        where: names the row in error messages.
+        loss_mask: the tokens that carry loss. `assistant`: those of the assistant's turns; only the
+            documents that have such a turn are returned. `all`: all tokens; every document is
+            returned.
 
     Returns:
-        The documents in the form that `build_turn_documents` returns.
+        For each document its text, and the character spans [start, end) of the assistant's turns
+        that are to be learned.
 
     Raises:
-        UserError: for a turn that is yet to be generated, and for a conversation that the template
-            does not render whole. With `assistant` also for a conversation without an answer, or
-            without a turn that is learned.
+        UserError: if the content of an assistant's turn is missing, or if the chat template leaves
+            out a part of the conversation. With `assistant` also if the conversation has no turn of
+            the assistant, or none that is to be learned.
     """
-    # Every turn of the assistant must be recorded. For a loss on turns there must be one.
+    # Every turn of the assistant must have its content. If the loss is on the assistant's turns,
+    # there must be at least one.
     by_turns = loss_mask == "assistant"
     has_answer = any(message["role"] == "assistant" for message in messages)
     if (by_turns and not has_answer) or any(map(is_unanswered, messages)):
         raise UserError(
             where,
             got=f"a prompt without an answer, {shorten_text(messages[-1]['content'] or '')!r}",
-            expected="an answer, or data.regenerate.num_tokens above 0, so that the target gives"
-            " one (or data.loss_mask=all)",
+            expected="an answer in the row, or data.regenerate.num_tokens above 0, so that the"
+            " target generates one (or data.loss_mask=all)",
             kind="prompt without an answer",
         )
 
-    # Render the documents. For a loss on turns, keep those in which a turn is learned.
+    # Render the documents. If the loss is on turns, keep the documents that have a span to learn.
     documents = build_turn_documents(tokenizer, messages, tools, where, checks_turns=by_turns)
     if not by_turns:
         return documents
@@ -168,8 +178,9 @@ def answer_documents(
     if not learned:
         raise UserError(
             where,
-            got="a conversation without a turn of the assistant to learn",
-            expected="a turn of the assistant whose weight is not 0 (or data.loss_mask=all)",
+            got="a conversation in which no turn of the assistant is to be learned",
+            expected="at least one turn of the assistant whose `weight` is not 0 (or"
+            " data.loss_mask=all)",
             kind=UNLEARNED,
         )
     return learned
@@ -183,30 +194,32 @@ def build_turn_documents(
     *,
     checks_turns: bool = True,
 ) -> list[tuple[str, Spans]]:
-    """Render a conversation as documents, and find the characters to learn in each.
+    """Render a conversation as texts to train on, and find the characters to learn in each text.
 
-    There is one document, unless the template renders earlier turns differently once other turns
-    follow them. Each form in which the target generated a turn is then a document.
+    Usually a conversation gives one text, called a document. Some chat templates render an earlier
+    turn differently once other turns follow it, for example without its reasoning. The conversation
+    up to that turn is then a document of its own, because the target generated the turn in the form
+    that it has as the last turn.
 
     Args:
-        tokenizer: the target's.
+        tokenizer: the target's tokenizer.
         messages: the conversation.
-        tools: the tools that it may call.
-        where: the name of the row in errors.
-        checks_turns: also check that every turn of the assistant is rendered whole.
+        tools: the tools that the conversation may call.
+        where: names the row in error messages.
+        checks_turns: also check that the template does not change the assistant's turns.
 
     Returns:
         For each document its text, and the character spans [start, end) of the assistant's turns
         that are to be learned.
 
     Raises:
-        UserError: for a conversation that the template does not render whole; with `checks_turns`
-            also for such a turn.
+        UserError: if the template leaves out a part of the conversation; with `checks_turns` also
+            if it changes a turn of the assistant.
     """
     check_expressed(tokenizer, messages, tools, where)
 
-    # Render the conversation up to each turn of the assistant. If the text continues the previous
-    # document, it replaces that document and takes over its spans.
+    # Render the conversation up to each turn of the assistant. If the rendered text continues the
+    # previous document, the text replaces that document and takes over its spans.
     documents: list[tuple[str, Spans]] = []
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -230,19 +243,22 @@ def build_turn_documents(
 
 
 def find_inner_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Return the tokens by which the target marks reasoning and tool calls inside its turns.
+    """Return token ids that may occur inside an assistant's turn, such as <think> or <tool_call>.
 
-    They are special tokens of the chat template, but they are no sign of a faulty answer.
+    An answer with a special token in the middle usually is faulty. The special tokens that the chat
+    template writes around reasoning and tool calls are the exception. They are found by rendering
+    two example turns.
     """
-    # One object that serves both as a tool call and as the schema of that tool.
+    # A turn with reasoning, and a turn with a tool call. `tool` has the fields of a tool call and
+    # those of a tool's schema, so it serves as both.
     tool = {"type": "function", "function": {"name": "f", "arguments": {}, "parameters": {}}}
     turns: list[tuple[Message, Tools]] = [
         ({"role": "assistant", "content": "a", REASONING[0]: "b"}, None),
         ({"role": "assistant", "content": None, "tool_calls": [tool]}, [tool]),
     ]
 
-    # Render a turn with reasoning and a turn with a tool call. All tokens of the turn, except the
-    # one that ends it, are tokens that a turn may have.
+    # Collect all tokens of the rendered turns, except the last token of each, which ends the turn.
+    # Ordinary tokens among them do no harm.
     inner_token_ids: set[int] = set()
     for turn, tools in turns:
         try:
@@ -265,20 +281,19 @@ def _render_turn(
     where: str,
     is_checked: bool,
 ) -> tuple[str, tuple[int, int]]:
-    """Render a conversation, and find the span of its last turn.
-
-    Some templates render the earlier messages differently once the turn follows them. The text is
-    then the prompt that the target read, followed by the turn.
+    """Render a conversation that ends with the assistant, and find where its last turn stands.
 
     Args:
-        tokenizer: the target's.
-        messages: the conversation up to and including the turn.
-        tools: the tools that it may call.
-        where: the name of the row in errors.
-        is_checked: check that the turn is rendered whole.
+        tokenizer: the target's tokenizer.
+        messages: the conversation, whose last message is the assistant's turn.
+        tools: the tools that the conversation may call.
+        where: names the row in error messages.
+        is_checked: check that the template does not change the turn.
 
     Returns:
-        The text, and the characters [start, end) of the turn.
+        The text, and the characters [start, end) of the last turn. If the template renders the
+        earlier messages differently once the turn follows them, the text is the prompt that the
+        target read, followed by the turn.
 
     Raises:
         UserError: with `is_checked`, for a template that changes the content of the turn.
@@ -287,6 +302,7 @@ def _render_turn(
     rendered = render_chat(tokenizer, messages, False, where, tools)
     start = 0
     if before:
+        # The earlier messages, with the opening of the assistant's turn (`True`) and without.
         prompt = render_chat(tokenizer, before, True, where, tools)
         rendered_before = render_chat(tokenizer, before, False, where, tools)
         follows_before = _has_prefix(rendered, rendered_before)
@@ -328,9 +344,10 @@ def _render_turn(
 
 
 def _mark_turn(turn: Message) -> Message:
-    """Return a turn with MARKER in place of the part that templates render first.
+    """Return a copy of a turn in which MARKER replaces the part that chat templates render first.
 
-    The first part is the reasoning, or else the content, or else the name of the called tools.
+    The part is the reasoning; without reasoning, the content; without content, the names of the
+    tools that the turn calls. The rendered text then shows by MARKER where the turn begins.
     """
     if REASONING[0] in turn:
         return {**turn, REASONING[0]: MARKER}
@@ -346,7 +363,7 @@ def _mark_turn(turn: Message) -> Message:
 def _has_prefix(longer: str, shorter: str) -> bool:
     """Return whether `longer` begins with `shorter`, ignoring white space at the end of `shorter`.
 
-    White space after the last turn does not count, because the target does not generate it.
+    Chat templates write white space after a turn, which the target does not generate.
     """
     return longer.startswith(shorter.rstrip())
 

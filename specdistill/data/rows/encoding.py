@@ -97,7 +97,7 @@ class Encoder:
     """Converts rows in the common forms of `specdistill.data.produce.sources` to token ids.
 
     Attributes:
-        tokenizer: the target's.
+        tokenizer: the target's tokenizer.
         loss_mask: `assistant` or `all`, the tokens that carry loss.
         max_length: tokens of a packed row.
         key: name of the source in error messages.
@@ -160,29 +160,30 @@ class Encoder:
     def encode_conversation(
         self, messages: Sequence[Message], tools: Tools, where: str
     ) -> list[Document]:
-        """Tokenize a conversation, and cut it at its turns if it is longer than a row.
+        """Tokenize a conversation, and cut it between its turns if it is longer than a row.
 
         Args:
             messages: the conversation.
-            tools: the tools that it may call.
-            where: the name of the row in errors.
+            tools: the tools that the conversation may call.
+            where: names the row in error messages.
 
         Returns:
-            The documents. Each exchange that is filtered in part is a document without tokens,
-            whose length is what the exchange would have.
+            The documents, each with token ids and a loss mask. Each exchange (a user's turn and the
+            messages up to the next one) that is too long for a row adds a document without tokens,
+            whose `length` is the length of the exchange. It is there to be counted.
         """
-        # A conversation that fits a row is not cut.
+        # A conversation of at most `max_length` tokens, the length of a row, is not cut.
         whole = self.encode_whole_conversation(messages, tools, where)
         if max(document["length"] for document in whole) <= self.max_length:
             return whole
 
         def count_tokens(turns: Sequence[Message]) -> int:
-            """Return how many tokens a part of the conversation has."""
+            """Return how many tokens some messages have, rendered by the chat template."""
             rendered = render_chat(self.tokenizer, turns, False, where, tools)
             return len(self._tokenize([rendered])["input_ids"][0])
 
-        # Cut it into parts that fit, and encode each part as a conversation of its own. A part in
-        # which nothing is learned is of no use.
+        # Cut the conversation into parts that fit, and encode each part as a conversation of its
+        # own. With loss on the assistant's turns, a part without a turn to learn is left out.
         parts, filtered_lengths = cut_at_turns(messages, count_tokens, self.max_length)
         if self.loss_mask == "assistant":
             parts = [part for part in parts if any(map(is_learned, part))]
@@ -196,12 +197,24 @@ class Encoder:
     def encode_whole_conversation(
         self, messages: Sequence[Message], tools: Tools, where: str
     ) -> list[Document]:
-        """Render and tokenize a conversation with the chat template, however long it is."""
+        """Render a conversation with the chat template and tokenize it, without cutting it.
+
+        Args:
+            messages: the conversation.
+            tools: the tools that the conversation may call.
+            where: names the row in error messages.
+
+        Returns:
+            The documents, each with token ids and a loss mask. There are several if the template
+            renders earlier turns differently once other turns follow them.
+        """
+        # Each document is a text, with the character spans of the turns to learn.
         documents = answer_documents(
             self.tokenizer, messages, tools, where, loss_mask=self.loss_mask
         )
 
-        # With loss on all tokens, the places of the turns do not matter.
+        # Tokenize the texts. The characters of each token are only needed to find the tokens of
+        # turns; with loss on all tokens they are not.
         by_turns = self.loss_mask == "assistant"
         encodings = self._tokenize(
             [rendered for rendered, _ in documents], return_offsets_mapping=by_turns
@@ -209,7 +222,7 @@ class Encoder:
         if not by_turns:
             return [_build_encoding_with_loss(ids) for ids in encodings["input_ids"]]
 
-        # Otherwise the tokens inside the turns carry loss.
+        # Only the tokens of the assistant's turns carry loss.
         return [
             _check_loss(_build_encoding(ids, build_loss_mask(spans, offsets)), text, where)
             for (text, spans), ids, offsets in zip(
@@ -218,7 +231,14 @@ class Encoder:
         ]
 
     def _tokenize(self, rendered: Sequence[str], **options: bool) -> BatchEncoding:
-        """Tokenize texts that the chat template rendered, with its special tokens in them."""
+        """Tokenize texts that the chat template rendered.
+
+        The template has already written the special tokens, so the tokenizer adds none.
+
+        Args:
+            rendered: the texts.
+            options: additional arguments of the tokenizer.
+        """
         options = {**options, "return_attention_mask": False, "return_token_type_ids": False}
         encoding: BatchEncoding = self.tokenizer(
             list(rendered), add_special_tokens=False, verbose=False, **options
@@ -227,9 +247,14 @@ class Encoder:
 
 
 def hash_row(row: Row, seed: int) -> int:
-    """Hash a text, or a conversation without the assistant's turns.
+    """Hash the content of a row, to decide whether the row is held out for validation.
 
-    Rows that answer the same questions have equal hashes, and so come into the same split.
+    A text is hashed as a whole. Of a conversation the assistant's turns are left out, so that rows
+    with other answers to the same questions have equal hashes and come into the same split.
+
+    Args:
+        row: the row.
+        seed: part of the hash, so that another seed holds out other rows.
 
     Returns:
         An integer from 0 to HASH_RANGE - 1.
@@ -246,19 +271,20 @@ def hash_row(row: Row, seed: int) -> int:
 
 
 def build_loss_mask(spans: Spans, offsets: Sequence[tuple[int, int]]) -> Mask:
-    """Mark the tokens that have at least one character inside a span.
+    """Return the loss mask of a text: 1 for tokens with at least one character inside a span.
 
     Args:
-        spans: character spans [start, end).
-        offsets: the characters [left, right) of each token, in order.
+        spans: character spans [start, end) of the text that carry loss.
+        offsets: the characters [left, right) of each token, in order, as the tokenizer returns
+            them.
 
     Returns:
-        The mask [tokens], 1 for the tokens that are marked and 0 for the others.
+        The mask, with a 1 or 0 for each token.
     """
     mask = np.zeros(len(offsets), np.int8)
     for start, end in spans:
-        # The span covers the tokens from the first one that ends after the span's start to the last
-        # one that starts before the span's end. Offsets are in order, so bisection finds both.
+        # Mark from the first token that ends after the span's start to the last token that starts
+        # before the span's end. The offsets are sorted, so bisection finds both tokens.
         first_token = bisect_right(offsets, start, key=itemgetter(1))
         after_token = bisect_left(offsets, end, key=itemgetter(0))
         mask[first_token:after_token] = 1
@@ -268,22 +294,22 @@ def build_loss_mask(spans: Spans, offsets: Sequence[tuple[int, int]]) -> Mask:
 def cut_at_turns(
     messages: Sequence[Message], count_tokens: Callable[[Sequence[Message]], int], max_length: int
 ) -> tuple[list[list[Message]], list[int]]:
-    """Cut a conversation at its turns into conversations that fit a row.
+    """Cut a conversation between its messages into shorter conversations of limited length.
 
-    Messages after the last turn of the assistant are dropped without being counted, because nothing
-    is learned there.
+    An exchange is a user's turn with the messages that follow it, up to the next user's turn. Each
+    shorter conversation has the system messages and as many whole exchanges as fit. Of an exchange
+    that is too long by itself, only the beginning is kept.
 
     Args:
         messages: the conversation.
         count_tokens: returns how many tokens a conversation has.
-        max_length: tokens of a row.
+        max_length: the most tokens of a shorter conversation.
 
     Returns:
-        The conversations of at most `max_length` tokens, and the lengths in tokens of the exchanges
-        that were kept only in part, or not at all.
+        The shorter conversations, and the length in tokens of each exchange that was too long.
     """
-    # Each part begins with the system messages. `rest` is the part of the conversation that is
-    # still to be cut, up to the assistant's last turn.
+    # `rest` is the part of the conversation that is still to be cut. Messages after the assistant's
+    # last turn are dropped, because nothing is learned from them.
     system = list(takewhile(lambda message: message["role"] == "system", messages))
     last_answer = max(
         (index for index, message in enumerate(messages) if message["role"] == "assistant"),
@@ -292,7 +318,12 @@ def cut_at_turns(
     rest = list(messages[len(system) : last_answer + 1])
 
     def find_largest_fit(ends: Sequence[int]) -> int:
-        """Return the largest of some numbers of messages that fit a row; 0 if none does."""
+        """Return how many messages of `rest` to keep: the largest of `ends` that fits `max_length`.
+
+        Each number in `ends`, in ascending order, stands for the system messages followed by that
+        many messages of `rest`. The result is 0 if not even the smallest number fits.
+        """
+        # Longer parts have more tokens, so bisection needs to count only few of them.
         num_fitting = bisect_right(
             ends, max_length, key=lambda end: count_tokens([*system, *rest[:end]])
         )
@@ -326,24 +357,34 @@ def cut_at_turns(
 
 
 def _check_loss(encoded: Document, text: str, where: str) -> Document:
-    """Return the document; raise UserError if none or all of its tokens carry loss."""
+    """Return a document unchanged, after checking that some but not all of its tokens carry loss.
+
+    A document without loss teaches nothing. Loss on every token means that the assistant's turns
+    could not be told apart from the rest of the text.
+
+    Args:
+        encoded: the document.
+        text: the rendered conversation, for the error.
+        where: names the row in the error.
+
+    Raises:
+        UserError: if none or all of the tokens carry loss.
+    """
     num_marked = int(encoded["loss_mask"].sum())
     num_tokens = encoded["length"]
     if num_marked in (0, num_tokens):
         raise UserError(
             where,
-            got=(
-                f"{num_marked} of {num_tokens} tokens from the assistant in {shorten_text(text)!r}"
-            ),
-            expected="a conversation with tokens of the assistant to learn, and tokens of others"
-            " (or data.loss_mask=all)",
+            got=f"{num_marked} of {num_tokens} tokens that carry loss in {shorten_text(text)!r}",
+            expected="loss on the assistant's tokens, and other tokens without loss (or"
+            " data.loss_mask=all)",
             kind=UNLEARNED if num_marked == 0 else ALTERED,
         )
     return encoded
 
 
 def _build_encoding(ids: Sequence[int], mask: Sequence[int] | Mask) -> Document:
-    """Return a document with these token ids and this loss mask."""
+    """Return a document with these token ids and this loss mask, as numpy arrays."""
     return {
         "input_ids": np.array(ids, np.int32),
         "loss_mask": np.asarray(mask, np.int8),

@@ -51,33 +51,33 @@ def map_rows(
     what: str,
     config: DataConfig,
 ) -> Dataset:
-    """Map each row through a function, or load the result from the cache.
+    """Apply a function to every row of a data set, or load the result from the cache.
 
-    The function runs in as many processes as `choose_num_processes` returns. Their number does not
-    change the rows. The file of the rows appears whole or not at all.
+    The function runs in several processes. Their number does not change the result. The cache file
+    is written under another name and then moved, so no other process sees a half-written file.
 
     Args:
         rows: the rows to map.
-        function: called with a row and its number; returns the rows that it becomes.
-        columns: the features of the new rows, by name.
-        inputs: everything else that the new rows depend on. If the cache has a result for equal
-            inputs, the function does not run.
-        what: names the work in the progress bar, or in a log line at its end.
-        config: says where the rows are kept, and may say how many processes to use.
+        function: called with a row and its number; returns the rows that take its place.
+        columns: the types of the new rows' columns, by column name.
+        inputs: everything that the new rows depend on. If the cache has a result for equal inputs,
+            the function does not run.
+        what: a title for the progress bar, or for the log line at the end.
+        config: the `data:` section, with the folder of the cache and the number of processes.
 
     Returns:
         The new rows.
 
     Raises:
-        ResourceError: if the disk is full or a process was killed from outside.
+        ResourceError: if the disk is full, or if the system killed a process.
     """
-    # Rows that were prepared from the same inputs are loaded again.
+    # The name of the cache file is a hash of the inputs, so equal inputs find the same file.
     fingerprint = Hasher.hash([VERSION, sorted(columns), inputs])
     path = cache_folder(config.cache_dir) / "prepared" / f"{fingerprint}.arrow"
     processes = choose_num_processes(config.num_proc, len(rows))
 
-    # A person at a terminal sees a progress bar, if there is work to do. Otherwise a log line says
-    # at the end how long it took.
+    # A person at a terminal sees a progress bar, if the rows are not cached yet. Without a terminal
+    # a log line says at the end how long the work took.
     is_new = not any(path.parent.glob(f"{fingerprint}*"))
     has_bar = sys.stderr.isatty() and is_first_here()
     begin = time.monotonic()
@@ -116,10 +116,10 @@ def map_rows(
 
 @contextmanager
 def preserve_environment() -> Iterator[None]:
-    """Keep the contents and the identity of `os.environ`.
+    """Restore `os.environ` on exit: the same object, with the same variables.
 
     When datasets maps in several processes, it sets a variable and replaces `os.environ` by a copy.
-    Libraries that hold the old object, such as rich, would not see what is set afterwards.
+    Libraries that hold the old object, such as rich, would not see variables that are set later.
     """
     environment = os.environ
     variables = dict(os.environ)
@@ -134,18 +134,24 @@ def preserve_environment() -> Iterator[None]:
 def _apply_to_rows(
     rows: Columns, numbers: Sequence[int], function: RowFunction, columns: Sequence[str]
 ) -> Columns:
-    """Apply a function to a batch of rows; datasets gives and takes batches as columns.
+    """Apply a function to each row of a batch, as `Dataset.map(batched=True)` calls it.
 
     Args:
-        rows: the values of each column, by its name.
-        numbers: the numbers of the rows.
-        function: called with a row and its number; returns the rows that it becomes.
-        columns: the names of the new rows' columns.
+        rows: the batch as columns: the values of each column, by column name.
+        numbers: the number of each row in the data set.
+        function: called with a row and its number; returns the rows that take its place.
+        columns: the column names of the new rows.
+
+    Returns:
+        The new rows, again as columns. A column that a row lacks is None.
     """
+    # Turn the columns into rows, and apply the function.
     raw_rows = (dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True))
     mapped: list[Mapping[str, Any]] = []
     for number, raw in zip(numbers, raw_rows, strict=True):
         mapped.extend(function(raw, number))
+
+    # Turn the new rows into columns.
     mapped_columns = {}
     for name in columns:
         mapped_columns[name] = [row.get(name) for row in mapped]
@@ -153,16 +159,18 @@ def _apply_to_rows(
 
 
 def choose_num_processes(requested: int | None, num_rows: int) -> int:
-    """Choose the number of processes that prepare rows.
+    """Choose how many processes prepare the rows of a data set.
 
     Args:
-        requested: the number that the user set; None for one process per core that this process may
-            use, at most MAX_PROCESSES.
-        num_rows: how many rows there are. Without a set number each process gets at least
-            MIN_ROWS_PER_PROCESS.
+        requested: the number that the user set (`data.num_proc`); None to choose one.
+        num_rows: the number of rows.
     """
+    # There are never more processes than rows.
     if requested is not None:
         return min(requested, num_rows)
+
+    # Use one process per core that this process may use, at most MAX_PROCESSES because each takes
+    # memory. Each process gets at least MIN_ROWS_PER_PROCESS rows, so that starting it pays off.
     return max(
         1, min(len(os.sched_getaffinity(0)), MAX_PROCESSES, num_rows // MIN_ROWS_PER_PROCESS)
     )
@@ -174,19 +182,19 @@ def cache_folder(cache_dir: str | None) -> Path:
 
 
 def is_first_here() -> bool:
-    """Return whether this is the first process of its launch on this machine.
+    """Return whether this is the first of the processes that a launcher started on this machine.
 
-    Only the first process logs messages that are the same for all of them.
+    Messages that would be the same in every process are logged by the first process only.
     """
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 @contextmanager
 def silence_datasets() -> Iterator[None]:
-    """Silence the progress bars and the log of the datasets library.
+    """Silence the progress bars and the log of the datasets library until the context exits.
 
-    Its bars count rows that mean nothing to the user. Its log is not needed, because failures are
-    raised, too.
+    The bars count internal steps that mean nothing to the user. The log repeats errors that are
+    also raised.
     """
     were_disabled = are_progress_bars_disabled()
     verbosity = datasets.logging.get_verbosity()
@@ -201,9 +209,9 @@ def silence_datasets() -> Iterator[None]:
 
 
 def read_array(rows: Dataset, column: str) -> NDArray[np.integer]:
-    """Read a column of numbers as an array.
+    """Read a column of numbers as a numpy array.
 
-    Reading it item by item would take a hundred times as long.
+    Reading the column item by item would take a hundred times as long.
     """
     return np.asarray(rows.with_format("numpy")[column][:])
 
@@ -217,11 +225,14 @@ def hash_of(path: Path) -> str:
 
 
 def hash_content(name: str) -> str:
-    """Hash the content of a file or folder, if there is one of this name on this machine.
+    """Hash the content of a file or folder.
+
+    Args:
+        name: a path, or another name such as the id of a Hub data set.
 
     Returns:
-        The hash of the file, or the hashes of all files in the folder. If there is no such file or
-        folder, for example for the id of a Hub data set, the name itself.
+        The hash of the file, or the hashes of all files in the folder, separated by spaces. The
+        name itself if it is not the path of a file, or of a folder that has files.
     """
     path = Path(name)
     files: list[Path] = []
@@ -233,12 +244,12 @@ def hash_content(name: str) -> str:
 
 
 def hash_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Hash everything that turns text into token ids.
+    """Hash the parts of a tokenizer that decide which token ids a text becomes.
 
-    The chat template, which turns conversations into text, is not part of the hash. Callers compare
-    its text.
+    The chat template is not part of the hash. Callers compare the text of the template.
     """
-    # A call with truncation or padding leaves its settings behind in the tokenizer.
+    # Leave out truncation and padding: they are set by earlier calls of the tokenizer, and would
+    # change the hash of an equal tokenizer.
     rules = {
         key: value
         for key, value in parse_json(tokenizer.backend_tokenizer.to_str()).items()
@@ -250,20 +261,20 @@ def hash_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
 def write_arrow(
     path: Path, columns: Mapping[str, object], batches: Iterable[Columns], header: str = ""
 ) -> None:
-    """Write rows to a temporary Arrow file, and then move it into place.
+    """Write rows to an Arrow file, first under a temporary name and then under the final one.
 
     Args:
         path: the file.
-        columns: the features of the rows, by name.
-        batches: the rows, in batches of columns.
-        header: text that `read_header` returns.
+        columns: the types of the rows' columns, by column name.
+        batches: the rows in batches, each with the values of every column by its name.
+        header: text that is stored with the rows; `read_header` returns it.
     """
     schema = Features(columns).arrow_schema
     if header:
         schema = schema.with_metadata({**schema.metadata, HEADER: header.encode()})
 
-    # The file is flushed to the disk before it is moved, so that even a crash of the machine leaves
-    # no half of it under the final name.
+    # The file is flushed to the disk before it is moved. Even a crash of the machine then leaves no
+    # incomplete file under the final name.
     aside = path.with_name(f"{path.name}.part")
     with aside.open("wb") as file:
         with pyarrow.ipc.new_stream(file, schema) as writer:
@@ -283,13 +294,14 @@ def read_header(path: Path) -> str:
 
 @contextmanager
 def on_disk(what: Path, next_step: str = FREE_SPACE) -> Iterator[None]:
-    """Turn the errors of a disk that is full or cannot be written into a ResourceError.
+    """Raise ResourceError if the code in this context cannot write to the disk, e.g. a full one.
 
-    torch's file writer reports such a disk as a RuntimeError. Other RuntimeErrors pass unchanged.
+    torch's file writer raises RuntimeError for such a disk, with one of TORCH_WRITER_NAMES in its
+    text. Every other RuntimeError is raised unchanged.
 
     Args:
-        what: the file or folder that is written, for the error.
-        next_step: what the error tells the user to do.
+        what: the file or folder that is written, for the error message.
+        next_step: the advice to the user in the error message.
     """
     try:
         yield

@@ -68,18 +68,18 @@ def select_usable(
     filtered: Counter[str],
     source: str = "data.source",
 ) -> NDArray[np.int64]:
-    """Find the documents that can be packed, and count those that cannot by the reason.
+    """Find the documents that can be packed into rows, and count the others by the reason.
 
-    A usable document has at least MIN_TOKENS tokens. It is no longer than a row, unless it may be
-    cut. It has a piece with a loss token. Pieces of usable documents that `cut` leaves out are
-    counted too.
+    A usable document has at least MIN_TOKENS tokens, is no longer than a row unless it may be cut
+    into pieces, and has a piece with a token that carries loss. Pieces of usable documents without
+    such a token are counted, too.
 
     Args:
         documents: documents with the columns `length` and `loss_mask`.
-        may_cut: whether each document may be cut; a single value stands for all.
+        may_cut: whether each document may be cut; a single value stands for all documents.
         max_length: tokens of a row.
-        filtered: the counts by reason, which this function adds to.
-        source: names the rows in errors.
+        filtered: counts by reason. This function adds its counts to them.
+        source: names the source of the documents in error messages.
 
     Returns:
         The indices of the usable documents, in ascending order.
@@ -87,7 +87,8 @@ def select_usable(
     Raises:
         UserError: if no document is usable.
     """
-    # Sort out the documents that cannot be used, each for one reason.
+    # Flag the documents that cannot be used, each for one reason: too short, too long, or without a
+    # piece that `cut` keeps, which means without loss.
     lengths = read_array(documents, "length")
     too_short = lengths < MIN_TOKENS
     too_long = (lengths > max_length) & ~np.asarray(may_cut, bool)
@@ -114,8 +115,8 @@ def select_usable(
     if not len(indices):
         raise UserError(
             "data.source",
-            got=f"{len(lengths)} rows of fewer than {MIN_TOKENS} tokens",
-            expected="longer rows",
+            got=f"{len(lengths)} rows of fewer than {MIN_TOKENS} tokens, and no longer ones",
+            expected=f"some rows of {MIN_TOKENS} or more tokens",
         )
 
     # Count and report the documents that are left out.
@@ -131,14 +132,15 @@ def select_usable(
                 "Left out %d of %d documents, which are %s", count, len(lengths), description
             )
 
-    # `cut` divides a document into one piece per `max_length` tokens, rounded up. Fewer pieces mean
-    # that it left some out.
+    # `cut` divides a document into one piece per `max_length` tokens, rounded up. If a document has
+    # fewer pieces, `cut` left out the ones without loss.
     num_expected_pieces = -(-lengths // max_length)
     count = int((num_expected_pieces - num_pieces)[indices].sum())
     if count:
         filtered["pieces_without_loss"] += count
         logger.warning(
-            "Left out %d pieces of %d tokens, cut from longer rows, that have no loss token",
+            "Left out %d pieces without a loss token; documents longer than data.max_length=%d"
+            " tokens are cut into pieces",
             count,
             max_length,
         )
@@ -146,20 +148,19 @@ def select_usable(
 
 
 def read_loss_masks(documents: Dataset) -> Iterator[NDArray[np.int8]]:
-    """Yield the loss mask of each document."""
+    """Yield the loss mask of each document, reading the documents in batches."""
     for batch in documents.select_columns(["loss_mask"]).with_format("numpy").iter(batch_size=1024):
         yield from batch["loss_mask"]
 
 
 def cut(masks: Iterable[NDArray[np.int8]], max_length: int) -> list[Piece]:
-    """Cut documents into pieces that fit a row, and leave out the pieces that teach nothing.
+    """Cut documents into pieces that fit a row, and leave out the pieces without loss.
 
-    A document is cut into consecutive pieces of `max_length` tokens. Its last piece may be shorter,
-    but not shorter than MIN_TOKENS. A piece is kept if any token but its first carries loss:
-    nothing in a row predicts the first token.
+    A document is cut into consecutive pieces of `max_length` tokens. The last piece of a document
+    may be shorter, but not shorter than MIN_TOKENS.
 
     Args:
-        masks: the loss mask of each document.
+        masks: the loss mask of each document, with one entry per token.
         max_length: tokens of a row.
 
     Returns:
@@ -167,11 +168,15 @@ def cut(masks: Iterable[NDArray[np.int8]], max_length: int) -> list[Piece]:
     """
     pieces = []
     for document, mask in enumerate(masks):
+        # The pieces lie between consecutive bounds. If the last piece would be too short, it takes
+        # tokens from the piece before it.
         length = len(mask)
         bounds = [*range(0, length, max_length), length]
-        # A rest that is too short takes tokens from the piece before it.
         if len(bounds) > 2 and bounds[-1] - bounds[-2] < MIN_TOKENS:
             bounds[-2] = length - MIN_TOKENS
+
+        # Keep a piece if any token except its first carries loss. The first token is predicted by
+        # no token before it.
         pieces += [
             Piece(document, start, stop)
             for start, stop in pairwise(bounds)
@@ -183,16 +188,16 @@ def cut(masks: Iterable[NDArray[np.int8]], max_length: int) -> list[Piece]:
 def fill_rows(
     pieces: Sequence[Piece], max_length: int, packing: bool, seed: int | str
 ) -> list[list[Piece]]:
-    """Distribute pieces over rows by best fit.
+    """Distribute pieces of documents over rows, so that little of each row stays empty.
 
-    The pieces are shuffled and taken in chunks. In each chunk, longest first, every piece goes into
-    the row in which it leaves the least space.
+    The method is best fit: the pieces are shuffled and taken in chunks. In each chunk, longest
+    first, every piece goes into the row in which it leaves the least space.
 
     Args:
         pieces: the pieces.
         max_length: tokens of a row.
         packing: put several pieces into a row; otherwise each piece has a row of its own.
-        seed: seed of the order.
+        seed: seed of the random order.
 
     Returns:
         The pieces of each row, with the rows in shuffled order.
@@ -203,7 +208,8 @@ def fill_rows(
     if not packing:
         return [[piece] for piece in shuffled]
 
-    # Fill rows chunk by chunk. The rows of earlier chunks are not filled any further.
+    # Fill rows chunk by chunk. A chunk does not use the space that earlier chunks left in their
+    # rows, so that the search stays fast.
     rows: list[list[Piece]] = []
     for first in range(0, len(shuffled), CHUNK):
         spaces: list[tuple[int, int]] = []  # (tokens free, row), sorted
@@ -294,10 +300,15 @@ class Packed:
 
 
 def collate(rows: Sequence[Mapping[str, ArrayLike]]) -> dict[str, Any]:
-    """Build a batch from packed rows.
+    """Build a training batch from packed rows.
+
+    Args:
+        rows: B rows of T tokens each, with the columns COLUMNS: the token ids, the loss mask, and
+            the number and position of each token's document.
 
     Returns:
-        An int64 tensor [B, T] for each column, and the entries that `index_batch` adds.
+        An int64 tensor [B, T] for each column, and the entries that `index_batch` adds: where the
+        loss tokens are, and where documents begin.
     """
     batch = {}
     for column in COLUMNS:
@@ -306,22 +317,22 @@ def collate(rows: Sequence[Mapping[str, ArrayLike]]) -> dict[str, Any]:
 
 
 def index_batch(batch: dict[str, Tensor]) -> dict[str, Any]:
-    """Add the positions of loss tokens and the borders of documents to a batch.
+    """Add to a batch where its loss tokens are and where its documents begin.
 
-    A training step would otherwise have to search for them, with operations whose output shapes
-    depend on the data. Both lists are padded to few different lengths, because a step is compiled
-    again for each new length.
+    The positions are found here, before the training step, because their number depends on the
+    data. They are padded to a few different lengths: the step is compiled anew for each new length.
 
     Args:
-        batch: the columns of packed rows, int64 tensors [B, T].
+        batch: the columns of packed rows, each an int64 tensor [B, T] for B rows of T tokens.
 
     Returns:
-        The batch with three more entries. `loss_positions`, [R] int64, are the positions in the
-        flattened batch of the tokens that carry loss and are not the first of their document. They
-        are padded with 0, where a document begins. `cumulative_lengths`, [N + 1] int32, are the
-        positions where each document of the flattened batch begins, and the end of the last one;
-        the padding of a row counts as a document of its own. They are padded with that end.
-        `longest` is the number of tokens of the longest of these documents.
+        The batch with three more entries. Positions count through the flattened batch of B * T
+        tokens.
+        `loss_positions`, int64 [R]: the positions of the tokens that carry loss, without the first
+        token of each document, and then zeros as padding.
+        `cumulative_lengths`, int32 [N + 1]: the positions at which the documents begin, and then
+        B * T, repeated as padding. The padding of a row counts as a document.
+        `longest`: the number of tokens of the longest document.
     """
     ids_BT = batch["document_ids"]
     position_ids_BT = batch["position_ids"]
@@ -331,8 +342,8 @@ def index_batch(batch: dict[str, Tensor]) -> dict[str, Any]:
     is_learned_BT = (batch["loss_mask"] > 0) & (position_ids_BT > 0)
     loss_positions = is_learned_BT.flatten().nonzero().flatten()
 
-    # A document begins at the first token of a row and wherever the id changes. A row's padding has
-    # an id of its own, so it is bounded, too.
+    # A document begins at the first token of a row, and wherever the document id changes. The
+    # padding of a row has a document id of its own, so it counts as a document.
     begins_BT = torch.cat((torch.ones_like(ids_BT[:, :1]), ids_BT.diff(dim=1)), dim=1) != 0
     bounds = F.pad(begins_BT.flatten().nonzero().flatten(), (0, 1), value=num_tokens)
     return {
@@ -344,13 +355,16 @@ def index_batch(batch: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def _pad_numbers(numbers: Tensor, multiple: int, value: int) -> Tensor:
-    """Pad a list of numbers to the next multiple of a length, and to at least one multiple.
+    """Append copies of `value` to a list of numbers until its length is a multiple of `multiple`.
+
+    An empty list gets the length `multiple`, too.
 
     Args:
-        numbers: the numbers, [n].
+        numbers: the numbers, a tensor with one dimension.
         multiple: the length of the result is a multiple of this.
         value: the number that is appended.
     """
+    # -(-a // b) is a / b, rounded up.
     padded_length = max(1, -(-len(numbers) // multiple)) * multiple
     return F.pad(numbers, (0, padded_length - len(numbers)), value=value)
 
@@ -362,13 +376,14 @@ def count_tokens(rows: Dataset, vocab_size: int, *, with_loss: bool) -> Tensor:
     Args:
         rows: packed rows.
         vocab_size: V, tokens of the target.
-        with_loss: count only the tokens that carry loss.
+        with_loss: count only the tokens that carry loss; otherwise all tokens except padding.
 
     Returns:
         The counts [V], int64 on the CPU.
     """
+    # Padding is never counted: it has a loss mask of 0 and the document id PADDING_DOCUMENT, which
+    # is below every other document id.
     column = "loss_mask" if with_loss else "document_ids"
-    # Padding has a loss mask of 0 and the document id PADDING_DOCUMENT, so it never counts.
     counts = torch.zeros(vocab_size, dtype=torch.long, device="cpu")
     for batch in (
         rows.select_columns(["input_ids", column]).with_format("torch").iter(batch_size=1024)
@@ -379,17 +394,17 @@ def count_tokens(rows: Dataset, vocab_size: int, *, with_loss: bool) -> Tensor:
 
 
 def draft_vocabulary(rows: Dataset, vocab_size: int, draft_vocab_size: int | None) -> Tensor | None:
-    """Choose the draft vocabulary: the most frequent loss tokens of some rows.
+    """Choose the tokens that a draft can propose: those that carry loss most often.
 
-    Ties go to the lower id.
+    Of two equally frequent tokens, the one with the lower id is chosen.
 
     Args:
-        rows: packed rows.
-        vocab_size: V, tokens of the target.
-        draft_vocab_size: W, tokens of the draft; None for the target's whole vocabulary.
+        rows: packed rows, whose tokens are counted.
+        vocab_size: the number of tokens of the target.
+        draft_vocab_size: W, the number of tokens to choose; None for the target's whole vocabulary.
 
     Returns:
-        The target's token ids [W] in ascending order; None for the whole vocabulary.
+        The chosen token ids [W] in ascending order; None for the whole vocabulary.
 
     Raises:
         UserError: if the draft vocabulary is empty or larger than the target's.
@@ -400,7 +415,7 @@ def draft_vocabulary(rows: Dataset, vocab_size: int, draft_vocab_size: int | Non
         raise UserError(
             "draft.vocab_size",
             got=draft_vocab_size,
-            expected=f"null or 1..{vocab_size}, the target's vocabulary",
+            expected=f"null, or 1 to {vocab_size}, the size of the target's vocabulary",
         )
     most_frequent = count_tokens(rows, vocab_size, with_loss=True).argsort(
         descending=True, stable=True
@@ -409,25 +424,27 @@ def draft_vocabulary(rows: Dataset, vocab_size: int, draft_vocab_size: int | Non
 
 
 def check_coverage(rows: Dataset, vocab_size: int, draft: object, init: str | None) -> float | None:
-    """Return the share of the loss tokens of some rows that a draft can propose, and log it.
+    """Measure which share of the loss tokens the draft's vocabulary contains, and log the share.
 
-    A share below MIN_COVERAGE is logged as a warning.
+    A share below MIN_COVERAGE is logged as a warning, with a larger vocabulary as advice.
 
     Args:
-        rows: packed rows.
-        vocab_size: V, tokens of the target.
-        draft: the draft; its `target_ids_W`, if it has any, are the tokens that it can propose.
-        init: `draft.init`, if the draft's vocabulary comes from there.
+        rows: packed rows, whose tokens with loss are counted.
+        vocab_size: V, the number of tokens of the target.
+        draft: the draft. The tokens that it can propose are in its attribute `target_ids_W`, if it
+            has a vocabulary of its own.
+        init: the value of `draft.init`, a trained draft that the draft was initialized from, with
+            its vocabulary; None for a new draft.
 
     Returns:
         The share; None if the draft can propose every token.
     """
-    # A draft without a vocabulary of its own can propose every token.
+    # A draft without a vocabulary of its own can propose every token of the target.
     draft_ids_W = getattr(draft, "target_ids_W", None)
     if draft_ids_W is None or len(draft_ids_W) >= vocab_size:
         return None
 
-    # The share of the loss tokens that are in the draft vocabulary.
+    # Divide the loss tokens that are in the draft vocabulary by all loss tokens.
     counts_V = count_tokens(rows, vocab_size, with_loss=True)
     coverage = int(counts_V[draft_ids_W.cpu()].sum()) / max(1, int(counts_V.sum()))
     message = (
@@ -442,5 +459,7 @@ def check_coverage(rows: Dataset, vocab_size: int, draft: object, init: str | No
         sufficient_size = int((shares_V < MIN_COVERAGE).sum()) + 1
         advice = f"draft.vocab_size={sufficient_size} would cover {MIN_COVERAGE:.0%}"
         key, hint = ("draft.init", "draft.init=null ") if init else ("draft.vocab_size", "")
-        logger.warning(f"{key}: {message}. The draft cannot propose the others. {hint}{advice}.")
+        logger.warning(
+            f"{key}: {message}. The draft cannot propose the other tokens. {hint}{advice}."
+        )
     return coverage

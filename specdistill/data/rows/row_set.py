@@ -75,7 +75,7 @@ class RowTarget:
     Attributes:
         name: name of the target.
         weights: hash of the files of its weights.
-        tokenizer: the target's.
+        tokenizer: the target's tokenizer.
         end_ids: tokens that end a generation.
         model: the model; None if its weights are not loaded, because servers generate or nothing is
             generated.
@@ -91,7 +91,7 @@ class RowTarget:
 
     @classmethod
     def from_target(cls, target: FrozenTarget) -> "RowTarget":
-        """Return the RowTarget of a FrozenTarget."""
+        """Build a RowTarget from a loaded target."""
         return cls(
             target.name,
             target.identity.weights,
@@ -131,7 +131,12 @@ class RowSetSpec(Record):
 
     @classmethod
     def from_config(cls, config: DataConfig, target: RowTarget) -> "RowSetSpec":
-        """Return the spec that a recipe and a target ask for."""
+        """Return the spec that a row set must have for this recipe and this target.
+
+        Args:
+            config: the `data:` section of the recipe.
+            target: the target.
+        """
         tokenizer = target.tokenizer
         return cls(
             target=target.weights,
@@ -141,21 +146,22 @@ class RowSetSpec(Record):
         )
 
     def check(self, other_spec: "RowSetSpec", folder: Path) -> None:
-        """Check that a row set has the spec that this recipe asks for.
+        """Check that a row set was made for the target and the shape of rows of this spec.
 
         Args:
-            other_spec: the spec of the row set.
+            other_spec: the spec that the row set was made with.
             folder: the folder of the row set, for the error.
 
         Raises:
-            UserError: naming the first difference.
+            UserError: if a field differs, naming the first such field.
         """
+        # Iterating over a pydantic model yields (field name, value).
         for name, own_value in self:
             other_value = getattr(other_spec, name)
             if other_value == own_value:
                 continue
 
-            # Templates and hashes are too long for a message, so a part of them is shown.
+            # Templates and hashes are too long for a message, so it shows only a part of them.
             if name == "chat_template":
                 # Show both templates from where they differ, with a few characters before it.
                 start = max(0, count_common_prefix(str(other_value), str(own_value)) - 20)
@@ -166,8 +172,8 @@ class RowSetSpec(Record):
                 own_value = own_value[:NUM_SHOWN_HASH_DIGITS]
             raise UserError(
                 "data.rows",
-                got=f"{folder}, made with another {name.replace('_', ' ')}, {other_value}",
-                expected=f"{own_value}, the value of this recipe",
+                got=f"{folder}, made with another {name.replace('_', ' ')}: {other_value}",
+                expected=f"{own_value}, as in this recipe",
             )
 
 
@@ -257,18 +263,21 @@ class Manifest(Record):
 
 
 def read_rows(folder: Path, fit: RowSetSpec | None = None) -> tuple[Dataset, Dataset, Manifest]:
-    """Open a row set, after checking that it is complete and unchanged.
+    """Open a row set, after checking that its files are complete and unchanged.
 
     Args:
         folder: the folder of the row set.
-        fit: the spec that the row set must have; None if any will do.
+        fit: the target and the shape of rows that the row set must have been made for; None to
+            accept any.
 
     Returns:
         The training rows, the validation rows and the manifest.
 
     Raises:
-        UserError: naming what the row set lacks if it is incomplete, and for one that does not fit.
+        UserError: if a file is missing or was changed, if the row set is of another version, or if
+            it was not made for `fit`.
     """
+    # The manifest is written last, so a folder without one is incomplete.
     if not is_whole(folder):
         raise UserError(
             "data.rows",
@@ -276,14 +285,14 @@ def read_rows(folder: Path, fit: RowSetSpec | None = None) -> tuple[Dataset, Dat
             expected=f"a complete row set: {MAKE_HINT}",
         )
 
-    # The manifest must be of this version.
+    # The manifest must be written by this version of the code.
     with convert_errors((OSError, ValueError), "data.rows", folder / MANIFEST, "a manifest"):
         manifest = Manifest.model_validate(read_json(folder / MANIFEST))
     if manifest.version != VERSION:
         raise UserError(
             "data.rows",
-            got=f"{folder}, of version {manifest.version}",
-            expected=f"version {VERSION}: {MAKE_HINT}",
+            got=f"{folder}, a row set of version {manifest.version}",
+            expected=f"a row set of version {VERSION}: {MAKE_HINT}",
         )
 
     # Every file must be there as it was written, and every split must have a file.
@@ -317,21 +326,26 @@ def read_rows(folder: Path, fit: RowSetSpec | None = None) -> tuple[Dataset, Dat
 
 
 def is_whole(folder: Path) -> bool:
-    """Return whether a row set was finished.
+    """Return whether a row set was finished, which its manifest shows because it is written last.
 
-    `read_rows` checks whether its files are still there and unchanged.
+    The other files are not looked at; `read_rows` checks that they are there and unchanged.
     """
     return (folder / MANIFEST).is_file()
 
 
 def check_row_set(config: DataConfig, target: RowTarget) -> None:
-    """Raise UserError if a target cannot read the rows that a recipe asks for."""
+    """Raise UserError if a target cannot read the rows that a recipe asks for.
+
+    Args:
+        config: the `data:` section of the recipe.
+        target: the target. If its model is not loaded, only its tokenizer is checked.
+    """
     # The loss mask needs the characters of each token, which only fast tokenizers return.
     if not target.tokenizer.is_fast:
         raise UserError(
             "target.model",
             got=f"the tokenizer {type(target.tokenizer).__name__}",
-            expected="one with a tokenizer.json",
+            expected="a fast tokenizer, whose model has a tokenizer.json",
         )
     if target.model is None:
         return
@@ -350,34 +364,38 @@ def check_row_set(config: DataConfig, target: RowTarget) -> None:
         raise UserError(
             "data.packing",
             got="true with a target whose layers carry state from one document to the next",
-            expected="false",
+            expected="false, so that each row holds one document",
         )
 
 
 def compute_fingerprint(
     config: DataConfig, target: RowTarget, measured_on: Sequence[str], without: Iterable[str] = ()
 ) -> str:
-    """Hash everything that a recipe's rows depend on, including the contents of files.
+    """Hash everything that the rows of a recipe depend on, including the contents of files.
+
+    Recipes with equal hashes can share a row set.
 
     Args:
-        config: the `data:` section.
+        config: the `data:` section of the recipe.
         target: the target that the rows are for.
-        measured_on: suites that the draft will be measured on.
-        without: keys of `data:` that are left out of the hash.
+        measured_on: the suites of prompts that the draft will be measured on. Rows that overlap
+            them may be left out of the training data.
+        without: keys of `data:` that are not hashed.
 
     Returns:
         The first 16 hexadecimal digits of a SHA-256.
     """
     generates = isinstance(config.regenerate, Regeneration)
     by_servers = isinstance(config.regenerate, ServerRegeneration)
-    # The address of a server does not change the rows. Requests to servers have seeds of their own,
-    # so with servers the batch size does not change the rows either.
+    # Leave out settings that do not change the rows: the address and the timeout of a server. If
+    # servers generate the rows, each request has its own seed, so the batch size changes nothing
+    # either.
     unhashed_settings = {"server", "timeout"} | ({"batch_size"} if by_servers else set())
     quantization = [target.quantization] if target.quantization and not by_servers else []
     suites = [*config.decontaminate, *(measured_on if "all" in config.decontaminate else ())]
     excluded = {*KEYS_WITHOUT_EFFECT_ON_ROWS, *_list_default_keys(config), *without}
 
-    # Sources and suites that are files count with their contents, not with their names.
+    # Sources and suites that are files are hashed by their contents, not by their names.
     sources: list[object] = []
     for _, entry in list_entries(config.source):
         content = _hash_source(entry.source, entry.split or config.split)
@@ -402,10 +420,10 @@ def compute_fingerprint(
 
 
 def _list_default_keys(config: DataConfig) -> list[str]:
-    """Return the keys of BAD_ROW_KEYS that have their default values.
+    """Return the names of BAD_ROW_KEYS whose values are the defaults.
 
-    These keys are left out of the fingerprint. Rows that were made before the keys existed then
-    keep their fingerprint.
+    The fingerprint of a row set leaves out these keys. The keys are newer than the fingerprint, so
+    row sets that were made before the keys existed keep their fingerprints.
     """
     return [
         name
@@ -415,7 +433,14 @@ def _list_default_keys(config: DataConfig) -> list[str]:
 
 
 def _hash_source(source: str, split: str) -> str:
-    """Return a hash of a source's content, or the name of a source that is not on this machine."""
+    """Return a hash of a source's content.
+
+    Args:
+        source: the name of a built-in source, the path of a file or folder, or the id of a Hub data
+            set. The id of a Hub data set is returned as it is.
+        split: the split, which matters for built-in sources.
+    """
+    # A built-in source is named with a function that returns (hash, function that yields rows).
     if source in BUILT_IN_SOURCES:
         return str(resolve_name(BUILT_IN_SOURCES[source])(split)[0])
     return hash_content(source)
@@ -424,14 +449,14 @@ def _hash_source(source: str, split: str) -> str:
 def write_rows(
     folder: Path, splits: Mapping[str, tuple[Packed, SplitCounts]], facts: Mapping[str, Any]
 ) -> None:
-    """Write the packed rows of each split and the manifest of a row set.
+    """Write a row set: the packed rows of each split in files, and then the manifest.
 
-    Each shard is written to a temporary file and then moved into place. The manifest comes last.
+    Every file is written under a temporary name and then moved, so it appears whole or not at all.
 
     Args:
         folder: the folder of the row set.
-        splits: the packed rows of each split, with their counts.
-        facts: the other fields of the manifest.
+        splits: for `train` and `validation`, the packed rows and their counts.
+        facts: the fields of the manifest that this function does not fill in itself.
 
     Raises:
         ResourceError: for a disk that is full or cannot be written.
@@ -440,7 +465,8 @@ def write_rows(
     with on_disk(folder):
         folder.mkdir(parents=True, exist_ok=True)
 
-        # Write each split in files of about SHARD_TOKENS tokens, PACKED_ROWS rows at a time.
+        # Write each split in files of about SHARD_TOKENS tokens. Rows are packed when `packed` is
+        # indexed, so only PACKED_ROWS rows at a time are held in memory.
         for split, (packed, _) in splits.items():
             rows_per_shard = max(1, SHARD_TOKENS // packed.max_length)
             count = -(-len(packed) // rows_per_shard)
@@ -455,7 +481,7 @@ def write_rows(
                 write_arrow(path, COLUMNS, batches)
                 shards.append(ShardRecord(name=path.name, rows=len(part), hash=hash_of(path)))
 
-        # The manifest comes last, so a folder with one is complete.
+        # The manifest comes last, so a folder that has a manifest is complete.
         manifest = Manifest(
             version=VERSION,
             splits={split: counts for split, (_, counts) in splits.items()},

@@ -36,21 +36,26 @@ class DocumentText:
     pieces: list[tuple[str, bool]]
 
     def format_colored(self) -> Text:
-        """Return the text with loss tokens in green and the others dim."""
+        """Return the text for the terminal: tokens with loss in green, and the other tokens dim."""
         return Text.assemble(
             *((text, "bold green" if has_loss else "dim") for text, has_loss in self.pieces)
         )
 
 
 def measure_lengths(rows: Dataset) -> np.ndarray:
-    """Measure the lengths of the documents in packed rows.
+    """Count the tokens of each document in packed rows.
 
-    Each piece of a long text that is in another row counts as a document of its own.
+    A text that is longer than a row was cut, and its pieces are in several rows. Each piece counts
+    as a document.
+
+    Args:
+        rows: packed rows.
 
     Returns:
         An array [D, 2] for D documents: the tokens of each document, and the number of its row.
     """
-    # In each row, count how often each document id occurs.
+    # Count how often each document id occurs in a row. Padding has an id of its own, which is left
+    # out.
     lengths = []
     for number, row in enumerate(rows.select_columns(["document_ids"]).with_format("numpy")):
         document_ids = row["document_ids"]
@@ -62,19 +67,23 @@ def measure_lengths(rows: Dataset) -> np.ndarray:
 def decode_documents(
     rows: Dataset, lengths: np.ndarray, count: int, tokenizer: PreTrainedTokenizerBase
 ) -> list[DocumentText]:
-    """Decode `count` of the documents, spread evenly over all of them.
+    """Decode some documents of packed rows as examples for the terminal, evenly spaced.
 
     Args:
         rows: packed rows.
-        lengths: the lengths of their documents, [D, 2], from `measure_lengths`.
-        count: how many documents to return; fewer if there are not so many.
-        tokenizer: the target's.
+        lengths: [D, 2] from `measure_lengths`: the tokens of each document and its row's number.
+        count: how many documents to return, or all documents if there are fewer.
+        tokenizer: the target's tokenizer.
+
+    Returns:
+        The text of each chosen document, in pieces with and without loss.
     """
     documents = []
     num_documents = len(lengths)
     places = np.linspace(0, num_documents - 1, min(count, num_documents)).astype(int)
     for place in np.unique(places).tolist():
-        # The document's id in its row: how many documents of the same row come before it.
+        # The documents of a row have the ids 0, 1, 2, …. So the id of this document is its number
+        # minus the number of the first document in the same row, which bisection finds.
         row = rows[int(lengths[place, 1])]
         document_id = place - np.searchsorted(lengths[:, 1], lengths[place, 1])
         tokens = [
@@ -85,7 +94,7 @@ def decode_documents(
             if document == document_id
         ]
 
-        # Decode runs of tokens with and without loss as one piece each.
+        # Decode each run of consecutive tokens with loss, or without, as one piece.
         pieces = []
         for has_loss, group in groupby(tokens, key=lambda pair: pair[1]):
             pieces.append((str(tokenizer.decode([token for token, _ in group])), has_loss))
@@ -101,7 +110,10 @@ def decode_documents(
 
 
 def format_splits(manifest: Manifest) -> Table:
-    """Return a table of the rows, documents and tokens of each split."""
+    """Return a table of the rows, documents and tokens of each split.
+
+    Its last column says how much of the rows is filled with tokens, the rest being padding.
+    """
     table = Table("", "rows", "documents", "tokens", "loss tokens", "filled")
     for name, counts in manifest.splits.items():
         table.add_row(
@@ -133,11 +145,11 @@ def format_sources(parts: Sequence[SourceCounts]) -> Table:
 
 
 def print_data(manifest: Manifest, lengths: np.ndarray, documents: Sequence[DocumentText]) -> None:
-    """Print the counts of a row set and some of its documents.
+    """Print what a row set contains: its counts, document lengths and some example documents.
 
     Args:
         manifest: the manifest of the row set.
-        lengths: the lengths of its documents, [D, 2], from `measure_lengths`.
+        lengths: [D, 2] from `measure_lengths`: the tokens of each document and its row's number.
         documents: the documents to print.
     """
     console = Console()
@@ -147,7 +159,8 @@ def print_data(manifest: Manifest, lengths: np.ndarray, documents: Sequence[Docu
     if len(manifest.sources) > 1:
         console.print(format_sources(manifest.sources))
 
-    # How many generated answers were cut, and which rows were left out.
+    # If answers were generated: how many of them reached the length limit. Then the rows that were
+    # left out, by the reason.
     generation = manifest.generation or {}
     if generation.get("answers"):
         num_cut = generation["cut_answers"]

@@ -69,11 +69,11 @@ HEADER_BYTES = 2048  # upper bound of the header: names, shapes and the origin
 
 
 def make_unfit_error(path: Path, why: str) -> UserError:
-    """Return the error for a shard file that is missing, damaged or made for other features.
+    """Return the error for a shard of a feature store that cannot be used.
 
     Args:
-        path: the file.
-        why: what is wrong with the file, as a clause after "which".
+        path: the file of the shard.
+        why: what is wrong with the file, as a clause after "which", e.g. "is missing".
     """
     return UserError(KEY, got=f"{path}, which {why}", expected=COMPLETE_STORE_HINT)
 
@@ -121,16 +121,17 @@ class Origin:
         return {HEADER: json.dumps({"version": VERSION, **asdict(self)}, sort_keys=True)}
 
     def check(self, path: Path, metadata: Mapping[str, str] | None) -> None:
-        """Raise UserError for a file whose header names another origin or version.
+        """Raise UserError if the features of a file come from another target, layers or dtype.
 
         Args:
             path: the file.
-            metadata: its metadata; None if it has none.
+            metadata: the metadata in the header of the file; None if the file has none.
         """
         if metadata is None or HEADER not in metadata:
             raise make_unfit_error(path, "is no shard of a feature store")
 
-        # Name the first field that differs, with shortened hashes.
+        # The header records the origin of the file. Name the first field that differs from this
+        # origin, and show only the first digits of hashes.
         header = dict(parse_json(metadata[HEADER]))
         wanted_fields = parse_json(self.build_header()[HEADER])
         for name, expected in wanted_fields.items():
@@ -161,7 +162,13 @@ class Tokens:
 
     @classmethod
     def from_row(cls, row: Mapping[str, ArrayLike]) -> "Tokens":
-        """Build the tokens of a row with the columns of `specdistill.data.rows.packing`."""
+        """Take the tokens of a packed row, without its padding.
+
+        Args:
+            row: the columns `input_ids` and `document_ids` of the row. Document ids are 0, 1, 2, …,
+                and PADDING_DOCUMENT at padding.
+        """
+        # The length of a document is how often its id occurs.
         document_ids = np.asarray(row["document_ids"])
         is_token = document_ids != PADDING_DOCUMENT
         return cls(
@@ -200,16 +207,17 @@ class Shard:
 
     @classmethod
     def open(cls, path: Path, origin: Origin) -> "Shard":
-        """Open a shard, and read all of it except the features.
+        """Open a shard file, and read its rows' tokens and checksums but not yet their features.
 
         Args:
             path: the file.
-            origin: where the features have to come from.
+            origin: the target, layers and dtypes that the features must come from.
 
         Raises:
-            UserError: for a file that is missing, damaged or of another origin.
+            UserError: for a file that is missing or damaged, or whose features come from elsewhere.
         """
-        # Read the tokens and the checksums, and find where the features begin in the file.
+        # Read the tokens and the checksums. A safetensors file begins with the size of its JSON
+        # header in 8 bytes; the header says where the features begin.
         try:
             with safe_open(path, framework="np") as file:
                 origin.check(path, file.metadata())
@@ -217,7 +225,7 @@ class Shard:
                     file.get_tensor, ("input_ids", "document_lengths", "num_documents", "checksums")
                 )
                 shape = file.get_slice("features").get_shape()
-            with path.open("rb") as file:  # safetensors does not say where tensors are.
+            with path.open("rb") as file:  # The safetensors library does not tell the offsets.
                 size = int.from_bytes(file.read(8), "little")
                 begin = 8 + size + parse_json(file.read(size))["features"]["data_offsets"][0]
         except FileNotFoundError as error:
@@ -225,7 +233,8 @@ class Shard:
         except (SafetensorError, OSError, ValueError, TypeError, KeyError) as error:
             raise make_unfit_error(path, f"is damaged ({join_lines(str(error))[:120]})") from error
 
-        # The sizes of the tensors must agree with one another.
+        # The sizes of the tensors must agree with one another. `counts` has the documents of each
+        # row, `lengths` the tokens of each document.
         sizes_agree = (
             counts.sum() == len(lengths)
             and lengths.sum() == len(ids)
@@ -242,13 +251,15 @@ class Shard:
         return cls(path, origin, rows, starts, checksums, begin)
 
     def prefetch(self, index: int) -> None:
-        """Ask the operating system to fetch a row from the disk before it is read.
+        """Ask the operating system to fetch a row's features from the disk before they are read.
 
-        The call does not wait, so the rows of a batch are fetched at the same time.
+        The call does not wait, so all rows of a batch can be fetched at the same time.
 
         Args:
             index: the row's number in the shard.
         """
+        # Give the system the row's range of bytes in the file: `starts` counts the tokens before
+        # the row, and `begin` is the byte at which the features of the first row begin.
         size = self.origin.token_bytes
         start = int(self.starts[index])
         descriptor = os.open(self.path, os.O_RDONLY)
@@ -263,12 +274,13 @@ class Shard:
             os.close(descriptor)
 
     def read(self, index: int, into_ATD: Tensor) -> None:
-        """Copy the features of a row into a batch.
+        """Copy the features of a row from the file into the row's place in a batch.
 
         Args:
             index: the row's number in the shard.
-            into_ATD: a tensor [A + 1, T, D] of `origin.row_dtype`. Its first L positions get the
-                features, and the positions after them get 0.
+            into_ATD: the place, a tensor [A + 1, T, D] for A auxiliary layers and the last layer, T
+                positions and the hidden size D. The row's tokens fill the first positions, and the
+                positions after them, which are padding, get 0.
 
         Raises:
             UserError: if the checksum of the features is wrong.
@@ -278,15 +290,19 @@ class Shard:
         into_ATD[:, :length] = self.checked(index).view(-1, length, self.origin.hidden_size)
 
     def checked(self, index: int) -> Tensor:
-        """Return a row's features [(A + 1) L, D] without copying them, if their checksum is right.
+        """Return the features of a row after checking their checksum.
 
         Args:
             index: the row's number in the shard.
 
+        Returns:
+            The features [(A + 1) L, D], which are not copied: vectors of size D for L tokens, of A
+            auxiliary layers and of the last layer.
+
         Raises:
             UserError: if the checksum of the features is wrong.
         """
-        # A row has A + 1 vectors for each token, so its vectors begin at A + 1 times its start.
+        # `starts` counts the tokens before each row. Each token has A + 1 vectors in the file.
         first = self.origin.num_features * int(self.starts[index])
         after = self.origin.num_features * int(self.starts[index + 1])
         features: Tensor = _open_shard(self.path).get_slice("features")[first:after]
@@ -298,22 +314,24 @@ class Shard:
 def write_shard(
     path: Path, origin: Origin, rows: Sequence[Tokens], features: Sequence[Tensor]
 ) -> None:
-    """Write rows and their features to a shard.
+    """Write rows and the target's features of their tokens to a shard, a safetensors file.
 
-    The shard is first written to a temporary file and flushed to the disk. Then it is moved into
-    place.
+    The file is first written in a folder for temporary files and flushed to the disk, and then
+    moved to its path.
 
     Args:
         path: the file.
-        origin: where the features come from.
+        origin: the target, layers and dtypes that the features come from.
         rows: the tokens of the rows.
-        features: the features [A + 1, L, D] of each row.
+        features: the features [A + 1, L, D] of each row: hidden states of size D for its L tokens,
+            of A auxiliary layers and of the last layer.
 
     Raises:
         OSError: if the disk cannot be written.
         SafetensorError: if safetensors cannot write the file.
     """
-    # The vectors of each row, [(A + 1) L, D], in the dtype of the file.
+    # Flatten the layers and tokens of each row to one list of vectors, [(A + 1) L, D], because rows
+    # have different lengths. Convert the vectors to the dtype of the file.
     vectors = [
         row.reshape(-1, origin.hidden_size).to(origin.row_dtype).contiguous() for row in features
     ]
@@ -330,7 +348,8 @@ def write_shard(
         "features": torch.cat(vectors),
     }
 
-    # The temporary file is in a folder of its own, because safetensors writes other files there.
+    # The temporary file is in a folder of its own, because safetensors writes more temporary files
+    # next to it.
     aside = path.parent / STAGING_DIR / path.name
     aside.parent.mkdir(exist_ok=True)
     try:
@@ -344,9 +363,10 @@ def write_shard(
 
 
 def compute_checksum(row: Tensor) -> int:
-    """Return the xxh3 of the bytes of a row's features, as a signed integer of 64 bits.
+    """Return a checksum of a row's features: the xxh3 hash of their bytes, as a 64-bit integer.
 
-    The hash is unsigned, but a safetensors file holds it as int64.
+    The hash is unsigned. It is converted to a signed integer, because checksums are stored in an
+    int64 tensor.
     """
     return int(
         np.uint64(xxhash.xxh3_64_intdigest(row.view(torch.uint8).numpy().data)).astype(np.int64)
@@ -354,7 +374,7 @@ def compute_checksum(row: Tensor) -> int:
 
 
 def _sync(path: Path) -> None:
-    """Flush a file to the disk, or the directory entries of a folder."""
+    """Flush a file to the disk. For a folder, flush its list of files, e.g. after a rename."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -398,18 +418,19 @@ class FeatureStore:
 
     @classmethod
     def open(cls, folder: Path, sets: Sequence[Dataset], origin: Origin) -> "FeatureStore":
-        """Open a store that has to hold all rows of some data sets.
+        """Open a feature store, and check that it has the features of all rows of some data sets.
 
         Args:
             folder: the folder of the store.
-            sets: the data sets.
-            origin: where the features have to come from.
+            sets: the data sets of packed rows.
+            origin: the target, layers and dtypes that the features must come from.
 
         Raises:
-            UserError: for a store that lacks rows, and for a shard, which it names, that is
-                missing, damaged or of another origin.
+            UserError: if the store lacks a row, or if a shard is missing, damaged or of another
+                origin. The error names the shard.
         """
-        # A shard's name says how many shards there are, so missing ones are found by their names.
+        # Each shard's name contains the total number of shards (000000-of-000002.safetensors), so
+        # the names of all shards follow from any one of them.
         matches = [SHARD.fullmatch(path.name) for path in folder.glob("*")]
         totals = {int(match[1]) for match in matches if match}
         if not totals:
@@ -420,7 +441,7 @@ class FeatureStore:
         for total in totals:
             names.extend(shard_name(index, total) for index in range(total))
 
-        # Open all shards. Together they must have every row of the data sets.
+        # Open all shards. Together the shards must have every row of the data sets.
         shards = [Shard.open(folder / name, origin) for name in sorted(names)]
         store = cls(shards, sets, origin)
         if store.num_missing:
@@ -433,26 +454,28 @@ class FeatureStore:
         return store
 
     def collate(self, rows: Sequence[Mapping[str, ArrayLike]]) -> dict[str, Any]:
-        """Build a batch as `specdistill.data.rows.packing.collate` does, and add stored features.
+        """Build a training batch from packed rows, and add the stored features of their tokens.
 
         Args:
             rows: packed rows.
 
         Returns:
-            The batch. If the store has all rows of the batch, the entry `features` [B, A + 1, T, D]
-            is added, which is 0 at padding.
+            The batch of `specdistill.data.rows.packing.collate`. If the store has all its rows, the
+            entry `features` is added: [B, A + 1, T, D] for B rows of T tokens, A auxiliary layers
+            and the last layer, and the hidden size D. Features are 0 at padding.
 
         Raises:
             UserError: for a damaged shard.
         """
-        # Find each row in the store. Rows without tokens are not in the store and need no features.
+        # Find each row in the store by the hash of its tokens. If one is missing, the batch has no
+        # features. Rows without tokens, which only fill a batch up, need none.
         batch = collate(rows)
         tokens = [Tokens.from_row(row) for row in rows]
         places = [self.places.get(row.key) if len(row) else None for row in tokens]
         if any(place is None and len(row) for place, row in zip(places, tokens, strict=True)):
             return batch
 
-        # Make room for the features of the batch. Rows without tokens get 0.
+        # Allocate the features of the batch. Rows without tokens get 0.
         features = torch.empty(
             len(rows),
             self.origin.num_features,
@@ -486,41 +509,40 @@ def take_hidden_states(
     folder: Path | None = None,
     prompt: Sequence[int] = (),
 ) -> Tensor:
-    """Read the hidden states that a server has written for some tokens, and remove their files.
-
-    The server's file and its lock are removed, and no others.
+    """Read the hidden states that a vLLM server wrote to a file, and remove or move the file.
 
     Args:
-        path: the file that the server named.
-        ids: the tokens, L of them.
+        path: the file that the server named in its answer.
+        ids: the tokens that the hidden states are of.
         server: the server.
-        folder: if given, a file with the hidden states of `ids` is moved to this folder, where it
-            waits, instead of being removed. A file of the prompt alone is still removed. It means
-            that the server does not support OUTPUT_STATES_REQUEST.
-        prompt: the tokens of the prompt alone, which the file may hold instead of `ids`.
+        folder: None to remove the file. Otherwise the file is moved to this folder, where it waits
+            until a row needs its hidden states. A file of the prompt alone is removed in any case.
+        prompt: for generated answers, the tokens of the prompt. A server that does not support
+            OUTPUT_STATES_REQUEST writes the hidden states of the prompt alone.
 
     Returns:
-        The hidden states [L, layers, D].
+        The hidden states [L, layers, D] of L tokens, with the target's hidden size D.
 
     Raises:
         ResourceError: if the file is missing, unreadable or of other tokens, or if the server does
-            not finish it in time.
+            not complete the file in time.
     """
-    # The answer of a server may come before its file is complete.
+    # The server may answer before its file is complete.
     tensors = _wait_and_load(path, server)
 
-    # The file must be of the tokens that were sent.
+    # The file must have the hidden states of these tokens, or of the prompt.
     is_complete = set(tensors) == {"hidden_states", "token_ids"}
     file_token_ids = tensors["token_ids"].tolist() if is_complete else []
     if not file_token_ids or file_token_ids not in (ids, prompt):
         raise ResourceError(
             f"{server.address} named {path}, which holds the hidden states of another prompt",
-            next_step="look at its log",
+            next_step="look at the server's log",
         )
 
-    # Move the file to the folder where it waits, or remove it.
+    # Move the file to the folder where files wait, or remove the file. Then remove its lock.
     if folder and file_token_ids == ids:
-        # This name is unique: several requests may give the same tokens.
+        # The server's name of the file is unique. The final name, a hash of the tokens, is not:
+        # several requests may give the same tokens.
         moved = folder / f"{path.name}.part"
         with on_disk(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -542,18 +564,21 @@ def _wait_and_load(path: Path, server: Server) -> dict[str, Tensor]:
 
     Args:
         path: the file.
-        server: the server.
+        server: the server, which must be on a machine that shares the file's folder.
+
+    Returns:
+        The tensors of the file by name.
 
     Raises:
-        ResourceError: if the file is missing or unreadable, or if the server does not finish it in
-            time.
+        ResourceError: if the file is missing or unreadable, or if the server does not complete it
+            in time.
     """
-    # The server holds its lock until the file is complete. The lock is tried again and again,
-    # because waiting in `flock` could not be ended by a timeout.
+    # The server holds a lock on a second file until this file is complete. The lock is tried again
+    # and again, because a `flock` that waits could not be ended after a timeout.
     try:
         lock = _find_lock(path)
         if lock.exists() and not lock.is_file():  # Opening a pipe would wait for its writer.
-            raise ValueError(f"{lock}, which is no file")
+            raise ValueError(f"{lock} is not a regular file")
         with lock.open() as lock_file:
             deadline = time.monotonic() + server.timeout
             while True:
@@ -562,16 +587,16 @@ def _wait_and_load(path: Path, server: Server) -> dict[str, Tensor]:
                     break  # The file is complete.
                 if server.is_closed or time.monotonic() > deadline:
                     raise ResourceError(
-                        f"{server.address} did not write {path} in {server.timeout:g} s",
-                        next_step=f"look at its log, or raise {server.timeout_key}",
+                        f"{server.address} did not complete {path} in {server.timeout:g} s",
+                        next_step=f"look at the server's log, or raise {server.timeout_key}",
                     )
                 time.sleep(POLL_SECONDS)
             return load_file(path)
     except (OSError, SafetensorError, ValueError) as error:
         raise ResourceError(
             f"{server.address} wrote no hidden states that this machine can read ({error})",
-            next_step="start it with ExampleHiddenStatesConnector and a folder that both"
-            " machines see (docs/data.md)",
+            next_step="start the server with ExampleHiddenStatesConnector and with a folder that"
+            " both machines see (docs/data.md)",
         ) from error
 
 

@@ -233,7 +233,7 @@ def test_a_server_of_something_else_is_one_line(target: FrozenTarget, tmp_path: 
     os.mkfifo(lock)
     with (
         openai_server.running(naming) as server,
-        pytest.raises(ResourceError, match="which is no file"),
+        pytest.raises(ResourceError, match="is not a regular file"),
     ):
         compute_by_servers(target, (1,), [server.address], TIMEOUT)(ROWS[:1])
     with (
@@ -275,7 +275,7 @@ def test_a_file_that_is_never_whole_or_too_short(target: FrozenTarget, tmp_path:
     with openai_server.running(Behaviour(models=("served",), more=written)) as server:
         is_whole = False
         with pytest.raises(
-            ResourceError, match=r"did not write .* in 0.5 s; .* hidden_states\.timeout"
+            ResourceError, match=r"did not complete .* in 0.5 s; .* hidden_states\.timeout"
         ):
             compute_by_servers(target, (1,), [server.address], 0.5)(ROWS[:1])
         is_whole = True

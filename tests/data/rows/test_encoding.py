@@ -215,7 +215,7 @@ def test_masks_of_none_or_all_show_the_rendered_text() -> None:
     tokenizer = tiny_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}")
     with refused("data.source row 1", "a prompt without an answer, 'Hi'"):
         encode(tokenizer, [[{"role": "user", "content": "Hi"}]])
-    with refused("data.source row 2", "2 of 2 tokens from the assistant in 'Hi'"):
+    with refused("data.source row 2", "2 of 2 tokens that carry loss in 'Hi'"):
         encode(tokenizer, ["text", [{"role": "assistant", "content": "Hi"}]])
     with pytest.raises(UserError, match=r"'x{120} … x{120}'"):
         encode(tokenizer, [[{"role": "assistant", "content": "x" * 1000}]])
@@ -299,7 +299,9 @@ def test_a_turn_of_weight_0_is_read_and_not_learned(template: str) -> None:
         assert re.findall(r"\d", "".join(masked(tokenizer, it) for it in documents)) == ["2", "3"]
     assert encode(tokenizer, [row])[-1]["input_ids"] == unweighted[-1]["input_ids"]
     assert sum(encode(tokenizer, [row], "all")[-1]["loss_mask"]) == unweighted[-1]["length"]
-    with refused("data.source row 1", "a conversation without a turn of the assistant to learn"):
+    with refused(
+        "data.source row 1", "a conversation in which no turn of the assistant is to be learned"
+    ):
         encode(tokenizer, [row["messages"][:2]])
 
 
