@@ -279,7 +279,7 @@ def _describe_fastest(best: Entry, remaining: Sequence[Entry], report: Report) -
     unsure = [candidate["name"] for candidate in remaining if not candidate["separable_from_best"]]
 
     # The fastest draft may be slower than plain decoding, whose speedup is 1, or not separable from
-    # it.
+    # it. Without an interval it counts as not separable.
     low, high = row.get("speedup_ci95", (0.0, math.inf))
     if high < 1:
         return (
@@ -321,11 +321,11 @@ def _describe_gap(candidate: Entry, best: Entry) -> Iterator[str]:
     speed = differences["speedup"]
     tokens = select_shown_difference(differences["mean_acceptance_length"])
     cost = select_shown_difference(differences["round_cost"])
-    yields = (
+    tokens_phrase = (
         f"{name} yields {_choose_word(tokens, 'fewer')} tokens per round"
         f" ({_format_against(candidate, best, 'mean_acceptance_length')})"
     )
-    costs = (
+    cost_phrase = (
         f"a round costs {_choose_word(cost, 'less')}"
         f" ({_format_against(candidate, best, 'round_cost', ' plain steps')})"
     )
@@ -336,11 +336,11 @@ def _describe_gap(candidate: Entry, best: Entry) -> Iterator[str]:
         direction = _name_direction(speed["change"])
         yield f"{name} is not separable from {first}: {direction}{_format_range(speed)}."
         if tokens and cost and (tokens > 0) == (cost > 0):
-            yield f"Tokens and cost offset each other: {yields}, and {costs}."
+            yield f"Tokens and cost offset each other: {tokens_phrase}, and {cost_phrase}."
         elif tokens or cost:
             yield (
-                f"It differs in that {yields if tokens else costs}, but that does not show in the"
-                " speed."
+                f"It differs in that {tokens_phrase if tokens else cost_phrase}, but that does not"
+                " show in the speed."
             )
         return
 
@@ -352,7 +352,7 @@ def _describe_gap(candidate: Entry, best: Entry) -> Iterator[str]:
         yield "Neither the tokens per round nor the cost per round explain the difference."
         return
     # Give the numbers of each part that differs significantly.
-    parts = [yields] * bool(tokens) + [costs] * bool(cost)
+    parts = [tokens_phrase] * bool(tokens) + [cost_phrase] * bool(cost)
     yield f"The difference comes mainly from {cause}: {', and '.join(parts)}."
 
 

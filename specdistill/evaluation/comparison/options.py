@@ -44,18 +44,18 @@ class CommonOptions(MeasurementConfig):
     )
     num_speculative_tokens_each: list[AtLeastOne] = option(
         [],
-        "K of each draft, in the order of drafts; []: num_speculative_tokens for all drafts",
+        "K of each draft, in the order of drafts; []: all use num_speculative_tokens",
         condition=CHAINS,
     )
     trees_each: list[TreeConfig | None] = option(
         [],
-        "tree of each draft, in the order of drafts, null for a chain; []: tree for all drafts",
+        "tree of each draft, in the order of drafts, null for a chain; []: all use the key tree",
         condition=CHAINS,
     )
     lookup_first_each: list[LookupFirstConfig | None] = option(
         [],
-        "lookup_first of each draft, in the order of drafts, null for none; []: lookup_first"
-        " for all drafts",
+        "lookup_first of each draft, in the order of drafts, null for none; []: all use"
+        " lookup_first",
         condition=SETTINGS_ARE_PER_DRAFT,
     )
     output_dir: str = option(..., "folder of the comparison and its reports")

@@ -52,7 +52,7 @@ class PublishedFigure(Section):
     num_speculative_tokens: int = option(..., "K, draft tokens per round", ge=1)
     mean_acceptance_length: float = option(..., "1 + accepted / drafts, as vLLM counts", ge=1)
     acceptance_rate_per_position: list[float] = option(
-        [], "K unconditional acceptance rates by position; []: not stated"
+        [], "for each of K positions, share of drafts whose token was accepted; []: not stated"
     )
     num_drafts: int | None = option(None, "rounds in which something was drafted", ge=1)
     num_accepted_tokens: int | None = option(None, "draft tokens that were accepted", ge=0)
@@ -68,16 +68,18 @@ class PublishedFigures(Section):
     target: str = option(..., "Hub id")
     draft: str | None = option(None, "Hub id of the draft that was measured")
     engine: str = option(..., "program that decoded: an engine, or specdistill")
-    suite: str = option(..., "name under eval/suites")
-    category: str = option("all", "category of the suite")
-    num_prompts: int | None = option(None, "prompts that were measured, of the category", ge=1)
+    suite: str = option(..., "suite of prompts: the name of a file in eval/suites")
+    category: str = option("all", "category of the suite; all: the whole suite")
+    num_prompts: int | None = option(None, "number of prompts of the category", ge=1)
     temperature: float | None = option(None, "0 is greedy", ge=0)
     top_p: float | None = option(None, "nucleus sampling; 1: off", gt=0, le=1)
     top_k: int | None = option(None, "0: off", ge=0)
-    max_new_tokens: int | None = option(None, "tokens generated per prompt, at most", ge=1)
-    batch_size: int | None = option(None, "requests in flight", ge=1)
+    max_new_tokens: int | None = option(None, "most tokens generated per prompt", ge=1)
+    batch_size: int | None = option(None, "requests in flight at the same time", ge=1)
     template: dict[str, Any] = option({}, "arguments of the target's chat template")
-    figures: list[PublishedFigure] = option(..., "figures, one for each K", min_length=1)
+    figures: list[PublishedFigure] = option(
+        ..., "published figures, one entry for each K", min_length=1
+    )
 
     def keys(self) -> list[str]:
         """Return the arguments with which `specdistill eval` measures a draft by this protocol.

@@ -76,10 +76,11 @@ class GateOptions(Section):
     """The options of `specdistill gate`."""
 
     report: str = option(..., "report to judge: report.json or its folder")
-    gates: str = option("default", "gate that judges it: a name or a YAML file")
+    gates: str = option("default", "gate with the rules to meet: a name or a YAML file")
     baseline: str | None = like(EvalConfig, "baseline")
     output_dir: str | None = option(
-        None, "folder of the judged report; null: named after the gate, inside the report's folder"
+        None,
+        "folder for the judged report; null: a folder named after the gate, in the report's folder",
     )
 
 
@@ -759,7 +760,8 @@ def _compare_loss(rule: Rule, estimate: Estimate) -> tuple[Verdict, str, float, 
         interval that more prompts would have to move, and the value that it would have to reach.
     """
     # Turn the interval of the change into an interval of the loss, which is positive if the metric
-    # became worse. A value without an interval counts as an interval of length 0.
+    # became worse: `worse` is the sign of such a change. A value without an interval counts as an
+    # interval of length 0.
     threshold = float(rule.threshold)
     low, high = estimate.interval or (estimate.value, estimate.value)
     worse = -1 if METRICS[rule.metric].better == "higher" else 1

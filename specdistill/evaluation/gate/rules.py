@@ -211,5 +211,5 @@ def _check_number(place: str, value: Any, *, share: bool = False) -> None:
     )
     if not is_number or (share and not 0 <= value < 1):
         raise UserError(
-            place, got=repr(value), expected="a share from 0 to below 1" if share else "a number"
+            place, got=repr(value), expected="a number from 0 to below 1" if share else "a number"
         )

@@ -135,6 +135,9 @@ def measure_in_engine(
     """
     config = recipe.eval
     target = recipe.target
+
+    # A server that runs already, or a GGUF file, has a finished model, to which no adapter is
+    # added.
     if target.adapter and (config.server or config.engine == "llama.cpp"):
         raise make_unused_key_error(
             "target.adapter",
@@ -310,7 +313,8 @@ def find_target_file(
     Raises:
         UserError: if there is no such file, or if it has another vocabulary than the target.
     """
-    # Either the recipe names a GGUF file, or the target itself is one.
+    # Either the recipe names a GGUF file, or the target itself is one. `file` is the name of the
+    # file without its folder or repository; None if `name` is no GGUF file.
     name = resolve(config.model, MODEL) if config.model else target.name
     file = split_gguf(name)[1]
     if file is None or (config.model and not Path(name).is_file()):
@@ -444,8 +448,8 @@ def build_engine_report(
     failure = measurement.failure
     has_baseline = measurement.has_baseline
 
-    # Collect the answers of each configuration. Without answers in the main configuration there is
-    # nothing to report, so pass on the error that ended the measurement.
+    # Collect the answers of each configuration (variant). Without answers in the main configuration
+    # there is nothing to report, so pass on the error that ended the measurement.
     answered = {
         variant: _pair_answers(task, measurement.answers, variant, has_baseline)
         for variant in task.configurations

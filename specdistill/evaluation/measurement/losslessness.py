@@ -406,7 +406,7 @@ def _draw_outcomes(
     arm: int,
     title: str,
 ) -> Iterator[list[tuple[int, ...]]]:
-    """Draw two tokens after a prompt many times, and yield all draws whenever there are enough.
+    """Draw two tokens after a prompt many times, and yield the draws at several sample sizes.
 
     Args:
         target: the target that verifies.
@@ -414,12 +414,12 @@ def _draw_outcomes(
         prompt_ids: token ids of the prompt.
         settings: how tokens are sampled.
         rule: the function that verifies draft tokens: it decides which of them are accepted.
-        sizes: numbers of draws, in ascending order. At each of them, all draws so far are yielded.
+        sizes: the numbers of draws, in ascending order, at which all draws so far are yielded.
         arm: 0 for the right rule, 1 for the wrong rule, so that they draw different random numbers.
         title: the title of the progress bar.
 
     Yields:
-        The tokens of each draw: two, or one if the first is a stop token.
+        All draws so far. A draw has two tokens, or one if that is a stop token.
     """
     # The first token comes from the prefill, the second from a round. Only the first draft token,
     # or the first level of a tree, decides the second token. So nothing further is drafted.
@@ -511,11 +511,12 @@ def find_most_telling_prompt(
 ) -> tuple[tuple[int, ...], str]:
     """Find the text after which the sampling test detects a wrong verification rule best.
 
-    The test draws two tokens after a text: the first in the prefill, the second in a round with a
-    draft. It detects the wrong rule best if the wrong rule changes the distribution of the second
-    token much, and the first token is likely. To find such a text, some prompts are decoded. Each
-    round of a completion has a score: the probability of the token before the round, times the
-    change of the distribution of the round's first token. The temperature must be above 0.
+    The wrong rule is `verify_with_wrong_residual`. The test draws two tokens after a text: the
+    first in the prefill, the second in a round with a draft. It detects the wrong rule best if the
+    wrong rule changes the distribution of the second token much, and the first token is likely. To
+    find such a text, some prompts are decoded. Each round of a completion has a score: the
+    probability of the token before the round, times the change of the distribution of the round's
+    first token. The temperature must be above 0.
 
     Returns:
         The token ids of the text, which ends one token before the round with the highest score, and
@@ -527,7 +528,7 @@ def find_most_telling_prompt(
     def verify_and_record(
         proposal: Proposal, probs_NV: Tensor, generator: torch.Generator | None
     ) -> tuple[Sequence[int], int]:
-        """Verify by the right rule, and record how far off the wrong rule would be.
+        """Verify draft tokens by the right rule, and record how much the wrong rule would differ.
 
         Args:
             proposal: the N draft tokens of the round.

@@ -234,8 +234,8 @@ def add_generations(
         generations: the completions of the batch's prompts: by plain decoding, then by each draft,
             then by transformers' `generate()` if it was timed on this batch.
     """
-    # Split the completions by how they were decoded. After those of plain decoding and of the
-    # drafts, one more entry is that of transformers' `generate()`.
+    # Split the completions by how they were decoded. If there is one more entry than for plain
+    # decoding and all drafts, the last entry is that of transformers' `generate()`.
     plain, *drafted = generations
     hf_generate = drafted.pop() if len(drafted) > len(runs) else None
     for offset in range(len(batch.prompts)):
