@@ -467,7 +467,10 @@ def _name_direction(change: float) -> str:
 
 
 def _format_range(difference: Entry) -> str:
-    """Return the interval of a difference as the end of a sentence, e.g. (−3.1% to +0.2%)."""
+    """Return the confidence interval of a difference as text, e.g. ` (−3.1% to +0.2%)`.
+
+    The text is put at the end of a sentence.
+    """
     if difference["ci95"] is None:
         return ", with too few prompts for an interval"
     low, high = difference["ci95"]
@@ -487,5 +490,13 @@ def _format_against(
     *,
     style: Callable[[float | None], str] = format_number,
 ) -> str:
-    """Return a part of a candidate and of the best one as text, e.g. 2.31 against 2.52."""
+    """Return as text a number of a candidate and of the best one, e.g. 2.31 against 2.52.
+
+    Args:
+        candidate: the candidate, as the ranking lists it.
+        best: the first candidate of the ranking.
+        part: the name of the number: a key of PARTS.
+        unit: text after the candidate's number.
+        style: the function that formats a number.
+    """
     return f"{style(candidate['parts'][part])}{unit} against {style(best['parts'][part])}"

@@ -129,7 +129,7 @@ def read_baseline(
         name: a report.json, its folder, or the Hub id of a draft whose repository has a folder
             `report`. None or FIRST_RELEASE for no baseline.
         rules: the rules of the gate. At least one must be about a regression since the baseline.
-        key: the key that errors name.
+        key: the key of the recipe or command, with which error messages begin.
 
     Returns:
         The earlier report and its records; None for no baseline.
@@ -171,7 +171,7 @@ def _fetch_baseline(name: str, key: str) -> Path:
 
     Args:
         name: a report.json, its folder, or a Hub id, org/name or org/name@revision.
-        key: the key that errors name.
+        key: the key of the recipe or command, with which error messages begin.
     """
     if Path(name).exists():
         return Path(name)
@@ -775,9 +775,9 @@ def _compare_loss(rule: Rule, estimate: Estimate) -> tuple[Verdict, str, float, 
     elif least_loss > 0:
         verdict = "failed"
 
-    # More prompts narrow the interval around the value. If the value is an allowed loss, they
-    # decide once the greatest loss is allowed, too. Otherwise they decide once the least loss is
-    # above 0.
+    # If the rule is inconclusive, more prompts would narrow the interval around the value. If the
+    # value is an allowed loss, they decide once the greatest loss is allowed, too. Otherwise they
+    # decide once the least loss is above 0.
     if worse * estimate.value < threshold:
         open_end = worse * greatest_loss
         edge = worse * threshold
@@ -816,8 +816,8 @@ def _compare_bound(rule: Rule, estimate: Estimate) -> tuple[Verdict, str, float,
     elif most < sign * threshold:
         verdict = "failed"
 
-    # More prompts narrow the interval around the value. They decide once the end of the interval
-    # that lies on the other side of the threshold than the value reaches the threshold.
+    # If the rule is inconclusive, the value lies on one side of the threshold, and an end of the
+    # interval on the other. More prompts narrow the interval, until this end reaches the threshold.
     open_end = sign * (least if sign * estimate.value >= sign * threshold else most)
 
     # The reason shows the worse end of the interval. If the rule failed, it shows the better end:

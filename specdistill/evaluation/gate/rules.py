@@ -69,7 +69,7 @@ def load_gate(name: str, key: str = "gate") -> list[Rule]:
     Args:
         name: the name of a gate that comes with the package, or the path of a YAML file. A path
             must end with `.yaml` or `.yml`.
-        key: the key that errors name.
+        key: the key of the recipe or command, with which error messages begin.
 
     Raises:
         UserError: for an unknown gate, key or metric, and for a rule without exactly one

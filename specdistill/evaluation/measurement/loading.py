@@ -122,7 +122,7 @@ def check_processes(recipe: Recipe) -> None:
     if lookup and lookup.method == "suffix":
         refused["eval.lookup_first.method"] = lookup.method
 
-    # Raise an error for the first of these keys.
+    # If there is such a key, raise an error that names the first one.
     for key, value in refused.items():
         raise UserError(
             key,
@@ -281,7 +281,7 @@ def _find_draft_target(draft: str | None, targets: Sequence[TargetFiles]) -> Tar
 def measure_checkpoints(
     recipe: TrainedRecipe, target: FrozenTarget
 ) -> Callable[[Path], float] | None:
-    """Return a function that measures a checkpoint of a draft, with which training picks the best.
+    """Return a function that measures a checkpoint of a draft, so that training keeps the best one.
 
     The function decodes the prompts that the recipe's section `selection` names. It decodes them
     greedily, with all other settings from the section `eval`.

@@ -95,7 +95,7 @@ def connect(
     Args:
         engine: the name of the engine.
         address: the address of the server.
-        key: the recipe key that errors name.
+        key: the recipe key with which error messages begin.
         model_names: the names that the model may have; the last one is a folder or Hub id.
         timeout: the longest wait for an answer, in seconds.
         k: the number of tokens that the server should draft per round. It is taken as the server's
@@ -463,7 +463,7 @@ def measure_started(
 
 
 def _check_drafting(peer: ConnectedServer, served: Served, k: int, log: Path) -> None:
-    """Check that a server uses its draft as the command asked that started it.
+    """Check that a server drafts as its start command says: K tokens, and behind its lookup.
 
     Args:
         peer: the server.
