@@ -62,13 +62,13 @@ def find_candidates(
     lookups: Sequence[LookupFirstConfig | None] = (),
     settings: Sequence[Settings] = (),
 ) -> list[Candidate]:
-    """Locate the drafts of a comparison, and give them unique names.
+    """Locate the drafts to compare, download those on the Hub, and give each a unique name.
 
     Args:
-        entries: folders, Hub ids (org/name or org/name@revision) and methods without weights
-            (`ngram`, `suffix`).
-        lookups: the lookup in front of each draft; () for none. The name of a candidate behind a
-            lookup begins with the lookup's method and `+`.
+        entries: the drafts as the command names them: folders, Hub ids (org/name or
+            org/name@revision), and methods without weights (`ngram`, `suffix`).
+        lookups: the lookup in front of each draft; () for none. If there is one, the draft's name
+            begins with the lookup's method and `+`.
         settings: the settings of each draft; () if all have the same. If a draft occurs again with
             other settings, its name ends with a number.
 
@@ -100,7 +100,8 @@ def find_candidates(
             folder = locate(entry, key=KEY, expected=EXPECTED, names=UNTRAINED_METHODS)
         folders.append(folder)
 
-    # Refuse a draft that occurs twice with the same lookup and settings.
+    # Refuse a draft that occurs twice with the same lookup and settings. Draft folders are compared
+    # by their resolved paths.
     identities = [
         (folder.resolve() if folder else entry, lookup, draft_settings)
         for folder, entry, lookup, draft_settings in zip(
@@ -130,29 +131,32 @@ def find_candidates(
 def _name_candidates(prefixes: Sequence[str], drafts: Sequence[str]) -> list[str]:
     """Give each draft a unique name: a prefix and the end of its path.
 
-    A name has as many parts of the path as it needs to be unique: of runs/a/draft and runs/b/draft,
-    the first is named a-draft. If the same draft occurs again, its name ends with -2. Names become
-    names of folders, so names that differ only in case count as equal.
+    A name has as many parts of the path as it needs to be unique: runs/a/draft and runs/b/draft are
+    named a-draft and b-draft. If the same draft occurs a second time, its name ends with -2. Names
+    become names of folders, so names that differ only in case count as equal.
 
     Args:
-        prefixes: the beginning of each name; empty for none.
+        prefixes: the beginning of each name, e.g. `ngram+`; an empty string for none.
         drafts: the folders, Hub ids and methods that the command names.
 
     Raises:
         UserError: if two drafts have the same name.
     """
-    # List the possible names of each draft, from the shortest to the longest.
+    # List the possible names of each draft, from the shortest to the longest: the last part of its
+    # path, the last two parts, and so on.
     options_each = []
     for prefix, draft in zip(prefixes, drafts, strict=True):
         if Path(draft).is_dir():
             parts = list(Path(draft).resolve().parts[1:])
         else:
-            # A revision may hold slashes, e.g. refs/pr/1.
+            # A Hub id has two parts, org/name. The revision after the name may have slashes, too,
+            # e.g. refs/pr/1.
             parts = [part.replace("/", "-") for part in draft.split("/", 1)]
         depths = range(1, len(parts) + 1)
         options_each.append([f"{prefix}{'-'.join(parts[-depth:])}" for depth in depths])
 
-    # Choose the shortest name that no other draft can have.
+    # Choose the shortest name that is no possible name of another draft. A draft that occurs again
+    # has the same possible names, and gets a number.
     names = []
     for index, options in enumerate(options_each):
         names_of_others = set()
@@ -164,7 +168,7 @@ def _name_candidates(prefixes: Sequence[str], drafts: Sequence[str]) -> list[str
         number = options_each[: index + 1].count(options)
         names.append(f"{name}-{number}" if number > 1 else name)
 
-    # Names may still be equal, e.g. those of two paths that differ only in case.
+    # Refuse names that are still equal, e.g. those of two paths that differ only in case.
     folded = [name.casefold() for name in names]
     for name in names:
         if folded.count(name.casefold()) > 1:
@@ -177,27 +181,30 @@ def _name_candidates(prefixes: Sequence[str], drafts: Sequence[str]) -> list[str
 
 
 def measure_candidates(options: CommonOptions, cache_folder: Path) -> list[Measured]:
-    """Measure the candidates of a comparison together, and build the report of each.
+    """Measure the drafts (candidates) of a comparison together, and build the report of each.
 
-    Every prompt is decoded with each of the drafts and once without, so the times of all drafts are
-    paired with one baseline.
+    Every prompt is decoded with each of the drafts, and also without a draft. So all drafts are
+    compared with the same times of plain decoding.
 
     Args:
-        options: the keys of the command.
+        options: the keys of `specdistill compare`.
         cache_folder: the folder of the cache, from which an interrupted comparison resumes.
 
     Returns:
-        The candidates with their measurements, in the order of `drafts`.
+        The candidates with their reports, in the order of `options.drafts`.
 
     Raises:
-        UserError: if anything is wrong with a candidate, before anything is measured; and in a
-            launch of several processes, because each would measure and write everything.
+        UserError: if anything is wrong with a candidate, before anything is measured; and if
+            several processes were launched, because each would measure and write everything.
     """
     if count_processes() > 1:
         raise UserError(
             "num_processes",
             got=count_processes(),
-            text=f"compare runs in one process, and was started in {count_processes()}.",
+            text=(
+                f"compare runs in one process, but {count_processes()} were started. Run it without"
+                " torchrun or another launcher."
+            ),
         )
 
     # Find the candidates, and the settings and options of each.
@@ -261,22 +268,22 @@ def _measure_together(
     settings: Sequence[Settings],
     cache_folder: Path,
 ) -> list[Measurement]:
-    """Measure drafts that are loaded on the same prompts, against one baseline.
+    """Measure drafts on the same prompts, all against the same runs of plain decoding.
 
     Args:
-        options: the keys of the command.
+        options: the keys of `specdistill compare`.
         suite: the suite that is measured.
         target: the target.
-        candidates: the drafts.
-        proposers: the drafts, loaded.
+        candidates: the drafts: their names, methods and folders.
+        proposers: the same drafts, loaded into memory.
         settings: the settings of each draft.
         cache_folder: the folder of the cache.
 
     Returns:
         The measurement of each draft.
     """
-    # The drafts differ only in K and tree, which plain decoding does not use. So any of their
-    # settings are those of plain decoding.
+    # The settings of the drafts differ only in K and tree, which plain decoding does not use. So
+    # plain decoding may have the settings of any draft, here of the first.
     prompts = tokenize(
         suite,
         target.tokenizer,

@@ -49,15 +49,17 @@ Difference = dict[str, Any]  # the relative change of each part of the speed
 
 
 def _define_cost_metric(*seconds: str, per: str) -> Metric:
-    """Return a metric: a cost per round or per draft token, in steps of plain decoding.
+    """Return a metric for a cost, as a multiple of the time of one step of plain decoding.
 
-    Its value is seconds / count / (seconds of plain decoding / its steps).
+    The cost is the time of one round or of one draft token:
+    (seconds / count) / (seconds of plain decoding / number of its steps).
 
     Args:
-        seconds: the names of the sums of seconds that are added up.
-        per: the name of the count by which the seconds are divided: rounds or draft tokens.
+        seconds: the names of the times that are added up, e.g. `draft_seconds`.
+        per: the name of the count that divides them: `num_rounds` or `num_draft_tokens`.
     """
-    # The last three sums are the count, and the seconds and steps of plain decoding.
+    # The function of the metric gets the sums over prompts in this order: the times, then the count
+    # (totals[-3]), the seconds of plain decoding (totals[-2]) and its steps (totals[-1]).
     return Metric(
         (*seconds, per, "baseline_verify_seconds", "baseline_num_rounds"),
         lambda *totals: sum(totals[:-3]) / totals[-3] / (totals[-2] / totals[-1]),
@@ -106,15 +108,15 @@ class Measured:
 
 
 def compare(candidates: Sequence[Measured], *, seed: int = 0) -> Comparison:
-    """Rank the candidates, and explain why they differ.
+    """Rank the drafts (candidates) of a comparison, and explain why they differ.
 
-    Candidates are ranked by speedup, those that are not lossless last. Every difference is relative
-    to the first candidate of the ranking. A candidate is separable from the first if the interval
-    of the difference in speedup excludes 0.
+    Candidates are ranked by speedup. Those whose outputs are not the target's (not lossless) come
+    last. Each candidate is compared with the best one, the first of the ranking. It is separable
+    from the best one if the confidence interval of their difference in speedup excludes 0.
 
     Args:
         candidates: the candidates, all measured on the same prompts in the same order.
-        seed: the seed of the bootstrap.
+        seed: the seed of the bootstrap, which computes the intervals.
 
     Returns:
         The document comparison.json: the candidates with their reports, the ranking, and the
@@ -128,13 +130,13 @@ def compare(candidates: Sequence[Measured], *, seed: int = 0) -> Comparison:
         "candidates were measured on different prompts"
     )
 
-    # Rank the candidates.
+    # Rank the candidates. The first row of a report is about the whole suite.
     ordered = sorted(
         candidates,
         key=lambda entry: (not is_lossless(entry.report), -entry.report["results"][0]["speedup"]),
     )
 
-    # Compare each of the candidates with the first.
+    # Compare each further candidate with the best one, which has no difference to itself (None).
     sums = [collect_prompt_sums(candidate.records) for candidate in ordered]
     differences = [
         None,
@@ -178,21 +180,23 @@ def compare(candidates: Sequence[Measured], *, seed: int = 0) -> Comparison:
 
 
 def _compute_differences(sums: PromptSums, best: PromptSums, seed: int) -> Difference:
-    """Compare the speedup of a candidate, and each part of it, with the best candidate.
+    """Compare a candidate with the best one: its speedup, and the parts that explain the speedup.
+
+    The parts are numbers such as tokens per round and the cost of a round (PARTS).
 
     Args:
-        sums: the sums of the candidate's prompts.
-        best: the sums of the best candidate's prompts.
+        sums: the counts and seconds of the candidate, for each prompt.
+        best: the counts and seconds of the best candidate, for each prompt.
         seed: the seed of the bootstrap.
 
     Returns:
-        The relative change of each part, with its paired interval. A part is None if one of the two
-        candidates has no value of it.
+        Name -> the relative change from the best candidate to this one, with its confidence
+        interval, paired by prompt. None for a part that one of the two candidates has no value of.
     """
     differences: dict[str, Any] = dict.fromkeys(("speedup", *PARTS))
     for name in differences:
         metric = PARTS.get(name, METRICS["speedup"])
-        # A change from 0 has no relative size.
+        # If the best candidate's value is 0, a relative change is not defined.
         if compute_value(metric, sums) is not None and compute_value(metric, best):
             change, bounds = compute_relative_change(metric, sums, best, seed=seed)
             differences[name] = {"change": change, "ci95": bounds and list(bounds)}
@@ -202,21 +206,21 @@ def _compute_differences(sums: PromptSums, best: PromptSums, seed: int) -> Diffe
 def explain_differences(
     candidates: Sequence[Entry], ranking: Sequence[Entry]
 ) -> Iterator[tuple[str, str]]:
-    """Yield the reasons why candidates differ, in reading order.
+    """Yield sentences that say which candidate is the fastest, and why the others are slower.
 
     Args:
-        candidates: the `candidates` of a comparison.
-        ranking: the `ranking` of a comparison.
+        candidates: the list `candidates` of comparison.json, with the report of each.
+        ranking: the list `ranking` of comparison.json, best first.
 
     Yields:
-        The topic of a reason, and its sentences.
+        The topic of the sentences (`fastest`, `gap`, `cause` or `lossless`), and the sentences.
     """
     # Say which candidate is the fastest.
     by_name = {candidate["name"]: candidate for candidate in candidates}
     best, *remaining = ranking
     yield "fastest", _describe_fastest(best, remaining, by_name[best["name"]]["report"])
 
-    # For every other candidate, say how far it is behind, and at which parts it differs.
+    # For every other candidate, say how far it is behind the best one, and what explains that.
     for candidate in remaining:
         yield "gap", " ".join(_describe_gap(candidate, best))
         detail = " ".join(
@@ -225,7 +229,7 @@ def explain_differences(
         if detail:
             yield "cause", detail
 
-    # Explain the rank of candidates that are not lossless.
+    # Say why candidates that are not lossless have the last ranks.
     for entry in ranking:
         if not entry["lossless"]:
             lossless = by_name[entry["name"]]["report"]["lossless"]
@@ -238,16 +242,23 @@ def explain_differences(
 
 
 def select_shown_difference(difference: Entry | None) -> float:
-    """Return a relative difference, or 0 if the difference is not worth mentioning.
+    """Return a relative difference, or 0 if it is not significant or too small to be mentioned.
 
-    A difference is not mentioned if its interval includes 0, or if it is smaller than MIN_REASON.
+    A difference is not significant if its interval includes 0. It is too small if it is below
+    MIN_REASON.
+
+    Args:
+        difference: the relative change and its interval; None for no difference.
     """
     change = float(difference["change"]) if difference and is_separable(difference) else 0.0
     return change if abs(change) >= MIN_REASON else 0.0
 
 
 def is_separable(difference: Entry | None) -> bool:
-    """Return whether the interval of a difference excludes 0; False without an interval."""
+    """Return whether a difference is significant: whether its confidence interval excludes 0.
+
+    A difference without an interval is not.
+    """
     if difference is None or difference["ci95"] is None:
         return False
     low, high = difference["ci95"]
@@ -255,17 +266,20 @@ def is_separable(difference: Entry | None) -> bool:
 
 
 def _describe_fastest(best: Entry, remaining: Sequence[Entry], report: Report) -> str:
-    """Say which candidate is the fastest, and from which others it is not separable.
+    """Return a sentence that names the fastest candidate, and the candidates that may be as fast.
 
     Args:
         best: the first candidate of the ranking.
-        remaining: the others.
-        report: the report of the first.
+        remaining: the other candidates of the ranking.
+        report: the report of the first candidate.
     """
+    # The first row is about the whole suite. `unsure` are candidates whose difference in speed to
+    # the best one is not significant.
     row = report["results"][0]
     unsure = [candidate["name"] for candidate in remaining if not candidate["separable_from_best"]]
 
-    # The fastest draft may still be slower than plain decoding, or not separable from it.
+    # The fastest draft may be slower than plain decoding, whose speedup is 1, or not separable from
+    # it. Without an interval it counts as not separable.
     low, high = row.get("speedup_ci95", (0.0, math.inf))
     if high < 1:
         return (
@@ -278,7 +292,7 @@ def _describe_fastest(best: Entry, remaining: Sequence[Entry], report: Report) -
         else format_gain(row)
     )
 
-    # Its lead over the other candidates may be significant or not.
+    # Name the candidates, if any, over which the lead of the best one is not significant.
     if not unsure:
         return f"{best['name']} is the fastest: {speed}."
     return (
@@ -288,10 +302,12 @@ def _describe_fastest(best: Entry, remaining: Sequence[Entry], report: Report) -
 
 
 def _describe_gap(candidate: Entry, best: Entry) -> Iterator[str]:
-    """Say how far a candidate is behind, and whether tokens or costs per round explain that.
+    """Say how much slower than the best one a candidate is, and why.
+
+    The reason is either tokens per round (acceptance), or the cost of a round, or both.
 
     Args:
-        candidate: the candidate.
+        candidate: the candidate, as the ranking lists it.
         best: the first candidate of the ranking.
 
     Yields:
@@ -301,29 +317,30 @@ def _describe_gap(candidate: Entry, best: Entry) -> Iterator[str]:
     name = candidate["name"]
     first = best["name"]
 
-    # Phrase the two parts of the gap: tokens per round, and the cost of a round.
+    # Phrase the two possible reasons. Each difference is 0 if it is not significant.
     speed = differences["speedup"]
     tokens = select_shown_difference(differences["mean_acceptance_length"])
     cost = select_shown_difference(differences["round_cost"])
-    yields = (
+    tokens_phrase = (
         f"{name} yields {_choose_word(tokens, 'fewer')} tokens per round"
         f" ({_format_against(candidate, best, 'mean_acceptance_length')})"
     )
-    costs = (
+    cost_phrase = (
         f"a round costs {_choose_word(cost, 'less')}"
         f" ({_format_against(candidate, best, 'round_cost', ' plain steps')})"
     )
 
-    # If the speeds are not separable, say so. The parts may differ nevertheless.
+    # If the difference in speed is not significant, say so. Tokens or costs may differ
+    # nevertheless.
     if not candidate["separable_from_best"]:
         direction = _name_direction(speed["change"])
         yield f"{name} is not separable from {first}: {direction}{_format_range(speed)}."
         if tokens and cost and (tokens > 0) == (cost > 0):
-            yield f"The two offset each other: {yields}, and {costs}."
+            yield f"Tokens and cost offset each other: {tokens_phrase}, and {cost_phrase}."
         elif tokens or cost:
             yield (
-                f"It differs in that {yields if tokens else costs}, but that does not show in the"
-                " speed."
+                f"It differs in that {tokens_phrase if tokens else cost_phrase}, but that does not"
+                " show in the speed."
             )
         return
 
@@ -332,30 +349,31 @@ def _describe_gap(candidate: Entry, best: Entry) -> Iterator[str]:
 
     cause = _find_main_cause(speed["change"], tokens, cost)
     if cause is None:
-        yield "Neither the tokens per round nor the cost per round explain that."
+        yield "Neither the tokens per round nor the cost per round explain the difference."
         return
-    parts = [yields] * bool(tokens) + [costs] * bool(cost)
-    yield f"That comes mainly from {cause}: {', and '.join(parts)}."
+    # Give the numbers of each part that differs significantly.
+    parts = [tokens_phrase] * bool(tokens) + [cost_phrase] * bool(cost)
+    yield f"The difference comes mainly from {cause}: {', and '.join(parts)}."
 
 
 def _find_main_cause(speed: float, tokens: float, cost: float) -> str | None:
-    """Return what explains most of a difference in speed; None if nothing does.
+    """Return whether acceptance, cost or both explain a difference in speed; None if neither does.
 
     Args:
         speed: the relative difference in speed.
         tokens: the relative difference in tokens per round; 0 if it is not significant.
         cost: the relative difference in the cost of a round; 0 if it is not significant.
     """
-    # Speed is tokens / cost, so the logarithms of the changes add up: log(speed) = log(tokens) -
-    # log(cost). A part that works against the difference, e.g. more tokens per round of the slower
-    # candidate, explains nothing of it.
+    # Speed is tokens / cost, so the logarithms of the relative changes add up: log(speed) =
+    # log(tokens) - log(cost). If a part changes in the other direction, e.g. if the slower
+    # candidate has more tokens per round, it explains nothing, and counts as 0.
     sign = -1 if speed < 0 else 1
     from_tokens = max(sign * math.log1p(tokens), 0.0)
     from_cost = max(-sign * math.log1p(cost), 0.0)
     if not (from_tokens or from_cost):
         return None
 
-    # Name the part that explains most of the difference, or both.
+    # Name a part alone only if its share of the difference is large enough.
     share = from_tokens / (from_tokens + from_cost)
     if share >= MAIN_CAUSE_SHARE:
         return "acceptance"
@@ -365,12 +383,20 @@ def _find_main_cause(speed: float, tokens: float, cost: float) -> str | None:
 
 
 def _describe_acceptance(candidate: Entry, best: Entry) -> Iterator[str]:
-    """Say at which positions a candidate accepts more or less, if the tokens per round differ."""
+    """Say where a candidate accepts more or fewer tokens than the best one.
+
+    Args:
+        candidate: the candidate, as the ranking lists it.
+        best: the first candidate of the ranking.
+
+    Yields:
+        Sentences; none if the tokens per round do not differ significantly.
+    """
     differences = candidate["difference_to_best"]
     if not select_shown_difference(differences["mean_acceptance_length"]):
         return
 
-    # Candidates may accept more because they draft more.
+    # A candidate may have more accepted tokens because it drafts more.
     if select_shown_difference(differences["drafted_per_round"]):
         drafted = format_number(candidate["parts"]["drafted_per_round"], 1)
         drafted_by_best = format_number(best["parts"]["drafted_per_round"], 1)
@@ -379,7 +405,8 @@ def _describe_acceptance(candidate: Entry, best: Entry) -> Iterator[str]:
             f" {best['name']} {drafted_by_best}."
         )
 
-    # Tokens at later positions only count if all tokens before them were accepted.
+    # Compare the acceptance rates. A later position is only reached if all draft tokens before it
+    # were accepted.
     places = {
         "first_position_rate": "at the first position",
         "later_position_rate": "at later positions once they are reached",
@@ -391,28 +418,25 @@ def _describe_acceptance(candidate: Entry, best: Entry) -> Iterator[str]:
             rates = _format_against(candidate, best, rate, style=format_percent)
             phrases.append(f"{'more' if change > 0 else 'less'} {place} ({rates})")
     if phrases:
-        yield f"It accepts {' and '.join(phrases)}."
+        yield f"{candidate['name']} accepts {' and '.join(phrases)}."
 
 
 def _describe_cost(candidate: Entry, best: Entry, by_name: Mapping[str, Entry]) -> Iterator[str]:
-    """Say whether drafting or verifying costs more or less, if the costs per round differ.
-
-    If the smaller of the two drafts costs more per draft token, a sentence says that size is not
-    the reason.
+    """Say whether drafting or verifying takes more or less time than with the best candidate.
 
     Args:
-        candidate: the candidate.
+        candidate: the candidate, as the ranking lists it.
         best: the first candidate of the ranking.
-        by_name: the candidates of the comparison.
+        by_name: name -> the candidate with its report.
 
     Yields:
-        Sentences.
+        Sentences; none if the costs of a round do not differ significantly.
     """
     differences = candidate["difference_to_best"]
     if not select_shown_difference(differences["round_cost"]):
         return
 
-    # Find the step that differs: drafting a token, or verifying.
+    # Find out which cost differs: that of drafting a token, or that of verifying.
     step = select_shown_difference(differences["draft_step"])
     verification = select_shown_difference(differences["verification"])
     if step:
@@ -426,7 +450,8 @@ def _describe_cost(candidate: Entry, best: Entry, by_name: Mapping[str, Entry]) 
         )
         size = by_name[candidate["name"]]["report"]["draft"]["parameters"]
         best_size = by_name[best["name"]]["report"]["draft"]["parameters"]
-        # Size cannot be the reason if the smaller draft has the costlier step.
+        # If the smaller of the two drafts costs more per draft token, size is not the reason. This
+        # is so if the difference in parameters and the difference in cost have opposite signs.
         if (size - best_size) * step < 0:
             yield f"Size is not the reason: {size:,} parameters against {best_size:,}."
     if verification:
@@ -442,7 +467,10 @@ def _name_direction(change: float) -> str:
 
 
 def _format_range(difference: Entry) -> str:
-    """Return the interval of a difference as the end of a sentence, e.g. (−3.1% to +0.2%)."""
+    """Return the confidence interval of a difference as text, e.g. ` (−3.1% to +0.2%)`.
+
+    The text is put at the end of a sentence.
+    """
     if difference["ci95"] is None:
         return ", with too few prompts for an interval"
     low, high = difference["ci95"]
@@ -462,5 +490,13 @@ def _format_against(
     *,
     style: Callable[[float | None], str] = format_number,
 ) -> str:
-    """Return a part of a candidate and of the best one as text, e.g. 2.31 against 2.52."""
+    """Return as text a number of a candidate and of the best one, e.g. 2.31 against 2.52.
+
+    Args:
+        candidate: the candidate, as the ranking lists it.
+        best: the first candidate of the ranking.
+        part: the name of the number: a key of PARTS.
+        unit: text after the candidate's number.
+        style: the function that formats a number.
+    """
     return f"{style(candidate['parts'][part])}{unit} against {style(best['parts'][part])}"

@@ -44,18 +44,18 @@ class CommonOptions(MeasurementConfig):
     )
     num_speculative_tokens_each: list[AtLeastOne] = option(
         [],
-        "K of each draft, in the order of drafts; []: num_speculative_tokens for all",
+        "K of each draft, in the order of drafts; []: all use num_speculative_tokens",
         condition=CHAINS,
     )
     trees_each: list[TreeConfig | None] = option(
         [],
-        "tree of each draft, in the order of drafts, null for a chain; []: chains",
+        "tree of each draft, in the order of drafts, null for a chain; []: all use the key tree",
         condition=CHAINS,
     )
     lookup_first_each: list[LookupFirstConfig | None] = option(
         [],
-        "lookup_first of each draft, in the order of drafts, null for none; []: lookup_first"
-        " for all",
+        "lookup_first of each draft, in the order of drafts, null for none; []: all use"
+        " lookup_first",
         condition=SETTINGS_ARE_PER_DRAFT,
     )
     output_dir: str = option(..., "folder of the comparison and its reports")
@@ -71,22 +71,25 @@ CompareOptions: type[CommonOptions] = create_model(
 def list_lookups(
     options: CommonOptions, settings: Sequence[Settings]
 ) -> list[LookupFirstConfig | None]:
-    """Return the lookup in front of each draft, or None for a draft without a lookup.
+    """Return the lookup in front of each draft; None for a draft without a lookup.
+
+    Such a lookup drafts first, and the draft is used if the lookup finds nothing.
 
     Args:
-        options: the keys of the command.
+        options: the keys of `specdistill compare`.
         settings: the settings of each draft (see `list_draft_settings`).
 
     Raises:
         UserError: for a lookup that does not fit its draft's settings.
     """
+    # Each draft has a lookup of its own (lookup_first_each), or all have the same (lookup_first).
     lookups = options.lookup_first_each or [options.lookup_first] * len(settings)
     for lookup, draft_settings in zip(lookups, settings, strict=True):
         if lookup and draft_settings.tree:
             raise UserError(
                 "lookup_first_each",
                 got="a lookup in front of a draft that has a tree in trees_each",
-                expected="the tree in draft_tree of the lookup, and null in trees_each",
+                expected="null in trees_each, and the tree in draft_tree of the lookup",
             )
         if lookup:
             lookup.check(options, draft_settings.num_speculative_tokens)
@@ -94,16 +97,19 @@ def list_lookups(
 
 
 def list_draft_settings(options: CommonOptions, count: int) -> list[Settings]:
-    """Return the settings of each of `count` drafts, which differ only in K or tree.
+    """Return the settings with which each draft is measured.
+
+    The drafts may differ in K, the number of draft tokens per round, and in the tree that they
+    draft. All other settings are the same.
 
     Args:
-        options: the keys of the command.
+        options: the keys of `specdistill compare`.
         count: the number of drafts.
 
     Raises:
         UserError: for a key whose number of values differs from the number of drafts.
     """
-    # A key for each draft must have as many values as there are drafts.
+    # A key with a value for each draft must be empty, or have as many values as there are drafts.
     shared = Settings.from_section(options)
     for key in ("num_speculative_tokens_each", "trees_each", "lookup_first_each"):
         if len(getattr(options, key)) not in (0, count):
@@ -113,7 +119,8 @@ def list_draft_settings(options: CommonOptions, count: int) -> list[Settings]:
                 expected=f"{count}, one for each draft",
             )
 
-    # A draft has the tree and K that its keys name, or else those of all drafts.
+    # Choose the tree of each draft: its own, or the one that all drafts share. With a tree, K is
+    # the depth of the tree.
     trees = [shared.tree] * count
     if options.trees_each:
         trees = [build_tree_shape(tree) if tree else None for tree in options.trees_each]

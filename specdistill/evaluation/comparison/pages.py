@@ -78,8 +78,8 @@ def render_comparison_markdown(comparison: Comparison) -> str:
 
     It has the headline, the tables, and the paragraph that explains the differences.
     """
-    # The same rows are shown in two tables: results first, then the numbers that explain them. A
-    # suite of one category has no table by category.
+    # Each candidate has a row, whose columns are divided over two tables: the results, and the
+    # numbers that explain them. A suite of one category has no table by category.
     categories = format_by_category(comparison)
     ranked = list_rows(comparison)
     sections = [
@@ -99,9 +99,10 @@ def render_comparison_markdown(comparison: Comparison) -> str:
 def render_comparison_html(comparison: Comparison) -> str:
     """Return the text of comparison.html, a self-contained page.
 
-    The template escapes every value, because names of models come from outside.
+    The template escapes every value, because names of models may contain HTML.
     """
-    # Group the candidates by K. The page has a chart of speedups for each K.
+    # Group the candidates by K, their number of draft tokens per round. The page has a chart of
+    # speedups for each K. The first row of a report is about the whole suite.
     ranked = _rank_candidates(comparison)
     lines = list_rows(comparison)
     by_k: dict[int, list[tuple[str, ResultRow]]] = {}
@@ -111,7 +112,8 @@ def render_comparison_html(comparison: Comparison) -> str:
             (candidate["name"], report["results"][0])
         )
 
-    # Fill the template. Its first table has columns of its own for the rank and the name.
+    # Fill the template. It writes the first two columns of its main table, rank and name, itself,
+    # so MAIN[2:] leaves them out.
     return load_template("evaluation/comparison/comparison.html.j2").render(
         title=format_comparison_title(comparison),
         verdict=format_headline(comparison),
@@ -131,10 +133,10 @@ def render_comparison_html(comparison: Comparison) -> str:
 
 
 def format_headline(comparison: Comparison) -> str:
-    """Return a headline: the fastest candidate, or why no candidate can be called the fastest.
+    """Return a headline: which candidate is the fastest, or why none can be called the fastest.
 
-    A candidate is named only if it is lossless, significantly faster than plain decoding, and
-    significantly faster than the other lossless candidates.
+    A candidate is named only if its outputs are the target's (lossless), and if it is significantly
+    faster than plain decoding and than all other lossless candidates.
     """
     # The ranking puts lossless candidates first, so there are none if the first is not lossless.
     best, *remaining = comparison["ranking"]
@@ -157,7 +159,12 @@ def format_headline(comparison: Comparison) -> str:
 
 
 def _format_table(ranked: Sequence[Mapping[str, Cell]], names: Sequence[str]) -> tables.Table:
-    """Return the table with these columns of the rows."""
+    """Return a table with some of the columns of the rows.
+
+    Args:
+        ranked: the row of each candidate, column -> cell, best first.
+        names: the columns that the table has.
+    """
     table_rows = []
     for row in ranked:
         table_rows.append(tuple(row[name] for name in names))
@@ -165,8 +172,9 @@ def _format_table(ranked: Sequence[Mapping[str, Cell]], names: Sequence[str]) ->
 
 
 def print_comparison(comparison: Comparison, folder: Path) -> None:
-    """Print the ranking, the paragraph and the path of the HTML page to stdout."""
-    # Print a table with a line for each candidate. Notes follow below a value, in brackets.
+    """Print the ranking, the reasons for it and the path of the HTML page to stdout."""
+    # Print a table with a line for each candidate. A cell has a value and perhaps notes, such as
+    # its confidence interval. These are printed below the value, in brackets.
     console = Console()
     grid = Table(
         box=box.SIMPLE,
@@ -185,19 +193,20 @@ def print_comparison(comparison: Comparison, folder: Path) -> None:
         grid.add_row(*texts)
     console.print(grid)
 
-    # Long lines are left to the terminal, so that they can be copied as a whole.
+    # Let the terminal wrap long lines (soft_wrap), so that they can be copied without line breaks.
     console.print(Text(format_paragraph(comparison)), soft_wrap=True)
     console.print(Text(f"comparison: {folder / 'comparison.html'}", style="bold"), soft_wrap=True)
 
 
 def format_comparison_title(comparison: Comparison) -> str:
-    """Return the title of the pages: how many drafts, and for which target."""
+    """Return the title of a comparison: how many drafts it compares, and for which target."""
+    # All candidates have the same target.
     target = comparison["candidates"][0]["report"]["target"]["model"]
     return f"{len(comparison['candidates'])} drafts for {target}"
 
 
 def format_shared_settings(comparison: Comparison) -> str:
-    """Return the settings that all candidates share, as text."""
+    """Return as text the settings that are the same for all candidates."""
     return phrases.format_shared_settings(
         *(candidate["report"] for candidate in comparison["candidates"])
     )
@@ -215,7 +224,7 @@ def _rank_candidates(comparison: Comparison) -> list[Entry]:
 
 
 def list_rows(comparison: Comparison) -> list[dict[str, Cell]]:
-    """Return a row for each candidate, best first: column -> cell."""
+    """Return the table row of each candidate, best first: column -> cell."""
     return [
         _format_cells(*pair)
         for pair in zip(comparison["ranking"], _rank_candidates(comparison), strict=True)
@@ -223,16 +232,16 @@ def list_rows(comparison: Comparison) -> list[dict[str, Cell]]:
 
 
 def format_by_category(comparison: Comparison) -> tables.Table | None:
-    """Return a table with a row for the whole suite and one for each category.
+    """Return a table of results by category: a row for each category, a column for each candidate.
 
-    A cell has the speedup and the acceptance length of a candidate. The table has columns for the
-    first MAX_CANDIDATES_BY_CATEGORY candidates.
+    A cell has the speedup and the acceptance length of a candidate. Only the best
+    MAX_CANDIDATES_BY_CATEGORY candidates have a column. The first row is about the whole suite.
 
     Returns:
         The table; None for a suite of one category.
     """
-    # Each candidate has a row for the whole suite, then one for each category. A suite of one
-    # category has two.
+    # The report of each candidate has a row for the whole suite, then one for each category. A
+    # suite of one category has two rows, which would be equal.
     rows_by_candidate = [
         tables.select_main_rows(candidate["report"])
         for candidate in _rank_candidates(comparison)[:MAX_CANDIDATES_BY_CATEGORY]
@@ -251,7 +260,7 @@ def format_by_category(comparison: Comparison) -> tables.Table | None:
 
 
 def _format_speedup_and_length(row: ResultRow) -> Cell:
-    """Return a cell with the speedup and the acceptance length of a row, with their intervals."""
+    """Return the table cell for a report's row: speedup and acceptance length, with intervals."""
     length = format_number(row.get("mean_acceptance_length"))
     interval = format_bracketed_interval(row, "mean_acceptance_length")
     return join_cell(
@@ -262,14 +271,14 @@ def _format_speedup_and_length(row: ResultRow) -> Cell:
 
 
 def _format_cells(entry: Entry, candidate: Entry) -> dict[str, Cell]:
-    """Return the row of a candidate: column -> cell.
+    """Return the table row of a candidate: column -> cell.
 
     Args:
         entry: the candidate's entry in the ranking.
         candidate: the candidate, with its report.
     """
-    # Numbers come from the report's first row, which is the whole suite, from its cost model
-    # (theory), and from the ranking. A method without weights has no training.
+    # The numbers come from the report's first row, which is about the whole suite, from the cost
+    # model in the report (theory), and from the ranking. A method without weights has no training.
     report = candidate["report"]
     training = candidate["training"]
     row = report["results"][0]
@@ -302,7 +311,11 @@ def _format_cells(entry: Entry, candidate: Entry) -> dict[str, Cell]:
 
 
 def _format_difference_to_best(entry: Entry) -> Cell:
-    """Return a cell with the difference in speed between a candidate and the best one."""
+    """Return the table cell with the difference in speed between a candidate and the best one.
+
+    Args:
+        entry: the candidate's entry in the ranking.
+    """
     if entry["rank"] == 1:
         return ("best",)
     difference = entry["difference_to_best"]["speedup"]

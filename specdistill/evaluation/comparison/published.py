@@ -52,7 +52,7 @@ class PublishedFigure(Section):
     num_speculative_tokens: int = option(..., "K, draft tokens per round", ge=1)
     mean_acceptance_length: float = option(..., "1 + accepted / drafts, as vLLM counts", ge=1)
     acceptance_rate_per_position: list[float] = option(
-        [], "K unconditional acceptance rates by position; []: not stated"
+        [], "for each of K positions, share of drafts whose token was accepted; []: not stated"
     )
     num_drafts: int | None = option(None, "rounds in which something was drafted", ge=1)
     num_accepted_tokens: int | None = option(None, "draft tokens that were accepted", ge=0)
@@ -68,23 +68,27 @@ class PublishedFigures(Section):
     target: str = option(..., "Hub id")
     draft: str | None = option(None, "Hub id of the draft that was measured")
     engine: str = option(..., "program that decoded: an engine, or specdistill")
-    suite: str = option(..., "name under eval/suites")
-    category: str = option("all", "category of the suite")
-    num_prompts: int | None = option(None, "prompts that were measured, of the category", ge=1)
+    suite: str = option(..., "suite of prompts: the name of a file in eval/suites")
+    category: str = option("all", "category of the suite; all: the whole suite")
+    num_prompts: int | None = option(None, "number of prompts of the category", ge=1)
     temperature: float | None = option(None, "0 is greedy", ge=0)
     top_p: float | None = option(None, "nucleus sampling; 1: off", gt=0, le=1)
     top_k: int | None = option(None, "0: off", ge=0)
-    max_new_tokens: int | None = option(None, "tokens generated per prompt, at most", ge=1)
-    batch_size: int | None = option(None, "requests in flight", ge=1)
+    max_new_tokens: int | None = option(None, "most tokens generated per prompt", ge=1)
+    batch_size: int | None = option(None, "requests in flight at the same time", ge=1)
     template: dict[str, Any] = option({}, "arguments of the target's chat template")
-    figures: list[PublishedFigure] = option(..., "figures, one for each K", min_length=1)
+    figures: list[PublishedFigure] = option(
+        ..., "published figures, one entry for each K", min_length=1
+    )
 
     def keys(self) -> list[str]:
         """Return the arguments with which `specdistill eval` measures a draft by this protocol.
 
-        If the figures are of one category, the whole suite is measured, which includes it.
+        The protocol is how the published figures were measured: suite, temperature and so on. If
+        the figures are about one category, the whole suite is measured, which includes it.
         """
-        # Set every part of the protocol that the source states, and the first K.
+        # Set every part of the protocol that the source states. The first K is measured in the main
+        # configuration.
         first, *remaining = (figure.num_speculative_tokens for figure in self.figures)
         keys = {
             key: getattr(self, name)
@@ -97,8 +101,8 @@ class PublishedFigures(Section):
         if remaining:
             keys["eval.sweep.num_speculative_tokens"] = ",".join(map(str, remaining))
 
-        # The published number of prompts is that of the category, so it is not set for a whole
-        # suite. This process measures if no engine is named.
+        # The published number of prompts is that of the category, so it is not set for the whole
+        # suite. Without the key eval.engine, the draft is measured in this process.
         if self.category != "all":
             keys.pop("eval.num_prompts", None)
         if self.engine == OWN_ENGINE:
@@ -135,12 +139,14 @@ def load_published(name: str) -> PublishedFigures:
 def compare_published(
     arguments: Sequence[str], measure: Callable[[list[str]], tuple[Report, Path]]
 ) -> int:
-    """Run `specdistill compare published=…`: compare a draft with figures, and print the result.
+    """Run `specdistill compare published=…`: compare a draft with published figures.
+
+    The result is printed to stdout.
 
     Args:
         arguments: the arguments of the command. They name a report, or a draft to measure now.
-        measure: a function that measures a draft: arguments of `specdistill eval` -> the report and
-            its folder.
+        measure: a function that measures a draft. It takes arguments of `specdistill eval`, and
+            returns the report and its folder.
 
     Returns:
         The exit code.
@@ -152,22 +158,22 @@ def compare_published(
     options, eval_arguments = load_own_keys(PublishedOptions, arguments)
     published = load_published(options.published)
 
-    # Either a report is compared as it is, or the remaining arguments say what to measure now.
+    # Arguments of `specdistill eval` say what to measure now. They exclude an existing report.
     draft_argument = [f"draft={options.draft}"] if options.draft else []
     keys = select_recipe_keys([*eval_arguments, *draft_argument], SHORTHANDS)
     if options.report is not None and keys:
         raise UserError(
             "report",
             got=f"{options.report}, and {keys[0]}",
-            expected="either a report, or a draft to measure now",
+            expected="either a report, or the keys of a draft to measure now",
         )
     if options.report is None and not keys:
         raise UserError(
             "report",
             got="nothing",
             expected=(
-                "a report.json, or a draft, e.g. method=eagle3 draft=path/to/draft, measured with"
-                f" {' '.join(published.keys())}"
+                "a report.json, or a draft to measure now, e.g. method=eagle3 draft=path/to/draft."
+                f" It is measured with {' '.join(published.keys())}"
             ),
         )
 
@@ -179,7 +185,8 @@ def compare_published(
         report = read_document(Path(options.report))
         folder = Path(options.report)
 
-    # Pair the rows of the report with the figures, and print them, for programs too.
+    # Pair the rows of the report with the figures of the same K. Print them as a table, and as JSON
+    # for programs.
     pairs = match_figures(published, report, f"{folder}")
     _print_pairs(pairs)
     _print_source(published)
@@ -192,7 +199,11 @@ def compare_published(
 
 
 def _print_pairs(pairs: Sequence[tuple[PublishedFigure, ResultRow]]) -> None:
-    """Print a table of published figures and what was measured at the same K."""
+    """Print a table with each published figure next to what was measured at the same K.
+
+    Args:
+        pairs: a published figure, and the row of the report with the same K.
+    """
     head = (
         "K",
         "published",
@@ -202,7 +213,7 @@ def _print_pairs(pairs: Sequence[tuple[PublishedFigure, ResultRow]]) -> None:
         "the report is",
     )
 
-    # Intervals are those of the report. The published figures have none.
+    # Measured values have a confidence interval. Published figures have none.
     table_rows = []
     for figure, row in pairs:
         measured = format_number(row["acceptance_length_vllm"])
@@ -221,9 +232,13 @@ def _print_pairs(pairs: Sequence[tuple[PublishedFigure, ResultRow]]) -> None:
 
 
 def _print_source(published: PublishedFigures) -> None:
-    """Print where the figures are from, and which parts of the protocol could not be compared."""
+    """Print where the published figures are from, and which settings could not be compared.
+
+    A setting cannot be compared if the source of the figures, or a report, does not state it.
+    """
     print(
-        f"\nAcceptance lengths are 1 + accepted / drafts, as vLLM counts them. {published.source}"
+        "\nAcceptance lengths are 1 + accepted / drafts, as vLLM counts them. Published in:"
+        f" {published.source}"
     )
     unstated = ", ".join(name for name in PROTOCOL if getattr(published, name) is None)
     if unstated:
@@ -238,7 +253,9 @@ def _print_source(published: PublishedFigures) -> None:
 def match_figures(
     published: PublishedFigures, report: Report, name: str
 ) -> list[tuple[PublishedFigure, ResultRow]]:
-    """Pair published figures with the rows of a report that were measured with the same protocol.
+    """Pair published figures with the rows of a report that were measured in the same way.
+
+    That is, with the same protocol: target, suite, temperature and other settings, and the same K.
 
     Args:
         published: the published figures.
@@ -251,7 +268,8 @@ def match_figures(
     Raises:
         UserError: for a report without such a row. The error says what differs.
     """
-    # Select the rows of the published category. Prompts that were cut to a length do not count.
+    # Select the rows of the published category. Rows about prompts that were cut to a certain
+    # length (context_bucket) do not count.
     figures = {figure.num_speculative_tokens: figure for figure in published.figures}
     rows = [
         row
@@ -266,7 +284,7 @@ def match_figures(
             expected=f"category {published.category}",
         )
 
-    # Find how each row differs from the protocol.
+    # List for each row how it differs from the published protocol.
     differing = [list_differences(published, report, row) for row in rows]
 
     # If every row differs, the error shows the row with the fewest differences.
@@ -287,11 +305,16 @@ def match_figures(
 def compare_with_figure(
     row: ResultRow, figure: PublishedFigure
 ) -> Literal["above", "below", "not separable"]:
-    """Return whether the report's acceptance length lies above or below the published figure.
+    """Return whether a measured acceptance length is above or below the published figure.
 
-    The whole interval of the report must lie on one side of the figure, which is taken as exact. A
-    row without an interval is not separable from the figure.
+    The whole confidence interval must lie on one side of the figure, which is taken as exact. A row
+    without an interval is not separable from the figure.
+
+    Args:
+        row: the row of the report with the measured acceptance length.
+        figure: the published figure at the same K.
     """
+    # Without an interval, take the figure itself for both ends: the result is `not separable`.
     published_length = figure.mean_acceptance_length
     low, high = row.get("acceptance_length_vllm_ci95") or (published_length, published_length)
     if low > published_length:
@@ -304,7 +327,9 @@ def compare_with_figure(
 def list_differences(
     published: PublishedFigures, report: Report, row: ResultRow
 ) -> dict[str, tuple[object, object]]:
-    """Return in which parts the protocol of a report's row differs from the published one.
+    """List how the protocol of a report's row differs from that of the published figures.
+
+    The protocol is how the figures were measured: target, suite, temperature and other settings.
 
     Args:
         published: the published figures.
@@ -312,9 +337,9 @@ def list_differences(
         row: a row of its results.
 
     Returns:
-        Part of the protocol -> the value of the row, and the published value.
+        Part of the protocol -> the row's value and the published value. Empty if all are equal.
     """
-    # Find the row's own protocol, and pair it with the published one as far as that is stated.
+    # Pair the row's values with the published ones, as far as the source states them.
     settings = report["settings"]
     measured = {
         "target": report["target"]["model"],
@@ -328,7 +353,7 @@ def list_differences(
         if getattr(published, name) is not None
     }
 
-    # Published figures are of chains, at some values of K.
+    # Published figures are about drafts that are chains of K tokens, at some values of K.
     drafting = lookup_first(settings) or describe_tree(row["tree"]) or CHAIN_TEXT
     compared["drafting"] = (drafting, CHAIN_TEXT)
     ks = [figure.num_speculative_tokens for figure in published.figures]

@@ -76,10 +76,11 @@ class GateOptions(Section):
     """The options of `specdistill gate`."""
 
     report: str = option(..., "report to judge: report.json or its folder")
-    gates: str = option("default", "gate that judges it: a name or a YAML file")
+    gates: str = option("default", "gate with the rules to meet: a name or a YAML file")
     baseline: str | None = like(EvalConfig, "baseline")
     output_dir: str | None = option(
-        None, "folder of the judged report; null: named after the gate, inside the report's folder"
+        None,
+        "folder for the judged report; null: a folder named after the gate, in the report's folder",
     )
 
 
@@ -92,10 +93,11 @@ class Evidence:
 
     @property
     def is_edited(self) -> bool:
-        """Whether the report or its records were changed after the report was written.
+        """Whether somebody changed the report or its records after the report was written.
 
-        A hash of both, the digest, is written into the report. A report that is still being built
-        has no digest, and counts as unchanged.
+        When a report is written, it gets a hash of itself and its records, the digest. Here the
+        hash is computed again and compared. A report without a digest is still being built, and
+        counts as unchanged.
         """
         digest = self.report.get("digest")
         return digest is not None and digest != compute_digest(self.report, self.records)
@@ -121,16 +123,16 @@ class Estimate:
 def read_baseline(
     name: str | None, rules: Sequence[Rule], key: str = "baseline"
 ) -> Evidence | None:
-    """Read the report that a draft is compared with, and its records.
+    """Read the baseline: an earlier report, with which a new report is compared.
 
     Args:
         name: a report.json, its folder, or the Hub id of a draft whose repository has a folder
             `report`. None or FIRST_RELEASE for no baseline.
-        rules: the rules of the gate.
-        key: the key that errors name.
+        rules: the rules of the gate. At least one must be about a regression since the baseline.
+        key: the key of the recipe or command, with which error messages begin.
 
     Returns:
-        The evidence of the baseline; None for no baseline.
+        The earlier report and its records; None for no baseline.
 
     Raises:
         UserError: if no rule would use the baseline, if there is no report, and if the report was
@@ -140,7 +142,7 @@ def read_baseline(
     if name is None:
         return None
 
-    # A baseline without a rule that uses it is probably a mistake in the command.
+    # If no rule uses the baseline, the command is probably a mistake.
     if not any(rule.requirement == "max_regression" for rule in rules):
         raise UserError(
             key,
@@ -165,11 +167,17 @@ def read_baseline(
 
 
 def _fetch_baseline(name: str, key: str) -> Path:
-    """Return the folder or file of a baseline, which is fetched if it is in a Hub repository."""
+    """Return the local folder or file of a baseline; download it if it is on the Hub.
+
+    Args:
+        name: a report.json, its folder, or a Hub id, org/name or org/name@revision.
+        key: the key of the recipe or command, with which error messages begin.
+    """
     if Path(name).exists():
         return Path(name)
 
-    # What looks like a path, and not like org/name, is a file that does not exist.
+    # Otherwise it must be a Hub id: org/name. A name that looks like a path is that of a file that
+    # does not exist.
     repository, revision = split_revision(name)
     if (
         repository.startswith((".", "/", "~"))
@@ -193,19 +201,23 @@ def judge(
     *,
     first_release: bool = False,
 ) -> Report:
-    """Return the report with the decision of a gate and, with a baseline, the changes since then.
+    """Judge a report by the rules of a gate, and return a copy of it with the verdict.
+
+    The verdict is in the section `gate`. With a baseline, the section `baseline` has the changes
+    since that earlier report.
 
     Args:
         rules: the rules of the gate.
         evidence: the report and its records.
-        baseline: the report to compare with, if there is one.
+        baseline: the earlier report to compare with, and its records; None if there is none.
         first_release: whether this draft has no earlier release. Rules about regressions are then
             left out.
 
     Raises:
-        UserError: if a `max_regression` rule meets a baseline that measured something else.
+        UserError: if a rule about a regression is applied, and the baseline measured other prompts,
+            settings or another target.
     """
-    # Copy the report, without the changes since another baseline.
+    # Copy the report. It may have been judged before, with changes since another baseline.
     report: Report = {**evidence.report}
     report.pop("baseline", None)
     if baseline is not None:
@@ -215,15 +227,15 @@ def judge(
 
 
 def judge_again(options: GateOptions) -> Report:
-    """Judge a report that exists already by a gate, and write the judged report.
+    """Run `specdistill gate`: judge an existing report by a gate, and write the judged report.
 
-    It is written to `output_dir` or, without that option, to a folder named after the gate inside
-    the folder of the report.
+    It is written to `output_dir`. Without this option it is written to a folder that is named after
+    the gate, inside the folder of the original report.
 
     Returns:
         The report with the verdict.
     """
-    # Choose the folder of the judged report. The original report is never overwritten.
+    # Choose the folder of the judged report, so that the original report is never overwritten.
     rules = load_gate(options.gates, "gates")
     report = Path(options.report)
     baseline = options.baseline
@@ -237,7 +249,8 @@ def judge_again(options: GateOptions) -> Report:
         )
     check_replaceable(folder, "output_dir")
 
-    # Read the report. Without a digest it would be unknown whether it was edited.
+    # Read the report. A report without a digest (a hash of itself) is refused, because nobody can
+    # tell whether it was edited.
     evidence = Evidence(*read_report(report))
     if "digest" not in evidence.report:
         raise UserError(
@@ -261,19 +274,23 @@ def decide(
     *,
     first_release: bool = False,
 ) -> GateDocument:
-    """Decide every rule of a gate and the gate as a whole, as the report's section `gate`.
+    """Decide whether a report passes a gate: each of its rules, and the gate as a whole.
 
-    Two failed rules may be added: `incomplete` to the report of a run that was cut short, and
-    `digest` to a report that was edited.
+    If the measurement was cut short, or if the report was edited, the gate fails whatever its rules
+    say: a rule `incomplete` or `digest` is added, which has failed.
 
     Args:
         rules: the rules of the gate.
         evidence: the report and its records.
-        baseline: the report to compare with; None if there is none.
+        baseline: the earlier report to compare with, and its records; None if there is none.
         first_release: whether rules about regressions are left out.
 
+    Returns:
+        The section `gate` of report.json.
+
     Raises:
-        UserError: if a `max_regression` rule meets a baseline that measured something else.
+        UserError: if a rule about a regression is applied, and the baseline measured other prompts,
+            settings or another target.
     """
     # Decide each rule. A first release has no baseline, so rules about regressions do not apply.
     applicable_rules = [
@@ -302,7 +319,7 @@ def decide(
             ),
         )
 
-    # Decide the gate by its worst verdict. Rules that only warn do not count.
+    # The gate has the worst verdict of its rules. Rules that only warn do not count.
     verdicts = {result["verdict"] for result in results if result["severity"] != "warn"}
     verdict: Verdict = "passed"
     if "failed" in verdicts:
@@ -318,15 +335,20 @@ def decide(
 
 
 def _decide_rule(rule: Rule, estimate: Estimate) -> RuleDocument:
-    """Decide a rule by the estimate of its metric, as an entry of the report's section `gate`."""
-    # Missing evidence fails.
+    """Decide whether a rule is met, and return its entry for the report's section `gate`.
+
+    Args:
+        rule: the rule.
+        estimate: the value of the rule's metric with its interval, or the reason why it is missing.
+    """
+    # Without evidence the rule fails. Otherwise the value is compared with the rule's threshold.
     verdict, reason, needed = (
         ("failed", f"no evidence: {estimate.reason}", None)
         if estimate.reason
         else compare_with_threshold(rule, estimate)
     )
 
-    # The report states intervals at the default confidence only.
+    # Describe the decision. The key `ci95` is for intervals at the default confidence, 95 %, only.
     return {
         "metric": rule.metric,
         "scope": dict(rule.scope),
@@ -347,10 +369,13 @@ def _decide_rule(rule: Rule, estimate: Estimate) -> RuleDocument:
 
 
 def estimate(rule: Rule, evidence: Evidence, baseline: Evidence | None) -> Estimate:
-    """Find the value of a rule's metric, with its interval, in the evidence.
+    """Find the value of a rule's metric in a report, with its confidence interval.
 
-    The metric is a change since the baseline, a field of a result row, or another number of the
-    report.
+    Args:
+        rule: the rule. Its metric is either a change since the baseline, a field of a result row,
+            or another number of the report.
+        evidence: the report and its records.
+        baseline: the earlier report to compare with, and its records; None if there is none.
     """
     if rule.requirement == "max_regression":
         return estimate_regression(rule, evidence, baseline)
@@ -360,10 +385,13 @@ def estimate(rule: Rule, evidence: Evidence, baseline: Evidence | None) -> Estim
 
 
 def find_row(report: Report, scope: Mapping[str, object]) -> ResultRow | None:
-    """Return the first result row whose keys have the values of a scope, or None.
+    """Return the result row of a report that a scope selects; None if there is none.
 
-    If the scope names no category, the row is that of the whole suite. If it names no context
-    bucket, the row is that of prompts that were not cut to a length.
+    Args:
+        report: the report.
+        scope: key -> the value that the row must have. Without the key `category`, the row must be
+            about the whole suite; without `context_bucket`, about prompts that were not cut to a
+            certain length. If several rows match, the first is returned.
     """
     filters = {"category": "all", "context_bucket": "all", **scope}
     rows: list[ResultRow] = report["results"]
@@ -374,8 +402,16 @@ def find_row(report: Report, scope: Mapping[str, object]) -> ResultRow | None:
 
 
 def _estimate_row_metric(rule: Rule, evidence: Evidence) -> Estimate:
-    """Find the value and the interval of a metric that is a field of a result row."""
-    # Without the row, or without the number in it, evidence is missing.
+    """Find the value and the confidence interval of a metric that is a field of a result row.
+
+    Args:
+        rule: the rule, whose scope selects the row.
+        evidence: the report and its records.
+
+    Returns:
+        The value with its interval, or the reason why one of them is missing.
+    """
+    # If the report lacks the row, or the row lacks the number, evidence is missing.
     row = find_row(evidence.report, rule.scope)
     if row is None:
         return Estimate(reason=f"the report has no row for {_format_scope(rule)}")
@@ -383,12 +419,13 @@ def _estimate_row_metric(rule: Rule, evidence: Evidence) -> Estimate:
         return Estimate(reason=row["not_measured"].get(rule.metric, "it was not measured"))
     value = row[rule.metric]
 
-    # With confidence 0, the number itself is compared.
+    # With confidence 0, the number itself is compared, so no interval is needed.
     if rule.confidence == 0:
         return Estimate(value)
 
-    # The report has the interval at the default confidence. A field that is no metric of prompts
-    # has no interval at another confidence.
+    # Take the interval from the report if the rule asks for the default confidence, at which
+    # reports state intervals. Also do so if the metric cannot be computed from the records of
+    # prompts.
     if rule.metric not in METRICS or rule.confidence == DEFAULT_CONFIDENCE:
         ci95 = row.get(f"{rule.metric}_ci95")
         missing_reason = row["not_measured"].get(f"{rule.metric}_ci95")
@@ -399,7 +436,7 @@ def _estimate_row_metric(rule: Rule, evidence: Evidence) -> Estimate:
             row["num_prompts"],
         )
 
-    # At another confidence, compute the interval from the records of the row.
+    # Otherwise compute the interval at the rule's confidence from the records of the row.
     records = select_records(row, evidence.records)
     seed = evidence.report["settings"]["seed"]
     if not records:
@@ -413,7 +450,16 @@ def _estimate_row_metric(rule: Rule, evidence: Evidence) -> Estimate:
 
 
 def _estimate_document_metric(rule: Rule, report: Report) -> Estimate:
-    """Find a number of the report outside its result rows, by its dotted path."""
+    """Find a number of the report outside its result rows, with its confidence interval.
+
+    Args:
+        rule: the rule. Its metric is a dotted path into report.json, such as
+            `lossless.unexplained_divergences`.
+        report: the report.
+
+    Returns:
+        The value with its interval, if it has one; or the reason why evidence is missing.
+    """
     # Follow the path through the sections. A section that is absent counts as empty.
     *path, name = rule.metric.split(".")
     section: Mapping[str, Any] = report
@@ -422,14 +468,16 @@ def _estimate_document_metric(rule: Rule, report: Report) -> Estimate:
     value = section.get(name)
     ci95 = section.get(f"{name}_ci95")
 
-    # If the number is absent, the reason is stated for its path, or for a section that holds it.
+    # If the number is absent, the report states the reason for its path, or for a section around
+    # it.
     if value is None:
         for missing_path, reason in report["not_measured"].items():
             if rule.metric.startswith(missing_path):
                 return Estimate(reason=reason)
         return Estimate(reason="it was not measured")
 
-    # There are no records to compute the interval from at another confidence.
+    # A number without an interval, or with confidence 0, is compared itself. An interval at another
+    # confidence than that of the report is unknown: there are no records to compute it from.
     if ci95 is None or rule.confidence == 0:
         return Estimate(value)
     if rule.confidence != DEFAULT_CONFIDENCE:
@@ -440,19 +488,28 @@ def _estimate_document_metric(rule: Rule, report: Report) -> Estimate:
 
 
 def estimate_regression(rule: Rule, evidence: Evidence, baseline: Evidence | None) -> Estimate:
-    """Estimate the relative change of a metric since the baseline, paired by prompt.
+    """Estimate how much a metric has changed since an earlier report, the baseline.
 
-    The change is metric / baseline's metric - 1.
+    The relative change is new value / old value - 1. Its confidence interval is paired by prompt.
+
+    Args:
+        rule: the rule, with the metric and the scope that selects a result row in both reports.
+        evidence: the report and its records.
+        baseline: the baseline's report and its records; None if there is none.
+
+    Returns:
+        The change with its interval, or the reason why it cannot be computed.
 
     Raises:
-        UserError: if the two reports did not measure the same.
+        UserError: if the two reports measured other prompts or settings, or another target.
     """
     if baseline is None:
         return Estimate(
             reason=f"no baseline report was given (baseline={FIRST_RELEASE} for a first release)"
         )
 
-    # Find the row in both reports. Both runs must be complete, and both rows must have the metric.
+    # Find the row in both reports. Both measurements must be complete, and both rows must have the
+    # metric.
     rows = []
     for name, run, side in (
         ("the report", "the run", evidence),
@@ -463,7 +520,7 @@ def estimate_regression(rule: Rule, evidence: Evidence, baseline: Evidence | Non
             return Estimate(reason=f"{run} was cut short")
         if row is None:
             return Estimate(reason=f"{name} has no row for {_format_scope(rule)}")
-        # A change from 0 has no relative size, so 0 counts as absent.
+        # A relative change from 0 is not defined, so 0 counts as absent.
         if not row.get(rule.metric):
             missing_reason = row["not_measured"].get(
                 rule.metric, f"it is {row.get(rule.metric, 'absent')}"
@@ -471,7 +528,8 @@ def estimate_regression(rule: Rule, evidence: Evidence, baseline: Evidence | Non
             return Estimate(reason=f"not measured in {name}: {missing_reason}")
         rows.append(row)
 
-    # Refuse to compare times of different machines or engines: they say nothing about the draft.
+    # Do not compare times of different machines or engines: their difference does not come from the
+    # draft. A place is a machine and an engine.
     metric = METRICS[rule.metric]
     place = _describe_place(evidence.report)
     old_place = _describe_place(baseline.report)
@@ -498,7 +556,10 @@ def estimate_regression(rule: Rule, evidence: Evidence, baseline: Evidence | Non
 
 
 def _describe_place(report: Report) -> str:
-    """Return where a report was measured: the machine, and the engine or specdistill."""
+    """Return where a report was measured, as text: the machine and the engine.
+
+    Without an engine, specdistill itself has decoded.
+    """
     engine = report.get("engine", {}).get("name", "specdistill")
     return f"{report['hardware']['name']} by {engine}"
 
@@ -506,7 +567,7 @@ def _describe_place(report: Report) -> str:
 def _pair_records(
     row: ResultRow, old_row: ResultRow, evidence: Evidence, baseline: Evidence
 ) -> tuple[list[PromptRecord], list[PromptRecord]]:
-    """Return the records of a row and of the baseline's row, in the same order of prompts.
+    """Return the records of the same prompts from two reports, in the same order.
 
     Args:
         row: a result row of the report.
@@ -515,12 +576,14 @@ def _pair_records(
         baseline: the baseline's report and its records.
 
     Raises:
-        UserError: if the two rows did not measure the same, with the first difference.
+        UserError: if the two rows have other prompts, other settings or another target. The error
+            names the first difference.
     """
     _check_same_weights(evidence.report, baseline.report)
     _check_same_settings(row, old_row, evidence.report, baseline.report)
 
-    # Check that both measured the same prompts. The error shows the first ids that only one has.
+    # Check that both measured the same prompts. The error shows the first ids of prompts that are
+    # in one report only.
     new = {record.id: record for record in select_records(row, evidence.records)}
     old = {record.id: record for record in select_records(old_row, baseline.records)}
     differences = []
@@ -535,13 +598,17 @@ def _pair_records(
         raise UserError(
             "baseline",
             got=f"other prompts: {'; '.join(differences)}",
-            expected="a report of the same prompts",
+            expected="a report on the same prompts",
         )
     return list(new.values()), [old[id] for id in new]
 
 
 def _check_same_weights(report: Report, old: Report) -> None:
-    """Check that both reports' targets have the same weights, if both reports state them.
+    """Check that two reports measured targets with the same weights, if both state their hashes.
+
+    Args:
+        report: the report.
+        old: the report of the baseline.
 
     Raises:
         UserError: if the weights differ.
@@ -559,12 +626,19 @@ def _check_same_weights(report: Report, old: Report) -> None:
 
 
 def _check_same_settings(row: ResultRow, old_row: ResultRow, report: Report, old: Report) -> None:
-    """Check that two rows measured the same kind of target, suite and configuration.
+    """Check that two rows were measured with the same target, suite and settings.
+
+    Args:
+        row: a result row of the report.
+        old_row: the same row of the baseline's report.
+        report: the report.
+        old: the baseline's report.
 
     Raises:
         UserError: if they differ, with the first difference.
     """
-    # Collect the values that must be equal: name -> the report's value, and the baseline's.
+    # Collect the values that must be equal: name -> the value in the report and in the baseline.
+    # A setting that is absent counts as false.
     settings = report["settings"]
     old_settings = old["settings"]
     compared = {name: (row.get(name), old_row.get(name)) for name in ("suite_version", *SCOPES)}
@@ -583,9 +657,15 @@ def _check_same_settings(row: ResultRow, old_row: ResultRow, report: Report, old
 
 
 def build_changes(evidence: Evidence, baseline: Evidence) -> dict[str, Any]:
-    """Build the report's section `baseline`: what changed since an earlier report.
+    """Build the report's section `baseline`: which metrics changed since an earlier report.
 
-    If the baseline measured something else, the section has no changes, and a `reason`.
+    Args:
+        evidence: the report and its records.
+        baseline: the earlier report and its records.
+
+    Returns:
+        The section. If the two reports cannot be compared, its list `changes` is empty, and
+        `reason` says why.
     """
     # Describe the baseline.
     old = baseline.report
@@ -595,7 +675,7 @@ def build_changes(evidence: Evidence, baseline: Evidence) -> dict[str, Any]:
         "changes": [],
     }
 
-    # Compare some metrics of the whole suite, and the acceptance length of each category.
+    # Compare the main metrics of the whole suite, and the acceptance length of each category.
     metrics = [(metric, ALL_PROMPTS) for metric in CHANGED_METRICS]
     for row in select_main_rows(evidence.report):
         if row["category"] != ALL_PROMPTS:
@@ -606,26 +686,33 @@ def build_changes(evidence: Evidence, baseline: Evidence) -> dict[str, Any]:
         ]
         return {**section, "changes": changes}
     except UserError as error:
-        # The report is shown nevertheless, with the reason.
+        # The reports cannot be compared. That is no reason to fail here, so the section states it.
         return {**section, "reason": str(error)}
 
 
 def _build_change(
     metric: str, category: str, evidence: Evidence, baseline: Evidence
 ) -> dict[str, Any]:
-    """Compare a metric of a category with the baseline, as an entry of the section `baseline`.
+    """Compare a metric of one category with the baseline.
+
+    Args:
+        metric: the name of the metric.
+        category: the category of prompts; `all` for the whole suite.
+        evidence: the report and its records.
+        baseline: the earlier report and its records.
 
     Returns:
         The old and the new value, the relative change (new / old - 1) and its interval. If one of
         these is absent, the `reason` says why.
     """
-    # Show both values, as far as the reports have them.
+    # Take the value from both reports, as far as they have it.
     scope = {"category": category}
     rows = {"old": find_row(baseline.report, scope), "new": find_row(evidence.report, scope)}
     values = {name: row[metric] for name, row in rows.items() if row is not None and metric in row}
     change = {"metric": metric, "category": category, "better": METRICS[metric].better, **values}
 
-    # Estimate the change as a rule with `max_regression` does. Its threshold has no effect here.
+    # Estimate the change as for a rule about a regression. The threshold of the rule, 0, has no
+    # effect.
     estimate = estimate_regression(Rule(metric, "max_regression", 0.0, scope), evidence, baseline)
     change_document = {
         "change": estimate.value,
@@ -636,18 +723,23 @@ def _build_change(
 
 
 def compare_with_threshold(rule: Rule, estimate: Estimate) -> tuple[Verdict, str, int | None]:
-    """Compare an estimate that has a value with the threshold of a rule.
+    """Decide whether a measured value meets the threshold of a rule.
+
+    Args:
+        rule: the rule.
+        estimate: the value of the rule's metric, with its confidence interval.
 
     Returns:
-        The verdict, a phrase with the numbers that were compared and, if the verdict is
-        inconclusive, how many prompts could decide.
+        The verdict; a phrase that gives the reason in numbers; and, if the verdict is inconclusive,
+        how many prompts could decide (None if unknown).
     """
-    # `equals` compares the value itself.
+    # `equals` compares the value itself, without its interval.
     if rule.requirement == "equals":
         reason = f"{format_scalar(estimate.value)}, required {format_scalar(rule.threshold)}"
         return "passed" if estimate.value == rule.threshold else "failed", reason, None
 
-    # The other requirements compare the interval. If it does not decide, more prompts would.
+    # All other requirements compare the interval. If the threshold lies inside it, the rule is
+    # inconclusive, and more prompts would narrow the interval.
     compare = _compare_loss if rule.requirement == "max_regression" else _compare_bound
     verdict, reason, open_end, edge = compare(rule, estimate)
     if verdict != "inconclusive":
@@ -657,28 +749,35 @@ def compare_with_threshold(rule: Rule, estimate: Estimate) -> tuple[Verdict, str
 
 
 def _compare_loss(rule: Rule, estimate: Estimate) -> tuple[Verdict, str, float, float]:
-    """Compare the interval of a relative change with the largest loss that a rule allows.
+    """Compare the relative change of a metric with the largest loss that a rule allows.
+
+    Args:
+        rule: a `max_regression` rule. Its threshold is the allowed loss, as a share.
+        estimate: the relative change and its interval.
 
     Returns:
-        The verdict, the reason, and the open end and edge that `_estimate_prompts_needed` takes.
+        The verdict, the reason, and two numbers for `_estimate_prompts_needed`: the end of the
+        interval that more prompts would have to move, and the value that it would have to reach.
     """
-    # Turn the interval of the change into that of the loss, which is positive if the metric became
-    # worse. A value without an interval counts as an interval of length 0.
+    # Turn the interval of the change into an interval of the loss, which is positive if the metric
+    # became worse: `worse` is the sign of such a change. A value without an interval counts as an
+    # interval of length 0.
     threshold = float(rule.threshold)
     low, high = estimate.interval or (estimate.value, estimate.value)
     worse = -1 if METRICS[rule.metric].better == "higher" else 1
     least_loss, greatest_loss = sorted((worse * low, worse * high))
 
-    # The rule passes if the greatest loss is allowed. It fails if a loss is certain and a loss
-    # beyond the allowed one is possible.
+    # The rule passes if even the greatest loss of the interval is allowed. It fails if the whole
+    # interval is a loss, and a part of it is more than allowed.
     verdict: Verdict = "inconclusive"
     if greatest_loss <= threshold:
         verdict = "passed"
     elif least_loss > 0:
         verdict = "failed"
 
-    # More prompts narrow the interval around the value. If the value is an allowed loss, they
-    # decide once the greatest loss is allowed, and otherwise once the least loss is above 0.
+    # If the rule is inconclusive, more prompts would narrow the interval around the value. If the
+    # value is an allowed loss, they decide once the greatest loss is allowed, too. Otherwise they
+    # decide once the least loss is above 0.
     if worse * estimate.value < threshold:
         open_end = worse * greatest_loss
         edge = worse * threshold
@@ -686,20 +785,25 @@ def _compare_loss(rule: Rule, estimate: Estimate) -> tuple[Verdict, str, float, 
         open_end = worse * least_loss
         edge = 0.0
 
-    # The reason shows the end of the interval at which the loss is greatest.
+    # The reason shows the end of the interval with the greatest loss.
     bound = _name_bound("lower" if worse < 0 else "upper", rule, estimate)
     reason = f"{bound}{worse * greatest_loss:+.1%}, allowed {worse * threshold:+.1%}"
     return verdict, reason, open_end, edge
 
 
 def _compare_bound(rule: Rule, estimate: Estimate) -> tuple[Verdict, str, float, float]:
-    """Compare the interval of a value with the least or the greatest value that a rule allows.
+    """Compare a value with the least (`min`) or the greatest (`max`) value that a rule allows.
+
+    Args:
+        rule: a rule with `min` or `max`.
+        estimate: the value and its interval.
 
     Returns:
-        The verdict, the reason, and the open end and edge that `_estimate_prompts_needed` takes.
+        The verdict, the reason, and two numbers for `_estimate_prompts_needed`: the end of the
+        interval that more prompts would have to move, and the value that it would have to reach.
     """
-    # Change signs for `max`, so that both are decided like `min`. A value without an interval
-    # counts as an interval of length 0.
+    # For `max`, change the sign of all numbers, so that it is decided like `min`. A value without
+    # an interval counts as an interval of length 0.
     threshold = float(rule.threshold)
     low, high = estimate.interval or (estimate.value, estimate.value)
     sign = 1 if rule.requirement == "min" else -1
@@ -712,12 +816,12 @@ def _compare_bound(rule: Rule, estimate: Estimate) -> tuple[Verdict, str, float,
     elif most < sign * threshold:
         verdict = "failed"
 
-    # More prompts narrow the interval around the value. They decide once the end that lies beyond
-    # the threshold reaches it.
+    # If the rule is inconclusive, the value lies on one side of the threshold, and an end of the
+    # interval on the other. More prompts narrow the interval, until this end reaches the threshold.
     open_end = sign * (least if sign * estimate.value >= sign * threshold else most)
 
-    # The reason shows the worse end of the interval or, if the rule failed, the better end, which
-    # fails as well.
+    # The reason shows the worse end of the interval. If the rule failed, it shows the better end:
+    # even that does not meet the requirement.
     side = "lower" if (sign > 0) != (verdict == "failed") else "upper"
     bound = f"{_name_bound(side, rule, estimate)}{format_scalar(low if side == 'lower' else high)}"
     direction = "least" if sign > 0 else "most"
@@ -726,29 +830,36 @@ def _compare_bound(rule: Rule, estimate: Estimate) -> tuple[Verdict, str, float,
 
 
 def _name_bound(side: str, rule: Rule, estimate: Estimate) -> str:
-    """Return the name of an end of an interval, e.g. `lower 95% bound `, or nothing without one."""
+    """Return text such as `lower 95% bound `, which is put before the end of an interval.
+
+    Args:
+        side: `lower` or `upper`.
+        rule: the rule, whose confidence the interval has.
+        estimate: the value. Without an interval the text is empty.
+    """
     return f"{side} {rule.confidence:.0%} bound " if estimate.interval else ""
 
 
 def _estimate_prompts_needed(
     estimate: Estimate, open_end: float, edge: float
 ) -> tuple[str, int | None]:
-    """Estimate how many prompts an inconclusive rule needs to be decided.
+    """Estimate how many prompts would decide a rule that is inconclusive.
 
-    An interval is assumed to narrow with the square root of the number of prompts, around the same
-    value. So many prompts bring the end that is beyond the edge back to the edge.
+    The interval is assumed to stay around the same value, and to narrow with the square root of the
+    number of prompts. The rule is decided once one end of the interval has moved to a certain edge.
 
     Args:
-        estimate: the estimate, whose interval is too wide to decide.
-        open_end: the end of the interval that lies beyond the edge.
+        estimate: the value, whose interval is too wide to decide.
+        open_end: the end of the interval that must move.
         edge: the value that this end must reach.
 
     Returns:
         A phrase for the reason, and the number of prompts; None if the number is not known.
     """
-    # If the value lies on the edge, no number of prompts decides.
+    # If the value itself lies on the edge, no number of prompts would decide.
     if not estimate.num_prompts or math.isclose(edge, estimate.value):
         return "the interval includes both", None
+    # To be n times narrower, the interval needs n² times as many prompts.
     needed = math.ceil(
         estimate.num_prompts * ((open_end - estimate.value) / (edge - estimate.value)) ** 2
     )
@@ -756,5 +867,5 @@ def _estimate_prompts_needed(
 
 
 def _format_scope(rule: Rule) -> str:
-    """Return the scope of a rule as text for a reason, e.g. category=code."""
+    """Return which result row a rule is about, as text: e.g. `category=code`, `the whole suite`."""
     return ", ".join(f"{name}={value}" for name, value in rule.scope.items()) or "the whole suite"

@@ -64,18 +64,18 @@ class Rule:
 
 
 def load_gate(name: str, key: str = "gate") -> list[Rule]:
-    """Load the rules of a gate.
+    """Load the rules of a gate, which a report must meet, from a YAML file.
 
     Args:
-        name: the path of a YAML file, or the name of a gate that ships with the package. A name
-            without `.yaml` or `.yml` is never looked up in the working directory.
-        key: the key that errors name.
+        name: the name of a gate that comes with the package, or the path of a YAML file. A path
+            must end with `.yaml` or `.yml`.
+        key: the key of the recipe or command, with which error messages begin.
 
     Raises:
         UserError: for an unknown gate, key or metric, and for a rule without exactly one
             requirement.
     """
-    # Find the file of the gate.
+    # Find the file of the gate. A path may be relative to the working directory or to the project.
     places = [GATES / f"{name}.yaml"]
     if name.endswith((".yaml", ".yml")):
         places = [Path(name), ROOT / name]
@@ -85,7 +85,7 @@ def load_gate(name: str, key: str = "gate") -> list[Rule]:
         raise UserError(
             key,
             got=name,
-            expected=f"one of {', '.join(gate_names)}, or a gate YAML",
+            expected=f"one of {', '.join(gate_names)}, or the path of a YAML file",
             nearest=find_nearest(name, gate_names),
         )
     path = existing[0]
@@ -111,7 +111,7 @@ def read_rule(place: str, entry: Any) -> Rule:
     Raises:
         UserError: for an entry that is not a valid rule.
     """
-    # Find the one requirement of the rule.
+    # Check that the rule has exactly one requirement: `min`, `max`, `equals` or `max_regression`.
     _check_keys(place, entry, ("metric", "scope", *REQUIREMENTS, "confidence", "severity"))
     requirements = [name for name in REQUIREMENTS if name in entry]
     if len(requirements) != 1:
@@ -129,13 +129,16 @@ def read_rule(place: str, entry: Any) -> Rule:
     confidence = entry.get("confidence", DEFAULT_CONFIDENCE)
     severity = entry.get("severity", "fail")
 
-    # Check each part, because gates are written by hand.
+    # Check each part, because gates are written by hand. The metric must be one that a report has.
     _check_choice(
         f"{place}: metric",
         metric,
         (*list_row_metrics(), *list_document_metrics()),
         "a metric of the report",
     )
+    # A regression is computed from prompts, so the metric must be known for each prompt. It is a
+    # share below 1. Other thresholds are numbers, except that `equals` may compare with true or
+    # false.
     if requirement == "max_regression":
         if metric not in METRICS:
             raise UserError(
@@ -147,7 +150,8 @@ def read_rule(place: str, entry: Any) -> Rule:
     elif requirement != "equals" or not isinstance(threshold, bool):
         _check_number(f"{place}: {requirement}", threshold)
     _check_keys(f"{place}: scope", scope, SCOPES)
-    # A context bucket is a name in the report, but YAML reads it as a number.
+    # A context bucket (the length to which prompts were cut) is a string in the report, but YAML
+    # reads it as a number.
     if "context_bucket" in scope:
         scope = {**scope, "context_bucket": str(scope["context_bucket"])}
     _check_number(f"{place}: confidence", confidence, share=True)
@@ -156,9 +160,15 @@ def read_rule(place: str, entry: Any) -> Rule:
 
 
 def _check_keys(place: str, entry: object, known_keys: Sequence[str]) -> None:
-    """Raise UserError if an entry of the YAML is not a dict of known keys."""
+    """Raise UserError if an entry of the YAML is not a dict, or has an unknown key.
+
+    Args:
+        place: the file and the rule, which the error names.
+        entry: the entry, as YAML reads it.
+        known_keys: the keys that the entry may have.
+    """
     if not isinstance(entry, dict):
-        raise UserError(place, got=repr(entry), expected=f"keys of {', '.join(known_keys)}")
+        raise UserError(place, got=repr(entry), expected=f"a dict of {', '.join(known_keys)}")
     for key in entry:
         _check_choice(
             f"{place}: {key}",
@@ -172,14 +182,14 @@ def _check_keys(place: str, entry: object, known_keys: Sequence[str]) -> None:
 def _check_choice(
     place: str, value: object, choices: Sequence[str], expected: str, got: str | None = None
 ) -> None:
-    """Raise UserError if a value is not one of the choices, naming the nearest one.
+    """Raise UserError if a value is not one of the choices. The error suggests the nearest choice.
 
     Args:
         place: the file, rule and key, which the error names.
-        value: the value.
+        value: the value to check.
         choices: the valid values.
-        expected: what the error says was expected.
-        got: what the error says was got; None for the value.
+        expected: a phrase for the valid values in the error.
+        got: a phrase for the invalid value in the error; None for the value itself.
     """
     if value not in choices:
         raise UserError(
@@ -188,12 +198,18 @@ def _check_choice(
 
 
 def _check_number(place: str, value: Any, *, share: bool = False) -> None:
-    """Raise UserError if a value is not a finite number or, with `share`, not in [0, 1)."""
-    # In Python a bool is an int, but `min: true` is no number.
+    """Raise UserError if a value is not a finite number.
+
+    Args:
+        place: the file, rule and key, which the error names.
+        value: the value to check.
+        share: whether the value must also be at least 0 and below 1.
+    """
+    # In Python a bool is an int, too, but `min: true` must be refused.
     is_number = (
         isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     )
     if not is_number or (share and not 0 <= value < 1):
         raise UserError(
-            place, got=repr(value), expected="a share from 0 to below 1" if share else "a number"
+            place, got=repr(value), expected="a number from 0 to below 1" if share else "a number"
         )

@@ -94,7 +94,8 @@ class MeasurementCache:
         """
         if self.folder is None:
             return
-        # Write the file as a whole or not at all. Only after that are the batches unneeded.
+        # Write the file as a whole or not at all, so that no interruption leaves half a result. The
+        # file of the batches is deleted last.
         with stage_files(self.folder) as staging:
             (staging / f"{fingerprint}.json").write_text(
                 json.dumps(asdict(result)), encoding="utf-8"

@@ -112,7 +112,7 @@ class Settings:
         Args:
             section: an object with an attribute for each setting.
         """
-        # With a tree, K is the depth of the tree.
+        # K is the number of draft tokens per round; with a tree, the depth of the tree.
         tree = build_tree_shape(section.tree) if section.tree else None
         return cls(
             num_speculative_tokens=tree.depth if tree else section.num_speculative_tokens,
@@ -202,8 +202,8 @@ def plan_configurations(
 
     Args:
         main: the settings and prompts of the main configuration.
-        axes: the values to measure of each setting. Its context lengths are not used: the keys of
-            `contexts` are used in their place.
+        axes: the values to measure of each setting, except that the context lengths in `axes` are
+            ignored: `contexts` has them, with their prompts.
         contexts: context length in tokens -> the prompts cut to that length.
 
     Returns:
@@ -262,7 +262,7 @@ def plan_measurement(
     Raises:
         UserError: for prompts that cannot be measured with these settings.
     """
-    # Both suite and recipe may say which values of a setting to measure. The recipe comes first.
+    # The suite may say which values of a setting to measure. The recipe's values replace them.
     recipe_axes = {name: values for name, values in vars(config.sweep).items() if values}
     axes = suite.sweep.model_copy(update=recipe_axes)
 

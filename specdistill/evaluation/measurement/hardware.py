@@ -60,7 +60,8 @@ def describe_hardware(device: torch.device) -> HardwareDocument:
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     name = names[0] if names else platform.processor() or platform.machine()
 
-    # Describe the machine without an accelerator, and replace the keys that an accelerator has.
+    # Describe the processor and its memory. If there is an accelerator, replace the name and the
+    # memory by those of the accelerator.
     document: HardwareDocument = {
         "device": device.type,
         "name": name,

@@ -120,9 +120,10 @@ RUNNING_SERVER_REASONS = {
 def measure_in_engine(
     recipe: Recipe, suite: Suite, folder: Path
 ) -> tuple[Report, list[PromptRecord]]:
-    """Measure a recipe's draft with servers of an engine.
+    """Measure a recipe's draft in an inference engine, by sending prompts to its servers.
 
-    The servers run already, or they are started here with the draft, which is exported for them.
+    If `eval.server` is set, these are servers that run already. Otherwise the draft is exported,
+    and servers are started with it.
 
     Args:
         recipe: the recipe.
@@ -134,6 +135,9 @@ def measure_in_engine(
     """
     config = recipe.eval
     target = recipe.target
+
+    # A server that runs already, or a GGUF file, has a finished model, to which no adapter is
+    # added.
     if target.adapter and (config.server or config.engine == "llama.cpp"):
         raise make_unused_key_error(
             "target.adapter",
@@ -142,7 +146,7 @@ def measure_in_engine(
             alternative="name the merged model in target.model",
         )
 
-    # Measure, and describe the target, the draft and the machine for the report.
+    # Measure. `sections` describes the target, the draft and the machine for the report.
     files = TargetFiles.from_config(target)
     tokenizer, _, max_length = read_tokenizer(files)
     if config.server:
@@ -152,7 +156,7 @@ def measure_in_engine(
             recipe, suite, files, tokenizer, max_length, folder
         )
 
-    # Build the report.
+    # Build the report. Drafts that are trained propose tokens in every round, unlike lookups.
     report, records = build_engine_report(
         task, measurement, always_drafts=METHODS[recipe.method].is_trained, **sections
     )
@@ -174,15 +178,16 @@ def _measure_running(
     Args:
         recipe: the recipe.
         suite: the suite whose prompts are sent.
-        files: the target.
+        files: the files of the target.
         tokenizer: the target's tokenizer.
-        max_length: the target's context, in tokens.
+        max_length: the most tokens of a sequence that the target can read.
 
     Returns:
-        The requests, their answers, and the report's sections about what was measured.
+        The requests, their answers, and the report's sections `target`, `draft` and `hardware`.
     """
-    # A running server does not say which draft it uses. So check against the target the draft that
-    # the recipe names, unless the draft is in the target's own checkpoint.
+    # A running server does not say which draft it uses, so it cannot be checked. Check at least
+    # that the draft that the recipe names was made for the target. A draft that is a part of the
+    # target's own checkpoint needs no check.
     target = recipe.target
     draft = recipe.eval.draft
     if draft is not None and not METHODS[recipe.method].in_target:
@@ -216,13 +221,13 @@ def _measure_started(
     Args:
         recipe: the recipe.
         suite: the suite whose prompts are sent.
-        files: the target.
+        files: the files of the target.
         tokenizer: the target's tokenizer.
-        max_length: the target's context, in tokens.
+        max_length: the most tokens of a sequence that the target can read.
         folder: the folder for the exported draft and for the logs of the servers.
 
     Returns:
-        The requests, their answers, and the report's sections about what was measured.
+        The requests, their answers, and the report's sections `target`, `draft` and `hardware`.
     """
     # Check the engine, the target's file and the draft before anything is exported.
     config = recipe.eval
@@ -272,7 +277,14 @@ def _measure_started(
 def _plan_requests(
     recipe: Recipe, suite: Suite, tokenizer: PreTrainedTokenizerBase, max_length: int
 ) -> ServerTask:
-    """Plan the requests to servers, and print which change so many prompts can detect."""
+    """Plan the requests to servers, and print how small a change their prompts can detect.
+
+    Args:
+        recipe: the recipe.
+        suite: the suite whose prompts are sent.
+        tokenizer: the target's tokenizer. It gets the chat template that the recipe asks for.
+        max_length: the most tokens of a prompt and its completion together.
+    """
     use_template(tokenizer, recipe)
     task = ServerTask.from_config(recipe.eval, suite, tokenizer, max_length)
     print_power_analysis([prompt.cluster or prompt.id for prompt in task.prompts])
@@ -287,21 +299,22 @@ def _name_target(target: TargetConfig) -> str:
 def find_target_file(
     config: LlamaCppConfig, target: TargetFiles, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Path, dict[str, str]]:
-    """Find the target as a GGUF file.
+    """Find the GGUF file of the target, the format that llama.cpp reads.
 
     Args:
-        config: the recipe's `eval.llama_cpp`.
-        target: the target.
+        config: the recipe's section `eval.llama_cpp`.
+        target: the files of the target.
         tokenizer: the target's tokenizer.
 
     Returns:
-        The path of the file, and what a report's `target` states about it: `dtype`, which is the
-        type of the file, and `weights`, a hash of the file.
+        The path of the GGUF file, and what the report's section `target` says about it: `dtype`,
+        the type in which it stores weights, and `weights`, a hash of the file.
 
     Raises:
-        UserError: if there is no such file, or if it has another vocabulary.
+        UserError: if there is no such file, or if it has another vocabulary than the target.
     """
-    # The recipe names a GGUF file, or the target itself is one.
+    # Either the recipe names a GGUF file, or the target itself is one. `file` is the name of the
+    # file without its folder or repository; None if `name` is no GGUF file.
     name = resolve(config.model, MODEL) if config.model else target.name
     file = split_gguf(name)[1]
     if file is None or (config.model and not Path(name).is_file()):
@@ -309,7 +322,7 @@ def find_target_file(
         raise UserError(
             MODEL,
             got=config.model or "nothing",
-            expected=f"the target as a GGUF file, as llama.cpp writes it: {command}",
+            expected=f"the target as a GGUF file, which llama.cpp writes with: {command}",
         )
 
     # Read the vocabulary and the file type from the metadata of the file.
@@ -320,7 +333,9 @@ def find_target_file(
         tokens = metadata[TOKENS]
         dtype = gguf.LlamaFileType(metadata["general.file_type"]).name
 
-    # A file that the recipe names must have the target's vocabulary, up to a few spellings.
+    # A file that the recipe names must have the target's vocabulary. A converter may spell a few
+    # tokens in another way. `index : index + 1` gives an empty list past the end of the file's
+    # tokens.
     vocabulary = tokenizer.get_vocab()
     num_differing = sum(tokens[index : index + 1] != [token] for token, index in vocabulary.items())
     if config.model and num_differing > MAX_RESPELLED_SHARE * len(vocabulary):
@@ -331,17 +346,17 @@ def find_target_file(
 
 
 def replace_with_gguf(served: Served, config: LlamaCppConfig, target: Path) -> Served:
-    """Return what is served, with GGUF files in place of the target and the draft.
+    """Replace the target and the draft that a server loads by their GGUF files, for llama.cpp.
 
     Args:
-        served: what is served.
-        config: the recipe's `eval.llama_cpp`, which names the draft's file.
-        target: the target's file.
+        served: the target and draft that the server would load otherwise.
+        config: the recipe's section `eval.llama_cpp`, which names the GGUF file of the draft.
+        target: the GGUF file of the target.
 
     Raises:
         UserError: if there is no GGUF file of the draft. The error has the command that writes one.
     """
-    # A draft in the target's checkpoint, or without files, has no file of its own.
+    # A draft that is a part of the target's checkpoint, or that has no weights, needs no file.
     if served.in_target:
         return replace(served, target=str(target))
 
@@ -353,27 +368,29 @@ def replace_with_gguf(served: Served, config: LlamaCppConfig, target: Path) -> S
             DRAFT,
             got=draft or "nothing",
             expected=(
-                "the draft as a GGUF file, as llama.cpp writes it of its export (specdistill export"
-                f" engine=gguf): {command}"
+                "the draft as a GGUF file: run `specdistill export engine=gguf`, then convert the"
+                f" exported folder (EXPORTED) with {command}"
             ),
         )
     return replace(served, target=str(target), output=Path(draft))
 
 
 def _describe_served(recipe: Recipe, draft: str | None, folder: Path, files: TargetFiles) -> Served:
-    """Export the draft in the engine's format, and describe what the engine is started with.
+    """Export the draft in the engine's format, and return what a server of the engine loads.
 
     Args:
         recipe: the recipe.
-        draft: the draft's folder or Hub id; None for a method without weights, or in the target.
-        folder: the folder of the export.
-        files: the target.
+        draft: the draft's folder or Hub id; None for a method without weights, and for a draft that
+            is a part of the target's checkpoint.
+        folder: the folder to which the draft is exported.
+        files: the files of the target.
     """
     engine = recipe.eval.engine
     k = recipe.eval.num_speculative_tokens
 
-    # Export the draft as the engine loads it. An earlier report of the draft could say that draft
-    # tokens are sampled; it is not read, so they are greedy, which is also the default of engines.
+    # Export the draft in the format that the engine loads. The export ignores earlier reports of
+    # the draft (finds_report=False), which could set the engine to sample draft tokens. So draft
+    # tokens are greedy, which is the default of engines.
     if draft is not None:
         served = export(
             locate(draft),
@@ -386,8 +403,9 @@ def _describe_served(recipe: Recipe, draft: str | None, folder: Path, files: Tar
         )
         return replace(served, lookup_first=recipe.eval.lookup_first)
 
-    # Without a draft folder, the target is served with the settings of the method. If the engine
-    # cannot read the target as it is, merge or convert it first.
+    # Without a draft folder, a server loads the target alone, with the settings of the method.
+    # First merge an adapter into the target, or convert a GGUF file for an engine that does not
+    # read it.
     if files.adapter:
         files = merge_target_adapter(files, folder.with_name("target"), recipe.target.dtype)
     elif engine != "llama.cpp" and files.gguf:
@@ -412,13 +430,15 @@ def build_engine_report(
     always_drafts: bool,
     **described: Mapping[str, object],
 ) -> tuple[Report, list[PromptRecord]]:
-    """Build the report of the servers' answers, and its records. No gate has judged it yet.
+    """Build the report of a measurement with servers, and the record of each prompt.
+
+    No gate has judged the report yet.
 
     Args:
         task: the requests that were sent.
-        measurement: the answers.
-        always_drafts: whether every round has a draft, so that the server's number of drafts is the
-            number of rounds.
+        measurement: the answers of the servers.
+        always_drafts: whether every round has a draft. The number of rounds is then the number of
+            drafts, which the server counts.
         **described: the report's sections `target`, `draft` and `hardware`.
 
     Raises:
@@ -428,8 +448,8 @@ def build_engine_report(
     failure = measurement.failure
     has_baseline = measurement.has_baseline
 
-    # Collect the answers of each configuration. If there are none in the main one, there is nothing
-    # to report.
+    # Collect the answers of each configuration (variant). Without answers in the main configuration
+    # there is nothing to report, so pass on the error that ended the measurement.
     answered = {
         variant: _pair_answers(task, measurement.answers, variant, has_baseline)
         for variant in task.configurations
@@ -500,8 +520,15 @@ def _pair_answers(
     """Return the prompts that were answered in a configuration, with all their completions.
 
     If there is a baseline server, a prompt counts only if both servers answered it.
+
+    Args:
+        task: the requests.
+        answers: (K, load) -> the completions of each prompt. The load is the number of requests in
+            flight.
+        settings: the settings of the configuration, whose batch size is its load.
+        has_baseline: whether there is a baseline server, which has no draft.
     """
-    # Take the completions with the draft and, under K = 0, those without it.
+    # Take the completions with the draft and, under K = 0, those of the baseline server.
     no_completions: list[list[EngineCompletion]] = [[] for _ in task.prompts]
     load = settings.batch_size
     speculative = answers.get((settings.num_speculative_tokens, load), no_completions)
@@ -517,9 +544,10 @@ def _pair_answers(
 def _build_record(
     task: ServerTask, settings: Settings, entry: AnsweredPrompt, always_drafts: bool
 ) -> PromptRecord:
-    """Build the record of a prompt from its repetitions of median speed, with and without draft.
+    """Build the record of a prompt, with its completion and times, for the report.
 
-    Tokens, counts and seconds come from the same repetition, so they belong together.
+    Of all repetitions with the draft, the one of median speed is recorded, and likewise without the
+    draft. So the tokens, counts and seconds of a record belong to the same completion.
 
     Args:
         task: the requests.
@@ -541,8 +569,9 @@ def _build_record(
         first_token=None,
         first_token_text="",
         rounds=(),
-        # Each prompt gets a share of the server's time: the seconds of its request, divided by the
-        # number of requests in flight. The shares add up to the time that passed (Little's law).
+        # Requests overlap, so each prompt gets only a share of the time of its request: the seconds
+        # divided by the number of requests in flight. Summed over all prompts, these shares are the
+        # time that passed (Little's law).
         speculative=Timing(
             with_draft.num_tokens,
             with_draft.counts.num_drafts if always_drafts else None,
@@ -558,7 +587,10 @@ def _build_record(
 
 
 def _select_median(completions: Sequence[EngineCompletion]) -> EngineCompletion:
-    """Return the completion of median speed, or the faster of the two in the middle."""
+    """Return the completion of median speed; of two in the middle, the faster one.
+
+    The speed is measured in seconds per token.
+    """
     ordered = sorted(completions, key=lambda completion: completion.seconds / completion.num_tokens)
     return ordered[(len(ordered) - 1) // 2]
 
@@ -566,7 +598,8 @@ def _select_median(completions: Sequence[EngineCompletion]) -> EngineCompletion:
 def _decode_text(tokenizer: PreTrainedTokenizerBase, completion: EngineCompletion) -> str:
     """Return the text of a completion, with its stop token if possible.
 
-    The text that a server returns lacks the stop token, so tokens are decoded if it returns them.
+    The text that a server returns lacks the stop token. So if the server returns token ids, too,
+    the text is decoded from these.
     """
     token_ids = completion.counts.token_ids
     if not token_ids:
@@ -577,10 +610,17 @@ def _decode_text(tokenizer: PreTrainedTokenizerBase, completion: EngineCompletio
 def _compare_outputs(
     answers: Sequence[AnsweredPrompt], has_baseline: bool, settings: Settings
 ) -> tuple[LosslessDocument, dict[str, str]]:
-    """Compare the greedy outputs of both servers, by tokens if both return them, or else by text.
+    """Compare the greedy outputs with and without the draft, which should be equal (lossless).
+
+    Args:
+        answers: the prompts with their completions by the server with the draft and by the one
+            without it (baseline).
+        has_baseline: whether there is a baseline server.
+        settings: the settings of the configuration.
 
     Returns:
-        The report's `lossless`, and the keys that it lacks with the reason why.
+        The section `lossless` of report.json; and for each key that is missing from this section,
+        the reason why.
     """
     # Without a baseline server, or if outputs are sampled, there is nothing to compare.
     if not has_baseline or not settings.sampling.is_greedy:
@@ -589,7 +629,9 @@ def _compare_outputs(
             ("lossless.greedy_identical", "lossless.unexplained_divergences"), reason
         )
 
-    # Count the divergences. Which of them are near-ties remains unknown.
+    # Count the outputs that differ. Differences at near-ties, where two tokens have almost the same
+    # logit, would be harmless. A server returns no logits, so the number of near-ties is unknown,
+    # unless all outputs are equal.
     lossless = summarize_greedy([_find_divergence(entry) for entry in answers])
     unknown = [name for name in ("near_ties", "unexplained_divergences") if name not in lossless]
     return lossless, {
@@ -599,16 +641,17 @@ def _compare_outputs(
 
 
 def _find_divergence(entry: AnsweredPrompt) -> FirstDivergenceDocument | None:
-    """Compare the outputs of both servers for a prompt.
+    """Compare the outputs for a prompt with the draft and without it, in the first repetition.
 
     Returns:
-        None for equal outputs. Otherwise the prompt and, if both servers return tokens, the first
-        position where they differ.
+        None for equal outputs. Otherwise the prompt's id and, if both servers return token ids, the
+        first position where these differ.
     """
     with_draft = entry.speculative[0]
     plain = entry.baseline[0]
     ours = with_draft.counts.token_ids
     theirs = plain.counts.token_ids
+    # Without the token ids of both, compare the texts.
     if not ours or not theirs:
         return {"prompt_id": entry.prompt.id} if with_draft.text != plain.text else None
     return find_first_difference(entry.prompt.id, ours, theirs)

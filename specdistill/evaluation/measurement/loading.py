@@ -60,16 +60,16 @@ def check_measurement(
     key: str,
     recipe: Any = None,
 ) -> None:
-    """Check that drafts and a suite fit a target, without loading weights.
+    """Check that drafts and a suite of prompts fit a target, without loading weights.
 
     Args:
-        target: the target that the drafts were made for.
-        drafts: the drafts.
+        target: the files of the target that the drafts were made for.
+        drafts: for each draft its method, its folder and the options with which it decodes.
         suite: the suite that is measured.
         options: an object with `num_prompts` and `max_new_tokens`, such as a recipe's `eval:`.
-        key: the key that named the drafts; errors start with it.
-        recipe: the recipe, if `options` is its `eval:` section. Its chat template is then used, and
-            all its configurations are planned. None for other commands.
+        key: the key of the recipe or command that names the drafts; errors start with it.
+        recipe: the recipe, if `options` is its section `eval`. Then the prompts get its chat
+            template, and those of all its configurations are checked. None for other commands.
 
     Raises:
         UserError: for a draft of another target, or prompts that the target cannot be given.
@@ -80,7 +80,8 @@ def check_measurement(
     for method, folder, draft_settings in drafts:
         check_draft(method, folder, target, key, logs=False, **draft_settings)
 
-    # Check every prompt by tokenizing it, with the chat template that the drafts were trained with.
+    # Check every prompt by tokenizing it, with the chat template with which the drafts were
+    # trained. Tokenizing raises an error for a prompt that is too long.
     use_recorded_template([folder for _, folder, _ in drafts], tokenizer, key)
     use_template(tokenizer, recipe)
     if recipe is not None:
@@ -97,11 +98,11 @@ def check_measurement(
 
 
 def check_processes(recipe: Recipe) -> None:
-    """Check that several processes can share a measurement.
+    """Check that several processes can share the prompts of a measurement.
 
     They cannot if an engine measures, if the target is sharded over the processes, or if it has
-    several adapters. Nor can they with a draft that looks up earlier outputs, because each process
-    would know only its own outputs.
+    several adapters. They also cannot if the draft looks tokens up in earlier outputs (method
+    `suffix`), because each process would know only its own outputs.
 
     Raises:
         UserError: for the first key whose value does not allow several processes.
@@ -121,7 +122,7 @@ def check_processes(recipe: Recipe) -> None:
     if lookup and lookup.method == "suffix":
         refused["eval.lookup_first.method"] = lookup.method
 
-    # Refuse the first one.
+    # If there is such a key, raise an error that names the first one.
     for key, value in refused.items():
         raise UserError(
             key,
@@ -131,9 +132,10 @@ def check_processes(recipe: Recipe) -> None:
 
 
 def find_draft(recipe: Recipe) -> str | None:
-    """Return the folder or Hub id of a recipe's draft; None for a method without weights.
+    """Return the folder or Hub id of the draft that a recipe measures.
 
-    The draft is the one that `eval.draft` names, or else the one that this recipe has trained.
+    It is the draft that `eval.draft` names, or else the draft that this recipe has trained. It is
+    None for a method without weights.
 
     Raises:
         UserError: when the recipe names no draft and has not trained one.
@@ -141,7 +143,7 @@ def find_draft(recipe: Recipe) -> str | None:
     if not METHODS[recipe.method].is_trained:
         return None
 
-    # A draft that the recipe names comes first. Otherwise it must have been trained.
+    # If the recipe names no draft, its training must have written one.
     trained_here = Path(recipe.train["output_dir"]) / "draft"
     if recipe.eval.draft is None and not trained_here.is_dir():
         raise UserError(
@@ -158,11 +160,12 @@ def find_draft(recipe: Recipe) -> str | None:
 def load_recipe_draft(
     recipe: Recipe, suite: Suite | None = None, made_for: TargetFiles | None = None
 ) -> LoadedDraft:
-    """Load a recipe's target and its draft.
+    """Load the target and the draft of a recipe into memory, for a measurement.
 
     Args:
         recipe: the recipe.
-        suite: a suite to check before weights are loaded; None for none.
+        suite: the suite that will be measured, whose prompts are checked before weights are loaded;
+            None for no check.
         made_for: the target that the draft was made for, if it is not the recipe's target.
     """
     draft = find_draft(recipe)
@@ -205,12 +208,12 @@ class AdaptedRecipe(NamedTuple):
 
 
 def split_adapters(recipe: Recipe, adapters: Sequence[str], suite: Suite) -> list[AdaptedRecipe]:
-    """Split a recipe with several adapters into one recipe for each adapter.
+    """Split a recipe whose target has several adapters into one recipe for each adapter.
 
     Args:
         recipe: the recipe.
-        adapters: the adapters of its target.
-        suite: the suite.
+        adapters: the folders or Hub ids of the adapters.
+        suite: the suite that is measured with each adapter.
 
     Raises:
         UserError: for an adapter that occurs twice.
@@ -221,8 +224,9 @@ def split_adapters(recipe: Recipe, adapters: Sequence[str], suite: Suite) -> lis
     targets = [TargetFiles(base.model, base.revision, adapter) for adapter in (None, *adapters)]
     made_for = _find_draft_target(find_draft(recipe), targets)
 
-    # Make a recipe for each adapter. The same prompt with several adapters is one cluster, because
-    # the results with them are not independent.
+    # Make a recipe and a suite for each adapter. In the suite, each row gets the adapter's name in
+    # its id. The rows of all adapters that come from the same row form a cluster, which is
+    # resampled as a whole, because their results are not independent.
     adapted_recipes = []
     for name, adapter in zip(names, adapters, strict=True):
         adapted_target = base.model_copy(update={"adapter": adapter})
@@ -237,7 +241,9 @@ def split_adapters(recipe: Recipe, adapters: Sequence[str], suite: Suite) -> lis
 
 
 def _name_adapters(adapters: Sequence[str]) -> list[str]:
-    """Return a short name for each adapter: the last part of its path, if all of these differ.
+    """Return a name for each adapter: the last part of its path, or its whole path.
+
+    The whole paths are used if two adapters have the same last part, or if one is named `all`.
 
     Raises:
         UserError: for an adapter that occurs twice.
@@ -247,21 +253,23 @@ def _name_adapters(adapters: Sequence[str]) -> list[str]:
             raise UserError("target.adapter", got=f"{adapter} twice", expected="different adapters")
     names = [Path(adapter).name for adapter in adapters]
 
-    # A name becomes a category, and ALL_PROMPTS is already the category of the whole suite.
+    # A name is used as a category, and ALL_PROMPTS (`all`) is already that of the whole suite.
     if ALL_PROMPTS in names or len(set(names)) < len(names):
         return list(adapters)
     return names
 
 
 def _find_draft_target(draft: str | None, targets: Sequence[TargetFiles]) -> TargetFiles:
-    """Return the target that a draft was made for, by the weights that the draft's folder records.
+    """Find out for which of several targets a draft was made.
+
+    The folder of a draft records the weights of its target.
 
     Args:
         draft: the folder or Hub id of the draft; None for a method without weights.
         targets: the targets to choose from.
 
     Returns:
-        The target; the first one if nothing is recorded, or none of them matches.
+        The target with the recorded weights; the first target if there is none.
     """
     recorded = read_target_record(locate(draft), "eval.draft") if draft else None
     for files in targets:
@@ -273,10 +281,10 @@ def _find_draft_target(draft: str | None, targets: Sequence[TargetFiles]) -> Tar
 def measure_checkpoints(
     recipe: TrainedRecipe, target: FrozenTarget
 ) -> Callable[[Path], float] | None:
-    """Return a function that training calls to measure a checkpoint of the draft.
+    """Return a function that measures a checkpoint of a draft, so that training keeps the best one.
 
-    The function decodes the prompts of the recipe's section `selection` greedily, and otherwise as
-    its section `eval` says.
+    The function decodes the prompts that the recipe's section `selection` names. It decodes them
+    greedily, with all other settings from the section `eval`.
 
     Returns:
         A function (draft folder) -> acceptance length; None for a recipe without `selection`.
@@ -299,7 +307,8 @@ def measure_checkpoints(
         vocab_size=target.vocab_size,
     )
 
-    # Decode as in an evaluation, except that it is greedy and may be shorter.
+    # Use the settings of an evaluation, but decode greedily, and only as many tokens as `selection`
+    # says.
     settings = Settings.from_section(recipe.eval)
     settings = replace(settings, max_new_tokens=max_new_tokens, sampling=GREEDY)
     return partial(
@@ -316,6 +325,16 @@ def _decode_acceptance_length(
 ) -> float:
     """Decode prompts with the draft in a folder, and return its acceptance length.
 
+    The acceptance length is the number of tokens emitted in rounds, divided by the number of
+    rounds.
+
+    Args:
+        recipe: the recipe that trains the draft.
+        target: the target that verifies.
+        suite_name: the name of the suite, which an error names.
+        plan: the prompts, and the settings with which they are decoded.
+        folder: the folder of the draft.
+
     Raises:
         UserError: when every completion ends with its first token, so that there are no rounds.
     """
@@ -324,7 +343,7 @@ def _decode_acceptance_length(
     )
     decoder = Decoder(target, proposer)
 
-    # The acceptance length is the number of tokens emitted in rounds, divided by the rounds.
+    # Count the rounds, and the tokens emitted in them, over all prompts.
     num_rounds = 0
     num_tokens = 0
     # A target that is compiled for training is not compiled again for decoding.

@@ -86,14 +86,16 @@ def check_greedy(
     settings: Settings,
     generate: Generate | None = None,
 ) -> Divergences:
-    """Compare the greedy completions of one draft, in one configuration, with the reference.
+    """Check that greedy completions with a draft equal those of transformers' `generate()`.
+
+    The completions of transformers are called the reference.
 
     Args:
-        target: the target that verifies, and that generates the reference.
+        target: the target model, which verifies draft tokens and generates the reference.
         proposer: the draft.
-        runs: the runs of the draft, by prompt.
-        settings: the settings of the configuration. If they sample, the prompts are decoded once
-            more, greedily.
+        runs: the completions of each prompt that the measurement has decoded with the draft.
+        settings: the settings with which they were decoded. If tokens were sampled, the prompts are
+            decoded greedily now.
         generate: a function that generates the reference (see `generate_greedily`). Several drafts
             share one, so that the reference of each batch is generated once. None makes a new one.
 
@@ -107,13 +109,15 @@ def check_greedy(
 
 
 def summarize_greedy(compared: Divergences) -> LosslessDocument:
-    """Count the divergences of all prompts, as the report's `lossless` states them.
+    """Count the divergences of all prompts, for the section `lossless` of report.json.
 
-    A server returns no logits, so it is unknown whether its divergences are at near-ties. The keys
-    `near_ties` and `unexplained_divergences` are then absent.
+    A divergence is the first position where the completion with the draft differs from the one
+    without it. At a near-tie, where two tokens have almost equal logits, rounding explains it.
+    Elsewhere it is a bug. For the outputs of a server, which returns no logits, this is unknown,
+    and the keys `near_ties` and `unexplained_divergences` are absent.
 
     Args:
-        compared: the divergence of each prompt, or None where there is none.
+        compared: the divergence of each prompt; None for a prompt with equal completions.
     """
     divergences = [entry for entry in compared if entry]
     lossless: LosslessDocument = {
@@ -135,10 +139,10 @@ def summarize_greedy(compared: Divergences) -> LosslessDocument:
 
 
 def generate_greedily(target: FrozenTarget, settings: Settings) -> Generate:
-    """Return a function that generates the greedy reference of a batch, and caches it.
+    """Return a function that completes a batch greedily with transformers' `generate()`.
 
     The function takes the token ids of the prompts of a batch, and returns the token ids of their
-    completions.
+    completions. It caches them, because several drafts are compared with the same completions.
     """
     return cache(
         partial(reference.generate_reference, target, max_new_tokens=settings.max_new_tokens)
@@ -152,19 +156,17 @@ def generate_pairs(
     settings: Settings,
     generate: Generate | None = None,
 ) -> Iterator[tuple[Prompt, Generation, tuple[int, ...]]]:
-    """Yield every prompt with its greedy completion by the draft and by the reference.
+    """Yield every prompt with two greedy completions: with the draft, and the reference.
 
-    Completions that the measurement has decoded already are used again; missing ones are generated
-    now. If the completions of a prompt in a batch differ, its reference is generated once more,
-    alone, and this one counts: with padding, transformers rounds differently, and some model
-    classes misread the padding.
+    The reference is the completion of transformers' `generate()`. Completions that the measurement
+    has decoded already are used again; missing ones are generated now.
 
     Args:
-        target: as in `check_greedy`.
-        proposer: as in `check_greedy`.
-        runs: as in `check_greedy`.
-        settings: as in `check_greedy`.
-        generate: as in `check_greedy`.
+        target: the target model, which verifies draft tokens and generates the reference.
+        proposer: the draft.
+        runs: the completions of each prompt that the measurement has decoded.
+        settings: the settings with which they were decoded.
+        generate: a function that generates the reference of a batch; None makes a new one.
 
     Yields:
         The prompt, its greedy completion with the draft, and the token ids of the reference.
@@ -178,13 +180,14 @@ def generate_pairs(
             batch_runs = runs[batch.start : batch.end]
             prompts = tuple(prompt.token_ids for prompt in batch.prompts)
 
-            # With sampling, the measured completions are not greedy, so they are decoded once more.
+            # If the measurement sampled tokens, its completions are not greedy. Decode once more.
             ours = (
                 decode_batch(with_draft, batch, greedy)
                 if is_sampled
                 else [run.speculative[0] for run in batch_runs]
             )
-            # Use the completions that were timed in `generate()`, if every prompt has one.
+            # Use the completions of transformers that the measurement has timed, if every prompt of
+            # the batch has one. Otherwise generate them.
             if not is_sampled and all(run.hf_generate for run in batch_runs):
                 references: Sequence[tuple[int, ...]] = [
                     run.hf_generate[0].token_ids for run in batch_runs
@@ -192,8 +195,9 @@ def generate_pairs(
             else:
                 references = generate(prompts)
 
-            # In a batch, transformers may round differently than alone. A difference is checked
-            # again alone.
+            # In a batch, transformers pads prompts, which changes its rounding, and some model
+            # classes misread the padding. So if the two completions of a prompt differ, generate
+            # its reference once more without the other prompts, and use that one.
             for prompt, generation, token_ids in zip(batch.prompts, ours, references, strict=True):
                 if len(prompts) > 1 and generation.token_ids != token_ids:
                     (token_ids,) = generate((prompt.token_ids,))
@@ -206,14 +210,14 @@ def find_divergence(
 ) -> FirstDivergenceDocument | None:
     """Find where a completion first differs from the reference, and whether that is a near-tie.
 
-    A divergence is explained if it is at a near-tie: the logits of both tokens are close to the
-    model's best logit there.
+    It is a near-tie if the logits of both tokens at this position are close to the best logit.
+    Rounding then explains the difference. Any other difference is a bug.
 
     Args:
-        target: the target, whose own forward computes the logits.
-        prompt: the prompt that both complete.
+        target: the target model, whose own forward computes the logits.
+        prompt: the prompt of both completions.
         ours: the completion with the draft.
-        theirs: the reference.
+        theirs: the token ids of the reference, which transformers' `generate()` has decoded.
 
     Returns:
         The divergence, in which `top2_gap` is the model's best logit minus its second best; None
@@ -228,13 +232,14 @@ def find_divergence(
     shared_tokens = [*prompt.token_ids, *theirs[: difference["position"]]]
     logits_V = reference.compute_logits(target, shared_tokens, 1)[-1]
 
-    # A rounding of the target's dtype is relative, so the bound is a share of the best logit.
+    # Two logits are close if they differ by a few roundings. A floating-point number is rounded in
+    # proportion to its size, so the bound is a share of the best logit.
     best, second = logits_V.topk(2).values.tolist()
     rounding = torch.finfo(getattr(torch, target.dtype)).eps
     bound = max(NEAR_TIE, NEAR_TIE_ROUNDINGS * rounding) * abs(best)
 
-    # Check both tokens. If one completion ended earlier, it has no token here, and rounding does
-    # not explain the divergence.
+    # Check the tokens of both completions. If one completion ended earlier, it has no token (None)
+    # at this position, and rounding does not explain the difference.
     tokens = difference["speculative_token"], difference["baseline_token"]
     is_near = all(token is not None and best - float(logits_V[token]) <= bound for token in tokens)
     return {**difference, "top2_gap": best - second, "near_tie": is_near}
@@ -243,12 +248,12 @@ def find_divergence(
 def find_first_difference(
     prompt_id: str, ours: Sequence[int], theirs: Sequence[int]
 ) -> FirstDivergenceDocument | None:
-    """Return the first position where two completions differ, and their tokens there.
+    """Return the first position where two completions differ, and their tokens at this position.
 
-    If one completion is the beginning of the other, its token there is None.
+    If one completion ends where the other goes on, the token of the shorter one is None.
 
     Args:
-        prompt_id: the id of the prompt that both complete.
+        prompt_id: the id of the prompt of both completions.
         ours: token ids of the completion with the draft.
         theirs: token ids of the completion without it.
 
@@ -267,12 +272,17 @@ def find_first_difference(
 
 
 def list_candidates(proposal: Proposal, path: Sequence[int]) -> Sequence[int]:
-    """Return the indices of the draft tokens that could be accepted after an accepted path.
+    """Return the indices of the draft tokens that may come next after an accepted path.
 
-    For a chain this is the next draft token, or none at its end. For a tree these are the children
-    of the last node of the path.
+    In a chain this is the next draft token, or none at the end of the chain. In a tree these are
+    the children of the last node of the path.
+
+    Args:
+        proposal: the draft tokens, a chain or a tree.
+        path: the indices of the draft tokens that were accepted so far, in order.
     """
-    # An empty path ends at the root of the tree.
+    # In a tree, an empty path ends at the root. In a chain, the index after the path is its length;
+    # at the end of the chain the slice is empty.
     if proposal.tree:
         return proposal.tree.children[path[-1] if path else ROOT]
     return range(len(proposal.tokens))[len(path) : len(path) + 1]
@@ -281,28 +291,28 @@ def list_candidates(proposal: Proposal, path: Sequence[int]) -> Sequence[int]:
 def verify_with_wrong_residual(
     proposal: Proposal, probs_NV: Tensor, generator: torch.Generator | None
 ) -> tuple[Sequence[int], int]:
-    """Verify a proposal by a rule that is wrong on purpose.
+    """Verify draft tokens by a rule that is wrong on purpose, to check that a test detects it.
 
-    If all candidates are rejected, the rule draws the next token from the target's distribution p
-    instead of the residual distribution max(p - q, 0). It may then draw a rejected token after all,
-    so draft tokens are emitted too often. Acceptance rates do not show this bug, because draft
-    tokens are accepted as often as they should be.
+    After a rejection, the rule draws the next token from the target's distribution p. Correct would
+    be the residual distribution max(p - q, 0), q being the draft's distribution. So the rule may
+    draw a rejected token after all, and draft tokens are emitted too often. Acceptance rates do not
+    show this bug, because as many draft tokens are accepted as should be.
 
     Args:
-        proposal: the draft tokens.
-        probs_NV: [N + 1, V], the target's distribution after the sequence and after each token.
+        proposal: the N draft tokens, a chain or a tree.
+        probs_NV: [N + 1, V], the target's distribution over the V tokens of the vocabulary: row 0
+            after the sequence, and row 1 + i after draft token i.
         generator: the source of random numbers.
 
     Returns:
-        The accepted path, and the next token.
+        The indices of the accepted draft tokens, and the next token.
     """
-    # Accept tokens by the right rule, and draw the next token as the wrong rule does. Row 0 of the
-    # distributions follows the sequence, and row 1 + i follows draft token i.
+    # Accept draft tokens by the right rule, and draw the next token as the wrong rule does.
     path, right_token = verify_sampled(proposal, probs_NV, generator)
     p_V = probs_NV[path[-1] + 1 if path else 0].cpu()
     wrong_token = int(torch.multinomial(p_V, 1, generator=generator))
 
-    # If there was nothing to reject, drawing from p is right.
+    # If no draft token was left to be rejected, drawing from p is right, so keep the right token.
     return path, wrong_token if list_candidates(proposal, path) else right_token
 
 
@@ -315,29 +325,30 @@ def run_sampling_test(
     num_draws: int | None,
     num_tokens: int = 0,
 ) -> SamplingTestDocument | str:
-    """Test by chi-square that two tokens sampled with the draft follow the target's distribution.
+    """Test whether tokens that are sampled with a draft have the target's distribution.
 
-    Sampling is as in the measurement; greedy settings are tested at temperature 1. The first token
-    comes from the prefill. The second one comes from a round, and only the first level of a chain
-    or a tree decides it, so nothing further is drafted.
+    After one prompt, two tokens are drawn many times. The first comes from the prefill, the second
+    from a round with a draft. A chi-square test compares how often each pair was drawn with its
+    exact probability.
 
-    The negative control runs first, and decides the number of draws: the same test with a rule that
-    is wrong on purpose. If the draws that suit the length of the measurement do not detect the
-    wrong rule, the test goes on to MAX_DRAWS. So a short test is never weaker than a gate needs.
+    The same test must reject a verification rule that is wrong on purpose (the negative control).
+    This control runs first. If a short test does not detect the wrong rule, it goes on to
+    MAX_DRAWS.
 
     Args:
         target: the target that verifies.
         proposer: the draft.
         prompts: the prompts of the measurement; `find_most_telling_prompt` chooses one of them.
-        settings: of the measurement.
+        settings: the settings of the measurement. If they are greedy, the temperature is set to 1.
         num_draws: how often the two tokens are drawn; 0 for no test. None: as often as suits a
             measurement of `num_tokens` (see `choose_num_draws`).
-        num_tokens: tokens that were generated in the measurement.
+        num_tokens: how many tokens were generated in the measurement.
 
     Returns:
-        The report's `lossless.sampling_test`, or the reason why there is none.
+        The value of `lossless.sampling_test` in report.json, or the reason why there is no test.
     """
-    # Decide how many draws to take, and at which temperature.
+    # Decide how many draws to take, and at which temperature. `sizes` are the numbers of draws
+    # after which the control is evaluated.
     if num_draws == 0:
         return "eval.sampling_draws is 0"
     sizes = sorted({choose_num_draws(num_tokens), MAX_DRAWS}) if num_draws is None else [num_draws]
@@ -395,20 +406,23 @@ def _draw_outcomes(
     arm: int,
     title: str,
 ) -> Iterator[list[tuple[int, ...]]]:
-    """Draw two tokens after a prompt many times, and yield all draws at certain sample sizes.
+    """Draw two tokens after a prompt many times, and yield the draws at several sample sizes.
 
     Args:
         target: the target that verifies.
         proposer: the draft.
         prompt_ids: token ids of the prompt.
         settings: how tokens are sampled.
-        rule: the rule that verifies draft tokens.
-        sizes: the numbers of draws, in ascending order, at which the draws so far are yielded.
-        arm: 0 or 1; each arm of the test has its own random numbers.
-        title: the name of the task in the progress bar.
+        rule: the function that verifies draft tokens: it decides which of them are accepted.
+        sizes: the numbers of draws, in ascending order, at which all draws so far are yielded.
+        arm: 0 for the right rule, 1 for the wrong rule, so that they draw different random numbers.
+        title: the title of the progress bar.
+
+    Yields:
+        All draws so far. A draw has two tokens, or one if that is a stop token.
     """
-    # Draw two tokens: one of the prefill, and one of a round with a single draft token or, for a
-    # tree, with the first level of nodes.
+    # The first token comes from the prefill, the second from a round. Only the first draft token,
+    # or the first level of a tree, decides the second token. So nothing further is drafted.
     pair_settings = replace(
         settings,
         max_new_tokens=2,
@@ -433,14 +447,22 @@ def _draw_outcomes(
 def count_check_passes(prompts: Sequence[Prompt], settings: Settings, num_draws: int | None) -> int:
     """Estimate how many passes of the target the checks after a measurement take.
 
-    The checks are the sampling test and the timing of rounds with fewer draft tokens.
+    The checks are the sampling test, and the timing of rounds with fewer draft tokens.
+
+    Args:
+        prompts: the prompts of the measurement.
+        settings: the settings of the measurement.
+        num_draws: how often the sampling test draws tokens; 0 for no test. None: a number that
+            suits the most tokens that the measurement may generate (see `choose_num_draws`).
     """
+    # Count the passes of the timing.
     num_passes = count_cost_passes(prompts, settings)
     if num_draws is None:
         num_draws = choose_num_draws(len(prompts) * settings.max_new_tokens * settings.repeats)
 
-    # The sampling test probes some prompts and then draws. Each draw takes a prefill and a round,
-    # with the right rule and again with the wrong one.
+    # Add those of the sampling test. It decodes some prompts to choose one of them, with one pass
+    # for each token at most. Then each draw takes two passes, a prefill and a round, with the right
+    # verification rule and again with the wrong one: four passes.
     if num_draws > 0:
         num_probed = min(len(prompts), NUM_PROBED_PROMPTS) * NUM_PROBED_TOKENS
         num_passes += num_probed + 4 * num_draws
@@ -448,7 +470,11 @@ def count_check_passes(prompts: Sequence[Prompt], settings: Settings, num_draws:
 
 
 def choose_num_draws(num_tokens: int) -> int:
-    """Return how many draws the sampling test takes after a measurement of so many tokens."""
+    """Return how many draws the sampling test takes after a measurement of `num_tokens` tokens.
+
+    A longer measurement gets a longer test: one draw for every TOKENS_PER_DRAW tokens, and at least
+    MIN_DRAWS and at most MAX_DRAWS.
+    """
     return min(MAX_DRAWS, max(MIN_DRAWS, num_tokens // TOKENS_PER_DRAW))
 
 
@@ -457,14 +483,16 @@ def compute_pair_probabilities(
 ) -> dict[tuple[int, ...], float]:
     """Compute the exact probability of each frequent pair of tokens after a prompt.
 
-    The probabilities come from the reference, transformers. A stop token ends a sequence, so it is
-    an outcome alone. Outcomes that are less probable than `min_probability` are left out.
+    The probabilities come from transformers, not from this project's decoding. If the first token
+    is a stop token, there is no second one. Pairs less probable than `min_probability` are left
+    out.
 
     Returns:
-        The tokens of an outcome -> its probability.
+        The two tokens, or the stop token -> the probability.
     """
     probabilities: dict[tuple[int, ...], float] = {}
-    # p(a, b) = p(a) p(b | a). A pair is at most as probable as its first token.
+    # p(a, b) = p(a) p(b | a), so a pair is at most as probable as its first token a. First tokens
+    # less probable than the bound need no second pass.
     first_V = reference.compute_next_token_probabilities(target, prompt_ids, sampling)
     for token in (first_V >= min_probability).nonzero().flatten().tolist():
         if token in target.eos_token_ids:
@@ -481,25 +509,33 @@ def compute_pair_probabilities(
 def find_most_telling_prompt(
     target: FrozenTarget, proposer: Proposer, prompts: Sequence[Prompt], settings: Settings
 ) -> tuple[tuple[int, ...], str]:
-    """Find the text after which the sampling test detects a wrong rule best.
+    """Find the text after which the sampling test detects a wrong verification rule best.
 
-    Some prompts are decoded, and every round is scored as if the test began one token before it.
-    The test draws that token in the prefill and the next one in the round. So the score of a round
-    is the probability of the token before it, times the distance between the distributions of
-    `verify_with_wrong_residual` and of the right rule. The temperature must be above 0.
+    The wrong rule is `verify_with_wrong_residual`. The test draws two tokens after a text: the
+    first in the prefill, the second in a round with a draft. It detects the wrong rule best if the
+    wrong rule changes the distribution of the second token much, and the first token is likely. To
+    find such a text, some prompts are decoded. Each round of a completion has a score: the
+    probability of the token before the round, times the change of the distribution of the round's
+    first token. The temperature must be above 0.
 
     Returns:
-        The token ids of the text, which is a prompt and the beginning of its completion, and the id
-        of that prompt.
+        The token ids of the text, which ends one token before the round with the highest score, and
+        the id of the prompt with which the text begins.
     """
-    # Record the distance in each verification while prompts are decoded by the right rule.
+    # Decode by the right rule. In each round, record how much the wrong rule would change it.
     deviations: list[float] = []
 
     def verify_and_record(
         proposal: Proposal, probs_NV: Tensor, generator: torch.Generator | None
     ) -> tuple[Sequence[int], int]:
-        """Record how far a round's first token deviates under the wrong rule, and verify."""
-        # Row 0 is the target's distribution of the first token of the round.
+        """Verify draft tokens by the right rule, and record how much the wrong rule would differ.
+
+        Args:
+            proposal: the N draft tokens of the round.
+            probs_NV: [N + 1, V], the target's distributions over the vocabulary: row 0 is that of
+                the first token of the round.
+            generator: the source of random numbers.
+        """
         deviations.append(_compute_deviation(proposal, probs_NV[0]))
         return verify_sampled(proposal, probs_NV, generator)
 
@@ -515,8 +551,9 @@ def find_most_telling_prompt(
             decoder, PromptBatch(0, (prompt,)), replace(settings, max_new_tokens=max_new_tokens)
         )
 
-        # Compute the probabilities [T, V] after the prompt and after each token of the completion.
-        # Row t is that of the token at position `skipped` + t + 1 of the sequence.
+        # Compute the probabilities [T, V] of each token of the completion, and of one more. The
+        # logits of the prompt's first `skipped` tokens are not needed, so row t holds the
+        # probabilities of the token at position `skipped` + t + 1 of the sequence.
         sequence = (*prompt.token_ids, *generation.token_ids)
         num_last = len(generation.token_ids) + 1
         probs_TV = settings.sampling.compute_probabilities(
@@ -525,7 +562,8 @@ def find_most_telling_prompt(
         skipped = len(sequence) - num_last
         length = len(prompt.token_ids) + 1  # tokens of the sequence before the round
 
-        # Score each round. The first verification is that of the prefill, which is no round.
+        # Score each round by the probability of the token before it, at position length - 1. The
+        # first recorded deviation is of the prefill, which is no round.
         for entry, deviation in zip(generation.rounds, deviations[1:], strict=True):
             score = float(probs_TV[length - 2 - skipped, sequence[length - 1]]) * deviation
             if score > best_score:
@@ -536,30 +574,33 @@ def find_most_telling_prompt(
 
 
 def _compute_deviation(proposal: Proposal, p_V: Tensor) -> float:
-    """Compute how far the wrong rule's distribution of a round's first token is from the target's.
+    """Compute how much a wrong verification rule changes the distribution of a round's first token.
 
-    Under `verify_with_wrong_residual` this token has the distribution min(p, q) + (1 - beta) p,
-    where beta = sum_v min(p, q) is the acceptance probability. Its total variation distance from p
-    is 1/2 sum_v |min(p, q) - beta p|.
-
-    If siblings are drawn from q, only the first is considered: it decides most rounds. If they are
-    certain (greedy drafting), q is 1 at each of them.
+    The rule is `verify_with_wrong_residual`. Let p [V] be the target's distribution of this token
+    and q [V] the draft's, over a vocabulary of V tokens. By the wrong rule the token has the
+    distribution min(p, q) + (1 - beta) p, where beta = sum_v min(p, q) is the probability that the
+    draft token is accepted. The result is the total variation distance between this and p, which is
+    1/2 sum_v |min(p, q) - beta p|.
 
     Args:
         proposal: the draft tokens of the round.
         p_V: the target's distribution.
     """
+    # The draft tokens at the first position: one of a chain, or the children of a tree's root.
     candidates = list_candidates(proposal, [])
     if not candidates:
         return 0.0
 
-    # Take the draft's distribution q [V].
+    # Take the draft's distribution q [V]. Tokens of greedy drafting are certain, so q is 1 at each
+    # of them. If a tree's tokens are drawn from q, only the first is considered: it decides most
+    # rounds.
     if proposal.probabilities is None:
         tokens = [proposal.tokens[node] for node in candidates]
         q_V = F.one_hot(torch.tensor(tokens, device=p_V.device), len(p_V)).sum(0)
     else:
         q_V = proposal.probabilities[candidates[0]]
 
-    # min(p, q) is the probability that a token is drafted and accepted, for each token [V].
+    # For each token of the vocabulary, min(p, q) is the probability that it is drafted and
+    # accepted.
     accepted_V = torch.minimum(p_V, q_V.to(p_V.dtype))
     return float((accepted_V - accepted_V.sum() * p_V).abs().sum() / 2)

@@ -75,27 +75,31 @@ def split_into_batches(prompts: Sequence[Prompt], size: int) -> list[PromptBatch
 
 
 def sample_batches(batches: Sequence[PromptBatch], count: int) -> list[PromptBatch]:
-    """Return `count` of the batches, spread over the categories of their first prompts."""
+    """Return `count` of the batches, so that the categories of the suite are equally represented.
+
+    A batch counts for the category of its first prompt.
+    """
     return select_evenly(batches, [batch.prompts[0].category for batch in batches], count)
 
 
 def decode_batch(decoder: Decoder, batch: PromptBatch, settings: Settings) -> list[Generation]:
-    """Decode a batch with the decoder's draft, or plainly if it has none.
+    """Decode the prompts of a batch together, with the decoder's draft if it has one.
 
     Args:
-        decoder: the decoder.
+        decoder: the decoder. Without a draft it decodes plainly, one token per pass of the target.
         batch: the prompts.
-        settings: the settings; K and the tree are ignored without a draft.
+        settings: the settings. K and the tree are ignored if the decoder has no draft.
 
     Returns:
         The completion of each prompt.
     """
-    # The seed of a prompt depends on its index among all prompts, not on the size of batches.
+    # Seed each prompt by its index among all prompts, so that the size of batches changes no token.
     generators = [
         torch.Generator().manual_seed(settings.seed + index)
         for index in range(batch.start, batch.end)
     ]
     options = settings.decoding
+    # Without a draft, draft no tokens: K is 0.
     if decoder.proposer is None:
         options |= {"num_speculative_tokens": 0, "tree": None}
     return decoder.generate_all(
@@ -108,9 +112,18 @@ def generate_with_transformers(
 ) -> list[Generation]:
     """Decode a batch with transformers' `generate()`, and time it.
 
-    Sampled completions get as many tokens as those of plain decoding (`plain`), so that both do the
-    same work. Greedy ones have the same tokens anyway.
+    Args:
+        target: the target model.
+        batch: the prompts.
+        plain: the completions of the same prompts by this project's plain decoding. Sampled
+            completions get as many tokens as these, so that both take the same work. Greedy
+            completions have the same tokens anyway.
+        settings: the settings of the measurement.
+
+    Returns:
+        The completion of each prompt, with its times.
     """
+    # Limit the number of tokens of each completion.
     if settings.sampling.is_greedy:
         counts = [settings.max_new_tokens for _ in plain]
     else:
@@ -121,7 +134,7 @@ def generate_with_transformers(
 
 
 def sum_seconds(batches: Iterable[BatchGenerations]) -> float:
-    """Return how long the decoding of batches took, in all arms."""
+    """Return the total seconds of decoding batches, with each draft and without."""
     seconds = 0.0
     for arms in batches:
         for generations in arms:
@@ -130,17 +143,20 @@ def sum_seconds(batches: Iterable[BatchGenerations]) -> float:
 
 
 def log_estimate(generations: BatchGenerations, num_runs: int, num_check_passes: int) -> None:
-    """Log how long a measurement will take, estimated from one batch.
+    """Log how long a measurement will take, estimated from the times of one batch.
 
     Args:
-        generations: the generations of the batch, in each arm.
-        num_runs: how often a prompt will be decoded in all arms.
+        generations: the completions of the batch in each arm of the measurement: without a draft,
+            then with each draft.
+        num_runs: how many prompts are still to be decoded in all arms, counting every repetition.
         num_check_passes: about how many passes of the target the checks will take.
     """
+    # If several processes measure, only the first one logs.
     if not is_first():
         return
 
-    # Decoding a prompt takes as long as one of the batch took, in all arms together.
+    # Decoding one prompt in all arms is expected to take as long as the average prompt of the
+    # batch.
     plain = generations[0]
     decoding_s = num_runs * sum_seconds([generations]) / len(plain)
 
@@ -181,12 +197,24 @@ class PromptRuns:
 def create_prompt_runs(
     batches: Sequence[PromptBatch], settings: Settings, num_drafts: int
 ) -> list[list[PromptRuns]]:
-    """Create the runs of each draft, [draft][prompt], with no repetitions yet."""
+    """Create the objects that will collect the completions of each prompt with each draft.
+
+    Args:
+        batches: all batches of the measurement.
+        settings: the settings of the measurement.
+        num_drafts: the number of drafts.
+
+    Returns:
+        The runs of each draft, [draft][prompt], whose lists of completions are empty.
+    """
     runs: list[list[PromptRuns]] = [[] for _ in range(num_drafts)]
     for batch in batches:
+        # The seed of a batch's first prompt identifies the batch. Prompts that are decoded alone
+        # are in no batch.
         seed = settings.seed + batch.start if settings.batch_size > 1 else None
         for prompt in batch.prompts:
-            # All drafts get the same two lists, so one append reaches all of them.
+            # All drafts share these two lists, so a completion that is appended once is in the runs
+            # of every draft.
             baseline: list[Generation] = []
             hf_generate: list[Generation] = []
             for runs_of_draft in runs:
@@ -199,21 +227,21 @@ def add_generations(
     batch: PromptBatch,
     generations: Sequence[Sequence[Generation]],
 ) -> None:
-    """Add a repetition to the runs of a batch's prompts.
+    """Add one repetition of a batch to the runs of its prompts.
 
     Args:
-        runs: the runs of each draft, by prompt.
+        runs: the runs of each draft, [draft][prompt], which are changed in place.
         batch: the batch.
-        generations: the generations of the batch in each arm: plain decoding, then each draft, then
-            transformers' `generate()` where it was timed.
+        generations: the completions of the batch's prompts: by plain decoding, then by each draft,
+            then by transformers' `generate()` if it was timed on this batch.
     """
-    # transformers' `generate()` is the last arm, if there is one more arm than drafts and plain
-    # decoding.
+    # Split the completions by how they were decoded. If there is one more entry than for plain
+    # decoding and all drafts, the last entry is that of transformers' `generate()`.
     plain, *drafted = generations
     hf_generate = drafted.pop() if len(drafted) > len(runs) else None
     for offset in range(len(batch.prompts)):
         index = batch.start + offset
-        # The drafts share these two lists.
+        # All drafts share the lists `baseline` and `hf_generate`, so append to those of the first.
         runs[0][index].baseline.append(plain[offset])
         if hf_generate is not None:
             runs[0][index].hf_generate.append(hf_generate[offset])
@@ -224,9 +252,16 @@ def add_generations(
 def is_disturbed(
     runs: Sequence[Sequence[PromptRuns]], batch: PromptBatch, num_repetitions: int
 ) -> bool:
-    """Return whether a batch must be decoded again because rounds of it were disturbed.
+    """Return whether a batch must be decoded again because some of its rounds were disturbed.
 
-    Each prompt needs `num_repetitions` repetitions without a disturbed round, in every arm.
+    A round is disturbed if it took far longer than in the other repetitions. Each prompt needs
+    `num_repetitions` repetitions without such a round: with each draft, by plain decoding and, if
+    it was timed, by transformers' `generate()`.
+
+    Args:
+        runs: the runs of each draft: [draft][prompt].
+        batch: the batch.
+        num_repetitions: how many undisturbed repetitions are needed.
     """
     for runs_of_draft in runs:
         for run in runs_of_draft[batch.start : batch.end]:
@@ -234,6 +269,7 @@ def is_disturbed(
                 # transformers' `generate()` is not timed on every prompt.
                 if not repetitions:
                     continue
+                # Count the repetitions in which 0 rounds were disturbed.
                 num_undisturbed = count_disturbed_rounds(repetitions).count(0)
                 if num_undisturbed < num_repetitions:
                     return True
@@ -241,7 +277,13 @@ def is_disturbed(
 
 
 def remember_outputs(proposers: Sequence[Proposer], earlier_runs: Sequence[PromptRuns]) -> None:
-    """Give the plain outputs of earlier prompts to the proposers that look up earlier outputs."""
+    """Give the outputs of earlier prompts to the drafts that look tokens up in earlier outputs.
+
+    Args:
+        proposers: the drafts, of which some may be such lookups.
+        earlier_runs: the runs of earlier prompts; empty to forget all outputs. Their outputs by
+            plain decoding are used, because these do not depend on a draft.
+    """
     outputs = [run.baseline[0].token_ids for run in earlier_runs]
     for proposer in proposers:
         if isinstance(proposer, UsesPastOutputs):
@@ -255,9 +297,9 @@ def build_prompt_records(
     proposer: Proposer,
     runs: Sequence[PromptRuns],
 ) -> list[PromptRecord]:
-    """Build the records of a suite's prompts from the runs of one draft.
+    """Build the record of each prompt, as the report stores it, from the runs of one draft.
 
-    Tokens are those of the first repetition. Times are computed from all repetitions (see
+    The tokens are from the first repetition. The times are computed from all repetitions (see
     `compute_timing`).
 
     Args:
@@ -274,7 +316,7 @@ def build_prompt_records(
         generation = run.speculative[0]
         plain_tokens = run.baseline[0].token_ids
 
-        # The first token comes from the prefill, each of the others from a round.
+        # The first token comes from the prefill, all further tokens from rounds.
         first_token = generation.token_ids[0]
         (first_text,) = spell_tokens(tokenizer, prompt.token_ids, [first_token])
         context = [*prompt.token_ids, first_token]
@@ -319,12 +361,12 @@ def build_prompt_records(
 def _build_round_records(
     tokenizer: Tokenizer, context: Sequence[int], rounds: Sequence[Round]
 ) -> tuple[RoundRecord, ...]:
-    """Build the records of a completion's rounds, with the texts of their tokens.
+    """Build the records of a completion's rounds, which have the text of each token, too.
 
     Args:
-        tokenizer: the tokenizer.
-        context: the tokens before the first round.
-        rounds: the rounds.
+        tokenizer: the tokenizer that decodes the tokens.
+        context: the tokens before the first round: the prompt and the token of the prefill.
+        rounds: the rounds: what was drafted, accepted and emitted in each.
     """
     # The text of a token depends on the tokens before it, which grow with every round.
     tokens_before = list(context)
@@ -349,11 +391,12 @@ def spell_tokens(
 ) -> tuple[str, ...]:
     """Return the text that each token adds to the text before it.
 
-    The texts together are the text of all tokens, except for characters that several tokens share.
+    The texts joined together are the text of all tokens, except for characters that several tokens
+    share.
 
     Args:
         tokenizer: the tokenizer.
-        context: the tokens before; the last SPELLING_CONTEXT of them are used.
+        context: the tokens before `token_ids`. The last SPELLING_CONTEXT of them are used.
         token_ids: the tokens whose texts are returned.
     """
     tokens = list(context[-SPELLING_CONTEXT:])
@@ -362,8 +405,9 @@ def spell_tokens(
     for token in token_ids:
         tokens.append(token)
         text_after = tokenizer.decode(tokens)
-        # A token that completes a character changes the text before it, which ended in a
-        # replacement character. Such a token is decoded alone.
+        # Usually a token continues the text. But a token that completes a character of several
+        # bytes changes the end of the text, which was a replacement character. Decode such a token
+        # alone.
         if text_after.startswith(text_before):
             texts.append(text_after[len(text_before) :])
         else:
@@ -377,16 +421,19 @@ def compute_timing(repetitions: Sequence[Generation]) -> Timing:
 
     All repetitions generate the same tokens, so round r does the same work in each of them. The
     time of a round is the lower median over the repetitions, and the time of a prompt is the sum
-    over its rounds. A stall of seconds falls into one round of one repetition, and is dropped with
-    that. The lower median of two values is the smaller one.
+    over its rounds. A stall of the machine hits one round of one repetition, which the median
+    ignores. The lower median of two values is the smaller one.
+
+    Args:
+        repetitions: the completions of one prompt, decoded several times in the same way.
     """
-    # Drop repetitions with another number of rounds than the first. They occur on a device that
-    # rounds differently each time.
+    # Drop repetitions that have another number of rounds than the first one. They occur on a device
+    # whose rounding differs from run to run, so that other tokens are generated.
     num_rounds = len(repetitions[0].rounds)
     comparable = [generation for generation in repetitions if len(generation.rounds) == num_rounds]
     prefill = statistics.median_low(generation.prefill_seconds for generation in comparable)
 
-    # Transpose to [round][repetition], and add up the median times of the rounds.
+    # Transpose the rounds to [round][repetition], and add up the median times of all rounds.
     rounds = list(zip(*(generation.rounds for generation in comparable), strict=True))
     draft = 0.0
     verify = 0.0
@@ -407,7 +454,11 @@ def compute_timing(repetitions: Sequence[Generation]) -> Timing:
 def count_disturbed_rounds(repetitions: Sequence[Generation]) -> list[int]:
     """Count the rounds of each repetition that took far longer than in the other repetitions.
 
-    The prefill counts as a round.
+    Such a round is called disturbed: something else used the machine. The prefill counts as a
+    round.
+
+    Args:
+        repetitions: the completions of one prompt, decoded several times in the same way.
 
     Returns:
         The number of disturbed rounds of each repetition.
@@ -418,8 +469,8 @@ def count_disturbed_rounds(repetitions: Sequence[Generation]) -> list[int]:
         rounds = [entry.draft_seconds + entry.verify_seconds for entry in generation.rounds]
         seconds_by_repetition.append([generation.prefill_seconds, *rounds])
 
-    # Compute the longest undisturbed time of each round. A repetition may have fewer rounds than
-    # another, so `zip` stops at the shortest.
+    # Compute for each round the longest time that still counts as undisturbed. Repetitions may have
+    # different numbers of rounds; `zip` stops at the end of the shortest.
     limits = []
     for seconds_of_round in zip(*seconds_by_repetition, strict=False):
         usual = statistics.median_low(seconds_of_round)
@@ -442,8 +493,8 @@ def count_cost_prompts(prompts: Sequence[Prompt]) -> int:
 def count_cost_passes(prompts: Sequence[Prompt], settings: Settings) -> int:
     """Estimate how many passes of the target `measure_round_costs` takes.
 
-    Half of the draft tokens are assumed to be accepted, so a round with k draft tokens emits
-    1 + k / 2 tokens.
+    It decodes a few prompts with each number of draft tokens k from 1 to K. A round is one pass.
+    Half of the draft tokens are assumed to be accepted, so a round emits 1 + k / 2 tokens.
     """
     num_tokens = count_cost_prompts(prompts) * min(settings.max_new_tokens, COST_TOKENS)
     return sum(
@@ -454,16 +505,17 @@ def count_cost_passes(prompts: Sequence[Prompt], settings: Settings) -> int:
 def measure_round_costs(
     target: FrozenTarget, proposer: Proposer, prompts: Sequence[Prompt], settings: Settings
 ) -> list[RoundCost]:
-    """Measure what a round costs with each number of draft tokens from 1 to K, on a few prompts.
+    """Measure how long a round takes with each number k of draft tokens from 1 to K.
 
-    The report predicts the best K from these costs.
+    A few prompts are decoded with each k. The report predicts from these times which K is best.
 
     Returns:
-        The cost at each k at which some round drafted k tokens. Empty for trees and for drafts
-        behind a lookup.
+        The median milliseconds of drafting and of verifying in a round with k draft tokens. A k
+        with which no round drafted k tokens is left out. Empty for trees and for drafts behind a
+        lookup.
     """
-    # The rounds of trees and lookups draft as many tokens as the draft or the lookup finds, so a
-    # round with k tokens is not the beginning of one with K.
+    # With a tree or a lookup, a round drafts as many tokens as the draft or the lookup finds. So
+    # rounds with k tokens do not show what a smaller K would cost.
     if settings.tree or isinstance(proposer, LookupFirstProposer):
         return []
 
@@ -475,8 +527,8 @@ def measure_round_costs(
         math.ceil(count_cost_prompts(prompts) / settings.batch_size),
     )
 
-    # Decode each batch with every k, one right after the other. Rounds that drafted fewer than k
-    # tokens, e.g. at the end of a completion, do not count for k.
+    # Decode each batch with every k, one right after the other. Keep only the rounds that drafted k
+    # tokens: a round may draft fewer, e.g. at the end of a completion.
     rounds_by_k: dict[int, list[Round]] = {
         k: [] for k in range(1, settings.num_speculative_tokens + 1)
     }

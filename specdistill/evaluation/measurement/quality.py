@@ -42,16 +42,16 @@ def add_quality(
     *,
     special_tokens: Sequence[str],
 ) -> None:
-    """Score the answers of the main configuration, and add `quality` to the report.
+    """Score the answers with and without the draft, and add the section `quality` to the report.
 
-    For each metric, `quality` holds the score with the draft, the score without it and their paired
-    difference. If the scores differ significantly, the report gets a finding. If a metric cannot be
-    computed, the report's `not_measured` gets the reason.
+    For each metric, `quality` holds the score with the draft, the score without it and their
+    difference, paired by prompt. If the scores differ significantly, the report gets a finding. If
+    a metric cannot be computed, the report's `not_measured` gets the reason.
 
     Args:
         report: the report, which is changed in place. No gate has judged it yet.
-        records: the records of the report.
-        suite: the suite that was measured.
+        records: the records of the report. Only the main configuration is scored.
+        suite: the suite that was measured, which has the reference answers.
         special_tokens: the tokenizer's special tokens, which are removed from answers.
     """
     main_records = select_records(report["results"][0], records)
@@ -107,23 +107,25 @@ def add_quality(
 def compare_shares(
     with_draft: Sequence[bool], without_draft: Sequence[bool], clusters: Sequence[str], *, seed: int
 ) -> dict[str, Any]:
-    """Compare the shares of prompts that succeed with the draft and without it.
+    """Compare how many prompts are answered correctly with the draft and without it.
 
     The confidence interval of the difference comes from a bootstrap over clusters. `p_value` comes
-    from McNemar's exact test, which looks only at prompts that succeed on one of the two sides, and
-    takes prompts as independent. It is 1 if there are no such prompts.
+    from McNemar's exact test, which looks only at prompts whose answer is correct in one of the two
+    cases but not in the other, and takes prompts as independent. It is 1 if there are no such
+    prompts.
 
     Args:
-        with_draft: whether each prompt's answer with the draft is right.
-        without_draft: whether each prompt's answer without the draft is right.
-        clusters: the cluster of each prompt.
+        with_draft: whether each prompt's answer with the draft is correct.
+        without_draft: whether each prompt's answer without the draft is correct.
+        clusters: the cluster of each prompt. Prompts of one cluster, e.g. the turns of a
+            conversation, are resampled together.
         seed: the seed of the bootstrap.
 
     Returns:
         The metric's entry in the report's `quality`. The key `difference_ci95` is missing if there
         is no interval.
     """
-    # Count the prompts that succeed on one side only.
+    # Count the prompts that are answered correctly only with the draft, and only without it.
     ours = np.array(with_draft, dtype=np.float64)
     theirs = np.array(without_draft, dtype=np.float64)
     only_ours = int((ours > theirs).sum())
@@ -134,7 +136,8 @@ def compare_shares(
     columns["cluster"] = np.unique(clusters, return_inverse=True)[1].astype(np.float64)
     interval = compute_interval(DIFFERENCE, columns, seed=seed)
 
-    # Test whether the two numbers of such prompts differ by chance (McNemar).
+    # Test whether these two counts differ more than by chance (McNemar): if they do not, each such
+    # prompt is equally likely to be in either of them.
     num_differing = only_ours + only_theirs
     p_value = stats.binomtest(only_ours, num_differing).pvalue if num_differing else 1.0
     return {
@@ -150,16 +153,21 @@ def compare_shares(
 
 
 def _find_reference(name: str, suite: Suite, row: SuiteRow, record: PromptRecord) -> str | None:
-    """Return the reference that a metric compares an answer with.
+    """Return the text that a metric compares an answer with.
 
-    For `python_syntax` the reference is the source that the answer continues.
+    Args:
+        name: the metric. `python_syntax` needs the Python source that the answer continues. Any
+            other metric needs the reference answer of the row.
+        suite: the suite, whose header may name a metric (`quality`).
+        row: the row of the suite with the prompt.
+        record: the record of the prompt.
 
     Returns:
-        The reference; None if the metric does not apply to this row.
+        The text; None if the metric does not apply to this row.
     """
-    # Syntax is only checked of answers that continue Python source.
     if name == "python_syntax":
-        # The answer to a conversation does not continue its text.
+        # Only the answer to a text prompt continues the prompt. The answer to a conversation starts
+        # a text of its own. The prompt must be Python source, or the syntax says nothing.
         beginning = "" if row.kind == "messages" else record.prompt
         return beginning if suite.quality == name and is_python_so_far(beginning) else None
     return row.reference
@@ -173,10 +181,11 @@ def _remove_tokens(text: str, special_tokens: Sequence[str]) -> str:
 
 
 def is_match(text: str, reference: str) -> bool:
-    """Return whether a text's answer equals that of the reference, as GSM8K scores it.
+    """Return whether a generated text gives the same answer as a reference, as GSM8K scores it.
 
-    The answer of a text is the first number after `####`, or else the last number of the text. A
-    reference without a number is compared as a whole, ignoring case and white space.
+    The answer of a text is the first number after `####`, or else the last number in the text. If
+    the reference has no number, both texts are compared word for word, ignoring case and white
+    space.
     """
     answer = _parse_number(reference)
     if answer is None:
@@ -185,7 +194,10 @@ def is_match(text: str, reference: str) -> bool:
 
 
 def _parse_number(text: str) -> Decimal | None:
-    """Return the number that a text gives as its answer (see `is_match`), or None without one."""
+    """Return the number that a text gives as its answer; None for a text without a number.
+
+    It is the first number after `####`, or else the last number in the text.
+    """
     numbers = NUMBER.findall(text)
     marked_numbers = NUMBER.findall(text.partition("####")[2])
     if marked_numbers:
@@ -198,28 +210,29 @@ def _parse_number(text: str) -> Decimal | None:
 
 
 def is_python_so_far(source: str) -> bool:
-    """Return whether Python source has no syntax error so far.
+    """Return whether an unfinished piece of Python source has no syntax error.
 
-    The source may begin inside a block and end anywhere, also within a line. It is not executed.
+    The source may begin inside an indented block and end anywhere, also within a line. It is not
+    executed.
     """
-    # If the first line is indented, wrap the source in nested functions, so that it is the body of
-    # the innermost one.
+    # If the first line is indented, put as many nested `def` lines before the source as its
+    # indentation needs, so that the source is the body of the innermost function.
     lines = [line for line in source.splitlines() if line.strip()]
     first_line = lines[0] if lines else ""
     indent = len(first_line) - len(first_line.lstrip())
     blocks = "".join(f"{' ' * level}def _():\n" for level in range(0, indent, INDENT))
     source = blocks + source
 
-    # The last line may be cut, so the source is also tried without it.
+    # The last line may be cut off, so also try the source without its last line.
     return _is_valid_python(source) or _is_valid_python(source.rpartition("\n")[0])
 
 
 def _is_valid_python(source: str) -> bool:
     """Return whether a source is valid Python, or the beginning of valid Python."""
+    # `compile_command` raises for an error, and returns None for source that is not yet complete.
     try:
         codeop.compile_command(source, "<text>", "exec")
     except (SyntaxError, ValueError, OverflowError, RecursionError, MemoryError):
-        # Compiling can raise all of these.
         return False
     return True
 
@@ -240,6 +253,7 @@ class Answers(evaluate.Metric):  # type: ignore[misc]
     """
 
     def _info(self) -> evaluate.MetricInfo:
+        """Return the description of the metric that `evaluate` requires: its inputs are strings."""
         features = datasets.Features(
             dict.fromkeys(("predictions", "references"), datasets.Value("string"))
         )
@@ -248,6 +262,7 @@ class Answers(evaluate.Metric):  # type: ignore[misc]
         )
 
     def _compute(self, predictions: Sequence[str], references: Sequence[str]) -> dict[str, object]:
+        """Return the share of texts that are right, and under `outcomes` whether each is right."""
         is_right = METRICS[self.config_name]
         outcomes = list(map(is_right, predictions, references))
         return {self.config_name: sum(outcomes) / len(outcomes), "outcomes": outcomes}

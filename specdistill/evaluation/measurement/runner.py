@@ -111,13 +111,15 @@ MAX_EXTRA_REPETITIONS = 3
 
 
 def measure_recipe(recipe: Recipe, folder: Path) -> tuple[Report, list[PromptRecord]]:
-    """Measure a recipe's draft, in this process or in the engine that `eval.engine` names.
+    """Measure a recipe's draft: acceptance, speed, losslessness and quality of answers.
+
+    The draft is measured in this process, or in the inference engine that `eval.engine` names.
 
     Args:
         recipe: the recipe.
-        folder: the folder of the report. A measurement in this process caches its progress in
-            CACHE_FOLDER, so that an interrupted run resumes. A measurement in an engine leaves in
-            ENGINE_FOLDER what its servers load and print.
+        folder: the folder of the report. A measurement in this process caches its progress in the
+            subfolder CACHE_FOLDER, so that an interrupted run resumes. A measurement in an engine
+            keeps the exported draft and the logs of the servers in the subfolder ENGINE_FOLDER.
 
     Returns:
         The report, which no gate has judged yet, and its records.
@@ -142,7 +144,7 @@ def measure_recipe(recipe: Recipe, folder: Path) -> tuple[Report, list[PromptRec
         loaded = load_recipe_draft(recipe, suite)
         measurement = _measure_loaded(recipe, loaded, suite, cache_folder)
 
-    # The first process builds the report, and all processes return it.
+    # The first process builds the report, and sends it to all others, so that all return it.
     result = None
     if is_first():
         report = build_draft_report(
@@ -181,8 +183,8 @@ def _measure_adapters(
         cache_folder: the folder of the cache.
 
     Returns:
-        The last target with the draft, the suite with its rows once for each adapter, and the
-        merged measurement.
+        The target with the last adapter and its draft; the suite, in which each row occurs once for
+        each adapter; and the measurements of all adapters, merged into one.
     """
     weights: list[str] = []
     rows: list[SuiteRow] = []
@@ -192,8 +194,8 @@ def _measure_adapters(
         number = len(measurements) + 1
         logger.info(f"Measuring with adapter {number} of {len(adapters)}: {adapters[number - 1]}")
 
-        # Free the target of the last adapter before loading the next one, so that only one is in
-        # memory at a time.
+        # Drop the reference to the last target before the next one is loaded, so that only one of
+        # them is in memory at a time.
         loaded = None
         loaded = load_recipe_draft(adapted.recipe, adapted.suite, adapted.made_for)
 
@@ -201,7 +203,7 @@ def _measure_adapters(
         weights.append(loaded.target.identity.weights)
         rows += adapted.suite.rows
 
-    # The report is about the base together with all adapters.
+    # The report is about all adapters, so name the target after its base model and all of them.
     assert loaded is not None
     loaded.target.name = f"{recipe.target.model} + {', '.join(adapters)}"
     return (
@@ -214,11 +216,11 @@ def _measure_adapters(
 def _measure_loaded(
     recipe: Recipe, loaded: LoadedDraft, suite: Suite, cache_folder: Path
 ) -> Measurement:
-    """Measure a draft that is loaded, in every configuration of its recipe.
+    """Measure a draft in every configuration that its recipe asks for.
 
     Args:
         recipe: the recipe.
-        loaded: the target and the draft.
+        loaded: the target and the draft, whose weights are in memory.
         suite: the suite that is measured.
         cache_folder: the folder of the cache.
     """
@@ -232,14 +234,15 @@ def _measure_loaded(
         vocab_size=target.vocab_size,
     )
 
-    # Before anything is measured, print which change so many prompts can detect, and fail if the
-    # draft cannot decode batches.
+    # Before anything is measured, print how small a change this number of prompts can detect, and
+    # fail if prompts are to be decoded in batches but target or draft cannot do that.
     if is_first():
         print_power_analysis([prompt.cluster or prompt.id for prompt in plans[0].prompts])
     if any(plan.settings.batch_size > 1 for plan in plans):
         Decoder(target, proposer).check_batches()
 
-    # Measure, reading from the cache what an interrupted run of the same draft has measured.
+    # Measure. Results of an interrupted run with the same draft and machine are taken from the
+    # cache.
     identity = identify_draft(target, proposer, suite, method=recipe.method, draft=loaded.draft)
     (measurement,) = measure(
         target,
@@ -261,18 +264,19 @@ def measure(
     *,
     num_draws: int | None,
 ) -> list[Measurement]:
-    """Measure drafts together in every configuration, against one baseline.
+    """Measure drafts in every configuration, all against the same runs of plain decoding.
 
-    Every process of a launch calls this function, and measures its share of the prompts.
+    If several processes were launched, each calls this function and measures its share of the
+    prompts.
 
     Args:
         target: the target that verifies.
         proposers: the drafts.
         suite: the suite that is measured.
-        plans: the main configuration, then the others.
+        plans: the settings and prompts of each configuration, the main one first.
         cache: the cache of results, which may hold those of an interrupted measurement.
-        num_draws: draws of the sampling test. None: as many as suit the length of the measurement
-            (see `run_sampling_test`).
+        num_draws: how many draws the sampling test takes. None: as many as suit the length of the
+            measurement (see `run_sampling_test`).
 
     Returns:
         The measurement of each draft. Only the first process has the sampling test, the costs of
@@ -297,7 +301,8 @@ def measure(
             cache.save_result(fingerprint, result)
         own_results.append(result)
 
-    # Merge the results of all processes. The tests below are made by the first process alone.
+    # Merge the results of all processes into one measurement for each draft. What follows is done
+    # by the first process alone.
     results = merge_processes(plans, all_gather_object(own_results))
     measurements = []
     for number in range(len(proposers)):
@@ -306,7 +311,8 @@ def measure(
     if not is_first():
         return measurements
 
-    # In the main configuration, test sampling, and time rounds with fewer draft tokens.
+    # In the main configuration, test whether sampling is lossless, and time rounds with fewer draft
+    # tokens.
     tests = []
     costs = []
     with measure_resources(target.device) as resources:
@@ -324,7 +330,8 @@ def measure(
             )
             costs.append(measure_round_costs(target, proposer, main_plan.prompts, settings))
 
-    # Add these results, and the time and memory of everything, to each measurement.
+    # Add the tests and the times of rounds to the measurement of each draft, and to all of them the
+    # time and memory that everything took together.
     all_resources = sum_resources([*(result.resources for result in results), resources])
     return [
         replace(measurement, sampling_test=test, costs=round_costs, resources=all_resources)
@@ -342,20 +349,22 @@ def measure_configuration(
     is_main: bool,
     num_draws: int | None,
 ) -> ConfigurationResult:
-    """Measure drafts together in one configuration.
+    """Measure drafts in one configuration: decode all prompts, and check that decoding is lossless.
 
     Args:
         target: the target that verifies.
         proposers: the drafts.
         suite: the suite that is measured.
-        plan: the configuration and its prompts.
-        cache: the cache of batches.
-        is_main: whether this is the main configuration. It is checked to be lossless even if it
-            samples; its prompts are then decoded greedily as well.
-        num_draws: draws of the sampling test that follows the main configuration.
+        plan: the settings of the configuration and its prompts.
+        cache: the cache, which has the batches that were decoded before an interruption.
+        is_main: whether this is the main configuration. Greedy decoding is checked in it even if
+            its settings sample tokens: the prompts are then decoded greedily as well.
+        num_draws: how many draws the sampling test takes that follows the main configuration; None
+            if their number depends on the length of the measurement.
     """
     with measure_resources(target.device) as resources:
-        # Count the passes of the checks that follow, for the estimate of the remaining time.
+        # Count the passes of the target in the checks after the main configuration, because the
+        # estimate of the remaining time includes them.
         num_check_passes = 0
         if is_main:
             for number in range(len(proposers)):
@@ -380,7 +389,7 @@ def measure_configuration(
             )
             drafts.append(DraftResult(records, divergences))
 
-    # Count the time of decoding before an interruption, too.
+    # Add the time that it took to decode the cached batches before the interruption.
     resources["seconds"] += cached_seconds
     return ConfigurationResult(drafts, resources)
 
@@ -395,7 +404,10 @@ class Arm(NamedTuple):
 def build_arms(
     target: FrozenTarget, proposers: Sequence[Proposer], plan: MeasurementPlan
 ) -> list[Arm]:
-    """Build the arms of a measurement: plain decoding first, then each draft."""
+    """Build the arms of a measurement, the ways of decoding that are compared.
+
+    The first arm is plain decoding, without a draft. Each further arm decodes with one draft.
+    """
     arms = [Arm(Decoder(target, compiled=plan.settings.compile), plan.settings)]
     for number, proposer in enumerate(proposers):
         settings = plan.draft_settings(number)
@@ -413,20 +425,20 @@ def decode_prompts(
 ) -> tuple[list[list[PromptRuns]], float]:
     """Decode every prompt `repeats` times, without a draft and with each of the drafts.
 
-    All drafts share the repetitions of plain decoding. Sampled tokens are the same in each
-    repetition, because every prompt has its own seed.
+    All drafts are compared with the same repetitions of plain decoding. Even sampled tokens are the
+    same in each repetition, because every prompt has its own seed.
 
     Args:
         target: the target that verifies.
         proposers: the drafts.
-        plan: the configuration and its prompts.
-        cache: the cache of batches.
-        num_check_passes: about how many passes of the target the following checks take. The
-            estimate of the remaining time includes them.
+        plan: the settings of the configuration and its prompts.
+        cache: the cache of decoded batches.
+        num_check_passes: about how many passes of the target the later checks take, for the
+            estimate of the remaining time.
 
     Returns:
-        The runs of each draft, by prompt, and how many seconds it took to decode what was read from
-        the cache.
+        The repetitions of each draft and prompt, [draft][prompt]; and how many seconds it took
+        before an interruption to decode the batches that were read from the cache.
     """
     # Build the arms and the batches. transformers' `generate()` decodes some batches as well.
     settings = plan.settings
@@ -498,17 +510,19 @@ def _warm_up(
     batches: Sequence[PromptBatch],
     settings: Settings,
 ) -> BatchGenerations:
-    """Decode some batches before anything is timed, because the first ones may compile kernels.
+    """Decode some batches before anything is timed, because the first ones are slower.
+
+    For example, kernels are compiled when they are used for the first time.
 
     Args:
-        target: the target.
+        target: the target model.
         arms: the arms of the measurement.
         batches: all batches of the measurement.
         settings: the settings of plain decoding, which say how many batches are decoded.
 
     Returns:
-        The last batch that was decoded, from which the measurement's time is estimated. Empty if
-        there is no warm-up.
+        The completions of the last batch, [arm][prompt], from whose times the time of the whole
+        measurement is estimated. Empty if there is no warm-up.
     """
     generations: BatchGenerations = []
     with freeze_garbage_collector():
@@ -519,7 +533,16 @@ def _warm_up(
 
 
 def _decode_in_arms(arms: Sequence[Arm], batch: PromptBatch, first_arm: int) -> BatchGenerations:
-    """Decode a batch in every arm, one right after the other, and return the results by arm."""
+    """Decode a batch in every arm: without a draft, and with each of the drafts.
+
+    Args:
+        arms: the arms: plain decoding, then one for each draft.
+        batch: the prompts.
+        first_arm: the index of the arm that is run first; the others follow in turn.
+
+    Returns:
+        The completions, [arm][prompt], in the order of `arms`.
+    """
     generations: BatchGenerations = [[] for _ in arms]
     for index in [*range(first_arm, len(arms)), *range(first_arm)]:
         arm = arms[index]

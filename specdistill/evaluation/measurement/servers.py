@@ -67,14 +67,16 @@ class ConnectedServer:
 
     @property
     def k(self) -> int:
-        """The number of draft tokens per round; 0 without a draft.
+        """The number of draft tokens per round, as the server reports it; 0 without a draft.
 
-        It is `wanted_k` for a server that does not report the number.
+        For a server that drafts but does not report the number, it is `wanted_k`: the number with
+        which the server was started.
         """
         return self.wanted_k if self.identity.hides_k else self.identity.num_speculative_tokens or 0
 
     def complete(self, prompt: Prompt, settings: Settings, seed: int) -> EngineCompletion:
-        """Request the completion of a prompt, and wait for it."""
+        """Request the completion of a prompt from the server, and wait for it."""
+        # models[0] is the name under which the server serves the model.
         request = CompletionRequest(
             self.identity.models[0],
             prompt.token_ids,
@@ -93,10 +95,11 @@ def connect(
     Args:
         engine: the name of the engine.
         address: the address of the server.
-        key: the recipe key that errors name.
+        key: the recipe key with which error messages begin.
         model_names: the names that the model may have; the last one is a folder or Hub id.
         timeout: the longest wait for an answer, in seconds.
-        k: the number of tokens that the server should draft per round.
+        k: the number of tokens that the server should draft per round. It is taken as the server's
+            number if the server does not report one.
 
     Raises:
         UserError: when the server serves another model.
@@ -108,7 +111,8 @@ def connect(
     assert client is not None, engine
     identity = client.identify(server)
 
-    # Compare its models with the target. Two paths may lead to the same folder through links.
+    # Check that one of the server's models is the target. A model may be named by a folder, and two
+    # different paths may lead to the same folder through links.
     folders = [os.path.realpath(name) for name in model_names if os.path.isdir(name)]
     if not any(
         name in model_names or os.path.realpath(name) in folders for name in identity.models
@@ -116,7 +120,8 @@ def connect(
         raise UserError(
             key,
             got=f"{address}, which serves {identity.models[0]}",
-            expected=f"a server of {model_names[-1]} (or {client.name_option} {model_names[0]})",
+            expected=f"a server of {model_names[-1]} (or start it with {client.name_option}"
+            f" {model_names[0]})",
         )
     return ConnectedServer(engine, client, server, identity, k)
 
@@ -124,10 +129,12 @@ def connect(
 def connect_pair(
     config: EvalConfig, model_names: Sequence[str]
 ) -> tuple[ConnectedServer, ConnectedServer | None]:
-    """Connect to a recipe's server with the draft and, if there is one, to its baseline server.
+    """Connect to the two servers that a recipe names: with a draft, and without one (baseline).
+
+    The baseline server is optional.
 
     Args:
-        config: the recipe's `eval:`.
+        config: the recipe's section `eval`.
         model_names: the names that the model may have (see `connect`).
 
     Raises:
@@ -144,7 +151,7 @@ def connect_pair(
     address = config.server
     k = config.num_speculative_tokens
 
-    # Check that the server with the draft drafts K tokens.
+    # Connect to the server with the draft, and check that it drafts K tokens per round.
     speculative = connect(engine, address, "eval.server", model_names, config.server_timeout, k)
     if not speculative.k:
         raise UserError(
@@ -156,12 +163,13 @@ def connect_pair(
         raise UserError(
             "eval.num_speculative_tokens",
             got=k,
-            expected=f"{speculative.k}, as the server at {address} drafts",
+            expected=f"{speculative.k}, the number of tokens that the server at {address} drafts",
         )
     if config.baseline_server is None:
         return speculative, None
 
-    # Check that the baseline server is the same engine, without a draft.
+    # Connect to the baseline server. Check that it does not draft, and that it has the same version
+    # of the engine as the server with the draft.
     baseline = connect(
         engine,
         config.baseline_server,
@@ -180,7 +188,7 @@ def connect_pair(
         raise UserError(
             "eval.baseline_server",
             got=f"{engine} {baseline.identity.version}",
-            expected=f"{speculative.identity.version}, as eval.server runs",
+            expected=f"{speculative.identity.version}, the version of eval.server",
         )
     return speculative, baseline
 
@@ -209,11 +217,13 @@ class ServerTask:
     def from_config(
         cls, config: EvalConfig, suite: Suite, tokenizer: PreTrainedTokenizerBase, max_length: int
     ) -> "ServerTask":
-        """Make the requests of a recipe: its prompts, values of K and loads.
+        """Plan the requests that a recipe asks for: its prompts, values of K and loads.
+
+        A load is the number of requests that are in flight at the same time.
 
         Args:
-            config: the recipe's `eval:`.
-            suite: the suite.
+            config: the recipe's section `eval`.
+            suite: the suite of prompts.
             tokenizer: the target's tokenizer.
             max_length: the most tokens of a prompt and its completion together.
 
@@ -228,7 +238,8 @@ class ServerTask:
             max_length=max_length,
         )
 
-        # The main values come first. A dict drops duplicates and keeps the order.
+        # List K and load of the main configuration, then the values to sweep. The keys of a dict
+        # keep their order and drop duplicates.
         ks = dict.fromkeys([config.num_speculative_tokens, *config.sweep.num_speculative_tokens])
         loads = dict.fromkeys([config.concurrency, *config.sweep.concurrency])
         if max(loads) > len(prompts):
@@ -248,7 +259,10 @@ class ServerTask:
 
     @property
     def configurations(self) -> list[Settings]:
-        """The settings of every configuration, the main one first."""
+        """The settings of every configuration, the main one first: each K at each load.
+
+        The batch size of a configuration is its load, the number of requests in flight.
+        """
         grid = []
         for load in self.loads:
             for k in self.ks:
@@ -257,7 +271,11 @@ class ServerTask:
 
 
 def find_startable_serving(engine: str, method: str) -> Serving:
-    """Return how an engine that this process starts serves drafts of a method.
+    """Return how an engine serves drafts of a method, if specdistill can start this engine.
+
+    Args:
+        engine: the name of the engine, as `eval.engine` names it.
+        method: the method of the draft.
 
     Raises:
         UserError: for an engine that specdistill cannot start, and for a method that the engine
@@ -268,7 +286,8 @@ def find_startable_serving(engine: str, method: str) -> Serving:
             "eval.server", got="nothing", expected=f"the address of a running {engine} server"
         )
 
-    # Find all engines that can be started and serve the method. The error names them.
+    # Find all engines that can be started and serve the method, because the error names them. An
+    # engine may load drafts in the format (layout) of another engine.
     serving = METHODS[method].serving()
     startable = {}
     for name in list_engines_with("program"):
@@ -303,14 +322,15 @@ class ServerMeasurement:
     failure: ReportedError | None = None
 
     def ask(self, peers: Sequence[ConnectedServer], task: ServerTask) -> None:
-        """Send every prompt to running servers, at each load, and add their completions.
+        """Send every prompt to running servers, and collect the completions in `answers`.
 
-        Each repetition sends all prompts to one server after the other. The server that comes first
-        alternates.
+        This is done at each load, the number of requests that are in flight at the same time. Each
+        repetition sends all prompts to one server, then to the next. Which server comes first
+        alternates, so that a slow minute of the machine affects all of them.
 
         Args:
-            peers: the servers; the one with the draft is the last.
-            task: the requests.
+            peers: one server, or two: without a draft, then with the draft.
+            task: the prompts, their settings and the loads.
 
         Raises:
             ResourceError: when a server fails. The completions that it returned before are kept.
@@ -319,8 +339,8 @@ class ServerMeasurement:
         prompts = task.prompts
         start = time.perf_counter()
 
-        # Choose the prompts of the warm-up, spread over the categories. Each request in flight gets
-        # `warmup` of them.
+        # Choose the prompts of the warm-up, spread over the categories: `warmup` prompts for each
+        # request in flight.
         self.engine["version"] = peers[-1].identity.version
         categories = [prompt.category for prompt in prompts]
         warmups = {
@@ -329,7 +349,7 @@ class ServerMeasurement:
         num_untimed = sum(map(len, warmups.values()))
         num_timed = len(task.loads) * settings.repeats * len(prompts)
 
-        # Send the prompts. The time counts even if a server fails.
+        # Send the prompts. The time is added up even if a server fails.
         try:
             num_requests = len(peers) * (num_untimed + num_timed)
             with show_progress("Measuring", num_requests, "completions") as advance:
@@ -341,6 +361,7 @@ class ServerMeasurement:
 
                     # In each repetition, send all prompts to each server.
                     for repeat in range(settings.repeats):
+                        # Every other repetition starts with the other server.
                         for peer in reversed(peers) if repeat % 2 else peers:
                             repetitions = self.answers.setdefault(
                                 (peer.k, load), [[] for _ in prompts]
@@ -356,14 +377,16 @@ class ServerMeasurement:
 def measure_running(
     task: ServerTask, speculative: ConnectedServer, baseline: ConnectedServer | None
 ) -> ServerMeasurement:
-    """Measure servers that run already.
-
-    An error ends the measurement early. It is returned in `failure`, with the completions so far.
+    """Measure servers that run already, which this process did not start.
 
     Args:
-        task: the requests.
+        task: the requests to send.
         speculative: the server with the draft.
-        baseline: the server without it; None for none.
+        baseline: the server without a draft; None if there is none.
+
+    Returns:
+        The completions. If a server fails, these are the completions until then, and `failure` has
+        the error.
     """
     # Describe the servers for the report.
     measurement = ServerMeasurement(
@@ -387,19 +410,25 @@ def measure_running(
 def measure_started(
     task: ServerTask, config: EvalConfig, target: TargetConfig, served: Served, logs: Path
 ) -> ServerMeasurement:
-    """Start an engine's server without the draft, then for every K, and measure each.
+    """Start an engine's servers one after the other, and measure each.
 
-    The main K comes before the swept ones. Each server is ended before the next one is started. An
-    error ends the measurement early. It is returned in `failure`, with the completions so far.
+    The first server has no draft. Then there is one for every K, the number of draft tokens per
+    round, beginning with the K of the main configuration. Each server is ended before the next one
+    is started, because the device may hold only one.
 
     Args:
-        task: the requests.
-        config: the recipe's `eval:`.
-        target: the recipe's `target:`.
-        served: the recipe's draft, as it was exported.
+        task: the requests to send.
+        config: the recipe's section `eval`.
+        target: the recipe's section `target`.
+        served: the recipe's draft, as it was exported for the engine.
         logs: the folder for the logs of the servers.
+
+    Returns:
+        The completions. If a server fails, these are the completions until then, and `failure` has
+        the error.
     """
-    # Write the command of each server, K -> command, and the environment variables that it needs.
+    # Build the command that starts each server, K -> command, and the environment variables that it
+    # needs. K = 0 is the server without the draft.
     longest = max(len(prompt.token_ids) for prompt in task.prompts) + config.max_new_tokens
     key = "eval.engine_command"
     commands = {k: start_command(config, target, served, k, longest) for k in (0, *task.ks)}
@@ -415,11 +444,12 @@ def measure_started(
     }
     measurement = ServerMeasurement({"name": config.engine, **shown}, has_baseline=True)
 
-    # The model may be served by its own name or by that of the folder it was loaded from. For
-    # multi-token prediction this may be the draft's folder, which then holds the target, too.
+    # List the names under which a server may serve the model: its own name, or the folder from
+    # which it was loaded. With multi-token prediction, the draft's folder may hold the target, too.
     names = (target.model, str(served.output), served.target_name)
 
-    # Start the servers one after the other, check each, and send it the prompts.
+    # Start the servers one after the other. Check that each has the right model and draft, and send
+    # it the prompts.
     try:
         for k in commands:
             log = logs / (f"k{k}.log" if k else "plain.log")
@@ -433,7 +463,7 @@ def measure_started(
 
 
 def _check_drafting(peer: ConnectedServer, served: Served, k: int, log: Path) -> None:
-    """Check that a server drafts as the command that started it says.
+    """Check that a server drafts as its start command says: K tokens, and behind its lookup.
 
     Args:
         peer: the server.
@@ -450,8 +480,8 @@ def _check_drafting(peer: ConnectedServer, served: Served, k: int, log: Path) ->
             f"{peer.engine} drafts {peer.k} tokens per round, not {k}", next_step=f"look at {log}"
         )
 
-    # Check in the log that the engine uses the lookup in front of the draft. vLLM ignores the
-    # lookup if specdistill's plugin is not installed next to it.
+    # If there is a lookup in front of the draft, the engine must write a certain mark to its log.
+    # vLLM ignores the lookup if specdistill's plugin is not installed next to it.
     front = ENGINES[peer.engine].describe_front(served.lookup_first) if k else None
     if front and front.mark not in log.read_text(encoding="utf-8", errors="replace"):
         raise ResourceError(
@@ -464,25 +494,24 @@ def _check_drafting(peer: ConnectedServer, served: Served, k: int, log: Path) ->
 def start_command(
     config: EvalConfig, target: TargetConfig, served: Served, k: int, longest: int
 ) -> list[str]:
-    """Return the command that starts an engine's server.
+    """Return the command that starts an engine's server, as a list of words.
 
     Args:
-        config: the recipe's `eval:`.
-        target: the recipe's `target:`.
-        served: the recipe's draft, as it was exported.
+        config: the recipe's section `eval`.
+        target: the recipe's section `target`.
+        served: the recipe's draft, as it was exported for the engine.
         k: draft tokens per round; 0 serves the target without the draft.
-        longest: the most tokens of a sequence, prompt included.
-
-    Returns:
-        The words of the command.
+        longest: the most tokens of a sequence, that is of a prompt and its completion.
     """
     program = ENGINES[config.engine].program
     assert program is not None, config.engine
 
-    # The program, then its arguments about the model, then those about settings and measurement.
+    # Start with the program. Then come the arguments about target and draft.
     words = shlex.split(config.engine_command or program.command)
     served_here = replace(served, num_tokens=k) if k else replace(served, method=None)
     words += program.arguments(served_here)
+
+    # Add the arguments about the settings of the recipe, and those that only a measurement needs.
     return [
         *words,
         *program.settings(target, config, longest),
@@ -494,12 +523,19 @@ def start_command(
 def complete_all(
     peer: ConnectedServer, prompts: Sequence[Prompt], settings: Settings, load: int
 ) -> Iterator[EngineCompletion]:
-    """Send prompts to a server, `load` at a time, and yield the completions in order.
+    """Send prompts to a server, and yield the completions in the order of the prompts.
+
+    Args:
+        peer: the server.
+        prompts: the prompts.
+        settings: the settings with which the server completes them.
+        load: the number of requests that are in flight at the same time.
 
     Raises:
         ResourceError: when the server served other clients meanwhile, which would distort times.
     """
-    # Read the server's counters before and after: they must count no tokens but these.
+    # Read the server's counter of tokens before and after. If it has counted more tokens than those
+    # of these completions, the server has served somebody else.
     before = peer.client.read(peer.server)
     num_tokens = 0
     with start_request_threads(load, peer.server) as pool:
