@@ -71,7 +71,10 @@ class SequenceState:
             raise UserError(
                 "eval.max_new_tokens",
                 got=f"a prompt of {len(prompt_ids)} tokens and {max_new_tokens} new ones",
-                expected=f"at least 1 and {target.max_length} together",
+                expected=(
+                    f"a prompt of at least 1 token, and at most {target.max_length} tokens"
+                    " together, the context of the target"
+                ),
             )
         self.generator = generator
         self.stop_ids = target.eos_token_ids
@@ -97,14 +100,17 @@ class SequenceState:
         draft_seconds: float,
         verify_seconds: float,
     ) -> None:
-        """Emit the tokens of a round, up to the limit or the first stop token.
+        """Append the tokens of a round to the sequence, and record the round.
+
+        These are the accepted draft tokens and the next token, up to the length limit or the first
+        stop token.
 
         Args:
             proposal: the draft tokens.
             path: indices of the accepted draft tokens.
-            next_token: the target's token after them.
+            next_token: the target's token after the accepted ones.
             draft_seconds: this sequence's share of the time to propose.
-            verify_seconds: its share of the time to verify.
+            verify_seconds: this sequence's share of the time to verify.
         """
         tokens = proposal.tokens
         emitted = []
@@ -114,12 +120,14 @@ class SequenceState:
                 break
         self.token_ids += emitted
 
+        # Of a tree only one path is recorded: the accepted nodes, and after them first children.
         drafted = tuple(tokens)
         if proposal.tree:
             drafted = tuple(tokens[node] for node in proposal.tree.extend_to_leaf(path))
         self.rounds.append(
             Round(
                 drafted=drafted,
+                # Accepted tokens after a stop token or the limit do not count.
                 num_accepted=min(len(path), len(emitted)),
                 emitted=tuple(emitted),
                 draft_seconds=draft_seconds,
@@ -129,7 +137,7 @@ class SequenceState:
         )
 
     def to_generation(self) -> Generation:
-        """Return the continuation so far."""
+        """Return the result of decoding: the new tokens, the rounds and the times."""
         return Generation(
             self.prompt_ids,
             tuple(self.token_ids[len(self.prompt_ids) :]),

@@ -65,14 +65,18 @@ class Tree:
 
     @cached_property
     def children(self) -> dict[int, list[int]]:
-        """The children of the root and of every node."""
+        """The children of each node, by the node's index; ROOT is the key of the root."""
         children: dict[int, list[int]] = {node: [] for node in range(ROOT, len(self.parents))}
         for node, parent in enumerate(self.parents):
             children[parent].append(node)
         return children
 
     def extend_to_leaf(self, path: Sequence[int]) -> list[int]:
-        """Continue a path from the root by first children down to a leaf."""
+        """Return a path continued down to a leaf, always through the first child.
+
+        Args:
+            path: node indices that begin at a child of the root; may be empty.
+        """
         path = list(path)
         children = self.children[path[-1] if path else ROOT]
         while children:
@@ -98,7 +102,14 @@ class TreePass:
 
     @classmethod
     def begin_at_root(cls, num_text: Sequence[int], device: torch.device) -> "TreePass":
-        """Return the state before the first level: the sequences alone, each ending at its root."""
+        """Return the pass that `add_level` extends by the first level of nodes.
+
+        It holds the sequences without any node. Each ends at its root.
+
+        Args:
+            num_text: the number of tokens in the KV cache of each sequence.
+            device: of the model.
+        """
         return cls(
             num_text,
             torch.zeros(len(num_text), 1, 0, dtype=torch.bool, device=device),
@@ -109,7 +120,15 @@ class TreePass:
     def cover_trees(
         cls, trees: Sequence[Tree], num_text: Sequence[int], device: torch.device
     ) -> "TreePass":
-        """Return a pass over the root and all nodes of each tree. The root is not cached yet."""
+        """Return one pass that reads the root and all nodes of each tree.
+
+        Args:
+            trees: one for each row.
+            num_text: the number of tokens in the KV cache of each row, without the root.
+            device: of the model.
+        """
+        # Index 0 is the root, and node i has index i + 1. A node sees itself and all that its
+        # parent sees. Smaller trees are padded with nodes that see only themselves.
         num_nodes = 1 + max(len(tree.parents) for tree in trees)
         ancestors = np.tile(np.eye(num_nodes, dtype=bool), (len(trees), 1, 1))
         positions = []
@@ -122,12 +141,14 @@ class TreePass:
         return cls(num_text, torch.from_numpy(ancestors).to(device), positions)
 
     def add_level(self, parents_BT: Tensor) -> "TreePass":
-        """Return the pass over the next level.
+        """Return the pass over the next level of nodes.
 
         Args:
-            parents_BT: [B, T], indices of the new nodes' parents in the last level.
+            parents_BT: for each of the T new nodes of each of the B rows, the index of its parent
+                among the nodes of the level before.
         """
         num_rows, num_nodes = parents_BT.shape
+        # A new node's ancestors are its parent's ancestors, the parent included, and itself.
         themselves_TT = torch.eye(num_nodes, dtype=torch.bool, device=parents_BT.device)
         ancestors_BTF = torch.cat(
             (
@@ -144,15 +165,18 @@ class TreePass:
 
     @property
     def new_positions(self) -> list[Sequence[int]]:
-        """The positions of each row's T nodes."""
+        """The position ids of the T nodes that the pass reads, for each row."""
         num_nodes = self.ancestors_BTF.shape[1]
         return [positions[-num_nodes:] for positions in self.positions]
 
     def build_mask(self, window: int | None) -> Tensor:
-        """Return [B, T, S] bool: whether each node attends to each slot of the KV cache.
+        """Return the attention mask: which slots of the KV cache each node attends to.
 
         Args:
             window: a node attends to the last `window` positions, its own included. None: to all.
+
+        Returns:
+            Bool [B, T, S]: rows, nodes of this pass, slots of the KV cache.
         """
         device = self.ancestors_BTF.device
         num_rows, num_nodes, num_cached = self.ancestors_BTF.shape
@@ -191,7 +215,11 @@ class StaticTree:
         key = "eval.tree.branching"
         branching = list(self.branching)
         if not branching:
-            raise UserError(key, got=branching, expected="numbers of children, one for each level")
+            raise UserError(
+                key,
+                got=branching,
+                expected="one number of children for each level, such as [4, 2, 1]",
+            )
         num_nodes = 0
         level_width = 1
         for num_children in branching:
@@ -213,21 +241,25 @@ class StaticTree:
         return {"branching": list(self.branching)}
 
     def cut(self, depth: int) -> "StaticTree":
-        """Return the tree without the levels below `depth`."""
+        """Return the shape of the first `depth` levels of the tree."""
         return StaticTree(self.branching[:depth])
 
     def grow(
         self, logits_BW: Tensor, expand: Expand, sampling: Sampling, generators: Generators
     ) -> list[TreeDraft]:
-        """Grow a tree for each row, level by level.
+        """Draft a tree of tokens for each row, level by level.
 
-        Under sampling a node has fewer children if q has too few tokens.
+        Above temperature 0 a node gets fewer children if top-k and top-p leave too few tokens.
 
         Args:
-            logits_BW: the draft's logits after each row's root.
-            expand: computes the logits of the next level.
-            sampling: how tokens are chosen.
-            generators: one for each row.
+            logits_BW: the draft's logits [B, W] after each row's root, over its W tokens.
+            expand: runs the draft over the nodes of a level, and returns the logits after each.
+            sampling: temperature, top-p and top-k.
+            generators: the random generator of each row.
+
+        Returns:
+            For each row the draft tokens of the nodes, their tree, and the distributions that they
+            were drawn from (None when greedy).
         """
         levels: list[list[Children]] = []  # by level, then by row
         row_logits = [*logits_BW.split(1)]  # after the nodes of each row's last level
@@ -281,13 +313,16 @@ class DynamicTree:
                 "eval.tree.budget",
                 got=self.budget,
                 expected=(
-                    f"from {self.depth}, the depth, to {max_budget}, the nodes that top_k and depth"
-                    " give"
+                    f"a number of nodes from {self.depth} (the depth) to {max_budget} (the most"
+                    " that top_k and depth allow)"
                 ),
             )
 
     def count_candidates(self, depth: int) -> int:
-        """Return the nodes of a tree of this depth before the best are chosen."""
+        """Return how many nodes are candidates in a tree of this depth, before the best are kept.
+
+        The root gets `top_k` children. On each later level `top_k` nodes get `top_k` children each.
+        """
         return self.top_k + (depth - 1) * self.top_k**2
 
     @property
@@ -296,7 +331,10 @@ class DynamicTree:
         return dict(vars(self))
 
     def cut(self, depth: int) -> "DynamicTree":
-        """Return a tree of at most `depth` levels, with as many nodes if that many exist."""
+        """Return a shape of at most `depth` levels.
+
+        The budget of nodes stays the same, unless the smaller tree has fewer candidates.
+        """
         new_depth = min(depth, self.depth)
         new_budget = min(self.budget, self.count_candidates(new_depth))
         return replace(self, depth=new_depth, budget=new_budget)
@@ -304,24 +342,28 @@ class DynamicTree:
     def grow(
         self, logits_BW: Tensor, expand: Expand, sampling: Sampling, generators: Generators
     ) -> list[TreeDraft]:
-        """Grow a tree for each row, level by level, and keep the best nodes.
+        """Draft a tree of tokens for each row, level by level, and keep the best nodes.
 
-        A node's score is the logarithm of the product of probabilities from the root on. They are
-        taken at the sampling temperature (1 when greedy), before top-k and top-p.
+        A node's score is the sum of the draft's log probabilities on the path from the root to the
+        node. They are computed at the sampling temperature (1 when greedy), before top-k and top-p.
 
         Args:
-            logits_BW: the draft's logits after each row's root.
-            expand: computes the logits of the next level.
-            sampling: how tokens are chosen.
-            generators: one for each row.
+            logits_BW: the draft's logits [B, W] after each row's root, over its W tokens.
+            expand: runs the draft over the nodes of a level, and returns the logits after each.
+            sampling: only the temperature is used.
+            generators: not used, because nothing is drawn.
+
+        Returns:
+            For each row the draft tokens of the nodes, their tree, and None (no distributions,
+            because the tokens are not drawn).
         """
         temperature = sampling.temperature or 1.0
         num_children = min(self.top_k, logits_BW.shape[-1])
         logits_BTW = logits_BW.unsqueeze(1)
-        # Of the nodes that are expanded; the root is the first.
+        # The scores and indices of the T nodes to expand next, at first only the root.
         score_BT = logits_BW.new_zeros(len(logits_BW), 1, dtype=torch.float32)
         nodes_BT = torch.full_like(score_BT, ROOT, dtype=torch.long)
-        # Of all candidates [B, T * C], by level.
+        # One entry per level: a tensor [B, T * C] with C candidates for each expanded node.
         tokens = []
         scores = []
         parents = []
@@ -363,12 +405,12 @@ TreeShape = StaticTree | DynamicTree
 
 
 def build_tree_shape(config: TreeConfig) -> TreeShape:
-    """Return the tree of `eval.tree` in a recipe.
+    """Return the tree shape that `eval.tree` of a recipe describes.
 
-    {budget, depth, top_k} is a dynamic tree, {branching} a static one.
+    `branching` alone describes a static tree; `budget`, `depth` and `top_k` a dynamic one.
 
     Raises:
-        UserError: for neither of the two.
+        UserError: if the keys are mixed, or one of the three is missing.
     """
     sizes = config.model_dump(exclude={"branching"})
     if config.branching is not None:
@@ -377,7 +419,9 @@ def build_tree_shape(config: TreeConfig) -> TreeShape:
             raise UserError(
                 "eval.tree.branching",
                 got=f"a static tree with {', '.join(surplus_names)}",
-                expected="branching, or budget, depth and top_k",
+                expected=(
+                    "branching alone (a static tree), or budget, depth and top_k (a dynamic tree)"
+                ),
             )
         return StaticTree(tuple(config.branching))
     for name, size in sizes.items():
@@ -385,21 +429,33 @@ def build_tree_shape(config: TreeConfig) -> TreeShape:
             raise UserError(
                 f"eval.tree.{name}",
                 got="nothing",
-                expected="a number: a tree has budget, depth and top_k, or branching",
+                expected="a number: give budget, depth and top_k, or branching alone",
             )
     return DynamicTree(**sizes)
 
 
 def has_drawn_candidates(sampling: Sampling, tree: TreeShape | None) -> bool:
-    """Return whether a model drafts by drawing from its distribution, in a tree or (None) a chain.
+    """Return whether a draft model draws its draft tokens at random from its distribution.
 
-    Otherwise it takes its best tokens.
+    It does so above temperature 0. Greedy drafts and dynamic trees consist of its best tokens.
+
+    Args:
+        sampling: the sampling settings.
+        tree: the shape of the proposal; None for a chain.
     """
     return not sampling.is_greedy and not isinstance(tree, DynamicTree)
 
 
 def gather_nodes(x_BTH: Tensor, nodes_BN: Tensor) -> Tensor:
-    """Select N of the T nodes of each row: [B, N, H]."""
+    """Return the vectors of N selected nodes of each row.
+
+    Args:
+        x_BTH: a vector of size H for each of T nodes [B, T, H].
+        nodes_BN: the indices [B, N] of the selected nodes; an index may occur several times.
+
+    Returns:
+        [B, N, H].
+    """
     return x_BTH.gather(1, nodes_BN.unsqueeze(2).expand(-1, -1, x_BTH.shape[2]))
 
 
@@ -422,9 +478,16 @@ class Children:
 def choose_children(
     logits_TW: Tensor, generator: Random, num_children: int, sampling: Sampling
 ) -> Children:
-    """Choose up to `num_children` children of each of T nodes.
+    """Choose up to `num_children` draft tokens after each node of one level of one row.
 
-    The best tokens if sampling is greedy, else tokens drawn without replacement.
+    Greedy sampling takes the best tokens. Otherwise they are drawn without replacement, and fewer
+    if the distribution runs out of tokens.
+
+    Args:
+        logits_TW: the draft's logits after each of the T nodes, over its W tokens.
+        generator: draws the random numbers.
+        num_children: the most children of a node.
+        sampling: temperature, top-p and top-k.
     """
     if sampling.is_greedy:
         tokens_TC = logits_TW.topk(min(num_children, logits_TW.shape[-1])).indices
@@ -433,22 +496,23 @@ def choose_children(
     probs_TW = sampling.compute_probabilities(logits_TW)
     uniforms_TC = torch.rand(len(probs_TW), num_children, generator=generator, dtype=torch.float64)
     tokens_TC, exists_TC = draw_distinct_tokens(probs_TW, uniforms_TC.to(probs_TW.device))
+    # The first column of the indices is the node that each existing child belongs to.
     parents_C = exists_TC.nonzero()[:, 0]
     return Children(tokens_TC[exists_TC], parents_C, probs_TW[parents_C])
 
 
 def draw_distinct_tokens(probs_TW: Tensor, uniforms_TC: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw C tokens of each distribution without replacement.
+    """Draw C different tokens from each of T distributions.
 
-    Each token is drawn from the distribution without the earlier ones. A distribution with fewer
-    than C tokens runs out.
+    A token that was drawn gets probability 0 for the later draws. A distribution with fewer than C
+    tokens runs out, and its last tokens do not exist.
 
     Args:
-        probs_TW: [T, W].
-        uniforms_TC: [T, C] in [0, 1), one for each token.
+        probs_TW: the distributions [T, W] over W tokens.
+        uniforms_TC: random numbers [T, C] in [0, 1), one for each token.
 
     Returns:
-        The tokens [T, C], and which of them exist [T, C].
+        The tokens [T, C], and which of them exist, bool [T, C].
     """
     remaining_TW = probs_TW.clone()
     tokens = []
@@ -462,14 +526,15 @@ def draw_distinct_tokens(probs_TW: Tensor, uniforms_TC: Tensor) -> tuple[Tensor,
 
 
 def join_levels(level_parents: Sequence[Tensor]) -> Tree:
-    """Return the tree of several levels.
+    """Return one tree from the parents of each level's nodes.
 
     Args:
-        level_parents: for each level, the indices of its nodes' parents in the level before.
+        level_parents: for each level, the parent of each node, as an index within the level before.
     """
     parents: list[int] = []
     previous_nodes: Sequence[int] = [ROOT]
     for parents_T in level_parents:
+        # Replace indices within a level by indices within the whole tree.
         first_node = len(parents)
         parents += [previous_nodes[index] for index in parents_T.tolist()]
         previous_nodes = range(first_node, len(parents))
