@@ -97,16 +97,20 @@ class Continuation:
     is_finished: bool = False
 
     def extend(self, logits_1NV: Tensor, proposal: Proposal) -> int:
-        """Emit the accepted draft tokens and the token after them, up to the end of the text.
+        """Append the accepted draft tokens and one token after them to the text.
+
+        Stops earlier if a stopping criterion of `generate()` ends the text.
 
         Args:
-            logits_1NV: the target's, after the last token and after each draft token.
+            logits_1NV: the target's logits [1, N, V], N = 1 + the number of draft tokens: after the
+                last token of the text and after each draft token.
             proposal: the draft tokens.
 
         Returns:
-            The number of emitted tokens.
+            The number of appended tokens.
         """
-        # The last position has no draft token: the target's own token ends the round there.
+        # At each position the target's token is appended. If it differs from the draft token, the
+        # later draft tokens are rejected. None: no draft token is left, so this token is the last.
         for index, draft_token in enumerate([*proposal.tokens, None]):
             # Process the logits in a copy, as generate() does: some processors write into them.
             logits_1V = logits_1NV[:, index].to(
@@ -119,6 +123,7 @@ class Continuation:
                 token_1 = choose_token(scores_1V, proposal, index)
             else:
                 token_1 = scores_1V.argmax(-1)
+            # The scores and logits that generate() returns if asked to.
             step = {"scores": scores_1V, "logits": logits_1V}
             for name in self.details:
                 self.details[name] += (step[name],)
@@ -136,21 +141,28 @@ class Continuation:
 
 
 def choose_token(scores_1V: Tensor, proposal: Proposal, index: int) -> Tensor:
-    """Draw the token [1] at a position of a proposal from the target's distribution.
+    """Return the token [1] that the target samples at one position of a proposal.
 
-    It is the draft token as often as speculative sampling accepts that. If the draft token is
-    certain, and after the last one, this is a plain draw with the same random numbers as in
-    `generate()`.
+    The token follows the target's distribution. It equals the draft token as often as possible: by
+    the rule of speculative sampling.
+
+    Args:
+        scores_1V: the target's processed logits at the position.
+        proposal: the draft tokens.
+        index: of the position: that of a draft token, or one more for the token after the last.
     """
     probs_1V = scores_1V.softmax(-1)
+    # Without a draft distribution to correct for, draw from the target as generate() itself does,
+    # with the same random numbers. So the same seed gives the same text as without a draft.
     if proposal.probabilities is None or index == len(proposal.tokens):
         return torch.multinomial(probs_1V, num_samples=1).squeeze(1)
     tested = Proposal(
         proposal.tokens[index : index + 1],
         proposal.probabilities[index : index + 1].to(probs_1V.device),
     )
-    # The second row is for the token after an accepted one, which the next position chooses by its
-    # own scores.
+    # Test this draft token alone: `path` is empty if it is rejected, and `other_token` replaces it.
+    # verify_sampled also wants the target's distribution after the draft token. Its second row is
+    # a stand-in, because the next call draws the token after an accepted draft token.
     path, other_token = verify_sampled(tested, probs_1V.expand(2, -1), None)
     return torch.tensor([proposal.tokens[index] if path else other_token], device=probs_1V.device)
 
@@ -249,20 +261,30 @@ class Draft:
         )
 
     def _check(self, model: Any, input_ids: Tensor, k: int, options: Mapping[str, Any]) -> None:
-        """Check the options of `generate()`.
+        """Check that a draft supports the options and inputs of this call of `generate()`.
+
+        Args:
+            model: the model whose `generate()` was called.
+            input_ids: token ids of the prompts [B, tokens].
+            k: `num_speculative_tokens`, the draft tokens of a round.
+            options: the generation config and the other arguments of `generate()`.
 
         Raises:
-            UserError: for an option that a draft does not support.
+            UserError: for an option or an input that a draft does not support.
         """
         for name, expected in UNSUPPORTED_OPTIONS.items():
             value = options.get(name)
             if value not in (None, DEFAULTS.get(name, False)):
                 raise UserError(name, got=f"{value!s:.60}", expected=expected)
 
-        # The model and the draft
+        # The model and the draft. These errors name the argument that holds the draft.
         key = "custom_generate"
         if model is not self.target.model:
-            raise UserError(key, got="a draft of another model", expected="load_draft(…, model)")
+            raise UserError(
+                key,
+                got="a draft of another model",
+                expected="one from load_draft(…, model)",
+            )
         if self.target.is_recurrent:
             raise UserError(
                 key,
@@ -288,7 +310,7 @@ class Draft:
             raise UserError(
                 key,
                 got="inputs_embeds, or tokens in a cache",
-                expected="input_ids of the whole text",
+                expected="input_ids of the whole text, and no cache or an empty one",
             )
         if not isinstance(cache, DynamicCache):
             raise UserError(
@@ -304,10 +326,18 @@ class Draft:
             raise UserError("num_speculative_tokens", got=k, expected="a whole number from 1")
 
     def _read(self, run_pass: Callable[[], Any]) -> tuple[Any, Features]:
-        """Run the target; return its outputs, and the features of all chunks that it reads."""
-        chunks: list[Features] = []  # generate() may read a long prompt in several chunks
+        """Run the target, and capture the hidden states that the draft reads.
 
-        def keep(_module: Any, _inputs: Any, output: Any) -> None:
+        Args:
+            run_pass: calls the model. It may read a long prompt in several forward passes.
+
+        Returns:
+            The outputs of the model, and the features of all tokens that it read.
+        """
+        chunks: list[Features] = []
+
+        def keep_features(_module: Any, _inputs: Any, output: Any) -> None:
+            """Store the hidden states of one forward pass: auxiliary layers, then the last."""
             tensors = [
                 *(captured[layer] for layer in self.proposer.aux_layers),
                 output.last_hidden_state,
@@ -316,7 +346,7 @@ class Draft:
                 Features.from_tensors(tensor.to(self.target.device) for tensor in tensors)
             )
 
-        hooks = self.target.backbone.register_forward_hook(keep)
+        hooks = self.target.backbone.register_forward_hook(keep_features)
         with capture(self.target.layers, self.proposer.aux_layers) as captured, hooks:
             outputs = run_pass()
         return outputs, Features.concatenate(chunks)
@@ -350,9 +380,16 @@ def prepare_details(generation_config: GenerationConfig) -> dict[str, Any]:
 def extend_inputs(
     model: Any, outputs: Any, model_kwargs: dict[str, Any], num_tokens: int
 ) -> dict[str, Any]:
-    """Extend masks and positions by new tokens, one at a time as `generate()` does.
+    """Extend the attention mask and position ids in `model_kwargs` by `num_tokens` new tokens.
 
-    Changes model_kwargs.
+    The model's own method does this for one token, as in a step of `generate()`, and changes
+    `model_kwargs` in place.
+
+    Args:
+        model: the target.
+        outputs: what its last pass returned.
+        model_kwargs: the arguments for its next pass.
+        num_tokens: how many tokens were added.
     """
     for _ in range(num_tokens):
         model_kwargs = model._update_model_kwargs_for_generation(
@@ -367,9 +404,18 @@ extract_arguments = GenerationMixin._extract_generation_mode_kwargs
 
 
 def extract_all_arguments(model: Any, custom_generate: Any, *arguments: Any) -> dict[str, Any]:
-    """Return the arguments of the loop of `generate()`: for a draft, all that its own loops get."""
+    """Return the arguments that `generate()` passes to its decoding loop, or to a callable.
+
+    Replaces a method of transformers that leaves `tokenizer` and `streamer` out for a callable.
+
+    Args:
+        model: the model whose `generate()` was called.
+        custom_generate: the callable, such as a `Draft`, or None for a loop of `generate()`.
+        arguments: the other arguments of the replaced method.
+    """
     usual_arguments = {}
     if isinstance(custom_generate, Draft):
+        # A draft also gets the arguments of a built-in loop (custom_generate=None).
         usual_arguments = extract_arguments(model, None, *arguments)
     return usual_arguments | extract_arguments(model, custom_generate, *arguments)
 

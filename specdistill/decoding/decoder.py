@@ -47,18 +47,26 @@ VerifyRule = Callable[[Proposal, Tensor, Random], VerifiedPath]
 
 
 def verify_sampled(proposal: Proposal, probs_NV: Tensor, generator: Random) -> VerifiedPath:
-    """Verify a chain or a tree above temperature 0."""
+    """Decide at random which draft tokens of a chain or a tree are accepted, above temperature 0.
+
+    Args:
+        proposal: the draft tokens, N - 1 of them, and how they were drawn.
+        probs_NV: the target's distributions [N, V] after the sequence and after each draft token.
+        generator: draws the random numbers.
+
+    Returns:
+        The indices of the accepted draft tokens, and the token after them.
+    """
     tokens = proposal.tokens
     draft_probs_NV = proposal.probabilities
-    # One number for each draft token, and one for the token after them.
     uniforms_1N = draw_uniforms(len(tokens) + 1, [generator]).to(probs_NV.device)
     if proposal.tree:
         return verify.verify_sampled_tree(
             tokens, proposal.tree, probs_NV, draft_probs_NV, uniforms_1N[0]
         )
-    # A chain is verified as a batch of one row.
     tokens_1N = torch.tensor([tokens], dtype=torch.long, device=probs_NV.device)
     draft_probs_1NV = None if draft_probs_NV is None else draft_probs_NV[None]
+    # A batch of one chain. The accepted tokens of a chain are its first ones.
     num_accepted, next_token = verify.verify_sampled_chain(
         tokens_1N, probs_NV[None], draft_probs_1NV, uniforms_1N
     )
@@ -94,7 +102,6 @@ class Decoder:
                 got="true with a draft that runs layers of the target",
                 expected="false",
             )
-        # Whether target and proposer were found to handle trees, and several sequences.
         self._reads_trees = False
         self._reads_batches = False
         # by tokens of a pass and positions of the KV cache
@@ -103,7 +110,7 @@ class Decoder:
     def generate(
         self, prompt_ids: Sequence[int], *, generator: Random = None, **options: Any
     ) -> Generation:
-        """Continue a prompt, with the options of `generate_all`."""
+        """Continue one prompt. `options` are the other arguments of `generate_all`."""
         (generation,) = self.generate_all([prompt_ids], generators=[generator], **options)
         return generation
 
@@ -120,15 +127,16 @@ class Decoder:
     ) -> list[Generation]:
         """Continue each prompt up to `max_new_tokens` tokens, or a stop token, which is emitted.
 
-        Times are shares: a round's seconds are divided equally among the rows that took part in it,
-        and the prefill's among all rows. So they add up to those of the batch.
+        The prompts are decoded together as one batch. The seconds of a round are divided equally
+        among the sequences that took part in it, and those of the prefill among all sequences. So
+        the seconds of all generations add up to those of the batch.
 
         Args:
             prompts: token ids of each sequence.
             max_new_tokens: at least 1.
             num_speculative_tokens: K, at least 1 with a proposer.
-            tree: drafted in place of a chain.
-            sampling: how tokens are chosen.
+            tree: the shape of the draft tokens; None for a chain.
+            sampling: temperature, top-p and top-k.
             generators: one for each prompt. None: torch's default generator for all.
 
         Raises:
@@ -182,10 +190,15 @@ class Decoder:
     def _get_reader(
         self, rows: Sequence[SequenceState], num_speculative_tokens: int
     ) -> SequenceReader:
-        """Return what reads the sequences; compile a graph for a new length of the KV cache."""
+        """Return the object that runs the target over the sequences and holds its KV cache.
+
+        If `compiled` is set, a graph is compiled for each new pair of pass length and cache size,
+        and reused afterwards. Only one sequence alone can be read by such a graph.
+        """
         if not self.compiled or len(rows) > 1:
             return self._shared_reader or CachedTarget(self.target, self.aux_layers)
-        # A pass over a proposal reads the last token and the draft tokens after it.
+        # A pass reads the last token and the draft tokens. Padded draft tokens also need slots in
+        # the cache, after the longest sequence.
         num_tokens = 1 + num_speculative_tokens if self.proposer else 1
         shape = num_tokens, round_up_cache_size(rows[0].limit) + num_tokens
         if shape not in self._compiled_targets:
@@ -200,14 +213,15 @@ class Decoder:
         draft_size: int | TreeShape,
         sampling: Sampling,
     ) -> None:
-        """Propose, verify and commit.
+        """Run one round: propose draft tokens, verify them, and append the accepted ones.
 
         Args:
             rows: the sequences that continue.
-            state: what the proposer sees of them.
-            reader: reads them with the target.
-            draft_size: the draft tokens of a chain, or the shape of a tree.
-            sampling: how tokens are chosen.
+            state: their tokens and target features, for the proposer. The round replaces its
+                features by those of the tokens that it reads.
+            reader: runs the target over the sequences.
+            draft_size: the number of draft tokens of a chain, or the shape of a tree.
+            sampling: temperature, top-p and top-k.
         """
         # Propose
         start = read_clock(self.target.device)
@@ -248,10 +262,13 @@ class Decoder:
     def _drop_finished_rows(
         self, rows: Sequence[SequenceState], state: DecodingState, reader: SequenceReader
     ) -> list[SequenceState]:
-        """Return the rows that continue. The others leave the caches and the state."""
+        """Return the rows that continue, and remove finished rows from the caches and the state.
+
+        If every row has finished, nothing is removed, because nothing is read any more.
+        """
         remaining = [index for index, row in enumerate(rows) if not row.is_finished]
         if remaining and len(remaining) < len(rows):
-            # Only rows that continue stay in the caches of target and draft.
+            # Several rows always have a `BatchKVCache`, which can drop single rows.
             cache: Any = reader.cache
             cache.keep(remaining)
             if self.proposer:
@@ -268,13 +285,16 @@ class Decoder:
         logits_BTV: Tensor,
         sampling: Sampling,
     ) -> list[VerifiedPath]:
-        """Verify the proposal of each row.
+        """Decide for each row which draft tokens are accepted, and which token follows them.
 
         Args:
-            rows: the sequences.
-            proposals: one for each.
-            sampling: how tokens are chosen.
-            logits_BTV: the target's, after the sequence and after each draft token.
+            rows: the B sequences.
+            proposals: the draft tokens of each sequence.
+            logits_BTV: the target's logits [B, T, V] after the sequence and after each draft token.
+            sampling: temperature, top-p and top-k.
+
+        Returns:
+            For each row, the indices of the accepted draft tokens and the next token.
         """
         if sampling.is_greedy:
             choices = logits_BTV.argmax(-1).tolist()
@@ -282,11 +302,11 @@ class Decoder:
             return [*map(self._verify_greedy, rows, proposals, choices, near_ties)]
 
         verified_paths: dict[int, VerifiedPath] = {}
-        # Chains of equally many draft tokens, all of them drawn or all certain, are verified
-        # together.
+        # Above temperature 0 a tree, or a single row, is verified alone. Chains are verified in
+        # groups that fit into one tensor: equally many draft tokens (the length of the group's
+        # key), all of them drawn from distributions or all certain (its flag).
         groups: dict[tuple[int, bool], list[int]] = defaultdict(list)
         for index, (row, proposal) in enumerate(zip(rows, proposals, strict=True)):
-            # A tree, or the chain of a sequence on its own, is verified by the rule.
             if len(rows) == 1 or proposal.tree:
                 logits_NV = logits_BTV[index, : len(proposal.tokens) + 1]
                 probs_NV = sampling.compute_probabilities(logits_NV)
@@ -309,20 +329,26 @@ class Decoder:
     def _verify_greedy(
         self, row: SequenceState, proposal: Proposal, choices: list[int], near_ties: list[bool]
     ) -> VerifiedPath:
-        """Follow the target's best tokens, after breaking near-ties in float64.
+        """Accept the draft tokens of one row that are the target's best tokens.
+
+        Where the two best tokens are nearly tied, float32 may choose the wrong one. Such a choice
+        on the accepted path is first computed again in float64.
 
         Args:
             row: the sequence.
             proposal: its N draft tokens.
-            choices: [N + 1], the target's best tokens after the sequence and each draft token.
-            near_ties: [N + 1], which of them the rounding of float32 decides.
+            choices: the target's best token after the sequence and after each draft token, N + 1 in
+                all. Changed in place.
+            near_ties: which of the N + 1 choices are near-ties. Changed in place.
+
+        Returns:
+            The indices of the accepted draft tokens, and the next token.
         """
         tokens = proposal.tokens
         path: Sequence[int]
         # The choice in float64 may lead to another branch, which has near-ties of its own. Each
         # turn breaks at least one of them, so the loop ends.
         while True:
-            # Follow the target's best tokens as far as the proposal has them.
             if proposal.tree:
                 path, next_token = verify.follow_target_choices(tokens, proposal.tree, choices)
             else:
@@ -331,8 +357,7 @@ class Decoder:
             positions = add_root(path)
             if not any(near_ties[position] for position in positions):
                 return path, next_token
-
-            # Replace each near-tie on this path by the best token in float64.
+            # Correct the near-ties on the path, and follow the choices again.
             sequence = [*row.token_ids, *(tokens[node] for node in path)]
             logits_1TV = compute_logits_in_float64(self.target, sequence, len(positions))
             exact_choices = logits_1TV[0].argmax(-1).tolist()
@@ -342,7 +367,10 @@ class Decoder:
                     near_ties[position] = False
 
     def check_tree(self) -> None:
-        """Raise UserError if target or proposer cannot handle trees."""
+        """Raise UserError if the proposer cannot draft trees or the target cannot verify them.
+
+        The target is tested with a few passes, only once.
+        """
         if not isinstance(self.proposer, TreeProposer):
             raise UserError(
                 "eval.tree",
@@ -357,7 +385,10 @@ class Decoder:
             self._reads_trees = True
 
     def check_batches(self) -> None:
-        """Raise UserError if target or proposer cannot handle several sequences at once."""
+        """Raise UserError if target or proposer cannot handle several sequences at once.
+
+        The target is tested with a few passes, only once.
+        """
         if not self._reads_batches:
             check_batchable(self.target.model, self.target.name)
             if self.proposer:
@@ -371,17 +402,20 @@ def verify_chains(
     generators: Generators,
     sampling: Sampling,
 ) -> list[VerifiedPath]:
-    """Verify chains of equally many draft tokens together, all of them drawn or all certain.
+    """Verify R chains of equal length in one call, above temperature 0.
 
     Args:
-        proposals: one for each of the R rows.
-        logits_RTV: the target's, after the sequence and after each draft token.
-        generators: one for each row.
-        sampling: how tokens are chosen.
+        proposals: the chain of each row. Either all chains were drawn from the draft's
+            distributions, or all their tokens are certain.
+        logits_RTV: the target's logits [R, T, V], after the sequence and after each draft token.
+        generators: the random generator of each row.
+        sampling: temperature, top-p and top-k.
+
+    Returns:
+        For each row, the indices of the accepted draft tokens and the next token.
     """
     device = logits_RTV.device
     tokens = [proposal.tokens for proposal in proposals]
-    # Either all rows have a distribution, or none has.
     distributions = []
     for proposal in proposals:
         if proposal.probabilities is not None:
@@ -392,18 +426,24 @@ def verify_chains(
         torch.stack(distributions) if distributions else None,
         draw_uniforms(logits_RTV.shape[1], generators).to(device),
     )
+    # The accepted tokens of a chain are its first ones.
     paths = [range(num_accepted) for num_accepted in num_accepted_R.tolist()]
     return [*zip(paths, next_token_R.tolist(), strict=True)]
 
 
 def add_root(path: Sequence[int]) -> list[int]:
-    """Return the positions of a path's nodes in a pass, in which the root comes first."""
+    """Return where the root and a path's nodes are among the tokens of a pass.
+
+    A pass reads the root (the last token of the sequence) at index 0, and node i at index i + 1.
+    """
     return [0, *(node + 1 for node in path)]
 
 
 def read_clock(device: torch.device) -> float:
-    """Return the seconds on the clock, once the device is idle."""
-    # Kernels run in the background; the clock would stop before they end.
+    """Return the time in seconds, after the device has finished its work.
+
+    CUDA runs asynchronously: without waiting, a timer would stop before the work is done.
+    """
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()

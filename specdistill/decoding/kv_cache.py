@@ -23,20 +23,19 @@ from specdistill.decoding.tree import TreePass
 from specdistill.targets.cache import MIN_SPARE_POSITIONS
 from specdistill.targets.packed_attention import attend_cached
 
-# Positions whose rotary angles are computed at first. Most prompts with their answers fit, and a
-# table for them takes some hundred kilobytes.
-FIRST_SIZE = 512
+FIRST_SIZE = 512  # positions allocated at first
 
 # Position ids [1, S] -> (cos, sin) [1, S, d]
 RotaryFunction = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 def grow_buffer(buffer: Tensor | None, new_BGTd: Tensor, size: int) -> Tensor:
-    """Return a layer's buffer [B, G, S, d], copied into a longer one if it has less than `size`.
+    """Return a buffer with room for `size` positions, which holds what the old buffer holds.
 
     Args:
-        buffer: None for a layer that has none yet.
-        new_BGTd: new keys or values, which determine shape and dtype.
+        buffer: a layer's keys or values [B, G, S, d] (rows, heads, positions, head size); None for
+            a layer that has none yet. Returned as it is if it is long enough.
+        new_BGTd: new keys or values. A new buffer takes its shape and dtype from them.
         size: positions that must fit.
     """
     if buffer is not None and buffer.shape[2] >= size:
@@ -64,7 +63,6 @@ class GraphKVCache:
     ) -> None:
         self._buffers = buffers
         self._position_T = position_T
-        # [T, S]: a query sees the positions up to its own, within the window.
         key_S = torch.arange(size, device=position_T.device)
         query_T1 = position_T.unsqueeze(1)
         self._mask_TS = key_S <= query_T1
@@ -72,14 +70,17 @@ class GraphKVCache:
             self._mask_TS = self._mask_TS & (key_S > query_T1 - window)
 
     def append(self, layer: int, key_BGTd: Tensor, value_BGTd: Tensor) -> None:
-        """Store a layer's keys and values of the pass."""
+        """Write the pass's new keys and values [B, G, T, d] into a layer's buffers."""
         for buffer, new_BGTd in zip(self._buffers[layer], (key_BGTd, value_BGTd), strict=True):
             buffer.index_copy_(2, self._position_T, new_BGTd)
 
     def attend(
         self, layer: int, query_BNTd: Tensor, key_BGTd: Tensor, value_BGTd: Tensor
     ) -> Tensor:
-        """Store keys and values, and return the attention of the queries, [B, N, T, d]."""
+        """Store new keys and values, and return the queries' attention to all cached positions.
+
+        The result is [B, N, T, d]: rows, query heads, new positions, head size.
+        """
         self.append(layer, key_BGTd, value_BGTd)
         keys, values = self._buffers[layer]
         return F.scaled_dot_product_attention(
@@ -114,17 +115,16 @@ class BatchKVCache(DynamicCache):
     def place(
         self, counts: Sequence[int], *, is_causal: bool = True, tree_pass: TreePass | None = None
     ) -> Tensor:
-        """Prepare the next pass, and return its positions [B, T].
+        """Reserve slots for the new tokens of each row; return their position ids [B, T].
 
         Args:
-            counts: the new tokens of each row.
-            is_causal: whether a token sees the tokens up to itself, or all.
-            tree_pass: if the tokens are nodes of trees. A slot is then not its node's position
-                until `keep_paths`.
+            counts: the number of new tokens of each row. T is the largest of them.
+            is_causal: True: a token attends to the tokens up to itself. False: to all of its row.
+            tree_pass: the nodes' ancestors and positions, if the tokens are nodes of trees. A
+                node's slot then differs from its position, until `keep_paths` moves the node.
         """
         self._is_causal = is_causal
         self._tree_pass = tree_pass
-        # The new tokens of a row go to the slots after those it holds.
         device = self._slot_BT.device
         start_B1 = torch.tensor(self.lengths, device=device).unsqueeze(1)
         self._slot_BT = start_B1 + torch.arange(max(counts), device=device)
@@ -134,7 +134,11 @@ class BatchKVCache(DynamicCache):
         return torch.tensor(tree_pass.new_positions, device=device)
 
     def _advance(self, counts: Sequence[int]) -> None:
-        """Add the new tokens to the lengths. Buffers that must grow get a quarter more."""
+        """Add the numbers of new tokens to the rows' lengths, and set the size of the buffers.
+
+        `update` grows the buffers to that size. It includes a quarter more than needed, so that
+        they are not copied in every pass.
+        """
         self._num_held = max(self.lengths)
         self._end = self._num_held + max(counts)
         if self._end > self._size:
@@ -142,17 +146,20 @@ class BatchKVCache(DynamicCache):
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
 
     def build_mask(self, window: int | None) -> Tensor:
-        """Return [B, 1, T, S] bool: whether each query of the pass attends to each slot.
+        """Return the attention mask of the pass: which of the S slots each new token attends to.
 
         Args:
-            window: a query attends to the last `window` positions, its own included. None: to all.
+            window: a token attends to the last `window` positions, its own included. None: to all.
+
+        Returns:
+            Bool [B, 1, T, S]: rows, all heads alike, new tokens, slots.
         """
         if self._tree_pass:
             return self._tree_pass.build_mask(window).unsqueeze(1)
-        # A query sees all slots up to its own, or, without causality, up to its row's last token.
         device = self._slot_BT.device
         key_S = torch.arange(self._end, device=device)
         query_B1T1 = self._slot_BT[:, None, :, None]
+        # The last slot that a token attends to: its own, or without causality the row's last.
         last_key = query_B1T1
         if not self._is_causal:
             last_key = torch.tensor(self.lengths, device=device).view(-1, 1, 1, 1) - 1
@@ -162,18 +169,26 @@ class BatchKVCache(DynamicCache):
         return mask_B1TS
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the positions that the longest row held before the pass, as transformers asks."""
+        """Return how many positions the longest row held before the current pass.
+
+        transformers calls this method of a cache.
+        """
         return self._num_held
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_args: Any, **_options: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store a layer's new keys and values [B, G, T, d], and return all of them [B, G, S, d]."""
+        """Store a layer's new keys and values, and return all that the cache holds of the layer.
+
+        The attention layers of transformers call this method. New keys and values are [B, G, T, d]
+        (rows, heads, positions, head size), all of them [B, G, S, d].
+        """
         keys, values = self._buffers.get(layer_idx, (None, None))
         keys = grow_buffer(keys, key_states, self._size)
         values = grow_buffer(values, value_states, self._size)
         self._buffers[layer_idx] = keys, values
-        # One row is written as a slice, several by an index for each.
+        # A single row is written as one slice. Several rows begin at different slots, so each of
+        # them needs its own indices.
         if len(self.lengths) == 1:
             keys[:, :, self._num_held : self._end] = key_states
             values[:, :, self._num_held : self._end] = value_states
@@ -184,20 +199,25 @@ class BatchKVCache(DynamicCache):
         return keys[:, :, : self._end], values[:, :, : self._end]
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Drop all but the first lengths[b] tokens of each row."""
+        """Keep the first lengths[b] tokens of each row b, and forget the later ones.
+
+        The buffers stay as they are. The next pass overwrites the forgotten tokens.
+        """
         self.lengths = list(lengths)
 
     def keep_paths(self, lengths: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Keep the nodes of each row's path, moved to the slots after the text; drop the others.
+        """Keep the accepted nodes of each row's tree, and forget the other nodes.
+
+        The accepted nodes are moved to the slots directly after the text, where the next pass
+        expects them. For a chain they are there already.
 
         Args:
-            lengths: the tokens of each row before its nodes, the root included.
-            paths: indices of the nodes, in increasing order.
+            lengths: the number of tokens before the nodes in each row, the root included.
+            paths: the indices of each row's accepted nodes, in increasing order.
         """
-        # A path of the first nodes is in its place already.
+        # Nothing moves if each path consists of its row's first nodes.
         if any([*path] != [*range(len(path))] for path in paths):
             device = self._slot_BT.device
-            # Old and new slots [B, N] of the paths, shorter ones padded with their first node.
             path_length = max(map(len, paths))
             padded_paths = [[*path, *[0] * (path_length - len(path))] for path in paths]
             row_B1 = torch.arange(len(paths), device=device).unsqueeze(1)
@@ -210,7 +230,7 @@ class BatchKVCache(DynamicCache):
         self.truncate([length + len(path) for length, path in zip(lengths, paths, strict=True)])
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Drop all rows but these."""
+        """Keep only the rows with these indices, and drop the finished ones."""
         index = torch.tensor(rows, device=self._slot_BT.device)
         self.lengths = [self.lengths[row] for row in rows]
         self._buffers = {
@@ -245,10 +265,10 @@ class DraftKVCache(BatchKVCache):
         self._reserve_angles(FIRST_SIZE)
 
     def _reserve_angles(self, num_positions: int) -> None:
-        """Compute cos and sin [1, S, d] of at least so many positions.
+        """Compute the rotary tables cos and sin [1, S, d] for S >= `num_positions` positions.
 
-        They are computed for many positions at once: in each step it would cost a fifth of the
-        step.
+        The tables are computed ahead for many positions, because computing them in each step would
+        take a fifth of the step's time.
         """
         if num_positions > self._num_angles:
             self._num_angles = max(num_positions, 2 * self._num_angles)
@@ -259,11 +279,14 @@ class DraftKVCache(BatchKVCache):
     def begin_chain(
         self, counts: Sequence[int], *, is_causal: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """Begin a step over tokens that continue each row; return their (cos, sin) [B, T, d].
+        """Prepare the step that reads the next tokens of each row; return their (cos, sin).
 
         Args:
-            counts: the new tokens of each row.
-            is_causal: whether a token sees the tokens up to itself, or all.
+            counts: the number of new tokens of each row. T is the largest of them.
+            is_causal: True: a token attends to the tokens up to itself. False: to all of its row.
+
+        Returns:
+            The rotary tables cos and sin of the new positions, each [B, T, d].
         """
         if len(counts) > 1:
             position_BT = self.place(counts, is_causal=is_causal)
@@ -272,12 +295,14 @@ class DraftKVCache(BatchKVCache):
         (count,) = counts
         device = self._slot_BT.device
         self._advance(counts)
+        # Skip the positions that lie before the window of the first query.
         self._first = 0
         if self._window is not None:
             self._first = max(0, start - self._window + 1)
 
-        # One mask serves all layers. None is needed where a kernel masks by itself, nor for a
-        # prompt, whose mask would be [T, T]. Query i is at position start + i.
+        # One mask serves all layers. A causal step needs none on CUDA, whose kernel masks by
+        # itself, nor for a prompt, which `attend` reads with a causal kernel: its mask would be
+        # [T, T]. Query i is at position start + i.
         self._mask = None
         if count > 1 and not (is_causal and (device.type == "cuda" or start == 0)):
             mask_TS = torch.ones(count, self._end - self._first, dtype=torch.bool, device=device)
@@ -289,16 +314,22 @@ class DraftKVCache(BatchKVCache):
         return self._cos[:, start : self._end], self._sin[:, start : self._end]
 
     def begin_level(self, tree_pass: TreePass) -> tuple[Tensor, Tensor]:
-        """Begin a step over a level of each row's tree; return its (cos, sin) [B, T, d].
+        """Prepare the step that reads one level of each row's draft tree; return its (cos, sin).
 
-        All nodes of a level have one position, and do not see each other.
+        All nodes of a level have the same position, and do not attend to each other.
+
+        Args:
+            tree_pass: the T nodes of each row, with their ancestors and positions.
+
+        Returns:
+            The rotary tables cos and sin of the nodes, each [B, T, d].
         """
         num_nodes = tree_pass.ancestors_BTF.shape[1]
         counts = [num_nodes] * len(self.lengths)
         if len(counts) > 1:
             position_BT = self.place(counts, tree_pass=tree_pass)
             return self._begin_masked(position_BT)
-        # One sequence: its nodes share the rotary angles of one position.
+        # The single row's last node is a node of this level.
         position = tree_pass.positions[0][-1]
         self._advance(counts)
         self._first = 0
@@ -312,7 +343,14 @@ class DraftKVCache(BatchKVCache):
         self._reserve_angles(self._end)
 
     def _begin_masked(self, position_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Begin a step of several rows, which needs a mask; return its (cos, sin) [B, T, d]."""
+        """Prepare a step of several rows with their mask; return cos and sin of the positions.
+
+        Args:
+            position_BT: [B, T], the position of each new token.
+
+        Returns:
+            The rotary tables cos and sin, each [B, T, d].
+        """
         self._first = 0
         self._mask = self.build_mask(self._window)
         return self._cos[0, position_BT], self._sin[0, position_BT]
@@ -324,11 +362,14 @@ class DraftKVCache(BatchKVCache):
     def attend(
         self, layer: int, query_BNTd: Tensor, key_BGTd: Tensor, value_BGTd: Tensor
     ) -> Tensor:
-        """Store keys and values, and return the attention of the queries, [B, N, T, d]."""
+        """Store new keys and values, and return the queries' attention to the cached positions.
+
+        The result is [B, N, T, d]: rows, query heads, new positions, head size.
+        """
         keys, values = self.update(key_BGTd, value_BGTd, layer)
-        # A window hides the positions before the first visible one, so they are not read.
         keys = keys[:, :, self._first :]
         values = values[:, :, self._first :]
+        # Several queries without a mask are causal. A single query attends to everything.
         if self._mask is None and query_BNTd.shape[2] > 1:
             return attend_cached(query_BNTd, keys, values, self._window).transpose(1, 2)
         return F.scaled_dot_product_attention(
@@ -336,20 +377,27 @@ class DraftKVCache(BatchKVCache):
         )
 
     def allocate(self, num_positions: int) -> None:
-        """Allocate all positions of one sequence: a graph's buffers must stay where they are."""
+        """Allocate room for `num_positions` positions of one sequence at once.
+
+        A compiled graph needs this, because it uses the memory addresses of the buffers, so they
+        may not grow later.
+        """
         self._reserve_angles(num_positions)
         self._size = num_positions
 
     def begin_graph(
         self, num_held: Tensor, count: int
     ) -> tuple[tuple[Tensor, Tensor], "GraphKVCache"]:
-        """Begin a graph's pass over T = `count` positions; return (cos, sin) [1, T, d] and a cache.
+        """Prepare a pass of a compiled graph; return its rotary tables and its KV cache.
 
         Args:
-            num_held: scalar, the positions that are held before the pass.
-            count: T.
+            num_held: scalar tensor, the number of positions that are held before the pass. A tensor
+                and not an int, so that one graph serves every pass.
+            count: T, the number of new positions.
+
+        Returns:
+            (cos, sin) of the new positions, each [1, T, d], and a cache over the same buffers.
         """
-        # Positions are tensors: a number would be compiled into the graph.
         position_T = num_held + torch.arange(count, device=num_held.device)
         cos = self._cos.index_select(1, position_T)
         sin = self._sin.index_select(1, position_T)

@@ -64,37 +64,60 @@ class LookupFirstProposer:
         self.vocabulary = None  # a lookup proposes any token
 
     def has_drawn_candidates(self, sampling: Sampling, tree: TreeShape | None) -> bool:
-        """Return whether the draft draws its tokens; looked-up tokens are certain."""
+        """Return whether draft tokens are drawn at random, in rounds in which the draft proposes.
+
+        Looked-up tokens are never drawn. The draft proposes in its own shape, `self.tree` or a
+        chain, so the argument `tree` of the interface is not used.
+        """
         return self.draft.has_drawn_candidates(sampling, self.tree)
 
     def count_passes(self, k: int) -> int:
-        """Return the draft's forward passes in a round of k draft tokens or levels."""
-        # A proposal with more levels than the draft may have was looked up.
+        """Return how many forward passes the draft runs for a proposal of k tokens or levels.
+
+        A lookup runs none. A proposal that is longer than the draft's limit was looked up.
+        """
         return self.draft.count_passes(k) if k <= self.levels else 0
 
     def set_past_outputs(self, outputs: Sequence[Sequence[int]]) -> None:
-        """Replace the outputs of earlier requests that the lookup searches, if it searches any."""
+        """Give the lookup the outputs of earlier requests to search.
+
+        Does nothing if the lookup searches only the current sequence.
+        """
         if isinstance(self.lookup, UsesPastOutputs):
             self.lookup.set_past_outputs(outputs)
 
     def begin(self, max_lengths: Sequence[int]) -> None:
-        """Start new sequences with draft and lookup."""
+        """Start new sequences in both proposers: the draft and the lookup.
+
+        Args:
+            max_lengths: the most tokens of each sequence, draft tokens included.
+        """
         self.draft.begin(max_lengths)
-        # Of each row, the features that the draft has not read yet.
+        # For each row, the target features of the rounds in which the draft did not run.
         self._unread: list[list[Features]] = [[] for _ in max_lengths]
         self.lookup.begin(max_lengths)
 
     def propose(
         self, state: DecodingState, k: int, sampling: Sampling, generators: Generators
     ) -> list[Proposal]:
-        """Propose a looked-up chain for each row that has one, and the draft's for the others."""
-        # The draft rests if every row was looked up.
+        """Propose a looked-up chain for each row that has one, and ask the draft for other rows.
+
+        Args:
+            state: the sequences so far, with the target features of their latest tokens.
+            k: the most draft tokens of a looked-up chain.
+            sampling: temperature, top-p and top-k.
+            generators: the random generator of each row.
+        """
+        # If every row has a looked-up chain, the draft does not run. It reads the features of this
+        # round when it runs again.
         lookups = self.lookup.propose(state, k, sampling, generators)
         if all(proposal.tokens for proposal in lookups):
             self._keep_unread(state)
             return lookups
 
-        # It drafts for all rows. A looked-up row must not use up random numbers of its own.
+        # Otherwise the draft runs for all rows of the batch. In rows with a looked-up chain its
+        # proposal is not used, so it draws from another generator there: each row must use the
+        # same random numbers as it would alone.
         draft_state = self._take_unread(state)
         draft_generators = []
         for proposal, generator in zip(lookups, generators, strict=True):
@@ -113,21 +136,25 @@ class LookupFirstProposer:
         ]
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Drop all rows but these."""
+        """Keep only the rows with these indices, and drop the finished ones."""
         self.draft.keep(rows)
         self._unread = [self._unread[row] for row in rows]
         self.lookup.keep(rows)
 
     def _keep_unread(self, state: DecodingState) -> None:
-        """Keep the fresh features for the draft.
+        """Store the features of this round's tokens, for the next time that the draft runs.
 
-        They are copied, because a compiled target's next pass may overwrite them.
+        `rows` copies them, because the next pass of a compiled target may overwrite them.
         """
         for row, (unread, count) in enumerate(zip(self._unread, state.num_fresh, strict=True)):
             unread.append(state.fresh.rows([row]).first(count))
 
     def _take_unread(self, state: DecodingState) -> DecodingState:
-        """Return the state with all unread features as its fresh ones; none are left unread."""
+        """Return the state with the features of all tokens that the draft has not read yet.
+
+        These are the fresh features, preceded by those stored while the draft did not run. The
+        stored features are cleared.
+        """
         if not any(self._unread):
             return state
         self._keep_unread(state)

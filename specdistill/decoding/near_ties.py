@@ -26,9 +26,17 @@ NEAR_TIE = 2.0**-14
 
 
 def find_near_ties(target: FrozenTarget, logits_BTV: Tensor) -> list[list[bool]]:
-    """Return [B][T]: whether the two best logits lie within NEAR_TIE of each other.
+    """Return for each row and position whether rounding may decide between the two best tokens.
 
-    There are none in other dtypes than float32.
+    That is so if the two best logits differ by at most the share NEAR_TIE of the best one. Only
+    float32 targets are checked; for other dtypes every entry is False.
+
+    Args:
+        target: the model that computed the logits.
+        logits_BTV: [B, T, V]: rows, positions, vocabulary.
+
+    Returns:
+        Booleans as nested lists [B][T].
     """
     if not (target.is_plain and target.model.dtype == logits_BTV.dtype == torch.float32):
         return [[False] * logits_BTV.shape[1]] * len(logits_BTV)
@@ -39,20 +47,29 @@ def find_near_ties(target: FrozenTarget, logits_BTV: Tensor) -> list[list[bool]]
 def compute_logits_in_float64(
     target: FrozenTarget, token_ids: Sequence[int], num_last: int
 ) -> Tensor:
-    """Return the logits [1, T, V] after each of the last `num_last` tokens.
+    """Run a float32 target in float64; return the logits after each of the last tokens.
 
-    The float32 weights are converted in place and back, which loses nothing.
+    The weights are converted to float64 in place, and back to float32 at the end. This changes no
+    weight.
+
+    Args:
+        target: the model.
+        token_ids: the whole sequence.
+        num_last: T, the number of last tokens whose logits are returned.
+
+    Returns:
+        The logits [1, T, V].
 
     Raises:
-        UserError: for a model class that insists on another dtype.
+        UserError: for a model class that cannot compute in float64.
     """
     experts = target.config._experts_implementation
     default_dtype = torch.get_default_dtype()
     with torch.inference_mode(False), torch.no_grad():
         target.model.double()
-        # Some classes make constants in their forward pass.
+        # Some model classes create constants in their forward pass, in the default dtype.
         torch.set_default_dtype(torch.float64)
-        # torch's grouped product of experts has no float64.
+        # torch's grouped matrix product, which runs experts fast, does not support float64.
         target.model.set_experts_implementation("eager")
         try:
             ids = torch.tensor([list(token_ids)], device=target.device)
@@ -61,8 +78,8 @@ def compute_logits_in_float64(
             raise UserError(
                 "target.dtype",
                 got=(
-                    f"float32 for {target.name}, whose class does not compute in float64, by which"
-                    " near-ties are broken"
+                    f"float32 for {target.name}, whose model class cannot run in float64, which"
+                    " near-ties need"
                 ),
                 expected="bfloat16 or float16",
             ) from error

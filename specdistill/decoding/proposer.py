@@ -80,35 +80,51 @@ class Proposer(Protocol):
         """The method's own settings, in the form of the report (JSON)."""
 
     def has_drawn_candidates(self, sampling: Sampling, tree: TreeShape | None) -> bool:
-        """Return whether draft tokens are drawn from its distribution.
+        """Return whether draft tokens are drawn at random from the draft's distribution.
 
-        Otherwise each is certain (one-hot).
+        Otherwise each draft token is certain, such as the draft's best token.
+
+        Args:
+            sampling: temperature, top-p and top-k.
+            tree: the shape of the proposal; None for a chain.
         """
 
     def count_passes(self, k: int) -> int:
-        """Return the number of its forward passes in a round of k draft tokens, or k levels."""
+        """Return how many forward passes the draft runs for a chain of k tokens.
+
+        For a tree, k is its number of levels.
+        """
 
     def begin(self, max_lengths: Sequence[int]) -> None:
-        """Start new sequences.
+        """Start new sequences, and forget the previous ones.
 
         Args:
-            max_lengths: the most tokens of each row, draft tokens included.
+            max_lengths: the most tokens of each sequence, draft tokens included.
 
         Raises:
-            UserError: for several sequences, if the draft cannot be batched.
+            UserError: if there are several sequences and the draft can decode only one at a time.
         """
 
     def propose(
         self, state: DecodingState, k: int, sampling: Sampling, generators: Generators
     ) -> list[Proposal]:
-        """Draft up to k tokens after each row, as a chain or in the shape that is its own.
+        """Propose draft tokens after each sequence of the batch.
 
-        Row b draws only from generators[b], as many numbers as it would alone, and gets the tokens
-        that it would get alone, up to rounding.
+        A sequence gets the same draft tokens as it would if decoded alone, up to rounding. So row b
+        draws random numbers only from generators[b], and as many as it would alone.
+
+        Args:
+            state: the sequences so far, with the target features of their latest tokens.
+            k: the most draft tokens of a chain.
+            sampling: temperature, top-p and top-k.
+            generators: the random generator of each row.
+
+        Returns:
+            For each row a chain, or a tree if the proposer always drafts a tree of its own shape.
         """
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Drop all rows but these."""
+        """Keep only the rows with these indices, and drop the finished ones."""
 
 
 @runtime_checkable
@@ -120,7 +136,13 @@ class TreeProposer(Protocol):
     ) -> list[Proposal]:
         """Draft a tree of tokens after each row, as `propose` drafts a chain.
 
-        Its levels take as many forward passes as `count_passes` says.
+        The draft runs `count_passes(shape.depth)` forward passes.
+
+        Args:
+            state: the sequences so far, with the target features of their latest tokens.
+            shape: of the trees.
+            sampling: temperature, top-p and top-k.
+            generators: the random generator of each row.
         """
 
 
@@ -129,7 +151,11 @@ class UsesPastOutputs(Protocol):
     """A proposer that also searches the outputs of earlier requests."""
 
     def set_past_outputs(self, outputs: Sequence[Sequence[int]]) -> None:
-        """Replace the known outputs of earlier requests, the latest last.
+        """Set the outputs of earlier requests, in which the proposer searches for draft tokens.
 
-        They are used for the sequences that begin from now on.
+        Replaces the outputs that were set before. The new ones are used for sequences that begin
+        afterwards.
+
+        Args:
+            outputs: token ids of each output, the latest output last.
         """

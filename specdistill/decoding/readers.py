@@ -37,10 +37,8 @@ from specdistill.targets.cache import copy_state, roll_back
 from specdistill.targets.frozen import Features, FrozenTarget, allow_graphs, capture
 
 KEY = "eval.compile"
-# Positions. Sizes are powers of two from here on, so that short sequences share one graph.
-MIN_CACHE_SIZE = 256
-# torch runs a graph once eagerly and once to record it. The third pass replays it, and is compared.
-NUM_WARM_UP_PASSES = 3
+MIN_CACHE_SIZE = 256  # positions
+NUM_WARM_UP_PASSES = 3  # before CUDA graphs are replayed
 # Token ids of the sequence that shows whether a reader computes what the target computes. After the
 # prompt a pass reads REJECTED_TOKENS: its first token is the root, which is kept, and its second
 # is a draft token, which is rejected. NEXT begins with the same root.
@@ -61,11 +59,14 @@ class CachedTarget:
         self.aux_layers = aux_layers
 
     def begin(self, token_ids: Sequence[Sequence[int]]) -> tuple[Tensor, Features]:
-        """Read the prompt of each row.
+        """Run the target over the prompt of each row, with a new KV cache.
+
+        Args:
+            token_ids: the prompt of each of the B rows.
 
         Returns:
-            Logits [B, 1, V] after the last token of each prompt, and features [B, T, D] of all
-            tokens.
+            Logits [B, 1, V] after the last token of each prompt, and features [B, T, D] (hidden
+            states) of all prompt tokens.
         """
         self.cache: Any = create_cache(self.target.config, len(token_ids), self.target.device)
         features = self.compute_features(token_ids)
@@ -76,22 +77,31 @@ class CachedTarget:
     def compute_features(
         self, token_ids: Sequence[Sequence[int]], tree_pass: TreePass | None = None
     ) -> Features:
-        """Return the features of tokens that continue each row, as a chain or as a tree."""
+        """Run the target over new tokens of each row; return their features (hidden states).
+
+        Args:
+            token_ids: the new tokens of each row.
+            tree_pass: the nodes' ancestors and positions, if the tokens are nodes of trees. None if
+                each token follows the one before.
+        """
         return run_target(self.target, token_ids, self.cache, self.aux_layers, tree_pass)
 
     def read(
         self, token_ids: Sequence[Sequence[int]], trees: Sequence[Tree | None] = (None,)
     ) -> tuple[Tensor, Features]:
-        """Read each sequence's last token and the draft tokens after it, a chain or a tree.
+        """Run the target over the last token of each sequence and its draft tokens.
+
+        The caller then decides which draft tokens are accepted, and calls `keep`.
 
         Args:
-            token_ids: the tokens of each row.
+            token_ids: for each row, its last token (the root) and the draft tokens.
             trees: the tree of each row's draft tokens; None for a chain.
 
         Returns:
-            Logits [B, T, V] and features [B, T, D].
+            Logits [B, T, V] and features (hidden states) [B, T, D] after each of these tokens.
         """
-        # Remember the state before the pass, for `keep`.
+        # `keep` will need the state before the pass to forget rejected tokens. Recurrent layers
+        # cannot forget single tokens, so their state is copied if any token may be rejected.
         self._token_ids = token_ids
         self._trees = trees
         self._snapshot = None
@@ -102,7 +112,8 @@ class CachedTarget:
         else:
             self._lengths = [self.cache.get_seq_length()]
 
-        # If one row has a tree, the chains of the others are trees with one branch.
+        # If one row has a tree, the chains of other rows are passed as trees with one branch, whose
+        # parents are the root, node 0, node 1 and so on.
         tree_pass = None
         if any(trees):
             all_trees = []
@@ -113,16 +124,18 @@ class CachedTarget:
         return self.target.logits(features.last_hidden), features
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
-        """Keep the accepted draft tokens of the last pass, and forget the others.
+        """Keep the accepted draft tokens of the last pass in the KV cache, and drop the rejected.
 
         Args:
-            paths: indices of the accepted tokens of each row: the first of a chain, or a path of a
-                tree.
+            paths: for each row, the indices of the accepted draft tokens: the first tokens of a
+                chain, or the nodes of a path through a tree.
         """
         if isinstance(self.cache, BatchKVCache):
             # The root, which comes before the draft tokens, is always kept.
             self.cache.keep_paths([length + 1 for length in self._lengths], paths)
             return
+        # Any other cache holds a single row. One token less can be rejected than was read, because
+        # the root is always kept.
         (path,) = paths
         (token_ids,) = self._token_ids
         num_rejected = len(token_ids) - 1 - len(path)
@@ -138,9 +151,10 @@ class CachedTarget:
 
 
 def round_up_cache_size(num_tokens: int) -> int:
-    """Return the positions to allocate for a sequence.
+    """Return how many positions to allocate in the KV cache for a sequence of `num_tokens` tokens.
 
-    A power of two, so that few sizes are compiled.
+    The next power of two, and at least MIN_CACHE_SIZE: each size needs a compiled graph of its own,
+    so there should be few sizes.
     """
     return max(MIN_CACHE_SIZE, 1 << (num_tokens - 1).bit_length())
 
@@ -178,8 +192,10 @@ class CompiledTarget:
         self._check()
 
     def begin(self, token_ids: Sequence[Sequence[int]]) -> tuple[Tensor, Features]:
-        """Read the prompt without the graph; see `CachedTarget.begin`."""
-        # Forget the sequence before; its slots are overwritten.
+        """Run the target over the prompt, without the compiled graph; see `CachedTarget.begin`.
+
+        Prompts differ in length, and the graph has a fixed one.
+        """
         self._set_length(torch.tensor(0))
         ids = torch.tensor(token_ids, device=self.target.device)
         features = self.target.features(ids, self.aux_layers, past_key_values=self.cache)
@@ -189,8 +205,17 @@ class CompiledTarget:
     def read(
         self, token_ids: Sequence[Sequence[int]], trees: Sequence[Tree | None] = (None,)
     ) -> tuple[Tensor, Features]:
-        """Read the last token and the draft tokens after it by the graph, padded to its length."""
-        # The graph has one shape, so a shorter proposal is padded. Its logits are cut off again.
+        """Run the compiled graph over the sequence's last token and its draft tokens.
+
+        The tokens are padded to the fixed length of the graph.
+
+        Args:
+            token_ids: one row: its last token and the draft tokens.
+            trees: one None, because a compiled graph reads chains only.
+
+        Returns:
+            Logits [1, T, V] and features (hidden states) [1, T, D] of the tokens without padding.
+        """
         (row_ids,) = token_ids
         assert not any(trees) and len(row_ids) <= self.num_tokens, (trees, row_ids)
         padded_ids = [*row_ids, *[0] * (self.num_tokens - len(row_ids))]
@@ -201,12 +226,23 @@ class CompiledTarget:
         return logits[:, : len(row_ids)], Features(aux, last_hidden).first(len(row_ids))
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
-        """Keep the root and the accepted draft tokens of the last pass."""
+        """Keep the root and the accepted draft tokens of the last pass.
+
+        Only their number is stored. The next pass overwrites the rejected tokens after them.
+
+        Args:
+            paths: one row: the indices of the accepted draft tokens.
+        """
         self._num_held += 1 + len(paths[0])
 
     def _run_pass(
         self, ids_1T: Tensor, length: Tensor
     ) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
+        """Run the target over padded tokens that follow `length` cached positions; is compiled.
+
+        Returns:
+            The logits, the outputs of the auxiliary layers, and the last hidden states.
+        """
         self._set_length(length)
         output = self.target.backbone(input_ids=ids_1T, past_key_values=self.cache, use_cache=True)
         return (
@@ -216,7 +252,10 @@ class CompiledTarget:
         )
 
     def _set_length(self, length: Tensor) -> None:
-        # The layers count the tokens that they hold, in tensors that the graph reads.
+        """Tell each layer of the cache how many positions it holds, so that later ones are unused.
+
+        The number is written into each layer's tensor, which the compiled graph reads.
+        """
         layer: Any
         for layer in self.cache.layers:
             if isinstance(layer, StaticLayer):
@@ -224,10 +263,13 @@ class CompiledTarget:
 
     @torch.inference_mode()
     def _check(self) -> None:
-        """Compile, and compare a short sequence with a rejection and padding with the target.
+        """Compile the graph, and check that it computes the same hidden states as the target.
+
+        A short sequence with a rejected draft token and with padding is read by the graph, and once
+        more by an ordinary pass.
 
         Raises:
-            UserError: if the graph computes something else, or cannot be compiled.
+            UserError: if the graph cannot be compiled, or gives other hidden states.
         """
         target = self.target
 
@@ -241,7 +283,8 @@ class CompiledTarget:
         except torch.OutOfMemoryError:
             raise
         except CLASS_ERRORS as error:
-            # A cache that the class does not take, a graph that breaks, or a missing compiler.
+            # The model class does not accept the cache, or its graph breaks, or this machine has
+            # no compiler.
             raise UserError(
                 KEY,
                 got=(
@@ -251,7 +294,7 @@ class CompiledTarget:
                 expected="false for this target, or on this machine",
             ) from error
 
-        # The same tokens in one ordinary pass must give the same hidden state.
+        # The same tokens in one ordinary pass must give the same hidden state after the last token.
         _, expected = CachedTarget(target, ()).begin([[*PROMPT, *NEXT_TOKENS]])
         if not reads_alike(features.last_hidden[0], expected.last_hidden[0, -1:]):
             raise UserError(
@@ -265,9 +308,13 @@ class CompiledTarget:
 
 
 def create_static_cache(target: FrozenTarget, size: int) -> StaticCache:
-    """Return an empty KV cache of `size` positions.
+    """Return an empty KV cache for compiled passes, with `size` preallocated positions.
 
-    Its layers are full, even those of sliding windows, as in `new_cache`.
+    Even layers with a sliding window hold all positions, so that the slot of a token is its
+    position. The attention mask applies the window.
+
+    Raises:
+        UserError: if the target has other layers than full or sliding-window attention.
     """
     cache = StaticCache(target.config, max_cache_len=size)
     cache.layers = [

@@ -34,12 +34,18 @@ class Sampling:
         return self.temperature == 0.0
 
     def compute_probabilities(self, logits: Tensor) -> Tensor:
-        """Return the sampled distribution, [..., V] in float32, of logits [..., V].
+        """Return the distribution that tokens are sampled from, after temperature, top-k and top-p.
 
         The temperature must be above 0.
+
+        Args:
+            logits: [..., V], V is the vocabulary size.
+
+        Returns:
+            Probabilities [..., V] in float32.
         """
         assert not self.is_greedy
-        # Top-k and top-p are transformers', which take scores [rows, V].
+        # The classes of transformers take [rows, V]; the last line restores the shape.
         scores = logits.float().flatten(0, -2) / self.temperature
         if self.top_k:
             scores = TopKLogitsWarper(self.top_k)(None, scores)
@@ -52,9 +58,12 @@ GREEDY = Sampling()
 
 
 def draw_uniforms(count: int, generators: Generators) -> Tensor:
-    """Draw [B, count] uniform numbers in [0, 1), each row from its own generator.
+    """Draw `count` uniform numbers in [0, 1) from each of B generators.
 
-    They are in float64 on the CPU.
+    So the random numbers of a sequence do not depend on the other sequences of a batch.
+
+    Returns:
+        [B, count] in float64 on the CPU.
     """
     rows = []
     for generator in generators:
@@ -63,16 +72,18 @@ def draw_uniforms(count: int, generators: Generators) -> Tensor:
 
 
 def draw_tokens(probabilities: Tensor, uniform: Tensor) -> Tensor:
-    """Draw a token from each distribution by inverting its cumulative sum, in float64.
+    """Draw one token from each of B distributions, given one uniform random number for each.
+
+    The drawn token is the first whose cumulative probability exceeds the random number. All sums
+    are in float64.
 
     Args:
-        probabilities: [B, V] weights of any positive scale.
-        uniform: [B] in [0, 1).
+        probabilities: [B, V] over a vocabulary of V tokens. A row need not sum to 1.
+        uniform: random numbers [B] in [0, 1).
 
     Returns:
         Token ids [B].
     """
-    # The drawn token is the first whose cumulative weight exceeds the uniform share of the total.
     cumulative = probabilities.double().cumsum(-1)
     threshold = uniform.double() * cumulative[:, -1]
     # right=True skips tokens of weight zero.

@@ -71,7 +71,10 @@ class SequenceState:
             raise UserError(
                 "eval.max_new_tokens",
                 got=f"a prompt of {len(prompt_ids)} tokens and {max_new_tokens} new ones",
-                expected=f"at least 1 and {target.max_length} together",
+                expected=(
+                    f"a prompt of at least 1 token, and at most {target.max_length} tokens"
+                    " together, the context of the target"
+                ),
             )
         self.generator = generator
         self.stop_ids = target.eos_token_ids
@@ -97,16 +100,18 @@ class SequenceState:
         draft_seconds: float,
         verify_seconds: float,
     ) -> None:
-        """Emit the tokens of a round, up to the limit or the first stop token.
+        """Append the tokens of a round to the sequence, and record the round.
+
+        These are the accepted draft tokens and the next token, up to the length limit or the first
+        stop token.
 
         Args:
             proposal: the draft tokens.
             path: indices of the accepted draft tokens.
-            next_token: the target's token after them.
+            next_token: the target's token after the accepted ones.
             draft_seconds: this sequence's share of the time to propose.
-            verify_seconds: its share of the time to verify.
+            verify_seconds: this sequence's share of the time to verify.
         """
-        # Emit token by token, because the text may end inside the proposal.
         tokens = proposal.tokens
         emitted = []
         for token in [*(tokens[node] for node in path), next_token]:
@@ -115,13 +120,14 @@ class SequenceState:
                 break
         self.token_ids += emitted
 
-        # Record the round. Of a tree, only the accepted path and its continuation are recorded.
+        # Of a tree only one path is recorded: the accepted nodes, and after them first children.
         drafted = tuple(tokens)
         if proposal.tree:
             drafted = tuple(tokens[node] for node in proposal.tree.extend_to_leaf(path))
         self.rounds.append(
             Round(
                 drafted=drafted,
+                # Accepted tokens after a stop token or the limit do not count.
                 num_accepted=min(len(path), len(emitted)),
                 emitted=tuple(emitted),
                 draft_seconds=draft_seconds,
@@ -131,7 +137,7 @@ class SequenceState:
         )
 
     def to_generation(self) -> Generation:
-        """Return the continuation so far."""
+        """Return the result of decoding: the new tokens, the rounds and the times."""
         return Generation(
             self.prompt_ids,
             tuple(self.token_ids[len(self.prompt_ids) :]),

@@ -30,9 +30,13 @@ PROBE_TREE = Tree((ROOT, ROOT, 0, 1))  # two branches of two tokens
 
 
 def get_layer_kinds(config: Any) -> set[str]:
-    """Return the kinds of layers of a text config.
+    """Return which kinds of attention layers a model has, such as "full_attention".
 
-    A config that names none has one kind: windowed if it has the size of a window.
+    A config without `layer_types` has one kind, here "sliding_attention". Without the size of a
+    window in the config, this means full attention.
+
+    Args:
+        config: of the text model.
     """
     return set(getattr(config, "layer_types", None) or ["sliding_attention"])
 
@@ -40,18 +44,17 @@ def get_layer_kinds(config: Any) -> set[str]:
 def build_attention_masks(
     config: Any, dtype: torch.dtype, build_mask: Callable[[int | None], Tensor]
 ) -> Tensor | dict[str, Tensor]:
-    """Return a model's `attention_mask`: one tensor, or one for each kind of layer.
+    """Return the `attention_mask` for a pass of a model: one tensor, or one per kind of layer.
 
-    A visible slot has 0. A hidden slot has the least finite number, which hides as well as minus
-    infinity, and gives no NaN in a row that is all hidden.
+    The masks are added to the attention scores. A visible slot has 0. A hidden slot has the lowest
+    finite number: minus infinity would give NaN in a row where all slots are hidden.
 
     Args:
         config: of the text model.
         dtype: of the masks.
-        build_mask: returns whether each query attends to each slot, bool [B, 1, T, S], for a
-            window (None: full attention).
+        build_mask: takes a window size (None: full attention), and returns which of the S slots of
+            the KV cache each of the T new tokens attends to: bool [B, 1, T, S].
     """
-    # A mask for each kind of layer, with the window of that kind.
     windows = {"full_attention": None, "sliding_attention": getattr(config, "sliding_window", None)}
     masks = {}
     for kind in get_layer_kinds(config):
@@ -63,7 +66,16 @@ def build_attention_masks(
 
 
 def create_cache(config: Any, num_rows: int, device: torch.device) -> DynamicCache:
-    """Return an empty KV cache of a text config's model: a `BatchKVCache` for several rows."""
+    """Return an empty KV cache for a model.
+
+    A single row gets the usual cache of transformers. Several rows need a `BatchKVCache`, in which
+    each row advances by its own number of tokens.
+
+    Args:
+        config: of the text model.
+        num_rows: the number of sequences.
+        device: of the model.
+    """
     return create_empty_cache(config) if num_rows == 1 else BatchKVCache(num_rows, device)
 
 
@@ -74,16 +86,16 @@ def prepare_pass(
     dtype: torch.dtype,
     tree_pass: TreePass | None = None,
 ) -> tuple[Tensor | None, Tensor | dict[str, Tensor] | None]:
-    """Return position ids [B, T] and attention masks of the next pass.
+    """Return the position ids [B, T] and attention masks of the next pass of a model.
 
-    Both are None for a chain of one sequence, for which a model makes its own.
+    Both are None for one sequence without a tree: there the model creates its own.
 
     Args:
-        cache: of the model, which the pass continues.
-        counts: the new tokens of each row.
+        cache: the model's KV cache. A `BatchKVCache` reserves slots for the new tokens.
+        counts: the number of new tokens of each row. T is the largest of them.
         config: of the text model.
         dtype: of the masks.
-        tree_pass: if the tokens are nodes of trees.
+        tree_pass: the nodes' ancestors and positions, if the tokens are nodes of trees.
 
     Raises:
         UserError: for a tree under attention that is neither full nor over a window.
@@ -98,12 +110,11 @@ def prepare_pass(
     if isinstance(cache, BatchKVCache):
         position_BT = cache.place(counts, tree_pass=tree_pass)
         end_B1 = torch.tensor(cache.lengths, device=position_BT.device).unsqueeze(1)
-        # Padding needs some valid position.
+        # Padding gets position 0, which every model accepts.
         position_BT = position_BT.where(position_BT < end_B1, 0)
         return position_BT, build_attention_masks(config, dtype, cache.build_mask)
     if tree_pass is None:
         return None, None
-    # One sequence with a tree, in a cache of transformers.
     position_BT = torch.tensor(tree_pass.new_positions, device=tree_pass.ancestors_BTF.device)
     masks = build_attention_masks(
         config, dtype, lambda window: tree_pass.build_mask(window).unsqueeze(1)
@@ -118,7 +129,16 @@ def run_target(
     aux_layers: Sequence[int] = (),
     tree_pass: TreePass | None = None,
 ) -> Features:
-    """Run the target over tokens that continue each row, as a chain or as the nodes of a tree."""
+    """Run the target over new tokens of each row; return their features (hidden states).
+
+    Args:
+        target: the model.
+        token_ids: the new tokens of each row, which may differ in number.
+        cache: the KV cache of the earlier tokens. The new tokens are added.
+        aux_layers: the layers whose outputs are returned besides the last hidden states.
+        tree_pass: the nodes' ancestors and positions, if the tokens are nodes of trees. None if
+            each token follows the one before.
+    """
     counts = [len(row_ids) for row_ids in token_ids]
     positions, masks = prepare_pass(cache, counts, target.config, target.model.dtype, tree_pass)
     return target.features(
@@ -134,23 +154,25 @@ def run_target(
 
 
 def keep_path(cache: DynamicCache, num_nodes: int, path: Sequence[int]) -> None:
-    """Keep the nodes of a path, moved to the slots after the text, and drop the others.
+    """Keep the accepted nodes of a tree in the KV cache of one sequence, and drop the other nodes.
+
+    The accepted nodes are moved to the slots directly after the text, where the next pass expects
+    them.
 
     Args:
-        cache: ends with a tree.
-        num_nodes: of the tree.
-        path: indices of the nodes to keep.
+        cache: its last `num_nodes` slots hold the nodes of the tree.
+        num_nodes: the number of nodes of the tree.
+        path: the indices of the nodes to keep.
     """
-    # The tree's nodes are in the last slots. Nodes that stand in their place need no move.
     first_slot = cache.get_seq_length() - num_nodes
     slots = [first_slot + node for node in path]
     if slots != list(range(first_slot, first_slot + len(path))):
         layers: Any = cache.layers
         buffers = []
         for layer in layers:
-            if layer.keys is not None:  # else it shares another layer's
+            if layer.keys is not None:  # None: the layer uses the cache of another layer
                 buffers += [layer.keys, layer.values]
-        # A list would be copied to the device for every layer.
+        # One tensor for all layers: a Python list would be copied to the device for each of them.
         index = torch.tensor(slots, device=buffers[0].device)
         for buffer in buffers:
             moved = buffer[:, :, index.to(buffer.device)]
@@ -160,10 +182,13 @@ def keep_path(cache: DynamicCache, num_nodes: int, path: Sequence[int]) -> None:
 
 @torch.inference_mode()
 def check_reads_trees(target: FrozenTarget) -> None:
-    """Check that a target verifies a tree in one pass, and reads each branch as it would alone.
+    """Check that a target can verify all branches of a draft tree in one pass.
+
+    It must compute the same hidden states for a branch in the tree as for the same tokens without
+    the tree.
 
     Raises:
-        UserError: if it does not.
+        UserError: if the target cannot.
     """
     if target.is_recurrent:
         raise UserError(
@@ -189,19 +214,19 @@ def check_reads_trees(target: FrozenTarget) -> None:
 
 
 def _reads_branches_apart(target: FrozenTarget) -> bool:
-    """Return whether the branches of a tree are read as they would be alone.
+    """Return whether the target computes each branch of a small tree as it would without the tree.
 
-    False for a class that takes no such mask at all.
+    False, too, if the model class raises an error for a tree's attention mask.
     """
-    # Any token ids will do: the outputs are compared with each other.
     text = [1, 2, 3]
     nodes = [4, 5, 6, 7]
     tree_pass = TreePass.cover_trees([PROBE_TREE], [len(text) - 1], target.device)
     cache = create_empty_cache(target.config)
     with suppress(*CLASS_ERRORS):
+        # Read the text, then its last token (the root) with all nodes in one pass. Compare each
+        # path with a pass over the text and the path's two tokens alone.
         run_target(target, [text[:-1]], cache)
         tree_features = run_target(target, [[text[-1], *nodes]], cache, tree_pass=tree_pass)
-        # Compare each branch with a pass over text and branch alone.
         for path in ([0, 2], [1, 3]):
             branch = [*text, *(nodes[node] for node in path)]
             branch_features = run_target(target, [branch], create_empty_cache(target.config))
@@ -226,11 +251,11 @@ class TransformersLayers:
         self.device = model.device
 
     def begin(self, num_rows: int) -> None:
-        """Start new sequences."""
+        """Start new sequences with an empty KV cache."""
         self.cache: Any = create_cache(self.config, num_rows, self.device)
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Forget all but the first lengths[b] tokens of each row."""
+        """Drop all but the first lengths[b] tokens of each row b from the KV cache."""
         if isinstance(self.cache, BatchKVCache):
             self.cache.truncate(lengths)
             return
@@ -248,7 +273,6 @@ class TransformersLayers:
             counts: how many of the T are valid in each row.
             level: if the tokens are a level of each row's tree.
         """
-        # Without masks, a chain of one sequence, the model makes its own.
         positions, masks = prepare_pass(self.cache, counts, self.config, self.backbone.dtype, level)
         options: dict[str, Any] = {}
         if masks is not None:
@@ -260,14 +284,22 @@ class TransformersLayers:
 
 
 def pad_rows(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Return rows of integers as a tensor [B, T], shorter rows padded with 0 on the right."""
+    """Return B rows of integers as a tensor [B, T]; shorter rows are padded with 0 on the right."""
     width = max(map(len, rows))
     return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)
 
 
 def gather_last(x_BTH: Tensor, counts: Sequence[int]) -> Tensor:
-    """Return [B, H]: each row at its last valid position, counts[b] - 1, or 0 if it has none."""
-    # This case needs no index, so the device need not wait for one.
+    """Return the vector at the last valid position of each row.
+
+    Args:
+        x_BTH: [B, T, H], rows padded on the right.
+        counts: the number of valid positions of each row. A row with none gives position 0.
+
+    Returns:
+        [B, H].
+    """
+    # If no row is padded, no index has to be copied to the device.
     if min(counts) == x_BTH.shape[1]:
         return x_BTH[:, -1]
     last_B = (torch.tensor(counts, device=x_BTH.device) - 1).clamp_min(0)
@@ -275,14 +307,14 @@ def gather_last(x_BTH: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def check_batchable(model: Any, name: str) -> None:
-    """Check that several sequences of a model can be read in one pass.
+    """Check that a model can decode several sequences of different lengths as one batch.
 
     Args:
-        model: of transformers.
-        name: of the model, for the message.
+        model: a model of transformers.
+        name: the model's name, for the error message.
 
     Raises:
-        UserError: if a `BatchKVCache` cannot hold them, or the model mixes its rows.
+        UserError: if its layers do not support this, or one row influences another.
     """
     obstacle = find_mask_obstacle(model)
     if obstacle:
@@ -293,14 +325,17 @@ def check_batchable(model: Any, name: str) -> None:
 
 @torch.no_grad()
 def find_mask_obstacle(model: Any) -> str | None:
-    """Return what keeps a model from reading sequences under our masks, or None.
+    """Return why a model cannot read several sequences as one batch; None if it can.
 
-    The model is tried with a forward pass, because some classes ignore the mask or the positions
-    that they are given.
+    A batch needs attention masks and position ids that differ between rows. The last test is a
+    forward pass, because some model classes ignore the masks or positions that they are given.
+
+    Returns:
+        The obstacle, as words that follow "a model with".
     """
-    # A model with several kinds of layers may have a rotary embedding for each.
     config = model.config.get_text_config(decoder=True)
     kinds = get_layer_kinds(config)
+    # Models whose kinds of layers differ in their rotary embedding have a mapping for each kind.
     rope = getattr(config, "rope_parameters", None) or {}
     ropes = [entry for entry in rope.values() if isinstance(entry, dict)] or [rope]
     if is_recurrent(config):
@@ -317,22 +352,21 @@ def find_mask_obstacle(model: Any) -> str | None:
 
 
 def _reads_rows_apart(model: Any) -> bool:
-    """Return whether two sequences in one batch are read as each would be alone.
+    """Return whether a model computes two sequences in a batch as it computes each of them alone.
 
-    They have different lengths, with a rejected token and padding in between.
+    The two have different lengths, padding, and a rejected token that is dropped from the cache.
+    False, too, if the model class raises an error.
     """
     with suppress(*CLASS_ERRORS):
-        # Rows of 3 and 1 tokens; the first row's third token is then rejected.
         layers = TransformersLayers(model)
         layers.begin(2)
         layers(pad_rows([[1, 2, 0], [2]], model.device), [3, 1])
-        layers.truncate([2, 1])
-
-        # The next tokens must be read as in each sequence alone, without the rejected token.
+        layers.truncate([2, 1])  # drop the third token of the first row, and the padding
         batch_BTH = layers(pad_rows([[3, 1], [3]], model.device), [2, 1])
         for row_TH, token_ids in zip(batch_BTH, ([1, 2, 3, 1], [2, 3]), strict=True):
             input_ids = torch.tensor([token_ids], device=model.device)
             hidden_TH = layers.backbone(input_ids=input_ids).last_hidden_state[0]
+            # The second pass read the last two tokens of [1, 2, 3, 1], and the last of [2, 3].
             last_TH = hidden_TH[len(token_ids) // 2 :]
             if not reads_alike(row_TH[: len(last_TH)], last_TH):
                 return False

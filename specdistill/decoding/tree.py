@@ -41,9 +41,8 @@ from specdistill.common.errors import UserError
 from specdistill.decoding.sampling import Generators, Random, Sampling, draw_tokens
 from specdistill.recipe.sections import TreeConfig
 
-ROOT = -1  # the parent of the first level's nodes
-# Nodes of one tree. The mask grows with their square, and EAGLE-2 proposes 60.
-MAX_NODES = 1024
+ROOT = -1
+MAX_NODES = 1024  # of one tree
 
 # Computes the logits [B, T, W] after each node of a level, from the nodes' draft tokens [B, T] and
 # the indices [B, T] of their parents in the level before. Shorter rows are padded on the right.
@@ -66,14 +65,18 @@ class Tree:
 
     @cached_property
     def children(self) -> dict[int, list[int]]:
-        """The children of the root and of every node."""
+        """The children of each node, by the node's index; ROOT is the key of the root."""
         children: dict[int, list[int]] = {node: [] for node in range(ROOT, len(self.parents))}
         for node, parent in enumerate(self.parents):
             children[parent].append(node)
         return children
 
     def extend_to_leaf(self, path: Sequence[int]) -> list[int]:
-        """Continue a path from the root by first children down to a leaf."""
+        """Return a path continued down to a leaf, always through the first child.
+
+        Args:
+            path: node indices that begin at a child of the root; may be empty.
+        """
         path = list(path)
         children = self.children[path[-1] if path else ROOT]
         while children:
@@ -99,7 +102,14 @@ class TreePass:
 
     @classmethod
     def begin_at_root(cls, num_text: Sequence[int], device: torch.device) -> "TreePass":
-        """Return the state before the first level: the sequences alone, each ending at its root."""
+        """Return the pass that `add_level` extends by the first level of nodes.
+
+        It holds the sequences without any node. Each ends at its root.
+
+        Args:
+            num_text: the number of tokens in the KV cache of each sequence.
+            device: of the model.
+        """
         return cls(
             num_text,
             torch.zeros(len(num_text), 1, 0, dtype=torch.bool, device=device),
@@ -110,8 +120,15 @@ class TreePass:
     def cover_trees(
         cls, trees: Sequence[Tree], num_text: Sequence[int], device: torch.device
     ) -> "TreePass":
-        """Return a pass over the root and all nodes of each tree. The root is not cached yet."""
-        # Each node sees itself and its ancestors. Parents come first, so one turn collects all.
+        """Return one pass that reads the root and all nodes of each tree.
+
+        Args:
+            trees: one for each row.
+            num_text: the number of tokens in the KV cache of each row, without the root.
+            device: of the model.
+        """
+        # Index 0 is the root, and node i has index i + 1. A node sees itself and all that its
+        # parent sees. Smaller trees are padded with nodes that see only themselves.
         num_nodes = 1 + max(len(tree.parents) for tree in trees)
         ancestors = np.tile(np.eye(num_nodes, dtype=bool), (len(trees), 1, 1))
         positions = []
@@ -124,13 +141,14 @@ class TreePass:
         return cls(num_text, torch.from_numpy(ancestors).to(device), positions)
 
     def add_level(self, parents_BT: Tensor) -> "TreePass":
-        """Return the pass over the next level.
+        """Return the pass over the next level of nodes.
 
         Args:
-            parents_BT: [B, T], indices of the new nodes' parents in the last level.
+            parents_BT: for each of the T new nodes of each of the B rows, the index of its parent
+                among the nodes of the level before.
         """
-        # A new node sees what its parent sees, and itself.
         num_rows, num_nodes = parents_BT.shape
+        # A new node's ancestors are its parent's ancestors, the parent included, and itself.
         themselves_TT = torch.eye(num_nodes, dtype=torch.bool, device=parents_BT.device)
         ancestors_BTF = torch.cat(
             (
@@ -139,8 +157,6 @@ class TreePass:
             ),
             2,
         )
-
-        # All nodes of a level have one position, one after the level before.
         positions = []
         for row_positions, start in zip(self.positions, self.num_text, strict=True):
             position = row_positions[-1] + 1 if row_positions else start
@@ -149,15 +165,18 @@ class TreePass:
 
     @property
     def new_positions(self) -> list[Sequence[int]]:
-        """The positions of each row's T nodes."""
+        """The position ids of the T nodes that the pass reads, for each row."""
         num_nodes = self.ancestors_BTF.shape[1]
         return [positions[-num_nodes:] for positions in self.positions]
 
     def build_mask(self, window: int | None) -> Tensor:
-        """Return [B, T, S] bool: whether each node attends to each slot of the KV cache.
+        """Return the attention mask: which slots of the KV cache each node attends to.
 
         Args:
             window: a node attends to the last `window` positions, its own included. None: to all.
+
+        Returns:
+            Bool [B, T, S]: rows, nodes of this pass, slots of the KV cache.
         """
         device = self.ancestors_BTF.device
         num_rows, num_nodes, num_cached = self.ancestors_BTF.shape
@@ -196,7 +215,11 @@ class StaticTree:
         key = "eval.tree.branching"
         branching = list(self.branching)
         if not branching:
-            raise UserError(key, got=branching, expected="numbers of children, one for each level")
+            raise UserError(
+                key,
+                got=branching,
+                expected="one number of children for each level, such as [4, 2, 1]",
+            )
         num_nodes = 0
         level_width = 1
         for num_children in branching:
@@ -218,32 +241,33 @@ class StaticTree:
         return {"branching": list(self.branching)}
 
     def cut(self, depth: int) -> "StaticTree":
-        """Return the tree without the levels below `depth`."""
+        """Return the shape of the first `depth` levels of the tree."""
         return StaticTree(self.branching[:depth])
 
     def grow(
         self, logits_BW: Tensor, expand: Expand, sampling: Sampling, generators: Generators
     ) -> list[TreeDraft]:
-        """Grow a tree for each row, level by level.
+        """Draft a tree of tokens for each row, level by level.
 
-        Under sampling a node has fewer children if q has too few tokens.
+        Above temperature 0 a node gets fewer children if top-k and top-p leave too few tokens.
 
         Args:
-            logits_BW: the draft's logits after each row's root.
-            expand: computes the logits of the next level.
-            sampling: how tokens are chosen.
-            generators: one for each row.
+            logits_BW: the draft's logits [B, W] after each row's root, over its W tokens.
+            expand: runs the draft over the nodes of a level, and returns the logits after each.
+            sampling: temperature, top-p and top-k.
+            generators: the random generator of each row.
+
+        Returns:
+            For each row the draft tokens of the nodes, their tree, and the distributions that they
+            were drawn from (None when greedy).
         """
         levels: list[list[Children]] = []  # by level, then by row
         row_logits = [*logits_BW.split(1)]  # after the nodes of each row's last level
         for level, num_children in enumerate(self.branching):
-            # Choose the children of all nodes of each row's last level.
             row_children = []
             for logits_TW, generator in zip(row_logits, generators, strict=True):
                 row_children.append(choose_children(logits_TW, generator, num_children, sampling))
             levels.append(row_children)
-
-            # Run the draft over them, except over the last level, whose children nobody needs.
             if level + 1 < self.depth:
                 tokens = [children.tokens for children in row_children]
                 parents = [children.parents for children in row_children]
@@ -255,7 +279,6 @@ class StaticTree:
                     for logits_TW, tokens_T in zip(logits_BTW, tokens, strict=True)
                 ]
 
-        # Join the levels of each row.
         drafts: list[TreeDraft] = []
         for row_levels in zip(*levels, strict=True):
             tokens_N = torch.cat([children.tokens for children in row_levels])
@@ -290,13 +313,16 @@ class DynamicTree:
                 "eval.tree.budget",
                 got=self.budget,
                 expected=(
-                    f"from {self.depth}, the depth, to {max_budget}, the nodes that top_k and depth"
-                    " give"
+                    f"a number of nodes from {self.depth} (the depth) to {max_budget} (the most"
+                    " that top_k and depth allow)"
                 ),
             )
 
     def count_candidates(self, depth: int) -> int:
-        """Return the nodes of a tree of this depth before the best are chosen."""
+        """Return how many nodes are candidates in a tree of this depth, before the best are kept.
+
+        The root gets `top_k` children. On each later level `top_k` nodes get `top_k` children each.
+        """
         return self.top_k + (depth - 1) * self.top_k**2
 
     @property
@@ -305,7 +331,10 @@ class DynamicTree:
         return dict(vars(self))
 
     def cut(self, depth: int) -> "DynamicTree":
-        """Return a tree of at most `depth` levels, with as many nodes if that many exist."""
+        """Return a shape of at most `depth` levels.
+
+        The budget of nodes stays the same, unless the smaller tree has fewer candidates.
+        """
         new_depth = min(depth, self.depth)
         new_budget = min(self.budget, self.count_candidates(new_depth))
         return replace(self, depth=new_depth, budget=new_budget)
@@ -313,24 +342,28 @@ class DynamicTree:
     def grow(
         self, logits_BW: Tensor, expand: Expand, sampling: Sampling, generators: Generators
     ) -> list[TreeDraft]:
-        """Grow a tree for each row, level by level, and keep the best nodes.
+        """Draft a tree of tokens for each row, level by level, and keep the best nodes.
 
-        A node's score is the logarithm of the product of probabilities from the root on. They are
-        taken at the sampling temperature (1 when greedy), before top-k and top-p.
+        A node's score is the sum of the draft's log probabilities on the path from the root to the
+        node. They are computed at the sampling temperature (1 when greedy), before top-k and top-p.
 
         Args:
-            logits_BW: the draft's logits after each row's root.
-            expand: computes the logits of the next level.
-            sampling: how tokens are chosen.
-            generators: one for each row.
+            logits_BW: the draft's logits [B, W] after each row's root, over its W tokens.
+            expand: runs the draft over the nodes of a level, and returns the logits after each.
+            sampling: only the temperature is used.
+            generators: not used, because nothing is drawn.
+
+        Returns:
+            For each row the draft tokens of the nodes, their tree, and None (no distributions,
+            because the tokens are not drawn).
         """
         temperature = sampling.temperature or 1.0
         num_children = min(self.top_k, logits_BW.shape[-1])
         logits_BTW = logits_BW.unsqueeze(1)
-        # Of the nodes that are expanded; the root is the first.
+        # The scores and indices of the T nodes to expand next, at first only the root.
         score_BT = logits_BW.new_zeros(len(logits_BW), 1, dtype=torch.float32)
         nodes_BT = torch.full_like(score_BT, ROOT, dtype=torch.long)
-        # Of all candidates [B, T * C], by level.
+        # One entry per level: a tensor [B, T * C] with C candidates for each expanded node.
         tokens = []
         scores = []
         parents = []
@@ -340,12 +373,9 @@ class DynamicTree:
             log_probs_BTW = (logits_BTW.float() / temperature).log_softmax(-1)
             log_probs_BTC, tokens_BTC = log_probs_BTW.topk(num_children)
             del log_probs_BTW  # as large as the vocabulary, and not needed while the draft runs
-
-            # A child's score is its parent's plus the logarithm of its own probability.
             tokens.append(tokens_BTC.flatten(1))
             scores.append((score_BT.unsqueeze(2) + log_probs_BTC).flatten(1))
             parents.append(nodes_BT.repeat_interleave(num_children, 1))
-
             # The best nodes of the level are expanded next.
             if level + 1 < self.depth:
                 score_BT, best_BT = scores[-1].topk(min(self.top_k, scores[-1].shape[1]))
@@ -359,8 +389,6 @@ class DynamicTree:
         kept_BN = order[:, : self.budget].sort().values
         tokens_BN = torch.cat(tokens, 1).gather(1, kept_BN)
         parents_BN = torch.cat(parents, 1).gather(1, kept_BN)
-
-        # Number the parents among the kept nodes.
         drafts: list[TreeDraft] = []
         for tokens_N, kept_nodes, row_parents in zip(
             tokens_BN, kept_BN.tolist(), parents_BN.tolist(), strict=True
@@ -377,12 +405,12 @@ TreeShape = StaticTree | DynamicTree
 
 
 def build_tree_shape(config: TreeConfig) -> TreeShape:
-    """Return the tree of `eval.tree` in a recipe.
+    """Return the tree shape that `eval.tree` of a recipe describes.
 
-    {budget, depth, top_k} is a dynamic tree, {branching} a static one.
+    `branching` alone describes a static tree; `budget`, `depth` and `top_k` a dynamic one.
 
     Raises:
-        UserError: for neither of the two.
+        UserError: if the keys are mixed, or one of the three is missing.
     """
     sizes = config.model_dump(exclude={"branching"})
     if config.branching is not None:
@@ -391,7 +419,9 @@ def build_tree_shape(config: TreeConfig) -> TreeShape:
             raise UserError(
                 "eval.tree.branching",
                 got=f"a static tree with {', '.join(surplus_names)}",
-                expected="branching, or budget, depth and top_k",
+                expected=(
+                    "branching alone (a static tree), or budget, depth and top_k (a dynamic tree)"
+                ),
             )
         return StaticTree(tuple(config.branching))
     for name, size in sizes.items():
@@ -399,21 +429,33 @@ def build_tree_shape(config: TreeConfig) -> TreeShape:
             raise UserError(
                 f"eval.tree.{name}",
                 got="nothing",
-                expected="a number: a tree has budget, depth and top_k, or branching",
+                expected="a number: give budget, depth and top_k, or branching alone",
             )
     return DynamicTree(**sizes)
 
 
 def has_drawn_candidates(sampling: Sampling, tree: TreeShape | None) -> bool:
-    """Return whether a model drafts by drawing from its distribution, in a tree or (None) a chain.
+    """Return whether a draft model draws its draft tokens at random from its distribution.
 
-    Otherwise it takes its best tokens.
+    It does so above temperature 0. Greedy drafts and dynamic trees consist of its best tokens.
+
+    Args:
+        sampling: the sampling settings.
+        tree: the shape of the proposal; None for a chain.
     """
     return not sampling.is_greedy and not isinstance(tree, DynamicTree)
 
 
 def gather_nodes(x_BTH: Tensor, nodes_BN: Tensor) -> Tensor:
-    """Select N of the T nodes of each row: [B, N, H]."""
+    """Return the vectors of N selected nodes of each row.
+
+    Args:
+        x_BTH: a vector of size H for each of T nodes [B, T, H].
+        nodes_BN: the indices [B, N] of the selected nodes; an index may occur several times.
+
+    Returns:
+        [B, N, H].
+    """
     return x_BTH.gather(1, nodes_BN.unsqueeze(2).expand(-1, -1, x_BTH.shape[2]))
 
 
@@ -436,37 +478,42 @@ class Children:
 def choose_children(
     logits_TW: Tensor, generator: Random, num_children: int, sampling: Sampling
 ) -> Children:
-    """Choose up to `num_children` children of each of T nodes.
+    """Choose up to `num_children` draft tokens after each node of one level of one row.
 
-    The best tokens if sampling is greedy, else tokens drawn without replacement.
+    Greedy sampling takes the best tokens. Otherwise they are drawn without replacement, and fewer
+    if the distribution runs out of tokens.
+
+    Args:
+        logits_TW: the draft's logits after each of the T nodes, over its W tokens.
+        generator: draws the random numbers.
+        num_children: the most children of a node.
+        sampling: temperature, top-p and top-k.
     """
-    # The children of node t are its best tokens.
     if sampling.is_greedy:
         tokens_TC = logits_TW.topk(min(num_children, logits_TW.shape[-1])).indices
         parents_TC = torch.arange(len(logits_TW), device=logits_TW.device).unsqueeze(1)
         return Children(tokens_TC.flatten(), parents_TC.expand_as(tokens_TC).flatten(), None)
-    # A distribution with fewer tokens than children gives fewer, so each child has its parent.
     probs_TW = sampling.compute_probabilities(logits_TW)
     uniforms_TC = torch.rand(len(probs_TW), num_children, generator=generator, dtype=torch.float64)
     tokens_TC, exists_TC = draw_distinct_tokens(probs_TW, uniforms_TC.to(probs_TW.device))
+    # The first column of the indices is the node that each existing child belongs to.
     parents_C = exists_TC.nonzero()[:, 0]
     return Children(tokens_TC[exists_TC], parents_C, probs_TW[parents_C])
 
 
 def draw_distinct_tokens(probs_TW: Tensor, uniforms_TC: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw C tokens of each distribution without replacement.
+    """Draw C different tokens from each of T distributions.
 
-    Each token is drawn from the distribution without the earlier ones. A distribution with fewer
-    than C tokens runs out.
+    A token that was drawn gets probability 0 for the later draws. A distribution with fewer than C
+    tokens runs out, and its last tokens do not exist.
 
     Args:
-        probs_TW: [T, W].
-        uniforms_TC: [T, C] in [0, 1), one for each token.
+        probs_TW: the distributions [T, W] over W tokens.
+        uniforms_TC: random numbers [T, C] in [0, 1), one for each token.
 
     Returns:
-        The tokens [T, C], and which of them exist [T, C].
+        The tokens [T, C], and which of them exist, bool [T, C].
     """
-    # After each draw, the drawn token's weight becomes zero.
     remaining_TW = probs_TW.clone()
     tokens = []
     exists = []
@@ -479,15 +526,15 @@ def draw_distinct_tokens(probs_TW: Tensor, uniforms_TC: Tensor) -> tuple[Tensor,
 
 
 def join_levels(level_parents: Sequence[Tensor]) -> Tree:
-    """Return the tree of several levels.
+    """Return one tree from the parents of each level's nodes.
 
     Args:
-        level_parents: for each level, the indices of its nodes' parents in the level before.
+        level_parents: for each level, the parent of each node, as an index within the level before.
     """
-    # Nodes are numbered level by level.
     parents: list[int] = []
     previous_nodes: Sequence[int] = [ROOT]
     for parents_T in level_parents:
+        # Replace indices within a level by indices within the whole tree.
         first_node = len(parents)
         parents += [previous_nodes[index] for index in parents_T.tolist()]
         previous_nodes = range(first_node, len(parents))

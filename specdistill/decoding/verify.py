@@ -43,7 +43,7 @@ from specdistill.decoding.tree import ROOT, Tree
 
 
 def verify_greedy_chain(tokens: Sequence[int], choices: Sequence[int]) -> tuple[int, int]:
-    """Accept draft tokens for as long as they are the target's choices.
+    """Accept the draft tokens of a chain up to the first that is not the target's choice.
 
     Args:
         tokens: the K draft tokens.
@@ -61,17 +61,23 @@ def verify_greedy_chain(tokens: Sequence[int], choices: Sequence[int]) -> tuple[
 def verify_sampled_chain(
     tokens_BK: Tensor, target_probs_BKV: Tensor, draft_probs_BKV: Tensor | None, uniforms_BK: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Verify chains by speculative sampling, as a deterministic function of uniform numbers.
+    """Verify B chains of K draft tokens by speculative sampling.
+
+    A draft token x is accepted with probability min(1, p(x) / q(x)), where p is the target's
+    distribution and q the draft's. After the first rejection the next token is drawn from
+    max(p - q, 0), rescaled. So the output follows p exactly.
 
     Args:
-        tokens_BK: [B, K] draft tokens.
-        target_probs_BKV: [B, K + 1, V].
-        draft_probs_BKV: [B, K, V], the distribution that each draft token was drawn from. None
-            means one-hot.
-        uniforms_BK: [B, K + 1] in [0, 1): K acceptance tests, then one draw.
+        tokens_BK: draft tokens [B, K].
+        target_probs_BKV: p over the vocabulary [B, K + 1, V], at each draft token and after the
+            last.
+        draft_probs_BKV: q [B, K, V], the distribution that each draft token was drawn from. None:
+            each draft token was certain (q is one-hot).
+        uniforms_BK: random numbers [B, K + 1] in [0, 1): one for each acceptance test, the last to
+            draw the next token.
 
     Returns:
-        The number of accepted tokens [B], and the next token [B].
+        The number of accepted draft tokens of each chain [B], and its next token [B].
     """
     num_draft_tokens = tokens_BK.shape[1]
     if draft_probs_BKV is None:
@@ -79,16 +85,16 @@ def verify_sampled_chain(
             target_probs_BKV.dtype
         )
 
-    # Test each draft token: u < p / q, multiplied by q. The tokens before the first rejection are
-    # accepted.
+    # Accept a draft token if u < p / q, here multiplied by q, which may be 0. The product of the
+    # passed tests is 1 up to the first rejection.
     index_BK1 = tokens_BK.unsqueeze(-1)
     p_of_token_BK = target_probs_BKV[:, :num_draft_tokens].gather(-1, index_BK1).squeeze(-1)
     q_of_token_BK = draft_probs_BKV.gather(-1, index_BK1).squeeze(-1)
     passed_BK = uniforms_BK[:, :num_draft_tokens] * q_of_token_BK < p_of_token_BK
     num_accepted_B = passed_BK.long().cumprod(-1).sum(-1)
 
-    # Draw the next token from the residual. Nothing is proposed after the last draft token, so
-    # nothing is subtracted there.
+    # Draw the next token from the residual p - q at the first rejected token. If all K were
+    # accepted, it comes from p alone: the padding adds a row of zeros as q.
     row_B = torch.arange(len(tokens_BK), device=tokens_BK.device)
     target_BV = target_probs_BKV[row_B, num_accepted_B]
     draft_BV = F.pad(draft_probs_BKV, (0, 0, 0, 1))[row_B, num_accepted_B]
@@ -103,15 +109,19 @@ def verify_sampled_chain(
 def follow_target_choices(
     tokens: Sequence[int], tree: Tree, choices: Sequence[int]
 ) -> tuple[list[int], int]:
-    """Follow the target's choices from the root of a tree.
+    """Accept the path of a draft tree whose tokens are the target's own choices.
+
+    Starts at the root (the last token of the sequence), and goes on to the child whose token the
+    target chose, for as long as there is one.
 
     Args:
-        tokens: of the N nodes.
-        tree: their tree.
-        choices: [N + 1], the target's choice after the root and after each node.
+        tokens: the draft tokens of the N nodes.
+        tree: the parents and children of the nodes.
+        choices: the target's choice after the root (index 0) and after each node i (index i + 1).
 
     Returns:
-        The path (node indices), and the first choice that the tree does not contain.
+        The node indices of the accepted path, and the next token: the first choice that is not in
+        the tree.
     """
     path: list[int] = []
     while True:
@@ -130,20 +140,24 @@ def verify_sampled_tree(
     draft_probs_NV: Tensor | None,
     uniforms_N: Tensor,
 ) -> tuple[list[int], int]:
-    """Verify a tree by exact sampling.
+    """Decide which path of a draft tree is accepted, so that the output follows the target.
+
+    The module's docstring explains the method and why it is exact.
 
     Args:
-        tokens: of the N nodes.
-        tree: their tree.
-        target_probs_NV: [N + 1, V].
-        draft_probs_NV: [N, V], the distribution that each node's first sibling was drawn from. None
-            if candidates are certain.
-        uniforms_N: [N + 1] in [0, 1). For certain candidates: a draw after the root and after each
-            node. For drawn candidates: a test of each node, then one draw.
+        tokens: the draft tokens of the N nodes.
+        tree: the parents and children of the nodes.
+        target_probs_NV: the target's distributions [N + 1, V] after the root (row 0) and after each
+            node i (row i + 1).
+        draft_probs_NV: the draft's distributions [N, V]. Siblings share one, from which they were
+            drawn without replacement. None if all draft tokens are certain.
+        uniforms_N: random numbers [N + 1] in [0, 1). If draft tokens are certain: a draw from each
+            of the target's distributions. Otherwise: a test of each node, then one draw.
 
     Returns:
-        The accepted path (node indices), and the next token.
+        The node indices of the accepted path, and the next token.
     """
+    # Certain tokens: the target draws a token after every node, and the path follows its draws.
     if draft_probs_NV is None:
         choices = draw_tokens(target_probs_NV, uniforms_N).tolist()
         return follow_target_choices(tokens, tree, choices)
@@ -155,8 +169,8 @@ def verify_sampled_tree(
         residual_V = target_probs_NV[node + 1].double()
         draft_V = draft_probs_NV[children[0]].double() if children else None
 
-        # Test the children in turn. Each rejection takes the draft's mass out of the residual, and
-        # the rejected token out of the draft's distribution.
+        # Test the children in turn, as in `verify_sampled_chain`. Each rejection subtracts the
+        # draft's distribution from the residual, and removes the rejected token from the draft's.
         for child in children:
             assert draft_V is not None
             token = tokens[child]

@@ -55,7 +55,7 @@ class MethodInfo:
         return self.passes != "0"
 
     def recipe(self) -> "type[Recipe]":
-        """Return the schema of the method's recipes."""
+        """Return the pydantic class that describes and checks the recipes of this method."""
         # A method without recipe keys of its own has no `config` module; its family has one.
         has_own = find_spec(f"{self.package}.config") is not None
         recipe_class: type[Recipe] = import_module(
@@ -64,9 +64,10 @@ class MethodInfo:
         return recipe_class
 
     def serving(self) -> "Mapping[str, Serving]":
-        """Return how each engine is given this method's drafts, by the engine's name.
+        """Return which engines can serve this method's drafts, and how each of them loads a draft.
 
-        The mapping is empty if no engine takes such drafts.
+        Returns:
+            A `Serving` for each engine, by the engine's name. Empty if no engine can.
         """
         # Only methods that an engine can serve have a `serving` module.
         if find_spec(f"{self.package}.serving") is None:
@@ -75,10 +76,11 @@ class MethodInfo:
         return serving
 
     def load(self) -> "Method[TrainedRecipe, nn.Module]":
-        """Import the method's package, which imports torch, and return its `METHOD`.
+        """Import the code of the method, and return its `Method` object.
 
-        The return type stands for every trained method, so the type checker cannot tell methods
-        apart. The caller must pass only recipes and drafts of this method to it.
+        This also imports torch, which is slow, so it happens only when the method is used. All
+        methods have the same return type here, so the type checker does not notice if a caller
+        passes a recipe or a draft of another method.
         """
         method: Method[TrainedRecipe, nn.Module] = import_module(f"{self.package}.method").METHOD
         return method
@@ -168,7 +170,7 @@ METHODS = {
 
 
 def get_method(name: str) -> MethodInfo:
-    """Return the row of a method.
+    """Return the table row that describes a method, such as "eagle3".
 
     Raises:
         UserError: for a name that is not in the table.

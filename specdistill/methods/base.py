@@ -44,28 +44,36 @@ class Advice(ABC, Generic[DraftT]):
     def plan_draft(
         self, target: ModelConfigInfo, draft_info: ModelConfigInfo | None, settings: DraftSettings
     ) -> PlannedDraft:
-        """Describe the size and the cost of a given draft, or of the one a recipe would train.
+        """Describe the size and the cost of a draft: an existing one, or one still to be trained.
 
         Args:
             target: the target, described by its config.json.
-            draft_info: the draft, described by its config.json; None for the draft of a recipe.
+            draft_info: the existing draft, described by its config.json. None: the draft that would
+                be trained with `settings`.
             settings: keys of the recipe's `draft:`. Absent keys have their defaults.
 
         Returns:
-            The draft as `specdistill plan` counts it.
+            What `specdistill plan` needs to estimate memory and time.
 
         Raises:
             UserError: for a target that cannot have such a draft.
         """
 
     def is_described(self, draft: ModelConfigInfo, target: ModelConfigInfo) -> bool:
-        """Return whether a draft's config.json says that this method made the draft."""
+        """Return whether a draft's config.json says that the draft is one of this method.
+
+        Args:
+            draft: the draft, described by its config.json.
+            target: the target, described by its config.json.
+        """
         return False
 
     def find_native_layers(
         self, raw: RawConfig, names: Set[str], text: PreTrainedConfig
     ) -> tuple[str, int] | None:
-        """Find the layers of this method that come with a target.
+        """Find draft layers of this method that are part of a target's own checkpoint.
+
+        MTP layers are an example. The default finds none.
 
         Args:
             raw: the content of the target's config.json.
@@ -74,8 +82,8 @@ class Advice(ABC, Generic[DraftT]):
             text: the target's text config, as transformers reads it.
 
         Returns:
-            The key that says how many such layers there are, and their number; None if there are
-            none.
+            The key of config.json that says how many such layers there are, and their number; None
+            if there are none.
         """
         return None
 
@@ -94,7 +102,11 @@ class Advice(ABC, Generic[DraftT]):
         return None
 
     def find_repairs(self, draft: DraftT, target: FrozenTarget) -> Iterator[tuple[str, DraftT]]:
-        """Yield likely causes of low acceptance, each with a repaired copy of the draft."""
+        """Yield likely causes of low acceptance, each with a copy of the draft without that fault.
+
+        `specdistill doctor` measures each copy. If a copy accepts more tokens, its cause is
+        confirmed. The default yields none.
+        """
         return iter(())
 
 
@@ -117,9 +129,10 @@ class Method(ABC, Generic[RecipeT, DraftT]):
         return False
 
     def is_named(self, config: RawConfig, names: Set[str]) -> bool:
-        """Return whether a folder's config.json or tensor names claim that it is such a draft.
+        """Return whether a folder claims, by config.json or tensor names, to hold such a draft.
 
-        This is weaker evidence than `has_tensors`, and is only asked if no method has that.
+        The claim is weaker evidence than `has_tensors`. It only counts if `has_tensors` is false
+        for every method.
 
         Args:
             config: the content of the folder's config.json.
@@ -133,7 +146,8 @@ class Method(ABC, Generic[RecipeT, DraftT]):
         Args:
             recipe: a recipe of this method.
             target: the target.
-            rows: training data, by which a draft vocabulary or a mask is chosen.
+            rows: training data. Some methods choose a draft vocabulary or a mask token by how often
+                tokens occur in the data.
 
         Returns:
             The draft, in float32 on the target's device.
@@ -152,7 +166,13 @@ class Method(ABC, Generic[RecipeT, DraftT]):
         raise self._make_unsupported_error("training")
 
     def save(self, draft: DraftT, target: FrozenTarget, folder: Path) -> None:
-        """Write a draft into a folder, in the method's public layout."""
+        """Write a draft into a folder, with the file names and keys that others use for the method.
+
+        Args:
+            draft: the trained draft.
+            target: the target that it was trained for.
+            folder: where to write config.json and the weights.
+        """
         raise self._make_unsupported_error("saving a draft")
 
     @abstractmethod
@@ -172,11 +192,13 @@ class Method(ABC, Generic[RecipeT, DraftT]):
         """
 
     def build_lookup(self, min_tokens: int, max_tokens: int) -> Proposer:
-        """Build a lookup that proposes first; the draft proposes where the lookup finds nothing.
+        """Build a lookup that proposes before another draft, which only runs if it finds nothing.
+
+        The lookup searches the text for an earlier occurrence of the last tokens.
 
         Args:
-            min_tokens: the fewest tokens that must agree with the last ones.
-            max_tokens: the most tokens that are compared.
+            min_tokens: the least number of last tokens that must occur again.
+            max_tokens: the greatest number of last tokens that are searched for.
         """
         raise self._make_unsupported_error("drafting in front of another draft")
 
@@ -203,17 +225,18 @@ class Method(ABC, Generic[RecipeT, DraftT]):
         name: Path | str,
         **options: object,
     ) -> HeadShape | None:
-        """Check a draft by config.json and the headers of its weights, which need no content.
+        """Check a draft by its config.json and by the names, shapes and dtypes of its tensors.
 
-        So a draft can be checked before its weights are downloaded.
+        The values of the weights are not needed, so a draft can be checked before they are loaded
+        or downloaded.
 
         Args:
             folder: the folder, with config.json and, for whole models, the tokenizer.
-            tensors: the draft's tensors by name, which need no content.
-            target: the target's files; None checks what the draft's files say by themselves.
+            tensors: the draft's tensors by name; they may be on the meta device.
+            target: the target's files. None: only compare the draft's files with each other.
             key: the recipe key that errors name.
             name: what errors call the draft.
-            **options: as in `load_proposer`.
+            **options: the method's own options, as `Recipe.proposer_options` returns them.
 
         Returns:
             The shape of a head as decoding would read it; None for other drafts.
@@ -241,7 +264,15 @@ class Method(ABC, Generic[RecipeT, DraftT]):
     def check_served(
         self, engine: str, layout: Layout, draft: DraftT, target: FrozenTarget
     ) -> None:
-        """Check that a draft can be given to an engine, apart from the layout's `limits`.
+        """Check that an engine can serve a draft.
+
+        The layout also has `limits`, which the caller checks. This method is for other conditions.
+
+        Args:
+            engine: the name of the engine.
+            layout: the engine's layout for this method.
+            draft: the draft.
+            target: the target.
 
         Raises:
             UserError: for what the engine cannot express.
@@ -273,7 +304,11 @@ class Method(ABC, Generic[RecipeT, DraftT]):
         raise self._make_unsupported_error("export")
 
     def _make_unsupported_error(self, operation: str) -> UserError:
-        """Return the error for an operation that this method does not have."""
+        """Return the error to raise for an operation that this method does not support.
+
+        Args:
+            operation: what was asked for, as a noun such as "training".
+        """
         return UserError(
             "method", got=self.name, text=f"method {self.name} does not support {operation}"
         )
@@ -292,12 +327,15 @@ class FeatureMethod(Method[RecipeT, DraftT]):
 
     @abstractmethod
     def build_proposer(self, draft: DraftT, target: FrozenTarget) -> Proposer:
-        """Build the proposer that decodes with a loaded draft."""
+        """Build the object that proposes tokens with a loaded draft during decoding."""
 
     def load_proposer(
         self, folder: Path | None, target: FrozenTarget, *, key: str, **options: object
     ) -> Proposer:
-        """Load a draft for decoding, in the target's dtype and on its device."""
+        """Load a draft for decoding, in the target's dtype and on its device.
+
+        See `Method.load_proposer` for the arguments.
+        """
         assert folder is not None  # only methods without weights have none
         draft = self.load(folder, target, key=key)
         # The file may have another dtype than the target, whose features the draft reads.

@@ -67,7 +67,7 @@ FIXED_SETTINGS = {
 
 
 def link(source: Path, link: Path) -> None:
-    """Link to a file with a hard link, or copy it if the file system cannot link.
+    """Create a hard link to a file, or copy the file if the file system cannot link.
 
     The Hub's cache holds symbolic links, so the link is made to the file that they point to.
 
@@ -91,10 +91,10 @@ def write_draft(folder: Path, config: RawConfig, tensors: Mapping[str, Tensor]) 
 
 
 def write_head(output: Path, layout: Layout, head: HeadExport, tensors: dict[str, Tensor]) -> None:
-    """Write a head in an engine's layout.
+    """Write the config.json and weights of a head in the form that an engine loads.
 
-    If the layout needs the target, the target's embedding is written too, unless the head has its
-    own.
+    Some engines expect the target's embedding among the head's weights. It is added for them,
+    unless the head has an embedding of its own.
 
     Args:
         output: the folder to write.
@@ -147,7 +147,8 @@ def read_tensors(folder: Path, key: str) -> dict[str, Tensor]:
 def read_outline(folder: Path, key: str) -> dict[str, Tensor]:
     """Read names, shapes and dtypes of a folder's weights, as tensors on the meta device.
 
-    Only the vocabulary maps have their content. A pickle that holds such maps is loaded whole.
+    Only `d2t` and `t2d`, the maps between the draft's and the target's vocabulary, are loaded with
+    their values. A pickle that holds such maps is loaded whole.
 
     Args:
         folder: the folder of the draft.
@@ -172,7 +173,13 @@ def read_outline(folder: Path, key: str) -> dict[str, Tensor]:
 
 
 def check_finite(tensors: Mapping[str, Tensor], folder: Path | str, key: str) -> None:
-    """Raise UserError if a weight is NaN or infinite."""
+    """Raise UserError if a weight is NaN or infinite.
+
+    Args:
+        tensors: the weights by name.
+        folder: what the error calls the draft.
+        key: the recipe key that the error names.
+    """
     # Least and greatest number of a tensor are finite only if all its numbers are.
     for name, tensor in tensors.items():
         if tensor.dtype in FLOATS and not all(map(math.isfinite, find_extremes(tensor))):
@@ -304,8 +311,8 @@ def load_feature_draft(
 
     Raises:
         UserError: if files are missing or broken; if a tensor is missing, unknown, or of another
-            shape or kind; if the config asks for what such drafts do not have here; or if the draft
-            is for another hidden size, vocabulary or depth than the target's.
+            shape or kind; if the config has a setting that is not supported; or if the draft is for
+            another hidden size, vocabulary or depth than the target's.
     """
     config, tensors = check(
         Path(folder), read_tensors(Path(folder), key), target, key=key, name=folder
@@ -330,10 +337,10 @@ def load_feature_draft(
 
 
 def choose_stored_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
-    """Return the smallest dtype that holds all weights exactly.
+    """Return the smallest dtype in which all floating-point tensors can be stored exactly.
 
-    If all weights have the same dtype, this is the result. Integer tensors such as `d2t` do not
-    count.
+    For tensors of one dtype it is that dtype; for bfloat16 and float16 together it is float32.
+    Integer tensors such as `d2t` do not count.
     """
     return functools.reduce(
         torch.promote_types, [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
@@ -341,10 +348,10 @@ def choose_stored_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
 
 
 def is_copy(draft_tensor: Tensor, target_tensor: Tensor) -> bool:
-    """Return whether a tensor is a copy of another one, perhaps in another dtype.
+    """Return whether a draft's tensor is a copy of a target's tensor, perhaps in another dtype.
 
     Args:
-        draft_tensor: the tensor that may be a copy.
+        draft_tensor: the tensor that may be a copy, perhaps rounded.
         target_tensor: the original.
     """
     # Round the original to the dtype of the copy, then compare both in the original's dtype.
@@ -359,7 +366,8 @@ def check_fit(
     """Raise UserError if one of a draft's sizes differs from the target's.
 
     Args:
-        sizes: the draft's sizes by their names in config.json, which may contain `target_`.
+        sizes: the draft's sizes by their names in config.json. `num_target_layers` is compared with
+            the target's `num_layers`, and other names with `target_` likewise.
         target: the target.
         folder: what errors call the draft.
         key: the recipe key that errors name.
@@ -389,7 +397,7 @@ def build_vocabulary_maps(d2t_W: Tensor, vocab_size: int) -> dict[str, Tensor]:
 
 
 def write_shape(shape: HeadShape, dtype: torch.dtype) -> dict[str, object]:
-    """Return the keys of a Llama's config.json that describe a shape.
+    """Return the keys of a Llama's config.json that describe the layers of a head.
 
     The rotary embedding is written in the spellings of transformers 5 and of earlier versions.
     """
@@ -479,7 +487,9 @@ def read_shape(raw: RawConfig, key: str, *, what: str) -> HeadShape:
     kinds = set(raw.get("layer_types") or ["full_attention"])
     if len(kinds) > 1 or not kinds <= {"full_attention", "sliding_attention"}:
         raise UserError(
-            key, got=f"layer_types {raw['layer_types']}", expected=f"one kind of layer in {what}"
+            key,
+            got=f"layer_types {raw['layer_types']}",
+            expected=f"only full_attention, or only sliding_attention, in {what}",
         )
 
     # Check that each size is a valid number, then collect the fields. Absent sizes have the
@@ -517,6 +527,11 @@ def _read_rope(raw: RawConfig, key: str, *, what: str) -> tuple[dict[str, Any], 
     transformers 5 writes `rope_parameters`, earlier versions write `rope_scaling` and `rope_theta`.
     If both are present, transformers takes `rope_scaling`.
 
+    Args:
+        raw: the content of config.json.
+        key: the recipe key that errors name.
+        what: the kind of draft, for errors.
+
     Returns:
         The settings with their `rope_type`, and the base (theta).
 
@@ -524,7 +539,7 @@ def _read_rope(raw: RawConfig, key: str, *, what: str) -> tuple[dict[str, Any], 
         UserError: for a kind of rotary embedding that is not supported.
     """
     rope = {**(raw.get("rope_parameters") or {}), **(raw.get("rope_scaling") or {})}
-    older_name = rope.pop("type", None)
+    older_name = rope.pop("type", None)  # the name of `rope_type` in old versions
     rope["rope_type"] = rope.get("rope_type") or older_name or "default"
     theta = rope.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0
     check_settings(rope, FIXED_SETTINGS, key, what=what)

@@ -74,14 +74,16 @@ def check_draft(
     Args:
         method: the name of the draft's method.
         folder: the folder of the draft.
-        target: the target's files; None checks what the draft's files say by themselves.
+        target: the target's files. None: only compare the draft's files with each other.
         key: the recipe key that errors name.
         name: what messages call the draft; None: its folder.
-        tensors: the draft's tensors by name, which need no content; None: those in the folder.
-        reads_record: whether the target must be the one that the draft records.
+        tensors: the draft's tensors by name; they may be on the meta device. None: read the outline
+            of the folder's weights.
+        reads_record: whether to check that the draft was trained for this target, if its files
+            record the target.
         logs: whether to log the warnings.
-        **options: options of decoding. Without `heterogeneous_vocab` the caller cannot translate
-            between tokenizers.
+        **options: the method's options of decoding. With `heterogeneous_vocab` a draft model may
+            have another tokenizer than the target.
 
     Raises:
         UserError: naming `key`, for a draft that is broken or not one for the target.
@@ -125,15 +127,15 @@ def find_mismatches(
     target: TargetFiles | None,
     **options: object,
 ) -> Iterator[Finding]:
-    """Find what is wrong or doubtful in a draft that has passed its method's own check.
+    """Find faults of a draft that can occur with every method, and differences from its target.
 
     Args:
         method: the name of the draft's method.
         config: the content of the draft's config.json.
-        tensors: as in `check_draft`.
+        tensors: the draft's tensors by name; they may be on the meta device.
         shape: the shape of a head; None for other drafts.
-        target: as in `check_draft`.
-        **options: as in `check_draft`.
+        target: the target's files. None: only compare the draft's files with each other.
+        **options: the method's options of decoding. Only `heterogeneous_vocab` is read.
     """
     # Compare config.json with the weights and with itself. Some layouts nest the keys of the model
     # in a section of config.json.
@@ -182,6 +184,11 @@ def _check_dtype(
     """Yield a warning if config.json names another dtype than the weights have.
 
     Quantized drafts are not compared, because their weights have integer dtypes.
+
+    Args:
+        config: the content of config.json.
+        model_config: the part of it that describes the draft's layers, which may be all of it.
+        tensors: the draft's tensors by name.
     """
     # Collect the dtypes of the weights as config.json writes them, such as `bfloat16`.
     weight_dtypes = {
@@ -199,7 +206,7 @@ def _check_dtype(
             f"config.json says {' and '.join(sorted(stated_dtypes))}, the weights are"
             f" {' and '.join(sorted(weight_dtypes))}",
             "engines load the weights in config.json's dtype; if that is not intended, correct"
-            " dtype there",
+            " dtype in config.json",
         )
 
 
@@ -209,7 +216,7 @@ def _check_maps(tensors: Mapping[str, Tensor], shape: FeatureShape) -> Iterator[
     `d2t` must hold offsets to ascending tokens of the target, and `t2d` must mark the same tokens.
     """
     # A draft without `d2t` has the target's vocabulary, which is the same as offsets of zero. A map
-    # without content cannot be checked. The method's own check has compared shape and dtype.
+    # whose values were not loaded (on the meta device) cannot be checked.
     num_tokens = shape.draft_vocab_size
     d2t = tensors.get("d2t", torch.zeros(num_tokens, dtype=torch.long))
     t2d = tensors.get("t2d")
@@ -221,19 +228,19 @@ def _check_maps(tensors: Mapping[str, Tensor], shape: FeatureShape) -> Iterator[
     is_inside = target_ids[0] >= 0 and target_ids[-1] < shape.vocab_size
     if not is_inside or bool((target_ids.diff() <= 0).any()):
         yield problem(
-            "d2t does not lead to ascending tokens of the target",
+            "d2t does not map the draft's tokens to ascending token ids of the target",
             "store target id - draft id in d2t, for ascending target ids from 0 to"
             f" {shape.vocab_size - 1}",
         )
         return
 
-    # Warn if the file probably holds ids instead of offsets. Ids grow with every token. Offsets do
-    # not grow between two tokens that are neighbours in the target's vocabulary, and among the most
-    # frequent tokens there are neighbours.
+    # Warn if d2t probably holds target ids instead of offsets. Ids grow with every token. Offsets
+    # stay the same between two tokens with consecutive target ids, and such tokens occur in every
+    # usual draft vocabulary.
     if shape.prunes_vocabulary and num_tokens > 1 and bool((d2t.diff() > 0).all()):
         yield warning(
-            f"d2t grows with every token, so no two of the {num_tokens} draft tokens stand side by"
-            " side in the target's vocabulary",
+            f"d2t grows with every token, so no two of the {num_tokens} draft tokens have"
+            " consecutive ids in the target's vocabulary",
             "store target id - draft id in d2t; it seems to hold the target ids themselves",
         )
     if t2d is None or t2d.is_meta:
@@ -244,7 +251,8 @@ def _check_maps(tensors: Mapping[str, Tensor], shape: FeatureShape) -> Iterator[
     if t2d.shape != (shape.vocab_size,) or not torch.equal(marked, target_ids.to(marked)):
         yield problem(
             "d2t and t2d name different tokens",
-            "rebuild d2t: entry i is the i-th id that t2d marks, minus i (from 0)",
+            "rebuild d2t: entry i is the i-th target id that t2d marks, minus i (both counted from"
+            " 0)",
         )
 
 

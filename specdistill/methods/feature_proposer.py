@@ -65,7 +65,7 @@ class TokenProposer(Generic[DraftT]):
         self.vocabulary = None if target_ids_W is None else frozenset(target_ids_W.tolist())
 
     def count_passes(self, k: int) -> int:
-        """Return the draft's passes in a round of k draft tokens: one for each token."""
+        """Return how many forward passes the draft runs for k draft tokens: one for each token."""
         return k
 
     def chains(
@@ -80,10 +80,11 @@ class TokenProposer(Generic[DraftT]):
 
         Args:
             k: the most draft tokens of a chain.
-            sampling: how draft tokens are chosen.
-            generators: random number generators, one for each row.
-            next_logits: a function (step, tokens) -> logits [B, W]. The tokens [B] are those of the
-                step before, as indices among the draft's W tokens; None in the first step.
+            sampling: temperature, top-p and top-k.
+            generators: the random generator of each row.
+            next_logits: runs one step of the draft: (step, tokens) -> logits [B, W] for B rows and
+                the draft's W tokens. `tokens` [B] are those that the previous step drafted, as
+                indices among the W tokens; None in the first step.
             lengths: the number of draft tokens of each row, if some rows have room for fewer than
                 k.
 
@@ -127,9 +128,9 @@ class TokenProposer(Generic[DraftT]):
         """Build a proposal in the target's ids from tokens of the draft vocabulary.
 
         Args:
-            index_N: the draft tokens, as indices among the draft's W tokens.
-            probs_NW: the distributions that the tokens were drawn from; None if they were not
-                drawn.
+            index_N: the N draft tokens, as indices among the draft's W tokens.
+            probs_NW: the distributions [N, W] that the tokens were drawn from; None if they were
+                not drawn.
             tree: the tree that the tokens form; None for a chain.
         """
         # Spread distributions over the target's vocabulary: tokens that the draft does not have get
@@ -140,7 +141,7 @@ class TokenProposer(Generic[DraftT]):
         return Proposal(self.map_to_target(index_N).tolist(), probs_NW, tree)
 
     def map_to_target(self, index: Tensor) -> Tensor:
-        """Return the target's ids of tokens given as indices among the draft's W tokens."""
+        """Convert indices among the draft's tokens to token ids of the target."""
         return index if self.target_ids_W is None else self.target_ids_W[index]
 
 
@@ -163,21 +164,29 @@ class FeatureProposer(TokenProposer[ModuleT]):
         self.device = draft.fc.weight.device
 
     def begin(self, max_lengths: Sequence[int]) -> None:
-        """Create an empty KV cache for a new batch of sequences."""
+        """Create an empty KV cache for a new batch of sequences.
+
+        Args:
+            max_lengths: the most tokens of each sequence. Only their number is used.
+        """
         self.cache = DraftKVCache(
             len(max_lengths), self.rotary, self.device, self.config.sliding_window
         )
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Keep only these rows of the KV cache; the other sequences have ended."""
+        """Keep only the rows with these indices in the KV cache; the other sequences have ended."""
         self.cache.keep(rows)
 
     def count_committed(self, state: DecodingState) -> list[int]:
-        """Return how many positions of each row have features of the target: all but the last.
+        """Return how many tokens of each row the target has read: all but the last.
 
-        The cache must hold all of these positions except the fresh ones.
+        Also checks that the draft's KV cache holds these positions, except the fresh ones, which
+        the draft reads in this round.
+
+        Args:
+            state: the sequences so far.
         """
-        # The target has not read the last token yet: it reads that in the next round.
+        # The target reads the last token of a row only in the next pass.
         num_committed = [len(ids) - 1 for ids in state.token_ids]
         # The fresh positions were committed in the last round, and the draft reads them now.
         num_cached = [

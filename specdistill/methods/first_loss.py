@@ -53,14 +53,18 @@ MAX_LOSS_LARGE = 0.8
 def check_first_loss(
     objective: Any, target: FrozenTarget, rows: Dataset, *, is_fresh: bool
 ) -> None:
-    """Scale down a fresh draft that begins with a large loss; warn of a loss above ln W.
+    """Measure a draft's loss before training, and reduce it if a fresh draft's is too high.
+
+    It is reduced by scaling the draft's output down.
+
+    A loss above ln W (an even guess among the draft's W tokens) is logged as a warning.
 
     Args:
-        objective: the draft with its loss, made for this check. It measures the forward KL from now
-            on.
+        objective: the module that holds the draft and computes its loss. Its divergence is changed
+            to the forward KL, so it must not be used for training afterwards.
         target: the target.
         rows: packed training rows, of which a few are read. If empty, random tokens are read.
-        is_fresh: whether the draft may be scaled.
+        is_fresh: whether the draft has new weights. Only such a draft is scaled.
     """
     # An even guess among the draft's W tokens has the loss ln W.
     target_ids = getattr(objective.draft, "target_ids_W", None)
@@ -91,13 +95,13 @@ def check_first_loss(
     objective.draft.train(was_training)
     if loss > even_loss * (1 + TOLERANCE) and is_first():
         remedy = (
-            "It may be broken, or made for another target: check draft.init, or train a fresh"
-            " draft."
+            "The draft may be broken, or made for another target. Check draft.init, or train a"
+            " fresh draft."
         )
         if is_fresh:
             remedy = (
-                "A new draft may begin so. If the loss does not fall below that soon, lower"
-                " train.learning_rate."
+                "A new draft may begin this way. If the loss does not soon fall below"
+                f" {even_loss:.1f}, lower train.learning_rate."
             )
         logger.warning(
             f"The draft begins with a loss of {loss:.1f}, worse than guessing evenly among its"
@@ -127,12 +131,13 @@ def _scale_down(objective: Any, inputs: dict[str, object], loss: float, even_los
 
 
 def _compute_output_scale(target: FrozenTarget) -> float:
-    """Return the root mean square weight of the final norm times the scale of the logits.
+    """Return how large the target's logits are, compared with those of an ordinary target (1).
 
-    A hidden state after the final norm is about as large as the norm's weights, so this number says
-    how large the target's logits are, compared with those of an ordinary target.
+    A hidden state after the final norm is about as large as the norm's weights. So this is the root
+    mean square of the final norm's weights, times the factor by which the target scales its logits.
     """
-    # Some norms have no weights; they count as 1. Some multiply by 1 + weight, as Gemma's do.
+    # Some norms have no weights; they count as 1. Some multiply by 1 + weight, as Gemma's do: for
+    # them `is_one_plus_weight` is True, which adds 1.
     gain = getattr(target.norm, "weight", None)
     if gain is None:
         return abs(target.logits.scale)
@@ -143,15 +148,18 @@ def _compute_output_scale(target: FrozenTarget) -> float:
 
 
 def _measure(objective: nn.Module, inputs: dict[str, object]) -> float:
-    """Return the mean loss of the drafted position with the largest one, in nats per token."""
+    """Return the draft's mean loss in nats per token, at the drafted position where it is highest.
+
+    The objective returns sums over the tokens, one for each drafted position.
+    """
     _, sums = objective(**inputs)
     return float((sums.loss / sums.loss_tokens.clamp_min(1)).max())
 
 
 def _build_probe(target: FrozenTarget, rows: Dataset) -> dict[str, Tensor]:
-    """Return a batch of the first tokens of a few rows, every token of which has a loss.
+    """Build a small batch to measure the loss on: the first tokens of a few training rows.
 
-    Without training rows the batch holds random tokens.
+    Without training rows the batch holds random tokens. Every token counts in the loss.
     """
     # Take fewer rows for a large vocabulary, so that the logits fit into memory.
     num_rows = min(max(MAX_LOGITS // (NUM_TOKENS * target.vocab_size), 1), MAX_ROWS)
@@ -172,6 +180,6 @@ def _build_probe(target: FrozenTarget, rows: Dataset) -> dict[str, Tensor]:
         picked = rows.select([index * len(rows) // num_rows for index in range(num_rows)])
         batch = {name: torch.tensor(picked[name])[:, :NUM_TOKENS] for name in batch}
 
-    # Give every token a loss except padding, whatever the loss mask of the rows says.
+    # Let every token except padding count in the loss, whatever the loss mask of the rows says.
     batch["loss_mask"] = (batch["document_ids"] != PADDING_DOCUMENT).long()
     return index_batch({name: tensor.to(target.device) for name, tensor in batch.items()})

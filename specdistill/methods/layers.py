@@ -151,15 +151,21 @@ class KVCache(Protocol):
     """The keys and values of all layers; the cache decides which of them each query may see."""
 
     def append(self, layer: int, key_BGTd: Tensor, value_BGTd: Tensor) -> None:
-        """Store keys and values of a context that has no queries of its own."""
+        """Store keys and values of positions that only other positions attend to."""
 
     def attend(
         self, layer: int, query_BNTd: Tensor, key_BGTd: Tensor, value_BGTd: Tensor
     ) -> Tensor:
         """Store the keys and values of this step, and compute the attention of its queries.
 
+        Args:
+            layer: the index of the layer.
+            query_BNTd: queries [B, N, T, d]: batch, query heads, new positions, head size.
+            key_BGTd: new keys [B, G, T, d], for G key/value heads.
+            value_BGTd: new values [B, G, T, d].
+
         Returns:
-            The attention output [B, N, T, d of the values].
+            The attention output [B, N, T, d].
         """
 
 
@@ -197,13 +203,13 @@ class Attention(nn.Module):
         """Compute the attention of T new positions, whose keys and values enter the cache.
 
         Args:
-            x_BTI: the input of the projections.
-            rotary: cos and sin [B, T, d] of the positions.
+            x_BTI: the input of the projections [B, T, I]: batch, new positions, input size.
+            rotary: cos and sin [B, T, d] of the positions, for head size d.
             layer: the index of the layer, under which the cache stores keys and values.
             kv_cache: the cache, which also decides what each query may see.
 
         Returns:
-            The attention output after the output projection, [B, T, H].
+            The attention output after the output projection, [B, T, H], for hidden size H.
         """
         # Queries [B, N, T, d] and keys [B, G, T, d], rotated to their positions.
         query = self.project_heads(self.q_proj, self.q_norm, x_BTI)
@@ -219,7 +225,17 @@ class Attention(nn.Module):
     def remember(
         self, context_BTI: Tensor, rotary: tuple[Tensor, Tensor], layer: int, kv_cache: KVCache
     ) -> None:
-        """Store the keys and values of a context in the cache; the context has no queries."""
+        """Compute the keys and values of context positions, and store them in the cache.
+
+        Later queries attend to the context. The context has no queries of its own, so no output is
+        computed.
+
+        Args:
+            context_BTI: hidden states of the context [B, T, I]: batch, positions, input size.
+            rotary: cos and sin [B, T, d] of the positions, for head size d.
+            layer: the index of the layer, under which the cache stores keys and values.
+            kv_cache: the cache.
+        """
         key = self.project_heads(self.k_proj, self.k_norm, context_BTI)
         # transformers' function rotates queries and keys together. There are no queries, so the
         # keys take both places.
@@ -227,9 +243,15 @@ class Attention(nn.Module):
         kv_cache.append(layer, key, self.project_heads(self.v_proj, None, context_BTI))
 
     def project_heads(self, project: nn.Linear, norm: nn.Module | None, x_BTI: Tensor) -> Tensor:
-        """Project the input and split the result into heads [B, N or G, T, d].
+        """Compute queries, keys or values: project the input, and split the result into heads.
 
-        Each head is normalized if a norm is given.
+        Args:
+            project: the projection of queries, keys or values.
+            norm: a norm for each head; None for no norm.
+            x_BTI: the input [B, T, I]: batch, positions, input size.
+
+        Returns:
+            [B, heads, T, d], for head size d.
         """
         x = project(x_BTI).unflatten(-1, (-1, self.head_dim))
         output: Tensor = (x if norm is None else norm(x)).transpose(1, 2)
@@ -310,7 +332,7 @@ class DraftModule(nn.Module):
     @property
     @abstractmethod
     def target_ids_W(self) -> Tensor | None:
-        """The target's id of each draft token, ascending; None if the ids are the same."""
+        """The target's token id of each draft token, ascending; None if the ids are the same."""
 
 
 ModuleT = TypeVar("ModuleT", bound=DraftModule)  # a draft that reads features
@@ -328,7 +350,11 @@ class FeatureDraft(DraftModule):
     d2t: Tensor
 
     def create_output_modules(self, config: FeatureShape) -> None:
-        """Create the modules after the layers: final norm, LM head, rotary embedding and `d2t`."""
+        """Create the modules that all such drafts have apart from layers and input projection.
+
+        These are the final norm, the LM head, the rotary embedding and `d2t`, the map from draft
+        ids to target ids.
+        """
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.rotary = Rotary(config)
@@ -344,8 +370,9 @@ class FeatureDraft(DraftModule):
 
         Args:
             target: the target.
-            draft_vocabulary: sorted target ids [W]; None for all.
-            scale: the factor for the rows of the LM head.
+            draft_vocabulary: the target's ids of the W tokens that the draft can propose, sorted;
+                None for all tokens.
+            scale: a factor for the weights of the LM head.
         """
         # `d2t` holds offsets: target id minus draft id.
         if draft_vocabulary is not None:
@@ -379,7 +406,7 @@ class FeatureDraft(DraftModule):
 
     @property
     def target_ids_W(self) -> Tensor:
-        """The target's id of each draft token."""
+        """The target's token id of each draft token [W]: draft id plus the offset in `d2t`."""
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
 

@@ -57,8 +57,8 @@ DRAFT_FILES = ("config.json", "generation_config.json", *WEIGHTS, *TOKENIZER)
 def create_draft(recipe: TrainedRecipe, target: FrozenTarget, rows: Dataset) -> nn.Module:
     """Create the draft that a recipe describes, as it is before its first training step.
 
-    The draft is fresh, or continues the draft of `draft.init`. A fresh draft begins no worse than
-    one that guesses evenly (see `first_loss`).
+    The draft has new weights, or those of the trained draft in `draft.init`. If new weights guess
+    far worse than evenly, their output is scaled down (see `check_first_loss`).
 
     Args:
         recipe: the recipe.
@@ -73,7 +73,8 @@ def create_draft(recipe: TrainedRecipe, target: FrozenTarget, rows: Dataset) -> 
     """
     method = load_method(recipe.method)
     draft = method.create(recipe, target, rows).float()
-    # The check changes its objective, so it gets one of its own.
+    # The check changes the objective's divergence, so it gets an objective that is used for nothing
+    # else.
     check_first_loss(
         method.build_objective(draft, recipe, target), target, rows, is_fresh=recipe.is_fresh
     )
@@ -90,7 +91,8 @@ def check_initialization(recipe: TrainedRecipe, target: TargetFiles | None) -> N
     Raises:
         UserError: for a draft that does not fit.
     """
-    # Words such as `layers` and GGUF files name no trained draft in a folder.
+    # Only a folder, a Hub id (with a slash) or the shipped model `pico` is checked. Words such as
+    # `layers` name no trained draft, and a GGUF file cannot be checked like a folder.
     init = str(getattr(recipe.draft, "init", None))
     names_draft = Path(init).is_dir() or "/" in init or init == "pico"
     if target is None or not names_draft or split_gguf(init)[1]:
@@ -147,7 +149,7 @@ def load_proposer(
     if folder is not None and files is not None:
         check_draft(method, folder, files, key, logs=logs, **options)
 
-    # Load it. Only some proposers can compile their passes.
+    # Load the draft. Only some proposers can compile their passes.
     proposer = load_method(method).load_proposer(folder, target, key=key, **options)
     if hasattr(proposer, "compiled"):
         proposer.compiled = compile
@@ -163,7 +165,15 @@ def load_proposer(
 
 
 def locate_trained(method: str, draft: Path | str | None, *, key: str) -> Path | None:
-    """Return the folder of a draft, which must be of this method; None if the method has no drafts.
+    """Return the folder of a draft, after checking that the draft is of this method.
+
+    Args:
+        method: the name of the method.
+        draft: a folder or Hub id.
+        key: the recipe key that errors name.
+
+    Returns:
+        The folder, which for a Hub id is in the local cache; None for a method without weights.
 
     Raises:
         UserError: if the method is unknown, or if the folder holds no draft of this method.
@@ -199,14 +209,14 @@ def locate(
     names: Sequence[str] = (),
     patterns: Sequence[str] = DRAFT_FILES,
 ) -> Path:
-    """Return the folder of a draft: a local one, or the Hub's files in the local cache.
+    """Return the local folder of a draft; for a Hub id, download the files into the Hub's cache.
 
     Args:
         draft: a folder or Hub id. `org/name@revision` is a branch, tag or commit.
         key: the recipe key that errors name.
-        expected: the expected value, for the error.
-        names: other words that are allowed for a draft, for the error.
-        patterns: which files to fetch from the Hub.
+        expected: what the error says was expected.
+        names: words that are also valid values of the key; the error suggests the nearest.
+        patterns: name patterns of the files to download.
 
     Raises:
         UserError: for a path that is not a folder.
@@ -314,12 +324,13 @@ def recognize_method(config: RawConfig, names: Set[str], *, name: Path | str, ke
         if method.is_named(config, names):
             return method_name
 
-    # No method recognizes the draft. Name the method of another project, or say what was found.
+    # No method recognizes the draft. The error names the method of another project, or says what
+    # the files hold.
     foreign_method = find_foreign_method(config)
     if names and foreign_method:
         raise UserError(
             key,
-            got=f"{name}, a draft of method {foreign_method}, which is not decoded here yet",
+            got=f"{name}, a draft of method {foreign_method}, which is not supported yet",
             expected=EXPECTED,
         )
     architectures = config.get("architectures") or []
@@ -329,9 +340,10 @@ def recognize_method(config: RawConfig, names: Set[str], *, name: Path | str, ke
 
 
 def find_foreign_method(config: RawConfig) -> str | None:
-    """Return the method in OTHER_METHODS that a draft's config.json names; None if it names none.
+    """Return the method of another project that a draft's config.json names; None if it names none.
 
-    Drafts of these methods are made by other projects and are not decoded here.
+    specdistill knows the names of these methods (OTHER_METHODS), but cannot decode with their
+    drafts.
     """
     stated_names = [*(config.get("architectures") or []), config.get("speculators_model_type")]
     for method, pattern in OTHER_METHODS.items():
