@@ -69,7 +69,9 @@ class LookupProposer:
             self.lookup.set_past_outputs(outputs)
 
     def begin(self, max_lengths: Sequence[int]) -> None:
-        # Copies share what they know of past outputs. Each has its own text.
+        """Start one new sequence for each entry of `max_lengths`."""
+        # Each sequence gets a copy of the lookup and restarts it, so that it has an index of its
+        # own. The copies share what they know of past outputs, because the copy is shallow.
         self.rows = [copy.copy(self.lookup) for _ in max_lengths]
         for row in self.rows:
             row.restart()
@@ -77,6 +79,7 @@ class LookupProposer:
     def propose(
         self, state: DecodingState, k: int, sampling: Sampling, generators: Generators
     ) -> list[Proposal]:
+        """Look up at most k draft tokens for each sequence."""
         return [
             Proposal(row.find(text, k))
             for row, text in zip(self.rows, state.token_ids, strict=True)
@@ -105,7 +108,7 @@ class LookupAdvice(Advice[nn.Module]):
         draft_info: sizes.ModelConfigInfo | None,
         settings: DraftSettings,
     ) -> sizes.PlannedDraft:
-        """Describe a draft without parameters."""
+        """Return the size of a lookup for `specdistill plan`: it has no parameters."""
         return sizes.PlannedDraft(
             sizes.ParameterCounts(0, 0, 0),
             None,
@@ -128,10 +131,18 @@ class LookupMethod(Method[UntrainedRecipe, nn.Module]):
     def load_proposer(
         self, folder: Path | None, target: FrozenTarget, *, key: str, **options: object
     ) -> LookupProposer:
-        """Build a proposer with the keys of the method's section, or with their defaults."""
+        """Build a proposer for decoding. A lookup has no weights, so nothing is loaded.
+
+        Args:
+            folder: not used, like `target` and `key`.
+            target: not used.
+            key: not used.
+            **options: the section of `eval:` with the method's keys, by the method's name. Without
+                options the keys have their defaults.
+        """
         keys = vars(options[self.name]) if options else {}
         return LookupProposer(self.lookup(**keys))
 
     def build_lookup(self, min_tokens: int, max_tokens: int) -> LookupProposer:
-        """Build a proposer that can stand in front of a draft."""
+        """Build a proposer that is asked before a draft, and matches min to max tokens."""
         return LookupProposer(self.lookup(min=min_tokens, max=max_tokens))
