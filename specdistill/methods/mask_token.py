@@ -24,17 +24,20 @@ KEY = "draft.mask_token_id"
 def choose_mask(
     mask: int | None, init: str | None, inherited: int | None, target: FrozenTarget, rows: Dataset
 ) -> int:
-    """Return the mask that a recipe asks for, else the inherited one, else a free token.
+    """Choose the mask token of a draft, which stands for each token that is not drafted yet.
+
+    This is the token that the recipe names, else that of the draft whose training goes on, else a
+    token that does not occur in the data.
 
     Args:
-        mask: `draft.mask_token_id`.
-        init: `draft.init`.
-        inherited: the mask of the draft of `draft.init`.
+        mask: the recipe's `draft.mask_token_id`, if it is given.
+        init: the recipe's `draft.init`: the draft whose training goes on, if any.
+        inherited: the mask token of the draft that `init` names.
         target: the target.
-        rows: training data.
+        rows: the training data.
 
     Raises:
-        UserError: as `resolve_mask`.
+        UserError: if the token cannot be a mask (see `resolve_mask`).
     """
     is_inherited = mask is None and inherited is not None
     counts = count_tokens(rows, target.vocab_size, with_loss=False).tolist()
@@ -54,12 +57,19 @@ def check_recipe_mask(
     end_ids: Collection[int],
     target: FrozenTarget | TargetFiles,
 ) -> None:
-    """Check the mask that a recipe asks for before data are generated.
+    """Check the mask token that a recipe names, before training data are generated.
 
-    Only what the target tells is checked, because the training data are not known yet.
+    Only the target's vocabulary and tokenizer are considered. Whether the mask token occurs in the
+    data is checked later, by `choose_mask`.
+
+    Args:
+        recipe: the recipe. If it names no mask token, nothing is checked.
+        tokenizer: the target's tokenizer.
+        end_ids: the tokens that end a generation.
+        target: the target.
 
     Raises:
-        UserError: as `resolve_mask`.
+        UserError: if the token cannot be a mask (see `resolve_mask`).
     """
     mask = getattr(recipe.draft, "mask_token_id", None)
     if mask is not None:
@@ -75,25 +85,24 @@ def resolve_mask(
     *,
     init: str | None = None,
 ) -> int:
-    """Return the mask token after checking that it can serve as one.
+    """Check that a token can be the mask token, and return it; without a token, choose a free one.
 
-    An ordinary token that the data hold is allowed, with a warning.
+    The mask token stands for tokens that are not drafted yet, so it should not occur in the data.
+    If an ordinary token is named that does occur, a warning is logged.
 
     Args:
-        mask: the mask token; None chooses a free token.
+        mask: the token; None chooses a token that does not occur in the data.
         tokenizer: the target's tokenizer.
-        end_ids: tokens that end a generation.
-        vocab_size: V, of the target.
-        counts: how often each token occurs in the training data; None if not known (see
-            `find_free_token`).
-        init: the value of `draft.init`, if the mask is that of a draft that is continued.
+        end_ids: the tokens that end a generation.
+        vocab_size: the size of the target's vocabulary.
+        counts: how often each token occurs in the training data; None if this is not known yet.
+        init: the value of `draft.init`, if the token is the mask token of that draft.
 
     Raises:
-        UserError: for a mask outside the vocabulary, for one that ends a generation, and for a
-            special token, such as those of the chat template, that the data hold while another
-            token is free.
+        UserError: if the token is not in the vocabulary, if it ends a generation, or if it is a
+            special token that occurs in the data although another token does not occur.
     """
-    # Without a mask in the recipe, take a token that the texts do not hold.
+    # Find a free token, as the choice or as a suggestion in errors.
     free_token = find_free_token(tokenizer, end_ids, vocab_size, counts)
     mask = free_token if mask is None else mask
 
@@ -141,19 +150,18 @@ def find_free_token(
     vocab_size: int,
     counts: Sequence[int] | None = None,
 ) -> int:
-    """Return the token that occurs least often in the data and has no other role.
+    """Return the token that is best suited as a mask: the one that occurs least in the data.
 
     Tokens that begin, end or pad a text are left out, and so is the unknown token. Of tokens that
-    occur equally often, the first of these kinds is chosen: the tokenizer's mask, a row of the
-    embedding beyond the tokenizer, a special token, any other token. Of several tokens of the same
-    kind, the one with the highest id is chosen.
+    occur equally often, the tokenizer's own mask token is preferred, then ids beyond the tokenizer
+    (padding of the embedding), then special tokens, then the highest id.
 
     Args:
         tokenizer: the target's tokenizer.
-        end_ids: tokens that end a generation.
-        vocab_size: V, of the target.
-        counts: how often each token occurs in the training data. None: this is not known yet, and
-            the tokens that the chat template names are taken to occur.
+        end_ids: the tokens that end a generation.
+        vocab_size: the size of the target's vocabulary.
+        counts: how often each token occurs in the training data. None if this is not known yet;
+            then the tokens in the chat template count as used.
     """
     # These tokens already mean something to the target, so they cannot mean "not drafted yet".
     roles = {
@@ -176,7 +184,8 @@ def find_free_token(
         counts = [int(id in in_template) for id in range(vocab_size)]
     candidates = (id for id in range(vocab_size) if id not in roles)
 
-    # The first criterion decides. Each of the others decides if those before it are equal.
+    # `min` compares the tuples element by element. False comes before True, so each condition is
+    # false for the preferred token.
     return min(
         candidates,
         key=lambda id: (counts[id], id != preferred, id < len(tokenizer), id not in special, -id),

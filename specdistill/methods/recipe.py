@@ -89,23 +89,25 @@ class Recipe(Section):
         " is required",
     )
     eval: EvalConfig = section(EvalConfig)
-    gate: str = option("default", "gate: a name or a YAML file")
+    gate: str = option(
+        "default",
+        "gate (rules that a report must meet before the draft is published): a name or a YAML file",
+    )
     publish: PublishConfig = section(PublishConfig)
 
     @classmethod
     def select_schema(cls, values: Mapping[str, object]) -> type[Section]:
-        """Return the recipe schema of the method that the values name."""
+        """Return the recipe schema of the method that a recipe's values name."""
         method = values.get("method", DEFAULT_METHOD)
         # The base schema refuses a method that is not a string.
         return get_method(method).recipe() if isinstance(method, str) else cls
 
     @classmethod
     def list_schemas(cls) -> dict[str, type[Section]]:
-        """Return the recipe schema of each method, by its name."""
         return {name: method.recipe() for name, method in METHODS.items()}
 
     def list_proposer_options(self) -> dict[str, Any]:
-        """Return the values of the keys of `eval:` that only this method has.
+        """Return those keys of `eval:` that not all methods have, with their values.
 
         `Method.load_proposer` takes them as options.
         """
@@ -113,32 +115,36 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _check_folder_and_quantization(self) -> "Recipe":
-        """Check that the run has a folder, and that this program runs a quantized target itself."""
+        """Check that the run has a folder, and that no other program runs a quantized target."""
         # The run's folder has no default, because two runs must not share one.
         folder = self.train.get("output_dir")
         if not isinstance(folder, str):
             raise UserError(
                 "train.output_dir",
                 got="nothing" if folder is None else repr(folder),
-                expected="the folder of the run",
+                expected="the folder for the files of the run",
             )
 
-        # Only this program rounds the weights of the target. Other programs have their own options.
+        # `target.quantization` quantizes the target inside this program. Engines that run the
+        # target instead have options of their own.
         if self.target.quantization and self.eval.engine != "specdistill":
             raise UserError(
                 "target.quantization",
                 got=f"{self.target.quantization} with eval.engine={self.eval.engine}",
                 expected=(
-                    "target.quantization=null: quantize with the engine's own options, in"
+                    "target.quantization=null; to quantize, pass the engine's own options in"
                     " eval.engine_command"
                 ),
             )
+        # A server that is already running computes hidden states with the weights that it has.
         states_server = getattr(getattr(self, "hidden_states", None), "server", None)
         if self.target.quantization and states_server:
             raise UserError(
                 "target.quantization",
                 got=f"{self.target.quantization} with hidden_states.server",
-                expected="target.quantization=null: a server keeps the settings of its start",
+                expected=(
+                    "target.quantization=null, because the server has loaded its weights already"
+                ),
             )
         return self
 
@@ -153,7 +159,7 @@ class DraftSection(Section):
     NOT_OF_SHAPE: ClassVar[frozenset[str]] = frozenset({"init"})
 
     init: str | None = option(
-        None, "initialization: the folder or Hub id of a trained draft; null: new weights"
+        None, "folder or Hub id of a trained draft whose training goes on; null: new weights"
     )
 
     def shape(self) -> dict[str, Any]:
@@ -175,11 +181,13 @@ class TrainedRecipe(Recipe):
     loss: Section = section(Section)
     selection: SelectionConfig | None = option(
         None,
-        f"prompts decoded at each evaluation for train.metric_for_best_model={DECODED_METRIC};"
-        f" null: none",
+        f"prompts that are decoded at each evaluation during training, to measure"
+        f" train.metric_for_best_model={DECODED_METRIC}; null: no prompts",
     )
     optimizer: Literal["muon_adamw", "adamw"] = option(
-        "muon_adamw", "optimizer of the draft; adamw: the Trainer's, chosen by train.optim"
+        "muon_adamw",
+        "optimizer; muon_adamw: Muon for matrices, AdamW for other weights; adamw: the optimizer of"
+        " transformers' Trainer that train.optim names",
     )
 
     @property
@@ -189,48 +197,51 @@ class TrainedRecipe(Recipe):
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the draft starts untrained, so that it needs training in full.
+        """Whether the draft starts without training, so that it needs a full training.
 
-        A draft model that is made of the target's layers is fresh, too: without the layers between
-        them, they have to learn anew.
+        This includes a draft model that is made of some of the target's layers: without the layers
+        between them, they have to learn anew. A draft of `draft.init=PATH` is not fresh.
         """
-        # Layers of the target count as fresh, a draft model of `draft.init=PATH` does not.
+        # `standalone` means that the draft is a language model of its own. For such a method an
+        # empty `draft.init` (None) means `layers`.
         init = getattr(self.draft, "init", None)
         return init in self.FRESH or (METHODS[self.method].standalone and init in (None, "layers"))
 
     @property
     def evaluates_first(self) -> bool:
-        """Whether the draft is also evaluated before its first step.
+        """Whether training evaluates the draft once before its first step.
 
-        This is so if training evaluates at all, and if the draft starts from existing weights.
+        It does if it evaluates at all, and if the draft starts from existing weights.
         """
-        # YAML reads an unquoted `no` as false, so both forms of eval_strategy are checked.
+        # `eval_strategy: no` turns evaluation off. YAML reads an unquoted `no` as false.
         is_evaluated = self.train.get("eval_strategy", "no") not in ("no", False)
         return is_evaluated and getattr(self.draft, "init", None) not in self.FRESH
 
     @property
     def measured_on(self) -> list[str]:
-        """The suites that the recipe names: those of `eval:` and `selection:`."""
+        """The suites (files of prompts) that the recipe names in `eval:` and `selection:`."""
         return [
             suite for suite in (self.eval.suite, self.selection and self.selection.suite) if suite
         ]
 
     @model_validator(mode="after")
     def _check_trainer_keys(self) -> "TrainedRecipe":
-        """Check that training reads every key of `train:`, and that these keys fit together."""
+        """Check that every key of `train:` has an effect, and that no two of them contradict."""
         self._check_unread_trainer_keys()
 
-        # Only one of epochs and steps can decide the length.
+        # The length of training can be given in epochs or in steps, but not in both. -1 is
+        # transformers' value for "no limit of steps".
         epochs = self.train.get("num_train_epochs")
         steps = self.train.get("max_steps")
         if epochs is not None and steps not in (None, -1):
             raise UserError(
                 "train.num_train_epochs",
-                got=f"{epochs} with train.max_steps={steps}, which would decide",
-                expected="one of the two, e.g. with train.max_steps=-1",
+                got=f"{epochs} with train.max_steps={steps}, which would override it",
+                expected="only one of the two, for example with train.max_steps=-1",
             )
 
-        # The best checkpoint is chosen by a metric that training measures.
+        # The metric that chooses the best checkpoint must be one that training measures. It may
+        # have transformers' prefix `eval_`.
         metric = self.train.get("metric_for_best_model")
         metrics = self.metrics()
         if metric is not None and str(metric).removeprefix("eval_") not in metrics:
@@ -245,8 +256,8 @@ class TrainedRecipe(Recipe):
         return self
 
     def _check_unread_trainer_keys(self) -> None:
-        """Raise UserError for a key of `train:` that training does not read."""
-        # Muon does not read AdamW's settings.
+        """Raise UserError for a key of `train:` that has no effect."""
+        # Some keys only have an effect if the Trainer's own optimizer is used.
         adamw_keys = [name for name in ADAMW_ONLY_KEYS if name in self.train]
         if adamw_keys and self.optimizer != "adamw":
             raise make_unused_key_error(
@@ -256,7 +267,8 @@ class TrainedRecipe(Recipe):
                 alternative="add optimizer=adamw",
             )
 
-        # Training sets some fields itself. null and false state that a field is not used.
+        # Some keys are never used; `UNREAD_KEY_PATTERNS` says why. The values null and false are
+        # allowed, because they turn the field off.
         for name, value in self.train.items():
             patterns = [pattern for pattern in UNREAD_KEY_PATTERNS if fnmatch(name, pattern)]
             if patterns and value is not None and value is not False:
@@ -270,7 +282,8 @@ class TrainedRecipe(Recipe):
         Args:
             is_decoded: whether the metric is the acceptance length of decoded prompts.
         """
-        # Only this metric needs prompts, so it and the section are stated together or not at all.
+        # This metric needs the prompts of the section `selection:`, and only this metric reads
+        # them. So both are given, or neither.
         needed = f"train.metric_for_best_model={DECODED_METRIC}"
         if is_decoded and self.selection is None:
             raise UserError(
@@ -286,19 +299,20 @@ class TrainedRecipe(Recipe):
                 alternative=f"set {needed}",
             )
 
-        # One process decodes the prompts, so it needs the whole target.
+        # One process decodes the prompts alone, so it needs the whole target.
         if is_decoded and self.target.shard != "none":
             raise UserError(
                 "train.metric_for_best_model",
                 got=f"{DECODED_METRIC} with target.shard={self.target.shard}",
-                expected="acceptance_length, or target.shard=none",
+                expected="the metric acceptance_length, or target.shard=none",
             )
 
     @property
     def states_folder(self) -> Path | None:
-        """The folder for hidden states that servers write while they generate the rows.
+        """The folder for hidden states that servers write while they generate training data.
 
-        They wait there for the store of hidden states. None if the recipe has no such store.
+        The files wait there until the feature store takes them. None if the recipe does not store
+        hidden states.
         """
         return getattr(getattr(self, "hidden_states", None), "waiting", None)
 
@@ -308,9 +322,10 @@ class TrainedRecipe(Recipe):
         return 1
 
     def metrics(self) -> list[str]:
-        """Return the names of the metrics that `train.metric_for_best_model` may have.
+        """Return the names of the metrics that `train.metric_for_best_model` may name.
 
-        All of them are measured on held-out rows, except for the last one, which needs decoding.
+        All of them are measured on held-out rows, except for the last one, for which prompts are
+        decoded. Names with a number, such as `loss_2`, are of one drafted position.
         """
         position_metrics = []
         for name in ("loss", "accuracy", "acceptance"):
@@ -332,10 +347,12 @@ class LayerSizes(DraftSection):
     intermediate_size: int | None = option(None, "MLP width; null: the target's", ge=1)
     num_attention_heads: int | None = option(None, "attention heads; null: the target's", ge=1)
     num_key_value_heads: int | None = option(None, "key/value heads; null: the target's", ge=1)
-    head_dim: int | None = option(None, "size of a head; null: the target's", ge=2, multiple_of=2)
+    head_dim: int | None = option(
+        None, "size of an attention head; null: the target's", ge=2, multiple_of=2
+    )
     rope_theta: float | None = option(
         None,
-        "base of the rotary embedding; null: the target's, of its layers with full attention",
+        "base of the rotary embedding; null: that of the target's full-attention layers",
         gt=0,
     )
     sliding_window: int | None = option(
@@ -347,7 +364,9 @@ class DivergenceConfig(Section):
     """The loss of a draft that learns the target's distributions."""
 
     divergence: Any = option("forward_kl", DIVERGENCE)
-    temperature: float = option(1.0, "divides both sets of logits", ge=0.01)
+    temperature: float = option(
+        1.0, "temperature of the loss: divides the logits of draft and target", ge=0.01
+    )
 
 
 class SoftLossConfig(DivergenceConfig):
@@ -365,7 +384,7 @@ class FeatureRecipe(TrainedRecipe):
 
     @model_validator(mode="after")
     def _check_stored_features(self) -> "FeatureRecipe":
-        """Raise UserError for stored hidden states of a target that is sharded."""
+        """Raise UserError if hidden states are stored while the target is sharded over GPUs."""
         if isinstance(self.hidden_states, StoredStates) and self.target.shard != "none":
             raise UserError(
                 "target.shard",
@@ -376,15 +395,15 @@ class FeatureRecipe(TrainedRecipe):
 
 
 def select_eval_schema(schema: type[Recipe]) -> type[EvalConfig]:
-    """Return the schema of the section `eval:` in recipes of a schema."""
-    # `eval` is annotated with the method's own section.
+    """Return the schema of the section `eval:` of a recipe schema."""
+    # Each method's recipe class annotates its field `eval` with the method's own section class.
     section = schema.model_fields["eval"].annotation
     assert isinstance(section, type) and issubclass(section, EvalConfig)
     return section
 
 
 def list_own_eval_keys(schema: type[Recipe]) -> dict[str, FieldInfo]:
-    """Return the keys of `eval:` that only recipes of this schema have."""
+    """Return the keys of a recipe schema's `eval:` that are not in the `eval:` of all recipes."""
     return {
         name: field
         for name, field in select_eval_schema(schema).model_fields.items()
@@ -393,10 +412,11 @@ def list_own_eval_keys(schema: type[Recipe]) -> dict[str, FieldInfo]:
 
 
 def list_method_eval_keys(*, condition: Condition | None = None) -> dict[str, Any]:
-    """Return the keys of `eval:` that only some methods read, with their types.
+    """Return the keys of `eval:` that only some methods have, to define options of a command.
 
     Args:
-        condition: replaces the keys' own condition, for a command that has no `eval.engine`.
+        condition: replaces the condition under which a key has an effect, for a command that has
+            no `eval.engine`.
 
     Returns:
         Type and field of each key by name, as pydantic's `create_model` takes them.
@@ -410,7 +430,7 @@ def list_method_eval_keys(*, condition: Condition | None = None) -> dict[str, An
 
 
 def list_method_options(options: Section, methods: Sequence[str]) -> list[dict[str, Any]]:
-    """Split the options of a command by method: each method gets the options that it reads.
+    """Return for each method the options of a command that the method uses.
 
     Args:
         options: the options of the command.
@@ -420,17 +440,17 @@ def list_method_options(options: Section, methods: Sequence[str]) -> list[dict[s
         For each of `methods`, its options by name.
 
     Raises:
-        UserError: for an option that is set and that none of the methods reads.
+        UserError: if an option is set that none of the methods uses.
     """
-    # Give each method the options that it reads.
+    # Select the options of each method.
     options_by_method = []
     for method in methods:
         options_by_method.append(
             {name: getattr(options, name) for name in list_own_eval_keys(METHODS[method].recipe())}
         )
 
-    # An option that is set must be read by one of the methods. The error names the methods that
-    # read it.
+    # Each option that is not at its default must be used by one of the methods. The error names
+    # the methods that would use it.
     for name in list_method_eval_keys():
         value = getattr(options, name)
         default = find_default(type(options).model_fields[name])
@@ -451,17 +471,17 @@ def list_method_options(options: Section, methods: Sequence[str]) -> list[dict[s
 
 
 def check_trainable(recipe: Recipe) -> TrainedRecipe:
-    """Return the recipe after checking that its method is trained.
+    """Check that a recipe can be used for training, and return it.
 
     Raises:
-        UserError: for a method that needs no training, and for a divergence or a tree that cannot
-            be built.
+        UserError: if its method needs no training, or if its loss (`loss.divergence`) or its draft
+            tree (`eval.tree`) is not valid.
     """
     if not isinstance(recipe, TrainedRecipe):
         raise UserError(
             "method",
             got=f"{recipe.method}, which needs no training",
-            expected="a method that is trained",
+            expected="a method that is trained, such as eagle3",
         )
 
     # These imports are not at the top, because recipes are read without torch.

@@ -27,31 +27,33 @@ RENAMED_KINDS = {"su": "longrope", "mrope": "default"}
 
 
 def read_entries(config: RawConfig) -> list[dict[str, object]]:
-    """Return the rotary embeddings of a config.json as transformers 5 reads them.
+    """Return the settings of a config.json's rotary embeddings, as transformers 5 reads them.
 
     Returns:
-        One normalized entry, or one for each kind of layer.
+        One entry, or one for each kind of layer (full and sliding attention), each in the spelling
+        of `normalize`.
     """
-    # If the newer key holds one entry for each kind of layer, these entries count. Otherwise there
-    # is one entry: the older key if it is stated, else the newer one.
+    # The newer key `rope_parameters` may hold one entry for each kind of layer. Otherwise there is
+    # one entry: that of the older key `rope_scaling` if it is given, else that of the newer key.
     newer = config.get("rope_parameters") or {}
     nested = [entry for entry in newer.values() if isinstance(entry, dict)]
     return [normalize(entry, config) for entry in nested or [config.get("rope_scaling") or newer]]
 
 
 def choose_entry(parameters: RawConfig | None) -> dict[str, Any]:
-    """Return the rotary embedding that a draft's own layers use, from a target's `rope_parameters`.
+    """Choose the rotary embedding of a draft's layers from a target's `rope_parameters`.
 
     If each kind of layer has its own embedding, the one of full attention is chosen, or else the
-    one of sliding attention. The draft's layers rotate the whole of each query, even if the
-    target's layers rotate only a part (`partial_rotary_factor`, and Gemma 4's `proportional`).
+    one of sliding attention. The draft's layers rotate all dimensions of queries and keys, even if
+    the target's layers rotate only some (`partial_rotary_factor`, Gemma 4's `proportional`).
     """
-    # Without a common entry, take that of full attention, because a head sees all positions.
+    # If the values are entries of their own, there is one for each kind of layer. Take that of full
+    # attention, because a head attends to all positions.
     entry = dict(parameters or {})
     if any(isinstance(value, Mapping) for value in entry.values()):
         entry = dict(entry.get("full_attention") or entry.get("sliding_attention") or {})
 
-    # The draft's layers rotate the whole of each query.
+    # Drop settings that would rotate only some dimensions.
     entry.pop("partial_rotary_factor", None)
     if entry.get("rope_type") == "proportional":
         entry["rope_type"] = "default"
@@ -61,8 +63,8 @@ def choose_entry(parameters: RawConfig | None) -> dict[str, Any]:
 def normalize(entry: RawConfig, config: RawConfig) -> dict[str, object]:
     """Return the settings of a rotary embedding in one spelling, so that two can be compared.
 
-    The result has the kind as `rope_type`, the base as `rope_theta` and, if the kind scales, the
-    numbers of the scaling.
+    The result has the keys `rope_type` (its kind) and `rope_theta` (its base). For kinds that scale
+    the positions, such as `yarn`, it also has the numbers of the scaling.
 
     Args:
         entry: the rotary embedding as config.json states it.
@@ -75,15 +77,15 @@ def normalize(entry: RawConfig, config: RawConfig) -> dict[str, object]:
     if kind == "default":
         return {"rope_type": kind, THETA: theta}
 
-    # Keep the numbers of the scaling. `type` is the older name of the kind, and a draft's layers
-    # rotate the whole of each query, so both keys are left out.
+    # Keep the numbers of the scaling. `type` is only the older name of `rope_type`.
+    # `partial_rotary_factor` is left out, because a draft's layers rotate all dimensions.
     unread = ("type", "partial_rotary_factor")
     numbers = {
         name: value for name, value in entry.items() if value is not None and name not in unread
     }
     length = "original_max_position_embeddings"
     if kind in ("llama3", "yarn", "longrope") and length not in numbers:
-        # transformers fills in the length in the same way.
+        # transformers uses the same default for this length.
         numbers[length] = config.get(length) or config.get("max_position_embeddings")
     return {**numbers, "rope_type": kind, THETA: theta}
 
@@ -91,34 +93,39 @@ def normalize(entry: RawConfig, config: RawConfig) -> dict[str, object]:
 def find_differing_names(
     entry: Mapping[str, object], other_entry: Mapping[str, object]
 ) -> list[str]:
-    """Return the names of the settings that differ between two normalized entries.
+    """Return the names of the settings in which two rotary embeddings differ.
 
-    If their kinds differ, only the kind and the base are compared.
+    Args:
+        entry: the settings of one embedding, in the spelling of `normalize`.
+        other_entry: the settings of the other one.
     """
-    # Settings of scalings of different kinds cannot be compared one by one, so only kind and base
-    # are.
+    # If the kinds (`rope_type`) differ, other numbers of the scaling mean different things. Then
+    # only the kind and the base (`rope_theta`) are reported.
     names = [name for name in {**entry, **other_entry} if entry.get(name) != other_entry.get(name)]
     return [name for name in names if "rope_type" not in names or name in ("rope_type", THETA)]
 
 
 def find_contradiction(config: RawConfig) -> str | None:
-    """Return a setting of the rotary embedding that a config.json states twice and differently.
+    """Find a setting of the rotary embedding that a config.json gives twice with different values.
+
+    The newer spelling is the key `rope_parameters`; the older one is `rope_theta` and
+    `rope_scaling`.
 
     Returns:
-        The two places with their values, in words; None if the spellings agree.
+        The two places with their values, in words; None if there is no contradiction.
     """
-    # Read the newer and the older spelling.
+    # Read both spellings.
     newer = config.get("rope_parameters") or {}
     older = config.get("rope_scaling") or {}
     theta = config.get(THETA)
 
-    # With one entry for each kind of layer, the older keys speak of full attention.
+    # If there is one entry for each kind of layer, compare the older keys with full attention.
     place = "rope_parameters"
     if isinstance(newer.get("full_attention"), dict):
         place = "rope_parameters.full_attention"
         newer = newer["full_attention"]
 
-    # Within an entry, the two spellings of the type must agree.
+    # Within an entry, `rope_type` and its older name `type` must agree.
     for name, entry in ((place, newer), ("rope_scaling", older)):
         kind = entry.get("rope_type")
         older_kind = entry.get("type")
@@ -128,11 +135,13 @@ def find_contradiction(config: RawConfig) -> str | None:
         ):
             return f"{name}.rope_type {kind} and {name}.type {older_kind}"
 
-    # The two places of the base must agree, too.
+    # The base may be given inside `rope_scaling` and next to it. Both must agree, too.
     if None not in (theta, older.get(THETA)) and theta != older[THETA]:
         return f"rope_scaling.{THETA} {older[THETA]} and {THETA} {theta}"
 
-    # For older readers `rope_theta` alone is complete: it means an embedding without scaling.
+    # There is nothing to compare if one of the spellings is missing, or if the newer one has only
+    # entries for kinds of layers without full attention. `rope_theta` without `rope_scaling` is
+    # complete: it means an embedding without scaling.
     if (
         not newer
         or (not older and theta is None)
@@ -140,7 +149,7 @@ def find_contradiction(config: RawConfig) -> str | None:
     ):
         return None
 
-    # Compare both entries in one form.
+    # Compare both spellings after bringing them into one form; report the first difference.
     first = normalize(newer, config)
     second = normalize(older, config)
     for name in find_differing_names(first, second):

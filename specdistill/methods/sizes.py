@@ -50,7 +50,11 @@ class ModelShape:
 
 
 def read_model_shape(config: PreTrainedConfig | SimpleNamespace) -> ModelShape:
-    """Return the sizes in a Hugging Face config of a Llama-like decoder."""
+    """Return the sizes of a Llama-like decoder from its Hugging Face config.
+
+    A config may leave out the key/value heads, which are then as many as the attention heads, and
+    the head size, which is then hidden size / attention heads.
+    """
     return ModelShape(
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
@@ -64,19 +68,22 @@ def read_model_shape(config: PreTrainedConfig | SimpleNamespace) -> ModelShape:
 
 
 def read_size(config: PreTrainedConfig, name: str) -> int | None:
-    """Return a size in a config; None if the config has no such size.
+    """Return a size from a config; None if the config has no such size.
 
-    If layers differ in the size, it is the one that config.json states.
+    If the size differs between layers, the value is the one that config.json states.
     """
     try:
         return getattr(config, name, None)
     except RuntimeError:
-        # transformers raises for a size that differs in some layers of Gemma 4.
+        # For Gemma 4, transformers raises this error for a size that differs between layers.
         return config.to_dict().get(name)
 
 
 def read_head_shape(config: PreTrainedConfig) -> ModelShape:
-    """Return the sizes of a target's decoder, from which the sizes of a head are taken."""
+    """Return the sizes of a target's decoder, which are the defaults for the sizes of a head.
+
+    Unlike `read_model_shape`, this works for configs whose sizes differ between layers.
+    """
     names = (
         "num_hidden_layers",
         "hidden_size",
@@ -114,17 +121,18 @@ def count_weights_read(
     num_tokens: int = 1,
     weigh: Weigh = lambda name, parameter: parameter.numel(),
 ) -> float:
-    """Return how many parameters one pass over `num_tokens` tokens reads.
+    """Return how many parameters one forward pass over `num_tokens` tokens reads from memory.
 
-    An embedding table does not count, because only single rows are read, unless the table is the LM
-    head too.
+    The embedding table does not count, because a pass reads only a few of its rows. It does count
+    if it is also the LM head, which is read as a whole.
 
     Args:
         model: the model.
-        num_tokens: tokens of the pass.
-        weigh: (name, parameter) -> how much the parameter counts.
+        num_tokens: the number of tokens in the pass.
+        weigh: returns how much a parameter counts, for its name and the parameter. By default it
+            counts its elements; it may count bytes instead.
     """
-    # Find embedding and head. If they share one matrix, the head reads it, so it counts.
+    # Count all parameters, and subtract the embedding unless the LM head is the same matrix.
     embedding = model.get_input_embeddings().get_parameter("weight")
     head = model.get_output_embeddings().weight
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -143,7 +151,7 @@ def count_parameters_read(
     num_tokens: int = 1,
     weigh: Weigh = lambda name, parameter: parameter.numel(),
 ) -> float:
-    """Return how many of a module's parameters a pass reads.
+    """Return how many of a module's parameters one forward pass reads from memory.
 
     In a mixture of E experts, a pass reads only the experts that its tokens are sent to. If each of
     n tokens is sent to k experts, independently of the other tokens, the expected share of experts
@@ -152,11 +160,12 @@ def count_parameters_read(
     Args:
         module: the module.
         config: the config that says how many experts there are.
-        num_tokens: n.
-        weigh: (name, parameter) -> how much the parameter counts.
+        num_tokens: n, the number of tokens in the pass.
+        weigh: returns how much a parameter counts, for its name and the parameter. By default it
+            counts its elements; it may count bytes instead.
     """
-    # Read how many experts there are, and how many a token is sent to. Without experts the share is
-    # 1.
+    # Read how many experts there are, and how many a token is sent to. Models name the number of
+    # experts differently. Without experts the share is 1.
     names = ("num_experts", "n_routed_experts", "num_local_experts")
     stated_sizes = [size for size in (getattr(config, name, None) for name in names) if size]
     num_experts = stated_sizes[0] if stated_sizes else 1
@@ -234,16 +243,19 @@ class ModelConfigInfo:
 
     @property
     def calls_itself(self) -> str:
-        """The architectures and the model type, in lower case."""
+        """The architectures and the model type in config.json as one text, in lower case.
+
+        Methods search this text for their name, to recognize their drafts.
+        """
         return " ".join(
             [*(self.raw.get("architectures") or []), str(self.raw.get("model_type"))]
         ).lower()
 
     @property
     def is_causal_lm(self) -> bool:
-        """Whether the config.json is that of a causal language model.
+        """Whether config.json describes a causal language model that transformers can build.
 
-        transformers must know such a model for it, and config.json must not name another class.
+        An encoder, for example, is not one.
         """
         # A model with code of its own says itself which class it is.
         if "AutoModelForCausalLM" in self.raw.get("auto_map", {}):
@@ -266,15 +278,17 @@ class ModelConfigInfo:
 
     @cached_property
     def model(self) -> PreTrainedModel:
-        """The model on the meta device: with all shapes, without weights.
+        """The model on the meta device: it has all shapes, but takes no memory for weights.
 
         Raises:
-            UserError: for what is not a causal language model.
+            UserError: if config.json does not describe a causal language model, or if no model can
+                be built from it.
         """
         if not self.is_causal_lm:
             raise UserError(self.key, got=f"{self.name}, a {self.kind}", expected=CAUSAL_LM)
 
-        # A model with a size of 0 would be built, and would fail only when it computes.
+        # transformers builds a model with a size of 0, which fails only when it computes. So check
+        # the sizes first.
         for size_name in ("num_hidden_layers", "hidden_size", "vocab_size"):
             size = getattr(self.text, size_name, 0)
             if size < 1:
@@ -282,7 +296,7 @@ class ModelConfigInfo:
                     self.key, got=f"{self.name} with {size_name} {size}", expected="1 or more"
                 )
 
-        # Any exception of the class means that no model can be built of its config.
+        # Whatever exception the model's class raises, it means that the config is not usable.
         with (
             convert_errors(
                 CLASS_ERRORS, self.key, f"{self.name}, of which no model can be built", CAUSAL_LM
@@ -315,10 +329,10 @@ class ModelConfigInfo:
 
     @cached_property
     def converted(self) -> frozenset[str]:
-        """The names of the parameters that were quantized.
+        """The names of the parameters that the checkpoint holds quantized.
 
-        These are the matrices, except the embedding table, the LM head, and those that the settings
-        of the quantization exclude.
+        These are all matrices, except for the embedding table, the LM head, and the modules that
+        the config's `quantization_config` excludes.
         """
         if self.quantization is None:
             return frozenset()
@@ -339,17 +353,17 @@ class ModelConfigInfo:
 
     @cached_property
     def converted_itemsize(self) -> float:
-        """The average bytes of a quantized weight, scales included.
+        """The average number of bytes of a quantized weight, its share of the scales included.
 
         This is (stored bytes - bytes of all weights that are not quantized) / quantized weights.
-        Checkpoints may also hold multi-token-prediction layers, which the class of transformers
-        does not have. Each of them counts as large as the last layer of the class.
+        Checkpoints may also hold multi-token-prediction layers, which transformers' model lacks.
+        Each of them is taken to be as large as the model's last layer.
         """
         if not self.converted or self.stored_bytes is None:
             return self.itemsize()
 
-        # Count the weights that were not quantized, and the quantized ones together with the layers
-        # that the class does not have.
+        # Count the weights that were not quantized, and the quantized ones. The weights of the last
+        # layer are counted once more for each multi-token-prediction layer.
         sizes = {name: parameter.numel() for name, parameter in self.model.named_parameters()}
         last_layer = f".layers.{self.text.num_hidden_layers - 1}."
         num_further_layers = self.native_mtp[1] if self.native_mtp else 0
@@ -359,16 +373,16 @@ class ModelConfigInfo:
             for name in self.converted
         )
 
-        # All bytes that are left belong to quantized weights. Rounding may not make them larger
-        # than plain ones.
+        # The stored bytes that are left belong to quantized weights. The estimate may come out
+        # above the size of an unquantized weight, which is impossible, so it is limited to that.
         converted_bytes = self.stored_bytes - num_kept * self.itemsize()
         return float(min(self.itemsize(), converted_bytes / num_converted))
 
     def weigh(self, dtype: torch.dtype | None = None) -> Weigh:
-        """Return a function that computes how many bytes a parameter of `model` takes.
+        """Return a function that maps a parameter of `model` (name and tensor) to its bytes.
 
         Args:
-            dtype: the dtype of the weights that are not quantized; None: as in the checkpoint.
+            dtype: the dtype of the weights that are not quantized. None means the checkpoint's.
         """
         return lambda name, parameter: (
             parameter.numel()
@@ -377,41 +391,46 @@ class ModelConfigInfo:
 
     @cached_property
     def tiny_random(self) -> FrozenTarget | None:
-        """A small target of the same class with random weights; None if none can be made.
+        """A tiny target of the same class with random weights, to try things out.
+
+        None if no such target can be made.
 
         Raises:
-            UserError: if decoding would refuse the target.
+            UserError: if specdistill cannot decode with targets of this class.
         """
         return build_tiny_target(self.config, self.name, trust_remote_code=self.trust_remote_code)
 
     def build_on_tiny_target(self, build: Callable[[FrozenTarget], object]) -> FrozenTarget:
         """Check that a head can be built for this target, by building one for a tiny target.
 
+        The tiny target has the same class, but random weights.
+
         Args:
-            build: builds the head; its result is not used.
+            build: builds the head for a target. The head is not used further.
 
         Returns:
-            The tiny random target.
+            The tiny target.
 
         Raises:
-            UserError: as for the target itself, or if there is no tiny random target.
+            UserError: if the head cannot be built, or if there is no tiny target of this class.
         """
         if self.tiny_random is None:
             raise UserError(
                 self.key,
                 got=(
-                    f"{self.name}, a {type(self.model).__name__} of which no small model can be"
-                    " made"
+                    f"{self.name}, a {type(self.model).__name__}, of which no small random model"
+                    " can be built for a trial"
                 ),
-                expected="one that can be tried without its weights",
+                expected="a model of another class, such as Llama or Qwen3",
             )
         build(self.tiny_random)
         return self.tiny_random
 
     @cached_property
     def weightless(self) -> "WeightlessTarget":
-        """The target on the meta device."""
-        # The tiny random target has to decode, so it is made outside the meta device.
+        """The target at its full size on the meta device, without weights."""
+        # `WeightlessTarget` needs the tiny random target. Reading the property here creates it
+        # outside the meta device, where it can compute.
         _ = self.tiny_random
         with torch.device("meta"):
             return WeightlessTarget(self)
@@ -454,7 +473,13 @@ class WeightlessTarget(FrozenTarget):
     def features(
         self, input_ids_BT: Tensor, aux_layers: Sequence[int], **options: object
     ) -> Features:
-        """Return empty features of the right shapes, without running the target."""
+        """Return features with the right shapes, but without content.
+
+        Args:
+            input_ids_BT: [B, T], the ids of T tokens in B rows.
+            aux_layers: the layers whose outputs are read besides the last hidden state.
+            **options: not used.
+        """
         shape = (*input_ids_BT.shape, self.hidden_size)
         dtype = self.lm_head.weight.dtype
 
@@ -498,27 +523,31 @@ class PlannedDraft:
 def plan_shape(
     target: ModelConfigInfo, draft_info: ModelConfigInfo | None, settings: Mapping[str, int | None]
 ) -> ModelShape:
-    """Return the shape of the head that is given, or of the head that a recipe would train.
+    """Return the sizes of an existing head, or of the head that a recipe would train.
 
     Args:
         target: the target.
-        draft_info: the head that is given; None for the head of a recipe.
-        settings: keys of the recipe's `draft:`.
+        draft_info: an existing head; None for the head of a recipe.
+        settings: the keys of the recipe's section `draft:`.
     """
-    # Sizes that the recipe states replace the target's. A head has one layer by default.
     if draft_info:
         return read_model_shape(draft_info.text)
+
+    # Sizes that the recipe states replace the target's. A head has one layer by default.
     sizes = {name: settings.get(name) for name in ModelShape.__annotations__}
     stated_sizes = {name: size for name, size in sizes.items() if size is not None}
     return replace(read_head_shape(target.text), **{"num_layers": 1, **stated_sizes})
 
 
 def plan_cache(shape: ModelShape, draft_info: ModelConfigInfo | None) -> CacheSize:
-    """Return the size of the KV cache of a head, whose layers are like Llama's.
+    """Return the size of the KV cache of a head with layers like Llama's.
 
-    A head that is given may have a sliding window, which limits the size of its cache.
+    Args:
+        shape: the sizes of the head.
+        draft_info: an existing head, which may have sliding windows; None for a head that is still
+            to be trained, which has none.
     """
-    # All layers must have the window for the cache to be bounded by it.
+    # A window limits the cache only if all layers have it.
     window = None
     if draft_info and set(draft_info.raw.get("layer_types") or []) == {"sliding_attention"}:
         window = draft_info.raw.get("sliding_window")

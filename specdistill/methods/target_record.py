@@ -39,17 +39,18 @@ def save_draft(
     folder: Path,
     chat_template: str | None = None,
 ) -> None:
-    """Write a draft in its method's public layout, with the record of its target.
+    """Write a draft to a folder, together with a record of the target that it was made for.
 
-    A target that was made in memory has no record.
+    The record names the target. A target that was made in memory has no name, so no record is
+    written.
 
     Args:
-        method: the draft's method.
+        method: the draft's method, which knows the file format.
         target: the target.
         draft: the draft.
         folder: the folder to write to.
-        chat_template: the `chat_template` of `data:`, which the target's tokenizer then has; None
-            if there is none.
+        chat_template: the recipe's `data.chat_template`. If it is set, the target's tokenizer has
+            this template already, and the template is written next to the draft.
     """
     method.save(draft, target, folder)
     if chat_template is not None:
@@ -58,7 +59,7 @@ def save_draft(
 
 
 def copy_record(draft: Path, output: Path) -> None:
-    """Give an export the record and the chat template of the exported draft."""
+    """Copy a draft's record of its target, and its chat template, into the folder of an export."""
     _write_record(output, read_target_record(draft, "draft"))
     if (draft / TEMPLATE).is_file():
         shutil.copyfile(draft / TEMPLATE, output / TEMPLATE)
@@ -67,12 +68,17 @@ def copy_record(draft: Path, output: Path) -> None:
 def use_recorded_template(
     drafts: Iterable[Path], tokenizer: PreTrainedTokenizerBase, key: str
 ) -> None:
-    """Give a target's tokenizer the chat template that drafts were trained with.
+    """Give a target's tokenizer the chat template that the given drafts were trained with.
+
+    Args:
+        drafts: the folders of the drafts.
+        tokenizer: the target's tokenizer, which is changed.
+        key: the recipe key that the error names.
 
     Raises:
         UserError: if the drafts have different chat templates.
     """
-    # Collect the different templates. Drafts without a template file use the target's own.
+    # Collect the templates. Drafts without a template file were trained with the target's own.
     templates = {
         (draft / TEMPLATE).read_text(encoding="utf-8")
         for draft in drafts
@@ -81,15 +87,24 @@ def use_recorded_template(
     if len(templates) > 1:
         raise UserError(
             key,
-            got=f"drafts with different files {TEMPLATE}",
-            expected="drafts of one chat template",
+            got=f"drafts with different chat templates ({TEMPLATE})",
+            expected="drafts that were trained with the same chat template",
         )
+
+    # There is at most one template.
     for template in templates:
         tokenizer.chat_template = template
 
 
 def read_target_record(draft: Path, key: str) -> TargetIdentity | None:
-    """Return the target that the draft in a folder was made for; None if it is not recorded.
+    """Return the target that the draft in a folder was made for.
+
+    Args:
+        draft: the folder of the draft.
+        key: the recipe key that errors name.
+
+    Returns:
+        The name and properties of the target; None if the draft's config.json has no record.
 
     Raises:
         UserError: for an invalid record.
@@ -106,7 +121,8 @@ def read_target_record(draft: Path, key: str) -> TargetIdentity | None:
         description,
         "the record of the draft's target, or none",
     ):
-        # `TargetIdentity` refuses unknown and missing keys; pydantic then checks the types.
+        # The constructor of `TargetIdentity` raises for unknown and missing keys. pydantic then
+        # checks the types of the values.
         return TypeAdapter(TargetIdentity).validate_python(
             vars(TargetIdentity(**section["target"]))
         )
@@ -130,8 +146,8 @@ def check_target(
             for a target with another tokenizer is allowed.
         **options: other options of decoding, which are not read.
     """
-    # A draft without a record may be tried with any target. So may one of another tokenizer's
-    # family, if the user asked for such a draft.
+    # A draft without a record is allowed for any target. A draft for a target with another
+    # tokenizer is allowed if the user asked for it.
     recorded_target = read_target_record(draft, key)
     if recorded_target is None or (
         heterogeneous_vocab and recorded_target.tokenizer != target.identity.tokenizer
@@ -148,11 +164,14 @@ def check_target(
 
 
 def _write_record(folder: Path, identity: TargetIdentity | None) -> None:
-    """Replace the record in a folder's config.json; None removes it.
+    """Write the record of a draft's target into the config.json of a folder.
 
-    An old record may be there: of another target, whose draft this one was initialized from.
+    Args:
+        folder: the folder of the draft.
+        identity: the target; None only removes an old record. There is an old record if the draft
+            was initialized from a draft that had one.
     """
-    # Remove the old record, and write the new one without places of this machine.
+    # Remove the old record, and write the new one. `remove_places` removes paths of this machine.
     path = folder / "config.json"
     config: dict[str, object] = {
         name: value for name, value in read_config(folder, "draft").items() if name != SECTION

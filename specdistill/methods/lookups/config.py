@@ -13,8 +13,8 @@ class UntrainedRecipe(Recipe):
 
     @model_validator(mode="after")
     def _check_lookup_keys(self) -> "UntrainedRecipe":
-        """Raise UserError for a key that a lookup does not read."""
-        # A lookup reads of `train:` only the folder of the run.
+        """Raise UserError for a recipe key that has no effect, because lookups do not use it."""
+        # A lookup is not trained. Of the section `train:` it uses only the folder for results.
         for name, value in self.train.items():
             if name != "output_dir":
                 raise make_unused_key_error(
@@ -25,7 +25,7 @@ class UntrainedRecipe(Recipe):
                 "eval.draft", self.eval.draft, f"method {self.method} has no draft"
             )
 
-        # Each position of a lookup has one continuation, so it cannot draft trees.
+        # A lookup finds only one continuation at a time, so it cannot draft trees.
         tree = self.eval.tree or self.eval.sweep.tree
         if tree:
             key = "eval.tree" if self.eval.tree else "eval.sweep.tree"
@@ -49,8 +49,8 @@ def check_engine_values(
     Args:
         config: the section `eval:`.
         section: the part of `eval:` with the method's keys.
-        **allowed_values: for each key, the values that the engine supports. The error names the
-            last one.
+        **allowed_values: for each key, the values that the engine supports. The error recommends
+            the last one.
     """
     for name, values in allowed_values.items():
         value = getattr(getattr(config, section), name)

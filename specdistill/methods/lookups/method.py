@@ -27,8 +27,7 @@ class Lookup(Protocol):
     """
 
     @property
-    def settings(self) -> Mapping[str, object]:
-        """The lookup's settings, in the form of the report (JSON)."""
+    def settings(self) -> Mapping[str, object]: ...
 
     def restart(self) -> None:
         """Forget the sequence."""
@@ -60,21 +59,19 @@ class LookupProposer:
         self.rows: list[Lookup] = []
 
     def has_drawn_candidates(self, sampling: Sampling, tree: TreeShape | None) -> bool:
-        """Return False: looked-up tokens are certain."""
         return False
 
     def count_passes(self, k: int) -> int:
-        """Return 0: a lookup runs no model."""
         return 0
 
     def set_past_outputs(self, outputs: Sequence[Sequence[int]]) -> None:
-        """Replace the outputs of earlier requests, if the lookup searches them."""
         if isinstance(self.lookup, UsesPastOutputs):
             self.lookup.set_past_outputs(outputs)
 
     def begin(self, max_lengths: Sequence[int]) -> None:
-        """Start new sequences, each with a copy of the lookup."""
-        # Copies share what they know of past outputs. Each has its own text.
+        """Start one new sequence for each entry of `max_lengths`."""
+        # Each sequence gets a copy of the lookup and restarts it, so that it has an index of its
+        # own. The copies share what they know of past outputs, because the copy is shallow.
         self.rows = [copy.copy(self.lookup) for _ in max_lengths]
         for row in self.rows:
             row.restart()
@@ -82,14 +79,13 @@ class LookupProposer:
     def propose(
         self, state: DecodingState, k: int, sampling: Sampling, generators: Generators
     ) -> list[Proposal]:
-        """Propose what followed the last tokens of each row earlier, if they occurred."""
+        """Look up at most k draft tokens for each sequence."""
         return [
             Proposal(row.find(text, k))
             for row, text in zip(self.rows, state.token_ids, strict=True)
         ]
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Drop all rows but these."""
         self.rows = [self.rows[row] for row in rows]
 
 
@@ -112,7 +108,7 @@ class LookupAdvice(Advice[nn.Module]):
         draft_info: sizes.ModelConfigInfo | None,
         settings: DraftSettings,
     ) -> sizes.PlannedDraft:
-        """Describe a draft without parameters."""
+        """Return the size of a lookup for `specdistill plan`: it has no parameters."""
         return sizes.PlannedDraft(
             sizes.ParameterCounts(0, 0, 0),
             None,
@@ -135,10 +131,18 @@ class LookupMethod(Method[UntrainedRecipe, nn.Module]):
     def load_proposer(
         self, folder: Path | None, target: FrozenTarget, *, key: str, **options: object
     ) -> LookupProposer:
-        """Build a proposer with the keys of the method's section, or with their defaults."""
+        """Build a proposer for decoding. A lookup has no weights, so nothing is loaded.
+
+        Args:
+            folder: not used, like `target` and `key`.
+            target: not used.
+            key: not used.
+            **options: the section of `eval:` with the method's keys, by the method's name. Without
+                options the keys have their defaults.
+        """
         keys = vars(options[self.name]) if options else {}
         return LookupProposer(self.lookup(**keys))
 
     def build_lookup(self, min_tokens: int, max_tokens: int) -> LookupProposer:
-        """Build a proposer that can stand in front of a draft."""
+        """Build a proposer that is asked before a draft, and matches min to max tokens."""
         return LookupProposer(self.lookup(min=min_tokens, max=max_tokens))

@@ -35,11 +35,17 @@ class ModelAdvice(Advice[PreTrainedModel]):
         draft_info: sizes.ModelConfigInfo | None,
         settings: DraftSettings,
     ) -> sizes.PlannedDraft:
-        """Describe the given model, or a model of the target's class in the sizes of a recipe.
+        """Return the size and cost of a draft model, for `specdistill plan`.
 
-        If the recipe names no sizes, the model has `MIN_LAYERS` layers of the target's sizes.
+        Args:
+            target: the target, described by its config.json.
+            draft_info: an existing draft, described by its config.json; None for a draft that is
+                still to be trained.
+            settings: the recipe's settings of the draft. Without a draft, the model has the
+                target's class and the sizes in the settings. Without sizes it has `MIN_LAYERS`
+                layers that are as large as the target's.
         """
-        # The model: a given draft, or the target's class in another shape.
+        # Take the existing draft, or build the target's class in another shape.
         if draft_info:
             model = draft_info.model
         else:

@@ -38,9 +38,10 @@ INITIALIZATIONS = ("layers", "scratch")
 def save_draft_model(
     draft: PreTrainedModel | peft.PeftModel, tokenizer: PreTrainedTokenizerBase, folder: Path
 ) -> None:
-    """Write what AutoModelForCausalLM, vLLM and SGLang load: config.json, weights and tokenizer.
+    """Write a draft model to a folder that AutoModelForCausalLM, vLLM and SGLang can load.
 
-    The weights are in safetensors files. LoRA's updates are merged.
+    The folder gets config.json, the weights as safetensors files, and the tokenizer. LoRA's
+    updates are merged into the weights.
     """
     model = merge_lora(draft)
 
@@ -72,7 +73,7 @@ def load_draft_model(
 
     Raises:
         UserError: if there are no weights or no tokenizer, if the weights are cut short, incomplete
-            or not finite, and as `check_attention`.
+            or not finite, or if the model cannot draft (see `check_attention`).
     """
     # A name that is neither a folder nor of the form owner/name is probably a misspelled value, so
     # refuse it before the Hub is asked. `pico` is the model that the package builds itself.
@@ -99,13 +100,16 @@ def load_draft_model(
 def check_outline(
     model: PreTrainedModel, tensors: Mapping[str, Tensor], *, key: str, name: str
 ) -> None:
-    """Check that a file's tensors are those of the model that its config.json describes.
+    """Check that a file has exactly the tensors that the model in its config.json needs.
 
-    Names that transformers would translate are not checked, and quantized models are not either.
+    Tensors under names that the model does not have are not checked if other names do agree,
+    because transformers translates old names when it loads the file. Quantized models are not
+    checked either.
 
     Args:
         model: the model as config.json describes it.
-        tensors: the file's tensors by name. They need have no content.
+        tensors: the file's tensors by name. Only their shapes are read, so they may be on the
+            meta device.
         key: the recipe key that errors name.
         name: what errors call the draft.
 
@@ -127,7 +131,8 @@ def check_outline(
         expected = {name: expected[name] for name in sorted(common_names)}
         tensors = {name: tensors[name] for name in sorted(common_names)}
 
-    # A file may omit tensors that are tied to one that it has.
+    # A file may omit a tensor that is tied to a stored one, such as an LM head that is the
+    # embedding. Tied parameters are the same Python object.
     parameters = dict(model.named_parameters(remove_duplicate=False))
     stored_ids = {id(parameters[name]) for name in parameters.keys() & tensors.keys()}
     tied = {name for name, parameter in parameters.items() if id(parameter) in stored_ids}
@@ -137,9 +142,14 @@ def check_outline(
 def check_attention(model: PreTrainedModel, key: str, name: str) -> None:
     """Check that a model can draft: it sees earlier tokens only, and can forget rejected ones.
 
+    Args:
+        model: the model.
+        key: the recipe key that errors name.
+        name: what errors call the model.
+
     Raises:
-        UserError: naming `key`, if the logits depend on later tokens, or if layers carry a state
-            from token to token, which could not forget rejected tokens.
+        UserError: if the logits depend on later tokens, or if layers carry a recurrent state from
+            token to token, from which rejected tokens cannot be removed.
     """
     # Run two prompts that differ in their second token only. In a causal model the logits of the
     # first token are the same for both. 1e-4 of the largest logit is far above the rounding of
@@ -152,7 +162,7 @@ def check_attention(model: PreTrainedModel, key: str, name: str) -> None:
     if (first_logits - second_logits).abs().max() > 1e-4 * first_logits.abs().max():
         raise UserError(
             key,
-            got=f"{name}, an encoder: its tokens see later ones",
+            got=f"{name}, an encoder, in which tokens attend to later tokens",
             expected="a causal language model",
         )
 
@@ -162,14 +172,15 @@ def check_attention(model: PreTrainedModel, key: str, name: str) -> None:
         raise UserError(
             key,
             got=f"{name}, whose layers carry a state from token to token",
-            expected="a draft whose layers are all attention",
+            expected="a draft with attention layers only, which can forget rejected tokens",
         )
 
 
 def merge_lora(draft: PreTrainedModel | peft.PeftModel) -> PreTrainedModel:
-    """Return the plain model, with W + B A * alpha / rank for each weight that LoRA updates.
+    """Return a copy of a draft with LoRA's updates added to its weights.
 
-    The model is a copy, so that training can continue. A draft without LoRA is returned as it is.
+    Each updated weight W becomes W + B A * alpha / rank. The draft itself stays as it is, so that
+    its training can continue. A draft without LoRA is returned without copying it.
     """
     if not isinstance(draft, peft.PeftModel):
         return draft
@@ -188,8 +199,9 @@ def export_draft_model(
     """Write a draft model for an engine; see `Method.export` for the arguments.
 
     Raises:
-        UserError: before anything is written, if the weights are broken, or if the vocabulary is
-            not as large as the target's, because engines compare token ids.
+        UserError: if the weights are broken, or if the vocabulary is not as large as the target's.
+            Engines need equal sizes, because they compare the token ids of draft and target.
+            Nothing has been written then.
     """
     # Check the vocabulary and the weights before anything is written.
     config = read_config(folder, "draft")
@@ -199,8 +211,8 @@ def export_draft_model(
         )
     read_tensors(folder, "draft")
 
-    # Weights are large, so they are hard links. Code of the repository (.py) is not exported, and
-    # hidden files are not part of the model.
+    # Weights are large, so they are hard-linked, not copied. Code of the repository (.py) is not
+    # exported, and hidden files are not part of the model.
     for path in sorted(folder.iterdir()):
         if path.is_file() and not path.name.startswith(".") and path.suffix != ".py":
             copy_file = link if path.suffix in (".safetensors", ".bin") else shutil.copy2

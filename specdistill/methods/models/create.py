@@ -57,13 +57,15 @@ def create_draft_model(
 
     Args:
         target: the target.
-        init: `layers` (also None), `scratch`, or a folder or Hub id of a model that was checked
-            (see `check_initialization`).
+        init: where the weights come from: `layers` (the default) copies layers of the target,
+            `scratch` draws fresh weights, and a folder or Hub id names a trained model, which
+            `check_initialization` has checked.
         seed: the seed of fresh weights.
-        **sizes: fields of `ModelShape`. None means the target's size, and a quarter of its layers.
+        **sizes: fields of `ModelShape`, such as `num_layers` and `hidden_size`. None means the
+            target's size, or for `num_layers` a quarter of the target's layers.
 
     Raises:
-        UserError: for settings that do not fit each other or the target.
+        UserError: for settings that contradict each other or do not fit the target.
     """
     init = init or "layers"
     given_sizes = {name: size for name, size in sizes.items() if size is not None}
@@ -78,18 +80,21 @@ def create_draft_model(
 def _load_trained_model(
     target: FrozenTarget, init: str, given_sizes: dict[str, int]
 ) -> PreTrainedModel:
-    """Load a trained model as it is, but with as many rows in its tables as the target has tokens.
+    """Load a trained model, and resize its embedding and LM head to the target's vocabulary.
 
     Args:
         target: the target.
         init: a folder or a Hub id.
-        given_sizes: the sizes that the recipe states, which are an error here.
+        given_sizes: the sizes that the recipe states. A trained model has its own, so any size is
+            an error.
     """
     draft, _ = load_draft_model(init, key="draft.init", device=target.device)
 
-    # The draft's tables may be padded to another size than the target's.
+    # Models of one family may have the same tokens, but pad their embeddings to different sizes.
     if draft.config.get_text_config().vocab_size != target.vocab_size:
         draft.resize_token_embeddings(target.vocab_size, mean_resizing=False)
+
+    # The sizes cannot be changed.
     if given_sizes:
         name, size = next(iter(given_sizes.items()))
         raise make_unused_key_error(
@@ -101,22 +106,25 @@ def _load_trained_model(
 def _build_from_target(
     target: FrozenTarget, init: str, given_sizes: dict[str, int], seed: int
 ) -> PreTrainedModel:
-    """Build a model of the target's class: of its layers, or in another shape with fresh weights.
+    """Build a smaller model of the target's class: from copied layers, or with fresh weights.
 
     Args:
         target: the target.
-        init: `layers` or `scratch`.
+        init: `layers` copies layers of the target; `scratch` draws fresh weights.
         given_sizes: the sizes that the recipe states, by fields of `ModelShape`.
         seed: the seed of fresh weights.
     """
-    # Check that a model of the target's class can draft, and that its config is all of the model's.
+    # Check that a model of the target's class can draft.
     check_attention(target.model, "draft.init", f"{init} of {target.name}")
+
+    # The text config of a multimodal target is only a part of its model's config. Such a model
+    # cannot be resized.
     if target.model.config is not target.config:
         raise UserError(
             "draft.init",
             got=(
-                f"{init} of {target.name}, a {type(target.model).__name__}, which has more parts"
-                " than a language model"
+                f"{init} of {target.name}, a {type(target.model).__name__}, which is not only a"
+                " language model but has further parts"
             ),
             expected="the folder or Hub id of a trained smaller model",
         )
@@ -138,7 +146,7 @@ def _build_from_target(
             raise UserError(
                 "draft.init",
                 got=f"{init} without a size",
-                expected="sizes such as draft.hidden_size",
+                expected="at least one size, such as draft.hidden_size=256",
             )
         return build_resized(target.model, replace(default_shape, **given_sizes), seed=seed)
 
@@ -159,21 +167,21 @@ def add_lora(
     dropout: float = 0.0,
     target_modules: list[str] | None = None,
 ) -> PreTrainedModel | peft.PeftModel:
-    """Freeze a draft, and add LoRA updates B A x * alpha / rank to its linear layers.
+    """Freeze a draft, and add trainable LoRA updates B A x * alpha / rank to its linear layers.
 
-    The updates are zero at first.
+    B is zero at first, so the draft computes the same as before until it is trained.
 
     Args:
         draft: the draft.
-        rank: the rank of the updates; 0 returns the draft as it is.
+        rank: the rank of the updates; 0 returns the draft as it is, without LoRA.
         alpha: scales the updates.
-        dropout: the dropout of the updates' input.
-        target_modules: the layers that get updates, by the ends of their names; None for all but
-            the head.
+        dropout: the dropout that is applied to the input x of the updates.
+        target_modules: the ends of the names of the layers that get updates, such as `q_proj`.
+            None updates all linear layers but the LM head.
 
     Raises:
-        UserError: if `target_modules` are no linear layers of the draft, and for a rank beyond that
-            of its matrices.
+        UserError: if `target_modules` matches no linear layer of the draft, or if the rank is above
+            the hidden size.
     """
     if rank == 0:
         return draft
@@ -184,7 +192,7 @@ def add_lora(
         raise UserError(
             "draft.lora.rank",
             got=rank,
-            expected=f"at most {max_rank}, the rank of the draft's own matrices",
+            expected=f"at most {max_rank}, the draft's hidden size",
         )
     modules: str | list[str] = "all-linear" if target_modules is None else target_modules
     config = peft.LoraConfig(
@@ -200,11 +208,13 @@ def add_lora(
 
 
 def step_ratio(target: PreTrainedModel, draft: PreTrainedModel) -> float:
-    """Return c, the cost of a draft step in units of a target step at batch 1.
+    """Estimate c, the cost of a draft step divided by the cost of a target step at batch 1.
 
-    c is the larger of two shares: of the weights read, and of the layers (see the module).
+    The estimate is the larger of two ratios between draft and target: of the weights that a step
+    reads, and of the layers.
     """
-    # At batch 1 a step is bound either by memory (weights read) or by launches (layers).
+    # At batch 1 the time of a step goes either into reading weights or into launching kernels,
+    # whose number grows with the layers.
     weights_share = count_weights_read(draft) / count_weights_read(target)
     layers_share: float = (
         draft.config.get_text_config().num_hidden_layers
@@ -214,18 +224,19 @@ def step_ratio(target: PreTrainedModel, draft: PreTrainedModel) -> float:
 
 
 def _log_size(draft: PreTrainedModel, target: FrozenTarget) -> None:
-    """Log what a draft step is expected to cost, and warn of a draft larger than its target."""
+    """Log a draft's size and the expected cost of a step; warn if it is larger than its target."""
     parameters = draft.num_parameters()
     ratio = step_ratio(target.model, draft)
     text = draft.config.get_text_config()
     logger.info(
-        f"draft: {parameters:,} parameters, {text.num_hidden_layers} layers of {text.hidden_size};"
-        f" expected c = {ratio:.2f} (cost of a draft step / target step: the larger share of"
-        " weights read and of layers)"
+        f"draft: {parameters:,} parameters, {text.num_hidden_layers} layers, hidden size"
+        f" {text.hidden_size}; a draft step should cost about {ratio:.2f} of a target step, by the"
+        " larger of its shares of weights read and of layers"
     )
     if parameters > target.num_parameters:
-        # A round gives at most K + 1 tokens and costs at least 1 + c K. With c > 1 the speedup is
-        # greatest at K = 1.
+        # A round with K draft tokens gives at most K + 1 tokens, and costs at least 1 + c K steps
+        # of the target, where c is the ratio. With c > 1 the bound (K + 1) / (1 + c K) is greatest
+        # at K = 1: it is 2 / (1 + c).
         logger.warning(
             f"The draft has {parameters:,} parameters, the target {target.num_parameters:,}. The"
             f" predicted speedup is at most {2 / (1 + ratio):.2f}, unless the draft's steps"
@@ -234,18 +245,18 @@ def _log_size(draft: PreTrainedModel, target: FrozenTarget) -> None:
 
 
 def choose_evenly_spaced(num_layers: int, keep: int) -> list[int]:
-    """Return `keep` indices in 0..num_layers - 1 at even distances, with both ends.
+    """Return `keep` evenly spaced indices from 0 to num_layers - 1, both ends included.
 
-    For keep = 1 the index is 0.
+    For keep = 1 the only index is 0. `max(keep - 1, 1)` avoids a division by zero then.
     """
     return [round(index * (num_layers - 1) / max(keep - 1, 1)) for index in range(keep)]
 
 
 def resize_config(config: PreTrainedConfig, shape: ModelShape) -> PreTrainedConfig:
-    """Return a copy of a config with other sizes.
+    """Return a copy of a model's config with other sizes.
 
-    If layers differ in kind, such as full and sliding attention, each layer of the copy gets the
-    kind of the layer at the same relative depth.
+    If the config says the kind of each layer, such as full or sliding attention, each layer of the
+    copy gets the kind of the layer at the same relative depth.
     """
     # Use the default attention of the class. The target's implementation may have no backward pass,
     # or none in float32.
@@ -293,7 +304,7 @@ def build_resized(
     with convert_errors(StrictDataclassError, "draft", "sizes", "sizes that fit each other"):
         config.validate()
 
-    # Fresh weights are drawn in a fork of the random state, so that the caller's stays as it is.
+    # `fork_rng` restores the caller's random state afterwards.
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model: Any = type(target)(config)
@@ -306,17 +317,18 @@ def build_resized(
 
 
 def from_layers(target: PreTrainedModel, num_layers: int) -> PreTrainedModel:
-    """Copy some of the target's layers, with its embedding and its head, in float32.
+    """Build a draft in float32 from the target's embedding, LM head and some of its layers.
 
-    The layers are evenly spaced, with the first and the last one. If all layers are copied, the
-    copy computes the same as the target.
+    The copied layers are evenly spaced, and include the first and the last one. If all layers are
+    copied, the draft computes the same as the target.
 
     Args:
         target: the target.
         num_layers: how many layers are copied.
 
     Raises:
-        UserError: for more layers than the target has, and as `check_decoder`.
+        UserError: if the target has fewer layers, or is no decoder like Llama's (see
+            `check_decoder`).
     """
     check_decoder(target)
     target_shape = read_model_shape(target.config)
@@ -327,7 +339,9 @@ def from_layers(target: PreTrainedModel, num_layers: int) -> PreTrainedModel:
             expected=f"1 to {target_shape.num_layers}, the number of the target's layers",
         )
 
-    # Number the copied layers anew, from 0. All other weights keep their names.
+    # Number the copied layers from 0: `layers.8.…` may become `layers.1.…`. All weights outside
+    # the layers keep their names. `gather_whole` collects a weight whose parts are on several
+    # processes.
     new_numbers = {
         str(old): str(new)
         for new, old in enumerate(choose_evenly_spaced(target_shape.num_layers, num_layers))
@@ -337,7 +351,7 @@ def from_layers(target: PreTrainedModel, num_layers: int) -> PreTrainedModel:
         prefix, separator, suffix = name.partition("layers.")
         old_number, _, name_in_layer = suffix.partition(".")
         if not separator:
-            weights[name] = gather_whole(tensor)  # processes may share the target
+            weights[name] = gather_whole(tensor)
         elif old_number in new_numbers:
             weights[f"{prefix}layers.{new_numbers[old_number]}.{name_in_layer}"] = gather_whole(
                 tensor

@@ -54,14 +54,19 @@ class ModelMethod(Method[ModelRecipeT, PreTrainedModel]):
         return None
 
     def is_named(self, config: RawConfig, names: Set[str]) -> bool:
-        """Return whether a folder calls itself a causal language model that transformers knows."""
-        # `names` are the tensors of the folder. A config without weights is no draft.
+        """Return whether a folder's config.json names a causal language model of transformers.
+
+        Args:
+            config: the content of config.json.
+            names: the names of the tensors in the folder.
+        """
+        # A folder with a config but without weights is no draft.
         architectures = set(config.get("architectures") or [])
         known_classes = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
         return bool(names) and bool(architectures & known_classes)
 
     def create(self, recipe: ModelRecipeT, target: FrozenTarget, rows: Dataset) -> PreTrainedModel:
-        """Create the model that a recipe describes, with its LoRA updates if it has any."""
+        """Create the draft model of a recipe, with LoRA updates if the recipe asks for LoRA."""
         draft = create_draft_model(target, seed=recipe.seed, **recipe.draft.shape())
         adapted = add_lora(draft, **vars(recipe.draft.lora))
         # peft's wrapper passes everything on to the model inside.
@@ -74,13 +79,19 @@ class ModelMethod(Method[ModelRecipeT, PreTrainedModel]):
     def load_proposer(
         self, folder: Path | None, target: FrozenTarget, *, key: str, **options: Any
     ) -> DraftModelProposer:
-        """Load a model for decoding.
+        """Load a draft model, and return the proposer that drafts with it.
 
-        The options are those of `match_vocabularies`: they say how to draft with another tokenizer.
+        Args:
+            folder: the folder of the draft model.
+            target: the target.
+            key: the recipe key that errors name.
+            **options: arguments of `match_vocabularies`, which say how to draft with a tokenizer
+                that is not the target's.
         """
         assert folder is not None  # only methods without weights have none
 
-        # Load the model, and match its tokens with the target's.
+        # Load the model, and match its tokens with the target's. The mask token is None for a
+        # model that drafts token by token.
         mask = self.find_mask(folder, key)
         model, tokenizer = load_draft_model(
             folder, key=key, device=target.device, dtype=target.dtype
@@ -111,16 +122,16 @@ class ModelMethod(Method[ModelRecipeT, PreTrainedModel]):
         name: Path | str,
         **options: Any,
     ) -> None:
-        """Check a model by its headers and its tokenizer."""
-        # A wrong mask is reported before any other fault.
+        """Check a draft model by its config, the headers of its weight files and its tokenizer."""
+        # `find_mask` raises an error for a wrong mask token. That fault is reported first.
         self.find_mask(folder, key)
         if not any(_is_vocabulary_file(path) for path in folder.iterdir()):
             raise UserError(
                 key,
                 got=f"{name} without the files of a tokenizer",
                 expected=(
-                    "tokenizer.json and tokenizer_config.json next to the weights: of the tokenizer"
-                    " that the draft was trained with"
+                    "tokenizer.json and tokenizer_config.json next to the weights, from the"
+                    " tokenizer that the draft was trained with"
                 ),
             )
 
@@ -150,7 +161,7 @@ class ModelMethod(Method[ModelRecipeT, PreTrainedModel]):
         target: TargetFiles | None,
         num_tokens: int,
     ) -> None:
-        """Write a model for an engine, in the form of any language model."""
+        """Write a draft model for an engine, in the format that serves any language model."""
         export_draft_model(folder, engine, layout, output, target, num_tokens)
 
 

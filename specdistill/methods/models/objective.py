@@ -94,16 +94,15 @@ class Distillation(Objective):
         return self.anatomy.layers
 
     def scale_output(self, factor: float) -> None:
-        """Multiply the logits by a factor, by scaling the final norm.
+        """Multiply the draft's logits by a factor, by scaling weights that the logits pass through.
 
-        If the norm has no weights, the head is scaled instead, unless it is the embedding too. A
-        frozen norm is left as it is.
+        The final norm is scaled if its weights are trained. If the norm has no weights, the LM
+        head is scaled instead, but not if it is tied to the embedding, which must not change. If
+        neither applies, for example with a frozen norm, nothing is scaled.
 
         Args:
             factor: the factor.
         """
-        # Scale the final norm if all of its weights are trained. Without such weights scale the
-        # head, unless the head is the embedding, which a new scale would change too.
         head = self.anatomy.head.linear
         norm_weights = list(self.anatomy.norm.parameters()) if self.anatomy.norm is not None else []
         if norm_weights and all(weight.requires_grad for weight in norm_weights):
@@ -112,23 +111,25 @@ class Distillation(Objective):
             head.weight.data.mul_(factor)
 
     def tie_weights(self) -> None:
-        """Tie the draft's weights again.
+        """Tie the draft's weights again, such as the LM head to the embedding.
 
-        transformers' Trainer calls this after it has loaded a checkpoint without the repeated
-        names.
+        transformers' Trainer calls this after it has loaded a checkpoint, because checkpoints
+        contain a tensor with two names only under the first name.
         """
         self.draft.tie_weights()
 
     def activation_checkpointing_enable(
         self, activation_checkpointing_kwargs: dict[str, object] | None = None, **options: object
     ) -> None:
-        """Compute layers again in the backward pass, with the attention of the forward pass.
+        """Turn activation checkpointing on: the backward pass computes the layers again.
 
         transformers' Trainer calls this for `train.activation_checkpointing`.
         """
+        # `forward` replaces the attention of models that read packed documents. PyTorch computes
+        # the layers again outside `forward`, so the attention is replaced there too. The first
+        # context is entered in the forward pass, the second when the layers are computed again.
         attention_settings = {
             "use_reentrant": False,
-            # The first context is for the forward pass, the second for computing it again.
             "context_fn": lambda: (nullcontext(), replace_attention(self.packed_configs)),
         }
         self.draft.activation_checkpointing_enable(
@@ -136,16 +137,20 @@ class Distillation(Objective):
         )
 
     def prepare(self, batch: dict[str, Tensor], number: int | None) -> dict[str, Tensor]:
-        """Return the batch, or in training possibly one that the draft generates in its place.
+        """Return the batch to learn from: the batch itself, or one that the draft generates.
 
-        The number of the batch is None in evaluation, which always uses the rows as they are.
+        Args:
+            batch: a batch of the data.
+            number: the number of the batch in training; None in evaluation, which always uses the
+                batch itself.
         """
         return batch if self.on_policy is None or number is None else self.on_policy(batch, number)
 
     def read_target(self, target: FrozenTarget, inputs: dict[str, Tensor]) -> dict[str, object]:
-        """Return the soft targets at temperature 1, because acceptance is measured by them.
+        """Return the target's distributions as soft targets, for the loss and the metrics.
 
-        In training with hard labels there are none, because the loss does not need them.
+        They are at temperature 1, at which acceptance is measured. In training with hard labels
+        they are None, because the loss does not need them, and the target need not run.
         """
         if self.training and self.labels == "hard":
             return {"soft_targets": None}
@@ -169,14 +174,15 @@ class Distillation(Objective):
         """Return the loss summed over the loss tokens of packed rows, and the sums of the metrics.
 
         Args:
-            input_ids: [B, T], packed as specdistill.data.rows.packing says.
+            input_ids: [B, T], the tokens of B rows with T positions. Each row holds several
+                documents one after the other (see specdistill.data.rows.packing).
             position_ids: [B, T], which start again at 0 with each document.
-            loss_positions: [R], the loss tokens, as positions in the flattened batch.
+            loss_positions: [R], the loss tokens, as positions in the flattened batch of B T tokens.
             cumulative_lengths: where the documents of the flattened batch begin, and their end.
             longest: tokens of the longest document.
             soft_targets: the target's distributions; None for hard labels in training.
-            measure: fill the metrics that cost time, too.
-            **unread: other columns of the batch.
+            measure: also compute the metrics that cost time.
+            **unread: other columns of the batch, which are not needed.
         """
         # Run the decoder layers over the packed rows. Layers that read documents by their lengths
         # need the documents' boundaries as extra arguments.
@@ -212,18 +218,21 @@ class Distillation(Objective):
         soft_targets: SoftTargets | None,
         measure: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Return the weighted sum of the rows' losses, and the weighted metrics [M, R].
+        """Return the weighted sum of R losses, and the weighted values [M, R] of M metrics.
 
         Args:
-            rows_RH: [R, H], hidden states before the head.
+            rows_RH: [R, H], the draft's hidden states of size H before the LM head.
             weights_R: [R], the weight of each loss.
-            next_R: [R], the sequences' own next tokens.
+            next_R: [R], the next token of the training sequence after each state.
             soft_targets: the target's distributions; None for hard labels in training.
-            measure: fill the metrics that cost time, too.
+            measure: also compute the metrics that cost time.
         """
 
         def targets_of(rows: slice) -> tuple[Tensor, TargetDistributions | None]:
-            """Return the next tokens and the target's distributions of a chunk of the rows."""
+            """Return the next tokens of a chunk of the rows, and the target's distributions.
+
+            There are no distributions in training with hard labels.
+            """
             return next_R[rows], None if soft_targets is None else soft_targets.at(
                 rows, measure=measure
             )
@@ -241,19 +250,22 @@ class Distillation(Objective):
         return total, metrics_MKR.squeeze(1) * weights_R
 
     def compute_row_losses(self, logits_rV: Tensor, targets: Any, k: int) -> tuple[Tensor, Tensor]:
-        """Return nats [r], and the metrics of each row [M, r]; see `compute_head_loss`.
+        """Return the losses [r] of a chunk of r rows in nats, and their metrics [M, r].
+
+        `compute_head_loss` calls this function for each chunk.
 
         Args:
-            logits_rV: [r, V], the draft's logits.
-            targets: the sequences' own next tokens [r], and the target's distributions.
-            k: the drafted position, which is not used.
+            logits_rV: [r, V], the draft's logits over the vocabulary.
+            targets: the next tokens [r] of the training sequences, and the target's distributions
+                (None for hard labels in training).
+            k: the drafted position, which this method does not need.
         """
         next_r, soft = targets
         if self.labels == "hard":
             losses_r = F.cross_entropy(logits_rV.float(), next_r, reduction="none")
         else:
-            # The soft targets are at temperature 1: p^(1/temperature), normalised, is the same at
-            # the temperature of the loss.
+            # The soft targets p are at temperature 1. To bring them to the loss's temperature,
+            # raise them to 1 / temperature and normalise them again. The clamp avoids log(0).
             probs_rV = soft.probs_rW
             if self.temperature != 1.0:
                 probs_rV = (
@@ -267,11 +279,12 @@ class Distillation(Objective):
 
 
 def find_repeated_names(module: nn.Module) -> list[str]:
-    """Return the names in a module's state whose tensor already has an earlier name.
+    """Return the names in a module's state dict whose tensor also has an earlier name.
 
-    An example is a head that is the embedding.
+    An example is `lm_head.weight` if the LM head is tied to the embedding.
     """
-    # The first name of each tensor, by where its memory begins and its shape.
+    # Two names are of the same tensor if its memory begins at the same address with the same
+    # shape. Note the first name of each tensor.
     first_names: dict[tuple[int, torch.Size], str] = {}
     repeated_names = []
     for name, tensor in module.state_dict().items():
@@ -328,8 +341,8 @@ class OnPolicyGeneration:
             batch: the batch.
             number: the number of the batch in the run.
         """
-        # Decide by the number of the batch, so that a resumed run makes the same choice again. The
-        # factor keeps apart all pairs of a seed and a batch number up to a million batches.
+        # Decide by the number of the batch, so that a resumed run makes the same choice again. With
+        # the factor, different seeds give different random numbers up to a million batches.
         if random.Random(self.seed * 1_000_003 + number).random() >= self.fraction:
             return batch
 
@@ -356,8 +369,11 @@ class OnPolicyGeneration:
     def _build_rows(
         self, prompts: list[list[int]], completions: list[list[int]], device: torch.device
     ) -> dict[str, Tensor]:
-        """Return a batch with one document in each row; only generated tokens have a loss."""
-        # Pad the rows at the right, and mark which positions hold a token.
+        """Return a batch with one prompt and its completion in each of B rows.
+
+        Only generated tokens have a loss.
+        """
+        # Pad the rows at the right to T positions, and mark which positions hold a token.
         rows = [
             torch.tensor(prompt + completion)
             for prompt, completion in zip(prompts, completions, strict=True)
@@ -368,8 +384,8 @@ class OnPolicyGeneration:
             [len(row) for row in rows], device=device
         ).unsqueeze(1)
 
-        # A padded position has document -1 and no loss. Only generated tokens have a loss: those
-        # after the prompt.
+        # The row's only document has the number 0; padding has -1 and no loss. The loss covers the
+        # tokens after the prompt.
         columns = {
             "input_ids": ids_BT,
             "loss_mask": (is_token_BT & (position_BT >= self.prompt_tokens)).long(),

@@ -71,7 +71,7 @@ class LlamaLayers(nn.Module):
         self.load_state_dict(decoder.state_dict(), assign=True)
 
     def begin(self, num_rows: int) -> None:
-        """Start sequences with an empty KV cache."""
+        """Start `num_rows` new sequences with an empty KV cache."""
         # The rotary embedding reads only the dtype and device of its first argument.
         norm_weight = self.norm.weight
         self.cache = DraftKVCache(num_rows, partial(self.rotary, norm_weight), norm_weight.device)
@@ -83,12 +83,13 @@ class LlamaLayers(nn.Module):
     def forward(
         self, ids_BT: Tensor, counts: Sequence[int], level: TreePass | None = None
     ) -> Tensor:
-        """Return the hidden states [B, T, H] of new tokens after the final norm.
+        """Run new tokens, and return their hidden states [B, T, H] after the final norm.
 
         Args:
-            ids_BT: [B, T] token ids.
-            counts: how many of the T are valid in each row.
-            level: set if the tokens are a level of each row's tree.
+            ids_BT: [B, T], the ids of up to T new tokens in each of B rows.
+            counts: how many of the T tokens of each row are valid; the others are padding.
+            level: describes the tokens if they are one level of each row's tree; None if they are a
+                chain that continues the row.
         """
         rotary = self.cache.begin_level(level) if level else self.cache.begin_chain(counts)
         hidden = self.embed_tokens(ids_BT)
@@ -102,7 +103,7 @@ def is_plain_llama(model: PreTrainedModel) -> bool:
     """Return whether `LlamaLayers` computes the same as the model.
 
     This holds for a Llama without quantization and biases, with SiLU, and with rotary angles that
-    do not depend on a sequence's length.
+    do not depend on a sequence's length. The types `dynamic` and `longrope` do depend on it.
     """
     config = model.config
     return (
@@ -134,16 +135,17 @@ class DraftText:
         self._untranslated: list[int] = []
 
     def read(self, token_ids: Sequence[int]) -> int:
-        """Extend the sequence by the target's new tokens.
+        """Extend `ids`, the sequence in the draft's tokens, by the target's new tokens.
 
-        Target tokens that the draft lacks are encoded in the draft's own tokens. Those that follow
-        one another are encoded together, so their encoding may change when another one follows.
+        Target tokens that the draft lacks are encoded in the draft's own tokens. Neighbouring
+        tokens of this kind are encoded together, so their encoding may change when another one
+        follows.
 
         Args:
             token_ids: the whole sequence, in the target's tokens.
 
         Returns:
-            How many of the first ids are unchanged.
+            The length of the prefix of `ids` that this call has left unchanged.
         """
         # Find the target's new tokens. Without another vocabulary they are the draft's tokens too.
         new_tokens = token_ids[self._num_read :]
@@ -155,8 +157,8 @@ class DraftText:
             return num_unchanged
 
         # Translate token by token. Tokens that the draft lacks are collected, and encoded together
-        # at the next shared token. Those at the end of the sequence are encoded now, too, but their
-        # encoding is not final: the next token may join them.
+        # at the next shared token. Tokens that still wait at the end of the sequence are encoded
+        # now, too, but this encoding is not final: the next token may have to be encoded with them.
         for token in new_tokens:
             draft_ids = self.vocabulary.draft_ids_of.get(token)
             if draft_ids is None:
@@ -170,7 +172,10 @@ class DraftText:
         return num_unchanged
 
     def _encode_untranslated(self, vocabulary: SharedVocabulary) -> None:
-        """Replace the end of `ids` that may still change by a new encoding of `_untranslated`."""
+        """Encode the target tokens in `_untranslated`, and put the result at the end of `ids`.
+
+        The first `_num_final` ids are final. The ids after them are replaced.
+        """
         self.ids[self._num_final :] = (
             vocabulary.encode_for_draft(self._untranslated) if self._untranslated else []
         )
@@ -184,8 +189,9 @@ class DraftText:
         Args:
             num_unchanged: how many of the first ids are unchanged, as `read` returned it.
         """
-        # Find the longest common prefix of the cached tokens and the sequence. At least the last
-        # token is fed again, because its logits begin the draft.
+        # Find the longest common prefix of the cached tokens and the sequence. The comparison
+        # begins after the unchanged ids. The last token is never part of the prefix: it is fed
+        # again, because the draft begins with the logits after it.
         max_prefix = min(len(self.cached), len(self.ids) - 1)
         prefix = max(0, min(num_unchanged, max_prefix))
         while prefix < max_prefix and self.cached[prefix] == self.ids[prefix]:
@@ -264,11 +270,13 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
             UserError: for several sequences, if the draft cannot be batched, and if the draft's
                 context is too short for a sequence.
         """
+        # The check of the batch is made once for each proposer.
         if len(max_lengths) > 1 and not self._is_batchable:
             check_batchable(self.draft, "the draft")
             self._is_batchable = True
 
-        # Draft tokens beyond the target's own limit are never accepted.
+        # `max_lengths` includes draft tokens. Those beyond the target's context are never accepted,
+        # so the draft's context need not hold them.
         longest = min(max(max_lengths), self.target_max_length)
         if longest > self.max_positions:
             self._raise_context_error(longest)
@@ -278,12 +286,14 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
     def propose(
         self, state: DecodingState, k: int, sampling: Sampling, generators: Generators
     ) -> list[Proposal]:
-        """Draft a chain after each row.
+        """Draft a chain of up to k tokens after each of B rows.
 
-        Rows that have no more room in the draft's context are padded until the others are done.
+        A row with little room in the draft's context gets a shorter chain. It is padded until the
+        other rows are done.
         """
-        # Feed the target's new tokens. A model with a mask then has the logits of all steps
-        # already.
+        # Find the tokens that each row must be fed, and its number of draft steps. A model with a
+        # mask token computes the logits [B, K, W] of all K steps in one pass (W: tokens that draft
+        # and target share). For other models `logits_BKW` is None.
         feeds, steps = self._read_new_tokens(state, k)
         counts = [len(feed) for feed in feeds]
         next_ids = pad_rows(feeds, self.draft.device)
@@ -291,8 +301,15 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
         fed: list[Tensor] = []  # [B] each
 
         def next_logits(step: int, index_B: Tensor | None) -> Tensor:
-            """Feed the tokens of the last draft step, and return the logits [B, W] after them."""
+            """Feed the tokens of the last draft step, and return the logits [B, W] after them.
+
+            Args:
+                step: the number of the draft step.
+                index_B: [B], the tokens drafted last, as indices into the W shared tokens. None in
+                    the first step, which feeds the new tokens of the sequences.
+            """
             nonlocal counts, next_ids
+            # With masks, the logits of all steps are known already.
             if logits_BKW is not None:
                 return logits_BKW[:, step]
             if index_B is not None:
@@ -315,10 +332,11 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
     def propose_tree(
         self, state: DecodingState, shape: TreeShape, sampling: Sampling, generators: Generators
     ) -> list[Proposal]:
-        """Draft a tree after each row.
+        """Draft a tree of the given shape after each of B rows.
 
-        All trees stop at the level at which one has no more room in the draft's context. Accepted
-        nodes are read again in the next round.
+        All trees have as many levels as fit into the draft's context in the row with the least
+        room. The tree's nodes leave the cache at the end, so accepted ones are fed again in the
+        next round.
         """
         # Feed each row the tokens that its cache lacks.
         feeds, depths = self._read_new_tokens(state, shape.depth)
@@ -327,8 +345,9 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
         counts = [len(feed) for feed in feeds]
         num_cached = [len(row.cached) for row in self.rows]
 
-        # With masks, one pass gives the logits of all levels. Without masks, this pass gives those
-        # of the first level, and each further level takes a pass of its own.
+        # With masks, one pass gives the logits [B, K, W] of all K levels (W: tokens that draft and
+        # target share). Without masks, this pass gives the logits of the first level, and `expand`
+        # runs one pass for each further level.
         logits_BKW = self._draft_in_one_pass(feeds, depths)
         if logits_BKW is None:
             hidden_BTH = self.layers(pad_rows(feeds, self.draft.device), counts)
@@ -337,8 +356,14 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
         step = TreePass.begin_at_root(num_cached, self.draft.device)
 
         def expand(index_BT: Tensor, rows_BT: Tensor) -> Tensor:
-            """Return the logits [B, T, W] of the children of T nodes of each tree's last level."""
+            """Return the logits [B, T, W] of the children of T nodes of each tree's last level.
+
+            Args:
+                index_BT: [B, T], the tokens of the nodes, as indices into the W shared tokens.
+                rows_BT: [B, T], the rows of the nodes' parents in the level before.
+            """
             nonlocal step
+            # With masks, all nodes of a level have the same logits, which are known already.
             if self.mask_token_id is not None:
                 return logits_BKW[:, next(levels), None].expand(-1, rows_BT.shape[1], -1)
             step = step.add_level(rows_BT)
@@ -348,13 +373,15 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
                 )
             )
 
-        # Rows without a tree must not draw from their generators.
+        # Rows without a tree must not draw from their generators, so that their later random
+        # numbers stay the same. They get a generator that nobody else uses.
         row_generators = [
             generator if feed else torch.Generator()
             for generator, feed in zip(generators, feeds, strict=True)
         ]
 
-        # Grow the tree, then drop its positions from the cache.
+        # Grow the trees, cut to the depth that all rows have room for. Then drop the tree's
+        # positions from the cache.
         drafts = shape.cut(min(depth for depth in depths if depth)).grow(
             logits_BKW[:, 0], expand, sampling, row_generators
         )
@@ -372,9 +399,13 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
     def _read_new_tokens(self, state: DecodingState, k: int) -> tuple[list[list[int]], list[int]]:
         """Read the target's new tokens, and cut rejected tokens off the cache.
 
+        Args:
+            state: the sequences in the target's tokens.
+            k: the most tokens to draft.
+
         Returns:
-            The tokens that each row is fed first, and how many tokens can be drafted for each row.
-            A row whose text has no tokens of the draft gets no tokens and 0.
+            For each row the tokens that must be fed first, and the number of tokens that can be
+            drafted. A row whose text cannot be written in the draft's tokens gets [] and 0.
 
         Raises:
             UserError: if a sequence is longer than the draft's context.
@@ -384,22 +415,26 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
         for row, token_ids in zip(self.rows, state.token_ids, strict=True):
             num_unchanged = row.read(token_ids)
             # The draft's context limits the fed tokens. The last draft token is never fed, hence
-            # the + 1. A sequence that fits into the target's context may take more tokens of the
-            # draft.
+            # the + 1. A sequence that fits into the target's context can still be too long for the
+            # draft's, because the draft's tokenizer may need more tokens for the same text.
             room = self.max_positions - len(row.ids) + 1
             if room < 1:
                 self._raise_context_error(len(row.ids))
             steps.append(min(k, room) if row.ids else 0)
             feeds.append(row.take_uncached(num_unchanged) if row.ids else [])
 
-        # The new tokens count as cached already, so the cache still holds as many tokens less.
+        # `take_uncached` has added the new tokens to `row.cached`, but they are not in the KV cache
+        # yet. Cut the KV cache to the tokens before them.
         self.layers.truncate(
             [len(row.cached) - len(feed) for row, feed in zip(self.rows, feeds, strict=True)]
         )
         return feeds, steps
 
     def _draft_in_one_pass(self, feeds: Sequence[list[int]], steps: Sequence[int]) -> Tensor | None:
-        """Return the logits [B, K, W] after each row's last token and after the masks behind it.
+        """Return the logits of all K draft steps from one pass, for a model with a mask token.
+
+        Each row is fed its tokens and then masks. The logits [B, K, W] over the W tokens that draft
+        and target share are those after the row's last token and after each mask.
 
         Args:
             feeds: the tokens that each row is fed.
@@ -421,7 +456,8 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
         # Forget the masks.
         self.layers.truncate([len(row.cached) for row in self.rows])
 
-        # Gather the states of the last token and of the masks, padded for rows with fewer.
+        # Gather the states of the last token and of the masks. Rows with fewer masks are padded:
+        # the clamp keeps their indices inside the tensor, and nobody reads those states.
         last_B1 = torch.tensor(
             [[max(len(feed) - 1, 0)] for feed in feeds], device=hidden_BTH.device
         )
@@ -433,7 +469,11 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
         )
 
     def _compute_logits(self, hidden_BH: Tensor) -> Tensor:
-        """Return logits [B, W] for hidden states [B, H], or [B, K, W] for [B, K, H]."""
+        """Return logits [B, W] for hidden states [B, H], or [B, K, W] for [B, K, H].
+
+        W is the number of tokens that draft and target share. With the same vocabulary these are
+        all tokens.
+        """
         logits_BV: Tensor = self.head(hidden_BH)
         return logits_BV if self.shared_vocabulary is None else logits_BV[..., self._draft_ids_W]
 

@@ -56,16 +56,22 @@ class SharedVocabulary:
 
     @cached_property
     def draft_ids_of(self) -> dict[int, list[int]]:
-        """A map from each target token to the draft's tokens for it, without tokens it lacks."""
+        """The draft's token ids for each target token id; tokens that the draft lacks are absent.
+
+        A shared token has exactly one draft id. A token in `read_as` may have none or several.
+        """
         pairs = zip(self.target_ids_W.tolist(), self.draft_ids_W.tolist(), strict=True)
-        return {token: [same] for token, same in pairs} | dict(self.read_as)
+        return {token: [draft_id] for token, draft_id in pairs} | dict(self.read_as)
 
     def encode_for_draft(self, target_ids: Sequence[int]) -> list[int]:
-        """Encode target tokens that the draft lacks in the draft's own tokens, possibly none.
+        """Write target tokens that the draft lacks in the draft's own tokens.
 
         Args:
-            target_ids: target tokens that follow one another. They are decoded together, because
-                one alone may hold half a character.
+            target_ids: target tokens that follow one another. They are decoded together, because a
+                single token may hold half a character.
+
+        Returns:
+            The draft's token ids of the same text; none if the tokens have no text.
         """
         # Ids beyond the tokenizer are padding rows of the embedding, which have no text.
         known_ids = [token for token in target_ids if token < len(self.target_tokenizer)]
@@ -95,17 +101,18 @@ def match_vocabularies(
         draft_vocab_size: the width of the draft's logits.
         heterogeneous_vocab: whether the vocabularies may differ; None for a command that has no
             such key.
-        token_replacements: the target's text of a token, with the draft's text for it.
+        token_replacements: the text of target tokens, each with the text that the draft writes in
+            its place.
         key: the recipe key of the draft, which errors name.
 
     Returns:
-        The tokens that both hold; None if all ids are the same, and the sizes of the logits too.
+        The tokens that both vocabularies hold. None if no translation is needed, because all token
+        ids and the numbers of logits are the same.
 
     Raises:
-        UserError: naming `key`, if the tokenizers differ and `heterogeneous_vocab` is not true, or
-            if they share no token at all. Naming the `token_replacements` next to it, for text that
-            is no token of the target, for a replacement that takes tokens without logits, and for
-            replacements between tokenizers that do not differ.
+        UserError: if the tokenizers differ and `heterogeneous_vocab` is not true, if they share no
+            token at all, or for a replacement whose text is no token of the target, whose draft
+            tokens have no logits, or that is given although the tokenizers are the same.
     """
     # Equal tokenizers need no translation, if the vocabularies are padded alike.
     difference = describe_difference(target_tokenizer, draft_tokenizer)
@@ -172,8 +179,16 @@ def match_vocabularies(
 def _find_target_token(
     target_tokenizer: PreTrainedTokenizerBase, text: str, target_vocab_size: int, key: str
 ) -> int:
-    """Return the target's token that a text spells; raise UserError if it is not exactly one."""
+    """Return the id of the target token that a text spells.
+
+    Raises:
+        UserError: naming `key`, if the text is not exactly one token that has a logit.
+    """
+    # A text without tokens gets an id that has no logit, so that it is refused below.
     token_id, *further_ids = encode(target_tokenizer, text) or [target_vocab_size]
+
+    # The tokenizer encodes a text that it does not know as the unknown token, which decodes to
+    # another text.
     is_unknown = (
         text not in target_tokenizer.get_vocab() and target_tokenizer.decode([token_id]) != text
     )
@@ -181,7 +196,7 @@ def _find_target_token(
         raise UserError(
             key,
             got=text,
-            expected="the text of one token of the target, with the draft's text for it",
+            expected="a text that is exactly one token of the target's tokenizer",
         )
     return token_id
 
@@ -193,16 +208,20 @@ def _encode_replacement(
     target_text: str,
     key: str,
 ) -> list[int]:
-    """Return the draft's tokens of a text; raise UserError if the draft has no logits for one."""
+    """Return the draft's token ids of the text that replaces a target token.
+
+    Raises:
+        UserError: naming `key`, if the draft has no logit for one of the tokens.
+    """
     token_ids = encode(draft_tokenizer, draft_text)
     if max(token_ids, default=0) >= draft_vocab_size:
         raise UserError(
             key,
             got=(
-                f"{draft_text} for {target_text}, token {max(token_ids)} of a draft with"
-                f" {draft_vocab_size} logits"
+                f"{draft_text} for {target_text}, which is token {max(token_ids)} of a draft with"
+                f" only {draft_vocab_size} logits"
             ),
-            expected="a text of tokens that have logits",
+            expected="a text whose tokens all have a logit",
         )
     return token_ids
 
@@ -210,19 +229,20 @@ def _encode_replacement(
 def _replace_token(
     pairs: dict[int, int], read_as: dict[int, list[int]], token_id: int, draft_token_ids: list[int]
 ) -> None:
-    """Let draft tokens stand for a token of the target, in the maps of both vocabularies.
+    """Note in both maps which draft tokens stand for a target token.
 
     Args:
-        pairs: the draft's token for each target token that can be proposed; changed here.
-        read_as: the draft's tokens for each target token that is only read; changed here.
+        pairs: the draft's token for each target token that can be proposed; changed in place.
+        read_as: the draft's tokens for each target token that is read but cannot be proposed;
+            changed in place.
         token_id: the target's token.
-        draft_token_ids: the draft's tokens for it, possibly none.
+        draft_token_ids: the draft's tokens that stand for it, possibly none.
     """
     pairs.pop(token_id, None)
     read_as[token_id] = draft_token_ids
     if len(draft_token_ids) == 1:
-        # One token of the draft stands for one token of the target: this one. Other target tokens
-        # that the draft's token stood for are from now on only read as it.
+        # A draft token can be proposed for only one target token, which is now this one. Other
+        # target tokens that the draft token stood for are still read as it, but not proposed.
         other_ids = [token for token, draft_id in pairs.items() if draft_id == draft_token_ids[0]]
         read_as |= {token: [pairs.pop(token)] for token in other_ids}
         del read_as[token_id]
@@ -232,14 +252,14 @@ def _replace_token(
 def check_rows(
     tokenizer: PreTrainedTokenizerBase, num_rows: int, key: str, name: Path | str
 ) -> None:
-    """Check that all tokens of a draft that texts may hold have a row in its embedding.
+    """Check that the draft's embedding has a row for each token that a text may contain.
 
-    Added tokens are checked if the chat template contains them. Others, such as those for images,
-    may have no row.
+    Added tokens are checked only if the chat template contains them. Other added tokens, such as
+    those for images, may have no row.
 
     Args:
         tokenizer: the draft's tokenizer.
-        num_rows: the rows of the embedding.
+        num_rows: the number of rows of the embedding.
         key: the recipe key that errors name.
         name: what errors call the draft.
 
@@ -260,15 +280,15 @@ def check_rows(
         raise UserError(
             key,
             got=(
-                f"{name} with {num_rows} rows in its embedding, and none for {len(needed_tokens)}"
-                f" tokens such as {needed_tokens[0]!r}"
+                f"{name} with {num_rows} rows in its embedding, and no row for"
+                f" {len(needed_tokens)} tokens, such as {needed_tokens[0]!r}"
             ),
-            expected="a row for each token of its tokenizer",
+            expected="an embedding row for each token of the draft's tokenizer",
         )
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Return the tokens of a text; a text that spells a token is that token."""
+    """Return the token ids of a text; a text that is the name of a token has only that id."""
     # Look the text up first, because tokenizers may split the text of a special token into pieces.
     token_id = tokenizer.get_vocab().get(text)
     if token_id is not None:
@@ -283,8 +303,8 @@ def describe_difference(
     """Describe how two vocabularies differ: their sizes, and the first differing ids and roles.
 
     Returns:
-        The text for the user. None if every id names the same token, and the same tokens are
-        special in the same roles.
+        A text for an error message. None if every id names the same token, and the special tokens
+        (`eos_token` and so on) are the same.
     """
     target_names = _list_token_names(target_tokenizer)
     draft_names = _list_token_names(draft_tokenizer)
@@ -306,13 +326,13 @@ def describe_difference(
 
 
 def _list_token_names(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """Describe a vocabulary: the token of each id, and the special token of each role.
+    """Return the token of each id, and the special token of each role, as texts.
 
     Returns:
         For example `{"id 7": "'the'", "eos_token": "'</s>' (id 2)"}`. A special token without a
         role has its own text as key.
     """
-    # Names and ids are in one dictionary, so that two tokenizers are compared by comparing keys.
+    # Ids and roles are in one dictionary, so that one loop over its keys compares two tokenizers.
     tokens_by_id = {
         f"id {token_id}": repr(token)
         for token, token_id in sorted(tokenizer.get_vocab().items(), key=itemgetter(1))

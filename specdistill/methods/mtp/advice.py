@@ -43,14 +43,24 @@ class MtpAdvice(ChainAdvice[MtpDraft]):
         draft_info: sizes.ModelConfigInfo | None,
         settings: DraftSettings,
     ) -> sizes.PlannedDraft:
-        """Describe the layers that come with the target, or a fresh one of their kind."""
+        """Return the size and cost of a multi-token-prediction layer, for `specdistill plan`.
+
+        Args:
+            target: the target, described by its config.json.
+            draft_info: an existing draft, which this method does not need.
+            settings: the recipe's settings of the draft, which this method does not need.
+
+        Returns:
+            The figures of the layers that come with the target, or of a fresh layer if none do.
+        """
         # Build the layer for a tiny target, to check that the target's class can have one.
         target.build_on_tiny_target(MtpDraft)
         text = target.text
         key, num_layers = target.native_mtp or (None, 1)
 
-        # Each layer is fc [H, 2H], three norms and a decoder layer; a step runs one of them, and
-        # embedding and head are the target's.
+        # With hidden size H, each layer has a projection fc [H, 2H], three norms [H] and a decoder
+        # layer. A step runs one such layer, and reads the LM head. Embedding and LM head are copies
+        # of the target's.
         last = target.weightless.layers[-1]
         decoder_size = sum(parameter.numel() for parameter in last.parameters())
         fuse_size = 2 * text.hidden_size**2 + 3 * text.hidden_size
@@ -62,7 +72,8 @@ class MtpAdvice(ChainAdvice[MtpDraft]):
             copied=2 * table_size,
         )
 
-        # A layer that comes with a target is served where its maker says.
+        # A layer that comes with the target is assumed to be served by the engines that its maker
+        # names. A fresh layer is served only for some types of targets.
         is_served = key is not None or text.model_type in SERVED_TYPES
         note = f"a fresh layer: the config has no {', no '.join(NATIVE_KEYS)}"
         if key:
@@ -81,7 +92,7 @@ class MtpAdvice(ChainAdvice[MtpDraft]):
         # widths that all its layers share.
         width = getattr(text, "intermediate_size", None) or text.moe_intermediate_size
 
-        # The KV cache is that of one layer, the target's last that sees all tokens.
+        # The draft's KV cache is as large as that of the target's last full-attention layer.
         cached_layers = target.cache.layers if target.cache else ()
         full = [layer for layer in cached_layers if layer.size and layer.window is None]
         return sizes.PlannedDraft(
@@ -103,11 +114,19 @@ class MtpAdvice(ChainAdvice[MtpDraft]):
     def find_native_layers(
         self, raw: sizes.RawConfig, names: Set[str], text: PreTrainedConfig
     ) -> tuple[str, int] | None:
-        """Find the layers that config.json states, unless the names of tensors contradict it.
+        """Find the multi-token-prediction layers that a target's config.json announces.
 
-        Only the file's own keys count, not the config that transformers makes of it.
+        Args:
+            raw: the content of config.json. transformers adds default values when it reads the
+                file, so its config may announce layers that the file does not.
+            names: the names of the target's tensors; empty if they are not known.
+            text: the target's text config, as transformers reads it.
+
+        Returns:
+            The key that announces the layers and their number. None if there is no such key, or if
+            the names are known and no tensor belongs to such a layer.
         """
-        # Names are known if the target's files are here. Without names, config.json is believed.
+        # If the names are known, one of them must belong to such a layer.
         if names:
             num_layers = getattr(text, "num_hidden_layers", 0)
             if find_naming(text.model_type).find_prefix(names, num_layers) is None:
@@ -121,7 +140,11 @@ class MtpAdvice(ChainAdvice[MtpDraft]):
         return None
 
     def find_causes(self, head: MtpDraft, target: FrozenTarget) -> Iterator[Repair]:
-        """Yield what may be wrong with a multi-token-prediction layer whose files are right."""
+        """Yield possible faults of a layer whose files are complete, each with a trial repair.
+
+        `specdistill doctor` applies each repair and checks whether the draft accepts more.
+        """
+        # `fc` projects the embedding of the next token and the hidden state, one after the other.
         yield Repair(
             "the two halves that fc reads, embedding and hidden state, are swapped",
             partial(swap_halves, names=["fc"]),

@@ -57,19 +57,20 @@ DESCRIPTION = "one multi-token-prediction layer"
 
 
 def build_mtp(target: FrozenTarget, *, init: str | None = None, seed: int = 0) -> MtpDraft:
-    """Build a draft on the target's device: one layer, called again for each further token.
+    """Build a draft on the target's device: one layer, which is run once for each draft token.
 
-    It is in float32, or in the dtype of its file if `init` is a folder or a Hub id.
+    The draft is in float32, or in the dtype of its file if `init` is a folder or a Hub id.
 
     Args:
         target: the target.
-        init: None for the weights that the target's checkpoint has, `scratch` for a fresh layer, or
-            a draft's folder or Hub id.
+        init: where the weights come from: None for the layer in the target's own checkpoint,
+            `scratch` for a fresh layer, or the folder or Hub id of a trained draft.
         seed: the seed of a fresh layer's weights.
 
     Raises:
-        UserError: if `init` is None and the target has no such weights, if they are not those of
-            one layer, or if the target's architecture does not fit (see `MtpDraft`).
+        UserError: if `init` is None and the target's checkpoint has no such layer, if the tensors
+            are not those of one layer, or if the target's architecture does not fit (see
+            `MtpDraft`).
     """
     if init is None:
         return _load_from_target(target)
@@ -80,22 +81,23 @@ def build_mtp(target: FrozenTarget, *, init: str | None = None, seed: int = 0) -
 
 @torch.no_grad()
 def _build_fresh(target: FrozenTarget, seed: int) -> MtpDraft:
-    """Build a fresh layer that reads the target's last hidden state.
+    """Build a draft with fresh weights, which reads the target's last hidden state.
 
-    At first fc passes on the normed state alone. A decoder layer follows, as its architecture
-    initializes it, and then a copy of the target's own final norm.
+    The projection fc passes on only the normed hidden state at first. After it come a decoder
+    layer with random weights, and a copy of the target's final norm.
 
-    A copy of one of the target's layers starts at a lower loss, but learns more slowly: it was made
-    for a residual stream that all layers before it add to.
+    A copy of one of the target's layers would start at a lower loss, but it learns more slowly: it
+    was made for a residual stream that all layers before it add to.
     """
-    # Let fc = [0 I]: it ignores the embedding of the next token and passes the normed hidden state
-    # on.
+    # The input of fc is the embedding of the next token and then the hidden state. With fc = [0 I]
+    # it ignores the embedding, and passes the hidden state on as it is.
     draft = MtpDraft(target)
     size = target.hidden_size
     draft.fc.weight.copy_(torch.cat((torch.zeros(size, size), torch.eye(size)), dim=1))
     draft.norm.load_state_dict(target.norm.state_dict())
 
-    # The decoder layer is drawn in a fork of the random state, so that the caller's stays as it is.
+    # Draw the decoder layer's weights as the target's class does. `fork_rng` restores the caller's
+    # random state afterwards.
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         draft.layers.apply(target.model._init_weights)
@@ -103,13 +105,15 @@ def _build_fresh(target: FrozenTarget, seed: int) -> MtpDraft:
 
 
 def _load_from_target(target: FrozenTarget) -> MtpDraft:
-    """Load the layer of the target's checkpoint, which transformers does not load.
+    """Build a draft from the multi-token-prediction layer in the target's own checkpoint.
+
+    transformers ignores the tensors of this layer, so they are read from the files here.
 
     Raises:
-        UserError: if there is no such layer, or if it does not share embedding and head with the
-            target.
+        UserError: if the checkpoint has no such layer, or if the layer's embedding and LM head are
+            not the target's.
     """
-    # Without weights to load, both checks below raise this error.
+    # The next two checks raise this error.
     no_layer_error = UserError(
         "draft.init",
         got=f"null, and {target.name} has no multi-token-prediction weights",
@@ -128,7 +132,8 @@ def _load_from_target(target: FrozenTarget) -> MtpDraft:
     if prefix is None:
         raise no_layer_error
 
-    # Load its tensors. Copies of the target's own tensors must be equal to them.
+    # Load the layer's tensors. DeepSeek-V3's format repeats the target's embedding and LM head in
+    # the layer. The draft uses the target's, so the repeated tensors must be equal to them.
     tensors = shards.load(name for name in shards.file_of if naming.has_tensor(name, prefix))
     for name in naming.copies:
         target_tensor = target.tensor(name)
@@ -137,7 +142,7 @@ def _load_from_target(target: FrozenTarget) -> MtpDraft:
             raise UserError(
                 "target.model",
                 got=f"{target.name}, whose multi-token-prediction layer has its own {name}",
-                expected="a layer that shares embedding and head with the target",
+                expected="a layer whose embedding and LM head are equal to the target's",
             )
 
     # Compute in float32. Which dtype the checkpoint had is looked up again when the draft is
@@ -149,7 +154,7 @@ def _load_from_target(target: FrozenTarget) -> MtpDraft:
 def find_native_layer(
     names: Collection[str], model_type: str, num_layers: int, target: str
 ) -> tuple[Naming, str | None]:
-    """Find out how a checkpoint names its own multi-token-prediction layer.
+    """Find out under which names a checkpoint holds its own multi-token-prediction layer.
 
     Args:
         names: the names of the checkpoint's tensors.
@@ -158,31 +163,31 @@ def find_native_layer(
         target: what errors call the target.
 
     Returns:
-        The naming, and the prefix of the layer's names. The prefix is None if the checkpoint has no
-        such layer.
+        The naming, which is a table of names, and the prefix that all names of the layer begin
+        with. The prefix is None if the checkpoint has no such layer.
 
     Raises:
-        UserError: for names of no known kind.
+        UserError: if the checkpoint has such a layer under names that engines do not know.
     """
-    # The checkpoint may be named differently from what engines expect. A stray `mtp` in a name
-    # shows it.
+    # If no tensor has a known name, but one has `mtp` in its name, the checkpoint has a layer under
+    # names that engines do not know.
     naming = find_naming(model_type)
     prefix = naming.find_prefix(names, num_layers)
     mtp_names = [name for name in names if "mtp" in name]
     if prefix is None and mtp_names:
         raise UserError(
             "target.model",
-            got=f"{target}, whose files hold {mtp_names[0]}",
-            expected=f"tensors named as in {naming.name}",
+            got=f"{target}, whose files hold the tensor {mtp_names[0]}",
+            expected=f"multi-token-prediction tensors named as in {naming.name}",
         )
     return naming, prefix
 
 
 def check_native(shapes: Mapping[str, torch.Size], target: TargetFiles) -> int:
-    """Check the layer in a target's own checkpoint, and count its tensors.
+    """Check the multi-token-prediction layer in a target's own checkpoint; count its tensors.
 
-    Engines load the norms, the projection, and a decoder layer with the names and shapes of the
-    target's own last layer.
+    Engines load three norms, a projection, and a decoder layer whose tensors have the names and
+    shapes of the target's own last layer.
 
     Args:
         shapes: the shapes of all tensors of the checkpoint, by name.
@@ -192,7 +197,8 @@ def check_native(shapes: Mapping[str, torch.Size], target: TargetFiles) -> int:
         How many tensors the layer has.
 
     Raises:
-        UserError: if there is no such layer, or if it is not what engines load.
+        UserError: if there is no such layer, or if engines cannot load it because tensors are
+            missing or of another shape.
     """
     # Find the layer by the names of the tensors.
     text = target.text_config
@@ -213,10 +219,12 @@ def check_native(shapes: Mapping[str, torch.Size], target: TargetFiles) -> int:
                 f"{target.name}, whose files have no layer that predicts further tokens"
                 f"{''.join(promises[:1])}"
             ),
-            expected="a target that comes with such a layer, or draft=PATH of a trained layer",
+            expected="a target that comes with such a layer, or draft=PATH for a trained layer",
         )
 
-    # The tensors that such a layer needs: a decoder layer, and what surrounds it.
+    # List the tensors that such a layer needs: those of a decoder layer (see the target's last
+    # layer), and the projection and norms around it. The dot in front of a name makes `.layers.`
+    # match at its beginning, too.
     decoder_shapes = {
         f".{name}".partition(last_layer)[2]: shape
         for name, shape in shapes.items()
@@ -247,19 +255,22 @@ def check_mtp(
     key: str,
     name: Path | str,
 ) -> None:
-    """Check a draft as `load_mtp` does, except for the decoder layer inside.
+    """Check the config.json and the tensors of a draft's folder without building the draft.
 
-    Only the target's own class describes that layer.
+    The shapes of the decoder layer inside are not checked, because only the target's own class
+    knows them.
 
     Args:
         folder: the folder that holds config.json.
-        tensors: the tensors by name. They need have no content.
-        target: the target's files; None checks nothing.
+        tensors: the tensors by name. Only names and shapes are read, so they may be on the meta
+            device.
+        target: the target's files. Without a target (None) nothing is checked.
         key: the recipe key that errors name.
         name: what errors call the draft.
 
     Raises:
-        UserError: as `load_mtp`.
+        UserError: if the draft is for another target, or if tensors are unknown, missing or of
+            another shape.
     """
     if target is None:
         return
@@ -272,8 +283,8 @@ def check_mtp(
         if not naming.has_tensor(tensor_name, prefix):
             raise UserError(
                 key,
-                got=f"{name} with {tensor_name}",
-                expected=f"the tensors of one layer, {prefix}… ({naming.name})",
+                got=f"{name} with the tensor {tensor_name}",
+                expected=f"only tensors of one layer, named {prefix}… ({naming.name})",
             )
 
     # Compare the shapes of the tensors around the decoder layer.
@@ -288,14 +299,14 @@ def check_mtp(
 
 
 def _build_surroundings(naming: Naming, prefix: str, size: int) -> dict[str, Tensor]:
-    """Return the tensors around the decoder layer, without content, by their names in files.
+    """Return the tensors around the decoder layer on the meta device, by their names in files.
 
-    They are fc [H, 2H] and norms [H].
+    They are the projection fc [H, 2H] and norms [H], where H is the hidden size.
 
     Args:
-        naming: how the file names them.
-        prefix: how their names begin.
-        size: H.
+        naming: how files name the tensors.
+        prefix: how the names in the file begin.
+        size: H, the hidden size.
     """
     shapes = {
         file_name: (size, 2 * size) if part == "fc.weight" else (size,)
@@ -314,20 +325,21 @@ def _fill_draft(
     source: Path | str,
     key: str,
 ) -> MtpDraft:
-    """Build a draft from tensors that are named as in files, in the dtypes that they have.
+    """Build a draft from a file's tensors, and keep their dtypes.
 
     Args:
         target: the target.
-        tensors: the tensors, whose names begin with `prefix`.
-        naming: how the file names them.
-        prefix: how their names begin.
-        source: where they come from, for errors.
+        tensors: the tensors by their names in the file, which begin with `prefix`.
+        naming: how the file names the tensors of the layer.
+        prefix: how the names in the file begin.
+        source: where the tensors come from, for errors.
         key: the recipe key that errors name.
 
     Raises:
-        UserError: as `check_tensors`.
+        UserError: if tensors are missing, unknown or of another shape.
     """
-    # Check the file against a fresh draft, in the file's own form of experts, then load it.
+    # Compare the file with a fresh draft, whose tensors are renamed as in the file. Files hold the
+    # experts of a mixture of experts either one by one or in one tensor.
     draft = MtpDraft(target)
     check_tensors(
         naming.to_file(draft.state_dict(), prefix, fused=has_fused_experts(tensors)),
@@ -343,9 +355,10 @@ def _fill_draft(
 
 
 def save_mtp(draft: MtpDraft, folder: Path) -> None:
-    """Write a draft into a folder; `load_mtp` reads it back bit for bit."""
-    # Describe the draft in config.json by its target's text config, which `check_layer_fit`
-    # compares.
+    """Write a draft into a folder, from which `load_mtp` reads exactly the same weights."""
+    # Put the target's text config into config.json. When the draft is loaded, `check_layer_fit`
+    # compares it with the text config of the target then. The depth key says how many layers there
+    # are: 1.
     text = draft.config.text_config
     naming = find_naming(text["model_type"])
     config = {
@@ -387,7 +400,7 @@ def check_layer_fit(
     key: str,
     target: str,
 ) -> None:
-    """Check that a folder's config.json is that of a draft for this target.
+    """Check that a folder's config.json describes a multi-token-prediction draft for this target.
 
     Args:
         config: the content of config.json.
@@ -397,7 +410,7 @@ def check_layer_fit(
         target: what errors call the target.
 
     Raises:
-        UserError: if it is not.
+        UserError: if config.json describes something else, or a draft for another target.
     """
     # The file must be of this format.
     if config.get("architectures") != [ARCHITECTURE]:
@@ -407,7 +420,8 @@ def check_layer_fit(
             expected=f"a multi-token-prediction draft ({ARCHITECTURE})",
         )
 
-    # Its target must be like this one in the keys that determine the shapes of the layer.
+    # The target that the draft was made for must agree with this one in the keys that determine
+    # the shapes of the layer.
     text_keys = config.get("text_config") or {}
     for name in IDENTITY:
         if text_keys.get(name) != text_config.get(name):
@@ -426,12 +440,13 @@ def export_mtp(
     target: TargetFiles | None,
     num_speculative_tokens: int,
 ) -> None:
-    """Write the target's checkpoint with the draft's layer in it.
+    """Write a copy of the target's checkpoint with the draft's layer in it, for an engine.
 
     See `Method.export` for the arguments.
 
     Raises:
-        UserError: as `check_mtp_target` and `merge_mtp_weights`.
+        UserError: if engines do not load such a layer for this target (see `check_mtp_target`), or
+            if the layer does not fit into the checkpoint (see `merge_mtp_weights`).
     """
     target = require_target(target, "the layer goes into its checkpoint")
     check_mtp_target(engine, target)
@@ -439,30 +454,31 @@ def export_mtp(
 
 
 def check_mtp_target(engine: str, target: TargetFiles) -> None:
-    """Check that engines look for such a layer in a target's checkpoint.
+    """Check that engines load a multi-token-prediction layer from this target's checkpoint.
 
     Raises:
-        UserError: for a type of target in which no engine looks for it, and for a quantized
-            checkpoint, which cannot take it.
+        UserError: if engines do not look for such a layer in targets of this type, or if the
+            checkpoint is quantized, so that an unquantized layer cannot be added.
     """
-    # Engines look for the layer in some classes of targets only.
+    # Engines look for the layer only in targets of some types.
     kind = target.text_config.get("model_type")
     if kind not in tensor_names.SERVED_TYPES:
         raise UserError(
             "engine",
-            got=f"{engine} for a layer of {target.name}, a {kind}",
+            got=f"{engine} for a multi-token-prediction layer of {target.name}, a {kind}",
             expected=(
-                "a target of a class for which it loads such layers:"
+                "a target of a type for which engines load such layers:"
                 f" {', '.join(sorted(tensor_names.SERVED_TYPES))}"
             ),
         )
 
-    # A quantized checkpoint declares how its weights are packed, and the layer is not packed so.
+    # The config of a quantized checkpoint says how its weights are packed. Engines would expect the
+    # layer's weights to be packed like that, too.
     if target.config.get("quantization_config") or target.text_config.get("quantization_config"):
         raise UserError(
             "target.model",
             got=f"{target.name}, which is quantized",
-            expected="a checkpoint in floating point",
+            expected="a checkpoint that is not quantized, because the layer is not",
         )
 
 
@@ -475,9 +491,9 @@ def merge_mtp_weights(draft: Path, target: Path, output: Path) -> None:
         output: the new folder.
 
     Raises:
-        UserError: before anything is written, if the draft is for another target, if its tensors
-            are not those that the checkpoint already has, or if the checkpoint disagrees with its
-            index.
+        UserError: if the draft is for another target, if its tensors are not the ones that the
+            layer in the checkpoint has, or if the checkpoint disagrees with its index. Nothing has
+            been written then.
     """
     # Check the checkpoint and the draft before anything is written.
     checkpoint = Shards.open(target, "target.model")
@@ -498,9 +514,10 @@ def merge_mtp_weights(draft: Path, target: Path, output: Path) -> None:
 def _convert_tensors(
     draft: Path, draft_config: RawConfig, checkpoint: Shards, config: RawConfig
 ) -> dict[str, Tensor]:
-    """Load the draft's tensors, and give them the names and dtypes of the target's checkpoint.
+    """Load the draft's tensors under the names and dtypes that they get in the target's checkpoint.
 
-    If the checkpoint has no such layer, these are the names and dtypes that it would have there.
+    If the checkpoint has such a layer already, its names and dtypes are used. Otherwise the names
+    are those that engines expect, and the dtypes those of similar tensors in the checkpoint.
 
     Args:
         draft: the folder of the draft.
@@ -511,7 +528,8 @@ def _convert_tensors(
     target = checkpoint.folder
     text = config.get("text_config") or config
 
-    # A config.json may omit values that are its model's defaults.
+    # The target's config.json may omit values that are the defaults of its class. For these the
+    # draft's values are taken, so that the check compares only values that the file states.
     check_layer_fit(
         draft_config,
         {**(draft_config.get("text_config") or {}), **text},
@@ -537,8 +555,9 @@ def _convert_tensors(
     if has_fused_experts(layer_names or checkpoint.file_of):
         tensors = tensor_names.merge_experts(tensors)
 
-    # The draft must have the tensors of the layer that the checkpoint has, except for the repeated
-    # ones. If the checkpoint has no such layer, the repeated ones are added.
+    # If the checkpoint has such a layer, the draft must have the same tensors, except for those
+    # that repeat the target's embedding and LM head (`naming.copies`). If the checkpoint has no
+    # such layer, the repeated tensors are added.
     if layer_names:
         replaced_names = layer_names - {prefix + name for name in naming.copies}
         wrong_names = replaced_names ^ tensors.keys()
@@ -553,7 +572,7 @@ def _convert_tensors(
         raise UserError(
             "draft",
             got=f"{draft}, whose tensors differ in {', '.join(sorted(wrong_names)[:3])}",
-            expected=f"the tensors of the layer that {target} has",
+            expected=f"the same tensors as the layer in {target}",
         )
 
     # Cast each tensor to the dtype of the tensor that it replaces, else to that of the same part of
@@ -575,8 +594,12 @@ def _read_stated_dtype(config: RawConfig, text_config: RawConfig) -> torch.dtype
 
 
 def _copy_repeated_tensors(checkpoint: Shards, naming: Naming, prefix: str) -> dict[str, Tensor]:
-    """Return copies of the target's own tensors that the naming repeats, by their new names."""
-    # Find each tensor of the target that the naming repeats, under the first of its possible names.
+    """Return copies of the target's tensors that the layer repeats, by their names in the layer.
+
+    DeepSeek-V3's format, for example, repeats the target's embedding and LM head in the layer.
+    """
+    # Find the source of each repeated tensor in the checkpoint. It may have one of several names:
+    # a tied LM head, for example, is stored as the embedding only. The first name found is used.
     sources = {}
     for copy, ends in naming.copies.items():
         matching_names: list[str] = []
@@ -592,12 +615,12 @@ def _copy_repeated_tensors(checkpoint: Shards, naming: Naming, prefix: str) -> d
 
 
 def _write_checkpoint(checkpoint: Shards, merged: dict[str, Tensor], folder: Path) -> None:
-    """Write the checkpoint's files into another folder, with tensors replaced or added.
+    """Write a copy of a checkpoint into another folder, with some tensors replaced or added.
 
     Args:
         checkpoint: the checkpoint.
-        merged: the tensors that replace or are added, by name.
-        folder: the other folder.
+        merged: the tensors that replace those of the same name, or are added, by name.
+        folder: the folder of the copy.
     """
     # Choose the file of each tensor: the file that has it now, or a new one.
     is_sharded = (checkpoint.folder / INDEX).is_file()
@@ -608,7 +631,7 @@ def _write_checkpoint(checkpoint: Shards, merged: dict[str, Tensor], folder: Pat
     # These files hold tensors that are replaced or added.
     rewritten = {file_of[name] for name in merged}
 
-    # Link the files that do not change, and copy the small ones.
+    # Hard-link the weights that do not change, and copy the small files.
     for path in sorted(checkpoint.folder.rglob("*")):
         inside = path.relative_to(checkpoint.folder)
         # Hidden folders hold what a download or git keeps about the original.
@@ -638,7 +661,7 @@ def _write_checkpoint(checkpoint: Shards, merged: dict[str, Tensor], folder: Pat
             checkpoint.load(kept_names) | new_tensors, folder / file, metadata={"format": "pt"}
         )
 
-    # Renew the index, with the new total size.
+    # Write a new index, which maps each tensor's name to its file and states the total size.
     if is_sharded:
         index = read_json(checkpoint.folder / INDEX)
         index["weight_map"] = file_of

@@ -9,8 +9,8 @@ class MtpDraftConfig(HeadDraftConfig):
 
     init: str | None = option(
         None,
-        "initialization: scratch, or the folder or Hub id of a trained draft; null: the target's"
-        " own layer",
+        "where the weights come from: scratch (random weights), or the folder or Hub id of a"
+        " trained draft; null: the layer in the target's own checkpoint",
     )
 
 

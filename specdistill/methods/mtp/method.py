@@ -56,9 +56,10 @@ class Mtp(ChainMethod[MtpRecipe, MtpDraft]):
         name: Path | str,
         **options: object,
     ) -> None:
-        """Check a layer by its headers.
+        """Check a draft's folder by its config.json and the names and shapes of its tensors.
 
-        It returns None, because the decoder layer inside has no shape of a head.
+        Other heads return their shape here. This method returns None, because the sizes of the
+        decoder layer are known only to the target's class.
         """
         checkpoint.check_mtp(folder, tensors, target, key=key, name=name)
 
@@ -69,7 +70,10 @@ class Mtp(ChainMethod[MtpRecipe, MtpDraft]):
     def check_served(
         self, engine: str, layout: Layout, draft: MtpDraft, target: FrozenTarget
     ) -> None:
-        """Check that the engine looks for such a layer in the target's checkpoint."""
+        """Check that the engine loads a multi-token-prediction layer from the target's checkpoint.
+
+        A target that was made in memory has no checkpoint, and is not checked.
+        """
         if target.files:
             checkpoint.check_mtp_target(engine, target.files)
 
@@ -82,7 +86,7 @@ class Mtp(ChainMethod[MtpRecipe, MtpDraft]):
         target: TargetFiles | None,
         num_tokens: int,
     ) -> None:
-        """Write the target's checkpoint with the layer in it."""
+        """Write a copy of the target's checkpoint with the draft's layer in it, for an engine."""
         checkpoint.export_mtp(folder, engine, layout, output, target, num_tokens)
 
 

@@ -153,9 +153,9 @@ class MtpDraft(Head):
         return features.last_hidden.to(self.fc.weight.dtype)
 
     def scale_output(self, factor: float) -> None:
-        """Multiply the logits by a factor.
+        """Multiply the logits by a factor, by scaling the final norm.
 
-        It is not exact for large logits if the target's head caps them.
+        The result is not exact for large logits if the target's LM head caps its logits.
         """
         scale_norm(self.norm, factor)
 
@@ -170,11 +170,18 @@ class MtpDraft(Head):
         rotary: tuple[Tensor, Tensor],
         kv_cache: KVCache,
     ) -> tuple[Tensor, Tensor]:
-        """Run one draft step over T positions.
+        """Run one draft step over T positions of B rows, with hidden size H.
+
+        Args:
+            next_ids_BT: [B, T], the token after each position.
+            hidden_BTH: [B, T, H], the hidden state at each position: the target's in the first
+                draft step, the draft's own in later steps.
+            rotary: the cosines and sines of the positions.
+            kv_cache: computes the attention.
 
         Returns:
-            The normed state [B, T, H] twice: `logits` reads it, and it is the hidden state of the
-            next step.
+            The normed state [B, T, H] twice: once for the LM head, and once as the hidden state of
+            the next step.
         """
         # Embed the next token, norm both inputs, and project [B, T, 2H] to [B, T, H].
         embedding_BTH = self.embed_tokens(next_ids_BT).to(self.fc.weight.dtype)
@@ -187,8 +194,8 @@ class MtpDraft(Head):
     def _run_layer(
         self, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], kv_cache: KVCache
     ) -> Tensor:
-        """Run the decoder layer, whose attention the KVCache computes."""
-        # Some classes return a tuple with the attention weights, others the hidden state alone.
+        """Run the decoder layer on hidden states [B, T, H]; `kv_cache` computes its attention."""
+        # Depending on the class, a layer returns the hidden state, or a tuple that begins with it.
         output = self.layers[0](
             hidden_BTH, attention_mask=None, position_embeddings=rotary, kv_cache=kv_cache
         )
@@ -197,16 +204,19 @@ class MtpDraft(Head):
 
     @torch.no_grad()
     def _check_route(self) -> None:
-        """Run one position through the layer, and check that its query reaches the KVCache.
+        """Check that the layer's class computes its attention through the KVCache.
 
         Raises:
-            UserError: if the query does not reach the KVCache.
+            UserError: if it computes the attention in another way.
         """
-        # Answer the query with the values, so that any sequence of operations after it works.
         requested_layers: list[int] = []
 
         def attend(layer: int, query_BNTd: Tensor, key_BGTd: Tensor, value_BGTd: Tensor) -> Tensor:
-            """Note the request, and return the values [B, N, T, d] in place of attention."""
+            """Note the request, and return the values [B, N, T, d] in place of attention.
+
+            Each of the G value heads is repeated for its query heads, of which there are N. So the
+            result has the shape that the layer expects of an attention's output.
+            """
             requested_layers.append(layer)
             return value_BGTd.repeat_interleave(query_BNTd.shape[1] // value_BGTd.shape[1], dim=1)
 
@@ -219,17 +229,18 @@ class MtpDraft(Head):
         if not requested_layers:
             raise UserError(
                 "target.model",
-                got=f"{layer_class.__name__}, whose attention does not use that interface",
+                got=f"{layer_class.__name__}, whose attention does not use AttentionInterface",
                 expected=EXPECTED,
             )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "MtpDraft":
-        """Apply `fn`, but keep in float32 what transformers keeps in float32.
+        """Apply `fn` to all tensors, but keep those in float32 that transformers keeps in float32.
 
-        DeepSeek's routing bias, for example, stays in float32 when the draft changes dtype.
+        PyTorch calls this function for `.to(…)` and similar. DeepSeek's routing bias, for example,
+        stays in float32 when the draft changes to bfloat16.
         """
-        # Keep what must not be rounded, apply the function to everything, and put the kept data
-        # back.
+        # Save the tensors that must not be rounded, apply the function to everything, and put the
+        # saved data back on the new device.
         old_state = self.state_dict(keep_vars=True)
         float32_tensors = {}
         for name in old_state:
@@ -252,18 +263,22 @@ def attend_kv_cache(
     kv_cache: KVCache | None = None,
     **options: object,
 ) -> tuple[Tensor, None]:
-    """Compute attention by a `KVCache`; transformers calls this function.
+    """Compute the attention of the draft's decoder layer in a `KVCache`.
+
+    transformers calls this function in place of its own attention functions, because the layer's
+    config names it. Shapes: B rows, T positions, N query heads, G key/value heads, d size of a
+    query or key, e size of a value.
 
     Returns:
         The output [B, T, N, e], as transformers wants it, and None for the attention weights.
 
     Raises:
-        UserError: for attention that is more than softmax(scaling q k) v over what the KVCache
-            shows: windows, sinks, caps, biases.
+        UserError: if the layer asks for more than plain attention softmax(scaling q k) v, for
+            example for a window, sinks, a cap or biases.
     """
-    # List everything that asks for more than plain causal attention. `attention_mask` is None,
-    # because `MtpDraft` passes none. A layer that does not pass on its keyword arguments loses the
-    # KVCache.
+    # List everything that asks for more than plain causal attention. `MtpDraft` passes no
+    # attention mask, so a mask would be the layer's own. A missing KVCache means that the layer
+    # did not pass its keyword arguments on.
     unsupported = [
         name
         for name, value in options.items()
@@ -272,7 +287,7 @@ def attend_kv_cache(
     if attention_mask is not None:
         unsupported.append("a mask of its own")
     if kv_cache is None:
-        unsupported.append("keyword arguments that get lost")
+        unsupported.append("keyword arguments that do not reach its attention")
     if unsupported:
         raise UserError(
             "target.model",

@@ -48,22 +48,31 @@ class Naming:
         return self.template.format(n=num_layers)
 
     def find_prefix(self, names: Iterable[str], num_layers: int) -> str | None:
-        """Find the prefix in a checkpoint; None if it has no such layer.
+        """Find how the names of a checkpoint's multi-token-prediction layer begin.
 
-        The checkpoint's text model may be nested (`model.language_model.`).
+        Args:
+            names: the names of the checkpoint's tensors.
+            num_layers: the number of the target's layers.
+
+        Returns:
+            The prefix of the layer's names; None if the checkpoint has no such layer.
         """
+        # Look for the layer's projection fc. In a multimodal checkpoint the names begin with
+        # `model.language_model.` in place of `model.`, so only the part after `model.` is compared.
         fc_name = self.names["fc.weight"]
         end = "." + self.prefix(num_layers).removeprefix("model.") + fc_name
         fc_names = [name for name in names if f".{name}".endswith(end)]
         return fc_names[0].removesuffix(fc_name) if fc_names else None
 
     def has_tensor(self, name: str, prefix: str) -> bool:
-        """Return whether a tensor belongs to the layer of this prefix or to a further such layer.
+        """Return whether a tensor belongs to a multi-token-prediction layer of a checkpoint.
 
-        Further layers have higher numbers in their prefixes.
-        # `model.` may be followed by a name in between, so it is left off before names are
-        # compared.
+        Args:
+            name: the name of the tensor.
+            prefix: the prefix of the first such layer, for example `model.layers.61.`. Further
+                such layers have higher numbers.
         """
+        # A prefix without a number, such as `mtp.`, covers all layers.
         numbered = re.fullmatch(r"(.*\.)(\d+)\.", prefix)
         if numbered is None:
             return name.startswith(prefix)
@@ -73,16 +82,17 @@ class Naming:
     def to_file(
         self, tensors: Mapping[str, Tensor], prefix: str, *, fused: bool = False
     ) -> dict[str, Tensor]:
-        """Return the draft's tensors by their names in a file, experts one by one unless `fused`.
+        """Rename a draft's tensors from the names in its module to the names in a file.
 
         Args:
-            tensors: the draft's tensors, by the names that they have here.
-            # A prefix without a number, such as `mtp.`, covers all layers.
+            tensors: the draft's tensors, by their names in the module.
             prefix: how the names in the file begin.
-            fused: keep the experts of a layer in one tensor.
+            fused: whether the file holds all experts of a layer in one tensor. Otherwise it has
+                tensors for each single expert.
         """
         tensors = tensors if fused else split_experts(tensors)
-        # Names that the table does not hold are those of the decoder layer.
+        # `self.names` holds the names of the projection and the norms. All other names belong to
+        # the decoder layer.
         file_names = {
             name: self.names.get(name) or self.layer + name.removeprefix("layers.0.")
             for name in tensors
@@ -90,9 +100,9 @@ class Naming:
         return {prefix + file_names[name]: tensor for name, tensor in tensors.items()}
 
     def from_file(self, tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-        """Return a file's tensors by the names that the draft has for them.
+        """Rename a file's tensors to the names in the draft's module: the inverse of `to_file`.
 
-        It is the inverse of `to_file`, for either form of experts.
+        The file may hold experts one by one or all in one tensor.
         """
         draft_names = {file_name: name for name, file_name in self.names.items()}
         file_tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
@@ -146,9 +156,9 @@ SERVED_TYPES = DEEPSEEK_TYPES | {
 
 
 def find_naming(model_type: str) -> Naming:
-    """Return the naming that engines load for a target of this type.
+    """Return how engines name the tensors of such a layer for a target of this type.
 
-    If no engine knows one, it is Qwen3-Next's.
+    For a type that no engine knows, the naming is that of Qwen3-Next.
     """
     return DEEPSEEK_V3 if model_type in DEEPSEEK_TYPES else QWEN3_NEXT
 
@@ -158,7 +168,7 @@ NATIVE_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_lay
 
 
 def find_depth_key(model_type: str) -> str:
-    """Return the one of `NATIVE_KEYS` that a checkpoint of this type has."""
+    """Return the config key with the number of multi-token-prediction layers, for a model type."""
     return (
         "mtp_num_hidden_layers" if model_type.startswith("qwen3_5") else "num_nextn_predict_layers"
     )
@@ -170,21 +180,23 @@ def has_fused_experts(names: Iterable[str]) -> bool:
 
 
 def split_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Split `experts.gate_up_proj` and `experts.down_proj` into matrices of single experts.
+    """Split tensors that hold all experts of a layer into matrices of single experts.
 
-    Each expert gets a matrix for each of its parts. The matrices are views, not copies.
+    transformers holds the E experts in `experts.gate_up_proj` [E, 2I, H] and `experts.down_proj`
+    [E, H, I] (I: size inside an expert, H: hidden size). Checkpoints name a matrix for each part of
+    each expert, such as `experts.0.gate_proj.weight` [I, H]. The matrices are views, not copies.
     """
     result: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        # gate_up_proj holds the gate and the up projection one after the other along its middle
-        # axis.
+        # Leave all other tensors as they are.
         experts, _, matrix = name.rpartition(".")
         parts = EXPERT_PARTS.get(matrix)
         if parts is None or f"{experts}.gate_up_proj" not in tensors:
             result[name] = tensor
             continue
 
-        # Split along that axis, [E, 2I, H] into two of [E, I, H], and along the experts.
+        # gate_up_proj holds the gate and the up projection one after the other along its middle
+        # axis. Split it into two tensors [E, I, H], and each tensor into its E experts.
         for part, part_weights in zip(parts, tensor.chunk(len(parts), dim=1), strict=True):
             result |= {
                 f"{experts}.{e}.{part}.weight": expert_weight
@@ -194,9 +206,9 @@ def split_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def merge_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Merge the matrices of single experts; every expert must be there.
+    """Merge the matrices of single experts into tensors of all experts, as transformers holds them.
 
-    It is the inverse of `split_experts`, for matrices that are named one by one.
+    This is the inverse of `split_experts`. Every expert must be there.
     """
     result: dict[str, Tensor] = {}
     parts: dict[str, dict[str, dict[int, Tensor]]] = {}

@@ -27,13 +27,17 @@ class NgramConfig(Section):
 
     rule: Literal["specdistill", "vllm", "llama.cpp"] = option(
         "specdistill",
-        "specdistill: continue the latest match, repeated past the end; vllm: the first match;"
-        " llama.cpp: as its ngram-simple does",
+        "which match is continued; specdistill: the latest, and past the end of the text its"
+        " continuation is repeated; vllm: the first; llama.cpp: as its ngram-simple does",
     )
-    min: int = option(1, "shortest n-gram to match", ge=1, condition=SEVERAL_LENGTHS)
-    max: int = option(3, "longest n-gram to match; with rule=llama.cpp the only length", ge=1)
+    min: int = option(1, "tokens of the shortest n-gram to match", ge=1, condition=SEVERAL_LENGTHS)
+    max: int = option(
+        3, "tokens of the longest n-gram to match; with rule=llama.cpp of all n-grams", ge=1
+    )
     lookup: Literal["sequence", "prompt"] = option(
-        "sequence", "where to look: prompt and output, or the prompt", condition=OWN_RULE
+        "sequence",
+        "the text that is searched; sequence: prompt and output; prompt: only the prompt",
+        condition=OWN_RULE,
     )
 
     _has_lengths = model_validator(mode="after")(check_lengths)
@@ -43,16 +47,16 @@ class NgramEvalConfig(EvalConfig):
     """The section `eval:` of a recipe of n-gram lookup."""
 
     ngram: NgramConfig = option(
-        NgramConfig(), "how n-grams are looked up", condition=ENGINE_IS_NOT_RUNNING
+        NgramConfig(), "settings of n-gram lookup", condition=ENGINE_IS_NOT_RUNNING
     )
 
     @model_validator(mode="after")
     def _check_engine_supports_values(self) -> "NgramEvalConfig":
         """Check that an engine that this command starts supports the values of `eval.ngram`."""
-        # Each engine has its own rule, and no other.
         if ENGINE_IS_STARTED.holds(self):
-            # llama.cpp compares n-grams of one length, so the default rule, with its shortest
-            # length, is not allowed.
+            # An engine looks up by its own rule, so `rule` may only have its default or the
+            # engine's name. For llama.cpp the default is not allowed either: it has a shortest
+            # length, `min`, but all n-grams of llama.cpp have one length.
             rules = ("llama.cpp",) if self.engine == "llama.cpp" else ("specdistill", self.engine)
             check_engine_values(self, "ngram", rule=rules, lookup=("sequence",))
             if LLAMA_CPP.holds(self):

@@ -54,14 +54,14 @@ class NgramLookup:
 
     @property
     def settings(self) -> dict[str, object]:
-        """The settings that the rule reads, as reports state them."""
+        """The settings that have an effect under the chosen rule, for reports."""
         rule_settings = (
             {"lookup": self.lookup} if self.rule == "specdistill" else {"rule": self.rule}
         )
         return {"min": self.min, "max": self.max, **rule_settings}
 
     def restart(self) -> None:
-        """Forget the sequence."""
+        """Forget the sequence: empty the index of its n-grams."""
         self._next_positions = {}
         self._num_indexed = 0
 
@@ -84,29 +84,39 @@ class NgramLookup:
         return []
 
     def _continue_text(self, text: list[int], start: int, k: int) -> list[int]:
-        """Return up to k draft tokens: the tokens of the text from the index `start` on."""
+        """Return up to k draft tokens: those that follow an earlier match in the text.
+
+        Args:
+            text: the sequence.
+            start: the index in the text of the first token after the match.
+            k: the most draft tokens.
+        """
+        # vLLM's rule ends at the end of the text.
         if self.rule == "vllm":
             return text[start : start + k]
 
-        # llama.cpp never drafts the last token, needs `max` tokens of continuation, and begins only
-        # when the text is long enough (see the top of this file).
+        # llama.cpp's rule never drafts the last token of the text. It drafts only if at least `max`
+        # tokens follow the match, and if the text has more than max + k + 2 tokens.
         if self.rule == "llama.cpp":
             continuation = text[start : min(start + k, len(text) - 1)]
             is_long_enough = len(continuation) >= self.max and len(text) > self.max + k + 2
             return continuation if is_long_enough else []
 
-        # Past the end of the text, repeat the tokens from `start` on.
+        # specdistill's rule always gives k tokens: past the end of the text, the tokens from
+        # `start` on are repeated.
         period = len(text) - start
         return [text[start + i % period] for i in range(k)]
 
     def _index(self, text: list[int]) -> None:
-        """Add the text's new n-grams to the index, except for those that end with the last token.
+        """Add the text's new n-grams, each with the position after it, to the index.
 
-        No token follows the last one yet.
+        N-grams that end with the text's last token are not added, because nothing follows them yet.
         """
+        # llama.cpp's rule skips one more token at both ends of the text.
+        num_skipped = 1 if self.rule == "llama.cpp" else 0
+
         # Index every n-gram that ends at a new position. vLLM's rule keeps the first occurrence of
-        # an n-gram, the others the latest.
-        num_skipped = 1 if self.rule == "llama.cpp" else 0  # tokens skipped at both ends
+        # an n-gram, the other rules keep the latest.
         for end in range(self._num_indexed + 1, len(text) - num_skipped):
             for n in range(self.min, min(self.max, end - num_skipped) + 1):
                 ngram = tuple(text[end - n : end])

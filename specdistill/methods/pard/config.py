@@ -13,23 +13,25 @@ class PardDraftConfig(DraftModelDraftConfig):
 
     parallel_tokens: int = option(
         8,
-        "tokens predicted in one pass in training: by a token and the masks after it",
+        "K, tokens predicted in one training pass: one by the token itself, the others by masks"
+        " after it",
         ge=1,
         le=64,
     )
     retention: float = option(
         0.7,
-        "conditional drop: mask i follows retention ** i of the tokens; 1: every token",
+        "conditional drop: mask i is trained after a share retention ** i of the tokens; 1: after"
+        " every token",
         gt=0,
         le=1,
     )
     min_retention: float = option(
-        0.2, "smallest share of the tokens that a mask follows", ge=0, le=1
+        0.2, "conditional drop: the smallest share of tokens, for masks of any i", ge=0, le=1
     )
     mask_token_id: int | None = option(
         None,
-        "token in the place of each token that is not drafted yet; null: the mask of draft.init,"
-        " the tokenizer's mask, or a token that texts do not hold",
+        "id of the mask token, which stands for each token that is not drafted yet; null: the mask"
+        " of draft.init, the tokenizer's mask, or a token that texts do not hold",
         ge=0,
     )
 

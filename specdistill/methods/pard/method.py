@@ -31,21 +31,22 @@ class Pard(ModelMethod[PardRecipe]):
     advice = PardAdvice()
 
     def find_mask(self, folder: Path, key: str) -> int:
-        """Return the mask token that a checkpoint's config.json names.
+        """Return the id of the mask token that a checkpoint's config.json names.
 
         Raises:
-            UserError: naming `key`, if there is none or if it is beyond the embedding.
+            UserError: naming `key`, if config.json names no mask token, or an id that is not below
+                the vocabulary size.
         """
         config = read_config(folder, key)
         mask = config.get("pard_token")
 
-        # `bool` is a subclass of `int`, so the types are compared exactly.
+        # JSON's `true` is an instance of `int` in Python, so the types are compared exactly.
         num_rows = config.get("vocab_size")
         if type(mask) is not int or type(num_rows) is not int or not 0 <= mask < num_rows:
             raise UserError(
                 key,
                 got=f"{folder} with pard_token {mask!r} and a vocabulary of {num_rows!r}",
-                expected="a row of its embedding",
+                expected="a pard_token from 0 to the vocabulary size minus 1",
             )
         return mask
 
@@ -54,11 +55,14 @@ class Pard(ModelMethod[PardRecipe]):
         return has_mask(config) and super().is_named(config, names)
 
     def create(self, recipe: PardRecipe, target: FrozenTarget, rows: Dataset) -> PreTrainedModel:
-        """Create the model that a recipe describes, and choose its mask (see `choose_mask`)."""
+        """Create the draft model of a recipe, and note its mask token in its config.
+
+        The mask token stands for each token that is not drafted yet (see `choose_mask`).
+        """
         draft = super().create(recipe, target, rows)
 
-        # Keep the mask of a draft that is continued, unless the recipe states another one. vLLM
-        # reads both keys from config.json.
+        # A draft that is trained further keeps its mask token, unless the recipe states another
+        # one. vLLM reads the keys `pard_token` and `spd_type` from config.json.
         inherited = getattr(draft.config, "pard_token", None)
         settings = recipe.draft
         mask = choose_mask(settings.mask_token_id, settings.init, inherited, target, rows)
@@ -68,7 +72,7 @@ class Pard(ModelMethod[PardRecipe]):
     def build_objective(
         self, draft: PreTrainedModel, recipe: PardRecipe, target: FrozenTarget
     ) -> ParallelDistillation:
-        """Build the objective that a recipe describes."""
+        """Build the training objective of a recipe: the draft together with its loss."""
         return ParallelDistillation(
             draft,
             build_divergence(recipe.loss.divergence),

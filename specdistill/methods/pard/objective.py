@@ -44,21 +44,23 @@ def draw_masks(
     min_retention: float,
     seed: int,
 ) -> tuple[Tensor, Tensor]:
-    """Choose at random which masks follow each token of a batch (PARD's conditional drop).
+    """Choose at random after which tokens of a batch masks are trained (PARD's conditional drop).
 
-    A mask is possible if the token that it predicts carries loss and is in the same document as the
-    token that it follows, and if all tokens between the two carry loss.
+    After a token, masks 1 to K - 1 stand for the unknown next tokens. Mask i predicts the token
+    i + 1 positions after its token. This is only possible if that token and all tokens between the
+    two have a loss; they are then in one document.
 
     Args:
         batch: packed rows [B, T].
-        num_predicted: K, the tokens that are predicted in one pass.
-        retention: mask i is kept for this share of the tokens to the power of i.
+        num_predicted: K, the tokens that are predicted in one pass, by a token and its masks.
+        retention: mask i is kept after a share retention ** i of the tokens.
         min_retention: the smallest share of the tokens that a mask is kept for.
-        seed: the seed of the drop.
+        seed: the seed of the random choice.
 
     Returns:
-        The columns [B, M] of the tokens that masks follow, and the masks' numbers [B, M], from 1
-        on. Padding follows column 0 and has the number `num_predicted`, which no mask has.
+        Two tensors [B, M], where M is the most masks of a row: the column of the token that each
+        mask follows, and the mask's number i. Padding has column 0 and the number K, which no mask
+        has.
     """
     num_rows, length = batch["position_ids"].shape
     num_tokens = num_rows * length
@@ -149,7 +151,7 @@ class ParallelDistillation(Distillation):
             raise UserError(
                 "draft.init",
                 got=f"a model with {reason}",
-                expected="a model that respects mask and position ids",
+                expected="a model that obeys a given attention mask and given position ids",
             )
 
         # Attention masks separate the documents here, not their lengths.
@@ -158,8 +160,13 @@ class ParallelDistillation(Distillation):
         self.seed = seed
 
     def prepare(self, batch: dict[str, Tensor], number: int | None) -> dict[str, Tensor]:
-        # Held-out rows always use the number -1, so that evaluations can be compared.
-        """Return the batch with the masks that are drawn for it."""
+        """Return the batch with masks that are drawn at random for it.
+
+        Args:
+            batch: a batch of packed rows.
+            number: the number of the batch in training; None in evaluation.
+        """
+        # Evaluation always uses the number -1, so that it draws the same masks each time.
         seed = self.seed * 1_000_003 + (-1 if number is None else number)
         columns_BM, numbers_BM = draw_masks(batch, *self.drop, seed=seed)
         return batch | {"mask_columns": columns_BM, "mask_numbers": numbers_BM}
@@ -169,10 +176,12 @@ class ParallelDistillation(Distillation):
         return self._list_predictions(**batch)[0].sum()
 
     def read_target(self, target: FrozenTarget, inputs: dict[str, Tensor]) -> dict[str, object]:
-        """Return the target's distributions of all tokens that are predicted.
+        """Return the target's distributions of all predicted tokens, as soft targets.
 
-        In training with hard labels there are none.
+        In training with hard labels they are None.
         """
+        # Index 2 of the list is the position of each predicted token in the flattened batch. The
+        # base class reads the target's distributions at `loss_positions`.
         return super().read_target(
             target, inputs | {"loss_positions": self._list_predictions(**inputs)[2]}
         )
@@ -188,17 +197,17 @@ class ParallelDistillation(Distillation):
         measure: bool = False,
         **unread: object,
     ) -> tuple[Tensor, StepSums]:
-        """Return the loss summed over the predicted tokens, and the sums of each drafted position.
+        """Return the sum of the losses of all predictions, and the metrics' sums by draft position.
 
         Args:
-            input_ids: [B, T], packed as specdistill.data.rows.packing says.
+            input_ids: [B, T], the tokens of B rows, each of which holds several documents.
             position_ids: [B, T], which start again at 0 with each document.
             loss_positions: [R], the loss tokens, as positions in the flattened batch.
             mask_columns: [B, M], the columns of the tokens that masks follow.
-            mask_numbers: [B, M], which mask of its token each one is (see `draw_masks`).
+            mask_numbers: [B, M], the number of each mask after its token (see `draw_masks`).
             soft_targets: the target's distributions; None for hard labels in training.
-            measure: fill the metrics that cost time, too.
-            **unread: other columns of the batch.
+            measure: also compute the metrics that cost time.
+            **unread: other columns of the batch, which are not needed.
         """
         # Run the model over the T tokens and M masks of each row.
         hidden_BNH = self.hidden_states(input_ids, position_ids, mask_columns, mask_numbers)
@@ -232,19 +241,19 @@ class ParallelDistillation(Distillation):
     def hidden_states(
         self, input_ids: Tensor, position_ids: Tensor, columns_BM: Tensor, numbers_BM: Tensor
     ) -> Tensor:
-        """Run the model over tokens and masks.
+        """Run the model over the T tokens and M masks of each row, as N = T + M slots.
 
         Args:
-            input_ids: [B, T] token ids.
+            input_ids: [B, T], the token ids.
             position_ids: [B, T], which start again at 0 with each document.
-            columns_BM: [B, M], the columns of the tokens that masks follow.
-            numbers_BM: [B, M], which mask of its token each one is.
+            columns_BM: [B, M], the column of the token that each mask follows.
+            numbers_BM: [B, M], the number of each mask after its token, from 1 on.
 
         Returns:
-            The hidden states [B, N, H] that the head reads.
+            The hidden states [B, N, H] that the LM head reads, those of the tokens first.
         """
-        # Describe each slot: its column, its mask number (0 for a token), and the position that it
-        # has in its document.
+        # Describe each slot: the column of its token, its mask number (0 for the token itself), and
+        # its position in the document.
         config = self.draft.config
         backbone = self.anatomy.backbone
         column_BN = torch.cat(
@@ -256,18 +265,24 @@ class ParallelDistillation(Distillation):
         )
         number_BN = torch.cat((torch.zeros_like(input_ids), numbers_BM), 1)
 
-        # The position in its document of the last token that each slot sees.
+        # `last_BN` is the position, within the document, of the token that the slot belongs to. A
+        # mask stands as many positions after the token as its number says.
         last_BN = torch.cat((position_ids, position_ids.gather(1, columns_BM)), 1)
         position_BN = last_BN + number_BN
 
         def build_visibility(window: int | None) -> Tensor:
-            """Return which keys each query sees, bool [B, 1, N, N]: queries by keys."""
+            """Return which slots each slot may attend to, as bool [B, 1, queries N, keys N].
+
+            Args:
+                window: the size of a sliding window in positions; None for full attention.
+            """
             slots = column_BN, number_BN, position_BN
             key_column, key_number, key_position = (x_BN[:, None, None, :] for x_BN in slots)
             query_column, query_number, query_position = (x_BN[:, None, :, None] for x_BN in slots)
 
-            # A query sees the tokens of its document up to its column, and the masks of that column
-            # up to its own number. Its document begins at its column minus its position in it.
+            # A query sees the tokens (number 0) of its document up to its column, and the masks of
+            # the same column up to its own number. The first column of its document is its column
+            # minus the position in the document of its token.
             first_column = (column_BN - last_BN)[:, None, :, None]
             is_visible = torch.where(
                 key_number == 0,
@@ -300,18 +315,19 @@ class ParallelDistillation(Distillation):
         mask_numbers: Tensor,
         **_: object,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """List all predictions of a batch: first those made by tokens, then those made by masks.
+        """List the R predictions of a batch: first those made by tokens, then those made by masks.
 
         Args:
             position_ids: [B, T], which start again at 0 with each document.
             loss_positions: the loss tokens, as positions in the flattened batch.
-            mask_columns: [B, M], the columns of the tokens that masks follow.
-            mask_numbers: [B, M], which mask of its token each one is.
-            **_: other columns of the batch.
+            mask_columns: [B, M], the column of the token that each mask follows.
+            mask_numbers: [B, M], the number of each mask after its token, from 1 on.
+            **_: other columns of the batch, which are not needed.
 
         Returns:
-            Whether each prediction has a loss [R], the number of the mask that predicts [R] (0 for
-            a token), and the position of the predicted token in the flattened batch [R].
+            Three tensors [R]: whether the prediction has a loss, the number of the mask that
+            predicts (0 for a token), and the position of the predicted token in the flattened
+            batch.
         """
         # Mask i of the token at column t predicts the token at t + 1 + i. Padding masks may point
         # past the end, so their labels are clamped, and they have no loss.

@@ -16,23 +16,25 @@ from specdistill.recipe.sections import (
 class SuffixConfig(Section):
     """The section `eval.suffix`: how suffixes are looked up."""
 
-    min: int = option(1, "shortest match", ge=1)
-    max: int = option(24, "longest match", ge=1)
+    min: int = option(1, "fewest tokens that must match", ge=1)
+    max: int = option(24, "most tokens that are matched", ge=1)
     max_cached_requests: int = option(
-        10000, "latest earlier requests whose outputs are searched too; 0: none", ge=0
+        10000,
+        "number of earlier requests, the latest ones, whose outputs are searched too; 0: none",
+        ge=0,
     )
-    max_spec_factor: float = option(1.0, "maximum draft tokens per matched token", gt=0)
+    max_spec_factor: float = option(1.0, "most draft tokens for each matched token", gt=0)
     min_token_prob: float = option(
         0.1,
-        "minimum estimated probability of the draft: the product of its tokens' frequencies after"
-        " the match",
+        "the draft ends before its estimated probability falls below this value; the estimate is"
+        " the product of its tokens' relative frequencies after the match",
         ge=0,
         le=1,
     )
 
     @model_validator(mode="after")
     def _has_lengths(self) -> "SuffixConfig":
-        """Check the lengths of matches, and that something can be drafted."""
+        """Check that `min` is at most `max`, and that the longest match allows a draft token."""
         check_lengths(self)
         if self.max_spec_factor * self.max < 1:
             raise UserError(
@@ -47,14 +49,14 @@ class SuffixEvalConfig(EvalConfig):
     """The section `eval:` of a recipe of suffix decoding."""
 
     suffix: SuffixConfig = option(
-        SuffixConfig(), "how suffixes are looked up", condition=ENGINE_IS_NOT_RUNNING
+        SuffixConfig(), "settings of suffix decoding", condition=ENGINE_IS_NOT_RUNNING
     )
 
     @model_validator(mode="after")
     def _check_engine_supports_values(self) -> "SuffixEvalConfig":
         """Check that an engine that this command starts supports the values of `eval.suffix`."""
-        # vLLM has no shortest match. And if it cached requests, a repetition would find the outputs
-        # of the repetition before it.
+        # vLLM always matches from one token on. It must not cache requests: the measurement runs
+        # the same prompts several times, and later runs would find the outputs of earlier ones.
         if ENGINE_IS_STARTED.holds(self) and self.engine == "vllm":
             check_engine_values(self, "suffix", min=(1,), max_cached_requests=(0,))
         return self

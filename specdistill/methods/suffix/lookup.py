@@ -66,10 +66,11 @@ class SuffixTrie:
         self._open_nodes: list[Node] = []
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Add tokens to the last text."""
+        """Add tokens to the end of the last text, and count what they follow."""
         for token in tokens:
-            # The token follows every suffix of the text that has a node, and the empty string (the
-            # root). The suffixes that it makes longer are the open ones for the next token.
+            # Count the token after each suffix of the text that has a node, and after the empty
+            # suffix, which is the root. Suffixes longer than `depth` tokens are left out. The
+            # suffixes that now end with the token are open for the next token.
             self.tokens.append(token)
             longer_nodes = [
                 self._count_follower(node, token)
@@ -88,9 +89,11 @@ class SuffixTrie:
         If several tokens are equally frequent, the latest is returned.
 
         Returns:
-            The token, and its share of all tokens that followed; None if no token did.
+            The token, and its share of all tokens that followed the string. None if no token ever
+            followed it.
         """
-        # Walk down the trie, token by token.
+        # Walk down the trie, token by token. A place is a node, or for a string that occurred only
+        # once the position after it in the text.
         place: Place = self._root
         for token in tokens:
             longer_place = self._extend_place(place, token)
@@ -98,7 +101,8 @@ class SuffixTrie:
                 return None
             place = longer_place
 
-        # A string without a node occurred once: what followed then is the only candidate.
+        # A string without a node occurred once. The token after it is the only candidate, unless
+        # its text ended there.
         if not isinstance(place, Node):
             token = self._read_token(place)
             return None if token == END_MARK else (token, 1.0)
@@ -107,7 +111,16 @@ class SuffixTrie:
         return place.best, count_occurrences(place.children[place.best]) / place.followed
 
     def _extend_place(self, place: Place, token: int) -> Place | None:
-        """Return the place of the string with one more token; None if it did not occur."""
+        """Return the place in the trie of a string with one more token.
+
+        Args:
+            place: the place of the string: a node, or for a string that occurred only once the
+                position after it in the text.
+            token: the further token.
+
+        Returns:
+            The place of the longer string; None if the longer string did not occur.
+        """
         if isinstance(place, Node):
             return place.children.get(token)
         return place + 1 if self._read_token(place) == token else None
@@ -117,14 +130,19 @@ class SuffixTrie:
         return self.tokens[position] if position < len(self.tokens) else END_MARK
 
     def _count_follower(self, node: Node, token: int) -> Node | None:
-        """Count that the last token of `tokens` followed a node's string.
+        """Count that a token followed the string of a node.
+
+        Args:
+            node: the node of a string.
+            token: the token, which is the last one of `self.tokens`.
 
         Returns:
-            The node of the longer string, which ends with the token. None if this is the first
-            occurrence of the longer string, so that it has no node yet.
+            The node of the longer string, which ends with the token. None if the longer string
+            occurred for the first time, so that it has no node yet.
         """
-        # The first occurrence of the longer string is stored as a position, without a node. At the
-        # second occurrence it gets a node, which also counts the token after the first occurrence.
+        # At its first occurrence the longer string is stored as the position after it. At its
+        # second occurrence it gets a node with count 2, which also counts the token that followed
+        # the first occurrence.
         node.followed += 1
         child = node.children.get(token)
         if child is None:
@@ -174,11 +192,11 @@ class SuffixLookup:
 
         If the new list only adds outputs to the old one, only the added outputs are counted.
         """
-        # Keep the latest outputs only.
+        # Keep only the latest outputs, at most `max_cached_requests`.
         kept_outputs = list(outputs[max(0, len(outputs) - self.config.max_cached_requests) :])
 
-        # Forgetting cannot be done in the trie, so it is built anew if known outputs are not a
-        # prefix of the new ones.
+        # Texts cannot be removed from the trie. So it is built anew, unless the new list begins
+        # with all outputs that the trie holds.
         if kept_outputs[: len(self._past_outputs)] != self._past_outputs:
             self._past_outputs = []
             self._past_trie = SuffixTrie(self.config.max)
@@ -194,15 +212,17 @@ class SuffixLookup:
             text: the request. It begins with the text of the call before.
             k: the most draft tokens.
         """
-        # Add what is new in the request, and look the longest suffix up.
+        # Add the request's new tokens to its trie. Then find the longest suffix that occurred
+        # before, and the first draft token with its share of all tokens that followed.
         self._request_trie.extend(text[len(self._request_trie.tokens) :])
         tokens: list[int] = []
         text = text[-self.config.max :]
         probability = 1.0
         token, share, length = self._find_next(text, self.config.max)
 
-        # The more tokens agree, the more are drafted. The draft ends early when it becomes
-        # unlikely.
+        # The longer the suffix, the more tokens are drafted. The draft ends early if its estimated
+        # probability, the product of the shares, becomes too small. With one more token, the
+        # longest suffix can become longer by one token only.
         max_tokens = min(k, int(self.config.max_spec_factor * length))
         while len(tokens) < max_tokens and length:
             probability *= share
@@ -214,17 +234,18 @@ class SuffixLookup:
         return tokens
 
     def _find_next(self, text: list[int], longest: int) -> tuple[int, float, int]:
-        """Find the most likely token after the longest suffix of a text that a token followed.
+        """Find the longest suffix of a text that occurred before, and the token to expect next.
 
         Args:
             text: the request and the draft tokens so far.
             longest: the most tokens of the suffix.
 
         Returns:
-            The token, its share of all tokens that followed, and the length of the suffix, which is
-            0 if no suffix was found.
+            The token that most often followed the suffix, its share of all tokens that followed,
+            and the length of the suffix. All three are 0 if no suffix occurred before.
         """
-        # Shorten the suffix until something followed it, in the request first.
+        # Shorten the suffix until a token followed it. The request is searched before past outputs,
+        # because it is most like itself.
         for length in range(min(longest, len(text)), self.config.min - 1, -1):
             for trie in (self._request_trie, self._past_trie):
                 next_token = trie.find_next_token(text[-length:])
