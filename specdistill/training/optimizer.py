@@ -186,7 +186,7 @@ def build_optimizer(
         UserError: for Muon under DeepSpeed or FSDP, and for a `train.optim` that is not installed
             or lacks options.
     """
-    # The Trainer's choice of its optimizer is tried out now, so that an error comes before training.
+    # The Trainer builds its optimizer late. It is tried out here, so that an error comes early.
     if name != "muon_adamw":
         optimizer_name = OptimizerNames(arguments.optim).value
         try:
