@@ -181,7 +181,8 @@ def build_training_arguments(train: Mapping[str, Any], **defaults: Any) -> Train
             "train.fp16",
             got="float16 on a CPU",
             expected=(
-                "train.bf16=true, or neither: accelerate would train in float32 and not say so"
+                "train.bf16=true, or neither fp16 nor bf16: on a CPU accelerate would silently"
+                " train in float32"
             ),
         )
     _adapt_sharding(arguments, precision)
@@ -256,7 +257,7 @@ def _check_combinations(fields: Mapping[str, Any]) -> None:
         raise UserError(
             "train.torch_compile",
             got="true with activation checkpointing",
-            expected="one of the two",
+            expected="only one of train.torch_compile and train.activation_checkpointing",
         )
 
 
@@ -333,7 +334,7 @@ def check_precision(arguments: TrainingArguments, target_dtype: str) -> None:
         raise UserError(
             "train.bf16",
             got=f"false with target.dtype={target_dtype}",
-            expected="true, or train.fp16=true",
+            expected="true (or train.fp16=true), because a 16-bit target needs mixed precision",
         )
 
 
@@ -398,7 +399,7 @@ def _take_precision(fields: dict[str, object]) -> str:
         raise UserError(
             "train.fp16",
             got="true under DeepSpeed or FSDP",
-            expected="train.bf16=true, or accelerate_configs/ddp.yaml",
+            expected="train.bf16=true, or a launch without sharding (accelerate_configs/ddp.yaml)",
         )
     fields.pop("bf16", None)
     os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
@@ -433,7 +434,7 @@ def _adapt_sharding(arguments: TrainingArguments, precision: str) -> None:
                 "accelerate launch",
                 got=f"a configuration with FSDP {fsdp_version} and fsdp_state_dict_type"
                 f" {state_dict_type}",
-                expected=f"fsdp_version {FSDP[0]} and {FSDP[1]}, as fsdp2.yaml has them",
+                expected=(f"FSDP {FSDP[0]} and {FSDP[1]}, as in accelerate_configs/fsdp2.yaml"),
             )
         if arguments.save_on_each_node:
             raise UserError(
@@ -566,8 +567,8 @@ def _join_processes(arguments: TrainingArguments) -> None:
             "accelerate launch",
             got=f"{count_processes()} processes that would each train alone",
             expected=(
-                "processes of one group, as accelerate_configs/ddp.yaml starts them, and no"
-                " train.use_cpu"
+                "processes that train together: launch them with accelerate_configs/ddp.yaml, and"
+                " remove train.use_cpu"
             ),
         )
 

@@ -151,8 +151,8 @@ def check_launch(folder: Path, arguments: TrainingArguments) -> None:
         if is_first_here():
             logger.warning(
                 f"{folder} was saved by {saved['processes']} processes, and this launch has"
-                f" {now['processes']}: sums are rounded differently, and noise and dropout are"
-                " drawn anew."
+                f" {now['processes']}. Training resumes with other random numbers for noise and"
+                " dropout, and sums are rounded differently."
             )
         return
 

@@ -305,7 +305,7 @@ class Objective(nn.Module):
             raise UserError(
                 "train.activation_checkpointing",
                 got=f"true with layers of {type(self.layers[0]).__name__}",
-                expected=f"layers with {names[0]}",
+                expected=f"layers with an MLP, in an attribute named {' or '.join(names)}",
             )
         for mlp in mlps:
             mlp.forward = partial(checkpoint, mlp.forward, use_reentrant=False)

@@ -356,8 +356,8 @@ class Stopping(TrainerCallback):
                 )
         shown = ", ".join(map(str, rows[:8])) + (", …" if len(rows) > 8 else "")
         raise ResourceError(
-            f"the loss of step {step.number} is not finite, in a batch of rows {shown} of the"
-            f" training data ({path})",
+            f"the loss of step {step.number} is not finite. Its batch has rows {shown} of the"
+            f" training data (all rows: {path})",
             next_step="check these rows, or lower train.learning_rate or train.max_grad_norm",
         )
 

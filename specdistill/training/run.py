@@ -309,8 +309,8 @@ class TrainingRun:
                 new_path = _find_free_path(self.path / f"{name}-{step}")
                 os.replace(self.path / name, new_path)
         logger.info(
-            f"Training in {self.path} continues from step {step}, with the learning rates of"
-            f" the new length. The previous draft is kept in {new_path}."
+            f"Training in {self.path} continues from step {step}, with the learning-rate schedule"
+            f" of the new length. The previous draft is kept in {new_path}."
         )
 
     def train(self, trainer: ResumableTrainer) -> None:

@@ -240,7 +240,7 @@ class DistillationTrainer(ResumableTrainer):
             raise UserError(
                 "train.metric_for_best_model",
                 got=f"{metric}, which the held-out rows do not measure",
-                expected="acceptance_length, or rows with longer answers",
+                expected="acceptance_length, or held-out rows with longer answers",
             )
         return metrics
 
