@@ -425,7 +425,10 @@ class FrozenTarget:
                 "draft.aux_layers",
                 got=f"{self.name}, whose layers return {other_shapes.pop()} for an input of"
                 f" {tuple(last_hidden.shape)}",
-                expected="layers with one residual stream, or a draft without auxiliary layers",
+                expected=(
+                    "a target whose layers have one residual stream, or a draft without auxiliary"
+                    " layers"
+                ),
             )
         return Features(aux, last_hidden)
 

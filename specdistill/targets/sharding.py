@@ -64,8 +64,8 @@ def shard_class(
     if not distributed.is_initialized():
         raise UserError(
             KEY,
-            got="layers, but the processes form no group",
-            expected="a training script that accelerate launch starts",
+            got="layers outside of a group of processes",
+            expected="none, or a training script started by `accelerate launch`",
         )
     if is_quantized:
         raise UserError(
