@@ -107,7 +107,7 @@ class ModelFiles:
             name: the folder or the Hub id.
             revision: a branch, tag or commit; None for the default.
             key: the key that errors name.
-            expected: what errors say was expected.
+            expected: the text in errors that says what was expected.
 
         Raises:
             UserError: for a name that is neither a folder nor a Hub id.

@@ -113,7 +113,8 @@ def build_model_card(contents: CardContents, serving: Iterable[tuple[str, str]])
     num_tokens = report["settings"]["num_speculative_tokens"]
     lookup_text = describe_lookup(engines, lookup, num_tokens) if lookup else ""
 
-    # Format the tables. The headings of the measurement are below the heading of a section.
+    # Format the tables. Headings of the measurement get one `#` more, because they are inside a
+    # section of the card.
     measurement = format_measurement(
         {name: part for name, part in report.items() if name != "baseline"}
     )
@@ -260,7 +261,8 @@ def _list_results(contents: CardContents) -> Iterator[EvalResult]:
 
 def _format_identity(target: TargetIdentity) -> str:
     """Return the table that identifies the target: name, commit, adapter and hashes."""
-    # A local path is shortened to its name, so that no folders of this machine are published.
+    # A local path is shortened to its name, so that no folders of this machine are published. Each
+    # hash is one sha256 of the sha256 hashes of several files.
     path = Path(target.name_or_path)
     rows = {
         "name": path.name if path.is_absolute() else target.name_or_path,

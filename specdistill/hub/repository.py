@@ -143,7 +143,7 @@ class Repository:
         return f"v{max(numbers, default=0) + 1}"
 
     def check_visible(self, private: bool | None) -> None:
-        """Raise UserError if an existing repository is private or public against a wish.
+        """Raise UserError if an existing repository is not as private as the user asks for.
 
         Args:
             private: whether the repository shall be private; None if it does not matter.
@@ -301,6 +301,7 @@ def is_same(path: Path, hub_file: RepoFile | None) -> bool:
     if hub_file is None or path.stat().st_size != hub_file.size:
         return False
     if hub_file.lfs is not None:
+        # A link is resolved, so that the content is read and its name is not trusted.
         return hash_files([path.resolve()]) == [hub_file.lfs.sha256]
     return git_hash(path.read_bytes()) == hub_file.blob_id
 

@@ -171,7 +171,7 @@ AttentionMaskInterface.register(GROUPED_ATTENTION, sdpa_mask)
 
 @contextmanager
 def prepare_generation(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[PreTrainedModel]:
-    """Prepare a model for fast generation, and restore it afterwards.
+    """Prepare a model for fast generation while the block runs, and restore the model afterwards.
 
     Args:
         model: the model.
@@ -308,8 +308,9 @@ def generate_batch(
         num_parallel: parts that are generated at a time, at most one for each thread; None for all.
 
     Returns:
-        The new tokens of each row. A row ends with a token of `end_ids`, which is included. It is
-        cut short after `max_new_tokens`, or once nearly all other rows have ended.
+        The new tokens of each row. A row ends with a token of `end_ids`, which is included. A row
+        without such a token is cut short after `max_new_tokens`, or once nearly all other rows have
+        ended.
     """
     # Choose the number of parts, and how many of them are generated at a time.
     threads = torch.get_num_threads()
@@ -324,8 +325,8 @@ def generate_batch(
             temperatures[part::num_parts],
             max_new_tokens,
             end_ids,
-            # Each part has its own random numbers. 1,009 is larger than any number of parts, so no
-            # two parts of any batches have the same seed.
+            # Each part has its own random numbers. 1,009 is larger than any number of parts, so the
+            # parts of batches with different seeds never have the same seed.
             seed * 1_009 + part,
         )
 
@@ -370,7 +371,8 @@ def _generate_part(
     length = ids.shape[1]
 
     # State of each unfinished row: its number, whether it has ended, its temperature, the number of
-    # tokens of its prompt, and which slots of the cache hold tokens.
+    # tokens of its prompt, and which slots of the cache hold tokens. The mask has room for whole
+    # blocks of tokens, as the cache will have (a first argument of 1 means: not a prompt).
     row_number = torch.arange(num_rows, device=device)
     ended = torch.zeros(num_rows, dtype=torch.bool, device=device)
     temperature = torch.tensor(temperatures, device=device)

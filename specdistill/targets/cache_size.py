@@ -133,6 +133,7 @@ def _list_tensors(layer: object) -> list[Tensor]:
 
     Tensors without dimensions are left out: they are flags and lengths that control the layer.
     """
+    # Some layers keep their tensors as attributes, and some in dictionaries.
     values: list[object] = []
     for value in vars(layer).values():
         values.extend(value.values() if isinstance(value, dict) else [value])

@@ -310,8 +310,8 @@ def combine_hashes(hashes: Iterable[str]) -> str:
 def hash_contents(paths: Iterable[Path]) -> str:
     """Return one sha256 of the names and contents of files, whatever folders they are in."""
     files = list(paths)
-    # A link is resolved to the file that it leads to, so that the content is hashed and not taken
-    # from the name of the link.
+    # Links are resolved, so that the content of each file is read. Of a link in the Hub's cache,
+    # `hash_file` would trust the name of the file that it leads to, which is a hash.
     hashes = hash_files(path.resolve() for path in files)
     return combine_hashes(
         f"{sha256} {path.name}" for sha256, path in zip(hashes, files, strict=True)
@@ -388,10 +388,10 @@ class TargetFiles:
 
     @classmethod
     def from_config(cls, target: TargetConfig) -> "TargetFiles":
-        """Return the files that a recipe's `target:` names.
+        """Return the files of the target that a recipe's section `target` names.
 
         Raises:
-            UserError: as the constructor.
+            UserError: for a path that is not a target, and for several adapters.
         """
         return cls(target.model, target.revision, target.adapter, target.trust_remote_code)
 

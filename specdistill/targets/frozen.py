@@ -124,7 +124,7 @@ class Features:
         return self.from_tensors(feature[row_B1, position_BF] for feature in self.tensors)
 
     def rows(self, index: Sequence[int]) -> "Features":
-        """Return the features of the rows of the batch with these numbers."""
+        """Return the features of some rows of the batch, which are given by their numbers."""
         # The numbers are copied to the device once, and not once for each tensor.
         index_B = torch.tensor(index, device=self.last_hidden.device)
         return self.from_tensors(feature[index_B] for feature in self.tensors)
@@ -323,10 +323,10 @@ class FrozenTarget:
                 the documents (`specdistill.targets.packed_rows`).
             documents: the places of these documents, if they are known. Otherwise they are searched
                 in the position ids, for which the host waits for the device.
-            attention_mask: replaces the causal mask. It is [B, 1, T, S] over cached and new
+            attention_mask: replaces the causal mask. It is [B, 1, T, S] over the S cached and new
                 positions, and is added to the scores; or a dictionary with one such mask for each
                 kind of layer.
-            past_key_values: a cache whose tokens the new tokens continue. It grows.
+            past_key_values: a cache of the tokens before these. The new tokens are added to it.
 
         Returns:
             The features, in the dtype in which they are computed.
@@ -548,8 +548,8 @@ def build_tiny_target(
 
     With it, the class can be tried out before the real weights are fetched. Widths are divided, and
     counts (layers, heads, groups) are kept, so that relations between sizes still hold, such as
-    hidden size = heads · head size. Not every class works with so small widths, so a few are tried,
-    the narrowest first.
+    hidden size = heads · head size. Not every class works with such small widths, so several are
+    tried, the narrowest first.
 
     Args:
         config: the target's config.

@@ -82,8 +82,9 @@ def estimate_row_bytes(model: PreTrainedModel, max_length: int) -> int:
     intermediate = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     widest = max(intermediate) if isinstance(intermediate, list) else intermediate
 
-    # Layers run one after the other, so the hidden states of only one layer exist at a time. In the
-    # worst case the prompt is as long as the row.
+    # Layers run one after the other, so the hidden states of only one layer exist at a time, in
+    # several copies (HIDDEN_COPIES and INTERMEDIATE_COPIES). In the worst case the prompt is as
+    # long as the row.
     numbers = (
         max_length * (HIDDEN_COPIES * config.hidden_size + INTERMEDIATE_COPIES * widest)
         + LOGITS_COPIES * config.vocab_size

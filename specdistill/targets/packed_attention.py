@@ -338,8 +338,8 @@ def _(
     *scale: float,
     **options: object,
 ) -> int:
-    # Counted are two matrix products, which give the scores (over width d) and the output (width
-    # e).
+    """Count the floating-point operations of `attend_packed`, from the shapes of its arguments."""
+    # Two matrix products are counted: they compute the scores (width d) and the output (width e).
     return _count_products(query, longest, window, width=query[-1] + value[-1])
 
 
@@ -357,7 +357,8 @@ def _(
     *scale: float,
     **options: object,
 ) -> int:
-    # Counted are five matrix products: the scores, which are computed again (width d), the gradient
+    """Count the operations of `attend_packed_backward`, from the shapes of its arguments."""
+    # Five matrix products are counted: the scores, which are computed again (width d), the gradient
     # of the softmax weights (e), and the gradients of queries (d), keys (d) and values (e).
     return _count_products(query, longest, window, width=3 * query[-1] + 2 * grad[-1])
 

@@ -60,7 +60,7 @@ class Documents(NamedTuple):
 
     @classmethod
     def from_positions(cls, position_ids_BT: Tensor) -> "Documents":
-        """Find the documents of rows [B, T] by position ids, which start again at 0 in each one.
+        """Find the documents in rows [B, T]: position ids start again at 0 in each document.
 
         The host waits for the device here. Where that would be too slow,
         `specdistill.data.rows.packing` finds the documents on the host instead.
@@ -111,7 +111,7 @@ def run_by_lengths(
 
 
 def build_length_inputs(input_ids_BT: Tensor, documents: Documents) -> BackboneInputs:
-    """Return the inputs of a model that tell `attend` where documents are.
+    """Return the inputs of a model that tell `attend`, its attention, where documents are.
 
     The mask of ones has no effect on the attention. It keeps transformers from searching for
     documents itself, for which the host would have to wait for the device.

@@ -153,7 +153,8 @@ def build_training_arguments(train: Mapping[str, Any], **defaults: Any) -> Train
         UserError: for unknown or mistyped fields, and for a launch with more processes than GPUs
             or whose processes would each train alone.
     """
-    # Check the fields, first each one by itself.
+    # Check that this machine has a device for each process. Then check the fields: first each one
+    # by itself, then those that cannot be combined.
     check_devices(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), "accelerate launch")
     fields = {**defaults, **_check_fields(train)}
     _check_combinations(fields)
@@ -513,9 +514,9 @@ def _launch_defaults() -> dict[str, Any]:
       not look for unused parameters or send buffers.
     - The Trainer's filter of losses that are not finite would wait for the device in each step, and
       hide such losses.
-    - With a GPU, batches are copied while it computes.
-    - Without a GPU there is no pinned memory, and several processes need a backend that runs
-      without one.
+    - With a GPU, batches are copied while the GPU computes.
+    - Without a GPU there is no pinned memory, and several processes need a backend that runs on a
+      CPU.
     """
     defaults: dict[str, object] = {
         "ddp_find_unused_parameters": False,

@@ -205,7 +205,7 @@ def find_corruption(folder: Path, *, is_best: bool = False) -> str | None:
     try:
         manifest = read_json(folder / file_name)
         files = manifest["files"]
-        _ = float(manifest.get("seconds", 0))
+        _ = float(manifest.get("seconds", 0))  # raises an error if it is no number
         missing_keys = {"sharding", "processes", "rows"} - {*manifest["launch"]}
         if missing_keys:
             return f"its {file_name} has no {min(missing_keys)}"

@@ -101,6 +101,7 @@ class SoftTargets:
                 target, if the draft has only W of them.
         """
         hidden_rD = self.hidden_RD[rows]
+        # Without metrics, only the logits of the draft's tokens are computed.
         if not measure and self.pruned is not None:
             return TargetDistributions(
                 (self.pruned(hidden_rD).float() / self.temperature).softmax(-1)
@@ -273,7 +274,7 @@ class Objective(nn.Module):
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The draft's layers."""
+        """The draft's decoder layers."""
         layers: nn.ModuleList = self.draft.layers
         return layers
 
@@ -338,7 +339,8 @@ class Objective(nn.Module):
             `features`: hidden states [B, T, D] of the target's layers. `soft_targets`: the target's
             distributions for the tokens at `labels`.
         """
-        # Features come from the store, or from a pass of the target.
+        # Features come from the store, as one tensor with a dimension for layers, or from a pass of
+        # the target.
         if "features" in inputs:
             dtype = target.tensor("embed_tokens.weight").dtype
             features = Features.from_tensors(inputs["features"].to(dtype).unbind(1))
@@ -463,6 +465,7 @@ class StepSums:
 
         Sums that were not measured are NaN.
         """
+        # A sum that was not measured is an empty row here, which is then padded with NaN.
         rows = [self.loss.new_empty(0) if row is None else row for row in vars(self).values()]
         return pad_sequence(
             [row.float() for row in rows], batch_first=True, padding_value=torch.nan
@@ -475,9 +478,10 @@ def arrange_in_chains(
     """Arrange values of loss tokens as chains of K consecutive draft tokens, [K, S].
 
     This is for a draft that predicts every token of the batch [B, T] from the token before it. So
-    there are S = B T chains, one that starts at each position. Its k-th value (from 0) is that of
-    the loss token k + 1 positions later. A chain does not continue into the next document: the last
-    token of a document predicts nothing, so there the value is zero.
+    there are S = B T chains, one that starts at each position. The k-th value of a chain (from 0)
+    is that of the loss token k + 1 positions after its start, or zero if there is no loss token. A
+    chain does not continue into the next document, because the last token of a document predicts
+    nothing and has the value zero.
 
     Args:
         loss_positions_R: the positions of the R loss tokens in the flattened batch.

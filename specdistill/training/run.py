@@ -279,8 +279,8 @@ class TrainingRun:
     def _wait_for_record(self) -> None:
         """Wait until this process sees the record of the run, and warn if it does not appear.
 
-        A network file system may show a new folder late. This only warns and does not refuse,
-        because some file systems take a minute.
+        A network file system may show a new folder late, in some cases after a minute. So a record
+        that does not appear is no error.
         """
         folder = self.path / "run"
         end = time.monotonic() + VISIBILITY_WAIT_S
@@ -333,7 +333,8 @@ class TrainingRun:
                 key=lambda callback: callback is trainer.stopping
             )
 
-            # A resumed run adds the seconds that it had trained before. NaN: unknown.
+            # Of a resumed run, move the begin back by the seconds that it had trained before (NaN
+            # if unknown), so that its time includes them.
             if self.checkpoint is not None:
                 trainer.begun -= read_json(self.checkpoint / MANIFEST).get("seconds", math.nan)
 

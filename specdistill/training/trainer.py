@@ -330,7 +330,7 @@ class DistillationTrainer(ResumableTrainer):
         """Write the draft in its public layout.
 
         Args:
-            folder: where it is written.
+            folder: the folder in which the draft is written.
             state: the gathered weights of the objective; only needed for a sharded draft.
         """
         # `whole` is a copy of a sharded draft on the CPU, with room for all weights.
