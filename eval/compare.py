@@ -20,7 +20,11 @@ from specdistill.workflows.compare import compare_drafts
 
 
 def main(options: CommonOptions) -> ExitCode:
-    """Measure and rank drafts; the exit code says whether all of them are lossless."""
+    """Measure several drafts for one target, and print their ranking.
+
+    Returns:
+        An exit code that says whether the output of all drafts was lossless.
+    """
     comparison = compare_drafts(options)
     return print_ranking(comparison, Path(options.output_dir))
 

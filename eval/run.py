@@ -20,7 +20,11 @@ from specdistill.workflows.evaluate import ARGUMENTS_WITHOUT_RECIPE, evaluate
 
 
 def main(recipe: Recipe) -> ExitCode:
-    """Measure and judge the draft of a recipe; the exit code is the gate's verdict."""
+    """Measure the draft of a recipe, judge the measurement by a gate, and print the verdict.
+
+    Returns:
+        The exit code for the verdict.
+    """
     report, folder = evaluate(recipe)
     return print_verdict(report, folder)
 

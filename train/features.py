@@ -14,7 +14,7 @@ from specdistill.workflows.features import store_features
 
 
 def main(recipe: Recipe) -> None:
-    """Fill the store, and print how many rows it holds."""
+    """Fill the store of hidden states that a recipe names, and print how many rows it holds."""
     stored = store_features(check_trainable(recipe))
     print_result(stored._asdict())
 

@@ -12,7 +12,7 @@ from specdistill.workflows.train import train_draft
 
 
 def main(recipe: Recipe) -> None:
-    """Train the layer of a recipe."""
+    """Train the multi-token-prediction layer of a recipe."""
     train_draft(check_trainable(recipe))
 
 

@@ -28,7 +28,7 @@ from recipes.pico.recipe import TargetRecipe
 
 
 def main(recipe: TargetRecipe) -> None:
-    """Train pico, save it, and write its model card with what was measured."""
+    """Train the small target pico, save it, and write its model card with measurements."""
     run = TrainingRun.open(
         recipe,
         use_cpu=not torch.cuda.is_available(),
@@ -41,8 +41,8 @@ def main(recipe: TargetRecipe) -> None:
     texts = (module.text for module in load_standard_library("train"))
     tokenizer = train_tokenizer(texts, recipe.tokenizer.vocab_size, recipe.shape.context_length)
 
-    # Make the batches: those of the curriculum, and eight held-out batches of 32 rows of 256
-    # tokens.
+    # Make the batches. The training batches follow a curriculum, short rows first. The evaluation
+    # has eight held-out batches of 32 rows of 256 tokens.
     train_stream = token_stream(documents("train", tokenizer), tokenizer)
     held_out_texts = documents("validation", tokenizer)
     held_out = token_stream(held_out_texts, tokenizer)
@@ -88,7 +88,14 @@ def main(recipe: TargetRecipe) -> None:
 def _make_train_set(
     train_stream: torch.Tensor, recipe: TargetRecipe, arguments: TrainingArguments
 ) -> IterableDataset:
-    """Return the batches of the curriculum as a stream, one batch per step."""
+    """Return the training batches as a stream, one batch per step.
+
+    Args:
+        train_stream: the token ids of all training texts.
+        recipe: the recipe, which says how the length of rows grows during training.
+        arguments: the Trainer's arguments, of which the number of steps and the seed are used.
+    """
+    # A function that starts the stream of batches from its beginning.
     batches = partial(
         curriculum,
         train_stream,
@@ -100,7 +107,10 @@ def _make_train_set(
 
 
 def _return_batch(items: list[dict[str, list[list[int]]]]) -> dict[str, torch.Tensor]:
-    """Return the only item as a batch, because the curriculum yields whole batches."""
+    """Return the Trainer's only item as a batch: the training set yields whole batches, not rows.
+
+    The Trainer uses this as its data collator. The model shifts the labels itself.
+    """
     batch = torch.as_tensor(items[0]["input_ids"])
     return {"input_ids": batch, "labels": batch}
 

@@ -107,12 +107,12 @@ class ModelFiles:
             name: the folder or the Hub id.
             revision: a branch, tag or commit; None for the default.
             key: the key that errors name.
-            expected: what errors say was expected.
+            expected: the text in errors that says what was expected.
 
         Raises:
-            UserError: for a name that is neither.
+            UserError: for a name that is neither a folder nor a Hub id.
             ResourceError: when the Hub fails, and without the Hub for a repository that is not in
-                its cache.
+                the Hub's cache.
         """
         place = resolve(name, key)
 
@@ -184,7 +184,7 @@ class ModelFiles:
                     " which are not opened"
                 ),
                 expected=(
-                    "safetensors; specdistill export reads plain tensors of one and writes"
+                    "safetensors; `specdistill export` converts a pickle file of plain tensors to"
                     " safetensors"
                 ),
             )
@@ -196,14 +196,14 @@ class ModelFiles:
         )
 
     def list_missing(self, files: Sequence[str]) -> list[str]:
-        """Return which of these files are not here yet."""
+        """Return which of these files are not in the model's folder yet."""
         return [file for file in files if not (self.folder / file).is_file()]
 
     def fetch(self, files: Sequence[str]) -> Path:
-        """Fetch the files that are not here yet.
+        """Fetch those of the files that are not in the model's folder yet.
 
-        If one was missing, all files of the commit are compared with the checksums that the Hub
-        lists. Damaged files are removed from the cache, because its next reader would use them.
+        If a file was fetched, all files of the commit are compared with the checksums that the Hub
+        lists. Damaged files are removed from the cache, so that nobody uses them later.
 
         Returns:
             The folder, which holds all of these files.
@@ -217,8 +217,8 @@ class ModelFiles:
             return self.folder
         if self.repository is None:
             raise ResourceError(
-                f"{self.key}: {self.name} lacks these files in {self.folder}: {', '.join(missing)}",
-                next_step="run `specdistill acquire` where there is a network",
+                f"{self.key}: {self.folder} lacks these files of {self.name}: {', '.join(missing)}",
+                next_step="run `specdistill acquire` on a machine with a network connection",
             )
 
         # Fetch the files, and compare their hashes with the Hub's.
@@ -258,10 +258,11 @@ class ModelFiles:
         return self.folder
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of the weights by name, without their content.
+        """Return the tensors of the weights by name: their shapes and dtypes, without content.
 
         Only the header of each file is read, from the disk or from the Hub. If the files are on the
-        disk, the tensors that map vocabularies have their content, too.
+        disk, the small tensors that map a draft's token ids to the target's have their content,
+        too.
 
         Raises:
             UserError: for files that cannot be read, or are not those that the index names.
@@ -299,13 +300,16 @@ def _list_sizes(folder: Path) -> dict[str, int]:
 
 
 def acquire(options: AcquireOptions) -> Path:
-    """Fetch a draft for a target, after checking that it fits.
+    """Fetch a draft for a target, after checking that the draft fits.
 
     If no draft is named and a layer of the target itself drafts (method mtp), the target is
     fetched.
 
+    Args:
+        options: the options of the command, which name method, target and draft.
+
     Returns:
-        The folder of the draft. With `dry_run`, the folder that it would have.
+        The folder of the draft. With `dry_run`, the folder that the draft would have.
 
     Raises:
         UserError: if no draft was chosen, and, before the weights are fetched, for a draft that
@@ -317,7 +321,7 @@ def acquire(options: AcquireOptions) -> Path:
     if not METHODS[method].is_trained:
         raise UserError(
             "method",
-            got=f"{method}, which has no weights",
+            got=f"{method}, whose drafts have no weights that could be fetched",
             expected="a method that is trained",
         )
 
@@ -333,8 +337,8 @@ def acquire(options: AcquireOptions) -> Path:
         options.target.adapter,
     )
 
-    # Find the files that are needed: those of the draft, or of the target if its layer drafts. Only
-    # draft models have the option `heterogeneous_vocab`.
+    # Find the names of the files that are needed: those of the draft, or of the target if its own
+    # layer drafts. Only draft models have the option `heterogeneous_vocab`.
     check_options: dict[str, Any] = (
         {"heterogeneous_vocab": options.heterogeneous_vocab} if METHODS[method].standalone else {}
     )
@@ -368,17 +372,19 @@ def acquire(options: AcquireOptions) -> Path:
 def _check_native_draft(
     options: AcquireOptions, target: TargetFiles, target_model: ModelFiles
 ) -> None:
-    """Check that the target's own layer can draft, because no draft was named.
+    """Check that a layer of the target itself can draft. This is for a command without a draft.
 
     Args:
         options: the options of the command.
-        target: the files of the target.
-        target_model: the same files, as they are found before they are fetched.
+        target: the target's config and tensors.
+        target_model: the list of the target's files, which are not all fetched yet.
 
     Raises:
-        UserError: if the method needs a draft, for an adapter, and for a target without the layer.
+        UserError: if the method needs a draft, for an adapter, and for a target without such a
+            layer.
     """
-    # Refuse an adapter, and a method whose draft is no layer of the target.
+    # Refuse an adapter, and a method whose draft is no layer of the target. Only method mtp drafts
+    # with a layer of the target.
     if options.target.adapter is not None:
         raise make_unused_key_error(
             "target.adapter",
@@ -396,7 +402,7 @@ def _check_native_draft(
     shapes = {name: tensor.shape for name, tensor in target_model.tensors().items()}
     load_method(options.method).check_native(shapes, target)
     logger.info(
-        f"{target_model.name}: the draft is a layer of its checkpoint, so the whole checkpoint"
+        f"{target_model.name}: the draft is a layer inside this checkpoint, so the whole checkpoint"
         " is fetched"
     )
 
@@ -408,10 +414,19 @@ def _check_draft(
     target_model: ModelFiles,
     check_options: Mapping[str, Any],
 ) -> list[str]:
-    """Check by small files and headers that a draft is of a method and fits the target.
+    """Check that a draft is one of the named method and fits the target, before it is fetched.
+
+    Only small files, and the headers of the files of weights, are read.
+
+    Args:
+        draft: the files of the draft.
+        method: the method that the user named.
+        target: the target's config and tensors.
+        target_model: the list of the target's files, which are not all fetched yet.
+        check_options: options of `check_draft`.
 
     Returns:
-        The files of the draft that are needed.
+        The names of the draft's files that are to be fetched.
 
     Raises:
         UserError: for a draft of another method, or one that does not fit the target.
@@ -440,9 +455,10 @@ def _check_draft(
 
 
 def _compare_card(draft: ModelFiles, target: ModelFiles) -> None:
-    """Warn if the card of a draft names another target.
+    """Warn if the model card of a draft names another target as its base model.
 
-    This is for a draft that records no target. Its sizes fit all fine-tunes of the target, too.
+    This is for a draft without a record of its target. The shapes of its tensors fit every
+    fine-tune of the target, so only the card can tell which of them it was made for.
     """
     base_model = None
     if CARD in draft.sizes:
@@ -453,8 +469,9 @@ def _compare_card(draft: ModelFiles, target: ModelFiles) -> None:
     model_names = {str(model).lower() for model in models}
     if target.repository and models and target.repository.lower() not in model_names:
         logger.info(
-            f"warning: the card of {draft.name} names {', '.join(map(str, models))}, not"
-            f" {target.repository}; only the sizes were compared"
+            f"warning: the card of {draft.name} says that it was made for"
+            f" {', '.join(map(str, models))}, not {target.repository}. Only the sizes of the two"
+            " were compared, and they fit"
         )
 
 
@@ -481,6 +498,7 @@ def _announce(model_files: ModelFiles, names: Sequence[str]) -> None:
         summary = f"{decimal(total)} into {cache}, whose disk has {decimal(free_bytes)} free"
         if total > free_bytes:
             raise ResourceError(
-                f"to fetch: {summary}", next_step="free disk space, or set HF_HOME to a larger disk"
+                f"too little disk space to fetch {summary}",
+                next_step="free disk space, or set HF_HOME to a larger disk",
             )
         logger.info(f"to fetch: {summary}")

@@ -92,20 +92,20 @@ class CardContents:
 
 
 def build_model_card(contents: CardContents, serving: Iterable[tuple[str, str]]) -> ModelCard:
-    """Build the card of a release.
+    """Build the model card of a release by filling in a template.
 
     Texts from reports and other cards are escaped, so that they cannot change the card's layout.
     Names of repositories and tags were checked before, by the Hub's own rules.
 
     Args:
         contents: the contents of the card.
-        serving: for each engine its title, and the commands that serve the draft.
+        serving: the title of each engine that can serve the draft, and the commands to do so.
     """
     release = contents.release
     report = contents.release.report
 
-    # Find the engines that serve the draft, and the lookup that drafts before it, if it was
-    # measured with one.
+    # Find the engines that serve the draft. If it was measured behind a lookup, which drafts first,
+    # say which engines support that.
     lookup = read_measured_lookup(report["settings"])
     engines = [
         ENGINES[name] for name in METHODS[release.method].serving() if ENGINES[name].serve_command
@@ -113,7 +113,8 @@ def build_model_card(contents: CardContents, serving: Iterable[tuple[str, str]])
     num_tokens = report["settings"]["num_speculative_tokens"]
     lookup_text = describe_lookup(engines, lookup, num_tokens) if lookup else ""
 
-    # Format the tables. The headings of the measurement are below the heading of a section.
+    # Format the tables. Headings of the measurement get one `#` more, because they are inside a
+    # section of the card.
     measurement = format_measurement(
         {name: part for name, part in report.items() if name != "baseline"}
     )
@@ -152,11 +153,12 @@ def build_model_card(contents: CardContents, serving: Iterable[tuple[str, str]])
 
 
 def build_metadata(contents: CardContents) -> ModelCardData:
-    """Build the metadata that the Hub reads.
+    """Build the card's metadata, which the Hub reads and searches.
 
-    The relation of a head or a layer to its target is `adapter`: of the four relations that the Hub
-    knows, only this one says that the draft is of no use without the target. No relation describes
-    a draft model and its target, so it is left out, and the Hub chooses one.
+    The Hub knows four relations of a model to its base model. For a draft that needs the target's
+    layers, the relation is `adapter`, the only one that says that the draft is of no use without
+    the target. No relation describes a draft model of its own, so it is left out, and the Hub
+    chooses one.
     """
     # List the models and data sets on the Hub that the draft was made from.
     method = contents.release.method
@@ -181,7 +183,8 @@ def build_metadata(contents: CardContents) -> ModelCardData:
 
 def format_eval_command(contents: CardContents) -> str:
     """Return the command that measures the published draft with the report's main configuration."""
-    # Begin with what was measured: suite, number of prompts, tree and engine.
+    # Begin with suite, number of prompts, tree and engine of the report. SUITE stands for a suite
+    # that readers of the card do not have.
     report = contents.release.report
     settings = contents.release.report["settings"]
     target = contents.release.made_for
@@ -230,9 +233,12 @@ def format_eval_command(contents: CardContents) -> str:
 
 
 def _list_results(contents: CardContents) -> Iterator[EvalResult]:
-    """Yield each metric of the whole suite, with its interval and what it was measured on."""
+    """Yield the report's main metrics, in the form in which the Hub shows results of evaluations.
+
+    Each has its value over the whole suite, its confidence interval and its settings.
+    """
     report = contents.release.report
-    # The first row of the results is that of the main configuration over the whole suite.
+    # The first row of a report's results is the main configuration over all prompts of the suite.
     row = contents.release.report["results"][0]
     setting_names = ("num_speculative_tokens", "temperature", "batch_size", "num_prompts")
     for metric in METRICS:
@@ -255,7 +261,8 @@ def _list_results(contents: CardContents) -> Iterator[EvalResult]:
 
 def _format_identity(target: TargetIdentity) -> str:
     """Return the table that identifies the target: name, commit, adapter and hashes."""
-    # A local path is shortened to its name, so that no folders of this machine are published.
+    # A local path is shortened to its name, so that no folders of this machine are published. Each
+    # hash is one sha256 of the sha256 hashes of several files.
     path = Path(target.name_or_path)
     rows = {
         "name": path.name if path.is_absolute() else target.name_or_path,
@@ -273,9 +280,9 @@ def _format_identity(target: TargetIdentity) -> str:
 
 
 def _is_named_suite(report: phrases.Report) -> bool:
-    """Return whether the suite ships with the package, so that a command can name it.
+    """Return whether a report's suite ships with the package, so that a command can name it.
 
-    Another suite may have the same name; the versions tell them apart.
+    A suite of the user may have the same name, so the versions must be equal, too.
     """
     path = SUITES / f"{report['suite']['name']}.yaml"
     return path.is_file() and str(read_yaml(path)["version"]) == report["suite"]["version"]

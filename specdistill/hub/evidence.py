@@ -68,7 +68,7 @@ class Release:
 
 
 def check_finished(run: Path) -> None:
-    """Raise UserError if a folder is no finished run."""
+    """Raise UserError if a folder is not that of a run that was trained and measured."""
     missing = [part for part in (DRAFT, RECIPE, PROVENANCE, REPORT) if not (run / part).exists()]
     if missing:
         raise UserError(
@@ -82,8 +82,11 @@ def read_release(run: Path, recipe: Recipe, last: Evidence | None = None) -> Rel
     Args:
         run: the folder of the run.
         recipe: the recipe of the run.
-        last: the last release in the repository. None if there is none; then the gate's rules about
-            regressions do not apply.
+        last: the report of the last release in the repository. None if there is no release; then
+            the gate's rules about regressions do not apply.
+
+    Returns:
+        The run as a release, with the reasons against publishing it in `refusals`.
 
     Raises:
         UserError: for a report or a target that cannot be read.
@@ -125,7 +128,14 @@ def read_release(run: Path, recipe: Recipe, last: Evidence | None = None) -> Rel
 def _find_mismatches(
     run: Path, report: Report, records: Sequence[PromptRecord], target: TargetIdentity
 ) -> Iterator[str]:
-    """Yield refusals if report, draft and target do not belong together."""
+    """Yield a reason against the release for each of report, draft and target that does not match.
+
+    Args:
+        run: the folder of the run, which holds the draft.
+        report: the report of the measurement.
+        records: its records, one for each prompt.
+        target: the identity of the recipe's target.
+    """
     # Neither the report nor its records may have been edited.
     if report.get("digest") != compute_digest(report, records):
         yield (
@@ -133,13 +143,13 @@ def _find_mismatches(
             " again"
         )
 
-    # The report must be of this draft.
+    # The report must be of the draft that is now in the folder.
     measured = report["draft"].get("weights")
     if measured != (current_hash := draft_hash(run / DRAFT)):
         measured_text = measured[:NUM_SHOWN_HASH_DIGITS] if measured else "not stated"
         yield (
             f"other weights: the hash of the measured draft is {measured_text}, and that of"
-            f" {run / DRAFT} is {current_hash[:NUM_SHOWN_HASH_DIGITS]}: measure this one"
+            f" {run / DRAFT} is {current_hash[:NUM_SHOWN_HASH_DIGITS]}: measure that draft"
         )
 
     # The report must be of the recipe's target.
@@ -157,12 +167,15 @@ def _find_mismatches(
 def _judge_again(
     recipe: Recipe, measured: Evidence, last: Evidence | None
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the report with its gate decided again, and a refusal for each rule not passed.
+    """Decide the gate of a report again, and list a refusal for each rule that is not passed.
 
     Args:
         recipe: the recipe of the run, which names the gate.
         measured: the report and its records.
-        last: the last release; None if there is none.
+        last: the report and the records of the last release; None if there is no release.
+
+    Returns:
+        The report with the new verdicts, and the refusals.
     """
     rules = load_gate(recipe.gate)
     try:

@@ -52,7 +52,7 @@ def _build_llama_license(name: str, built_with: str, prefix: str) -> Terms:
     """Return the demands of one of Llama's community licences.
 
     Args:
-        name: the name of the models that it licenses.
+        name: the name of the models that the licence is for.
         built_with: the name that follows "Built with" on a card.
         prefix: how the names of derived models must begin.
     """
@@ -104,7 +104,7 @@ def read_model_license(what: str, name: str, folder: Path) -> Licensed:
     """Read the licence of a model from the card in its folder, if it has one.
 
     Args:
-        what: the part that the model has in the draft.
+        what: the role of the model, e.g. `target`, which errors name.
         name: the name of the model.
         folder: the folder that may hold the card.
 
@@ -120,9 +120,13 @@ def read_model_license(what: str, name: str, folder: Path) -> Licensed:
 
 
 def find_data_licenses(source: object) -> list[Licensed]:
-    """Find the licences of the sources of `data.source`.
+    """Find the licences of the training data.
 
-    The target's own prompts (`self`) are left out: they have the licence of the target.
+    The source `self` (prompts that the target made up itself) is left out, because it has the
+    licence of the target.
+
+    Args:
+        source: the value of the recipe key `data.source`.
 
     Raises:
         UserError: for a wrong setting of a source.
@@ -141,8 +145,9 @@ def _find_source_license(source: str, license: str | None) -> Licensed:
     Args:
         source: a file, a folder or the Hub id of a data set.
         license: the licence that the recipe states. If it is None, the licence of a data set on the
-            Hub is that of its card, if the Hub shows the card.
+            Hub is read from its card.
     """
+    # A source that is a local path, or has the form of one, is not searched on the Hub.
     if Path(source).exists() or Path(source).suffix in LOADERS or source.count("/") != 1:
         # A local path is shortened to its name, so that no folders of this machine are published.
         return Licensed(DATA, Path(source).name, license)
@@ -167,7 +172,7 @@ def list_prohibitions(parts: Sequence[Licensed], repository: str) -> Iterator[st
     """
     name = repository.rpartition("/")[2]
     for part in parts:
-        # Data without a licence, and licences with No Derivatives (as in cc-by-nd-4.0).
+        # Refuse data without a licence, and licences with No Derivatives (`nd` in cc-by-nd-4.0).
         subject = f"the licence of the {part.what}, {part.name}, is {part.license}, which"
         if part.what == DATA and part.license is None:
             yield (
@@ -193,7 +198,10 @@ def choose_draft_license(requested: str | None, parts: Sequence[Licensed]) -> st
 
 
 def build_license_metadata(license: str) -> dict[str, Any]:
-    """Return the keys of a card's metadata that state a licence."""
+    """Return the keys of a card's metadata that state a licence.
+
+    The Hub accepts only known identifiers as `license`. Any other licence is `other` with a name.
+    """
     if license in IDENTIFIERS:
         return {"license": license}
     return {"license": OTHER_LICENSE, "license_name": license}

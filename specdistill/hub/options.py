@@ -12,8 +12,8 @@ class ExportedTarget(Section):
 
     model: str | None = option(
         None,
-        "the draft's target: pico, a folder or a Hub id; needed for method mtp and some layouts of"
-        " heads",
+        "the draft's target: pico, a folder or a Hub id; needed for method mtp, and for heads whose"
+        " files do not describe their target",
     )
     revision: str | None = like(TargetConfig, "revision")
     adapter: str | None = like(TargetConfig, "adapter")
@@ -44,7 +44,8 @@ class AcquireOptions(Section):
         ),
     )
     dry_run: bool = option(
-        False, "list what would be fetched; only configs and headers are fetched"
+        False,
+        "list the files that would be fetched; to check them, only configs and headers are fetched",
     )
 
 
@@ -59,15 +60,20 @@ class PublishOptions(PublishConfig):
     tag: str | None = option(None, "tag of the release; null: the next of v1, v2, …")
     baseline: str | None = option(
         None,
-        "none for a first release; or a new report of the last release; null: the last release as"
-        " published",
+        "report to compare with: null for the report that was published with the last release; PATH"
+        " for a newer report of that release; none if this is the first release",
     )
     force: str | None = option(
-        None, "publish a refused draft; the card states this reason", min_length=1
+        None,
+        "publish although the release is refused, for this reason, which the model card states",
+        min_length=1,
     )
     dry_run: bool = option(
-        False, "write the folder and list its differences from the Hub; publish nothing"
+        False,
+        "write the release's folder and list how its files differ from those on the Hub; publish"
+        " nothing",
     )
     output_dir: str | None = option(
-        None, "new folder for the release; null: <run>/release, which is replaced"
+        None,
+        "new folder to write the release into; null: <run>/release, replacing an earlier one there",
     )

@@ -125,8 +125,11 @@ def publish_run(options: PublishOptions) -> Publication:
 
     Options that are not given have the values of the section `publish` of the run's recipe.
 
+    Args:
+        options: the options of the command `specdistill publish`.
+
     Raises:
-        UserError: for mistakes of the user.
+        UserError: for options, files or a repository that cannot be used.
         ResourceError: when the Hub or the disk fails.
     """
     # Read the run's recipe, and ask the Hub whether it accepts the token.
@@ -154,7 +157,7 @@ def publish_run(options: PublishOptions) -> Publication:
         raise UserError(
             "tag",
             got=f"{options.tag}, which is another release of {name}",
-            expected=f"a new one, e.g. {repository.next_tag}",
+            expected=f"a new tag, e.g. {repository.next_tag}",
         )
 
     # Check the release. `force` overrides the reasons against it.
@@ -209,7 +212,7 @@ def _check_release(
     repository: Repository,
     options: PublishOptions,
 ) -> tuple[CardContents, TargetFiles]:
-    """Read a run as the next release of a repository, and collect the reasons against it.
+    """Read a run as the next release of a repository, and collect the reasons against the release.
 
     Args:
         run: the folder of the run.
@@ -265,7 +268,7 @@ def _choose_folder(options: PublishOptions) -> Path:
     if options.output_dir is None and folder.exists() and not is_earlier_release:
         raise UserError(
             "output_dir",
-            got=f"null, and {folder} holds no earlier release",
+            got=f"null, but the default folder {folder} holds other files than an earlier release",
             expected="a new folder",
         )
     return folder
@@ -294,10 +297,10 @@ def _read_repository(name: str, *, may_be_new: bool) -> Repository:
 def find_last_release(
     repository: Repository, baseline: str | None
 ) -> tuple[str, Evidence] | tuple[None, None]:
-    """Return the release that the next one follows, and the report to compare with.
+    """Return the tag of the last release, and the report that the next release is compared with.
 
-    The report is the one that was published, or one of a new measurement of the last release with
-    the settings of the next one.
+    The report is the one that was published. Or it is a report of a newer measurement of the last
+    release, which was made with the settings of the next release.
 
     Args:
         repository: the repository of the releases.
@@ -309,8 +312,8 @@ def find_last_release(
         release, which must be declared with `none`.
 
     Raises:
-        UserError: for a first release that is not declared as one, for a later one that is, for an
-            edited report, and for a report of other weights than the last release has.
+        UserError: if `baseline` is not `none` for a first release, or is `none` for a later one;
+            for an edited report; and for a report of other weights than the last release has.
         ResourceError: when the Hub fails.
     """
     name = repository.name
@@ -395,7 +398,8 @@ def check_release_fit(release: Release, target: TargetFiles) -> tuple[list[str],
         if METHODS[release.method].standalone
         else {}
     )
-    # A mismatch is raised as an error about the run. Any other error is not about the draft.
+    # `check_draft` reports a draft that does not fit by a UserError with the key `run`. An error
+    # with another key has another cause, such as a target that cannot be read.
     try:
         findings = check_draft(release.method, release.run / DRAFT, target, "run", **options)
     except UserError as error:
@@ -416,6 +420,11 @@ def is_translated(release: Release) -> bool:
 def find_target(release: Release, base_model: str | None) -> tuple[TargetFiles, str | None]:
     """Find the target of a release.
 
+    Args:
+        release: the run that is released.
+        base_model: the Hub id of the target, if the recipe names a folder; None for the recipe's
+            target.
+
     Returns:
         The files of the target, and its Hub id, or None if it has none.
 
@@ -429,8 +438,8 @@ def find_target(release: Release, base_model: str | None) -> tuple[TargetFiles, 
         target = TargetFiles(recipe_target.model, recipe_target.revision, recipe_target.adapter)
         return target, None if Path(target.name).exists() else split_gguf(target.name)[0]
 
-    # `base_model` is where others find a target that was trained from a folder. Its files must be
-    # those of that target.
+    # `base_model` is where others find a target that was a folder during training. The files on the
+    # Hub must be those of that folder.
     with convert_hub_errors("base_model", base_model, expected="the Hub id of the target"):
         HfApi().model_info(base_model)
     target = TargetFiles(base_model, adapter=recipe_target.adapter)
@@ -438,13 +447,18 @@ def find_target(release: Release, base_model: str | None) -> tuple[TargetFiles, 
         raise UserError(
             "base_model",
             got=f"{target.identity}",
-            expected=f"the draft's target: {release.made_for}",
+            expected=f"the target that the draft was made for: {release.made_for}",
         )
     return target, base_model
 
 
 def list_ingredients(recipe: Recipe, target: TargetFiles, base_model: str | None) -> list[Licensed]:
-    """List what a draft was made from, with the licence of each part.
+    """List the models and data that a draft was made from, with the licence of each.
+
+    Args:
+        recipe: the recipe of the draft.
+        target: the files of the target.
+        base_model: the Hub id of the target; None if it has none.
 
     Raises:
         UserError: for a card or a source that cannot be read.
@@ -454,7 +468,8 @@ def list_ingredients(recipe: Recipe, target: TargetFiles, base_model: str | None
     target_name = base_model or Path(recipe.target.model).name
     parts = [read_model_license("target", target_name, target.fetch(CARD))]
 
-    # Its adapter, and the model that the draft was initialized from, if there are such.
+    # The target's adapter, and the model that the draft was initialized from, if any. Only a
+    # `draft.init` with a slash names a model; other values name ways to initialize.
     init = getattr(getattr(recipe, "draft", None), "init", None) or ""
     optional_parts = {
         "target's adapter": target.adapter,
@@ -547,9 +562,9 @@ def stage(
 
 
 def write_terms(parts: Sequence[Licensed], target: TargetFiles, folder: Path) -> None:
-    """Write the texts that licences demand to be passed on with a draft.
+    """Write the texts that licences demand to be passed on with a draft, into its folder.
 
-    They are the notices of the licences, and the licence files of the target.
+    These texts are the notices of the licences, and the licence files of the target.
 
     Raises:
         UserError: for a text that is a link out of the target's folder, or out of the target's
@@ -594,7 +609,8 @@ def list_serving_commands(
 ) -> Iterator[tuple[str, str]]:
     """Yield the title and the commands of each engine that can serve the draft of a release.
 
-    There are none for a draft that was measured with translated tokens.
+    Nothing is yielded for a draft that was measured with tokens translated between two
+    vocabularies, because the commands do not set up the translation.
 
     Args:
         contents: the contents of the card.
@@ -624,10 +640,11 @@ def list_serving_commands(
 
 
 def can_load_directly(engine: Engine, method: str, folder: Path) -> bool:
-    """Return whether an engine loads the folder of a draft as training wrote it.
+    """Return whether an engine can load the folder of a draft as training wrote it, unconverted.
 
-    This reads only the names and shapes of the weights.
+    Only the config, and the names and shapes of the weights, are read.
     """
+    # A draft model is a checkpoint of transformers, which all engines but llama.cpp load.
     if METHODS[method].standalone:
         return engine is not GGUF  # llama.cpp needs files that its converter makes
 
@@ -645,7 +662,8 @@ def format_serving_lines(
 ) -> Iterator[tuple[str, str]]:
     """Yield the title and the commands of each engine that can serve the draft.
 
-    An engine gets the draft as it is, or as it was exported for the engine.
+    An engine loads the export that was made for it, or else the draft as training wrote it. Engines
+    that can load neither are left out.
 
     Args:
         served: the draft of a tag, in the root of its repository.
@@ -656,7 +674,7 @@ def format_serving_lines(
     repository = served.output
     local = served.output.name
 
-    # An engine loads an export of its own, or the draft's folder as it is.
+    # Engines without a command for serving are left out.
     for name, serving in METHODS[served.method].serving().items():
         engine = ENGINES[name]
         if engine.serve_command is None:
@@ -683,7 +701,10 @@ def format_serving_lines(
 
 
 def print_outcome(publication: Publication) -> None:
-    """Print each file and its change, and the release, or the reasons against it on stderr."""
+    """Print what was published, or log the reasons why nothing was.
+
+    For a release, each file is listed with its size and how it changed on the Hub.
+    """
     name = f"{publication.repository}@{publication.tag}"
     url = f"{constants.ENDPOINT}/{publication.repository}/tree/{publication.tag}"
 

@@ -81,7 +81,10 @@ class Repository:
 
     @classmethod
     def read(cls, name: str) -> "Repository":
-        """Read the state of a repository, which need not exist.
+        """Read the state of a repository on the Hub; without files if it does not exist.
+
+        Args:
+            name: the Hub id, `org/name`.
 
         Raises:
             ResourceError: when the Hub fails.
@@ -103,20 +106,24 @@ class Repository:
             )
 
     def last_release(self) -> str | None:
-        """Return the tag of the release that the next one follows; None if there is no release.
+        """Return the tag of the current release, with which the next one is compared.
 
-        A release is a tag with a report. If the main branch holds the report of a release, new or
-        restored, it is that release. Otherwise it is the last commit that is a release.
+        A release is a tagged commit with a report. The current release is the one whose report the
+        main branch holds. This may be an older release that was restored. If the main branch holds
+        no such report, the current release is the newest one.
+
+        Returns:
+            The tag; None if there is no release.
         """
-        # Find the tagged commits that hold a report, the last one first.
+        # Find the tagged commits that hold a report, the newest first. Git's hash of the report
+        # (`blob_id`) is kept, because equal hashes mean equal reports.
         report = f"{REPORT}/{REPORT_FILE}"
         tag_of_commit = {commit: tag for tag, commit in self.tags.items()}
         tags = [tag_of_commit[commit] for commit in self.commits if commit in tag_of_commit]
         report_files = {tag: self.at(tag).get(report) for tag in tags}
         releases = {tag: file.blob_id for tag, file in report_files.items() if file}
 
-        # Prefer the release whose report is in the main branch, which may be an older, restored
-        # one.
+        # Prefer the release whose report is in the main branch.
         report_blob = self.files[report].blob_id if report in self.files else None
         for tag, blob in releases.items():
             if blob == report_blob:
@@ -131,25 +138,33 @@ class Repository:
     @property
     def next_tag(self) -> str:
         """The version tag that follows the highest of v1, v2 and so on."""
+        # Tags such as v1.2 count as v1. The lookahead skips names such as v1a.
         numbers = [int(match[1]) for tag in self.tags if (match := re.match(r"v(\d+)(?!\w)", tag))]
         return f"v{max(numbers, default=0) + 1}"
 
     def check_visible(self, private: bool | None) -> None:
-        """Raise UserError if an existing repository is not as private as `private` says."""
+        """Raise UserError if an existing repository is not as private as the user asks for.
+
+        Args:
+            private: whether the repository shall be private; None if it does not matter.
+        """
         if self.commits and private not in (None, self.private):
             raise UserError(
                 "private",
                 got=f"{str(private).lower()}, and {self.name} is"
                 f" {'private' if self.private else 'public'}",
-                expected="null, or another repository; its settings on the Hub decide who sees it",
+                expected=(
+                    "null, or another repository: who sees a repository that exists is decided in"
+                    " its settings on the Hub"
+                ),
             )
 
     def compare_with(self, folder: Path) -> list[FileChange]:
-        """Compare every file of a release in a folder with the files on the Hub.
+        """Compare the files of a release in a folder with the files on the Hub.
 
         Returns:
-            A change for each file, and one for each file of another release on the Hub that has no
-            place in this one.
+            For each file of the folder, whether it is new, changed or the same; and for each file
+            of an earlier release that the folder lacks, that it is to be removed.
         """
         # Compare the files that the folder holds.
         changes = []
@@ -177,14 +192,15 @@ class Repository:
         message: str,
         private: bool | None,
     ) -> str:
-        """Commit a release on top of the state that was read, and tag it.
+        """Upload a release as one commit on top of the state that was read, and tag the commit.
 
         Args:
             folder: the folder of the release.
-            changes: how its files differ from the Hub's.
+            changes: how the files of the folder differ from those on the Hub.
             tag: the tag of the release.
             message: the message of the tag.
-            private: whether a new repository is private; None for private.
+            private: whether the repository is created private, if it does not exist; None for
+                private.
 
         Returns:
             The commit of the release.
@@ -196,7 +212,7 @@ class Repository:
         api = HfApi()
         name = self.name
 
-        # Create the repository, if it is not there yet.
+        # Create the repository if it does not exist yet.
         with convert_upload_errors(name):
             if not self.commits:
                 api.create_repo(name, private=private is not False, exist_ok=True)
@@ -221,9 +237,8 @@ class Repository:
             unsent_paths = [change.path for change in sent if change.what != "same"]
             if unsent_paths:
                 raise ResourceError(
-                    "repo: the Hub's content differs from what was uploaded in"
-                    f" {', '.join(unsent_paths[:3])},"
-                    f" so {head} was not tagged",
+                    f"repo: commit {head} was not tagged: these files on the Hub differ from"
+                    f" the uploaded ones: {', '.join(unsent_paths[:3])}",
                     next_step=REPEAT_HINT,
                 )
 
@@ -249,9 +264,11 @@ def list_files(repository: str, revision: str | None) -> dict[str, RepoFile]:
 
 
 def check_names(repository: str | None, tag: str | None) -> str:
-    """Check the names of a repository and a tag.
+    """Check the names of a repository and a tag, by rules that the Hub's client does not check.
 
-    The rules here are those that the Hub's client does not check itself.
+    Args:
+        repository: the name, `org/name`; None if none was given.
+        tag: the name of the tag; None if none was given.
 
     Returns:
         The name of the repository.
@@ -261,6 +278,8 @@ def check_names(repository: str | None, tag: str | None) -> str:
     """
     if not repository or repository.count("/") != 1:
         raise UserError("repo", got=repository or "nothing", expected=NAMES)
+    # A tag begins with a letter or a digit. As git demands, it has no two dots in a row, and does
+    # not end with a dot or with `.lock`.
     if tag is not None and (
         tag == "main" or not re.fullmatch(r"[A-Za-z0-9](?:[\w-]|\.(?!\.|lock$|$))*", tag)
     ):
@@ -282,6 +301,7 @@ def is_same(path: Path, hub_file: RepoFile | None) -> bool:
     if hub_file is None or path.stat().st_size != hub_file.size:
         return False
     if hub_file.lfs is not None:
+        # A link is resolved, so that the content is read and its name is not trusted.
         return hash_files([path.resolve()]) == [hub_file.lfs.sha256]
     return git_hash(path.read_bytes()) == hub_file.blob_id
 
@@ -289,8 +309,9 @@ def is_same(path: Path, hub_file: RepoFile | None) -> bool:
 def is_of_a_release(path: str) -> bool:
     """Return whether a path in a repository is one that releases write.
 
-    Other files on the Hub are not changed.
+    A release replaces or removes only such files. All other files on the Hub stay as they are.
     """
+    # Files of a draft and the NOTICE are in the root, and all other files are in known folders.
     folder, _, name = path.rpartition("/")
     if not folder and any(fnmatch(name, pattern) for pattern in (*DRAFT_FILES, NOTICE)):
         return True

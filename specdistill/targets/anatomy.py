@@ -56,15 +56,15 @@ def find_auto_class(
 ) -> Any:
     """Return the auto class of transformers that loads a model of this config.
 
-    This is AutoModelForCausalLM, or AutoModelForImageTextToText for a model of text and images that
-    AutoModelForCausalLM does not know. Such a model is only given text, so its image encoder never
-    runs.
+    This is AutoModelForCausalLM if it knows the class of the config. For other models of text and
+    images it is AutoModelForImageTextToText. Such a model is only given text, so its image encoder
+    never runs.
     """
     return AutoModelForImageTextToText if reads_images(config) else AutoModelForCausalLM
 
 
 def reads_images(config: PreTrainedConfig) -> bool:
-    """Return whether only the auto class for text and images can load a config."""
+    """Return whether only AutoModelForImageTextToText, not AutoModelForCausalLM, loads a config."""
     return (
         type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
         and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
@@ -99,7 +99,11 @@ class LogitsHead:
         return self.finish(raw.view(*hidden.shape[:-1], raw.shape[-1]))
 
     def finish(self, raw: Tensor) -> Tensor:
-        """Scale and cap the linear layer's output, elementwise."""
+        """Compute logits from the linear layer's output: scale it, and cap it softly.
+
+        The result is cap · tanh(scale · raw / cap), or scale · raw without a cap.
+        """
+        # float64 is kept: `_find_parts` uses it to examine the arithmetic of a class.
         logits = raw.float() if self.float32 and raw.dtype != torch.float64 else raw
         logits = logits if self.scale == 1 else logits * self.scale
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
@@ -124,16 +128,16 @@ class Anatomy:
 
 @torch.no_grad()
 def examine_model(model: PreTrainedModel, name: str, *, key: str = "target.model") -> Anatomy:
-    """Find the parts of a model, and check that this project can compute with them.
+    """Find the layers, the final norm and the head of a model, and check that they can be used.
 
     Args:
         model: a model with weights.
-        name: what errors call it.
+        name: the name of the model in errors.
         key: the recipe key that errors name.
 
     Raises:
-        UserError: naming the model's class and the reason, if its logits or its KV cache follow no
-            rule that is known here.
+        UserError: if the model computes logits by an unknown formula, or does not continue its KV
+            cache. The error names the model's class and the reason.
     """
     training = model.training
     try:
@@ -164,21 +168,25 @@ def examine_model(model: PreTrainedModel, name: str, *, key: str = "target.model
 def reads_alike(together_TD: Tensor, alone_TD: Tensor) -> bool:
     """Return whether two tensors of hidden states [..., T, D] are equal up to rounding.
 
-    The tolerance is the square root of the dtype's rounding error: rounding adds up over layers,
-    and a token that reads a wrong token differs by far more.
+    The tolerance for the relative difference is the square root of the dtype's rounding error.
+    Rounding adds up over layers, but a token that reads a wrong token differs by far more.
+
+    Args:
+        together_TD: hidden states that were computed in one way, such as several documents at once.
+        alone_TD: hidden states of the same tokens that were computed in another way.
     """
     difference = (together_TD - alone_TD).norm() / alone_TD.norm()
     return bool(difference < torch.finfo(alone_TD.dtype).eps ** 0.5)
 
 
 def find_backbone(model: PreTrainedModel) -> nn.Module:
-    """Return the module that computes hidden states after the final norm from token ids.
+    """Return the module of a model that computes hidden states (after the final norm) from ids.
 
-    This is what the class calls its decoder, or else its first part with a list of as many layers
-    as the model has.
+    This is the module that the class returns from `get_decoder`. If that holds no layers, it is the
+    model's first child with a list of as many layers as the model has.
 
     Raises:
-        LookupError: if there is none.
+        LookupError: if no module has such a list.
     """
     for part in (model.get_decoder(), *model.children()):
         if part is not model and find_layer_lists(model, part):
@@ -215,7 +223,14 @@ def _find_parts(
 ) -> tuple[Anatomy, Tensor]:
     """Find the parts of a model by one pass of its own forward.
 
-    In that pass the output of the head is replaced by known numbers.
+    In that pass, hooks record the outputs of the model's parts. One hook replaces the output of the
+    head's linear layer by known numbers. The logits then show how the class scales and caps them.
+
+    Args:
+        model: the model.
+        backbone: the module of the model that computes hidden states.
+        linear: the linear layer of the head.
+        ids_1T: the token ids that the pass reads.
 
     Returns:
         The parts, and the hidden states [1, T, D] of the backbone in that pass.
@@ -273,7 +288,7 @@ def _find_parts(
 
 
 def _find_factor(x: Tensor, y: Tensor) -> float | None:
-    """Return the factor c of y = c · x; None if there is none.
+    """Return the factor c with which y = c · x; None if y is not proportional to x.
 
     The factor is fitted by least squares, because 16-bit dtypes round each number.
     """
@@ -288,21 +303,22 @@ def _find_factor(x: Tensor, y: Tensor) -> float | None:
 
 
 def _scale_and_cap(x: Tensor, y: Tensor) -> tuple[float, float | None] | None:
-    """Fit scale and cap of y = cap · tanh(scale · x / cap).
+    """Find the scale and the cap with which a class computes y = cap · tanh(scale · x / cap).
 
     Args:
-        x: the known numbers of `_build_powers_of_two`.
-        y: the logits that the class computes from them.
+        x: known numbers, from `_build_powers_of_two`.
+        y: the logits that the class computes from these numbers.
 
     Returns:
-        The scale and the cap, which is None where y = scale · x. None for any other function.
+        The scale and the cap. The cap is None if y = scale · x. None instead of both if the class
+        computes another function.
     """
     if x.shape != y.shape:
         return None
     x = x.flatten()
     y = y.flatten().double()
-    # x[0] = 2^-12 is so small that a cap does not change it, so it shows the scale. The largest
-    # logit is at the cap, if there is one.
+    # x[0] = 2^-12 is so small that a cap does not change it, so it shows the scale. If there is a
+    # cap, the largest logit is equal to it.
     scale = _round_to_one(float(y[0] / x[0]))
     largest_logit = float(y.abs().max())
     for cap in (None, largest_logit):
@@ -312,16 +328,18 @@ def _scale_and_cap(x: Tensor, y: Tensor) -> tuple[float, float | None] | None:
 
 
 def _round_to_one(factor: float) -> float:
-    """Return a factor, or exactly 1 if it differs from 1 only by rounding."""
+    """Return a factor as it is, or exactly 1 if it differs from 1 only by rounding."""
     return 1.0 if abs(factor - 1) < ROUNDING else factor
 
 
 def _build_powers_of_two(like: Tensor) -> Tensor:
     """Return numbers from 2^-12 to 2^24 of both signs, in the shape of a tensor.
 
-    They are float64, so that rounding does not hide the exact arithmetic of a class. The small ones
-    show its scale, and the large ones its cap.
+    In place of a head's output, the small numbers show the factor by which a class scales its
+    logits, and the large ones show its cap. They are float64, so that rounding does not hide the
+    exact arithmetic of the class.
     """
+    # The exponent goes from -12 to 24 again and again, and the sign alternates.
     index = torch.arange(like.numel(), device=like.device, dtype=torch.float64)
     return (2 ** (index % 37 - 12) * (1 - index % 2 * 2)).view(like.shape)
 
@@ -329,10 +347,16 @@ def _build_powers_of_two(like: Tensor) -> Tensor:
 def _check_continues(
     backbone: nn.Module, text_config: PreTrainedConfig, ids_1T: Tensor, hidden_1TD: Tensor
 ) -> None:
-    """Check that passes over a KV cache give the same hidden states as one pass.
+    """Check that several passes over a KV cache give the same hidden states as one pass.
 
-    Unless the model is recurrent, each pass is followed by rejected tokens, which are cropped from
-    the cache again.
+    After each pass, tokens are read that a round of decoding would reject, and are cropped from the
+    cache again. A recurrent model cannot drop tokens, so it is checked without them.
+
+    Args:
+        backbone: the module of the model that computes hidden states.
+        text_config: the config of the language model.
+        ids_1T: the token ids that are read.
+        hidden_1TD: their hidden states in one pass.
 
     Raises:
         LookupError: if the hidden states differ.

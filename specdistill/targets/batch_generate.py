@@ -69,7 +69,11 @@ class GrowingLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Append keys and values [B, heads, new, head_dim], and return the whole blocks."""
+        """Append keys and values [B, heads, new, head_dim], and return the whole blocks.
+
+        The blocks have room for more tokens than there are. Positions after the last token are
+        zero, and the attention mask hides them.
+        """
         end = self.length + key_states.shape[2]
         # The prompt becomes the first block as it is.
         if not self.is_initialized:
@@ -80,7 +84,7 @@ class GrowingLayer(DynamicLayer):
             assert self.keys is not None and self.values is not None
             keys = self.keys
             values = self.values
-            # The block grows when the new tokens do not fit into it. Then they are written.
+            # The block grows if the new tokens do not fit into it. Then the tokens are written.
             room = round_up_length(self.length, end)
             if keys.shape[2] != room:
                 padding = (0, 0, 0, room - self.length)
@@ -94,7 +98,10 @@ class GrowingLayer(DynamicLayer):
         return keys, values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the length that a mask needs for `query_length` new tokens, and its offset 0."""
+        """Return how many positions a mask must cover for `query_length` new tokens, and offset 0.
+
+        transformers calls this to build the attention mask.
+        """
         return round_up_length(self.length, self.length + query_length), 0
 
     def get_seq_length(self) -> int:
@@ -103,10 +110,13 @@ class GrowingLayer(DynamicLayer):
 
 
 def round_up_length(num_seen: int, end: int) -> int:
-    """Return how many tokens attention runs over: for a prompt its length, later whole blocks.
+    """Return how many positions attention runs over in a pass.
+
+    For a prompt these are its tokens. For later tokens, the number is rounded up to a multiple of
+    BLOCK, because the cache has room for whole blocks of tokens.
 
     Args:
-        num_seen: tokens that are cached; 0 for a prompt.
+        num_seen: tokens that are cached before the pass; 0 for a prompt.
         end: tokens that will be cached after the pass.
     """
     return end if num_seen == 0 else -(-end // BLOCK) * BLOCK
@@ -123,15 +133,15 @@ def attend_by_group(
 ) -> tuple[Tensor, None]:
     """Compute softmax(scaling · Q Kᵀ) V for one new token per row.
 
-    transformers calls this in place of `sdpa`. Prompts, which have more than one token, are passed
-    on to `sdpa`.
+    transformers calls this in place of `sdpa`. Keys and values are read once for all query heads
+    that share them. Prompts, which have more than one token, are passed on to `sdpa`.
 
     Args:
         module: the attention module that calls this.
-        query: [B, heads, 1, D].
-        key: [B, shared heads, room, D].
+        query: [B, heads, 1, D], for B rows and heads of size D.
+        key: [B, shared heads, room, D], with room for later tokens.
         value: [B, shared heads, room, D].
-        attention_mask: boolean, True for tokens that are seen; None if all are.
+        attention_mask: boolean, True for tokens that are seen; None if all are seen.
         scaling: factor of the scores; None for D^-1/2.
         **kwargs: passed on to `sdpa`.
 
@@ -162,7 +172,7 @@ AttentionMaskInterface.register(GROUPED_ATTENTION, sdpa_mask)
 
 @contextmanager
 def prepare_generation(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[PreTrainedModel]:
-    """Prepare a model for fast generation, and restore it afterwards.
+    """Prepare a model for fast generation while the block runs, and restore the model afterwards.
 
     Args:
         model: the model.
@@ -175,8 +185,9 @@ def prepare_generation(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[P
     attention = model.config._attn_implementation
     training = model.training
     if is_plain(model) and model.dtype != dtype:
-        # `model.to` would round the rotary frequencies too. Here each weight is rounded as it is
-        # copied, so that there is never a second copy in the old dtype.
+        # `model.to` would round the rotary frequencies too. Here only parameters are rounded.
+        # `deepcopy` takes the rounded parameters from its memo, so it never copies a parameter in
+        # the old dtype.
         rounded: dict[int, object] = {
             id(parameter): torch.nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
             for parameter in model.parameters()
@@ -202,11 +213,11 @@ def prepare_generation(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[P
 
 
 def copy_contiguous(head: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Copy the hidden states that a head gets into a contiguous block.
+    """Copy the hidden states that an LM head gets into contiguous memory.
 
-    This is a hook for `register_forward_pre_hook`. The last position of each prompt is a view with
-    gaps. torch multiplies such a view by a batch of copies of the head, one for each row: with 64
-    rows and a vocabulary of 262,144 these take 20 GB, and the product takes a minute.
+    This is a hook for `register_forward_pre_hook`. The hidden states of the last position of each
+    prompt are a view with gaps. torch multiplies such a view by a copy of the head for each row:
+    with 64 rows and a vocabulary of 262,144 the copies take 20 GB, and the product takes a minute.
     """
     # Tensor.contiguous() would return the view of a single prompt as it is.
     return tuple(tensor.clone(memory_format=torch.contiguous_format) for tensor in inputs)
@@ -235,8 +246,9 @@ class BatchPlan:
 def plan_batch(batch_size: int, device: torch.device, row_bytes: int, free_bytes: int) -> BatchPlan:
     """Plan a batch of at most `batch_size` rows that fits the free memory.
 
-    First the number of parts that are generated at a time is lowered, which changes no token. Only
-    if that does not suffice, the number of rows is halved, which changes what is sampled.
+    A batch may be generated in several parts. If memory is short, fewer parts are generated at a
+    time, which changes no token. Only if one part does not fit either, the number of rows is
+    halved, which changes what is sampled.
 
     Args:
         batch_size: the most rows.
@@ -261,10 +273,11 @@ def _count_parts(num_rows: int, device: torch.device) -> int:
     """Return how many parts a batch is split into.
 
     On a CPU there may be several, each with at least MIN_PART_ROWS rows. Their number does not
-    depend on the number of cores, so the tokens do not depend on it, either.
+    depend on the number of cores, so that the generated tokens do not depend on it, either.
     """
     if device.type != "cpu":
         return 1
+    # PARTS is in descending order, so this is the greatest number that leaves parts large enough.
     return next(parts for parts in PARTS if parts == 1 or num_rows >= parts * MIN_PART_ROWS)
 
 
@@ -291,15 +304,16 @@ def generate_batch(
         max_new_tokens: the most new tokens of a row.
         end_ids: tokens that end a row.
         seed: the seed of all sampling.
-        num_parts: parts that the batch is split into; None for as many as suit the device and the
-            prompts.
+        num_parts: parts that the batch is split into; None for a number that suits the device and
+            the number of prompts.
         num_parallel: parts that are generated at a time, at most one for each thread; None for all.
 
     Returns:
-        The new tokens of each row. A row ends with a token of `end_ids`, which is included. It is
-        cut short after `max_new_tokens`, or once nearly all other rows have ended.
+        The new tokens of each row. A row ends with a token of `end_ids`, which is included. A row
+        without such a token is cut short after `max_new_tokens`, or once nearly all other rows have
+        ended.
     """
-    # Divide the rows among as many parts as the machine can compute at once.
+    # Choose the number of parts, and how many of them are generated at a time.
     threads = torch.get_num_threads()
     num_parts = _count_parts(len(prompts), model.device) if num_parts is None else num_parts
     num_workers = min(threads, num_parts, num_parallel or num_parts)
@@ -312,8 +326,8 @@ def generate_batch(
             temperatures[part::num_parts],
             max_new_tokens,
             end_ids,
-            # Each part has its own random numbers. 1,009 is larger than any number of parts, so no
-            # two parts of any batches have the same seed.
+            # Each part has its own random numbers. 1,009 is larger than any number of parts, so the
+            # parts of batches with different seeds never have the same seed.
             seed * 1_009 + part,
         )
 
@@ -344,8 +358,11 @@ def _generate_part(
     end_ids: Sequence[int],
     seed: int,
 ) -> list[list[int]]:
-    """Continue the prompts of one part of a batch, as `generate_batch` does."""
-    # `generated` holds the new tokens of all rows, and -1 where there is none yet.
+    """Continue the prompts of one part of a batch, and return the new tokens of each row.
+
+    The arguments are those of `generate_batch`.
+    """
+    # `generated` holds the new tokens of all rows, and -1 for tokens that are not generated yet.
     device = model.device
     num_rows = len(prompts)
     generator = torch.Generator(device).manual_seed(seed)
@@ -355,7 +372,8 @@ def _generate_part(
     length = ids.shape[1]
 
     # State of each unfinished row: its number, whether it has ended, its temperature, the number of
-    # tokens of its prompt, and which slots of the cache hold tokens.
+    # tokens of its prompt, and which slots of the cache hold tokens. The mask has room for whole
+    # blocks of tokens, as the cache will have (a first argument of 1 means: not a prompt).
     row_number = torch.arange(num_rows, device=device)
     ended = torch.zeros(num_rows, dtype=torch.bool, device=device)
     temperature = torch.tensor(temperatures, device=device)
@@ -407,9 +425,9 @@ def _generate_part(
 
 
 def _pad_left(prompts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Return prompts as one tensor [B, P], padded on the left with token 0.
+    """Return B prompts as one tensor [B, P], padded on the left with token 0 to the longest, P.
 
-    All rows then get their new tokens in the same slots of the KV cache.
+    With the padding on the left, all rows get their new tokens in the same slots of the KV cache.
     """
     longest = max(map(len, prompts))
     rows = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
@@ -417,7 +435,7 @@ def _pad_left(prompts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
 
 
 def _create_growing_cache(model: PreTrainedModel) -> DynamicCache:
-    """Return an empty KV cache whose full attention layers are a `GrowingLayer` each."""
+    """Return an empty KV cache in which each full attention layer has a `GrowingLayer`."""
     cache = DynamicCache(config=model.config)
     cache.layers = [
         GrowingLayer() if type(layer) is DynamicLayer else layer  # type: ignore[no-untyped-call]
@@ -433,7 +451,7 @@ def _cut_after_end(generated: Tensor, ends: Tensor) -> list[list[int]]:
         generated: token ids [B, max_new_tokens]; -1 for tokens that were not generated.
         ends: the end tokens.
     """
-    # No end token comes before a token that is kept.
+    # A token is kept if it was generated and no end token comes before it.
     is_end = torch.isin(generated, ends).long()
     num_ends_before = is_end.cumsum(1) - is_end
     is_kept = (generated >= 0) & (num_ends_before == 0)
@@ -443,15 +461,15 @@ def _cut_after_end(generated: Tensor, ends: Tensor) -> list[list[int]]:
 def sample(logits_BV: Tensor, temperatures_B: Tensor, generator: torch.Generator) -> Tensor:
     """Choose one token per row.
 
-    At temperature 0 this is the argmax. Otherwise it is drawn from softmax(logits / temperature) by
-    inverting the cumulative sum. That takes one uniform number per row instead of the V numbers of
-    `torch.multinomial`, which on a CPU cost more than the head.
+    At temperature 0 the token is the argmax. Otherwise it is drawn from softmax(logits /
+    temperature) by inverting the cumulative sum. That takes one uniform number per row instead of
+    the V numbers of `torch.multinomial`, which on a CPU cost more than the LM head.
 
-    Probabilities are float32, for as many rows at a time as SAMPLING_BYTES hold. Each row is
-    computed by itself, so the number of rows at a time changes no token.
+    Probabilities are float32. SAMPLING_BYTES limits for how many rows they exist at a time. Each
+    row is computed by itself, so the limit changes no token.
 
     Args:
-        logits_BV: [B, V].
+        logits_BV: [B, V], for B rows and V tokens.
         temperatures_B: [B], on the same device.
         generator: the source of the uniform numbers.
 
@@ -475,18 +493,21 @@ def sample(logits_BV: Tensor, temperatures_B: Tensor, generator: torch.Generator
 
 
 def _draw(logits_rV: Tensor, temperatures_r: Tensor, uniform_r1: Tensor) -> Tensor:
-    """Draw a token for each row by inverting its cumulative sum.
+    """Draw a token for each row from softmax(logits / temperature).
+
+    The draw inverts the cumulative sum of the probabilities at a uniform number.
 
     Args:
-        logits_rV: [r, V].
-        temperatures_r: [r].
+        logits_rV: [r, V], for r rows and V tokens.
+        temperatures_r: [r], above 0.
         uniform_r1: uniform numbers [r, 1] in [0, 1).
 
     Returns:
         Token ids [r].
     """
-    # The drawn token is the first whose cumulative sum exceeds u times the total. The total is 1
-    # except for rounding. Without the total, a u near 1 could exceed every cumulative sum.
+    # The drawn token is the first whose cumulative sum exceeds u times the total, with the uniform
+    # number u. The total is 1 except for rounding. Without the factor, a u near 1 could exceed
+    # every cumulative sum.
     probabilities = (logits_rV.float() / temperatures_r[:, None]).softmax(-1)
     cumulative = probabilities.cumsum(-1)
     drawn = torch.searchsorted(cumulative, uniform_r1 * cumulative[:, -1:], right=True)

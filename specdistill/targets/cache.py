@@ -35,9 +35,10 @@ class BufferedLayer(DynamicLayer):
     _buffers: tuple[Tensor | None, Tensor | None] = (None, None)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Set dtype, device and empty keys and values.
+        """Set the layer's dtype, device and empty keys and values from those of the first pass.
 
-        transformers' own method copies empty tensors to the device, for which the host waits.
+        This replaces transformers' own method, which copies empty tensors to the device, for which
+        the host waits.
         """
         self.dtype = key_states.dtype
         self.device = key_states.device
@@ -48,7 +49,12 @@ class BufferedLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *_args: object, **_options: object
     ) -> tuple[Tensor, Tensor]:
-        """Append keys and values [B, G, T, d], and return those of all positions."""
+        """Append keys and values of T new positions, and return those of all positions.
+
+        Args:
+            key_states: keys [B, G, T, d] of B sequences and G key/value heads of size d.
+            value_states: values [B, G, T, d].
+        """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
 
@@ -66,13 +72,19 @@ class BufferedLayer(DynamicLayer):
 def _append_positions(
     buffer: Tensor | None, shown: Tensor | None, num_held: int, new: Tensor
 ) -> Tensor:
-    """Return the buffer, or a longer copy of it, with new positions after those that are held.
+    """Write new positions into a buffer of keys or values, and return the buffer.
+
+    If the new positions do not fit, they are written into a longer copy of the buffer. B is the
+    number of sequences, G that of key/value heads, and d their size.
 
     Args:
-        buffer: [B, G, room, d]; None before the first pass.
-        shown: the keys or values [B, G, S, d] that the layer shows.
-        num_held: S, the positions that are held.
-        new: keys or values [B, G, T, d] of the new positions.
+        buffer: [B, G, room, d], with room for S positions or more; None before the first pass.
+        shown: the keys or values [B, G, S, d] of the S positions that the layer holds.
+        num_held: S.
+        new: keys or values [B, G, T, d] of the T new positions.
+
+    Returns:
+        The buffer, or its longer copy.
     """
     assert shown is not None
     end = num_held + new.shape[-2]
@@ -86,7 +98,7 @@ def _append_positions(
         if num_held:
             buffer.narrow(-2, 0, num_held).copy_(shown)
 
-    # Write the new positions behind the others.
+    # Write the new positions behind the S positions that are held.
     buffer.narrow(-2, num_held, end - num_held).copy_(new)
     return buffer
 
@@ -111,9 +123,10 @@ def create_empty_cache(text_config: PreTrainedConfig) -> DynamicCache:
 
 
 def is_recurrent(text_config: PreTrainedConfig) -> bool:
-    """Return whether some layers keep a recurrent state, which tokens cannot be dropped from.
+    """Return whether some layers of a model keep a recurrent state, and not keys and values.
 
-    Such layers are those of linear attention and of state space models.
+    Such layers are those of linear attention and of state space models. Tokens cannot be dropped
+    from their state.
     """
     return any(
         type(layer) not in CROPPABLE_LAYERS for layer in create_empty_cache(text_config).layers
@@ -125,12 +138,13 @@ Snapshot = list[dict[str, object]]
 
 
 def copy_state(cache: Cache) -> Snapshot:
-    """Copy the recurrent states of a cache, which `roll_back` restores.
+    """Copy the recurrent states of a cache before a pass, so that `roll_back` can restore them.
 
-    Layers that can be cropped have an empty entry.
+    Returns:
+        One entry for each layer; empty for a layer that can drop its last tokens.
     """
-    # A layer with linear and full attention crops its keys and values, and only its state is
-    # copied.
+    # A layer with both linear and full attention can drop tokens from its keys and values, so only
+    # its other attributes, the state, are copied.
     states: Snapshot = []
     for layer in cache.layers:
         cropped = (
@@ -144,12 +158,13 @@ def copy_state(cache: Cache) -> Snapshot:
 
 
 def roll_back(cache: Cache, count: int, before: Snapshot) -> None:
-    """Drop the last `count` tokens from the cache, and restore its recurrent states.
+    """Drop the last `count` tokens from a cache, and restore the recurrent states before them.
 
     Args:
         cache: the cache.
-        count: all tokens that were read since the snapshot.
-        before: the snapshot. It becomes part of the cache, so it cannot be used again.
+        count: the number of all tokens that were read since `before` was copied.
+        before: the states that `copy_state` returned. They become part of the cache, so they cannot
+            be used again.
     """
     for layer, state in zip(cache.layers, before, strict=True):
         if type(layer) in CROPPABLE_LAYERS:

@@ -43,7 +43,7 @@ class CacheSize:
     ) -> int:
         """Return the bytes of the cache on each of the devices that share the model.
 
-        A device has whole heads, and at least one, as inference engines divide them.
+        Inference engines divide the cache by heads, and each device has at least one head.
 
         Args:
             context: tokens of each sequence.
@@ -53,7 +53,7 @@ class CacheSize:
         """
         total = 0
         for layer in self.layers:
-            # Heads and states are divided between the devices and rounded up.
+            # Heads and states are divided between the devices, and rounded up (-(-a // b)).
             heads = -(-layer.heads // tensor_parallel)
             tokens = context if layer.window is None else min(context, layer.window)
             total += tokens * layer.size // layer.heads * heads * itemsize
@@ -61,7 +61,9 @@ class CacheSize:
         return batch_size * total
 
     def count_bytes_per_token(self, itemsize: int) -> int:
-        """Return the bytes that each token of context adds, in the layers without a window.
+        """Return the bytes that each further token of a long context adds to the cache.
+
+        Layers with a sliding window add nothing once the window is full.
 
         Args:
             itemsize: bytes of one number of a key or a value.
@@ -80,7 +82,8 @@ def build_attention_cache_size(
         head_dim: size of a head.
         window: tokens that a query sees, itself included; None for all.
     """
-    # The query itself is in the window, so the cache keeps one token less.
+    # The window includes the query itself, so the cache keeps one token less than the window. The
+    # factor of two is for keys and values.
     num_kept = None if window is None else window - 1
     layer = LayerCache(num_key_value_heads, 2 * num_key_value_heads * head_dim, num_kept)
     return CacheSize((layer,) * num_layers)
@@ -93,12 +96,15 @@ def cache_size(model: PreTrainedModel) -> CacheSize | None:
         model: a causal language model on the meta device.
 
     Returns:
-        The size; None for a class that cannot run there, or that keeps its cache elsewhere.
+        The size; None for a class that cannot run on the meta device, or that keeps nothing in the
+        cache of transformers.
     """
     config = model.config.get_text_config(decoder=True)
     try:
-        # In this implementation no shape depends on which experts the tokens are sent to.
+        # Mixtures of experts: in this implementation no shape depends on which experts the tokens
+        # are sent to, which the meta device cannot know.
         model.set_experts_implementation("batched_mm")
+        # What differs after one more token is what a token adds to the cache.
         short_cache = _build_cache_after(model, config, 2)
         long_cache = _build_cache_after(model, config, 3)
     except CLASS_ERRORS:  # The class cannot compute something on the meta device.
@@ -123,10 +129,11 @@ def _build_cache_after(
 
 
 def _list_tensors(layer: object) -> list[Tensor]:
-    """Return the tensors that a layer of a cache keeps.
+    """Return the tensors that a layer of a KV cache keeps for the sequence.
 
-    Tensors that only control it (flags, a window's length) have no dimensions and are left out.
+    Tensors without dimensions are left out: they are flags and lengths that control the layer.
     """
+    # Some layers keep their tensors as attributes, and some in dictionaries.
     values: list[object] = []
     for value in vars(layer).values():
         values.extend(value.values() if isinstance(value, dict) else [value])
@@ -134,7 +141,7 @@ def _list_tensors(layer: object) -> list[Tensor]:
 
 
 def _measure_layer(layer: object, longer_layer: object) -> LayerCache:
-    """Return the cache size of a layer.
+    """Return the cache size of a layer, found by comparing its cache at two lengths.
 
     Args:
         layer: the layer's cache after two tokens.
@@ -150,7 +157,7 @@ def _measure_layer(layer: object, longer_layer: object) -> LayerCache:
         if growth == 0:
             state_bytes += tensor.nbytes
 
-    # Only keys of shape [B, heads, S, size] can be divided between devices by heads.
+    # Only keys of shape [batch, heads, tokens, size] can be divided between devices by heads.
     keys = getattr(layer, "keys", None)
     is_sliding = getattr(layer, "is_sliding", False)
     return LayerCache(

@@ -88,7 +88,7 @@ class Shards:
 
     @classmethod
     def open(cls, folder: Path, key: str, *, complete: bool = True) -> "Shards":
-        """Find the files of a checkpoint and the tensors in them.
+        """Find the safetensors files of a checkpoint, and which tensor is in which file.
 
         Args:
             folder: the folder of the files.
@@ -136,7 +136,7 @@ class Shards:
     def check(self) -> None:
         """Check that every tensor is in the file that the index names, and in no other file.
 
-        transformers does not check this.
+        transformers does not check this when it loads a model.
 
         Raises:
             UserError: if files and index differ.
@@ -182,7 +182,9 @@ class Shards:
         return self._read(names, lambda weights, name: weights.get_tensor(name))
 
     def _read(self, names: Iterable[str], read: Callable[[Any, str], Tensor]) -> dict[str, Tensor]:
-        """Call `read` for each tensor, and return its results by name. Each file is opened once.
+        """Call `read` for each tensor, and return its results by name of the tensor.
+
+        The tensors are grouped by file, so that each file is opened only once.
 
         Args:
             names: the names of the tensors.
@@ -215,11 +217,11 @@ def read_config(
     Args:
         folder: the folder.
         key: the recipe key that errors name.
-        expected: what errors say is expected.
+        expected: the text in errors that says what was expected.
 
     Raises:
-        UserError: for a value of another type, and for a folder without config.json. The latter
-            says what is there instead.
+        UserError: for a value of another type, and for a folder without config.json. The error for
+            a folder without config.json lists what the folder holds.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -255,16 +257,16 @@ def _build_missing_config_error(folder: Path, key: str, expected: str) -> UserEr
 
 
 def read_stated(config: Mapping[str, object], name: str, kind: Any, key: str) -> Any:
-    """Return the value of a key of config.json.
+    """Return the value of a key of config.json, after checking its type.
 
     Args:
         config: a section of config.json.
         name: the key.
-        kind: the type of its value, as pydantic takes it.
+        kind: the type that the value must have, as pydantic takes it.
         key: the recipe key that errors name.
 
     Returns:
-        The value; None where it is absent or null.
+        The value; None if the key is missing or null.
 
     Raises:
         UserError: for a value of another type.
@@ -302,14 +304,15 @@ def hash_files(paths: Iterable[Path]) -> list[str]:
 
 def combine_hashes(hashes: Iterable[str]) -> str:
     """Combine several hashes into one sha256 that does not depend on their order."""
+    # They are sorted, joined to one text, and hashed again.
     return hashlib.sha256("\n".join(sorted(hashes)).encode()).hexdigest()
 
 
 def hash_contents(paths: Iterable[Path]) -> str:
     """Return one sha256 of the names and contents of files, whatever folders they are in."""
     files = list(paths)
-    # Paths are resolved so that each file is read, because the name of a link says nothing about
-    # the content that it leads to.
+    # Links are resolved, so that the content of each file is read. Of a link in the Hub's cache,
+    # `hash_file` would trust the name of the file that it leads to, which is a hash.
     hashes = hash_files(path.resolve() for path in files)
     return combine_hashes(
         f"{sha256} {path.name}" for sha256, path in zip(hashes, files, strict=True)
@@ -386,25 +389,25 @@ class TargetFiles:
 
     @classmethod
     def from_config(cls, target: TargetConfig) -> "TargetFiles":
-        """Return the files that a recipe's `target:` names.
+        """Return the files of the target that a recipe's section `target` names.
 
         Raises:
-            UserError: as the constructor.
+            UserError: for a path that is not a target, and for several adapters.
         """
         return cls(target.model, target.revision, target.adapter, target.trust_remote_code)
 
     @cached_property
     def identity(self) -> TargetIdentity:
-        """The identity of the target, by the hashes of its files.
+        """The identity of the target: its name, and hashes of its weights and tokenizer files.
 
-        No weights are fetched, except a GGUF file and an adapter: the Hub states the hashes of
-        safetensors files.
+        safetensors files are not fetched for this, because the Hub lists their hashes. A GGUF file
+        and an adapter are fetched.
         """
         # Hash the weights: the GGUF file if there is one, otherwise the files of the checkpoint.
         folder = self.fetch("config.json", INDEX, *TOKENIZER, *self._gguf)
         weights = hash_files(folder / file for file in self._gguf) or self._hash_weights(folder)
 
-        # An adapter changes the weights, so its files count as weights, too.
+        # An adapter changes the weights, so the hashes of its files are added to theirs.
         if self.adapter is not None:
             adapter_folder = fetch(
                 self.adapter,
@@ -414,7 +417,7 @@ class TargetFiles:
             )
             weights += hash_files(_list_existing_files(adapter_folder, ADAPTER))
 
-        # Hash the tokenizer, which a GGUF file holds together with the weights.
+        # Hash the tokenizer files. A GGUF file holds the tokenizer together with the weights.
         tokenizer = hash_files(_list_existing_files(folder, self._gguf or TOKENIZER))
         return TargetIdentity(
             name_or_path="pico" if self.name == str(PICO) else self.name,
@@ -425,14 +428,14 @@ class TargetFiles:
         )
 
     def _hash_weights(self, folder: Path) -> list[str]:
-        """Return the sha256 of every file of weights.
+        """Return the sha256 of every file of weights of a checkpoint.
 
-        For a Hub id whose files are not in `folder` yet, the Hub states the hashes.
+        If the files of a Hub id are not in `folder` yet, their hashes are read from the Hub.
 
         Raises:
             UserError: if there are no weights.
         """
-        # Files that are all here are hashed here.
+        # If all files of weights are in the folder, hash them.
         names_in_folder = {path.name for path in folder.iterdir()}
         has_index = INDEX in names_in_folder
         indexed_files = Shards.open(folder, KEY, complete=False).files if has_index else []
@@ -440,8 +443,8 @@ class TargetFiles:
         if files and names_in_folder >= set(files):
             return hash_files(folder / file for file in files)
 
-        # Otherwise the Hub is asked for the hashes, so that nothing has to be downloaded. Without
-        # an index, its list of files also tells which of them hold weights.
+        # Otherwise ask the Hub for the hashes, so that nothing has to be downloaded. Without an
+        # index, the Hub's list of files also tells which of them hold weights.
         hub_hashes = (
             {}
             if Path(self.name).is_dir()
@@ -478,7 +481,8 @@ class TargetFiles:
 
     @property
     def commit(self) -> str | None:
-        """The commit of a Hub id, as it is in the cache; None for a folder."""
+        """The commit of a Hub id in the Hub's cache; None for a folder."""
+        # The cache names the folder of a snapshot by its commit.
         is_folder = Path(split_gguf(self.name)[0]).is_dir()
         return None if is_folder else self.fetch("config.json", *self._gguf).name
 
@@ -503,7 +507,9 @@ class TargetFiles:
         return self._size("num_hidden_layers")
 
     def tensor(self, name: str) -> Tensor:
-        """Load the embedding, or the head, which is the embedding if the two are tied.
+        """Load the weight of the token embedding or of the LM head, without loading the model.
+
+        If the checkpoint has no tensor for the head, the head is tied to the embedding.
 
         Args:
             name: `embed_tokens.weight` or `lm_head.weight`.
@@ -517,7 +523,8 @@ class TargetFiles:
             folder if (folder / INDEX).is_file() else self.fetch(SINGLE), KEY, complete=False
         )
 
-        # Search for the tensor, then for the embedding, because a tied head has no tensor.
+        # Search for the tensor by the end of its name, then for the embedding, because a tied head
+        # has no tensor of its own.
         for suffix in (name, EMBEDDING):
             # The shortest name is the right one, because a multi-token-prediction layer may repeat
             # both tensors under longer names.
@@ -547,7 +554,11 @@ class TargetFiles:
         )
 
     def _size(self, name: str) -> int:
-        """Return a size in the text config. Raise UserError if it is not an integer."""
+        """Return a number from the text config, such as `hidden_size`.
+
+        Raises:
+            UserError: if it is missing or no integer.
+        """
         size = self.text_config.get(name)
         if type(size) is not int:
             raise UserError(
@@ -559,7 +570,7 @@ class TargetFiles:
 
 
 def _list_existing_files(folder: Path, names: Iterable[str]) -> list[Path]:
-    """Return the paths of those files of a folder that exist, in the order of their names."""
+    """Return the paths of those files that exist in a folder, in the order of `names`."""
     paths = [folder / name for name in names]
     return [path for path in paths if path.is_file()]
 
@@ -567,7 +578,10 @@ def _list_existing_files(folder: Path, names: Iterable[str]) -> list[Path]:
 def _find_unlisted_weights(names: Iterable[str]) -> list[str]:
     """Return which of these files hold the weights of a checkpoint without an index.
 
-    They are the single safetensors file, or else the files that torch.save wrote.
+    These are the single safetensors file, or else the files that torch.save wrote.
+
+    Args:
+        names: the names of all files of the checkpoint.
     """
     return (
         [SINGLE]
@@ -577,7 +591,7 @@ def _find_unlisted_weights(names: Iterable[str]) -> list[str]:
 
 
 def require_target(target: TargetFiles | None, why: str) -> TargetFiles:
-    """Return the target, and raise an error if no target was named.
+    """Return the target's files, or raise an error if the user named no target.
 
     Args:
         target: the target's files; None if no target was named.

@@ -89,7 +89,7 @@ class Features:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The auxiliary layers, then the last hidden state.
+        """All hidden states [B, T, D]: those of the auxiliary layers, then the last ones.
 
         A feature store keeps them in this order, in one tensor [B, A + 1, T, D].
         """
@@ -98,6 +98,7 @@ class Features:
     @classmethod
     def concatenate(cls, parts: Sequence["Features"]) -> "Features":
         """Concatenate the features of all parts along the position axis (copies)."""
+        # `zip` groups the tensors of the parts by layer.
         return cls.from_tensors(
             torch.cat(layer_tensors, dim=1)
             for layer_tensors in zip(*(part.tensors for part in parts), strict=True)
@@ -106,6 +107,7 @@ class Features:
     @classmethod
     def pad_and_stack(cls, rows: Sequence["Features"]) -> "Features":
         """Stack B rows [1, T, D] of different lengths into one batch, padded at the end with 0."""
+        # `zip` groups the tensors of the rows by layer.
         return cls.from_tensors(
             pad_sequence([feature[0] for feature in layer_tensors], batch_first=True)
             for layer_tensors in zip(*(row.tensors for row in rows), strict=True)
@@ -116,13 +118,14 @@ class Features:
         return self.from_tensors(feature[:, :count] for feature in self.tensors)
 
     def at(self, position_BF: Tensor) -> "Features":
-        """Return the features at positions [B, F] of each row, in that order."""
+        """Return the features at F positions of each of B rows, in the order of the positions."""
+        # Row numbers [B, 1] and positions [B, F] together index [B, F, D] of [B, T, D].
         row_B1 = torch.arange(len(position_BF), device=position_BF.device).unsqueeze(1)
         return self.from_tensors(feature[row_B1, position_BF] for feature in self.tensors)
 
     def rows(self, index: Sequence[int]) -> "Features":
-        """Return the features of some rows of the batch."""
-        # The index is copied to the device once, and not once for each tensor.
+        """Return the features of some rows of the batch, which are given by their numbers."""
+        # The numbers are copied to the device once, and not once for each tensor.
         index_B = torch.tensor(index, device=self.last_hidden.device)
         return self.from_tensors(feature[index_B] for feature in self.tensors)
 
@@ -200,12 +203,12 @@ class FrozenTarget:
             quantization: the kind of quantization that weights are rounded to.
             device_map: `auto` for all devices of one process, or one device.
             layers_on_disk: leave the decoder layers in their files, and read them whenever they are
-                run. They are loaded anyway where weights have to be converted, merged or spread.
-            **options: of `read_causal_lm`. With `shard=layers` each process holds a part of the
-                decoder layers (`specdistill.targets.sharding`).
+                run. They are loaded anyway if weights have to be converted, merged or spread.
+            **options: further options of `read_causal_lm`. With `shard=layers` each process holds a
+                part of the decoder layers (`specdistill.targets.sharding`).
 
         Raises:
-            UserError: if it is no target or no adapter of it, or if it cannot be held in this way.
+            UserError: if the model or the adapter cannot be loaded, or not in this way.
             ResourceError: when the Hub fails.
         """
         # Load the model. Merging an adapter needs the layers in memory, and a spread model has its
@@ -261,13 +264,13 @@ class FrozenTarget:
     def eos_token_ids(self) -> frozenset[int]:
         """The ids of the tokens that end a generation.
 
-        The generation config names them, or else the model's config.
+        They are those of the generation config. If it names none, those of the model's config.
         """
         generation = self.model.generation_config
         return frozenset(end_tokens(self.config if generation.eos_token_id is None else generation))
 
     def tensor(self, name: str) -> Tensor:
-        """Return the weight of the embedding or of the head.
+        """Return the weight of the token embedding or of the LM head.
 
         Args:
             name: `embed_tokens.weight` or `lm_head.weight`.
@@ -292,9 +295,9 @@ class FrozenTarget:
 
     @property
     def identity(self) -> TargetIdentity:
-        """The identity of the target, by the hashes of its files (see `TargetFiles.identity`).
+        """The identity of the target: its name and hashes of its files (`TargetFiles.identity`).
 
-        A model made in memory has no files, and so no identity.
+        A model that was made in memory has no files, and so no identity.
         """
         assert self.files is not None, f"{self.name} was not loaded from files"
         return self.files.identity
@@ -309,9 +312,9 @@ class FrozenTarget:
         attention_mask: Tensor | dict[str, Tensor] | None = None,
         past_key_values: Cache | None = None,
     ) -> Features:
-        """Run one pass of the decoder layers, without the head.
+        """Run one pass of the decoder layers, without the head, and return their hidden states.
 
-        All layers are run, because the last hidden state is always read. If processes share the
+        All layers are run, because the last hidden state is always returned. If processes share the
         target, each has to make as many passes as the others.
 
         Args:
@@ -319,12 +322,12 @@ class FrozenTarget:
             aux_layers: the auxiliary layers whose hidden states are returned.
             position_ids_BT: [B, T]. In packed rows, position ids that start again at 0 separate
                 the documents (`specdistill.targets.packed_rows`).
-            documents: the same documents, if they are known. Otherwise they are searched in the
-                position ids, for which the host waits.
-            attention_mask: replaces the causal mask. It is [B, 1, T, S] over cached and new
+            documents: the places of these documents, if they are known. Otherwise they are searched
+                in the position ids, for which the host waits for the device.
+            attention_mask: replaces the causal mask. It is [B, 1, T, S] over the S cached and new
                 positions, and is added to the scores; or a dictionary with one such mask for each
                 kind of layer.
-            past_key_values: a cache whose tokens the new tokens continue. It grows.
+            past_key_values: a cache of the tokens before these. The new tokens are added to it.
 
         Returns:
             The features, in the dtype in which they are computed.
@@ -366,9 +369,9 @@ class FrozenTarget:
 
     @cached_property
     def _maskless(self) -> list[PreTrainedConfig]:
-        """The configs whose attention needs no mask over a KV cache; empty on a CPU.
+        """The configs whose attention can do without a mask over a KV cache, on a GPU.
 
-        The list is also empty if the class uses more than causal attention (see
+        The list is empty on a CPU, and if the class uses more than causal attention (see
         `find_maskless_configs`).
         """
         return find_maskless_configs(self.model) if self.device.type == "cuda" else []
@@ -376,23 +379,31 @@ class FrozenTarget:
     def compile(self, **options: Any) -> None:
         """Compile each layer with options of `torch.compile`.
 
-        The packing method is chosen first, because the choice runs the layers on shapes that do not
-        occur again. They would be compiled for nothing.
+        Before that, the packing method is chosen. The choice runs the layers on a few short inputs,
+        and layers that are compiled already would be compiled for these shapes in vain.
         """
-        _ = self._packing
+        _ = self._packing  # reading the property makes the choice
         for layer in self.layers:
             layer.forward = torch.compile(layer.forward, **options)
 
     @cached_property
     def _packing(self) -> PackingMethod:
-        """The way to give packed rows to the model.
+        """The function that gives packed rows to the model so that documents stay apart.
 
-        If no way keeps the documents apart, rows are given as they are.
+        If no such function works for the model, rows are given to it as they are.
         """
         return choose_packing(self.model) or run_unchanged
 
     def _run_layers(self, aux_layers: Sequence[int], inputs: BackboneInputs) -> Features:
-        """Run the backbone on its inputs, and return the features on the device of the inputs."""
+        """Run the decoder layers on inputs, and return the features on the device of the inputs.
+
+        Args:
+            aux_layers: the auxiliary layers whose hidden states are returned.
+            inputs: the inputs of the model's backbone, by name.
+
+        Raises:
+            UserError: if a layer does not return hidden states of the usual shape.
+        """
         # Move the inputs to the target, which may be on another device, or on several.
         device = inputs["input_ids"].device
         moved_inputs = {
@@ -407,14 +418,18 @@ class FrozenTarget:
         aux = tuple(captured[layer].to(device) for layer in aux_layers)
         last_hidden = output.last_hidden_state.to(device)
 
-        # Layers with several residual streams pass on hidden states of another shape.
+        # Layers with several residual streams have hidden states of another shape, which drafts
+        # cannot read.
         other_shapes = {tuple(feature.shape) for feature in aux} - {tuple(last_hidden.shape)}
         if other_shapes:
             raise UserError(
                 "draft.aux_layers",
                 got=f"{self.name}, whose layers return {other_shapes.pop()} for an input of"
                 f" {tuple(last_hidden.shape)}",
-                expected="layers with one residual stream, or a draft without auxiliary layers",
+                expected=(
+                    "a target whose layers have one residual stream, or a draft without auxiliary"
+                    " layers"
+                ),
             )
         return Features(aux, last_hidden)
 
@@ -427,15 +442,15 @@ def allow_graphs() -> None:
 def compile_layers(train: Mapping[str, object], target: FrozenTarget, objective: Any) -> None:
     """Compile target and draft for training if `train.torch_compile` asks for it.
 
-    The layers of both are compiled one by one, and so is the loss of a chunk's logits. No other
-    code is compiled.
+    The layers of target and draft are compiled one by one, and so is the loss. No other code is
+    compiled.
 
-    Layers of a class share a graph, so a target of 80 layers compiles as fast as one of two
+    Layers of a class share a graph, so a target of 80 layers compiles as fast as one of two layers
     (regional compilation). A layer of the draft has one graph for each step of the unroll, because
-    each step reads one chain entry more than the step before. Elementwise operations are fused into
-    few kernels. Only training is compiled: generation and decoding, whose lengths grow token by
-    token, set `torch.compiler.set_stance("force_eager")`. The hooks of a layer, which read features
-    or gather weights, stay outside of its graph.
+    each step attends to one entry more than the step before. Generation and decoding are not
+    compiled, because their lengths grow token by token; they set
+    `torch.compiler.set_stance("force_eager")`. The hooks of a layer, which read features or gather
+    weights, stay outside of its graph.
 
     Args:
         train: the recipe's section `train`.
@@ -462,7 +477,12 @@ def compile_layers(train: Mapping[str, object], target: FrozenTarget, objective:
 
 
 def _check_device_map(device_map: str | None) -> None:
-    """Raise UserError unless a device map can be used by this launch and on this machine."""
+    """Raise UserError if `target.device_map` cannot be used by this launch or on this machine.
+
+    Args:
+        device_map: a way of accelerate to spread a model over all devices, or the name of one
+            device; None for the default.
+    """
     key = "target.device_map"
     if device_map in SPREAD and count_processes() > 1:
         raise UserError(
@@ -472,7 +492,8 @@ def _check_device_map(device_map: str | None) -> None:
             expected="null (and target.shard=layers if the model does not fit on one device)",
         )
     if device_map is not None and device_map not in SPREAD:
-        # A torch without CUDA raises AssertionError.
+        # Allocating an empty tensor shows whether the device exists. A torch without CUDA raises
+        # AssertionError.
         with convert_errors(
             (RuntimeError, AssertionError),
             key,
@@ -484,15 +505,15 @@ def _check_device_map(device_map: str | None) -> None:
 
 @contextmanager
 def capture(layers: nn.ModuleList, layer_indices: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-    """Capture hidden states while a model runs.
+    """Capture the hidden states of some layers while a model runs inside the block.
 
     Args:
         layers: the n decoder layers.
-        layer_indices: the layers L whose hidden states are captured.
+        layer_indices: numbers L from 0 to n. L asks for the hidden states after L layers.
 
     Yields:
-        A dictionary that gets, by L, the input of layer L, or the output of the last layer for
-        L = n.
+        A dictionary that is filled while the model runs: L -> the input of layer L, or for L = n
+        the output of the last layer.
     """
     captured: dict[int, Tensor] = {}
 
@@ -501,7 +522,7 @@ def capture(layers: nn.ModuleList, layer_indices: Sequence[int]) -> Iterator[dic
     def keep_input(
         layer: int, _module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]
     ) -> None:
-        """Keep the hidden states that a layer gets."""
+        """Keep the hidden states that a layer gets as its input."""
         captured[layer] = args[0] if args else kwargs["hidden_states"]
 
     def keep_output(_module: nn.Module, _args: object, output: Tensor | tuple[Tensor, ...]) -> None:
@@ -524,23 +545,23 @@ def capture(layers: nn.ModuleList, layer_indices: Sequence[int]) -> Iterator[dic
 def build_tiny_target(
     config: PreTrainedConfig, name: str, *, trust_remote_code: bool = False
 ) -> FrozenTarget | None:
-    """Build a tiny random target of the class of a config.
+    """Build a tiny target with random weights, of the same class as a config.
 
-    It shows what the class computes before the weights are there. Widths are divided, and counts
-    (layers, heads, groups) are kept, so that relations between sizes still hold, such as hidden
-    size = heads · head size. Not every class can be made so small, so a few sizes are tried, the
-    narrowest first.
+    With it, the class can be tried out before the real weights are fetched. Widths are divided, and
+    counts (layers, heads, groups) are kept, so that relations between sizes still hold, such as
+    hidden size = heads · head size. Not every class works with such small widths, so several are
+    tried, the narrowest first.
 
     Args:
         config: the target's config.
-        name: the target's own name, which errors name.
+        name: the name of the real target, for errors.
         trust_remote_code: run the repository's own code.
 
     Returns:
-        The target; None if no size can be built.
+        The tiny target; None if it cannot be built with any width.
 
     Raises:
-        UserError: as loading the target would, if every size that can be built is refused.
+        UserError: if models can be built, but `FrozenTarget` refuses all of them.
     """
     # Try the narrowest model first, then wider ones, until one can be built and run.
     width = config.get_text_config(decoder=True).hidden_size
@@ -562,7 +583,7 @@ def build_tiny_target(
                     .from_config(small_config, **options)
                     .num_parameters()
                 )
-            # The divisors that follow make the model wider, so they are not tried.
+            # The divisors that follow would make the model even larger.
             if num_parameters > MAX_TINY_PARAMETERS:
                 break
 
@@ -587,9 +608,9 @@ def build_tiny_target(
 
 
 def _divide_value(value: Any, name: str, divisor: int) -> Any:
-    """Return a value of a config for a narrower model.
+    """Return a value of a config, changed for a narrower model.
 
-    Widths are divided and rounded up, token ids become 0, and all else stays as it is.
+    Widths are divided and rounded up, token ids become 0, and all other values stay as they are.
 
     Args:
         value: the value, or a dictionary of values.
@@ -598,6 +619,7 @@ def _divide_value(value: Any, name: str, divisor: int) -> Any:
     """
     if isinstance(value, dict):
         return {key: _divide_value(part, str(key), divisor) for key, part in value.items()}
+    # Token ids (keys with `token_id` or `token_ids`) could be outside the divided vocabulary.
     if divisor > 1 and "token_i" in name and value is not None:
         return [0] if isinstance(value, list) else 0
     if isinstance(value, list) and name.endswith("_section"):

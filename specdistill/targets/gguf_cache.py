@@ -25,11 +25,11 @@ from specdistill.common.hashes import hash_file
 
 @contextmanager
 def use_fast_metadata() -> Iterator[None]:
-    """Make transformers read the metadata of each GGUF file only once, with `open_gguf`.
+    """Make transformers read the metadata of each GGUF file only once while the block runs.
 
-    transformers 5.23 creates gguf's slow reader whenever it needs the config, the class of the
-    tokenizer, the class of the model or its weights. It takes no reader as an argument, so the
-    class in the package gguf is replaced.
+    transformers 5.23 reads a GGUF file with the slow `gguf.GGUFReader`, again each time when it
+    needs the config, the class of the tokenizer, the class of the model or its weights. It takes no
+    reader as an argument, so the class in the package gguf is replaced by the fast `open_gguf`.
     """
     original = gguf.GGUFReader
     gguf.GGUFReader = open_gguf  # type: ignore[misc, assignment]
@@ -40,11 +40,12 @@ def use_fast_metadata() -> Iterator[None]:
 
 
 def find_converted(file: Path) -> Path | None:
-    """Return a folder with the safetensors copy of a GGUF file, in any dtype.
+    """Find a safetensors copy of a GGUF file that was written before, in any dtype.
 
     Returns:
-        The folder; None if the file has not been converted.
+        The folder of the copy; None if the file has not been converted.
     """
+    # The name of the folder is the hash of the file, followed by the dtype.
     return min(
         (path for path in _cache_root().glob(f"{hash_file(file)}-*") if path.is_dir()), default=None
     )
@@ -60,10 +61,10 @@ def convert_once(
     Args:
         file: the GGUF file.
         dtype: the dtype of the weights.
-        load: loads the model and its tokenizer from the file itself.
+        load: loads the model and its tokenizer from the GGUF file.
 
     Returns:
-        The folder; None where it cannot be written.
+        The folder; None if it cannot be written.
     """
     folder = _cache_root() / f"{hash_file(file)}-{dtype}"
     if folder.is_dir():
@@ -77,19 +78,19 @@ def convert_once(
                 _convert(file, folder, dtype, load)
     except (OSError, ResourceError) as error:
         logger.warning(
-            f"{file}: no copy in safetensors could be written ({error}), so the file itself is"
-            " loaded, slowly, each time. Free disk space, or set HF_HOME to a writable disk."
+            f"{file}: no safetensors copy could be written ({error}), so each command loads the"
+            " GGUF file itself, which is slow. Free disk space, or set HF_HOME to a writable disk."
         )
         return None
     return folder
 
 
 def restore_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:
-    """Restore the rules of a tokenizer that was loaded from the copy of a GGUF file.
+    """Restore the rules of a tokenizer that was loaded from the safetensors copy of a GGUF file.
 
-    While it loads a tokenizer, a class of transformers may add rules that the GGUF file does not
-    have. For example, Qwen2Tokenizer adds a normalizer. So the rules are read again from the copy.
-    For any other folder this does nothing.
+    A tokenizer class of transformers may add rules that the GGUF file does not have. For example,
+    Qwen2Tokenizer adds a normalizer. So the rules are read again from tokenizer.json in the copy. A
+    tokenizer from any other folder is left as it is.
     """
     if Path(folder).parent == _cache_root():
         tokenizer._tokenizer = Tokenizer.from_file(str(Path(folder, "tokenizer.json")))
@@ -101,14 +102,21 @@ def _convert(
     dtype: str,
     load: Callable[[], tuple[PreTrainedModel, PreTrainedTokenizerBase]],
 ) -> None:
-    """Write the model and the tokenizer of a GGUF file into a folder, in safetensors."""
-    # Say how large the copy is before it is written, which takes a while.
+    """Write the model and the tokenizer of a GGUF file into a folder, in safetensors.
+
+    Args:
+        file: the GGUF file.
+        folder: the folder to write.
+        dtype: the dtype of the weights.
+        load: loads the model and its tokenizer from the GGUF file.
+    """
+    # Say how large the copy will be, because writing takes a while.
     num_bytes = getattr(torch, dtype).itemsize * sum(
         tensor.n_elements for tensor in open_gguf(file).tensors
     )
     logger.info(
-        f"Converting {file} to safetensors, once: {decimal(num_bytes)} in {folder}"
-        " (target.cache=false loads the file itself)."
+        f"Converting {file} to a safetensors copy of {decimal(num_bytes)} in {folder}, which later"
+        " commands load. To load the GGUF file itself instead, set target.cache=false."
     )
 
     # Write model and tokenizer into a temporary folder, which is renamed once it is complete.
@@ -116,8 +124,8 @@ def _convert(
     with create_folder(folder, key="target.cache") as partial:
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
-        # The only settings of generation in a GGUF file are its end tokens, which config.json has,
-        # too.
+        # The file is not needed: the only settings of generation in a GGUF file are its end tokens,
+        # which config.json has, too.
         (partial / "generation_config.json").unlink(missing_ok=True)
 
 

@@ -70,7 +70,7 @@ def _locate_model(
     trust_remote_code: bool,
     find_copy: Callable[[Path], Path | None],
 ) -> tuple[str, dict[str, Any]]:
-    """Return the path that `from_pretrained` loads from, and the options that it needs for it.
+    """Return the path that `from_pretrained` loads a model from, and the options that it needs.
 
     A folder or a Hub id is returned as it is. A GGUF file is fetched, and replaced by its copy in
     safetensors if there is one, because transformers loads the copy much faster.
@@ -103,7 +103,7 @@ def _locate_model(
 
 
 def convert_gguf(file: Path, dtype: str, *, key: str = "target.model") -> Path | None:
-    """Return the folder that holds a GGUF file in safetensors, and convert the file if needed.
+    """Return the folder with the safetensors copy of a GGUF file, and write the copy if needed.
 
     Args:
         file: the GGUF file.
@@ -111,11 +111,12 @@ def convert_gguf(file: Path, dtype: str, *, key: str = "target.model") -> Path |
         key: the recipe key that errors name.
 
     Returns:
-        The folder; None where it cannot be written.
+        The folder; None if it cannot be written.
 
     Raises:
-        UserError: as `read_causal_lm`.
+        UserError: for a file that cannot be loaded, as `read_causal_lm`.
     """
+    # The file itself must be loaded to be converted, so its copy is not searched again.
     return convert_once(
         file, dtype, lambda: read_causal_lm(str(file), key=key, dtype=dtype, cache=False)
     )
@@ -123,12 +124,12 @@ def convert_gguf(file: Path, dtype: str, *, key: str = "target.model") -> Path |
 
 @contextmanager
 def _convert_reading_errors(key: str, name: str, expected: str) -> Iterator[None]:
-    """Turn errors of transformers into errors of this project while files are read.
+    """Turn errors of transformers into errors of this project while the block reads files.
 
     Args:
         key: the recipe key that errors name.
-        name: what errors call the model.
-        expected: what errors say is expected.
+        name: the name of the model in errors.
+        expected: the text in errors that says what was expected.
 
     Raises:
         UserError: for missing or broken files.
@@ -149,7 +150,7 @@ def _convert_reading_errors(key: str, name: str, expected: str) -> Iterator[None
         raise UserError(
             key,
             got=f"{name} ({join_lines(str(error))})",
-            expected="an installed package, another checkpoint, or another target.attn",
+            expected="the missing package installed, another checkpoint, or another target.attn",
         ) from error
     except READING_ERRORS as error:
         # transformers asks for consent to run remote code with a ValueError. Only the target has a
@@ -197,11 +198,11 @@ def read_causal_lm(
         attn: the attention implementation; None for the default of the class.
         trust_remote_code: run the repository's own code.
         shard: how the processes of a launch share the model. A single process holds it whole.
-        device_map: as transformers takes it.
+        device_map: the device, or a map of devices, as transformers takes it.
         layers_on_disk: leave the weights of the decoder layers in their files, and read them
-            whenever they are run. Only for weights in floating point.
-        quantize: a kind of `quantization`; None for none.
-        cache: load a GGUF file from a copy in safetensors, which is written where there is none.
+            whenever the layers are run. Only for weights in floating point.
+        quantize: the value of `target.quantization`; None for none.
+        cache: load a GGUF file from its copy in safetensors, and write the copy if there is none.
 
     Returns:
         The model and its tokenizer.
@@ -270,7 +271,7 @@ def read_causal_lm(
 
 
 def _check_can_quantize(kind: str, is_gguf: bool, is_quantized: bool, dtype: str) -> None:
-    """Raise UserError unless weights can be quantized while they are loaded.
+    """Raise UserError if the weights of a model cannot be quantized while they are loaded.
 
     Args:
         kind: the value of `target.quantization`.
@@ -303,8 +304,8 @@ def _check_no_missing_weights(missing_names: set[str], key: str, name: str) -> N
 def _check_generates(config: PreTrainedConfig, key: str, name: str) -> None:
     """Raise UserError for an encoder-decoder, which does not continue its prompt.
 
-    An encoder alone (e.g. BERT) cannot be told by its config. `examine_model` refuses it once it is
-    loaded, because of its logits.
+    A model that is only an encoder (e.g. BERT) cannot be recognized by its config. `examine_model`
+    refuses it later, once it is loaded, because of its logits.
     """
     if config.is_encoder_decoder:
         raise UserError(
@@ -357,7 +358,7 @@ def load_working_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Load a tokenizer, and check that it can tokenize a text.
 
-    AutoTokenizer accepts settings of a wrong type. They fail only when a text is tokenized, so one
+    AutoTokenizer accepts settings of a wrong type, which fail only when a text is tokenized. So one
     letter is tokenized here.
     """
     tokenizer = AutoTokenizer.from_pretrained(folder, **options)
@@ -374,13 +375,13 @@ def read_without_weights(
     Args:
         folder: the folder with the config and the tokenizer.
         key: the recipe key that errors name.
-        name: what errors call the model.
+        name: the name of the model in errors.
 
     Returns:
         The model without weights, and the tokenizer.
 
     Raises:
-        UserError: if the files are no such model.
+        UserError: if the files are not those of a causal language model.
     """
     with _convert_reading_errors(
         key, name, "the config and the tokenizer of a causal language model"
@@ -399,10 +400,10 @@ def read_gguf_config(folder: Path, file: str, *, key: str, name: str) -> PreTrai
         folder: the folder of the file.
         file: the name of the file.
         key: the recipe key that errors name.
-        name: what errors call the model.
+        name: the name of the model in errors.
 
     Raises:
-        UserError: if transformers cannot read it.
+        UserError: if transformers cannot read the file.
     """
     check_gguf(folder / file, key)
     with _convert_reading_errors(key, name, GGUF), use_fast_metadata():
@@ -413,11 +414,17 @@ def read_gguf_config(folder: Path, file: str, *, key: str, name: str) -> PreTrai
 def _build_disk_map(
     config: PreTrainedConfig, device: str, trust_remote_code: bool
 ) -> dict[str, str] | None:
-    """Return a device map with the decoder layers on the disk and all else on the device.
+    """Return a device map with the decoder layers on the disk, and all other parts on a device.
+
+    Args:
+        config: the config of the model.
+        device: the device.
+        trust_remote_code: run the repository's own code.
 
     Returns:
-        The device map. None for a class whose files hold its weights in another form, e.g. those of
-        most experts, because transformers would write them to the disk once more.
+        The device map, which names the place of each part. None for a class that converts its
+        weights when they are loaded, as most mixtures of experts do, because transformers would
+        write the converted weights to the disk.
     """
     # A class with converters stores its weights in another form than it computes with.
     with torch.device("meta"):
@@ -462,7 +469,7 @@ def is_plain(model: PreTrainedModel) -> bool:
 def read_tokenizer(files: "TargetFiles") -> tuple[PreTrainedTokenizerBase, tuple[int, ...], int]:
     """Read the tokenizer of a target, its end tokens and its longest context, but no weights.
 
-    A target that runs in a server is used in this way.
+    This is enough for a target that runs in a server.
 
     Args:
         files: the target's files.
@@ -498,10 +505,10 @@ def read_tokenizer(files: "TargetFiles") -> tuple[PreTrainedTokenizerBase, tuple
 
 
 def end_tokens(*declaring: object) -> set[int]:
-    """Return all tokens that end a generation.
+    """Return the ids of all tokens that end a generation.
 
     Args:
-        *declaring: configs or tokenizers that may have an `eos_token_id`.
+        *declaring: configs or tokenizers, whose attribute `eos_token_id` names such tokens.
 
     Raises:
         ValueError: for an `eos_token_id` that is no token id.
@@ -523,8 +530,8 @@ def end_tokens(*declaring: object) -> set[int]:
 def find_max_length(text_config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the longest context of a target in tokens.
 
-    A config of a model without positions, or with relative ones, does not name it. The tokenizer's
-    `model_max_length` then takes its place.
+    The config of a model without positions, or with relative positions, does not name a longest
+    context. Then it is the tokenizer's `model_max_length`.
     """
     return int(getattr(text_config, "max_position_embeddings", None) or tokenizer.model_max_length)
 
@@ -532,13 +539,13 @@ def find_max_length(text_config: PreTrainedConfig, tokenizer: PreTrainedTokenize
 def merge_adapter(model: PreTrainedModel, adapter: str, *, base: str) -> PreTrainedModel:
     """Merge a peft LoRA adapter into the weights of a model (arXiv 2106.09685).
 
-    An adapter names the model that it was trained for. The last part of that path or Hub id must
-    agree with `base`.
+    An adapter names the model that it was trained for. The last part of that path or Hub id must be
+    the last part of `base`.
 
     Args:
         model: the model.
         adapter: folder or Hub id of the adapter.
-        base: the name that the model was loaded by.
+        base: the path or Hub id that the model was loaded from.
 
     Returns:
         The merged model.

@@ -45,15 +45,16 @@ GLIBC_MAPPED_BYTES = 2**25
 def measure_free_memory(device: torch.device) -> int:
     """Return the bytes that this process can still allocate.
 
-    On CUDA this is device memory, elsewhere main memory within the limit of the container.
+    For a CUDA device this is device memory. Otherwise it is main memory, within the limit of the
+    container.
     """
-    # The memory of a GPU.
     if device.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(device)
         # torch's own pool holds memory that is free to be used again.
         return free_bytes + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
-    # Main memory. A container may have a lower limit than the machine.
+    # Main memory. A container, which is a control group of Linux, may have a lower limit than the
+    # machine.
     available = int(psutil.virtual_memory().available)
     for folder, limit_name, used_name, cache_name in CGROUP_FILES:
         try:
@@ -72,7 +73,7 @@ def measure_free_memory(device: torch.device) -> int:
 def estimate_row_bytes(model: PreTrainedModel, max_length: int) -> int:
     """Estimate the bytes that one row of `max_length` tokens takes while it is generated.
 
-    The estimate includes its KV cache, its logits and the hidden states of its prompt.
+    The estimate includes the row's KV cache, its logits and the hidden states of its prompt.
     """
     # A config without an intermediate size is taken to have the usual four times the hidden size.
     # It may also list one size per layer, of which the largest counts.
@@ -81,8 +82,9 @@ def estimate_row_bytes(model: PreTrainedModel, max_length: int) -> int:
     intermediate = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     widest = max(intermediate) if isinstance(intermediate, list) else intermediate
 
-    # Layers run one after the other, so the hidden states of only one layer exist at a time. In the
-    # worst case the prompt is as long as the row.
+    # Layers run one after the other, so the hidden states of only one layer exist at a time, in
+    # several copies (HIDDEN_COPIES and INTERMEDIATE_COPIES). In the worst case the prompt is as
+    # long as the row.
     numbers = (
         max_length * (HIDDEN_COPIES * config.hidden_size + INTERMEDIATE_COPIES * widest)
         + LOGITS_COPIES * config.vocab_size
@@ -91,7 +93,8 @@ def estimate_row_bytes(model: PreTrainedModel, max_length: int) -> int:
 
 
 def _cache_size(model: PreTrainedModel) -> CacheSize:
-    """Return the size of the KV cache; 0 layers if the class cannot be built without weights."""
+    """Return the size of a model's KV cache; no layers, so 0 bytes, if it cannot be computed."""
+    # A second model of the same class is built on the meta device, without weights.
     try:
         with torch.device("meta"):
             size = cache_size(find_auto_class(model.config).from_config(model.config))
@@ -104,11 +107,12 @@ def _cache_size(model: PreTrainedModel) -> CacheSize:
 def map_large_tensors(vocab_size: int) -> Iterator[None]:
     """Make glibc return the memory of large tensors when they are freed, for large vocabularies.
 
-    glibc maps a large block by itself, and returns it to the system when it is freed. But each such
-    block that is freed raises glibc's threshold, until the logits of a generation step come from
-    the heap. The KV cache then grows into the hole that they leave. The hole becomes too small for
-    the logits of the next step, so the heap grows: 23 rows with a vocabulary of 262,144 took 24 MB
-    more with every token, 10 GB in all. Mapping memory at each step costs about 3 % of the time.
+    glibc maps a block above a threshold by itself, and returns it to the system when it is freed.
+    But each such block that is freed raises the threshold, until the logits of a generation step
+    come from the heap. The KV cache then grows into the hole that freed logits leave. The hole
+    becomes too small for the logits of the next step, so the heap grows with every token: 23 rows
+    with a vocabulary of 262,144 took 10 GB more in all. With a fixed threshold this does not
+    happen. Mapping memory at each step costs about 3 % of the time.
     """
     # Other C libraries, such as musl or that of macOS, have no such threshold.
     libc = ctypes.CDLL(None)

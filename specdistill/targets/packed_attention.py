@@ -33,9 +33,9 @@ ROWS = 256
 
 
 def choose_wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which sums over many terms are computed: float32, or float64 for float64.
+    """Return the dtype for sums of many numbers of a dtype: at least float32.
 
-    16-bit numbers would lose the small terms of a long sum.
+    A 16-bit sum would lose the small terms of a long sum.
     """
     return torch.promote_types(dtype, torch.float32)
 
@@ -50,14 +50,14 @@ def attend_packed(
     window: int | None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the attention of each token to its document, up to itself.
+    """Compute causal attention within documents: a token sees its document up to itself.
 
     Args:
-        query_SNd: [S, N, d].
-        key_SGd: [S, G, d].
+        query_SNd: [S, N, d]: S tokens of all documents one after the other, N heads of size d.
+        key_SGd: [S, G, d], with G key/value heads.
         value_SGe: [S, G, e].
-        cumulative_lengths: int32 [D + 1], where each document begins, then S. Documents may be
-            empty.
+        cumulative_lengths: int32 [D + 1], where each of the D documents begins, then S. Documents
+            may be empty.
         longest: tokens of the longest document.
         window: a token sees itself and the window - 1 tokens before it; None for all of them.
         scale: factor of the scores; None for d^-1/2.
@@ -105,19 +105,19 @@ def attend_packed_backward(
     window: int | None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of query, key and value from the gradient of the output.
+    """Compute the gradients of query, key and value of `attend_packed` from the output's gradient.
 
     Args:
-        grad_SNe: [S, N, e], the gradient of the output.
+        grad_SNe: [S, N, e], the gradient of the output of S tokens and N query heads.
         query_SNd: [S, N, d].
-        key_SGd: [S, G, d].
+        key_SGd: [S, G, d], with G key/value heads.
         value_SGe: [S, G, e].
-        output_SNe: [S, N, e]. It may be the output of a softmax over more keys.
-        lse_NS: [N, S], the log-sum-exp of the same softmax as the output.
-        cumulative_lengths: as of `attend_packed`.
-        longest: as of `attend_packed`.
-        window: as of `attend_packed`.
-        scale: as of `attend_packed`.
+        output_SNe: [S, N, e], the output. Its softmax may be over more keys than these.
+        lse_NS: [N, S], the log-sum-exp of the scores of the same softmax as the output.
+        cumulative_lengths: where each document begins, then S, as in `attend_packed`.
+        longest: tokens of the longest document.
+        window: tokens that a token sees, itself included; None for all up to itself.
+        scale: factor of the scores; None for d^-1/2.
 
     Returns:
         The gradients [S, N, d], [S, G, d] and [S, G, e].
@@ -168,9 +168,10 @@ def _compute_gradients_by_blocks(
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of query, key and value, one block of a document after the other.
+    """Compute the gradients of query, key and value of attention, block by block.
 
-    The arguments are those of `attend_packed_backward`, with heads of one size.
+    A block is a part of one document. The arguments are those of `attend_packed_backward`, but all
+    heads have the same size.
     """
     # Several blocks of queries add to the gradients of the same keys and values, so these are
     # summed in the wider dtype.
@@ -211,15 +212,16 @@ def attend_cached(
 ) -> Tensor:
     """Compute causal attention of T new positions to all S positions of a KV cache.
 
-    A mask [T, S] is only built where neither a GPU's kernel nor plain causality will do. With a
-    mask, torch repeats keys and values for every query head.
+    The new positions are the last of the S. A mask [T, S] is only built if neither a GPU's kernel
+    nor plain causality will do, because with a mask torch repeats keys and values for every query
+    head.
 
     Args:
-        query_1NTd: [1, N, T, d].
-        key_1GSd: [1, G, S, d].
+        query_1NTd: [1, N, T, d], with N query heads of size d.
+        key_1GSd: [1, G, S, d], with G key/value heads.
         value_1GSe: [1, G, S, e].
-        window: as of `attend_packed`.
-        scale: as of `attend_packed`.
+        window: tokens that a token sees, itself included; None for all up to itself.
+        scale: factor of the scores; None for d^-1/2.
 
     Returns:
         The output [1, T, N, e].
@@ -232,7 +234,7 @@ def attend_cached(
         *(x.transpose(1, 2) for x in (query_1NTd, key_1GSd, value_1GSe))
     )
 
-    # The kernel computes causality and windows itself.
+    # A GPU's kernel computes causality and windows itself.
     if _has_one_kernel(query):
         output, *_ = aten._flash_attention_forward(
             query,
@@ -243,7 +245,7 @@ def attend_cached(
             num_queries,
             num_keys,
             0.0,
-            window is None,
+            window is None,  # causality, which a window implies
             False,
             scale=scale,
             **_convert_window(window),
@@ -270,17 +272,23 @@ def attend_cached(
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """Save the inputs and outputs of `attend_packed` for the backward pass."""
+    """Save the inputs and outputs of `attend_packed` for the backward pass.
+
+    torch calls this after the forward pass, with the context that the backward pass gets.
+    """
     *tensors, ctx.longest, ctx.window, ctx.scale = inputs
     ctx.save_for_backward(*tensors, *output)
 
 
 def _compute_gradients(ctx: Any, grad_SNe: Tensor, _: object) -> tuple[Tensor | None, ...]:
-    """Compute the gradients of the inputs of `attend_packed`, as autograd calls it.
+    """Return a gradient for each input of `attend_packed`; autograd calls this function.
 
-    The gradient of the log-sum-exp is ignored, because no loss depends on it. Inputs that are no
-    tensors, and the document boundaries, have the gradient None.
+    Args:
+        ctx: the context with the saved inputs and outputs.
+        grad_SNe: the gradient of the output.
+        _: the gradient of the log-sum-exp, which is ignored, because no loss depends on it.
     """
+    # The last four inputs (document boundaries and numbers) have the gradient None.
     query, key, value, lengths, *output = ctx.saved_tensors
     packing = (lengths, ctx.longest, ctx.window, ctx.scale)
     gradients = attend_packed_backward(grad_SNe, query, key, value, *output, *packing)
@@ -295,7 +303,10 @@ attend_packed.register_autograd(_compute_gradients, setup_context=_save_for_back
 def _(
     query: Tensor, key: Tensor, value: Tensor, *rest: object, **options: object
 ) -> tuple[Tensor, Tensor]:
-    """Return empty tensors with the shapes and dtypes of output and log-sum-exp."""
+    """Return empty tensors with the shapes and dtypes of the output and the log-sum-exp.
+
+    torch.compile calls this instead of the operator, to learn what the operator returns.
+    """
     size, heads = query.shape[:2]
     output = query.new_empty(size, heads, value.shape[-1])
     lse = query.new_empty(heads, size, dtype=choose_wide_dtype(query.dtype))
@@ -306,7 +317,10 @@ def _(
 def _(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: object, **options: object
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return empty tensors with the shapes and dtypes of the three gradients."""
+    """Return empty tensors with the shapes and dtypes of the three gradients.
+
+    torch.compile calls this instead of the operator, to learn what the operator returns.
+    """
     dq, dk, dv = (
         torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
     )
@@ -324,7 +338,8 @@ def _(
     *scale: float,
     **options: object,
 ) -> int:
-    # Counted are the scores (width d) and the output (width e).
+    """Count the floating-point operations of `attend_packed`, from the shapes of its arguments."""
+    # Two matrix products are counted: they compute the scores (width d) and the output (width e).
     return _count_products(query, longest, window, width=query[-1] + value[-1])
 
 
@@ -342,33 +357,36 @@ def _(
     *scale: float,
     **options: object,
 ) -> int:
-    # Counted are the scores, computed again (width d), the gradient of the weights (e), and the
-    # gradients of the queries (d), the keys (d) and the values (e).
+    """Count the operations of `attend_packed_backward`, from the shapes of its arguments."""
+    # Five matrix products are counted: the scores, which are computed again (width d), the gradient
+    # of the softmax weights (e), and the gradients of queries (d), keys (d) and values (e).
     return _count_products(query, longest, window, width=3 * query[-1] + 2 * grad[-1])
 
 
 def _count_products(query: torch.Size, longest: int, window: int | None, *, width: int) -> int:
-    """Count the floating-point operations of matrix products over all pairs of a query and a key.
+    """Estimate the floating-point operations of the matrix products of attention.
 
-    Only pairs that causality and the window allow are counted. Each document is counted as if it
-    were as long as the longest.
+    Only pairs of a query and a key that causality and the window allow are counted. Each document
+    is counted as if it were as long as the longest.
 
     Args:
-        query: shape of the queries, [S, N, d].
+        query: shape of the queries, [S tokens, N heads, d].
         longest: tokens of the longest document.
-        window: as of `attend_packed`.
-        width: sum of the widths of the products.
+        window: tokens that a token sees, itself included; None for all up to itself.
+        width: multiplications for each pair, which is the sum of the widths of all products.
     """
+    # On average a query sees half of its document. A multiplication and an addition make two
+    # operations.
     num_queries = query[0] * query[1]
     mean_seen_keys = min((longest + 1) / 2, window or longest)
     return int(2 * num_queries * width * mean_seen_keys)
 
 
 def _align_heads(*tensors: Tensor) -> list[Tensor]:
-    """Return dense copies or views of tensors, whose heads are padded to a common size.
+    """Return tensors whose heads are padded with zeros to a common size.
 
-    Kernels need a common size that is a multiple of 8. The padding is zero, so it changes no score
-    and no output.
+    Kernels need heads of the same size, a multiple of 8, and dense in memory. Zeros change no score
+    and no output. A tensor that needs no change is returned as it is.
     """
     size = -(-max(x.shape[-1] for x in tensors) // 8) * 8
     dense = (x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
@@ -397,7 +415,7 @@ def _list_kernel_arguments(
 ) -> tuple[tuple[object, ...], dict[str, float]]:
     """Return the arguments of FlashAttention's kernel that follow the tensors, and its options.
 
-    They are those of `torch.nn.attention.varlen`.
+    `torch.nn.attention.varlen` calls the kernel in the same way.
     """
     # Queries and keys have the same boundaries and the same greatest length, and there is no
     # dropout. The last argument is causality, which a window implies.
@@ -406,14 +424,16 @@ def _list_kernel_arguments(
 
 
 def _convert_window(window: int | None) -> dict[str, int]:
-    """Return a window as the kernel takes it, which does not count the token itself."""
+    """Return the kernel's options for a sliding window, which does not count the token itself."""
+    # -1: no window. On the right, which is after the token, nothing is seen.
     return {"window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
 
 
 def _group_heads(x_SHd: Tensor, groups: int) -> Tensor:
-    """Return a view [G, H / G, S, d] of H heads, grouped by the key/value head they use.
+    """Return a view [G, H / G, S, d] of heads [S, H, d], grouped by the key/value head they use.
 
-    For keys and values H = G, so the second dimension is one. All queries of a group share them.
+    S is the number of tokens, and H that of query heads, of which several share one of G key/value
+    heads. For keys and values H is G, so the second dimension is one.
     """
     output: Tensor = x_SHd.unflatten(1, (groups, -1)).permute(1, 2, 0, 3)
     return output
@@ -425,8 +445,8 @@ def _split_blocks(
     """Yield blocks of queries, each of one document, with the range of keys that they see.
 
     Args:
-        cumulative_lengths: as of `attend_packed`.
-        window: as of `attend_packed`.
+        cumulative_lengths: where each document begins, then the number of all tokens.
+        window: tokens that a token sees, itself included; None for all up to itself.
         like: a tensor whose dtype and device the bias gets.
 
     Yields:
@@ -434,7 +454,7 @@ def _split_blocks(
         key that is seen, otherwise -inf. A bias of None means causality alone, which the fused
         kernel computes itself.
     """
-    # `unique` leaves out empty documents.
+    # An empty document begins where the next one begins, so `unique` leaves it out.
     for start, end in pairwise(cumulative_lengths.unique().tolist()):
         # A whole document is one block if its window covers it and a fused kernel exists.
         if _has_fused_kernel(like) and (window is None or end - start <= window):
@@ -455,10 +475,10 @@ def _split_blocks(
 
 
 def _has_fused_kernel(like: Tensor) -> bool:
-    """Return whether one document is computed by a fused kernel, as on a CPU.
+    """Return whether a fused kernel computes the attention of one document at a time: on a CPU.
 
-    On a GPU the fused kernel is for 16-bit dtypes only, and those are computed by the kernel for
-    all documents (`_has_one_kernel`).
+    On a GPU, 16-bit dtypes are computed by a kernel for all documents at once (`_has_one_kernel`),
+    and there is no fused kernel for other dtypes.
     """
     return like.is_cpu
 
@@ -469,10 +489,12 @@ def _attend_block(
     """Compute attention of one block of queries, and the log-sum-exp of its scores.
 
     Args:
-        q: queries [G, N / G, rows, d].
-        k: keys [G, 1, seen, d].
+        q: queries [G, N / G, rows, d]: N query heads, in groups that share one of G key/value
+            heads; `rows` tokens of one document; heads of size d.
+        k: keys [G, 1, seen, d] of the tokens that some query of the block sees.
         v: values [G, 1, seen, d].
-        bias: [rows, seen], added to the scores; None for causality alone.
+        bias: [rows, seen], added to the scores: 0 for a key that a query sees, else -inf. None for
+            causality alone.
         scale: factor of the scores.
 
     Returns:
@@ -503,17 +525,21 @@ def _compute_block_gradients(
     bias: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of one block's queries, keys and values, each [G, N / G, ...].
+    """Compute the gradients of attention for the queries, keys and values of one block.
+
+    N query heads share G key/value heads. The gradients of keys and values are still separate for
+    each of the N / G query heads of a group; the caller adds them up.
 
     Args:
-        g: the gradient of the output, in its shape.
-        q: as of `_attend_block`.
-        k: as of `_attend_block`.
-        v: as of `_attend_block`.
-        o: the output.
-        lse: the log-sum-exp.
-        bias: as of `_attend_block`.
-        scale: as of `_attend_block`.
+        g: the gradient of the output, [G, N / G, rows, d].
+        q: queries [G, N / G, rows, d].
+        k: keys [G, 1, seen, d] of the tokens that some query of the block sees.
+        v: values [G, 1, seen, d].
+        o: the output, [G, N / G, rows, d].
+        lse: the log-sum-exp of the scores, [G, N / G, rows].
+        bias: [rows, seen], added to the scores: 0 for a key that a query sees, else -inf. None for
+            causality alone.
+        scale: factor of the scores.
     """
     # A CPU's kernel needs keys and values for every query head; `expand` copies nothing.
     if _has_fused_kernel(q):

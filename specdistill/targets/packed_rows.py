@@ -60,13 +60,13 @@ class Documents(NamedTuple):
 
     @classmethod
     def from_positions(cls, position_ids_BT: Tensor) -> "Documents":
-        """Find the documents by their position ids, which start again at 0 in each document.
+        """Find the documents in rows [B, T]: position ids start again at 0 in each document.
 
-        The host waits for the device here. Where that matters, `specdistill.data.rows.packing`
-        finds the documents on the host.
+        The host waits for the device here. Where that would be too slow,
+        `specdistill.data.rows.packing` finds the documents on the host instead.
         """
-        # A document begins at each position 0, and at the beginning of each row. The end of the
-        # last document is the number of all tokens.
+        # A document begins at each position 0, and at the beginning of each row. The padding adds
+        # the end of the last document, which is the number of all tokens.
         begins_BT = position_ids_BT == 0
         begins_BT[:, 0] = True
         bounds = F.pad(begins_BT.flatten().nonzero().flatten(), (0, 1), value=begins_BT.numel())
@@ -94,7 +94,15 @@ class PackingMethod(Protocol):
 def run_by_lengths(
     model: PreTrainedModel, inputs: BackboneInputs, documents: Documents, run: Pass[PassOutput]
 ) -> PassOutput:
-    """Run a pass in which `attend`, which gets the documents' lengths, replaces `sdpa`.
+    """Run a pass of a model in which `attend` replaces `sdpa`, its default attention.
+
+    `attend` gets the places of the documents, so it needs no mask.
+
+    Args:
+        model: the model.
+        inputs: the inputs of the pass.
+        documents: the places of the documents in the batch.
+        run: runs the pass on inputs, and returns its result.
 
     Raises:
         LookupError: for a model without `sdpa`.
@@ -104,10 +112,10 @@ def run_by_lengths(
 
 
 def build_length_inputs(input_ids_BT: Tensor, documents: Documents) -> BackboneInputs:
-    """Return the inputs that tell `attend` where documents are.
+    """Return the inputs of a model that tell `attend`, its attention, where documents are.
 
-    The mask of ones only keeps transformers from searching for the documents itself, for which the
-    host would have to wait.
+    The mask of ones has no effect on the attention. It keeps transformers from searching for
+    documents itself, for which the host would have to wait for the device.
     """
     return {
         "attention_mask": torch.ones_like(input_ids_BT),
@@ -119,9 +127,9 @@ def build_length_inputs(input_ids_BT: Tensor, documents: Documents) -> BackboneI
 def run_unchanged(
     _model: PreTrainedModel, inputs: BackboneInputs, _documents: Documents, run: Pass[PassOutput]
 ) -> PassOutput:
-    """Run a pass on the inputs as they are.
+    """Run a pass on the inputs as they are, without help for the model.
 
-    Most classes tell documents apart by position ids that start again at 0.
+    Most model classes tell documents apart by position ids that start again at 0.
     """
     return run(inputs)
 
@@ -131,8 +139,8 @@ def run_in_one_row(
 ) -> PassOutput:
     """Run a pass on all rows concatenated to one row.
 
-    Flash attention tells documents apart only in a batch of one row, where transformers uses the
-    kernel for variable lengths.
+    With flash attention, transformers tells documents apart only in a batch of one row, for which
+    it uses the kernel for variable lengths.
     """
     return run({name: tensor.flatten().unsqueeze(0) for name, tensor in inputs.items()})
 
@@ -140,12 +148,12 @@ def run_in_one_row(
 def run_with_masks(
     model: PreTrainedModel, inputs: BackboneInputs, _documents: Documents, run: Pass[PassOutput]
 ) -> PassOutput:
-    """Run a pass with masks that are made from the position ids.
+    """Run a pass with attention masks that are made here from the position ids.
 
-    Some classes (gpt-oss) do not pass their position ids to transformers when it makes their masks,
-    but accept masks from the caller.
+    Some model classes (gpt-oss) do not pass their position ids to the function of transformers that
+    makes masks. But they accept masks from the caller.
     """
-    # transformers reads only shape, dtype and device of the embeddings, so theirs have width 0.
+    # The function reads only shape, dtype and device of the embeddings, so these have width 0.
     rows_BT0 = torch.empty(
         *inputs["input_ids"].shape, 0, dtype=model.dtype, device=inputs["input_ids"].device
     )
@@ -166,8 +174,8 @@ def choose_packing(model: PreTrainedModel) -> PackingMethod | None:
     Each way is tried on a few tokens.
 
     Returns:
-        The first way that works. None where no way does: recurrent layers keep their state across
-        documents, and ALiBi counts positions across them.
+        The first way that works. None if no way works, as for recurrent layers, whose state
+        continues from one document into the next, and for ALiBi, which counts positions on.
     """
     # Make two rows of NUM_TOKENS tokens. The position ids start again at 0 after every NUM_CACHED
     # tokens, so each row packs documents of that length.
@@ -191,7 +199,7 @@ def choose_packing(model: PreTrainedModel) -> PackingMethod | None:
         for method in (run_by_lengths, run_unchanged, run_in_one_row, run_with_masks):
             try:
                 packed_hidden = method(model, inputs, documents, run).view(2, NUM_TOKENS, -1)
-            except CLASS_ERRORS:  # The class does not accept its rows in this way.
+            except CLASS_ERRORS:  # The class does not accept rows in this way.
                 continue
             if reads_alike(packed_hidden[:, NUM_CACHED:], alone_hidden):
                 return method
@@ -213,12 +221,17 @@ class CausalMask:
 def capture_mask(
     *, allow_is_causal_skip: bool, local_size: int | None = None, **_: object
 ) -> CausalMask:
-    """Describe the mask that a class asks transformers for, instead of building it.
+    """Describe the mask that a model class asks transformers for, instead of building it.
 
-    `attend` then checks that the attention it computes has this mask.
+    transformers calls this in place of its function that builds masks. The description reaches
+    `attend` as its attention mask, and `attend` checks that it computes attention with that mask.
+
+    Args:
+        allow_is_causal_skip: whether the class asks for plain causality, with or without a window.
+        local_size: the tokens of the sliding window; None without one.
 
     Raises:
-        NotImplementedError: if the class asks for more than a `CausalMask`.
+        NotImplementedError: if the class asks for more than causality and a window.
     """
     if not allow_is_causal_skip:
         raise NotImplementedError("a mask of its own")
@@ -240,24 +253,24 @@ def attend(
     dropout: float = 0.0,
     **options: object,
 ) -> tuple[Tensor, None]:
-    """Compute causal attention within documents, called by a class of transformers.
+    """Compute causal attention within documents. A model class of transformers calls this.
 
-    The mask says what `sdpa` would compute, and the keywords say what flash attention would
-    compute. Where the two differ, as for attention in chunks, neither window is right, so this
-    function refuses.
+    The mask describes what `sdpa` would compute, and the keywords describe what flash attention
+    would compute. If the windows of both differ, as for attention in chunks, neither is right, so
+    this function refuses.
 
     Args:
         module: the attention module that calls this.
-        query_BNTd: [B, N, T, d].
-        key_BGTd: [B, G, T, d]; with cached positions these come first.
+        query_BNTd: [B, N, T, d]: B rows, N query heads, T positions, heads of size d.
+        key_BGTd: [B, G, T, d], with G key/value heads; cached positions come before new ones.
         value_BGTe: [B, G, T, e], likewise.
         attention_mask: the `CausalMask` that `capture_mask` returned.
-        cu_seq_lens_q: `Documents.cumulative_lengths`; None if the positions are the last of one
-            sequence.
-        max_length_q: `Documents.longest`.
+        cu_seq_lens_q: where each document begins in the concatenated rows, then the end. None if
+            the queries are the last positions of one sequence.
+        max_length_q: tokens of the longest document.
         scaling: factor of the scores; None for d^-1/2.
         sliding_window: tokens that a token sees, itself included; None for all.
-        is_causal: None for what the module says.
+        is_causal: whether a token sees only those before it; None for the module's own setting.
         dropout: only 0 is supported.
         **options: other keywords, which must be None or without an effect.
 
@@ -301,7 +314,7 @@ AttentionMaskInterface.register(NAME, capture_mask)
 
 @contextmanager
 def replace_attention(configs: Sequence[PreTrainedConfig]) -> Iterator[None]:
-    """Replace `sdpa` by `attend` in these configs, and restore it afterwards."""
+    """Make the models of these configs use `attend` instead of `sdpa` while the block runs."""
     try:
         for config in configs:
             # A dictionary sets only the config's own attention, not that of configs within it.
@@ -313,10 +326,10 @@ def replace_attention(configs: Sequence[PreTrainedConfig]) -> Iterator[None]:
 
 
 def find_sdpa_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """Return the configs of a model and of its parts that ask for `sdpa`.
+    """Return the configs of a model and of its parts that choose `sdpa` as attention.
 
     Raises:
-        LookupError: if there are none.
+        LookupError: if no config does.
     """
     # Modules share configs, so each is kept once. Configs are not hashable, so the key is the id.
     configs = (getattr(part, "config", None) for part in model.modules())
@@ -331,9 +344,10 @@ def find_sdpa_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
 
 
 def find_length_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """Return the configs that `replace_attention` needs to train a model on packed rows.
+    """Return the configs whose attention is to be replaced to train a model on packed rows.
 
-    Under it, the model reads its rows with the inputs of `build_length_inputs`.
+    They are passed to `replace_attention`, and the model then gets the inputs that
+    `build_length_inputs` returns.
 
     Returns:
         The configs; empty if the model has attention dropout, or reads packed rows in another way.
@@ -346,18 +360,20 @@ def find_length_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
 
 @torch.no_grad()
 def find_maskless_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """Return the configs that `replace_attention` needs for passes over a KV cache without masks.
+    """Return the configs whose attention can be replaced by one without masks over a KV cache.
+
+    They are passed to `replace_attention`. Whether the replaced attention is right is tried out on
+    a few tokens.
 
     Returns:
         The configs; empty for a class whose attention uses more than causality, a sliding window
         and a scale.
     """
-    # A few tokens are read in two passes.
     backbone = find_backbone(model)
     ids_1T = torch.arange(NUM_TOKENS, device=model.device).unsqueeze(0)
 
     def run() -> Tensor:
-        """Return the last hidden states of two passes over a KV cache."""
+        """Return the last hidden states of a second pass, which continues the cache of a first."""
         cache = create_empty_cache(model.config.get_text_config(decoder=True))
         for part_1T in ids_1T.split(NUM_CACHED, dim=1):
             hidden: Tensor = backbone(

@@ -38,9 +38,9 @@ def is_shared(model: nn.Module) -> bool:
 
 
 def gather_whole(tensor: Tensor) -> Tensor:
-    """Return a parameter as a whole, gathered from all processes if they share it.
+    """Return a whole parameter, which is gathered from all processes if each holds a part of it.
 
-    Gathering is a collective, so every process has to call this.
+    Gathering is a collective operation, so every process has to call this.
     """
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -48,10 +48,10 @@ def gather_whole(tensor: Tensor) -> Tensor:
 def shard_class(
     config: PreTrainedConfig, *, is_quantized: bool, trust_remote_code: bool
 ) -> type[PreTrainedModel]:
-    """Return a model class whose `from_pretrained` loads only the part of this process.
+    """Return a model class whose `from_pretrained` loads only this process's part of the layers.
 
-    The parameters are cut when the model is made, while they have no storage. transformers then
-    reads from each file only what this process keeps.
+    The parameters are divided when the model is constructed, while they have no storage yet.
+    transformers then reads from each file only what this process keeps.
 
     Args:
         config: the target's config.
@@ -64,8 +64,8 @@ def shard_class(
     if not distributed.is_initialized():
         raise UserError(
             KEY,
-            got="layers, but the processes form no group",
-            expected="a training script that accelerate launch starts",
+            got="layers outside of a group of processes",
+            expected="none, or a training script started by `accelerate launch`",
         )
     if is_quantized:
         raise UserError(
@@ -74,14 +74,15 @@ def shard_class(
             expected="none, or a checkpoint in floating point",
         )
 
-    # Building the model once, without storage, tells its class.
+    # An auto class does not tell which class it will load, so the model is built once without
+    # storage.
     with torch.device("meta"):
         model_class = type(
             find_auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
         )
 
     def init(self: PreTrainedModel, *args: object, **options: object) -> None:
-        """Initialize a model of the original class, and shard its layers."""
+        """Initialize a model of the original class, and divide its layers between the processes."""
         model_class.__init__(self, *args, **options)
         # The subclass is only needed for this method, so the model gets its original class back.
         self.__class__ = model_class

@@ -146,20 +146,21 @@ def build_training_arguments(train: Mapping[str, Any], **defaults: Any) -> Train
     """Build the Trainer's arguments from `train:`, and connect the processes of the launch.
 
     Args:
-        train: the recipe's section.
-        defaults: values of fields that it leaves out.
+        train: the recipe's section `train`.
+        defaults: values for fields that the section leaves out.
 
     Raises:
         UserError: for unknown or mistyped fields, and for a launch with more processes than GPUs
             or whose processes would each train alone.
     """
-    # Check the fields, first each one by itself.
+    # Check that this machine has a device for each process. Then check the fields: first each one
+    # by itself, then those that cannot be combined.
     check_devices(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), "accelerate launch")
     fields = {**defaults, **_check_fields(train)}
     _check_combinations(fields)
 
-    # Adapt the fields: the Trainer would choose the wrong direction of a loss like `loss_1`, where
-    # less is better, and would compile the whole model.
+    # Adapt the fields. Of a metric like `loss_1` the Trainer would take the greatest value as the
+    # best. It would also compile the whole model, where this project compiles layer by layer.
     metric = fields.get("metric_for_best_model")
     if metric:
         fields.setdefault("greater_is_better", "loss" not in metric)
@@ -181,7 +182,8 @@ def build_training_arguments(train: Mapping[str, Any], **defaults: Any) -> Train
             "train.fp16",
             got="float16 on a CPU",
             expected=(
-                "train.bf16=true, or neither: accelerate would train in float32 and not say so"
+                "train.bf16=true, or neither fp16 nor bf16: on a CPU accelerate would silently"
+                " train in float32"
             ),
         )
     _adapt_sharding(arguments, precision)
@@ -202,8 +204,8 @@ def _check_fields(train: Mapping[str, Any]) -> dict[str, Any]:
         entry.name: entry.metadata for entry in dataclasses.fields(TrainingArguments) if entry.init
     }
 
-    # Check the values. Two texts are converted first: a list of trackers, and `no`, which YAML 1.1
-    # reads as false if it is unquoted.
+    # Check the values. Two are converted first: trackers in one text, separated by commas, become a
+    # list. And false becomes `no` again, because YAML 1.1 reads an unquoted `no` as false.
     fields = {}
     for name, value in train.items():
         if name not in known_fields:
@@ -256,21 +258,21 @@ def _check_combinations(fields: Mapping[str, Any]) -> None:
         raise UserError(
             "train.torch_compile",
             got="true with activation checkpointing",
-            expected="one of the two",
+            expected="only one of train.torch_compile and train.activation_checkpointing",
         )
 
 
 def make_trainer_error(error: Exception, fields: Mapping[str, object]) -> UserError:
-    """Return the error for settings that TrainingArguments or the Trainer refused.
+    """Return the error to report for settings that TrainingArguments or the Trainer refused.
 
     Messages of transformers name options of its own scripts (`--bf16`, `args.bf16`), which are
     replaced by keys of the recipe (`train.bf16`).
 
     Args:
         error: the error of TrainingArguments or the Trainer.
-        fields: the values that they were given.
+        fields: the refused settings, by the names of fields of TrainingArguments.
     """
-    # A known message has a text of its own, in which the values of fields are filled in.
+    # EXCLUSIVE_FIELDS has a better text for known messages, with places for the values of fields.
     values = {
         entry.name: fields.get(entry.name, entry.default)
         for entry in dataclasses.fields(TrainingArguments)
@@ -294,12 +296,16 @@ def _name_keys(message: str) -> str:
 
 
 def _make_field_error(error: Exception, fields: Mapping[str, object]) -> UserError | None:
-    """Return the error for the one field that TrainingArguments refuses by itself.
+    """Return the error to report if TrainingArguments refuses the value of one single field.
+
+    Args:
+        error: the error of TrainingArguments, which need not name the field.
+        fields: all fields with their values.
 
     Returns:
-        The error, which names the field. None if several settings conflict.
+        An error that names the field; None if several fields conflict.
     """
-    # Messages about several fields are known.
+    # All messages about several fields are known.
     message = str(error)
     if any(part in message for part in EXCLUSIVE_FIELDS):
         return None
@@ -322,18 +328,20 @@ def _make_field_error(error: Exception, fields: Mapping[str, object]) -> UserErr
 def check_precision(arguments: TrainingArguments, target_dtype: str) -> None:
     """Raise UserError for a 16-bit target without mixed precision.
 
-    A float32 draft could not read the target's features.
+    The weights of a draft are float32. Without autocast, they could not be multiplied with the
+    16-bit features of the target.
     """
     if target_dtype != "float32" and find_autocast_dtype(arguments) is None:
         raise UserError(
             "train.bf16",
             got=f"false with target.dtype={target_dtype}",
-            expected="true, or train.fp16=true",
+            expected="true (or train.fp16=true), because a 16-bit target needs mixed precision",
         )
 
 
 def find_autocast_dtype(arguments: TrainingArguments) -> torch.dtype | None:
-    """Return the dtype of matrix products under mixed precision, or None without it."""
+    """Return the dtype of matrix products under mixed precision; None without mixed precision."""
+    # Under DeepSpeed, its own configuration switches autocast on (see `_adapt_sharding`).
     plugin = arguments.deepspeed_plugin
     if plugin is not None:
         return torch.bfloat16 if plugin.deepspeed_config["torch_autocast"]["enabled"] else None
@@ -360,13 +368,16 @@ def is_weight_sharded() -> bool:
 def _take_precision(fields: dict[str, object]) -> str:
     """Choose the mixed precision of a run: `bf16`, `fp16` or `no`.
 
-    The recipe chooses it, or else the launch. If every process holds the whole draft, the choice is
-    set in `fields`. If the draft is sharded, it is removed from `fields`: DeepSpeed and FSDP would
-    convert the weights to 16 bits, each in its own way. Weights in float32 with autocast learn the
-    same under every launch.
+    The recipe chooses, or else the launch. If every process holds the whole draft, the choice is
+    set in `fields`. If the draft is sharded, the choice is removed from `fields`, because DeepSpeed
+    and FSDP would convert the weights to 16 bits, each in its own way. `_adapt_sharding` then
+    switches autocast on instead, with which float32 weights learn the same under every launch.
 
     Args:
-        fields: the fields of TrainingArguments, which this changes.
+        fields: the fields of TrainingArguments. This function changes them.
+
+    Returns:
+        The mixed precision.
 
     Raises:
         UserError: for fp16 with a sharded draft.
@@ -389,7 +400,7 @@ def _take_precision(fields: dict[str, object]) -> str:
         raise UserError(
             "train.fp16",
             got="true under DeepSpeed or FSDP",
-            expected="train.bf16=true, or accelerate_configs/ddp.yaml",
+            expected="train.bf16=true, or a launch without sharding (accelerate_configs/ddp.yaml)",
         )
     fields.pop("bf16", None)
     os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
@@ -397,15 +408,15 @@ def _take_precision(fields: dict[str, object]) -> str:
 
 
 def _adapt_sharding(arguments: TrainingArguments, precision: str) -> None:
-    """Adapt a sharded launch: autocast, load models whole, and save drafts whole.
+    """Adapt a launch that shards the draft, so that it trains and saves like any other launch.
 
-    Autocast replaces the mixed precision that `_take_precision` removed. Under ZeRO-3 transformers
-    would shard every model that it loads, also the target. Drafts are gathered to be saved,
-    whatever the configuration of ZeRO-3 says.
+    Mixed precision becomes torch's autocast, instead of weights in 16 bits. Models are loaded
+    whole, because under ZeRO-3 transformers would also shard the target. Drafts are gathered to be
+    saved as a whole, whatever the configuration of ZeRO-3 says.
 
     Args:
-        arguments: the Trainer's, which this changes.
-        precision: `bf16` or `no`.
+        arguments: the Trainer's arguments. This function changes them.
+        precision: the mixed precision, `bf16` or `no`.
 
     Raises:
         UserError: for FSDP settings with which drafts are not saved whole, or with which the parts
@@ -424,7 +435,7 @@ def _adapt_sharding(arguments: TrainingArguments, precision: str) -> None:
                 "accelerate launch",
                 got=f"a configuration with FSDP {fsdp_version} and fsdp_state_dict_type"
                 f" {state_dict_type}",
-                expected=f"fsdp_version {FSDP[0]} and {FSDP[1]}, as fsdp2.yaml has them",
+                expected=(f"FSDP {FSDP[0]} and {FSDP[1]}, as in accelerate_configs/fsdp2.yaml"),
             )
         if arguments.save_on_each_node:
             raise UserError(
@@ -452,10 +463,10 @@ def _adapt_sharding(arguments: TrainingArguments, precision: str) -> None:
 
 
 def _check_trackers_and_schedule(arguments: Any) -> None:
-    """Raise UserError for a tracker or a schedule that the Trainer could not build.
+    """Raise UserError for a tracker or a learning-rate schedule that the Trainer could not build.
 
-    The Trainer would build them only after the data is made, which may take hours. So this function
-    builds each once, to find early what is not installed or lacks options.
+    The Trainer builds both only after the data is prepared, which may take hours. So this function
+    builds each of them once before, to report early what is not installed or lacks options.
     """
     # A tracker must be installed, and set up (for example, with an account).
     for tracker in arguments.report_to:
@@ -503,9 +514,9 @@ def _launch_defaults() -> dict[str, Any]:
       not look for unused parameters or send buffers.
     - The Trainer's filter of losses that are not finite would wait for the device in each step, and
       hide such losses.
-    - With a GPU, batches are copied while it computes.
-    - Without a GPU there is no pinned memory, and several processes need a backend that runs
-      without one.
+    - With a GPU, batches are copied while the GPU computes.
+    - Without a GPU there is no pinned memory, and several processes need a backend that runs on a
+      CPU.
     """
     defaults: dict[str, object] = {
         "ddp_find_unused_parameters": False,
@@ -540,7 +551,7 @@ def _join_processes(arguments: TrainingArguments) -> None:
     if count_processes() == 1:
         return
 
-    # Reading the device starts the process group.
+    # Reading the property `device` starts the process group. It is left when the process exits.
     _ = arguments.device
     atexit.register(leave_process_group)
     state = arguments.distributed_state
@@ -557,17 +568,17 @@ def _join_processes(arguments: TrainingArguments) -> None:
             "accelerate launch",
             got=f"{count_processes()} processes that would each train alone",
             expected=(
-                "processes of one group, as accelerate_configs/ddp.yaml starts them, and no"
-                " train.use_cpu"
+                "processes that train together: launch them with accelerate_configs/ddp.yaml, and"
+                " remove train.use_cpu"
             ),
         )
 
 
 def is_launched_with(sharding: str) -> bool:
-    """Return whether this process was launched with a kind of sharding.
+    """Return whether `accelerate launch` started this process with a kind of sharding.
 
     Args:
-        sharding: `DEEPSPEED` or `FSDP`.
+        sharding: `DEEPSPEED` or `FSDP`. accelerate sets an environment variable for each.
     """
     return os.environ.get(f"ACCELERATE_USE_{sharding}", "false").lower() == "true"
 
@@ -578,15 +589,16 @@ def _check_value(name: str, value: object, hint: object, allowed_values: Collect
     TrainingArguments itself accepts a text for a number, and a text where a mapping belongs.
 
     Args:
-        name: the field.
-        value: its value.
-        hint: the type in its definition.
-        allowed_values: empty if the field has no list of them.
+        name: the name of the field.
+        value: the value.
+        hint: the type of the field in TrainingArguments.
+        allowed_values: the texts that the field may have; empty if it has no such list.
 
     Raises:
         UserError: for a value of another type, an unknown name, or a number out of range.
     """
-    # Null is allowed where the type says so. A null report_to would be taken for a tracker's name.
+    # Null is allowed where the type says so, but not for report_to, because transformers would take
+    # the null for the name of a tracker.
     kinds = _list_value_types(hint)
     if value is None and NoneType in kinds and name != "report_to":
         return value
@@ -623,12 +635,14 @@ def _check_value(name: str, value: object, hint: object, allowed_values: Collect
 def _list_value_types(hint: object) -> set[type]:
     """Return the types that the value of a field may have in a recipe.
 
-    The values of an enumeration are texts. Where transformers takes a mapping or the name of a file
-    with one, only the mapping is allowed, because the file would be no part of the recipe.
+    The values of an enumeration are texts in a recipe. Where transformers accepts either a mapping
+    or the name of a file that holds one, only the mapping is allowed, because the file would be no
+    part of the recipe.
 
     Args:
-        hint: the type in the field's definition.
+        hint: the type of the field in TrainingArguments, such as `dict | str | None`.
     """
+    # Split a union into its types. Of a generic type such as `list[str]`, take the `list`.
     kinds: set[type] = set()
     for entry in get_args(hint) or (hint,):
         kind = get_origin(entry) or entry

@@ -42,7 +42,7 @@ def find_checkpoint(run: Path, step: int) -> Path:
 
 
 def list_steps(run: Path) -> list[int]:
-    """Return the steps of a run's checkpoints, complete or not, in order."""
+    """Return the steps of a run's checkpoints, complete or not, in ascending order."""
     matches = [re.fullmatch(r"checkpoint-(\d+)", path.name) for path in run.glob("checkpoint-*")]
     return sorted(int(match[1]) for match in matches if match)
 
@@ -53,16 +53,17 @@ def publish_checkpoint(folder: Path, run: Path, launch: dict[str, object], secon
     All processes must have written their files before.
 
     Args:
-        folder: where the checkpoint was written.
+        folder: the folder in which the checkpoint was written.
         run: the run's folder.
-        launch: as `describe_launch` returns it.
+        launch: facts about the processes that saved it, as `describe_launch` returns them.
         seconds: the time that training took so far; NaN if unknown.
     """
-    # DeepSpeed finds its parts by the file `latest`, which it writes on the first machine only.
+    # DeepSpeed finds its parts by a file `latest`, which names their folder. DeepSpeed writes this
+    # file on the first machine only, so it is written here on every machine.
     for parts in folder.glob("global_step*"):
         (folder / "latest").write_text(parts.name, encoding="utf-8")
 
-    # Write the manifest.
+    # Write the manifest, which lists every file with its size in bytes.
     files = {
         path.relative_to(folder).as_posix(): path.stat().st_size
         for path in sorted(folder.rglob("*"))
@@ -79,12 +80,12 @@ def publish_checkpoint(folder: Path, run: Path, launch: dict[str, object], secon
 
 
 def prune(run: Path, limit: int | None, kept_folders: set[Path]) -> None:
-    """Remove the oldest checkpoints beyond `limit`.
+    """Remove a run's oldest checkpoints, so that at most `limit` are left.
 
     Args:
         run: the run's folder.
-        limit: the most checkpoints; None or 0: no limit.
-        kept_folders: those that are never removed: the newest and the best.
+        limit: the most checkpoints; None or 0 for no limit.
+        kept_folders: checkpoints that are never removed: the newest and the best.
     """
     folders = [find_checkpoint(run, step) for step in list_steps(run)]
     num_surplus = max(0, len(folders) - limit) if limit else 0
@@ -97,10 +98,11 @@ def describe_launch(arguments: Any) -> dict[str, object]:
     """Return the facts of this launch that decide which checkpoints it can resume.
 
     Args:
-        arguments: the Trainer's.
+        arguments: the Trainer's arguments.
 
     Returns:
-        `sharding`, `processes`, and `rows`: the rows of one optimizer step.
+        `sharding`: how weights are divided between processes. `processes`: their number. `rows`:
+        the rows of one optimizer step.
     """
     # accelerate says in the environment how weights are sharded.
     sharding = "none"
@@ -122,12 +124,12 @@ def describe_launch(arguments: Any) -> dict[str, object]:
 def check_launch(folder: Path, arguments: TrainingArguments) -> None:
     """Raise UserError if this launch cannot resume a complete checkpoint.
 
-    Shards of weights fit only the number of processes that saved them. Without sharding, any number
-    of processes can resume, as long as a step has as many rows.
+    Shards of weights can only be loaded by as many processes as saved them. Without sharding, any
+    number of processes can resume, as long as an optimizer step has as many rows as before.
 
     Args:
         folder: the checkpoint's folder.
-        arguments: the Trainer's.
+        arguments: the Trainer's arguments.
     """
     saved = read_json(folder / MANIFEST)["launch"]
     now = describe_launch(arguments)
@@ -143,13 +145,14 @@ def check_launch(folder: Path, arguments: TrainingArguments) -> None:
             expected=f"{description.format(**saved)}, as when {folder} was saved",
         )
 
-    # Another number of processes resumes with other random numbers, so one process warns.
+    # Another number of processes resumes with other random numbers. This is allowed, with a warning
+    # by one process of each machine.
     if saved["processes"] != now["processes"]:
         if is_first_here():
             logger.warning(
                 f"{folder} was saved by {saved['processes']} processes, and this launch has"
-                f" {now['processes']}: sums are rounded differently, and noise and dropout are"
-                " drawn anew."
+                f" {now['processes']}. Training resumes with other random numbers for noise and"
+                " dropout, and sums are rounded differently."
             )
         return
 
@@ -171,12 +174,11 @@ def check_launch(folder: Path, arguments: TrainingArguments) -> None:
 
 
 def find_complete_steps(run: Path) -> list[int]:
-    """Return the steps that a run can resume from, newest first.
+    """Return the steps whose checkpoints are complete, newest first; a run can resume from them.
 
-    A damaged checkpoint that is newer than all of them is skipped with a warning that says what is
-    wrong with it.
+    Damaged checkpoints are skipped. A damaged checkpoint that is newer than every complete one is
+    worth a warning, because the run would have resumed from it.
     """
-    # Only damaged checkpoints newer than the newest complete one are worth a warning.
     complete_steps: list[int] = []
     for step in reversed(list_steps(run)):
         flaw = find_corruption(find_checkpoint(run, step))
@@ -192,8 +194,8 @@ def find_corruption(folder: Path, *, is_best: bool = False) -> str | None:
 
     Args:
         folder: the checkpoint's folder.
-        is_best: whether `folder` is such a best checkpoint itself. Then only its own files are
-            checked.
+        is_best: whether another checkpoint refers to this one as the best. Then only its own files
+            are checked.
 
     Returns:
         A description for a message; None if the checkpoint is complete.
@@ -203,7 +205,7 @@ def find_corruption(folder: Path, *, is_best: bool = False) -> str | None:
     try:
         manifest = read_json(folder / file_name)
         files = manifest["files"]
-        _ = float(manifest.get("seconds", 0))
+        _ = float(manifest.get("seconds", 0))  # raises an error if it is no number
         missing_keys = {"sharding", "processes", "rows"} - {*manifest["launch"]}
         if missing_keys:
             return f"its {file_name} has no {min(missing_keys)}"

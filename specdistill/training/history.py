@@ -149,7 +149,7 @@ def save_history(
 ) -> None:
     """Draw the curves of a training that has ended, and save its history.
 
-    The drawing is saved in the run's folder, and the history next to the run's record.
+    The image is `training_curve.png` in the run's folder, and the history is `run/history.json`.
 
     Args:
         state: the Trainer's state, which has the log and the number of steps.

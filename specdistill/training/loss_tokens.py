@@ -41,7 +41,7 @@ def find_longest_runs(rows: Dataset, ahead: int) -> NDArray[np.int64]:
         )
         # A token's place in its run is the count of loss tokens up to it, minus the count up to the
         # last token without loss. A document's first token has no loss, so no run continues into
-        # the next document. B is the rows of a batch.
+        # the next document. (B is the number of rows of a batch.)
         counts_BT = has_loss_BT.cumsum(1)
         before_BT = np.maximum.accumulate(np.where(has_loss_BT, 0, counts_BT), axis=1)
         longest.append((counts_BT - before_BT).max(axis=1))

@@ -75,31 +75,33 @@ class SoftTargets:
         ids_W: Tensor | None,
         temperature: float,
     ) -> "SoftTargets":
-        """Build the soft targets of a batch.
+        """Build the soft targets of a batch: what is needed to compute the target's distributions.
 
         Args:
-            head: the target's.
-            last_hidden_BTD: the target's last hidden states.
-            loss_positions: [R] or [R, K], positions of the tokens that are predicted, in the
-                flattened batch.
-            ids_W: the target's ids of the draft's tokens; None for all tokens.
+            head: the target's head.
+            last_hidden_BTD: the target's last hidden states, of size D.
+            loss_positions: positions in the flattened batch [B T] of the tokens that are predicted,
+                [R] or [R, K].
+            ids_W: the ids of the W tokens that the draft can propose, in the target's vocabulary;
+                None for all tokens.
             temperature: divides the target's logits.
         """
+        # The hidden state at the position before a token predicts that token.
         hidden_RD = gather_before(last_hidden_BTD, loss_positions, 1)
         if ids_W is None or len(ids_W) == head.linear.weight.shape[0]:
             return cls(hidden_RD, head, None, head, temperature)
         return cls(hidden_RD, head, ids_W, prune_head(head, ids_W), temperature)
 
     def at(self, rows: slice, *, measure: bool) -> TargetDistributions:
-        """Compute the distributions of some rows, in float32.
-
-        Where the draft has fewer tokens than the target, only measuring needs the whole head.
+        """Compute the target's distributions at some loss tokens, in float32.
 
         Args:
-            rows: which of the R.
-            measure: whether metrics are measured, too.
+            rows: which of the R loss tokens; r of them.
+            measure: whether metrics are measured, too. Only they need logits of all V tokens of the
+                target, if the draft has only W of them.
         """
         hidden_rD = self.hidden_RD[rows]
+        # Without metrics, only the logits of the draft's tokens are computed.
         if not measure and self.pruned is not None:
             return TargetDistributions(
                 (self.pruned(hidden_rD).float() / self.temperature).softmax(-1)
@@ -126,15 +128,16 @@ def prune_head(head: LogitsHead, ids_W: Tensor) -> LogitsHead | None:
 
     Args:
         head: the whole head.
-        ids_W: ids of the tokens.
+        ids_W: the ids of these tokens, W of them.
 
     Returns:
-        None for a head that is no plain linear layer, e.g. a quantized one.
+        The head of W tokens; None for a head that is no plain linear layer, e.g. a quantized one.
     """
     linear = head.linear
     if type(linear) is not nn.Linear:
         return None
-    # Select the rows of the weight, and of the bias if there is one.
+    # Select the rows of the weight, and of the bias if there is one. The new layer is made on the
+    # meta device, because its own parameters are replaced at once.
     part = nn.Linear(linear.in_features, len(ids_W), linear.bias is not None, device="meta")
     for name, parameter in linear.named_parameters():
         selected = parameter.index_select(0, ids_W.to(parameter.device))
@@ -143,30 +146,30 @@ def prune_head(head: LogitsHead, ids_W: Tensor) -> LogitsHead | None:
 
 
 def gather_before(x_BTD: Tensor, positions: Tensor, by: int) -> Tensor:
-    """Gather the states that lie some positions before the given ones.
+    """Gather the states that are `by` positions before the given positions.
 
     Args:
-        x_BTD: states of a batch, which is flattened.
-        positions: positions in the flattened batch, of any shape.
-        by: how many positions before. Where that is before the whole batch, it is the batch's first
-            position.
+        x_BTD: states of a batch: B rows of T positions, each of size D.
+        positions: positions in the flattened batch [B T], of any shape.
+        by: how many positions before. A position before the beginning of the batch is replaced by
+            its first position.
 
     Returns:
-        [*positions, D].
+        The states, [*positions.shape, D].
     """
     index = (positions - by).clamp_min(0).flatten()
     return x_BTD.flatten(0, 1).index_select(0, index).view(*positions.shape, -1)
 
 
 def select_loss_rows(position_ids_BT: Tensor, loss_positions_R: Tensor, *, ahead: int) -> Tensor:
-    """Return which loss tokens are predicted, [R] bool.
+    """Return, for each of R loss tokens, whether the draft predicts it, [R] bool.
 
-    A token is predicted if `ahead` tokens of its document are before it.
+    A token is predicted if at least `ahead` tokens of its document are before it.
 
     Args:
-        position_ids_BT: position ids of packed rows; each document begins at 0.
+        position_ids_BT: position ids of packed rows [B, T]; each document begins at 0.
         loss_positions_R: the positions of the loss tokens in the flattened batch.
-        ahead: tokens that a predicted token needs before it.
+        ahead: how many tokens of its document a predicted token needs before it.
     """
     return position_ids_BT.flatten()[loss_positions_R] >= ahead
 
@@ -177,32 +180,33 @@ def shift_left(x_BT: Tensor, by: int, fill: int) -> Tensor:
 
 
 def compute_geometric_weights(decay: float, num_positions: int) -> Tensor:
-    """Return the weights [K] of positions in the loss: position k counts decay ** k.
+    """Return the weights [K] of drafted positions in the loss, proportional to decay ** k.
 
-    A later position matters only where all before it are accepted. The sum is one, so that the
-    learning rate does not depend on K.
+    Later positions get smaller weights, because a later token counts only if all tokens before it
+    are accepted. The weights add up to one, so that the learning rate does not depend on K.
 
-    DFlash's exp(-k / gamma) is a decay of exp(-1 / gamma) (arXiv 2602.06036).
+    The weights exp(-k / gamma) of DFlash (arXiv 2602.06036) are those for decay = exp(-1 / gamma).
     """
     weights = torch.tensor([decay**k for k in range(num_positions)])
     return weights / weights.sum()
 
 
 def compute_d_pace_weights(chances_NK: Tensor, has_loss_NK: Tensor, alpha: float) -> Tensor:
-    """Return the weights [N, K] of drafted positions by D-PACE (arXiv 2605.18810).
+    """Return the weights [N, K] of the K drafted positions of N drafts by D-PACE.
 
-    The weight of position k is its contribution to a smoothed expected length, divided by K. The
-    draft gives the right token the probability q_k, which is smoothed to s_k = alpha + (1 - alpha)
-    q_k. The expected length is sum_j prod_{i<=j} s_i. The contribution of position k is the sum of
-    the terms that contain s_k: sum_{j>=k} prod_{i<=j} s_i. The weights take no gradient.
+    The method is that of arXiv 2605.18810. The draft gives the right token at position k the
+    probability q_k, which is smoothed to s_k = alpha + (1 - alpha) q_k. The expected length of an
+    accepted draft is sum_j prod_{i<=j} s_i. The weight of position k is the sum of those terms that
+    contain s_k, sum_{j>=k} prod_{i<=j} s_i, divided by K. The weights take no gradient.
 
     Args:
         chances_NK: q_k of each draft.
         has_loss_NK: whether there is a loss at the position. Other positions have weight zero.
         alpha: the strength of the smoothing, from 0 (none) to 1.
     """
-    # Products up to each position, then sums from each position to the end. A position without loss
-    # is a factor of 1, and no term.
+    # Products up to each position (cumprod), then sums from each position to the end (cumsum of the
+    # flipped tensor). A position without loss is a factor of 1 in the products, and no term of the
+    # sums.
     smoothed_NK = alpha + (1 - alpha) * chances_NK.detach()
     reached_NK = smoothed_NK.masked_fill(~has_loss_NK, 1.0).cumprod(1) * has_loss_NK
     return reached_NK.flip(1).cumsum(1).flip(1) * has_loss_NK / chances_NK.shape[1]
@@ -247,8 +251,8 @@ class Objective(nn.Module):
     def prepare(self, batch: ForwardInputs, number: int | None) -> ForwardInputs:
         """Prepare a batch for the loss: by default, return it as it is.
 
-        A subclass may add anchors, or replace the rows by rows that the draft generated. The shapes
-        must not depend on the content of the batch.
+        A subclass may add entries, such as the positions where blocks begin, or replace the rows by
+        rows that the draft generated. The shapes must not depend on the content of the batch.
 
         Args:
             batch: packed rows.
@@ -259,9 +263,10 @@ class Objective(nn.Module):
         return batch
 
     def count_loss_tokens(self, batch: ForwardInputs) -> Tensor:
-        """Count the loss tokens of a prepared batch, by which its loss is divided.
+        """Count the loss tokens of a prepared batch; the trainer divides the loss by their number.
 
-        The count, a scalar or [P], is that of the first drafted position.
+        Counted are the tokens that the draft predicts at its first position. The count is a scalar.
+        In a subclass whose loss has P sums, it may be [P], one count for each.
         """
         return select_loss_rows(
             batch["position_ids"], batch["loss_positions"], ahead=self.ahead
@@ -269,25 +274,28 @@ class Objective(nn.Module):
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The draft's layers."""
+        """The draft's decoder layers."""
         layers: nn.ModuleList = self.draft.layers
         return layers
 
     def scale_output(self, factor: float) -> None:
-        """Multiply the logits of a fresh draft by a factor, as nearly as its parts allow."""
+        """Multiply the logits of a freshly initialized draft by a factor.
+
+        Where a draft's parts cannot do that exactly, they do it approximately.
+        """
         self.draft.scale_output(factor)
 
     def activation_checkpointing_enable(self, **options: Any) -> None:
-        """Save memory: the backward pass recomputes the layers' MLPs, from now on.
+        """Save memory: let the backward pass recompute the MLPs of the draft's layers.
 
-        transformers' Trainer calls this for `train.activation_checkpointing`. The MLPs' wide states
-        take most of the memory that a layer keeps for the backward pass. The attention is not
-        recomputed, because it would append its keys and values to the cache twice.
+        transformers' Trainer calls this once, for `train.activation_checkpointing`. The wide states
+        of the MLPs take most of the memory that a layer keeps for the backward pass. The attention
+        is not recomputed, because it would append its keys and values to the cache twice.
 
         Raises:
             UserError: for layers without an MLP.
         """
-        # The names that transformers' decoder layers give their MLP.
+        # The attribute names under which transformers' decoder layers hold their MLP.
         names = ("mlp", "feed_forward", "block_sparse_moe")
         mlps = [
             module
@@ -298,20 +306,21 @@ class Objective(nn.Module):
             raise UserError(
                 "train.activation_checkpointing",
                 got=f"true with layers of {type(self.layers[0]).__name__}",
-                expected=f"layers with {names[0]}",
+                expected=f"layers with an MLP, in an attribute named {' or '.join(names)}",
             )
         for mlp in mlps:
             mlp.forward = partial(checkpoint, mlp.forward, use_reentrant=False)
 
     def read_target(self, target: FrozenTarget, inputs: ForwardInputs) -> ForwardInputs:
-        """Run the frozen target, and return the arguments of forward that come from it.
+        """Run the frozen target, and return the arguments of `forward` that come from the target.
 
-        The trainer calls this without gradients.
+        The trainer calls this without gradients. A subclass may change which tokens are predicted.
 
         Args:
             target: the target.
-            inputs: the prepared batch. If features are read from a store, it has `features`
-                [B, A + 1, T, D]. The returned `features` then replace them.
+            inputs: the prepared batch. If features are read from a store and not computed by the
+                target, it has an entry `features`, one tensor of A auxiliary layers and the last
+                layer [B, A + 1, T, D]. The returned `features` replace this entry.
         """
         return self.read_target_outputs(target, inputs, inputs["loss_positions"])
 
@@ -321,14 +330,17 @@ class Objective(nn.Module):
         """Compute the target's features, and its distributions for the tokens at some positions.
 
         Args:
-            target: the target. It is not run for a batch from a store, which has features.
-            inputs: the prepared batch.
-            labels: positions of the tokens in the flattened batch.
+            target: the target. Its layers are not run for a batch that has `features`, because
+                these were read from a store.
+            inputs: the prepared batch of B rows of T tokens.
+            labels: positions in the flattened batch of the tokens that are predicted.
 
         Returns:
-            `features` of [B, T, D], and `soft_targets`.
+            `features`: hidden states [B, T, D] of the target's layers. `soft_targets`: the target's
+            distributions for the tokens at `labels`.
         """
-        # Features come from the store, or from a pass of the target.
+        # Features come from the store, as one tensor with a dimension for layers, or from a pass of
+        # the target.
         if "features" in inputs:
             dtype = target.tensor("embed_tokens.weight").dtype
             features = Features.from_tensors(inputs["features"].to(dtype).unbind(1))
@@ -351,14 +363,14 @@ class Objective(nn.Module):
     def compute_row_losses(
         self, logits_rW: Tensor, soft: TargetDistributions, k: int
     ) -> tuple[Tensor, Tensor]:
-        """Compute the losses [r] in nats, and the metrics [M, r], of some rows.
+        """Compute the losses [r] in nats, and M metrics [M, r], of r predicted tokens.
 
         This is the argument `loss_of` of `compute_head_loss`.
 
         Args:
-            logits_rW: the draft's logits.
-            soft: the target's distributions at the rows.
-            k: the drafted position, from 0.
+            logits_rW: the draft's logits over its W tokens.
+            soft: the target's distributions for the same tokens.
+            k: the drafted position, from 0. Here all positions have the same loss.
         """
         logits_rW = logits_rW / self.temperature
         return self.add_metrics(self.divergence(logits_rW, soft.probs_rW), logits_rW, soft)
@@ -366,22 +378,24 @@ class Objective(nn.Module):
     def add_metrics(
         self, losses_r: Tensor, logits_rW: Tensor, soft: TargetDistributions | None
     ) -> tuple[Tensor, Tensor]:
-        """Return the losses of rows together with their metrics.
+        """Return the losses of r predicted tokens together with the metrics of these tokens.
 
         Args:
             losses_r: the losses in nats.
-            logits_rW: the draft's logits.
-            soft: the target's distributions at the rows; None if there are none.
+            logits_rW: the draft's logits over its W tokens.
+            soft: the target's distributions for the tokens; None if there are none.
 
         Returns:
-            The losses, and loss, correct and accepted [3, r]. Where nothing is measured, the
-            metrics are the loss alone [1, r].
+            The losses, and three metrics [3, r]: the loss, whether draft and target have the same
+            top-1 token, and the probability of acceptance. Where nothing is measured, the only
+            metric is the loss [1, r].
         """
         if soft is None or soft.mass_r is None or soft.top1_r is None:
             return losses_r, losses_r.detach().unsqueeze(0)
-        # The draft's token has an index in the draft's vocabulary and an id of the target. Expected
-        # acceptance uses the target's probabilities over all its tokens, so the renormalised ones
-        # are multiplied by their mass.
+        # The draft's top-1 is an index in the draft's vocabulary, and is translated into an id of
+        # the target. Acceptance needs the target's probabilities among all its tokens. `soft` has
+        # them renormalised over the draft's tokens, so they are multiplied by the probability
+        # `mass_r` of all these tokens together.
         with torch.no_grad():
             best_r = logits_rW.argmax(-1)
             target_ids_W = getattr(self.draft, "target_ids_W", None)
@@ -428,16 +442,17 @@ class StepSums:
         *measured: Tensor,
         by_chain: Callable[[Tensor], Tensor] = lambda values_KR: values_KR,
     ) -> "StepSums":
-        """Sum the losses and metrics of R loss tokens.
+        """Sum the losses and metrics of R loss tokens at each of K drafted positions.
 
         Args:
-            has_loss_KR: 1 where there is a loss.
+            has_loss_KR: 1 where there is a loss, else 0.
             losses_KR: nats, zero where there is no loss.
             measured: correct and accepted [K, R], if they are measured. They are zero where there
                 is no loss.
-            by_chain: turns [K, R] into the same values [K, S] of S chains. Each chain is followed
-                through its K drafted positions.
+            by_chain: rearranges values [K, R] as the values [K, S] of S chains, so that each column
+                holds the K consecutive draft tokens of one chain.
         """
+        # In the order of the attributes: sums over tokens first, then sums over chains.
         sums = [values_KR.sum(1) for values_KR in (losses_KR, has_loss_KR, *measured)]
         chain_sums = []
         if measured:
@@ -450,6 +465,7 @@ class StepSums:
 
         Sums that were not measured are NaN.
         """
+        # A sum that was not measured is an empty row here, which is then padded with NaN.
         rows = [self.loss.new_empty(0) if row is None else row for row in vars(self).values()]
         return pad_sequence(
             [row.float() for row in rows], batch_first=True, padding_value=torch.nan
@@ -461,18 +477,20 @@ def arrange_in_chains(
 ) -> Tensor:
     """Arrange values of loss tokens as chains of K consecutive draft tokens, [K, S].
 
-    This is for a draft that predicts every token [B, T] from the token before. So a chain starts at
-    every position, S = B T, and its k-th value is that of the loss token k + 1 positions later.
-    Chains do not continue into the next document, because the last token of a document predicts
-    nothing, so its value is zero.
+    This is for a draft that predicts every token of the batch [B, T] from the token before it. So
+    there are S = B T chains, one that starts at each position. The k-th value of a chain (from 0)
+    is that of the loss token k + 1 positions after its start, or zero if there is no loss token. A
+    chain does not continue into the next document, because the last token of a document predicts
+    nothing and has the value zero.
 
     Args:
-        loss_positions_R: the positions of the loss tokens in the flattened batch.
+        loss_positions_R: the positions of the R loss tokens in the flattened batch.
         shape: [B, T] of the batch.
         num_positions: K.
-        values_1R: the values.
+        values_1R: one value for each loss token, e.g. 1 if the draft predicts it correctly, else 0.
     """
-    # Write each value to the position that predicts it, then read K consecutive positions.
+    # Write each value to the position that predicts it: the one before the loss token. Then read K
+    # consecutive positions.
     roots_R = (loss_positions_R - 1).clamp_min(0)
     values_BT = values_1R.new_zeros(shape.numel()).scatter_add(0, roots_R, values_1R[0]).view(shape)
     return torch.stack([shift_left(values_BT, k, 0).flatten() for k in range(num_positions)])

@@ -147,12 +147,10 @@ class MuonAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update the parameters of both parts, Muon and AdamW."""
         for part in self.parts.values():
             part.step()
 
     def state_dict(self) -> dict[str, object]:
-        """Return the states of both parts, by name."""
         return {name: part.state_dict() for name, part in self.parts.items()}
 
     def load_state_dict(self, state_dict: dict[str, dict[str, object]]) -> None:
@@ -188,7 +186,7 @@ def build_optimizer(
         UserError: for Muon under DeepSpeed or FSDP, and for a `train.optim` that is not installed
             or lacks options.
     """
-    # The Trainer tries out its optimizer now, so that an error comes before training.
+    # The Trainer builds its optimizer late. It is tried out here, so that an error comes early.
     if name != "muon_adamw":
         optimizer_name = OptimizerNames(arguments.optim).value
         try:

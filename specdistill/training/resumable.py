@@ -215,7 +215,10 @@ class Stopping(TrainerCallback):
                 signal.signal(number, handler)
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
-        """Record a first signal, and end the process at a second one."""
+        """Handle a signal: record the first one, and end the process at once at a second one.
+
+        A recorded signal takes effect at the end of the step, in `on_step_end`.
+        """
         if self.received is None:
             self.received = number
             self.received_at = time.monotonic()
@@ -227,7 +230,7 @@ class Stopping(TrainerCallback):
                     f"{signal.Signals(number).name}: saving after this step; a second signal ends"
                     " without saving\n".encode(),
                 )
-        # A signal that follows at once is the first one again, sent by the launcher too.
+        # A signal that follows at once is ignored: it is the first one, passed on by the launcher.
         elif time.monotonic() - self.received_at > REPEATED_SIGNAL_S:
             os._exit(128 + number)  # shells use this exit code for a signal
 
@@ -253,7 +256,7 @@ class Stopping(TrainerCallback):
         step is not finite. All processes must know the sums, because all end after the same step.
         """
         # Count the processes that were asked to stop, and those whose loss is not finite. Each
-        # process contributes two numbers, 0 or 1.
+        # process contributes two numbers [2], 0 or 1.
         losses = self.trainer.micro_batch_losses
         self.trainer.micro_batch_losses = []
         is_finite = torch.stack(losses).isfinite().all()
@@ -356,8 +359,8 @@ class Stopping(TrainerCallback):
                 )
         shown = ", ".join(map(str, rows[:8])) + (", …" if len(rows) > 8 else "")
         raise ResourceError(
-            f"the loss of step {step.number} is not finite, in a batch of rows {shown} of the"
-            f" training data ({path})",
+            f"the loss of step {step.number} is not finite. Its batch has rows {shown} of the"
+            f" training data (all rows: {path})",
             next_step="check these rows, or lower train.learning_rate or train.max_grad_norm",
         )
 

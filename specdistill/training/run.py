@@ -122,14 +122,14 @@ class TrainingRun:
         This joins the processes of the launch and seeds the run. It writes nothing.
 
         Args:
-            recipe: what is trained.
-            target_dtype: the dtype of the frozen target; None without one.
-            defaults: values of fields that `train:` leaves out.
+            recipe: the recipe of the run.
+            target_dtype: the dtype of the frozen target; None without a target.
+            defaults: values for fields of `train:` that the recipe leaves out.
 
         Raises:
-            UserError: for a section or a dtype that cannot be used, for machines that differ in
-                their recipe, for a folder that cannot be written or holds other files, another run
-                or a finished one, and for a checkpoint that this launch cannot resume.
+            UserError: for a recipe that cannot be used or differs between machines, for a folder
+                that cannot be written or holds something else, and for a checkpoint that this
+                launch cannot resume.
         """
         # Build the Trainer's arguments. All machines must have the same recipe and launch.
         arguments = build_training_arguments(
@@ -183,17 +183,16 @@ class TrainingRun:
     def record(self, **facts: object) -> None:
         """Write the record of the run's inputs, before the first step.
 
-        The record has the resolved recipe, command, versions, git revision and the facts given.
-        There is a warning if machines share no folder and keep no checkpoints of their own.
+        The record has the resolved recipe, command, versions, git revision and the given facts.
 
         Args:
-            facts: facts about the target and the data; see FACTS.
+            facts: facts about the target and the data, such as the target's revision; see FACTS.
 
         Raises:
-            UserError: if the facts are not those of the run that is resumed.
+            UserError: if the run is resumed, and was started with other facts.
         """
-        # Lock the folder, because only one run may write into it. One process locks it, and the
-        # others wait until it has.
+        # Lock the folder, because only one run may write into it. One process locks the folder, and
+        # the others wait until it has.
         if self.arguments.should_save:
             self.writer.enter_context(
                 exclusive_lock(
@@ -203,7 +202,7 @@ class TrainingRun:
                     saves_memory="train.per_device_train_batch_size",
                 )
             )
-        all_gather_object(None)
+        all_gather_object(None)  # a barrier
 
         # Compare the facts with the old record, and write the new one.
         facts = remove_places(facts)
@@ -221,17 +220,17 @@ class TrainingRun:
             with saving(self.path / "run"):
                 self._rename_finished()
                 self._write_record(provenance)
-        all_gather_object(None)
+        all_gather_object(None)  # a barrier
         self._wait_for_record()
 
     def _check_same_facts(self, facts: Mapping[str, object]) -> None:
-        """Raise UserError if an interrupted run had another target or other data.
+        """Raise UserError if the run that is resumed had another target or other data.
 
         Args:
             facts: facts about the target and the data of this run.
         """
-        # Compare with the record of the run, if it is resumed. Facts that an earlier version did
-        # not record are taken as equal.
+        # A new run has no record to compare with. Facts that an earlier version did not record are
+        # taken as equal.
         old_record: dict[str, Any] = {}
         if self.checkpoint:
             path = self.path / "run" / PROVENANCE
@@ -269,8 +268,8 @@ class TrainingRun:
         (staging_folder / PROVENANCE).write_text(
             json.dumps(provenance, indent=2) + "\n", encoding="utf-8"
         )
-        # A new record is moved as a folder, which makes it appear whole. In an existing folder each
-        # file is replaced.
+        # A new folder is moved as a whole, so that other processes never see a part of it. In a
+        # folder that exists, the files are replaced one by one.
         if not folder.exists():
             os.replace(staging_folder, folder)
         else:
@@ -280,8 +279,8 @@ class TrainingRun:
     def _wait_for_record(self) -> None:
         """Wait until this process sees the record of the run, and warn if it does not appear.
 
-        A network file system may show a new folder late. This only warns and does not refuse,
-        because some file systems take a minute.
+        A network file system may show a new folder late, in some cases after a minute. So a record
+        that does not appear is no error.
         """
         folder = self.path / "run"
         end = time.monotonic() + VISIBILITY_WAIT_S
@@ -297,8 +296,8 @@ class TrainingRun:
     def _rename_finished(self) -> None:
         """Rename the draft and the report of a finished run that is trained further.
 
-        They get the step of the checkpoint that training continues from, e.g. `draft-500`. A run
-        without a draft is not finished, and nothing is renamed.
+        The step of the checkpoint that training continues from is added to their names, e.g.
+        `draft-500`. A run without a draft is not finished, and nothing is renamed.
         """
         if self.checkpoint is None or not (self.path / "draft").exists():
             return
@@ -310,18 +309,19 @@ class TrainingRun:
                 new_path = _find_free_path(self.path / f"{name}-{step}")
                 os.replace(self.path / name, new_path)
         logger.info(
-            f"Training in {self.path} continues from step {step}, with the learning rates of"
-            f" the new length. The previous draft is kept in {new_path}."
+            f"Training in {self.path} continues from step {step}, with the learning-rate schedule"
+            f" of the new length. The previous draft is kept in {new_path}."
         )
 
     def train(self, trainer: ResumableTrainer) -> None:
-        """Train, or resume where an interrupted run stopped, and save the best draft.
+        """Train, or resume where an interrupted run stopped, and save the draft.
 
-        At the end of training, the Trainer loads the best draft back if the recipe says so. Only a
-        DistillationTrainer has a draft.
+        The saved draft is that of the last step, or the best one if the recipe asks the Trainer to
+        load it at the end. Only a DistillationTrainer has a draft.
         """
         with self.writer:
-            # Replace the Trainer's callbacks that print, which print each log as a dictionary.
+            # The Trainer's own callbacks print each log as a dictionary. Replace them by callbacks
+            # that print short lines.
             for callback_class in (PrinterCallback, ProgressCallback):
                 trainer.remove_callback(callback_class)
             if not self.arguments.disable_tqdm:
@@ -333,14 +333,15 @@ class TrainingRun:
                 key=lambda callback: callback is trainer.stopping
             )
 
-            # A resumed run continues to count time where it stopped.
+            # Of a resumed run, move the begin back by the seconds that it had trained before (NaN
+            # if unknown), so that its time includes them.
             if self.checkpoint is not None:
                 trainer.begun -= read_json(self.checkpoint / MANIFEST).get("seconds", math.nan)
 
             # Remove what an interrupted save left, before any process saves. Then train.
             if self.arguments.should_save:
                 shutil.rmtree(self.path / STAGING_DIR, ignore_errors=True)
-            all_gather_object(None)
+            all_gather_object(None)  # a barrier
             vocab_size = (
                 trainer.target.vocab_size if isinstance(trainer, DistillationTrainer) else 0
             )
@@ -397,10 +398,9 @@ def _find_free_path(path: Path) -> Path:
 
 
 def warn_unpinned_revisions(recipe: Section) -> Iterator[str]:
-    """Yield warnings about inputs that may change from one day to the next.
+    """Yield warnings about inputs on the Hub that are not pinned to a commit, so they may change.
 
-    These are a target on the Hub without a revision, and the sources of data that
-    `warn_unpinned_sources` finds.
+    The inputs are the target and the sources of the data.
     """
     target = getattr(recipe, "target", None)
     data = getattr(recipe, "data", None)
@@ -419,15 +419,18 @@ def list_recipe_keys(values: Mapping[str, object]) -> dict[str, str]:
 
 
 def _describe_obstacle(path: Path, recipe: Section, complete_steps: list[int]) -> str | None:
-    """Describe the files in a folder that keep a run from using it.
+    """Describe why a run cannot use a folder: it holds other files, or a run that does not fit.
+
+    A folder can be used if it is empty, if it holds an interrupted run of the same recipe, or if it
+    holds a finished run that is now trained for more steps or epochs.
 
     Args:
-        path: the run's folder.
-        recipe: the run's recipe.
-        complete_steps: steps of its complete checkpoints.
+        path: the folder.
+        recipe: the recipe of the new run.
+        complete_steps: the steps of the complete checkpoints in the folder.
 
     Returns:
-        A description for an error; None if the run can use the folder.
+        What the folder holds, for an error; None if the run can use the folder.
     """
     # A folder without a run must hold nothing else.
     entries = {entry.name for entry in path.iterdir()} if path.exists() else set()
@@ -474,10 +477,11 @@ def _describe_obstacle(path: Path, recipe: Section, complete_steps: list[int]) -
 
 
 def _remove_irrelevant_keys(recipe: dict[str, Any], is_finished: bool) -> dict[str, object]:
-    """Return a recipe without the keys in which a resumed run may differ.
+    """Return a recipe without the keys that may be changed when its run is resumed.
 
     These are the keys that say how processes share the rows of a step, `target.cache` and
-    `publish`. For a finished run its length is left out, too, because it may be raised.
+    `publish`. For a finished run, the keys of its length are left out, too, because training
+    further means to raise them.
     """
     # A recipe that is read from a file may be broken, so its sections need not be mappings.
     train = recipe.get("train")

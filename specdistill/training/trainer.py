@@ -240,7 +240,7 @@ class DistillationTrainer(ResumableTrainer):
             raise UserError(
                 "train.metric_for_best_model",
                 got=f"{metric}, which the held-out rows do not measure",
-                expected="acceptance_length, or rows with longer answers",
+                expected="acceptance_length, or held-out rows with longer answers",
             )
         return metrics
 
@@ -330,7 +330,7 @@ class DistillationTrainer(ResumableTrainer):
         """Write the draft in its public layout.
 
         Args:
-            folder: where it is written.
+            folder: the folder in which the draft is written.
             state: the gathered weights of the objective; only needed for a sharded draft.
         """
         # `whole` is a copy of a sharded draft on the CPU, with room for all weights.

@@ -164,7 +164,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(
     cache.parent.touch()  # a file where a folder should be
     expected = logits(FrozenTarget.load(str(tiny), cache=False))
     assert torch.equal(logits(FrozenTarget.load(str(tiny))), expected)
-    assert "no copy in safetensors could be written" in caplog.text
+    assert "no safetensors copy could be written" in caplog.text
     cache.parent.unlink()
 
     def full(*_: Any, **__: Any) -> None:

@@ -132,8 +132,8 @@ def tvd_plus_plus(draft_logits_RW: Tensor, target_probs_RW: Tensor) -> Tensor:
         advantage_RW = torch.where(rewarded, miss_R, -hit_R) / deviation_R
         value_R = tvd(draft_logits_RW, target_probs_RW)
 
-    # The value is that of tvd. The surrogate adds its gradient, and minus itself (detached) it is
-    # zero in the value. tvd was computed without gradient.
+    # The value is that of tvd, without its gradient. The difference of the surrogate and itself,
+    # detached, is zero and adds only the gradient of the surrogate.
     surrogate_R = -(q * advantage_RW * log_q).sum(-1)
     return value_R + surrogate_R - surrogate_R.detach()
 
@@ -216,6 +216,7 @@ def build_divergence(spec: object) -> Divergence:
                 got=repr(term),
                 expected="{name: …, weight: …}, with the options of the divergence if any",
             )
+        # The weight is checked like an option, and then taken out of the options.
         divergence = _build_term(term, key, weight=(float, Field(gt=0)))
         terms.append((divergence.keywords.pop("weight"), divergence))
 
