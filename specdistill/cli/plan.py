@@ -150,7 +150,7 @@ def print_plan(
         console.print("The gain depends on the text. This command measures it.")
     else:
         console.print(
-            "N-gram lookup needs no training (to combine it with a draft: eval.lookup_first={}):"
+            "N-gram lookup needs no training (combined with a draft: eval.lookup_first={}):"
         )
         _print_commands(recommendation["lookup"] or "", console)
 
@@ -168,11 +168,11 @@ def print_plan(
 
     # Say what the numbers are, and how to get more of them.
     other_device = OTHER_DEVICE[plan.target["on_cpu"]]
-    more = "" if details else " details=true explains them."
+    more = "" if details else "details=true explains the numbers, "
     console.print(
         Text(
-            f"All numbers are estimates for {plan.device}; {other_device}. Memory is that of"
-            f" training.{more} --json prints all of them.",
+            f"Estimates for {plan.device}; {other_device}. Memory is that of training."
+            f" {more}--json prints all.",
             style="dim",
         )
     )

@@ -92,14 +92,13 @@ def test_a_plan_says_which_device_it_is_for(
 ) -> None:
     monkeypatch.setattr(accounting, "measure_machine", lambda *sizes: machine_of(UNEVEN))
     assert main(["plan", f"target={target}", "hub=false", "serving.device=h100"]) == 0
-    assert "All numbers are estimates for H100; serving.device=cpu estimates" in " ".join(
+    assert "Estimates for H100; serving.device=cpu estimates for this machine." in " ".join(
         capsys.readouterr().out.split()
     )
     assert main(["plan", f"target={target}", "hub=false", "serving.device=cpu"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert (
-        "All numbers are estimates for a machine; serving.device=h100 estimates for a GPU."
-        in printed
+        "Estimates for a machine; serving.device=h100 estimates for a GPU." in printed
         and "GPU h " not in printed
     )
     assert main(["plan", f"target={target}", "serving.device=tpu"]) == 2
