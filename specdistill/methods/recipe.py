@@ -104,6 +104,7 @@ class Recipe(Section):
 
     @classmethod
     def list_schemas(cls) -> dict[str, type[Section]]:
+        """Return the recipe schema of each method, by its name."""
         return {name: method.recipe() for name, method in METHODS.items()}
 
     def list_proposer_options(self) -> dict[str, Any]:

@@ -147,10 +147,12 @@ class MuonAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update the parameters of both parts, Muon and AdamW."""
         for part in self.parts.values():
             part.step()
 
     def state_dict(self) -> dict[str, object]:
+        """Return the states of both parts, by name."""
         return {name: part.state_dict() for name, part in self.parts.items()}
 
     def load_state_dict(self, state_dict: dict[str, dict[str, object]]) -> None:

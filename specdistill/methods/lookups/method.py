@@ -27,7 +27,8 @@ class Lookup(Protocol):
     """
 
     @property
-    def settings(self) -> Mapping[str, object]: ...
+    def settings(self) -> Mapping[str, object]:
+        """The lookup's settings, in the form of the report (JSON)."""
 
     def restart(self) -> None:
         """Forget the sequence."""
@@ -59,12 +60,15 @@ class LookupProposer:
         self.rows: list[Lookup] = []
 
     def has_drawn_candidates(self, sampling: Sampling, tree: TreeShape | None) -> bool:
+        """Return False: looked-up tokens are certain."""
         return False
 
     def count_passes(self, k: int) -> int:
+        """Return 0: a lookup runs no model."""
         return 0
 
     def set_past_outputs(self, outputs: Sequence[Sequence[int]]) -> None:
+        """Replace the outputs of earlier requests, if the lookup searches them."""
         if isinstance(self.lookup, UsesPastOutputs):
             self.lookup.set_past_outputs(outputs)
 
@@ -86,6 +90,7 @@ class LookupProposer:
         ]
 
     def keep(self, rows: Sequence[int]) -> None:
+        """Drop all rows but these."""
         self.rows = [self.rows[row] for row in rows]
 
 
