@@ -106,7 +106,7 @@ def test_positions_that_no_answer_reaches_are_named_once(
     sets = [packed([[0] * 4 + [1] * length]) for length in (train, validation)]
     with caplog.at_level(logging.WARNING, logger="specdistill"):
         select_learnable_rows(sets, SimpleNamespace(ahead=2, num_positions=4), config())
-    lengths = f"{train} in training rows, {validation} in validation rows"
+    lengths = f"{train} tokens in training rows and {validation} in validation rows"
     said = [
         f"drafted positions {positions}." in it.getMessage() and lengths in it.getMessage()
         for it in caplog.records

@@ -238,7 +238,7 @@ def test_a_server_of_something_else_is_one_line(target: FrozenTarget, tmp_path: 
         compute_by_servers(target, (1,), [server.address], TIMEOUT)(ROWS[:1])
     with (
         running(target, [4], None) as plain,
-        pytest.raises(ResourceError, match="start it with ExampleHiddenStatesConnector"),
+        pytest.raises(ResourceError, match="start the server with ExampleHiddenStatesConnector"),
     ):
         compute_by_servers(target, (), [plain], TIMEOUT)(ROWS[:1])
     with pytest.raises(ResourceError, match="does not answer"):
