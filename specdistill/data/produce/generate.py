@@ -105,8 +105,8 @@ class GenerationEstimate:
             self.tokens += generated + sum(len(answer.context) for answer in answers)
             self.num_bytes += size
 
-            # With servers, wait for FIRST_ANSWERS answers. With the model in this process, one
-            # batch is enough, because all batches take about the same time.
+            # With servers, wait for FIRST_ANSWERS answers. The model in this process gives a whole
+            # batch at once, and one batch is enough.
             is_served = isinstance(self.job.config.regenerate, ServerRegeneration)
             is_enough = self.answers >= FIRST_ANSWERS or not is_served
             if self.is_announced or not is_enough or not self.generated:
