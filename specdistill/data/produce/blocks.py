@@ -67,7 +67,8 @@ class Block(NamedTuple):
     def select_rows(self, order: Sequence[int]) -> tuple[list[int], int, int]:
         """Choose which rows of a source this block makes its prompts from.
 
-        If the source has fewer rows than there are blocks, several blocks share a row.
+        A block is one of the parts that the tokens to generate are divided into. If the source has
+        fewer rows than there are blocks, several blocks share a row.
 
         Args:
             order: the numbers of the source's rows, in the order in which blocks take them.

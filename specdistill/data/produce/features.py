@@ -499,7 +499,12 @@ def fill(
     try:
         return FeatureStore([Shard.open(folder / name, origin) for name in shards], sets, origin)
     except UserError as error:
-        raise UserError(KEY, got=error.got, expected="a folder that all machines share") from error
+        raise UserError(
+            KEY,
+            got=error.got,
+            expected="a folder that all machines of this launch share, to which every process"
+            " writes its shards",
+        ) from error
 
 
 def _make_shards(

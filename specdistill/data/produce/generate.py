@@ -249,7 +249,7 @@ def generate_block(
     answer_file: AnswerFile,
     output: BlockOutput,
 ) -> None:
-    """Generate answers until a block has its number of tokens.
+    """Generate answers until a block, one of the parts of the generation, has its tokens.
 
     The tasks (prompts to answer) come in rounds, and all tasks of a round are used before the next
     round. A round has several streams of tasks, for example conversations and texts. Each stream
@@ -265,8 +265,9 @@ def generate_block(
     """
     for streams in rounds:
         while remaining := [stream for stream in streams if stream.tasks]:
-            # Divide the tokens that are missing among the streams that still have tasks. A stream
-            # is done when MIN_FILL of the tokens wanted so far (`output.num_wanted`) are there.
+            # Divide the tokens that are missing among the streams that still have tasks.
+            # `output.num_wanted` is how many tokens there should be after the current stream. It
+            # is enough if the share MIN_FILL of them is there; `output.num_missing` is 0 then.
             num_missing = num_tokens - output.tokens / MIN_FILL
             output.num_wanted = num_tokens - num_missing
             total_share = sum(stream.share for stream in remaining)
@@ -407,7 +408,7 @@ def _make_block(
     estimate: GenerationEstimate,
     advance: Callable[[int], object],
 ) -> AnswerCounts:
-    """Generate the documents of a block, and write them to the block's file.
+    """Generate the documents of a block, one part of the generation, and write them to its file.
 
     Answers that an earlier, killed process left on the disk are not generated again.
 
@@ -465,7 +466,9 @@ def _make_block(
 
 
 def _create_output(plan: BlockPlan, advance: Callable[[int], object]) -> BlockOutput:
-    """Create the collector of a block's documents, with the rules that filter its answers.
+    """Create the object that filters and collects the answers of a block.
+
+    A block is one of the parts that the tokens to generate are divided into.
 
     Args:
         plan: the sources, settings and tokenizer of the block.
@@ -496,6 +499,7 @@ def _generate_own_prompts(
     """Have the target generate prompts, for each source of the recipe that is named `self`.
 
     A source `self` has no rows: the target writes the user's questions, and later answers them.
+    The prompts are for one block, one of the parts that the generation is divided into.
 
     Args:
         job: the recipe's data settings, the target and the folders.

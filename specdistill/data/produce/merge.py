@@ -203,8 +203,9 @@ def _describe_generation(job: Job, headers: Sequence[Mapping[str, Any]]) -> dict
 def _collect_from_blocks(job: Job) -> tuple[Dataset, Dataset, Counter[str], dict[str, object]]:
     """Collect the documents of all generated blocks, filter them and hold some out for validation.
 
-    A document is left out if it cannot be packed, or if it answers a generated prompt that is
-    nearly equal to a prompt of an earlier block.
+    Blocks are the parts that generation was divided into, each with a file of documents. A document
+    is left out if it cannot be packed, or if it answers a generated prompt that is nearly equal to
+    a prompt of an earlier block.
 
     Args:
         job: the recipe's data settings, the target and the folders.
@@ -279,6 +280,8 @@ def _collect_from_blocks(job: Job) -> tuple[Dataset, Dataset, Counter[str], dict
 
 def _find_blocks(job: Job) -> tuple[list[Path], list[dict[str, Any]]]:
     """Find the files of all generated blocks, and check that they were made for this recipe.
+
+    Blocks are the parts that generation was divided into, each with a file of documents.
 
     Args:
         job: the recipe's data settings, the target and the folders.

@@ -139,7 +139,8 @@ def make_chat_prompts(
     is left out, so that the row has room for an answer.
 
     Args:
-        plan: the settings and the tokenizer of the block that the prompts are for.
+        plan: the settings and the tokenizer of the block (a part of the generation) that the
+            prompts are for.
         rows: rows of a source. Rows that are texts are skipped.
         filtered: counts by reason, to which this function adds. `long_prompt`: prompts that were
             left out. `follow_up`: turns that come after another turn without content; only servers
@@ -178,7 +179,8 @@ def make_text_prompts(
     with too few tokens after it gives no prompt.
 
     Args:
-        plan: the settings and the tokenizer of the block that the prompts are for.
+        plan: the settings and the tokenizer of the block (a part of the generation) that the
+            prompts are for.
         rows: rows of a source. Rows that are conversations are skipped.
         per_text: the most prompts that this block takes from a text.
         generator: chooses the places at random.
@@ -210,10 +212,10 @@ def make_text_prompts(
 
 
 def _choose_starts(text: str, count: int, generator: random.Random) -> list[int]:
-    """Choose up to `count` characters of a text at which prompts start, the first one included.
+    """Choose up to `count` positions in a text at which prompts start.
 
-    The other places are chosen at random: first the beginnings of paragraphs, and if these are too
-    few, the beginnings of lines, and then of words.
+    The first is the beginning of the text. The others are chosen at random: beginnings of
+    paragraphs, and if these are too few, beginnings of lines, and then of words.
     """
     chosen: list[int] = []
     for pattern in START_PATTERNS:
@@ -230,8 +232,9 @@ def make_prompts(
 ) -> Iterator[tuple[list[GenerationPrompt], list[GenerationPrompt]]]:
     """Yield the prompts of a block in parts, each with prompts of all sources.
 
-    The first part should be enough for the block. More parts follow, until every prompt was yielded
-    once, because answers may be shorter than expected.
+    A block generates a share of the tokens that the recipe asks for. The first part should be
+    enough for the block. More parts follow, until every prompt was yielded once, because answers
+    may be shorter than expected.
 
     Args:
         plan: the sources, settings and tokenizer of the block.
@@ -243,8 +246,8 @@ def make_prompts(
         (prompts of conversations, prompts of texts).
     """
     # A source's share of the prompts is its weight in the recipe times its number of rows. A source
-    # `self` has no rows; its number is that of the prompts which the target generates in all
-    # blocks, estimated from this block.
+    # `self`, for which the target generates the prompts, has no rows. Instead count its prompts in
+    # all blocks, which are about as many in each block.
     num_self_rows = {
         number: len(prompts) * plan.block.num_blocks for number, prompts in self_prompts.items()
     }
@@ -286,7 +289,8 @@ def _split_source(
 ) -> Iterator[tuple[list[PlacedPrompt], list[PlacedPrompt]]]:
     """Yield the prompts that a block makes from one source, in parts.
 
-    Each part has as many prompts as the block is expected to need from this source.
+    A block generates a share of the tokens that the recipe asks for. Each part has as many prompts
+    as the block is expected to need from this source.
 
     Args:
         plan: the sources, settings and tokenizer of the block.
@@ -369,17 +373,18 @@ def _place_prompts(
 def plan_rounds(
     plan: BlockPlan, parts: Iterable[tuple[list[GenerationPrompt], list[GenerationPrompt]]]
 ) -> Iterator[list[Stream]]:
-    """Yield what a block generates, in rounds that are generated one after the other.
+    """Yield the tasks of a block (prompts to answer) in rounds, to be answered one after the other.
 
-    The first rounds use every prompt once. If the block needs more tokens, each later round uses
-    all prompts again, at another temperature or with other random numbers.
+    A block generates a share of the tokens that the recipe asks for. The first rounds use every
+    prompt once. If the block needs more tokens, each later round uses all prompts again, at another
+    temperature or with other random numbers.
 
     Args:
         plan: the settings of the block.
         parts: (prompts of conversations, prompts of texts), in the parts of `make_prompts`.
 
     Yields:
-        The streams of a round: lists of tasks that each give a share of the tokens.
+        The streams of a round: lists of tasks, each of which gives a share of the tokens.
     """
     chats: list[GenerationPrompt] = []
     texts: list[GenerationPrompt] = []
@@ -409,8 +414,9 @@ def build_streams(
 ) -> list[Stream]:
     """Divide the prompts of a round among up to three streams, each with its share of the tokens.
 
-    The streams are: conversations; texts that are continued to about half a row; and texts that are
-    continued to a whole row. The shares add up to 1.
+    A stream is a list of tasks (prompts to answer). The streams are: conversations; texts that are
+    continued to about half a row; and texts that are continued to a whole row. The shares add up to
+    1.
 
     Args:
         plan: the settings of the block.

@@ -177,11 +177,11 @@ class Opening:
 def generate_self_prompts(
     plan: BlockPlan, number: int, backend: Backend, answer_file: AnswerFile, more_rules: Rules
 ) -> tuple[list[GenerationPrompt], AnswerCounts]:
-    """Have the target generate user prompts, a block's share of the prompts of a source `self`.
+    """Have the target generate user prompts, for a source of the recipe that is named `self`.
 
-    A prompt is dropped if it is empty, too long, repeats itself, has special tokens, or is nearly
-    the same as an earlier prompt of the block. If the target has too few different prompts, fewer
-    are returned.
+    The prompts are for one block, one of the parts that the generation is divided into. A prompt is
+    dropped if it is empty, too long, repeats itself, has special tokens, or is nearly the same as
+    an earlier prompt of the block. If the target has too few different prompts, fewer are returned.
 
     Args:
         plan: the sources, settings and tokenizer of the block.
@@ -278,9 +278,9 @@ class NearDuplicates:
         )
 
     def add(self, prompt: str) -> bool:
-        """Add a prompt to the set unless the set has a similar one, and return whether it has none.
+        """Add a prompt unless a similar one was added before; return True if there was none.
 
-        A prompt without words is not added, but the result is True: it is similar to no other.
+        For a prompt without words the result is True, because it is similar to no other prompt.
         """
         from datasketch import MinHash
 
