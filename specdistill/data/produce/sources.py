@@ -317,7 +317,7 @@ def _read_data_set(
     if config.regenerate.num_tokens > 0 and TOKENS in (columns or raw.column_names):
         raise UserError(
             key,
-            got=f"{source}, rows of token ids, with data.regenerate",
+            got=f"{source}, which has rows of token ids, with data.regenerate.num_tokens above 0",
             expected="data.regenerate.num_tokens=0, because token ids are trained on unchanged",
         )
 
@@ -913,7 +913,7 @@ def _read_token_row(row: Mapping[str, Any], where: str, tokenizer: PreTrainedTok
             raise UserError(
                 where,
                 got=f"{name} of type {type(values).__name__}{length}",
-                expected="a list of integers" + ("" if is_ids else ", one for each of input_ids"),
+                expected="a list of integers" + ("" if is_ids else ", one for each input id"),
                 kind=BAD_TOKENS,
             )
         for value in values:
@@ -922,7 +922,7 @@ def _read_token_row(row: Mapping[str, Any], where: str, tokenizer: PreTrainedTok
                     where,
                     got=f"{value!r} in {name}",
                     expected=f"integers from 0 to {limit - 1}"
-                    + (", the target’s tokens" if is_ids else ""),
+                    + (", the token ids of the target" if is_ids else ""),
                     kind=BAD_TOKENS,
                 )
     return {"text": str(tokenizer.decode(ids)), "input_ids": ids, "loss_mask": mask}

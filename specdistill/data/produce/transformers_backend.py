@@ -169,9 +169,10 @@ def _plan_fitting_batch(model: PreTrainedModel, batch_size: int, max_length: int
         key = "data.regenerate.batch_size"
         logger.warning(
             f"{key}: generating {plan.num_rows} rows at a time instead of {batch_size}. A row of"
-            f" {max_length} tokens takes about {decimal(row_bytes)} with a vocabulary of"
-            f" {vocab_size:,}, and {decimal(free_bytes)} are free. The batch size changes what is"
-            f" sampled: set {key}={plan.num_rows} to generate the same rows on every machine."
+            f" {max_length} tokens takes about {decimal(row_bytes)} of memory with a vocabulary of"
+            f" {vocab_size:,} tokens, and {decimal(free_bytes)} are free. The batch size changes"
+            f" what is sampled: set {key}={plan.num_rows} to generate the same rows on every"
+            " machine."
         )
     return plan
 

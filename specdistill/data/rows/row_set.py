@@ -345,7 +345,7 @@ def check_row_set(config: DataConfig, target: RowTarget) -> None:
         raise UserError(
             "target.model",
             got=f"the tokenizer {type(target.tokenizer).__name__}",
-            expected="a fast tokenizer, whose model has a tokenizer.json",
+            expected="a model with a fast tokenizer, which has a tokenizer.json",
         )
     if target.model is None:
         return
