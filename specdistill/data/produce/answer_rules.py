@@ -40,18 +40,19 @@ class CheckedAnswer:
 
     @property
     def content(self) -> Sequence[int]:
-        """The tokens of the answer without a special token that ends it."""
+        """The tokens of the answer, without its last token if that is a special token."""
         ids = self.answer.token_ids
         return ids[:-1] if ids and ids[-1] in self.special else ids
 
 
 def has_loop(token_ids: Sequence[int]) -> bool:
-    """Return whether the end of an answer repeats itself.
+    """Return whether an answer ends in a loop, in which the same piece repeats again and again.
 
-    An answer loops if a piece of at most LONGEST_PERIOD tokens comes at least MIN_REPETITIONS times
-    in a row at its end, over at least LOOP_TOKENS tokens.
+    The answer loops if it ends with at least MIN_REPETITIONS copies of a piece of at most
+    LONGEST_PERIOD tokens, and if the copies together have at least LOOP_TOKENS tokens.
     """
-    # The end repeats with a period if it equals itself, shifted by the period.
+    # Try every length of the piece (the period). The end of the answer, of `length` tokens, repeats
+    # with this period if it equals itself, shifted by the period.
     for period in range(1, LONGEST_PERIOD + 1):
         length = max(MIN_REPETITIONS * period, LOOP_TOKENS)
         tail = list(token_ids[-length:])
@@ -90,9 +91,13 @@ class AnswerCounts:
     examples: dict[str, str] = field(default_factory=dict)
 
     def is_kept(self, candidate: CheckedAnswer, rules: Rules) -> bool:
-        """Return whether an answer breaks no rule, and count it.
+        """Check an answer against the rules, count it, and return whether it is kept.
 
-        An answer that breaks several rules is counted for the first of them.
+        An answer that breaks several rules is counted only for the first of them.
+
+        Args:
+            candidate: the answer with its text.
+            rules: for each rule's name, a function that returns whether an answer breaks the rule.
         """
         for name, is_broken in rules.items():
             if is_broken(candidate):
@@ -100,18 +105,22 @@ class AnswerCounts:
                 self.examples.setdefault(name, candidate.answer.error or candidate.text[-200:])
                 return False
         self.kept += 1
+        # Count an answer of a conversation that the length limit cut. Texts always end there.
         self.cut += not candidate.is_text and candidate.answer.reason == "length"
         return True
 
     def add(self, counts: "AnswerCounts") -> None:
-        """Add the counts of other answers. A rule that has an example already keeps it."""
+        """Add the counts of other answers to these.
+
+        If both have an example of an answer that a rule filtered, the example here is kept.
+        """
         self.kept += counts.kept
         self.cut += counts.cut
         self.filtered += counts.filtered
         self.examples = {**counts.examples, **self.examples}
 
     def table(self) -> Table:
-        """Return the counts as a table for the terminal."""
+        """Return a table of how many answers were kept, and how many each rule filtered."""
         table = Table("answers", "number", "share", "the first of them")
         total = max(1, self.kept + self.filtered.total())
         table.add_row("kept", f"{self.kept:,}", f"{self.kept / total:.1%}", "")

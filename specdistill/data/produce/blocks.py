@@ -65,25 +65,25 @@ class Block(NamedTuple):
         return divide_evenly(total, self.number, self.num_blocks)
 
     def select_rows(self, order: Sequence[int]) -> tuple[list[int], int, int]:
-        """Choose this block's rows from those of a source.
+        """Choose which rows of a source this block makes its prompts from.
 
-        If there are fewer rows than blocks, several blocks have the same row.
+        A block is one of the parts that the tokens to generate are divided into. If the source has
+        fewer rows than there are blocks, several blocks share a row.
 
         Args:
-            order: the rows in the order in which blocks take them.
+            order: the numbers of the source's rows, in the order in which blocks take them.
 
         Returns:
-            The block's rows, its place among the blocks that have the same rows, and how many
-            blocks these are.
+            The rows of this block; the index of this block among the blocks that share its rows;
+            and the number of these blocks, which is 1 if no row is shared.
         """
-        # Rows are dealt out to the blocks like cards: block b gets the rows b, b + num_blocks, ….
-        # With fewer rows than blocks, the row of this block is also dealt to later blocks.
+        # Rows are dealt out like cards: block b gets the rows b, b + num_blocks, ….
         selected = list(order[self.number :: self.num_blocks])
         if selected and len(order) >= self.num_blocks:
             return selected, 0, 1
 
-        # Row r is also dealt to the blocks r + len(order), r + 2 len(order), …. If all rows were
-        # used up before this block's turn, it shares a row with earlier blocks.
+        # There are fewer rows than blocks, so each block gets one row: row r goes to the blocks r,
+        # r + len(order), r + 2 len(order), …, which share it.
         row = self.number % len(order)
         place_among_sharing = self.number // len(order)
         num_sharing = -(-(self.num_blocks - row) // len(order))
@@ -91,23 +91,25 @@ class Block(NamedTuple):
 
 
 def divide_evenly(total: int, part: int, num_parts: int) -> int:
-    """Return the size of one part of a total, which is divided into parts that differ by 1 at most.
+    """Return the size of one of `num_parts` parts of a whole number; sizes differ by at most 1.
 
     Args:
-        total: the total.
-        part: the number of the part, from 0.
+        total: the whole number that is divided.
+        part: the index of the part, from 0.
         num_parts: how many parts there are.
     """
+    # The part reaches from its own rounded-down boundary to that of the next part.
     return total * (part + 1) // num_parts - total * part // num_parts
 
 
 def plan_blocks(num_tokens: int) -> list[Block]:
     """Divide a number of tokens to generate into blocks of nearly equal size.
 
-    There is a block for every TOKENS tokens, and never more than MAX_BLOCKS blocks. Few tokens are
-    still divided into up to SMALL_JOB_BLOCKS blocks of at least MIN_BLOCK_TOKENS, so that a launch
-    has something to share.
+    There is a block for every TOKENS tokens, and never more than MAX_BLOCKS blocks. A small number
+    is still divided into up to SMALL_JOB_BLOCKS blocks of at least MIN_BLOCK_TOKENS tokens, so that
+    several processes can share the work.
     """
+    # -(-a // b) is a / b, rounded up.
     num_full_blocks = -(-num_tokens // TOKENS)
     num_small_blocks = min(SMALL_JOB_BLOCKS, num_tokens // MIN_BLOCK_TOKENS)
     count = min(MAX_BLOCKS, max(num_full_blocks, num_small_blocks, 1))
@@ -191,23 +193,23 @@ class AnswerFile:
         self._file.close()
 
     def add(self, answers: Mapping[str, list[Answer]]) -> None:
-        """Append the turns of some tasks to the file, either all of them or none.
+        """Append the answers of some tasks to the file, either all of them or none.
 
         Args:
-            answers: the turns of each task, by the task's name.
+            answers: for each task's name, the assistant's turns that were generated for the task.
 
         Raises:
             ResourceError: if the disk is full.
         """
-        # All tasks are one line of JSON, so that a kill leaves either the whole line or a part of
-        # it, which the next process drops.
+        # Write all tasks as one line of JSON. If this process is killed while it writes, the file
+        # ends with a part of the line, which the next process removes.
         content = {}
         for name, turns in answers.items():
             content[name] = [asdict(turn) for turn in turns]
         line = json.dumps(content, ensure_ascii=False).encode() + b"\n"
         with self._lock, on_disk(self.path.parent):
             start = self._file.tell()
-            # A full disk takes a part of the line, and only reports it at the next write.
+            # A full disk takes a part of the line without an error. Remove the part in this case.
             if self._file.write(line) != len(line):
                 self._file.truncate(start)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -49,8 +49,8 @@ def split_words(text: str) -> list[str]:
 
 
 def list_ngrams(words: Sequence[str], n: int) -> Iterator[WordTuple]:
-    """Yield all sequences of n consecutive words."""
-    # Zipping the words with themselves, shifted by 0 to n - 1, gives every n-gram once.
+    """Yield every sequence of n consecutive words (an n-gram) as a tuple."""
+    # Zipping n copies of the words, shifted by 0 to n - 1, gives the n-grams.
     return zip(*(words[start:] for start in range(n)), strict=False)
 
 
@@ -79,13 +79,14 @@ class SuiteIndex:
                         pieces.setdefault(piece, f"{suite.name}: {row.id}")
 
     def find_overlap(self, row: Row) -> tuple[str, str] | None:
-        """Return the first overlap of a row with a prompt of the suites.
+        """Find a prompt of the suites that has enough consecutive words in common with a row.
 
         Args:
-            row: a row in one of the common forms of `specdistill.data.produce.sources`.
+            row: a training row: a text, or the messages of a conversation.
 
         Returns:
-            (`suite: prompt`, the words in common); None if the row overlaps no prompt.
+            The first such prompt, as `suite: id of the prompt`, and the words in common; None if
+            there is no such prompt.
         """
         # Each turn of a conversation is compared by itself.
         texts = (
@@ -94,8 +95,9 @@ class SuiteIndex:
             else [message["content"] or "" for message in row["messages"] or ()]
         )
 
-        # Look up the words at each position of the text. The last position has MAX_SHORT_WORDS
-        # words left, so a shorter piece is only found if it is the whole text.
+        # `self.pieces` has the sequences of words to look for, by their first MAX_SHORT_WORDS
+        # words. Look up the words at each position of the text. Every position has MAX_SHORT_WORDS
+        # words left, so a piece of fewer words is only found if it is the whole text.
         for text in texts:
             words = tuple(split_words(text))
             for start in range(max(1, len(words) - MAX_SHORT_WORDS + 1)):
@@ -107,32 +109,33 @@ class SuiteIndex:
 
 
 def load_suites(names: Sequence[str], measured_on: Sequence[str]) -> list[Suite]:
-    """Load the suites of `data.decontaminate`, with which rows are compared.
+    """Load the suites of evaluation prompts that training rows must not overlap.
 
-    `all` stands for every suite that ships with the package and for those that the draft will be
-    measured on. If the network does not give one of these, it is skipped with a warning.
+    The name `all` stands for every suite that ships with the package and every suite that the draft
+    will be measured on. If one of these cannot be fetched, it is skipped with a warning.
 
     Args:
-        names: the value of `data.decontaminate`.
-        measured_on: suites that the draft will be measured on.
+        names: the value of `data.decontaminate`: names of suites, or `all`.
+        measured_on: the suites that the draft will be measured on.
 
     Returns:
-        The suites, each content once.
+        The suites. If two names have the same content, it is returned once.
 
     Raises:
         UserError: for a name that is no suite.
-        ResourceError: for a suite that is named and cannot be fetched.
+        ResourceError: for a suite that `names` lists by its own name and that cannot be fetched.
     """
-    # `all` implies the suites that ship with the package, and those of the recipe.
+    # The names that `all` stands for: the suites of the package, and those of the recipe.
     implied = (
         [*sorted(path.stem for path in SUITES.glob("*.yaml")), *measured_on]
         if "all" in names
         else []
     )
 
-    # Load each suite. One that the user named must be there; an implied one may be missing.
+    # Load each suite. A suite that the user named must be there. A suite that only `all` stands for
+    # may be missing.
     suites: dict[str, Suite] = {}
-    missing: dict[str, None] = {}
+    missing: dict[str, None] = {}  # names in order, without duplicates
     for name in [*(name for name in names if name != "all"), *implied]:
         try:
             suite = load_suite(name, key="data.decontaminate")
@@ -144,7 +147,8 @@ def load_suites(names: Sequence[str], measured_on: Sequence[str]) -> list[Suite]
             suites.setdefault(suite.sha256, suite)
     if missing and is_first_here():
         logger.warning(
-            "data.decontaminate: %s could not be fetched; rows are not compared with these suites",
+            "data.decontaminate: %s could not be fetched. Rows that overlap prompts of these suites"
+            " are not removed.",
             ", ".join(missing),
         )
     return list(suites.values())
@@ -153,21 +157,22 @@ def load_suites(names: Sequence[str], measured_on: Sequence[str]) -> list[Suite]
 def remove_overlaps(
     sources: Sequence[Source], config: DataConfig, measured_on: Sequence[str] = ()
 ) -> tuple[list[Source], Counter[str]]:
-    """Remove the rows that overlap a prompt of the suites, so that drafts are not trained on it.
+    """Remove the training rows that overlap a prompt on which drafts are measured.
 
-    The fingerprint of a source changes when rows of it are removed. When rows are filtered for the
-    first time, a log line says how many they are and where they are listed.
+    The rows to remove are listed in a file in the cache. When the file is made, a log line says how
+    many rows it lists.
 
     Args:
-        sources: the sources.
-        config: the `data:` section.
-        measured_on: suites that the draft will be measured on.
+        sources: the sources of training rows.
+        config: the `data:` section, whose `decontaminate` names the suites of prompts.
+        measured_on: the suites that the draft will be measured on.
 
     Returns:
-        The sources without these rows, and how many rows were filtered, by the rule's name.
+        The sources without the overlapping rows, and the number of removed rows, counted under the
+        name `contaminated`.
 
     Raises:
-        UserError: if all rows are filtered.
+        UserError: if every row overlaps a prompt.
     """
     # Without rows or suites there is nothing to compare.
     suites = load_suites(config.decontaminate, measured_on)
@@ -175,14 +180,14 @@ def remove_overlaps(
     if not num_rows or not suites:
         return list(sources), Counter()
 
-    # The list of overlaps depends only on the rows and on the suites. It is kept in the cache.
+    # The name of the file is a hash of the rows and the suites, on which the list depends.
     inputs = [[source.rows._fingerprint for source in sources], [suite.sha256 for suite in suites]]
     path = cache_folder(config.cache_dir) / "filtered" / f"{Hasher.hash([VERSION, inputs])}.json"
     if not path.exists():
         overlaps = _find_overlaps(sources, suites)
 
-        # Another process may write the list at the same time, so the temporary file has a name of
-        # its own.
+        # Another process may write the same list at the same time, so the name of the temporary
+        # file contains the id of this process.
         aside = path.with_suffix(f".{os.getpid()}.part")
         with on_disk(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -193,8 +198,8 @@ def remove_overlaps(
             counts = Counter(str(row["of"]).partition(":")[0] for row in overlaps).most_common()
             suites_note = ", ".join(f"{count:,} with prompts of {suite}" for suite, count in counts)
             logger.info(
-                f"{len(overlaps):,} of {num_rows:,} rows are filtered ({suites_note}), listed in"
-                f" {path}"
+                f"Removed {len(overlaps):,} of {num_rows:,} rows that overlap evaluation prompts"
+                f" ({suites_note}); they are listed in {path}"
             )
     overlaps = read_json(path)
 
@@ -208,8 +213,9 @@ def remove_overlaps(
     if not any(kept_rows):
         raise UserError(
             "data.source",
-            got=f"{len(filtered_rows)} rows that all overlap a suite (listed in {path})",
-            expected="some rows that overlap no suite, or other suites in data.decontaminate",
+            got=f"{len(filtered_rows)} rows, all of which overlap an evaluation prompt (listed in"
+            f" {path})",
+            expected="some rows that overlap no prompt, or other suites in data.decontaminate",
         )
 
     # Sources that lose no row stay as they are.
@@ -224,7 +230,12 @@ def remove_overlaps(
 
 
 def _find_overlaps(sources: Sequence[Source], suites: Sequence[Suite]) -> list[dict[str, object]]:
-    """Compare every row of the sources with the suites, and return the list of overlaps."""
+    """Compare every row of the sources with the prompts of the suites.
+
+    Returns:
+        An entry for each row that overlaps a prompt: the numbers of the source and of the row, the
+        suite and prompt (`of`), and the words that both contain (`shared`).
+    """
     index = SuiteIndex(suites)
     overlaps: list[dict[str, object]] = []
     num_rows = sum(len(source.rows) for source in sources)

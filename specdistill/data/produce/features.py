@@ -95,32 +95,32 @@ def open_feature_store(
     batch_size: int,
     force: bool = False,
 ) -> FeatureStore | None:
-    """Open the store that `hidden_states:` asks for, and fill it if the recipe says so.
+    """Open the feature store of a recipe: the target's hidden states on disk, for training.
 
-    Every process of a launch has to call this.
+    In offline mode the store must be complete. In hybrid mode missing features are computed first.
+    All processes of a distributed launch must call this function, because they share that work.
 
     Args:
-        config: the `hidden_states:` section.
-        target: the target.
-        aux_layers: the auxiliary layers that the draft reads.
+        config: the `hidden_states:` section of the recipe.
+        target: the target model.
+        aux_layers: the auxiliary layers, whose outputs the draft reads besides the last layer's.
         sets: the data sets of packed rows, training rows first.
-        autocast: the dtype in which training multiplies matrices under mixed precision; None
-            without it.
-        batch_size: rows of a pass.
-        force: fill the store even if the disk has less room than the estimate asks for.
+        autocast: the dtype of matrix products if training uses mixed precision; otherwise None.
+        batch_size: how many rows the target reads in one forward pass.
+        force: fill the store even if the estimate says that the disk is too small.
 
     Returns:
-        The store; None if the target makes the features in every training step.
+        The store; None in online mode, in which each training step computes its features.
 
     Raises:
         UserError: for a store that cannot be used.
         ResourceError: when the disk or a server fails.
     """
-    # Online features are computed in each training step, without a store.
+    # In online mode there is no store.
     if isinstance(config, OnlineStates):
         return None
 
-    # The origin records the target, the dtypes and the layers, on which the features depend.
+    # The origin records what the features depend on: the target, the dtypes and the layers.
     identity = target.identity
     computed = " in ".join(name for name in (target.quantization, target.dtype) if name)
     computed += "" if autocast is None else f" under {str(autocast).removeprefix('torch.')}"
@@ -129,12 +129,12 @@ def open_feature_store(
         identity.weights, identity.tokenizer, computed, config.dtype, target.hidden_size, layers
     )
 
-    # Offline, the store must be complete.
+    # In offline mode the store must be complete.
     if isinstance(config, OfflineStates):
         return FeatureStore.open(Path(config.path), sets, origin)
 
-    # Choose how missing features are made: by servers, or by passes of the target in this process.
-    # Hidden states that servers kept while they generated the rows need no pass at all.
+    # In hybrid mode, choose how missing features are computed: by servers, or by the target in this
+    # process. If servers kept hidden states while they generated the rows, these are used first.
     compute = (
         compute_by_servers(target, layers, config.server, config.timeout)
         if config.server
@@ -147,10 +147,11 @@ def open_feature_store(
 
     # Say how many rows the store has.
     num_generated = generated.num_rows if generated else 0
-    generated_note = f", {num_generated:,} as they were generated" if num_generated else ""
+    generated_note = f" ({num_generated:,} kept while generating)" if num_generated else ""
     num_stored = store.num_rows - store.num_missing
     logger.info(
-        f"{config.path}: features of {num_stored:,} of {store.num_rows:,} rows{generated_note}"
+        f"{config.path}: stored features of {num_stored:,} of {store.num_rows:,}"
+        f" rows{generated_note}"
     )
     return store
 
@@ -158,18 +159,26 @@ def open_feature_store(
 def compute_by_target(
     target: FrozenTarget, aux_layers: Sequence[int], autocast: torch.dtype | None
 ) -> MakeFeatures:
-    """Return a function that makes features by passes of the target, as a training step does.
+    """Return a function that computes features with the target in this process.
+
+    The function computes the features just as a training step without a feature store does.
 
     Args:
-        target: the target.
-        aux_layers: the auxiliary layers that the draft reads.
-        autocast: the dtype in which training multiplies matrices under mixed precision; None
-            without it.
+        target: the target model.
+        aux_layers: the auxiliary layers, whose outputs the draft reads besides the last layer's.
+        autocast: the dtype of matrix products if training uses mixed precision; otherwise None.
     """
 
     @torch.no_grad()
     def make(rows: Rows) -> list[Tensor]:
-        """Run the target over a batch of rows, and return the features [A + 1, L, D] of each."""
+        """Run the target over a batch of packed rows, and return its hidden states.
+
+        Returns:
+            For each row [A + 1, L, D]: the outputs of A auxiliary layers and of the last layer, at
+            the L tokens of the row (padding left out), with the target's hidden size D.
+        """
+        # Build a batch of B rows with T positions. A row holds several documents, and tokens
+        # attend only to their own document.
         batch = collate(rows)
         documents = Documents(batch["cumulative_lengths"].to(target.device), batch["longest"])
         ids_BT, positions_BT = (
@@ -180,7 +189,7 @@ def compute_by_target(
                 ids_BT, aux_layers, position_ids_BT=positions_BT, documents=documents
             )
 
-        # Stack the layers to [B, A + 1, T, D], and cut the padding off each row.
+        # Stack the layers to [B, A + 1, T, D]. Then cut off the padding at the end of each row.
         features_BATD = torch.stack(features.tensors, dim=1).cpu()
         lengths = (batch["document_ids"] != PADDING_DOCUMENT).sum(1).tolist()
         return [
@@ -194,46 +203,64 @@ def compute_by_target(
 def compute_by_servers(
     target: FrozenTarget, aux_layers: Sequence[int], addresses: Sequence[str], timeout: float
 ) -> MakeFeatures:
-    """Return a function that makes features by passes of the target on vLLM servers.
+    """Return a function that has vLLM servers compute the features of rows.
 
-    Each document is sent as a prompt, with a request for one token. The server writes the hidden
-    states of the prompt to a file, and its answer names the file (see
-    `specdistill.data.rows.store`). Documents alternate between the servers.
+    Each document is sent to a server as a prompt, with a request for one token. The server writes
+    the hidden states of the prompt to a file, and its answer names the file. Both machines must see
+    the folder of the file.
 
     Args:
-        target: the target, whose final norm is applied here.
-        aux_layers: the auxiliary layers that the draft reads.
-        addresses: addresses of the servers.
-        timeout: seconds that an answer may take.
+        target: the target model. Its final norm is applied in this process.
+        aux_layers: the auxiliary layers, whose outputs the draft reads besides the last layer's.
+        addresses: the addresses of the servers. Documents are sent to them in turn.
+        timeout: how many seconds an answer may take.
 
     Raises:
         UserError: for servers that write other layers or another dtype.
         ResourceError: when a server fails.
     """
+    # Each server serves one model, whose name is asked for.
     servers = [
         Server(address, key=SERVER_KEY, timeout=timeout, timeout_key="hidden_states.timeout")
         for address in addresses
     ]
     models = [server.json("/v1/models", ServedModels).data[0].id for server in servers]
 
-    # Requests go to the servers in turn.
     def request_features(number: int, ids: list[int]) -> Tensor:
-        """Have a server read a document, and return its features [A + 1, L, D]."""
+        """Send a document to a server, and return the hidden states of its tokens.
+
+        Args:
+            number: the number of the document in the batch, which decides which server is asked.
+            ids: the L token ids of the document.
+
+        Returns:
+            [A + 1, L, D]: the outputs of A auxiliary layers and of the last layer, with the
+            target's hidden size D.
+        """
         server = servers[number % len(servers)]
         model = models[number % len(servers)]
+
+        # The server only reads the prompt, but it must be asked for at least one token. Its answer
+        # names the file with the hidden states.
         body = {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 0}
         answer = server.json("/v1/completions", PromptAnswer, body)
         hidden_LND = take_hidden_states(Path(answer.path or ""), ids, server)
         return _select_features(hidden_LND, len(ids), target, aux_layers, server.address)
 
-    # Ask for the documents of all rows at once. Then join the documents of each row along L.
     def make(rows: Rows) -> list[Tensor]:
-        """Have the servers read a batch of rows, and return the features [A + 1, L, D] of each."""
+        """Have the servers read a batch of packed rows, and return the hidden states.
+
+        Returns:
+            For each row [A + 1, L, D]: the outputs of A auxiliary layers and of the last layer, at
+            the L tokens of the row, with the target's hidden size D.
+        """
+        # Send the documents of all rows at once, from a pool of threads.
         documents_by_row = [_split_documents(row) for row in rows]
         documents = list(chain.from_iterable(documents_by_row))
         with start_request_threads(len(documents), *servers) as pool:
             document_features = list(pool.map(request_features, range(len(documents)), documents))
 
+        # Join the documents of each row along the dimension of tokens.
         remaining = iter(document_features)
         return [
             torch.cat(list(islice(remaining, len(row_documents))), dim=1)
@@ -244,7 +271,7 @@ def compute_by_servers(
 
 
 def _split_documents(row: Mapping[str, ArrayLike]) -> list[list[int]]:
-    """Return the token ids of each document in a packed row."""
+    """Return the token ids of each document in a packed row, without the padding of the row."""
     tokens = Tokens.from_row(row)
     return [
         ids.tolist()
@@ -259,25 +286,24 @@ def _select_features(
     aux_layers: Sequence[int],
     server_name: str,
 ) -> Tensor:
-    """Select the features that the draft reads from the hidden states that a server wrote.
-
-    vLLM numbers the layers as we do and writes them in ascending order. It writes the last hidden
-    state from before the target's final norm, so the norm is applied here.
+    """Convert the hidden states that a vLLM server wrote to the features that the draft reads.
 
     Args:
-        hidden_LND: [L, N, D], the hidden states that the server wrote.
-        num_tokens: L, the number of tokens that were sent to it.
-        target: the target.
-        aux_layers: the auxiliary layers that the draft reads.
-        server_name: the name of the server in errors.
+        hidden_LND: [L, N, D], the hidden states that the server wrote: N layers in ascending order,
+            with the target's hidden size D.
+        num_tokens: L, the number of tokens that were sent to the server.
+        target: the target model.
+        aux_layers: the auxiliary layers in the order in which the draft reads them, A of them.
+        server_name: names the server in error messages.
 
     Returns:
-        The features [A + 1, L, D] of the auxiliary layers and of the last layer.
+        The features [A + 1, L, D]: the auxiliary layers, and then the last layer after the target's
+        final norm.
 
     Raises:
         UserError: if the hidden states are of other layers, another shape or another dtype.
     """
-    # The server must have written these layers, in the dtype of the target.
+    # The server must have written the auxiliary layers and the last layer, in the target's dtype.
     layers = sorted({*aux_layers, target.num_layers})
     if (
         hidden_LND.shape != (num_tokens, len(layers), target.hidden_size)
@@ -285,12 +311,14 @@ def _select_features(
     ):
         raise UserError(
             SERVER_KEY,
-            got=f"{server_name}, which writes {list(hidden_LND.shape)} {hidden_LND.dtype} for"
-            f" {num_tokens} tokens",
-            expected=f"layers {layers} of {target.hidden_size} in {target.dtype}",
+            got=f"{server_name}, which writes hidden states of shape {list(hidden_LND.shape)} and"
+            f" dtype {hidden_LND.dtype} for {num_tokens} tokens",
+            expected=f"hidden states of the layers {layers}, each of size {target.hidden_size} and"
+            f" dtype {target.dtype}",
         )
 
-    # Take the layers in the draft's order, as [A + 1, L, D], and apply the final norm to the last.
+    # Take the layers in the draft's order, as [A + 1, L, D]. vLLM writes the last layer without the
+    # final norm, so apply the norm.
     layer_indices = [layers.index(layer) for layer in (*aux_layers, target.num_layers)]
     features_ALD = hidden_LND[:, layer_indices].transpose(0, 1).contiguous()
     with torch.no_grad():
@@ -343,13 +371,23 @@ class GeneratedFeatures:
         ]
 
     def _read_waiting(self, documents: Sequence[list[int]]) -> Tensor | None:
-        """Read the features [A + 1, L, D] of a row; None unless files of all its documents wait."""
-        # The target has not read a document's last token, so the file's tokens lack it.
+        """Read the features of a row from files that a server wrote while it generated the row.
+
+        Args:
+            documents: the token ids of each document in the row.
+
+        Returns:
+            [A + 1, L, D]: the hidden states of A auxiliary layers and of the last layer, at the L
+            tokens of the row, with the target's hidden size D. None if the file of a document is
+            missing.
+        """
+        # A file is found by its tokens. The last token of a document is missing in the file,
+        # because the server stopped when it had generated the token, without reading it.
         paths = [find_waiting_path(self.folder, ids[:-1]) for ids in documents]
         if not all(path.is_file() for path in paths):
             return None
 
-        # Read the documents, give each a last position of zeros, and join them along L.
+        # Read the documents. Give each a position of zeros for its last token, and join them.
         parts = [
             _select_features(
                 load_file(path)["hidden_states"],
@@ -363,25 +401,29 @@ class GeneratedFeatures:
         return torch.cat([F.pad(features_ALD, (0, 0, 0, 1)) for features_ALD in parts], dim=1)
 
     def _compare(self, waiting_ALD: Tensor, computed_ALD: Tensor) -> None:
-        """Check that waiting features of a row equal those of a pass, up to rounding.
+        """Check that the features in a server's files equal computed features, up to rounding.
+
+        Both are features of the same row, [A + 1, L, D]: A auxiliary layers and the last layer, L
+        tokens, hidden size D.
 
         Args:
-            waiting_ALD: [A + 1, L, D], the features that waited.
-            computed_ALD: [A + 1, L, D], the features of the same row, made by a pass.
+            waiting_ALD: the features from the files.
+            computed_ALD: the features that a forward pass of the target computed.
 
         Raises:
-            UserError: if in any layer the median error of the vectors is above
-                MAX_RELATIVE_DIFFERENCE of their norm.
+            UserError: if in any layer the vectors differ, in the median over the tokens, by more
+                than the share MAX_RELATIVE_DIFFERENCE of their norm.
         """
-        # The median ignores the last token of each document, whose features are 0 here. A layer of
-        # NaN fails the comparison, too.
+        # The mean would include the last token of each document, which is 0 in the files; the
+        # median ignores it. The comparison is written so that NaN fails, too.
         difference_AL = (waiting_ALD - computed_ALD).float().norm(dim=-1)
         error_AL = difference_AL / computed_ALD.float().norm(dim=-1)
         if not bool((error_AL.median(dim=1).values <= MAX_RELATIVE_DIFFERENCE).all()):
             raise UserError(
                 KEY,
-                got=f"{self.folder}, hidden states of other layers or of another target",
-                expected="hidden states of this target; remove the folder to compute them",
+                got=f"{self.folder}, which holds hidden states of other layers or of another"
+                " target",
+                expected="hidden states of this target; remove the folder to compute them anew",
             )
 
 
@@ -394,27 +436,28 @@ def fill(
     *,
     force: bool,
 ) -> FeatureStore:
-    """Fill a store with the rows of some data sets, and open it.
+    """Compute the missing features of some data sets, write them to a store, and open the store.
 
-    If `max_bytes` has no room for all rows, the store gets the first of them. Every process of a
-    launch has to call this. Log lines say which shards are made again and why, and after the first
-    shard what the other shards will cost.
+    All processes of a distributed launch must call this function. Each makes a share of the files
+    of the store, the shards.
 
     Args:
-        config: the `hidden_states:` section.
+        config: the `hidden_states:` section of the recipe. If the features of all rows take more
+            than its `max_bytes`, the store gets as many of the first rows as fit.
         sets: the data sets of packed rows.
-        origin: where the features come from.
+        origin: the target, layers and dtypes that the features come from.
         make: the function that computes the features of rows.
-        batch_size: rows that `make` gets at a time.
-        force: continue even if the disk has less room than the estimate asks for.
+        batch_size: how many rows `make` gets at a time.
+        force: continue even if the estimate says that the disk is too small.
 
     Returns:
         The store.
 
     Raises:
-        UserError: while another launch fills the same folder, and if machines do not share it.
-        ResourceError: for a disk that is full or cannot be written or, unless `force`, has no room
-            for the other shards. The next call resumes there.
+        UserError: if another launch is filling the same folder, or if the machines of this launch
+            do not share the folder.
+        ResourceError: if the disk cannot be written or is full or, unless `force`, too small for
+            all shards. The next call continues with the shards that are missing.
     """
     folder = Path(config.path)
     rows = concatenate_datasets(list(sets))
@@ -456,7 +499,12 @@ def fill(
     try:
         return FeatureStore([Shard.open(folder / name, origin) for name in shards], sets, origin)
     except UserError as error:
-        raise UserError(KEY, got=error.got, expected="a folder that all machines share") from error
+        raise UserError(
+            KEY,
+            got=error.got,
+            expected="a folder that all machines of this launch share, to which every process"
+            " writes its shards",
+        ) from error
 
 
 def _make_shards(
@@ -469,19 +517,21 @@ def _make_shards(
     *,
     force: bool,
 ) -> None:
-    """Make this process's share of the shards that are not there yet.
+    """Make this process's share of the shards, except those that are there already.
 
-    After its first new shard, the first process announces what the other shards will cost.
+    After its first new shard, the process of rank 0 announces the time and disk space that the
+    missing shards will take.
 
     Args:
         folder: the folder of the store.
         rows: the packed rows of all shards.
-        shards: the rows of each shard, by the shard's file name.
-        origin: where the features come from.
+        shards: for each shard's file name, the numbers of its rows.
+        origin: the target, layers and dtypes that the features come from.
         make: the function that computes the features of rows.
-        batch_size: rows that `make` gets at a time.
-        force: continue even if the disk has less room than the estimate asks for.
+        batch_size: how many rows `make` gets at a time.
+        force: continue even if the estimate says that the disk is too small.
     """
+    # Of N processes, each makes every N-th shard.
     rank, world_size = find_rank_and_world_size()
     local_shards = list(shards.items())[rank::world_size]
     num_local_rows = sum(len(part) for _, part in local_shards)
@@ -492,8 +542,8 @@ def _make_shards(
             shard_rows = rows.select(part)
             is_new = _make_shard_if_missing(folder / name, shard_rows, origin, make, batch_size)
 
-            # Announce the cost of the missing rows, in proportion to the cost of this shard. All
-            # processes work at the same time.
+            # Announce the cost of all missing shards, in proportion to the cost of this shard. The
+            # time is divided by the number of processes, which all work at the same time.
             num_rows_left = sum(
                 len(other_part)
                 for other_name, other_part in shards.items()
@@ -516,25 +566,27 @@ def _make_shards(
 def _plan_shards(
     rows: Dataset, origin: Origin, shard_tokens: int, max_bytes: int | None
 ) -> dict[str, range]:
-    """Decide which rows go into which shard, for as many shards as `max_bytes` has room for.
+    """Decide which rows of a data set go into which shard of a feature store.
 
     Args:
         rows: the packed rows.
-        origin: where the features come from, which says how many bytes a token takes.
-        shard_tokens: tokens of a shard.
-        max_bytes: the most bytes of all shards; None for no limit.
+        origin: where the features come from. It says how many bytes a token takes.
+        shard_tokens: the number of tokens in a shard.
+        max_bytes: the limit on the bytes of all shards together; None for no limit. Shards at the
+            end that exceed the limit are left out.
 
     Returns:
-        The rows of each shard, by the shard's file name.
+        For each shard's file name, the numbers of its rows.
     """
-    # Divide the rows into consecutive parts.
+    # Divide the rows, which all have the same length, into consecutive parts.
     rows_per_shard = max(1, shard_tokens // len(rows[0]["input_ids"]))
     parts = [
         range(first, min(first + rows_per_shard, len(rows)))
         for first in range(0, len(rows), rows_per_shard)
     ]
 
-    # Take shards in order until one has no room. The names count all shards, made or not.
+    # Take shards in order until one exceeds the limit. The total number of shards, which is a part
+    # of every name, also counts the shards that are left out.
     plan: dict[str, range] = {}
     free_bytes = max_bytes
     for index, part in enumerate(parts):
@@ -548,28 +600,35 @@ def _plan_shards(
 
 
 def _estimate_shard_bytes(rows: Sequence[Tokens], origin: Origin) -> int:
-    """Estimate the bytes of a shard; the estimate is never too low.
+    """Estimate how many bytes the file of a shard takes; the estimate is never too low.
 
-    A token takes its features and 4 bytes for its id. A document takes 4 bytes for its length. A
-    row takes 4 bytes for its number of documents and 8 for its checksum.
+    Args:
+        rows: the tokens of the shard's rows.
+        origin: where the features come from. It says how many bytes the features of a token take.
     """
+    # Besides the features, a token takes 4 bytes for its id, and a document 4 for its length. A row
+    # takes 12: 4 for its number of documents, and 8 for its checksum.
     num_tokens = sum(map(len, rows))
     num_documents = sum(len(row.document_lengths) for row in rows)
     return num_tokens * (origin.token_bytes + 4) + 4 * num_documents + 12 * len(rows) + HEADER_BYTES
 
 
 def _remove_old_files(folder: Path, shards: Mapping[str, range]) -> None:
-    """Remove temporary files of killed processes, and shards that were made of other rows.
+    """Remove temporary files of killed processes, and shards that were made for other rows.
 
-    A shard's name ends with the total number of shards. Another number means other rows.
+    Args:
+        folder: the folder of the store.
+        shards: the shards that the store will have, by file name.
     """
+    # A shard's name ends with the total number of shards: 000000-of-000002.safetensors. If the
+    # number differs from that of the planned shards, the shard was made for other rows.
     shutil.rmtree(folder / STAGING_DIR, ignore_errors=True)
     total = next(iter(shards), "").rpartition("-")[2]
     foreign_shards = [
         path for path in folder.glob("*.safetensors") if path.name.rpartition("-")[2] != total
     ]
     if shards and foreign_shards:
-        logger.info(f"{folder}: removed {len(foreign_shards)} shards of other rows")
+        logger.info(f"{folder}: removed {len(foreign_shards)} shards that were made for other rows")
         for path in foreign_shards:
             path.unlink()
 
@@ -577,19 +636,19 @@ def _remove_old_files(folder: Path, shards: Mapping[str, range]) -> None:
 def _make_shard_if_missing(
     path: Path, rows: Dataset, origin: Origin, make: MakeFeatures, batch_size: int
 ) -> bool:
-    """Make the shard of these rows, unless it is already there and undamaged.
+    """Compute and write the shard of some rows, unless its file is already there and undamaged.
 
     Args:
         path: the file of the shard.
-        rows: its rows.
-        origin: where the features come from.
+        rows: the packed rows of the shard.
+        origin: the target, layers and dtypes that the features come from.
         make: the function that computes the features of rows.
-        batch_size: rows that `make` gets at a time.
+        batch_size: how many rows `make` gets at a time.
 
     Returns:
-        Whether the shard is new.
+        True if the shard was made, False if it was already there.
     """
-    # Keep a shard of the same rows and the same origin, if the checksum of each row is right.
+    # Keep a file that has these rows, this origin and a correct checksum for each row.
     tokens = [Tokens.from_row(row) for row in convert_rows_to_numpy(rows)]
     try:
         shard = Shard.open(path, origin)
@@ -600,9 +659,9 @@ def _make_shard_if_missing(
         return False
     except UserError as error:
         if path.exists():
-            logger.info(f"{error.got}: making it again")
+            logger.info(f"Making a shard again: {error.got}")
 
-    # Make the features batch by batch. `make` takes rows, and datasets gives columns.
+    # Make the features batch by batch. datasets gives a batch as columns, and `make` takes rows.
     features: list[Tensor] = []
     for batch in rows.iter(batch_size):
         batch_rows = [
@@ -614,7 +673,7 @@ def _make_shard_if_missing(
 
 
 def _compute_shard_cost(path: Path, rows: Dataset, seconds: float) -> Cost:
-    """Return the cost of a shard that took this many seconds to make."""
+    """Return what a shard cost: its rows and tokens, the bytes of its file and the seconds."""
     return Cost(
         rows=len(rows),
         tokens=sum(len(Tokens.from_row(row)) for row in convert_rows_to_numpy(rows)),

@@ -32,52 +32,67 @@ class FleetOptions(Section):
 
     on: Literal["ray"] | None = option(
         None,
-        "where `data make` makes shards: ray, on the nodes of the cluster of RAY_ADDRESS or else on"
-        " this machine; null: in this process",
+        "where `data make` runs. ray: on the Ray cluster that RAY_ADDRESS names, or else on a"
+        " cluster started on this machine; null: in this process",
     )
     shards: int = option(
-        1, "number of shards, at least one per node", ge=1, condition=CLUSTER_IS_USED
+        1,
+        "number of shards to divide the work into; use at least one per node",
+        ge=1,
+        condition=CLUSTER_IS_USED,
     )
-    gpus: int = option(1, "GPUs of a node per shard", ge=0, condition=CLUSTER_IS_USED)
-    cpus: int = option(1, "CPU cores of a node per shard", ge=1, condition=CLUSTER_IS_USED)
+    gpus: int = option(
+        1, "number of GPUs that each shard needs on its node", ge=0, condition=CLUSTER_IS_USED
+    )
+    cpus: int = option(
+        1, "number of CPU cores that each shard needs on its node", ge=1, condition=CLUSTER_IS_USED
+    )
 
     def check(self, config: DataConfig) -> None:
-        """Raise UserError for data that cannot be divided into these shards."""
-        # The import is here, and not above, because it imports transformers.
+        """Raise UserError if the work of a recipe cannot be divided into `shards` shards.
+
+        Args:
+            config: the `data:` section of the recipe.
+        """
+        # The import is not at the top of the module, because it imports transformers, which is
+        # slow.
         from specdistill.data.produce.blocks import plan_blocks
 
-        # All shards are made, so the recipe must not ask for one of them.
+        # The command makes all shards, so the recipe must not ask for a single one.
         if config.shard is not None:
             raise make_unused_key_error(
                 "data.shard", config.shard, f"on={self.on} makes all shards"
             )
 
-        # A shard has at least one block.
+        # The tokens to generate are divided into blocks, and each shard needs at least one block.
         num_tokens = config.regenerate.num_tokens
         num_blocks = len(plan_blocks(num_tokens)) if num_tokens else 0
         if self.shards > num_blocks:
             raise UserError(
                 "shards",
                 got=self.shards,
-                expected=f"at most {num_blocks}, the blocks of {num_tokens:,} tokens",
+                expected=f"at most {num_blocks}, the number of blocks into which the"
+                f" {num_tokens:,} tokens of data.regenerate are divided",
             )
 
 
 def make_on_ray(
     make: Callable[[list[str]], int], keys: Sequence[str], options: FleetOptions
 ) -> None:
-    """Make every shard on the Ray cluster of RAY_ADDRESS, or on one that is started here.
+    """Run `specdistill data make` for every shard as a task on a Ray cluster, and wait for all.
 
-    An error that a shard raises is raised here.
+    The cluster is the one that the environment variable RAY_ADDRESS names. If the variable is not
+    set, a cluster is started on this machine. An error in a shard is raised here, too.
 
     Args:
-        make: called as `make(["make", *keys, "data.shard=…"])` for each shard.
-        keys: the `key=value` arguments of the command.
-        options: how many shards there are, and what each needs.
+        make: the function that runs `specdistill data`. For each shard it is called with the
+            arguments ["make", *keys, "data.shard=…"].
+        keys: the `key=value` arguments of the user's command.
+        options: the number of shards, and the GPUs and CPU cores that each needs.
 
     Raises:
-        UserError: if Ray is not installed, or if no node fits.
-        ResourceError: without a cluster, and for a shard whose worker died too often.
+        UserError: if Ray is not installed, or if no node has enough GPUs and CPU cores.
+        ResourceError: if no cluster answers, or if the worker of a shard died too often.
     """
     if find_spec("ray") is None:
         raise UserError(
@@ -97,7 +112,7 @@ def make_on_ray(
             next_step="start it (`ray start --head`), or unset RAY_ADDRESS for one on this machine",
         ) from error
     try:
-        # If no node has the GPUs and CPUs of a shard, Ray would wait for one without end.
+        # If no node has the GPUs and CPUs of a shard, Ray would wait forever for such a node.
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         _check_nodes(nodes, options)
 
@@ -119,11 +134,11 @@ def make_on_ray(
 
 
 def _check_nodes(nodes: Sequence[Mapping[str, float]], options: FleetOptions) -> None:
-    """Raise UserError if no node of the cluster has the CPUs and GPUs that a shard needs.
+    """Raise UserError if no node of the cluster has the CPU cores and GPUs that a shard needs.
 
     Args:
-        nodes: the resources of each node, as Ray names them.
-        options: what each shard needs.
+        nodes: for each node, Ray's mapping from a resource ("CPU", "GPU") to its amount.
+        options: the GPUs and CPU cores that each shard needs.
     """
     if not any(
         resources.get("CPU", 0) >= options.cpus and resources.get("GPU", 0) >= options.gpus
@@ -133,15 +148,16 @@ def _check_nodes(nodes: Sequence[Mapping[str, float]], options: FleetOptions) ->
         raise UserError(
             "gpus",
             got=f"{options.gpus} with cpus={options.cpus}",
-            expected=f"resources that a node of the Ray cluster has: at most {most_gpus} GPUs",
+            expected="no more GPUs and CPU cores than one node of the Ray cluster has (at most"
+            f" {most_gpus} GPUs on a node)",
         )
 
 
 def _wait_for_shards(tasks: Sequence[Any]) -> None:
-    """Wait until Ray has finished all tasks, and raise the error of the first one that failed.
+    """Wait until Ray has finished all tasks; raise the error of the first task that fails.
 
     Args:
-        tasks: Ray's references to the tasks.
+        tasks: Ray's references to the tasks, each of which makes a shard.
     """
     import ray  # slow to import
 
@@ -152,7 +168,7 @@ def _wait_for_shards(tasks: Sequence[Any]) -> None:
             try:
                 ray.get(finished)
             except ray.exceptions.RayTaskError as error:
-                # The shard's own error is raised as it is.
+                # The task raised an error, which Ray wrapped. Raise the original error.
                 raise error.cause from error
             except ray.exceptions.RayError as error:
                 raise ResourceError(
@@ -163,24 +179,26 @@ def _wait_for_shards(tasks: Sequence[Any]) -> None:
 
 
 def _make_shard(make: Callable[[list[str]], int], folder: str, arguments: list[str]) -> None:
-    """Make a shard in a Ray worker, in the folder of the command.
+    """Make one shard; this function runs as a task in a Ray worker.
 
     Args:
-        make: called with the arguments.
-        folder: the folder in which the command was given.
+        make: the function that runs `specdistill data`.
+        folder: the folder in which the user gave the command. Paths are relative to it.
         arguments: the arguments of `specdistill data`.
 
     Raises:
-        ResourceError: while the process of a lost node, or its lock, is still there. Ray then
-            repeats the shard.
+        ResourceError: if another process holds the lock of the shard. Ray then repeats the task.
     """
     os.chdir(folder)
     try:
         make(arguments)
     except UserError as error:
-        # This key means that another process holds the lock of a block. If that process is lost,
-        # its lock disappears after a while, so the shard is worth another try.
+        # An error with the key `data.shard` means that another process holds the lock of a block.
+        # That may be the lost process of an earlier try, whose lock disappears after a while.
+        # ResourceError makes Ray try again.
         if error.key != "data.shard":
             raise
         time.sleep(LOCK_SECONDS)
-        raise ResourceError(str(error), next_step="end the other process") from error
+        raise ResourceError(
+            str(error), next_step="end the other process that makes this shard"
+        ) from error

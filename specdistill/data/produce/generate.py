@@ -86,16 +86,18 @@ class GenerationEstimate:
         self.lock = Lock()
 
     def add(self, answers: Sequence[Answer], size: int) -> None:
-        """Count new answers, and announce the estimate as soon as there are enough of them.
+        """Count new answers; when there are enough, announce once what all answers will cost.
+
+        The announced cost is the time and the disk space of the whole generation.
 
         Args:
-            answers: the answers.
-            size: the bytes that they take on the disk.
+            answers: the new answers.
+            size: the bytes that the new answers take on the disk.
 
         Raises:
-            ResourceError: if the disk has no room for what is to come.
+            ResourceError: if the disk has no room for all answers.
         """
-        # Count the answers. Several threads do this.
+        # Count the answers, under a lock because several threads generate.
         generated = sum(len(answer.token_ids) for answer in answers)
         with self.lock:
             self.answers += len(answers)
@@ -103,7 +105,8 @@ class GenerationEstimate:
             self.tokens += generated + sum(len(answer.context) for answer in answers)
             self.num_bytes += size
 
-            # Wait for enough answers of servers. In this process the first batch is enough.
+            # With servers, wait for FIRST_ANSWERS answers. The model in this process gives a whole
+            # batch at once, and one batch is enough.
             is_served = isinstance(self.job.config.regenerate, ServerRegeneration)
             is_enough = self.answers >= FIRST_ANSWERS or not is_served
             if self.is_announced or not is_enough or not self.generated:
@@ -111,7 +114,8 @@ class GenerationEstimate:
             self.is_announced = True
             seconds = time.monotonic() - self.begin
 
-        # Announce once what all answers will take, in proportion to the tokens generated so far.
+        # The cost of all answers is in proportion to the tokens that were generated so far. On the
+        # disk, answers also take PREPARED_BYTES per token when they are packed into rows.
         sample = Cost(
             self.answers,
             self.tokens,
@@ -125,7 +129,8 @@ class GenerationEstimate:
         force = self.job.config.force
         announce("generating", sample.times(factor), basis, folder, force=force)
 
-        # Stored hidden states take far more disk than answers, so they are announced, too.
+        # If servers keep the hidden states of their answers, announce the disk space for them, too:
+        # it is far more than that of the answers.
         states = self.job.states
         sizes = [path.stat().st_size for path in states.glob("*.safetensors")] if states else []
         if states and sizes:
@@ -134,29 +139,29 @@ class GenerationEstimate:
 
 
 def build_documents(answers: Sequence[Answer], *, all_tokens: bool) -> list[dict[str, object]]:
-    """Build documents from the turns of a task.
+    """Join generated answers with their contexts to documents to train on.
 
-    A turn whose context continues the document so far is appended to it. The tokens of answers
-    carry loss.
+    If the context of an answer begins with the document so far, as the later turns of a
+    conversation do, the answer is appended to that document. Otherwise it begins a new document.
 
     Args:
-        answers: the turns, in order.
-        all_tokens: whether the tokens of the contexts carry loss, too.
+        answers: the answers to one prompt, in the order of the conversation's turns.
+        all_tokens: whether all tokens carry loss; otherwise only the tokens of answers do.
 
     Returns:
-        The documents as {input_ids, loss_mask, length}.
+        The documents, each with `input_ids`, `loss_mask` and `length`.
     """
     # Each document so far, as its token ids and its loss mask.
     documents: list[tuple[list[int], list[int]]] = []
     for answer in answers:
+        # Begin a new document if the context does not continue the last one.
         ids, mask = documents[-1] if documents else ([], [])
-        # A turn whose context does not continue the document begins a new one.
         if answer.context[: len(ids)] != ids or not ids:
             ids = []
             mask = []
             documents.append((ids, mask))
 
-        # Append what the context adds to the document, and the answer.
+        # Append the tokens of the context that the document lacks, and then the answer.
         new_context = answer.context[len(ids) :]
         ids += [*new_context, *answer.token_ids]
         mask += [int(all_tokens)] * len(new_context) + [1] * len(answer.token_ids)
@@ -195,26 +200,26 @@ class BlockOutput:
         return max(0.0, MIN_FILL * self.num_wanted - self.tokens)
 
     def add(self, task: GenerationTask, answers: Sequence[Answer]) -> None:
-        """Keep the answers of a task up to the first one that breaks a rule.
+        """Add the answers to one prompt to the documents of the block.
 
-        That answer and the turns after it are filtered, and their tokens do not count.
+        If an answer breaks a rule, that answer and all later turns of its conversation are dropped.
 
         Args:
-            task: the task.
-            answers: its turns, in order.
+            task: the task, with the prompt.
+            answers: the generated turns of the assistant, in order.
 
         Raises:
-            UserError: after MAX_EMPTY_TASKS tasks in a row of which nothing was kept.
+            UserError: if no answer was kept from MAX_EMPTY_TASKS tasks in a row.
         """
-        # A turn after a filtered one continues a conversation that is dropped, so it is not counted
-        # at all.
+        # Keep the turns before the first one that breaks a rule. `is_kept` also counts the answer.
         kept_answers = []
         for answer in answers:
             if not self.counts.is_kept(self.pair_with_text(task, answer), self.rules):
                 break
             kept_answers.append(answer)
 
-        # Build the documents. In a text, the tokens of the prompt carry loss, too.
+        # Build the documents. If the prompt is the beginning of a text (without messages), its
+        # tokens carry loss like those of the answer.
         prompt = task.prompt
         all_tokens = self.all_tokens or not prompt.messages
         self.rows += [
@@ -222,7 +227,7 @@ class BlockOutput:
             for document in build_documents(kept_answers, all_tokens=all_tokens)
         ]
 
-        # Count the tokens, and stop if no task gives any.
+        # Count the tokens. Stop with an error if too many tasks in a row gave none.
         num_tokens = sum(len(answer.token_ids) for answer in kept_answers)
         self.tokens += num_tokens
         self.advance(num_tokens)
@@ -231,8 +236,8 @@ class BlockOutput:
             ((rule, _),) = self.counts.filtered.most_common(1)
             raise UserError(
                 "data.regenerate.filter",
-                got=f"rules that {MAX_EMPTY_TASKS} answers in a row broke, most of all {rule}, e.g."
-                f" {self.counts.examples[rule][:80]!r}",
+                got=f"rules that dropped {MAX_EMPTY_TASKS} answers in a row, most often the rule"
+                f" {rule}, e.g. {self.counts.examples[rule][:80]!r}",
                 expected="rules that keep some of the answers",
             )
 
@@ -244,22 +249,25 @@ def generate_block(
     answer_file: AnswerFile,
     output: BlockOutput,
 ) -> None:
-    """Have the tasks of a block answered, round by round, until they give the block's tokens.
+    """Generate answers until a block, one of the parts of the generation, has its tokens.
 
-    The streams of a round are answered in turn. Each gives its share of the tokens, and also what
-    earlier streams were short of. When a stream has no task left, the other streams give what is
-    still missing. All tasks of a round are answered before any task of the next round.
+    The tasks (prompts to answer) come in rounds, and all tasks of a round are used before the next
+    round. A round has several streams of tasks, for example conversations and texts. Each stream
+    gives a share of the block's tokens. If a stream runs out of tasks, the other streams give the
+    tokens that are missing.
 
     Args:
-        num_tokens: tokens of the block.
-        rounds: the streams of each round.
+        num_tokens: how many tokens to generate.
+        rounds: yields the streams of each round.
         backend: generates the answers.
-        answer_file: the answers that are already there, to which new ones are added.
-        output: collects the documents that the answers give.
+        answer_file: keeps the answers on disk; answers that are in it are not generated again.
+        output: collects the documents that are made of the answers.
     """
     for streams in rounds:
         while remaining := [stream for stream in streams if stream.tasks]:
-            # Divide what is missing among the streams that still have tasks.
+            # Divide the tokens that are missing among the streams that still have tasks.
+            # `output.num_wanted` is how many tokens there should be after the current stream. It
+            # is enough if the share MIN_FILL of them is there; `output.num_missing` is 0 then.
             num_missing = num_tokens - output.tokens / MIN_FILL
             output.num_wanted = num_tokens - num_missing
             total_share = sum(stream.share for stream in remaining)
@@ -275,26 +283,33 @@ def generate_block(
 def _answer_tasks(
     tasks: Sequence[GenerationTask], backend: Backend, answer_file: AnswerFile, output: BlockOutput
 ) -> int:
-    """Have tasks answered until no token is missing, and return how many were answered.
+    """Generate the answers of tasks in order, until the output has all the tokens it wants.
 
     Args:
-        tasks: the tasks of one stream, in order.
+        tasks: the tasks of one stream.
         backend: generates the answers.
-        answer_file: the answers that are already there, to which new ones are added.
-        output: collects the documents that the answers give.
+        answer_file: keeps the answers on disk; answers that are in it are not generated again.
+        output: collects the documents that are made of the answers, and knows how many tokens are
+            still missing.
+
+    Returns:
+        How many tasks were answered.
     """
     num_tokens_before = output.tokens
     num_answered = 0
     max_new_tokens = max(1, tasks[0].max_length - len(tasks[0].prompt.ids))
 
-    # The backend asks this before each batch. Before the first answer, each task is assumed to give
-    # the most tokens that it may.
     def count_wanted() -> int:
-        """Estimate how many more tasks are needed, by the tokens per task so far."""
+        """Estimate how many more tasks are needed; the backend asks this before each batch.
+
+        The estimate is the number of missing tokens, divided by the tokens per task so far. Before
+        the first answer, a task is assumed to give as many tokens as it may.
+        """
         num_new = output.tokens - num_tokens_before
         tokens_per_task = num_new / num_answered if num_new else max_new_tokens
         return math.ceil(output.num_missing / tokens_per_task)
 
+    # `closing` ends the generator when the loop stops early, so that the backend cancels requests.
     with closing(backend.generate_answers(iter(tasks), answer_file, count_wanted)) as answered:
         for task, answers in answered:
             num_answered += 1
@@ -305,16 +320,17 @@ def _answer_tasks(
 
 
 def make_blocks(job: Job, index: int = 0, count: int = 1) -> None:
-    """Generate the blocks of a shard that are not complete yet.
+    """Generate the blocks of one shard, except those that are complete already.
 
-    Nothing happens if the row set is already there, or if the recipe generates nothing.
+    The tokens to generate are divided into blocks, and the blocks among `count` shards. Nothing
+    happens if the row set is already there, or if the recipe generates nothing.
 
     Args:
-        job: the work.
-        index: number of the shard, from 0.
+        job: the recipe's data settings, the target and the folders.
+        index: the number of the shard, from 0.
         count: how many shards there are.
     """
-    # Shard `index` has every count-th block. Only those that are not there yet are generated.
+    # A shard has every count-th block. Find the blocks whose files are not there yet.
     if job.config.regenerate.num_tokens == 0 or is_whole(job.folder):
         return
     shard_blocks = plan_blocks(job.config.regenerate.num_tokens)[index::count]
@@ -328,10 +344,10 @@ def make_blocks(job: Job, index: int = 0, count: int = 1) -> None:
         advance = stack.enter_context(
             show_progress("Generating training data", num_tokens, "tokens")
         )
-        # The pool is opened before the backend, and so ends after it. The backend stops what the
-        # pool's threads wait for.
+        # The pool of threads is opened before the backend, so the backend is closed first. Closing
+        # the backend ends the waiting of the pool's threads.
         pool = stack.enter_context(start_request_threads(NUM_BLOCKS_AT_ONCE))
-        _ = job.sources  # They are read once, before threads share them.
+        _ = job.sources  # This property reads the sources. Read them before threads share them.
         backend = stack.enter_context(_build_backend(job))
         make_block = partial(
             _make_block,
@@ -359,16 +375,22 @@ def make_blocks(job: Job, index: int = 0, count: int = 1) -> None:
 def _build_backend(job: Job) -> AbstractContextManager[Backend]:
     """Prepare the servers of the recipe, or the target in this process, to generate answers.
 
+    Args:
+        job: the recipe's data settings and the target.
+
     Raises:
-        UserError: for servers of another model, or for a target that is not complete here.
+        UserError: if a server serves another model, or if this process lacks a part of the target's
+            weights.
         ResourceError: if a server does not answer.
     """
+    # Without servers, the target in this process generates.
     settings = job.config.generation
     target = job.target
     if not isinstance(settings, ServerRegeneration):
         return build_transformers_backend(
             target, settings.num_tokens, settings.batch_size, job.config.max_length
         )
+    # A server may name the model by its whole name or by the last part of the name.
     servers = [
         CompletionServer(address, settings.timeout, job.states) for address in settings.server
     ]
@@ -386,27 +408,30 @@ def _make_block(
     estimate: GenerationEstimate,
     advance: Callable[[int], object],
 ) -> AnswerCounts:
-    """Generate a block, from its first answer or from where a killed process left it.
+    """Generate the documents of a block, one part of the generation, and write them to its file.
+
+    Answers that an earlier, killed process left on the disk are not generated again.
 
     Args:
-        job: the work.
+        job: the recipe's data settings, the target and the folders.
         block: the block.
         backend: generates the answers.
-        estimate: counts new answers, to estimate what all of them will cost.
+        estimate: counts new answers, to announce what all answers will cost.
         advance: moves the progress bar; called with the number of new tokens.
 
     Returns:
-        How many answers were kept and filtered.
+        How many answers were kept, and how many each rule filtered.
     """
-    # Several threads make blocks, and fast tokenizers are not safe for several threads. Therefore
-    # each block gets a copy of the tokenizer.
+    # Several threads may each make a block. A fast tokenizer must not be used by several threads,
+    # so each block gets a copy of it.
     path = job.blocks / f"{block.name}.arrow"
     tokenizer = copy.deepcopy(job.target.tokenizer)
     plan = BlockPlan(block, job.config, job.sources[0], tokenizer, job.target.end_ids)
     output = _create_output(plan, advance)
 
-    # One process makes a block at a time. If an earlier one was killed, a warning names the key
-    # that saves memory; on servers no key of the recipe does.
+    # Only one process at a time may make this block. If an earlier process was killed while it held
+    # the lock, probably for memory, a warning names the recipe key that saves memory. With servers
+    # there is no such key.
     is_served = isinstance(job.config.regenerate, ServerRegeneration)
     batch_key = "" if is_served else "data.regenerate.batch_size"
     with exclusive_lock(path.with_suffix(".lock"), "data.shard", path, saves_memory=batch_key):
@@ -441,20 +466,27 @@ def _make_block(
 
 
 def _create_output(plan: BlockPlan, advance: Callable[[int], object]) -> BlockOutput:
-    """Return the empty output of a block, with the rules that its answers are filtered by."""
+    """Create the object that filters and collects the answers of a block.
+
+    A block is one of the parts that the tokens to generate are divided into.
+
+    Args:
+        plan: the sources, settings and tokenizer of the block.
+        advance: moves the progress bar; called with the number of new tokens.
+    """
     # Answers of servers are filtered by the rules of the recipe. Answers of the model in this
     # process are all kept.
     settings = plan.config.regenerate
     names = settings.filter if isinstance(settings, ServerRegeneration) else ()
     rules: Rules = {name: RULES[name] for name in names}
 
-    # The tokens that no answer may have before its end: special tokens, except those that mark
+    # Special tokens in the middle of an answer break a rule, except the special tokens around
     # reasoning and tool calls.
     decoder = ServerTokenizer(plan.tokenizer, plan.end_ids, {})
     special = decoder.special - find_inner_ids(plan.tokenizer) if rules else decoder.special
 
     def pair_with_text(task: GenerationTask, answer: Answer) -> CheckedAnswer:
-        """Pair an answer with its text, which is decoded only if there are rules to read it."""
+        """Decode an answer for the rules; without rules, leave its text empty to save time."""
         text = decoder.text(answer.token_ids) if rules else ""
         return CheckedAnswer(answer, text, not task.prompt.messages, special)
 
@@ -464,21 +496,24 @@ def _create_output(plan: BlockPlan, advance: Callable[[int], object]) -> BlockOu
 def _generate_own_prompts(
     job: Job, plan: BlockPlan, backend: Backend, answer_file: AnswerFile, counts: AnswerCounts
 ) -> dict[int, list[GenerationPrompt]]:
-    """Have the target generate the prompts of each source `self`.
+    """Have the target generate prompts, for each source of the recipe that is named `self`.
+
+    A source `self` has no rows: the target writes the user's questions, and later answers them.
+    The prompts are for one block, one of the parts that the generation is divided into.
 
     Args:
-        job: the work.
-        plan: the plan of the block.
+        job: the recipe's data settings, the target and the folders.
+        plan: the sources, settings and tokenizer of the block.
         backend: generates the prompts.
-        answer_file: the answers that are already there, to which new ones are added.
-        counts: the counts of the block, to which the prompts that were filtered are added.
+        answer_file: keeps the prompts on disk; prompts that are in it are not generated again.
+        counts: the counts of the block. The number of prompts that were filtered is added to them.
 
     Returns:
-        The prompts, by the number of the source.
+        The prompts of each source `self`, by the number of the source.
     """
 
     def overlaps_suite(candidate: CheckedAnswer) -> bool:
-        """Return whether a prompt overlaps a prompt on which the draft will be measured."""
+        """Return whether a generated prompt overlaps a prompt that drafts are measured on."""
         return job.suite_index.find_overlap(build_user_row(candidate.text)) is not None
 
     own_prompts = {}
@@ -487,6 +522,6 @@ def _generate_own_prompts(
             own_prompts[number], prompt_counts = generate_self_prompts(
                 plan, number, backend, answer_file, {"contaminated": overlaps_suite}
             )
-            # A prompt is no answer, so only the filtered ones are counted.
+            # The counts are of answers. A prompt is no answer, so a kept prompt is not counted.
             counts.add(replace(prompt_counts, kept=0))
     return own_prompts

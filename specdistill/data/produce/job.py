@@ -70,10 +70,11 @@ class Job:
 
     @cached_property
     def plan(self) -> str:
-        """The hash of everything that generation depends on.
+        """The hash of everything that the generated answers depend on.
 
-        Keys that only say how documents are filtered, divided and packed are left out, so that
-        blocks are used again when such a key changes.
+        Recipes with equal hashes share generated blocks. Keys that only decide how the answers are
+        filtered, divided into splits and packed are left out, so that changing such a key does not
+        discard the answers.
         """
         return compute_fingerprint(
             self.config,
@@ -95,7 +96,11 @@ class Job:
 
     @cached_property
     def sources(self) -> tuple[list[Source], Counter[str]]:
-        """The sources without the rows that overlap suites, and how many rows were filtered."""
+        """The sources of training rows, without the rows that overlap evaluation prompts.
+
+        The second value says how many rows were removed, by the reason. The sources are read when
+        the property is used for the first time.
+        """
         return remove_overlaps(
             load_sources(self.config, self.target.tokenizer), self.config, self.measured_on
         )
@@ -106,34 +111,39 @@ class Job:
         return SuiteIndex(load_suites(self.config.decontaminate, self.measured_on))
 
     def load_target(self, target: RowTarget) -> "Job":
-        """Return the same work for the same target with its weights loaded.
+        """Return a copy of this job, whose target has its weights loaded.
 
-        Sources that were already read are kept.
+        Args:
+            target: the same target as before, with its weights.
         """
-        # `cached_property` keeps a value in the instance's dictionary, where it can be copied.
+        # If the sources were already read, copy them, too, so that they are not read twice.
+        # `cached_property` stores its value in the dictionary of the instance.
         job = replace(self, target=target)
         if "sources" in vars(self):
             vars(job)["sources"] = self.sources
         return job
 
     def run_size(self) -> RunSize:
-        """Return how many rows a training has and how much each process still generates for it.
+        """Return the number of training rows, and what each process still has to generate for them.
 
-        The number of rows is None if it is not known yet.
+        The sizes are needed for estimates before the rows are made. The number of rows is None if
+        it is only known later.
         """
-        # A complete row set says how many rows it has.
+        # If the row set is complete, its manifest has the number of rows, and nothing is generated.
         if is_whole(self.folder):
             *_, manifest = read_rows(self.folder)
             return RunSize(manifest.splits["train"].rows)
 
-        # The rows of sources are only counted when they are packed. Generated tokens fill rows.
+        # Without generation, the number of packed rows is not known before packing. Generated
+        # tokens fill rows of `max_length` tokens, of which a part is held out for validation.
         settings = self.config.regenerate
         max_length = self.config.max_length
         if not isinstance(settings, Regeneration):
             return RunSize(None)
         num_rows = int((1 - self.config.validation_fraction) * settings.num_tokens / max_length)
 
-        # Servers generate elsewhere. Only the model in this process still has tokens to generate.
+        # If servers generate, this process has nothing to generate. Otherwise it generates the
+        # blocks whose files are not there yet.
         if isinstance(settings, ServerRegeneration):
             return RunSize(num_rows)
         missing = [
@@ -144,20 +154,21 @@ class Job:
         if not missing:
             return RunSize(num_rows)
 
-        # The processes share the missing blocks. A block may have too few rows for a whole batch.
+        # The processes of the launch share the missing blocks.
         _, num_processes = find_rank_and_world_size()
         num_tokens = sum(block.num_tokens for block in missing) // min(num_processes, len(missing))
 
-        # `check` refuses prompts as long as a row.
+        # A batch has at most as many sequences as a block, which may be fewer than `batch_size`.
+        # `max(1, …)` avoids a division by 0 for prompts as long as a row, which `check` refuses.
         rows_per_block = missing[0].num_tokens // max(1, max_length - settings.prompt_tokens)
         return RunSize(num_rows, num_tokens, min(settings.batch_size, max(1, rows_per_block)))
 
     def check(self) -> None:
-        """Check the folders and the settings before any row is made.
+        """Check the settings, and that the folders can be written, before any row is made.
 
         Raises:
             UserError: if rows cannot be made with these settings, or if the target could not read
-                them.
+                the rows.
         """
         check_row_set(self.config, self.target)
         check_writable(cache_folder(self.config.cache_dir), "data.cache_dir")

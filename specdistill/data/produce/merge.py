@@ -53,19 +53,25 @@ MAX_CUT_ANSWERS = 0.2
 
 
 def merge(job: Job) -> None:
-    """Filter, divide and pack the documents of a recipe into its row set, unless it is there.
+    """Make the row set of a recipe, unless it is there: packed rows for training and validation.
+
+    The documents of generated blocks, or of the sources themselves, are filtered, divided into the
+    two splits, packed into rows and written to the row set's folder.
+
+    Args:
+        job: the recipe's data settings, the target and the folders.
 
     Raises:
-        UserError: if blocks are missing or belong to another recipe.
+        UserError: if generated blocks are missing or belong to another recipe.
     """
-    # One process merges. Another one that waited for it finds the rows complete.
+    # One process makes the row set. A process that had to wait for the lock finds it complete.
     with exclusive_lock(job.folder.parent / f"{job.folder.name}.lock", "data.rows", job.folder):
         if is_whole(job.folder):
             return
         config = job.config
         tokenizer = job.target.tokenizer
 
-        # The documents come from generated blocks, or from the rows of the sources.
+        # Take the documents from generated blocks or, without generation, from the sources' rows.
         if config.regenerate.num_tokens > 0:
             sources = job.sources[0]
             train, validation, filtered, generation = _collect_from_blocks(job)
@@ -73,7 +79,8 @@ def merge(job: Job) -> None:
             generation = None
             train, validation, filtered, sources = _collect_from_sources(job)
 
-        # Any token can be padding, because its document id marks it as such.
+        # Fill rows up with the tokenizer's padding token, its end token or token 0, whichever
+        # exists first. Any token will do, because a document id of -1 marks padding.
         padding = next(
             token
             for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
@@ -110,8 +117,8 @@ def merge(job: Job) -> None:
 
 
 def _count_tokens(documents: Dataset) -> dict[str, int]:
-    """Count the tokens and the loss tokens of documents."""
-    # The masks are read in batches, because all of them may not fit the memory.
+    """Count all tokens of some documents, and the tokens that carry loss."""
+    # The loss masks are read in batches, because all of them together may not fit the memory.
     loss_tokens_of_batches = (
         int(np.concatenate(batch["loss_mask"]).sum())
         for batch in documents.with_format("numpy").iter(batch_size=1024)
@@ -125,14 +132,15 @@ def _count_tokens(documents: Dataset) -> dict[str, int]:
 def _count_sources(
     sources: Sequence[Source], config: DataConfig, train: Dataset
 ) -> list[SourceCounts]:
-    """Return how many documents and tokens of each source the training split has.
+    """Return, for each source of a recipe, its documents and tokens in the training split.
 
     Args:
-        sources: the sources of the recipe, in their order.
+        sources: the sources in the order of the recipe.
         config: the `data:` section.
         train: the documents of the training split.
     """
-    # Each document says the number of its source. Select the documents of one source at a time.
+    # The column `source` has the number of each document's source. Count the documents of one
+    # source at a time.
     source_numbers = read_array(train, "source")
     counts = []
     for number, (source, name) in enumerate(
@@ -162,15 +170,15 @@ def _count_sources(
 
 
 def _describe_generation(job: Job, headers: Sequence[Mapping[str, Any]]) -> dict[str, object]:
-    """Return a record for the manifest of how the blocks were generated.
+    """Return a record of how the answers were generated, for the manifest of the row set.
 
-    The record also says how many answers there are, and how many the length limit cut.
+    A warning is logged if the length limit cut many answers.
 
     Args:
-        job: the work.
-        headers: the headers of the blocks' files.
+        job: the recipe's data settings and the target.
+        headers: the headers of the blocks' files, with the numbers of their answers.
     """
-    # The settings that decide what is generated.
+    # Record the settings that decide what is generated.
     settings = job.config.generation
     facts = settings.model_dump(include={"num_tokens", "prompt_tokens", "temperatures", "template"})
     facts |= {
@@ -179,13 +187,14 @@ def _describe_generation(job: Job, headers: Sequence[Mapping[str, Any]]) -> dict
         "model": job.target.name,
     }
 
-    # Blocks of an earlier version do not say how many answers they have.
+    # Record how many answers there are, and how many of them the length limit cut. Headers of an
+    # earlier version lack these numbers.
     if all("answers" in header for header in headers):
         for name in ("answers", "cut_answers"):
             facts[name] = sum(header[name] for header in headers)
         warn_of_cut_answers(facts["cut_answers"], facts["answers"], job.config.max_length)
 
-    # Servers and the model in this process have settings of their own.
+    # Record who generated: servers or the model in this process, with settings that only one has.
     if isinstance(settings, ServerRegeneration):
         return {**facts, "by": "servers", "filter": settings.filter, "sampling": SAMPLING}
     return {**facts, "by": "transformers", "batch_size": settings.batch_size}
@@ -194,13 +203,16 @@ def _describe_generation(job: Job, headers: Sequence[Mapping[str, Any]]) -> dict
 def _collect_from_blocks(job: Job) -> tuple[Dataset, Dataset, Counter[str], dict[str, object]]:
     """Collect the documents of all generated blocks, filter them and hold some out for validation.
 
-    The documents of all blocks are taken in order. A document is left out if it answers a generated
-    prompt that nearly repeats one of an earlier block. The documents have the columns input_ids,
-    loss_mask, length and source.
+    Blocks are the parts that generation was divided into, each with a file of documents. A document
+    is left out if it cannot be packed, or if it answers a generated prompt that is nearly equal to
+    a prompt of an earlier block.
+
+    Args:
+        job: the recipe's data settings, the target and the folders.
 
     Returns:
-        The training documents, the validation documents, how many documents and rows were filtered
-        by which rule, and a record of how they were generated.
+        The training documents; the validation documents; how many documents and rows were filtered,
+        by the reason; and a record of how the documents were generated.
 
     Raises:
         UserError: if a block is missing or belongs to another recipe, or if there is no document.
@@ -213,24 +225,24 @@ def _collect_from_blocks(job: Job) -> tuple[Dataset, Dataset, Counter[str], dict
     if not len(documents) and any(source.entry.source == SELF_SOURCE for source in sources):
         raise UserError(
             "data.source",
-            got="self, all of whose generated prompts were dropped",
-            expected="a target that generates a user's turn (instruct models do), or prompts of"
-            " your own: a file or a Hub id",
+            got="self, but every prompt that the target generated was dropped",
+            expected="a target that generates user prompts (instruct models do), or prompts of your"
+            " own: a file or a Hub id",
         )
     if not len(documents):
         raise UserError(
             "data.max_length",
-            got=f"{job.config.max_length}, which no prompt of data.source fits",
+            got=f"{job.config.max_length}, which is too short for every prompt of data.source",
             expected=f"texts of {job.config.generation.prompt_tokens} tokens or more"
             " (data.regenerate.prompt_tokens), or questions of at most half of data.max_length",
         )
 
-    # A source with too few prompts gives fewer tokens than were asked for.
+    # Warn if the sources had too few prompts for the number of tokens that the recipe asks for.
     num_generated = sum(header["tokens"] for header in headers)
     num_tokens = job.config.regenerate.num_tokens
     if num_generated < MIN_FILL * num_tokens:
         logger.warning(
-            "data.source: its prompts were used up after %d of %d tokens were generated",
+            "data.source: generated only %d of %d tokens, because all its prompts were used up",
             num_generated,
             num_tokens,
         )
@@ -242,7 +254,8 @@ def _collect_from_blocks(job: Job) -> tuple[Dataset, Dataset, Counter[str], dict
     if is_near_duplicate.any():
         filtered["near_duplicate"] += int(is_near_duplicate.sum())
         logger.warning(
-            "data.source: dropped %d of %d answers to generated prompts that nearly repeat others",
+            "data.source: dropped %d of %d answers, because their generated prompts nearly repeat"
+            " earlier prompts",
             is_near_duplicate.sum(),
             len(documents),
         )
@@ -252,8 +265,8 @@ def _collect_from_blocks(job: Job) -> tuple[Dataset, Dataset, Counter[str], dict
     indices = select_usable(documents, False, job.config.max_length, filtered, source_names)
     indices = indices[~is_near_duplicate[indices]]
 
-    # Divide the documents into training and validation. All documents of a source's row, which
-    # have the same hash, come into the same split.
+    # Divide the documents into training and validation. The column `row` is a hash of the source's
+    # row. All documents of a row have the same hash, and come into the same split.
     row_hashes = read_array(documents, "row")[indices]
     distinct_hashes, row_of_document = np.unique(row_hashes, return_inverse=True)
     is_held_out = select_held_out(distinct_hashes, job.config)[row_of_document]
@@ -266,7 +279,12 @@ def _collect_from_blocks(job: Job) -> tuple[Dataset, Dataset, Counter[str], dict
 
 
 def _find_blocks(job: Job) -> tuple[list[Path], list[dict[str, Any]]]:
-    """Find the files of all blocks, and check that they were made for this recipe.
+    """Find the files of all generated blocks, and check that they were made for this recipe.
+
+    Blocks are the parts that generation was divided into, each with a file of documents.
+
+    Args:
+        job: the recipe's data settings, the target and the folders.
 
     Returns:
         The files in the order of the blocks, and their headers.
@@ -274,7 +292,7 @@ def _find_blocks(job: Job) -> tuple[list[Path], list[dict[str, Any]]]:
     Raises:
         UserError: if a block is missing or belongs to another recipe.
     """
-    # Every block of the plan must be there.
+    # Every block must be there.
     paths = [
         job.blocks / f"{block.name}.arrow"
         for block in plan_blocks(job.config.regenerate.num_tokens)
@@ -289,24 +307,27 @@ def _find_blocks(job: Job) -> tuple[list[Path], list[dict[str, Any]]]:
             " missing ones",
         )
 
-    # Every block must belong to this plan, and be the one that its name says.
+    # The header of each file says which block it holds, and by which plan, the hash of everything
+    # that the generated answers depend on. Both must be right.
     headers = [parse_json(read_header(path) or "{}") for path in paths]
     for number, (path, header) in enumerate(zip(paths, headers, strict=True)):
         if (header.get("plan"), header.get("block")) != (job.plan, number):
             raise UserError(
                 "data.shard",
-                got=f"{path}, which holds block {header.get('block')} of rows {header.get('plan')}",
-                expected=f"block {number} of rows {job.plan}, as the other shards of this recipe",
+                got=f"{path}, which holds block {header.get('block')} of the generation plan"
+                f" {header.get('plan')}",
+                expected=f"block {number} of the plan {job.plan}, which this recipe has; remove the"
+                " file to make it again",
             )
     return paths, headers
 
 
 def warn_of_cut_answers(num_cut: int, num_answers: int, max_length: int) -> None:
-    """Warn if the length limit cut so many answers that the draft seldom sees how one ends.
+    """Warn if the length limit cut so many answers that the draft seldom sees the end of one.
 
     Args:
-        num_cut: answers that the limit cut.
-        num_answers: all answers.
+        num_cut: how many answers the limit cut.
+        num_answers: the number of all answers.
         max_length: `data.max_length`, the limit in tokens.
     """
     if num_cut > MAX_CUT_ANSWERS * num_answers:
@@ -319,20 +340,20 @@ def warn_of_cut_answers(num_cut: int, num_answers: int, max_length: int) -> None
 
 
 def _find_near_duplicates(prompts: Sequence[Sequence[str | None]]) -> NDArray[np.bool_]:
-    """Find the documents that answer a generated prompt which nearly repeats an earlier one.
-
-    Only prompts that the target itself generated are compared.
+    """Find the documents whose prompt is generated and nearly repeats an earlier prompt.
 
     Args:
-        prompts: for each block, the generated prompt of each document; None for other prompts.
+        prompts: for each block, the prompt of each of its documents if the target generated it, and
+            None if the prompt comes from a row of a source. Only generated prompts are compared.
 
     Returns:
-        Whether each document is such an answer, for the documents of all blocks in order.
+        A flag for each document of all blocks, in order: whether its prompt is a near duplicate.
     """
     distinct_prompts = NearDuplicates()
     flags: list[bool] = []
     for block in prompts:
-        # Each prompt of a block is compared once, however many documents answer it.
+        # Several documents of a block may answer the same prompt, which is compared once. `add`
+        # returns False for a prompt that is nearly equal to an earlier one.
         is_near_duplicate: dict[str | None, bool] = {None: False}
         for prompt in block:
             if prompt is not None and prompt not in is_near_duplicate:
@@ -344,11 +365,14 @@ def _find_near_duplicates(prompts: Sequence[Sequence[str | None]]) -> NDArray[np
 def _collect_from_sources(job: Job) -> tuple[Dataset, Dataset, Counter[str], list[Source]]:
     """Tokenize the rows of the sources, filter them and hold some out for validation.
 
-    A source of weight 2 has each of its rows twice in the training documents.
+    The rows of a source with weight 2 come twice in the training documents.
+
+    Args:
+        job: the recipe's data settings and the target.
 
     Returns:
-        The training documents, the validation documents, how many documents and rows were filtered
-        by which rule, and the sources with the counts of rows that cannot be used.
+        The training documents; the validation documents; how many documents and rows were filtered,
+        by the reason; and the sources with the counts of rows that cannot be used.
 
     Raises:
         UserError: if the weights leave no document to train on, or if too many rows cannot be used.
@@ -369,8 +393,9 @@ def _collect_from_sources(job: Job) -> tuple[Dataset, Dataset, Counter[str], lis
     source_names = ", ".join(list_source_names(config.source))
     indices = select_usable(documents, is_text, config.max_length, filtered, source_names)
 
-    # Hold out some rows for validation. All documents of a row that was cut are in the same split,
-    # so the rows of all sources are numbered consecutively, and each row is decided once.
+    # Hold out some rows for validation. A long row was cut into several documents, which all must
+    # be in the same split. So number the rows of all sources consecutively, and decide for each
+    # row, by the hash of its first document.
     first_rows = np.cumsum([0, *(len(source.rows) for source in sources[:-1])])
     global_rows = first_rows[source_numbers[indices]] + row_numbers[indices]
     _, first_documents, row_of_document = np.unique(
@@ -397,23 +422,23 @@ def _collect_from_sources(job: Job) -> tuple[Dataset, Dataset, Counter[str], lis
 
 
 def select_held_out(hashes: NDArray[np.integer], config: DataConfig) -> NDArray[np.bool_]:
-    """Choose the rows that are held out for validation: at least one, and never all.
+    """Choose which rows are held out for validation: at least one row, and never all rows.
 
-    With `data.validation_split=sample` the rows are drawn at random. Otherwise they are chosen by
-    their hashes, so a row's split depends only on its content and the seed. It stays the same when
-    other rows are added or filtered, wherever the row stands. Equal rows are in the same split.
+    With `data.validation_split=sample` the rows are drawn at random. Otherwise the hash of a row
+    decides. The split of a row then depends only on its content and the seed, not on the other
+    rows, and equal rows come into the same split.
 
     Args:
-        hashes: the `row_hash` of each row.
+        hashes: a hash of the content of each row, from 0 to HASH_RANGE - 1.
         config: the `data:` section.
 
     Returns:
-        Whether each row is held out.
+        A flag for each row: whether it is held out.
 
     Raises:
         UserError: for a single row, or if all rows are equal.
     """
-    # At least two rows are needed, one for each split. By hash, equal rows count as one.
+    # Each split needs a row. If hashes decide, equal rows count as one.
     distinct = np.unique(hashes)
     is_sample = config.validation_split == "sample"
     if (len(hashes) if is_sample else len(distinct)) < 2:
@@ -425,13 +450,14 @@ def select_held_out(hashes: NDArray[np.integer], config: DataConfig) -> NDArray[
             expected="two or more different rows: at least one is held out for validation",
         )
 
-    # Draw exactly the fraction of the rows.
+    # Draw the fraction `data.validation_fraction` of the rows at random.
     if is_sample:
         count = min(len(hashes) - 1, max(1, round(config.validation_fraction * len(hashes))))
         held_out_rows = random.Random(config.seed).sample(range(len(hashes)), count)
         return np.isin(np.arange(len(hashes)), held_out_rows)
 
-    # Hold out the rows with the smallest hashes: those below the fraction of the range of hashes.
+    # Hold out the rows whose hashes are in the lowest fraction of the range of hashes. The limit is
+    # at least the second smallest and at most the largest hash, so that both splits have a row.
     count = int(np.searchsorted(distinct, math.ceil(config.validation_fraction * HASH_RANGE)))
     is_held_out: NDArray[np.bool_] = hashes < distinct[min(max(count, 1), len(distinct) - 1)]
     return is_held_out
@@ -440,29 +466,34 @@ def select_held_out(hashes: NDArray[np.integer], config: DataConfig) -> NDArray[
 def _encode_row(
     encoder: Encoder, on_bad_row: str, row: Row, number: int
 ) -> Sequence[Mapping[str, object]]:
-    """Return the documents of a row, or a description of its fault.
+    """Tokenize a row to documents; for a row that cannot be used, return a record of its fault.
 
-    The fault is raised instead if `data.on_bad_row` is stop.
+    Args:
+        encoder: converts rows to documents.
+        on_bad_row: the value of `data.on_bad_row`. With `stop` the error of the row is raised.
+        row: the row.
+        number: the row's number in its source, from 0.
     """
     try:
         return encoder(row, number)
     except UserError as error:
+        # Errors about the content of a row have a kind. Other errors are wrong settings.
         if not error.kind or on_bad_row == "stop":
             raise
         return [describe_fault(error, row.get("place") or f"row {number + 1}", number)]
 
 
 def _encode_source(source: Source, number: int, job: Job) -> tuple[Dataset, Source]:
-    """Tokenize the rows of a source, and count the rows that cannot be tokenized.
+    """Tokenize the rows of a source to documents, and count the rows that cannot be used.
 
     Args:
         source: the source.
-        number: the number of the source, which its documents get as a column.
-        job: the work.
+        number: the number of the source in the recipe, which becomes a column of its documents.
+        job: the recipe's data settings and the target.
 
     Returns:
-        The documents of the source, and the source with the counts of the rows that cannot be
-        encoded.
+        The documents of the source, and a copy of `source` with the counts of rows that cannot be
+        used.
 
     Raises:
         UserError: if more rows than `data.max_bad_rows` allows cannot be used.
@@ -473,7 +504,7 @@ def _encode_source(source: Source, number: int, job: Job) -> tuple[Dataset, Sour
         tokenizer, config.loss_mask, config.max_length, source.key, number, config.seed
     )
 
-    # The result is loaded again if nothing that it depends on has changed.
+    # Everything that the result depends on. For equal inputs the result is loaded from the cache.
     inputs = [
         "encoded",
         source.rows._fingerprint,
@@ -500,7 +531,7 @@ def _encode_source(source: Source, number: int, job: Job) -> tuple[Dataset, Sour
         source = replace(source, bad_rows=merge_counts(source.bad_rows, bad_rows))
         check_share(source.bad_rows, source.num_read, source.entry.source, source.key, config)
 
-    # A row that became several documents was cut.
+    # Warn of rows that became several documents because they were cut.
     _, num_documents_of_row = np.unique(read_array(encoded, "row"), return_counts=True)
     num_cut = int((num_documents_of_row > 1).sum())
     if num_cut:

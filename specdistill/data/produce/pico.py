@@ -50,14 +50,14 @@ class Module:
 
 
 def load_rows(split: str) -> tuple[str, Callable[[], Iterator[dict[str, object]]]]:
-    """Load a split of the built-in source `pico`.
+    """Load a split of the built-in source `pico`: code of Python's standard library.
 
     Args:
         split: `train` or `validation`.
 
     Returns:
-        A fingerprint of the split's text, and a function that yields its rows in the common forms
-        of `specdistill.data.produce.sources`.
+        A hash of the split's text; and a function that yields its rows, which are texts and
+        conversations.
 
     Raises:
         UserError: for another split.
@@ -74,7 +74,7 @@ def load_rows(split: str) -> tuple[str, Callable[[], Iterator[dict[str, object]]
     modules = load_standard_library(split)  # type: ignore[arg-type]
 
     def yield_rows() -> Iterator[dict[str, object]]:
-        """Yield all texts, and then all conversations."""
+        """Yield a row for each module's text, and then a row for each conversation."""
         for module in modules:
             yield {"text": module.text, "messages": None}
         for messages in build_chats(modules):
@@ -85,17 +85,20 @@ def load_rows(split: str) -> tuple[str, Callable[[], Iterator[dict[str, object]]
 
 
 def split_of(name: str) -> Split:
-    """Return the split of a module, which depends on its name alone."""
+    """Return the split of a module: about one module in VALIDATION_SHARE is for validation.
+
+    The split is chosen by a hash of the module's name, so it is the same on every machine.
+    """
     digest = hashlib.sha256(name.encode()).digest()
     return "validation" if int.from_bytes(digest[:4], "big") % VALIDATION_SHARE == 0 else "train"
 
 
 def load_standard_library(split: Split) -> list[Module]:
-    """Return the modules of one split of the running interpreter's library, sorted by name."""
+    """Read the modules of Python's standard library that are in a split, sorted by path."""
     root = Path(sysconfig.get_paths()["stdlib"])
     modules = []
     for path in sorted(root.rglob("*.py")):
-        # Leave out excluded folders, the other split, and files that are empty or too large.
+        # Skip modules in excluded folders or in the other split, and empty or very large files.
         relative = path.relative_to(root)
         if EXCLUDED_FOLDERS.intersection(relative.parts) or split_of(relative.as_posix()) != split:
             continue
@@ -111,9 +114,10 @@ def load_standard_library(split: Split) -> list[Module]:
 
 
 def build_chats(modules: list[Module]) -> list[list[dict[str, str]]]:
-    """Return a conversation for each documented function of some modules.
+    """Return a conversation for each function with a docstring in some modules.
 
-    The user gives a signature and a summary, and the assistant answers with the function.
+    The user asks for the function by its signature and summary, and the assistant answers with its
+    code. Conversations of more than MAX_CHAT_CHARACTERS are left out.
     """
     conversations = []
     for module in modules:
@@ -126,13 +130,17 @@ def build_chats(modules: list[Module]) -> list[list[dict[str, str]]]:
 
 
 def find_documented_functions(source: str) -> Iterator[tuple[str, str]]:
-    """Yield (request, source) for each function of a module that has a docstring and a body.
+    """Yield (request, code) for each function of a module that has a docstring and a body.
 
-    The request has the signature and the first paragraph of the docstring. The source is the
-    function without its docstring.
+    The request asks for the function: it has the signature and the first paragraph of the
+    docstring. The code is the function without its docstring.
+
+    Args:
+        source: the text of the module.
     """
     lines = source.splitlines()
     for node in ast.walk(ast.parse(source)):
+        # The docstring is the first statement of the body, so a function needs a second one.
         if not isinstance(node, ast.FunctionDef) or len(node.body) < 2:
             continue
         docstring = ast.get_docstring(node)
@@ -142,7 +150,8 @@ def find_documented_functions(source: str) -> Iterator[tuple[str, str]]:
         # The first paragraph of the docstring becomes one line of the request.
         summary = " ".join(docstring.split("\n\n")[0].split())
 
-        # Cut the docstring out of the source, and the indentation of a method off each line.
+        # Take the lines before and after the docstring, which is the first statement of the body.
+        # Remove the indentation that a method has inside its class.
         head = lines[node.lineno - 1 : node.body[0].lineno - 1]
         body = lines[node.body[0].end_lineno or node.body[0].lineno : node.end_lineno]
         indent = node.col_offset

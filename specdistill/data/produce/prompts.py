@@ -133,17 +133,18 @@ PlacedPrompt = tuple[float, GenerationPrompt]  # (its place among those of all s
 def make_chat_prompts(
     plan: BlockPlan, rows: Iterable[Row], filtered: Counter[str]
 ) -> Iterator[GenerationPrompt]:
-    """Yield a prompt for each turn of the assistant that is to be learned.
+    """Yield a prompt for each turn of the assistant in some conversations, to be generated anew.
 
-    A prompt has at most half the tokens of a row. Longer prompts are counted as `long_prompt`
-    instead. If a conversation has several turns that are yet to be generated, servers generate all
-    of them. In this process only the first is generated, and the turns after it are counted as
-    `follow_up`.
+    A prompt is the conversation before the turn. A prompt with more than half the tokens of a row
+    is left out, so that the row has room for an answer.
 
     Args:
-        plan: what the block is generated from.
-        rows: the rows; texts are skipped.
-        filtered: the counts by reason, which this function adds to.
+        plan: the settings and the tokenizer of the block (a part of the generation) that the
+            prompts are for.
+        rows: rows of a source. Rows that are texts are skipped.
+        filtered: counts by reason, to which this function adds. `long_prompt`: prompts that were
+            left out. `follow_up`: turns that come after another turn without content; only servers
+            can generate these.
     """
     config = plan.config
     is_served = isinstance(config.regenerate, ServerRegeneration)
@@ -158,7 +159,8 @@ def make_chat_prompts(
             else:
                 filtered["long_prompt"] += 1
 
-            # Only the first unanswered turn is generated in this process.
+            # The messages may contain turns of the assistant without content, which are yet to be
+            # generated. Only servers generate the turns after the first of them.
             num_follow_ups = sum(map(is_unanswered, messages))
             if num_follow_ups and not is_served:
                 filtered["follow_up"] += num_follow_ups
@@ -171,23 +173,26 @@ def make_text_prompts(
     generator: random.Random,
     part: tuple[int, int],
 ) -> Iterator[GenerationPrompt]:
-    """Yield prompts of `prompt_tokens` tokens from texts.
+    """Yield prompts from texts: pieces of `data.regenerate.prompt_tokens` tokens to be continued.
 
-    Each text gives a prompt from its beginning, and from up to `per_text` - 1 places within it.
-    Places with fewer tokens after them give none.
+    Each text gives a prompt from its beginning and from up to `per_text` - 1 other places. A place
+    with too few tokens after it gives no prompt.
 
     Args:
-        plan: what the block is generated from.
-        rows: the rows; conversations are skipped.
+        plan: the settings and the tokenizer of the block (a part of the generation) that the
+            prompts are for.
+        rows: rows of a source. Rows that are conversations are skipped.
         per_text: the most prompts that this block takes from a text.
-        generator: chooses the places.
-        part: this block's place among the blocks that share the texts, and how many they are.
+        generator: chooses the places at random.
+        part: (i, n) if n blocks share the texts and this is the i-th of them, from 0.
     """
+    # Take the texts in batches, because tokenizing many snippets in one call is faster.
     texts = (row for row in rows if row["text"] is not None)
     num_tokens = plan.config.generation.prompt_tokens
     first, step = part
     while batch := list(itertools.islice(texts, NUM_TEXTS_AT_ONCE)):
-        # Blocks that share the texts choose the same places, and each takes every step-th of them.
+        # All blocks that share the texts choose the same places, `step` times as many as a block
+        # needs. Each block takes every step-th place, beginning with a different one.
         starts = []
         for row in batch:
             shared_starts = _choose_starts(str(row["text"]), per_text * step, generator)
@@ -207,8 +212,11 @@ def make_text_prompts(
 
 
 def _choose_starts(text: str, count: int, generator: random.Random) -> list[int]:
-    """Choose where prompts of a text start: its beginning and up to `count` - 1 other places."""
-    # Take places at random, those before paragraphs first, then lines, then words.
+    """Choose up to `count` positions in a text at which prompts start.
+
+    The first is the beginning of the text. The others are chosen at random: beginnings of
+    paragraphs, and if these are too few, beginnings of lines, and then of words.
+    """
     chosen: list[int] = []
     for pattern in START_PATTERNS:
         missing = count - 1 - len(chosen)
@@ -222,21 +230,24 @@ def _choose_starts(text: str, count: int, generator: random.Random) -> list[int]
 def make_prompts(
     plan: BlockPlan, self_prompts: Mapping[int, Sequence[GenerationPrompt]], filtered: Counter[str]
 ) -> Iterator[tuple[list[GenerationPrompt], list[GenerationPrompt]]]:
-    """Yield the prompts of a block's rows in parts, until every prompt was yielded once.
+    """Yield the prompts of a block in parts, each with prompts of all sources.
 
-    Each source gives its weighted share of a part. The first part has more prompts than are
-    expected to be needed. The next part is only needed if answers are shorter than expected.
+    A block generates a share of the tokens that the recipe asks for. The first part should be
+    enough for the block. More parts follow, until every prompt was yielded once, because answers
+    may be shorter than expected.
 
     Args:
-        plan: what the block is generated from.
-        self_prompts: the prompts that the target generated, by the number of the source.
-        filtered: the counts by reason, for the parts that were taken so far.
+        plan: the sources, settings and tokenizer of the block.
+        self_prompts: for each source `self`, by the number of the source, the prompts that the
+            target generated.
+        filtered: counts by reason of the prompts that were left out, to which this function adds.
 
     Yields:
         (prompts of conversations, prompts of texts).
     """
-    # Weights are per row, so a source counts with its weight times its rows. The rows of a source
-    # `self` are the prompts that the target generates in all blocks.
+    # A source's share of the prompts is its weight in the recipe times its number of rows. A source
+    # `self`, for which the target generates the prompts, has no rows. Instead count its prompts in
+    # all blocks, which are about as many in each block.
     num_self_rows = {
         number: len(prompts) * plan.block.num_blocks for number, prompts in self_prompts.items()
     }
@@ -245,7 +256,8 @@ def make_prompts(
         for number, source in enumerate(plan.sources)
     ]
 
-    # The parts of each source. A source `self` has one part, with all its prompts.
+    # Get the parts of each source. A source `self` has one part with all its prompts, which are
+    # conversations.
     parts: list[Iterator[tuple[list[PlacedPrompt], list[PlacedPrompt]]]] = []
     for number, weight in enumerate(weights):
         if number in self_prompts:
@@ -260,9 +272,13 @@ def make_prompts(
 
 
 def _merge_by_place(sources: Iterable[Sequence[PlacedPrompt]]) -> list[GenerationPrompt]:
-    """Merge the prompts of several sources in the order of their places.
+    """Merge the prompts of several sources into one list, in the order of their places.
 
-    However many of the first prompts are then answered, each source has its weighted share of them.
+    The places (see `_place_prompts`) mix the sources by their weights: among the first prompts,
+    however many of them are used, each source has its share.
+
+    Args:
+        sources: for each source, its prompts with their places.
     """
     placed = sorted(itertools.chain.from_iterable(sources), key=lambda pair: pair[0])
     return [prompt for _, prompt in placed]
@@ -271,21 +287,24 @@ def _merge_by_place(sources: Iterable[Sequence[PlacedPrompt]]) -> list[Generatio
 def _split_source(
     plan: BlockPlan, number: int, weights: Sequence[float], filtered: Counter[str]
 ) -> Iterator[tuple[list[PlacedPrompt], list[PlacedPrompt]]]:
-    """Yield the prompts of a block's rows of one source in parts.
+    """Yield the prompts that a block makes from one source, in parts.
 
-    A part has as many prompts as are expected to be needed.
+    A block generates a share of the tokens that the recipe asks for. Each part has as many prompts
+    as the block is expected to need from this source.
 
     Args:
-        plan: what the block is generated from.
+        plan: the sources, settings and tokenizer of the block.
         number: the number of the source.
-        weights: the weights of all sources, times their rows.
-        filtered: the counts by reason.
+        weights: for each source, its weight in the recipe times its number of rows.
+        filtered: counts by reason of the prompts that were left out, to which this function adds.
 
     Yields:
-        (prompts of conversations, prompts of texts), each with its place among all sources.
+        (prompts of conversations, prompts of texts), each prompt with its place among the prompts
+        of all sources.
     """
-    # Estimate how many prompts the source's share of the block needs, if every answer has
-    # SHORT_ANSWER tokens and every text is continued to the shorter length.
+    # Estimate how many prompts this source's share of the block needs. Assume short answers, so
+    # that there are enough prompts: SHORT_ANSWER tokens in a conversation, and texts that are
+    # continued to the shorter of their two lengths.
     block = plan.block
     config = plan.config
     source = plan.sources[number]
@@ -338,15 +357,15 @@ def _split_source(
 def _place_prompts(
     prompts: Sequence[GenerationPrompt], num_before: int, weight: float
 ) -> list[PlacedPrompt]:
-    """Give the prompts of a source their places among the prompts of all sources.
+    """Give each prompt of a source a number, by which the prompts of all sources are sorted.
 
-    The n-th prompt of a source of weight w has the place (n + 0.5) / w, so a source of twice the
-    weight has twice as many prompts before any place.
+    The n-th prompt (from 0) of a source with weight w gets the number (n + 0.5) / w, its place. A
+    source with twice the weight then has twice as many prompts below any number.
 
     Args:
         prompts: prompts of one source.
-        num_before: how many prompts of this source come before them.
-        weight: the weight of the source; prompts of a greater weight are closer together.
+        num_before: how many prompts of the source already have places.
+        weight: the weight of the source.
     """
     return [((place + 0.5) / weight, prompt) for place, prompt in enumerate(prompts, num_before)]
 
@@ -354,27 +373,31 @@ def _place_prompts(
 def plan_rounds(
     plan: BlockPlan, parts: Iterable[tuple[list[GenerationPrompt], list[GenerationPrompt]]]
 ) -> Iterator[list[Stream]]:
-    """Yield the tasks of a block in rounds, each of which is a list of streams.
+    """Yield the tasks of a block (prompts to answer) in rounds, to be answered one after the other.
 
-    All tasks of a round are answered before those of the next round. The first rounds have one part
-    of `make_prompts` each, so every prompt comes once before any comes again. Each later round has
-    all prompts again, at another temperature.
+    A block generates a share of the tokens that the recipe asks for. The first rounds use every
+    prompt once. If the block needs more tokens, each later round uses all prompts again, at another
+    temperature or with other random numbers.
 
     Args:
-        plan: what the block is generated from.
-        parts: the prompts of conversations and of texts, in parts.
+        plan: the settings of the block.
+        parts: (prompts of conversations, prompts of texts), in the parts of `make_prompts`.
+
+    Yields:
+        The streams of a round: lists of tasks, each of which gives a share of the tokens.
     """
     chats: list[GenerationPrompt] = []
     texts: list[GenerationPrompt] = []
     num_tasks: Counter[str] = Counter()
 
-    # Use each prompt once.
+    # Use each prompt once, with one round for each part.
     for more_chats, more_texts in parts:
         chats += more_chats
         texts += more_texts
         yield build_streams(plan, more_chats, more_texts, 0, num_tasks)
 
-    # Repeat all prompts, until no temperature is left at which they give anything new.
+    # Use all prompts again and again. This ends if the recipe has only temperature 0, at which a
+    # prompt gives nothing new.
     for turn in itertools.count(1):
         repeats = build_streams(plan, chats, texts, turn, num_tasks)
         if not any(stream.tasks for stream in repeats):
@@ -389,32 +412,32 @@ def build_streams(
     turn: int,
     num_tasks: Counter[str],
 ) -> list[Stream]:
-    """Return the streams of a round: conversations, short texts, and texts as long as a row.
+    """Divide the prompts of a round among up to three streams, each with its share of the tokens.
 
-    A stream has the tasks of one kind. Short texts stop half way (see `choose_row_lengths`). The
-    shares of the streams add up to 1.
+    A stream is a list of tasks (prompts to answer). The streams are: conversations; texts that are
+    continued to about half a row; and texts that are continued to a whole row. The shares add up to
+    1.
 
     Args:
-        plan: what the block is generated from.
+        plan: the settings of the block.
         chats: prompts of conversations.
         texts: prompts of texts.
         turn: how often each of the prompts was used before.
-        num_tasks: how many tasks the block has so far, by the first part of their names. The new
-            tasks are added.
+        num_tasks: how many tasks the block has so far, by kind of task. The new tasks are added.
     """
-    # Divide the tokens between conversations and texts.
+    # Conversations get the share CHAT_SHARE of the tokens, or everything if there are no texts.
     prompt_tokens = plan.config.generation.prompt_tokens
     short, long = choose_row_lengths(plan.config.max_length, prompt_tokens)
     text_share = 1 - CHAT_SHARE if chats else 1.0
     chat_share = 1 - text_share if texts else 1.0
     planned = [("chat", chats, chat_share, long)]
 
-    # Divide the texts by the length to which they are continued. The share of each length is in
-    # proportion to the tokens that its texts give.
+    # Divide the texts by the length to which they are continued: three short texts for each long
+    # one. The share of each length is in proportion to the tokens that its texts give.
     if short == long or len(texts) < 2:
         planned.append((f"text{long}", texts, text_share, long))
     else:
-        # Every fourth text is as long as a row, and at least one.
+        # Every fourth text is continued to a whole row, or the last text if there are fewer.
         long_texts = texts[3::4] or texts[-1:]
         short_texts = [text for number, text in enumerate(texts) if number % 4 != 3]
         if len(texts) <= 3:
@@ -440,18 +463,18 @@ def _build_tasks(
     length: int,
     num_tasks: Counter[str],
 ) -> list[GenerationTask]:
-    """Return the tasks of one stream, each with its name, temperature and seed.
+    """Make a task of each prompt of a stream: the prompt with a name, a temperature and a seed.
 
     Args:
-        plan: what the block is generated from.
-        kind: the first part of the tasks' names: `chat`, or `text` and a length.
+        plan: the settings of the block.
+        kind: the kind of task, with which its name begins: `chat`, or `text` and a length.
         prompts: the prompts of the stream.
         turn: how often each of the prompts was used before.
-        length: the most tokens of a prompt with its answer.
-        num_tasks: how many tasks the block has so far, by the first part of their names. The new
-            tasks are added.
+        length: the most tokens of a prompt together with its answer.
+        num_tasks: how many tasks the block has so far, by kind. The new tasks are added.
     """
-    # Prompts of texts all have the same length, so only conversations are sorted by length.
+    # Generate prompts of similar length together, which needs less padding. The prompts of texts
+    # all have the same length, so only conversations are sorted.
     pairs = assign_temperatures(prompts, plan.config.generation.temperatures, turn)
     if kind == "chat":
         pairs = _sort_by_length(
@@ -459,6 +482,7 @@ def _build_tasks(
             min(NUM_SORTED_PROMPTS, len(prompts)),
             random.Random(f"{plan.config.seed} {plan.block.number}"),
         )
+    # Number the tasks of each kind through all rounds, so that every name in the block is unique.
     tasks = []
     for prompt, temperature in pairs:
         name = f"{kind}-{num_tasks[kind]}"
@@ -470,17 +494,19 @@ def _build_tasks(
 def assign_temperatures(
     prompts: Sequence[GenerationPrompt], temperatures: Sequence[float], turn: int
 ) -> Iterator[tuple[GenerationPrompt, float]]:
-    """Yield each prompt with the temperature at which it is answered in a turn.
+    """Yield each prompt with the temperature at which it is answered this time.
 
-    In the first turns a prompt gets every temperature once. In later turns it gets the temperatures
-    above 0 again, because sampling generates something new each time, and greedy generation does
-    not. If other blocks have the same row, only the first of them uses temperature 0.
+    A prompt gets every temperature of the recipe once, one in each turn. After that it gets only
+    temperatures above 0, because at temperature 0 the answer would be the same again. If none is
+    above 0, the prompt is not yielded.
 
     Args:
-        prompts: the prompts.
+        prompts: the prompts. If several blocks have the same prompt, `is_first` is true in one of
+            them only, and only that block answers it at temperature 0.
         temperatures: the temperatures of the recipe.
-        turn: number of the turn, from 0.
+        turn: how often each of the prompts was used before.
     """
+    # Neighbouring prompts get different temperatures, so that a turn mixes all temperatures.
     sampled = [temperature for temperature in temperatures if temperature > 0]
     for index, prompt in enumerate(prompts):
         choices = temperatures if prompt.is_first and turn < len(temperatures) else sampled
@@ -491,11 +517,16 @@ def assign_temperatures(
 def _sort_by_length(
     pairs: Iterator[tuple[GenerationPrompt, float]], size: int, generator: random.Random
 ) -> Iterator[tuple[GenerationPrompt, float]]:
-    """Reorder prompts so that prompts of similar length follow one another.
+    """Reorder prompts so that prompts of similar length follow one another in groups.
 
-    Of every `size` prompts, the prompts are sorted by length and divided into parts of PART, and
-    the parts are shuffled.
+    A batch of prompts then needs little padding, while the lengths are still mixed over the block.
+
+    Args:
+        pairs: the prompts with their temperatures.
+        size: how many prompts are sorted together.
+        generator: shuffles the groups.
     """
+    # Sort each `size` prompts by length, cut them into groups of PART, and shuffle the groups.
     while chunk := list(itertools.islice(pairs, size)):
         chunk.sort(key=lambda pair: len(pair[0].ids))
         parts = [chunk[start : start + PART] for start in range(0, len(chunk), PART)]
@@ -504,18 +535,18 @@ def _sort_by_length(
 
 
 def choose_row_lengths(max_length: int, prompt_tokens: int) -> tuple[int, int]:
-    """Return the two lengths in tokens to which texts are continued.
+    """Return the two lengths, in tokens, to which texts are continued: (half a row, a whole row).
 
-    Three texts in four are continued to the first length, and the fourth to the second. The first
-    length is half a row, though not below SHORT_ROW tokens, because short texts are cheaper:
-    attention over the first half costs a third of attention over the second. Long greedy texts of a
-    small target also begin to loop. The second length is a whole row, so that every position is
-    trained.
+    Three texts in four are continued to half a row. Short texts are cheaper, because attention over
+    the first half of a row costs a third of attention over the second half. Also, long greedy texts
+    of a small target begin to loop. Every fourth text is continued to a whole row, so that the
+    draft is trained at every position.
 
     Args:
         max_length: tokens of a row.
-        prompt_tokens: tokens of a prompt. If the first length is less than twice this, all texts
-            are continued to a whole row.
+        prompt_tokens: tokens of a prompt, which are a part of both lengths.
     """
+    # Half a row is at least SHORT_ROW tokens. If the prompt would fill more than half of it, all
+    # texts are continued to a whole row.
     short = min(max_length, max(SHORT_ROW, max_length // 2))
     return (short if short >= 2 * prompt_tokens else max_length), max_length

@@ -78,17 +78,19 @@ class Opening:
         end_ids: Sequence[int],
         where: str,
     ) -> "Opening":
-        """Find the opening of a tokenizer's chat template, by rendering a marker as the content.
+        """Find what a chat template writes before and after the content of a user's turn.
+
+        The target continues the text before the content with a question, as a user would ask it.
 
         Args:
-            tokenizer: the target's.
-            system: a system message that comes first; None for none.
+            tokenizer: the target's tokenizer, which has the chat template.
+            system: a system message before the user's turn; None for none.
             end_ids: tokens that end the target's generations.
-            where: the recipe key that errors name.
+            where: the recipe key that error messages name.
 
         Raises:
-            UserError: for a tokenizer without a template, and for a template that does not write
-                the content unchanged, once, after other text.
+            UserError: if the tokenizer has no chat template, or if the template does not write the
+                content exactly once, unchanged and after other text.
         """
         expected = (
             "prompts of your own, a file or a Hub id, or a target.model with a chat template that"
@@ -101,7 +103,7 @@ class Opening:
                 expected=expected,
             )
 
-        # Render a user's turn with a marker as its content, to see what comes before and after it.
+        # Render a user's turn whose content is a marker, and split the text at the marker.
         first = [] if system is None else [{"role": "system", "content": system}]
         rendered = render_chat(
             tokenizer, [*first, {"role": "user", "content": MARKER}], True, where
@@ -110,8 +112,8 @@ class Opening:
         if len(after) != 1 or not before.strip():
             raise UserError(
                 where,
-                got="self with a chat template that does not open a user's turn in"
-                f" {shorten_text(rendered)!r}",
+                got="self with a chat template that writes no text before the user's message, or"
+                f" changes the message, in {shorten_text(rendered)!r}",
                 expected=expected,
             )
 
@@ -148,16 +150,18 @@ class Opening:
         return bool(ids) and ids[-1] in self.end_ids
 
     def pair_with_text(self, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> CheckedAnswer:
-        """Pair the tokens of a content with their text, for the rules.
+        """Decode a generated user's message, and return it in the form that the rules check.
 
-        The turns of some templates end in plain text. Such a text ends a prompt just as an end
-        token does.
+        Args:
+            ids: the generated tokens of the message, perhaps with an end token.
+            tokenizer: the target's tokenizer.
         """
-        # Drop the end token from the text. Without one, the content was cut at its length.
+        # Drop the end token from the text. A message without one was cut at the length limit.
         is_whole = self.is_end(ids)
         text = str(tokenizer.decode(ids[:-1] if is_whole else ids, skip_special_tokens=False))
 
-        # Cut the content before a closing in plain text.
+        # Some templates close a turn with plain text instead of an end token. The message ends
+        # where that text begins.
         if self.closing and self.closing in text:
             text = text.partition(self.closing)[0]
             is_whole = True
@@ -173,23 +177,24 @@ class Opening:
 def generate_self_prompts(
     plan: BlockPlan, number: int, backend: Backend, answer_file: AnswerFile, more_rules: Rules
 ) -> tuple[list[GenerationPrompt], AnswerCounts]:
-    """Have the target generate a block's share of the prompts of a source `self`.
+    """Have the target generate user prompts, for a source of the recipe that is named `self`.
 
-    A prompt is filtered if it is empty, does not end within MAX_PROMPT_TOKENS tokens or half a
-    row, loops, has special tokens, or is nearly the same as an earlier prompt of the block. There
-    are fewer prompts if the target repeats itself.
+    The prompts are for one block, one of the parts that the generation is divided into. A prompt is
+    dropped if it is empty, too long, repeats itself, has special tokens, or is nearly the same as
+    an earlier prompt of the block. If the target has too few different prompts, fewer are returned.
 
     Args:
-        plan: what the block is generated from.
+        plan: the sources, settings and tokenizer of the block.
         number: the number of the source.
         backend: generates the prompts.
-        answer_file: the answers that are already there, to which new ones are added.
-        more_rules: rules that prompts are filtered by, in addition to the rules above.
+        answer_file: keeps the prompts on disk; prompts that are in it are not generated again.
+        more_rules: more rules that prompts are filtered by.
 
     Returns:
-        The prompts, and how many were kept and filtered.
+        The prompts, and how many prompts were kept and dropped.
     """
-    # Each system message has an opening of its own, and the openings take turns.
+    # An opening is the rendered text before a user's message. Each system message of the source has
+    # an opening of its own, and the prompts use the openings in turn.
     block = plan.block
     config = plan.config
     tokenizer = plan.tokenizer
@@ -200,8 +205,8 @@ def generate_self_prompts(
     ]
     max_prompt_length = compute_max_prompt_length(openings, config.max_length)
 
-    # How many prompts the block needs: its share of `num_prompts`, or else of one prompt per answer
-    # of LONG_ANSWER tokens.
+    # Count the prompts that the block needs: its share of the source's `num_prompts` or, if that is
+    # not set, of one prompt for every LONG_ANSWER tokens to generate.
     answer_length = min(LONG_ANSWER, config.max_length // 2)
     num_answers = max(2, -(-config.regenerate.num_tokens // answer_length))
     count = block.share(source.entry.num_prompts or num_answers)
@@ -244,12 +249,12 @@ def generate_self_prompts(
 
 
 def _build_prompt(plan: BlockPlan, number: int, text: str) -> GenerationPrompt:
-    """Build the prompt of a conversation whose one message, a user's, the target generated.
+    """Build a prompt from a user's message that the target generated, to have it answered.
 
     Args:
-        plan: what the block is generated from.
+        plan: the settings and the tokenizer of the block.
         number: the number of the source.
-        text: the text.
+        text: the user's message.
     """
     message: Message = {"role": "user", "content": text}
     return GenerationPrompt(
@@ -273,20 +278,21 @@ class NearDuplicates:
         )
 
     def add(self, prompt: str) -> bool:
-        """Add a prompt unless a similar one is there, and return False if there is.
+        """Add a prompt unless a similar one was added before; return True if there was none.
 
-        A prompt without words is similar to no other, so the answer is True.
+        For a prompt without words the result is True, because it is similar to no other prompt.
         """
         from datasketch import MinHash
 
-        # The n-grams of the prompt ("shingles"). A prompt of fewer words than NGRAM has one.
+        # Compare prompts by their sets of n-grams of words, called shingles. A prompt of fewer than
+        # NGRAM words has one n-gram, with all its words.
         words = split_words(prompt)
         prompt_shingles = set(list_ngrams(words, min(NGRAM, max(1, len(words)))))
         if not prompt_shingles:
             return True
 
-        # MinHash finds the prompts that are probably similar. Compare each of them exactly, by the
-        # Jaccard index: common n-grams / n-grams of either.
+        # MinHash finds the earlier prompts that are probably similar. Compare each of them exactly,
+        # by the Jaccard index: the n-grams that both have / the n-grams that at least one has.
         hashes = MinHash(HASHES)
         hashes.update_batch([" ".join(shingle).encode() for shingle in prompt_shingles])
         for number in self.bands.query(hashes):
@@ -295,7 +301,7 @@ class NearDuplicates:
             if num_common >= NEAR_DUPLICATE_SIMILARITY * num_either:
                 return False
 
-        # Nothing is similar, so later prompts are compared with this one, too.
+        # No earlier prompt is similar. Add this prompt, so that later prompts are compared with it.
         self.bands.insert(len(self.shingles), hashes)
         self.shingles.append(prompt_shingles)
         return True
@@ -309,27 +315,30 @@ def _generate_contents(
     backend: Backend,
     answer_file: AnswerFile,
 ) -> dict[str, list[int]]:
-    """Generate the contents of users' turns, each in as many pieces as it takes to end.
+    """Have the target generate users' messages, in several passes until all of them have ended.
 
-    A batch of the backend ends for all its rows at once, when few of them are left. The contents
-    that have not ended by then are continued together in another batch.
+    The backend ends a batch for all its rows at once, when only few rows have not ended. Messages
+    that are unfinished then are continued together in the next pass.
 
     Args:
-        plan: what the block is generated from.
-        opened: the opening of each content, by a name with which the names of its tasks begin.
-        longest: the most tokens of a content.
+        plan: the settings of the block.
+        opened: for each message's name, the opening that the message continues: the rendered text
+            before a user's message.
+        longest: the most tokens of a message.
         temperature: the sampling temperature.
         backend: generates the tokens.
-        answer_file: the answers that are already there, to which new ones are added.
+        answer_file: keeps the tokens on disk; tokens that are in it are not generated again.
 
     Returns:
-        The tokens of each content by its name, up to the token that ends it or up to `longest`.
+        The tokens of each message by its name, up to and including the token that ends it, or cut
+        at about `longest` tokens.
     """
     contents: dict[str, list[int]] = {name: [] for name in opened}
     turn = 0
     unfinished = list(opened)
     while unfinished:
-        # Continue every content that has not ended, as far as the shortest one may be continued.
+        # Continue every message that has not ended. All get as many new tokens as the shortest
+        # message may get. The context of each is its opening and its tokens so far.
         room = longest - min(len(contents[name]) for name in unfinished)
         tasks: list[GenerationTask] = []
         for name in unfinished:
@@ -349,12 +358,12 @@ def _generate_contents(
             for _, turns in backend.generate_answers(iter(tasks), answer_file, tasks.__len__)
         ]
 
-        # Append each new piece to its content, up to the first token that ends a content.
+        # Append each new piece to its message, up to the first token that ends a message.
         for name, piece in zip(unfinished, pieces, strict=True):
             is_end = [token in opened[name].end_ids for token in piece]
             contents[name] += piece[: is_end.index(True) + 1] if any(is_end) else piece
 
-        # Go on with the contents that have not ended and still grow.
+        # Go on with the messages that have not ended, are not too long and still grow.
         unfinished = [
             name
             for name, piece in zip(unfinished, pieces, strict=True)
@@ -365,17 +374,22 @@ def _generate_contents(
 
 
 def build_user_row(text: str) -> Row:
-    """Return a row that holds a conversation of one message, a user's."""
+    """Return a row with a conversation of a single message, from the user."""
     return {"text": None, "messages": [{"role": "user", "content": text}]}
 
 
 def compute_max_prompt_length(openings: Sequence[Opening], max_length: int) -> int:
-    """Return how many tokens a prompt may have.
+    """Return how many tokens a generated prompt may have, without the text of the chat template.
 
-    A prompt and its template take at most half of a row, so that the answer has the rest.
+    The prompt and the template's text together may take half of a row. The other half is for the
+    answer.
+
+    Args:
+        openings: the rendered texts before a user's message; the longest one counts.
+        max_length: tokens of a row.
 
     Raises:
-        UserError: if that leaves fewer than MIN_PROMPT_ROOM_TOKENS tokens.
+        UserError: if a prompt could have fewer than MIN_PROMPT_ROOM_TOKENS tokens.
     """
     opened = max(opening.num_tokens for opening in openings)
     room = min(MAX_PROMPT_TOKENS, max_length // 2 - opened)
@@ -384,8 +398,8 @@ def compute_max_prompt_length(openings: Sequence[Opening], max_length: int) -> i
             "data.max_length",
             got=max_length,
             expected=(
-                f"{2 * (opened + MIN_PROMPT_ROOM_TOKENS)} or more, because half of it must hold a"
-                " prompt in its chat template"
+                f"{2 * (opened + MIN_PROMPT_ROOM_TOKENS)} or more, because half of the tokens must"
+                " hold a prompt and the text of its chat template"
             ),
         )
     return room

@@ -68,25 +68,33 @@ class ServerTokenizer:
         self._lock = threading.Lock()
 
     def context(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
-        """Return the tokens of a conversation with the generation prompt."""
+        """Return the token ids of the prompt for the next turn of the assistant.
+
+        Args:
+            messages: the conversation before the turn.
+            tools: the tools that the conversation may call.
+        """
         with self._lock:
             return tokenize_prompt(self._tokenizer, messages, tools, **self.template)
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """Decode an answer, without the token that ended it."""
+        """Return the text of an answer, without the token that ended the answer."""
         with self._lock:
             text_ids = token_ids[:-1] if token_ids and token_ids[-1] in self.end_ids else token_ids
             return str(self._tokenizer.decode(list(text_ids), skip_special_tokens=False))
 
     def answer(self, choice: Choice) -> list[int] | None:
-        """Return the token ids of a server's choice, including the one that ended it.
+        """Return the token ids of an answer, including the token that ended the answer.
+
+        Args:
+            choice: an entry of `choices` in a server's response.
 
         Returns:
-            The token ids; None if the tokenizer lacks one of them, or if the choice has only a text
-            that the tokenizer turns into another text.
+            The token ids. None if the answer cannot be trained on: it has a token id that the
+            tokenizer lacks, or only a text that changes when it is tokenized and decoded.
         """
-        # Take the token ids that the server returned. Otherwise tokenize its text, which must give
-        # the same text back.
+        # Use the token ids in the response, under the name that vLLM and SGLang or llama.cpp give
+        # them. Without token ids, tokenize the text, and check that the tokens decode to the text.
         ids = choice.token_ids or choice.tokens
         if not ids:
             with self._lock:
@@ -98,7 +106,7 @@ class ServerTokenizer:
         if max(ids, default=0) >= self._num_ids:
             return None
 
-        # Some servers leave out the token that ended the answer.
+        # Some servers leave out the token that ended the answer. Append it.
         has_end = bool(ids) and ids[-1] in self.end_ids | self.special
         if choice.finish_reason == "stop" and not has_end and self._end_id is not None:
             return [*ids, self._end_id]
@@ -155,13 +163,24 @@ class ServerBackend:
         answer_file: AnswerFile,
         count_wanted: Callable[[], int],
     ) -> Generator[tuple[GenerationTask, list[Answer]]]:
-        """Yield each task with its turns, as `TransformersBackend.generate_answers` does."""
-        # Tasks are yielded in their order, whichever answer comes first.
+        """Have the servers answer tasks, and yield each task with its answers, in the given order.
+
+        Args:
+            tasks: the tasks.
+            answer_file: keeps the answers on disk; answers that are in it are not requested again.
+            count_wanted: returns how many more tasks are expected to be needed.
+
+        Yields:
+            (a task, the generated turns of the assistant).
+        """
+        # The queue has the requests that were submitted, in the order of their tasks. Answers may
+        # come in another order.
         requests: deque[tuple[GenerationTask, Future[list[Answer]]]] = deque()
         num_places = len(self.servers) * self.concurrency
         try:
             while True:
-                # Keep as many requests in flight as there are places, but no more than are wanted.
+                # Submit requests until every server has `concurrency` of them, but no more than the
+                # caller wants.
                 while len(requests) < max(1, min(num_places, count_wanted())):
                     next_task = next(tasks, None)
                     if next_task is None:
@@ -171,28 +190,30 @@ class ServerBackend:
                 if not requests:
                     return
 
-                # The request is removed last, so that it is finished below if the caller stops.
+                # Wait for the oldest request. It is removed after the `yield`, so that `finally`
+                # still sees it if the wait is interrupted.
                 task, future = requests[0]
                 yield task, future.result()
                 requests.popleft()
         finally:
-            # The caller needs no more answers: cancel the requests that are not sent yet, and wait
-            # for the others, whose answers are kept.
+            # The caller needs no more answers. Cancel the requests that are not sent yet, and wait
+            # for the requests that are running, because their answers are kept in the file.
             running = [future for _, future in requests if not future.cancel()]
             for future in running:
                 future.exception()
 
     def _generate_turns(self, task: GenerationTask, answer_file: AnswerFile) -> list[Answer]:
-        """Return the turns of a task, from the file or from a server.
+        """Return the answers to a task, from the file if it has them, or else from a server.
 
-        Turns with a server's error are not kept in the file, because another server may answer the
-        question.
+        New answers are added to the file, except answers with an error: when the command is run
+        again, another server may answer.
         """
         turns = answer_file.turns.get(task.name)
         if turns is not None:
             return turns
 
-        # Ask servers until one of them answers. A server that fails too often is given up.
+        # Ask servers until one of them answers. `record_failure` returns False for a server that
+        # has failed too often. Such a server is not asked again.
         while True:
             server = self._wait_for_server()
             try:
@@ -210,10 +231,12 @@ class ServerBackend:
                     self._changed.notify_all()
 
     def _wait_for_server(self) -> CompletionServer:
-        """Wait for a server that may be asked, and return the one with the fewest requests.
+        """Wait until a server may get another request, and return that server.
+
+        The request is already counted as in flight when the server is returned.
 
         Raises:
-            ResourceError: when no server answers any more.
+            ResourceError: if every server has failed too often, or if the backend was closed.
         """
         with self._changed:
             while True:
@@ -224,12 +247,13 @@ class ServerBackend:
                     )[:400]
                     raise ResourceError(
                         f"no server answers any more ({reason})",
-                        next_step="start them again, and run the same command; it keeps all answers"
-                        " so far and continues",
+                        next_step="start the servers again, and run the same command; it keeps all"
+                        " answers so far and continues",
                     )
 
-                # Of the servers that may get another request, prefer those that need no pause after
-                # a failure, and among them the one with the fewest requests in flight.
+                # Of the servers with less than `concurrency` requests in flight, choose the one
+                # with the shortest pause, which a server gets after a failure. If several have no
+                # pause, choose the one with the fewest requests.
                 free = [server for server in usable if self._in_flight[server] < self.concurrency]
                 pauses = {server: max(0.0, server.until - time.monotonic()) for server in free}
                 server = min(
@@ -241,18 +265,30 @@ class ServerBackend:
                     self._in_flight[server] += 1
                     return server
 
-                # Wait until a request ends, or until the shortest pause is over.
+                # Wait until a request ends (without a limit if all servers are busy), or until the
+                # shortest pause is over.
                 self._changed.wait(None if server is None else pauses[server])
 
 
 def generate_conversation(
     server: CompletionServer, task: GenerationTask, tokenizer: ServerTokenizer
 ) -> list[Answer]:
-    """Have a server generate the turns of a task, each after the ones before it.
+    """Have a server generate the missing turns of the assistant in a conversation, one by one.
 
-    The conversation ends early with an answer that is no complete turn.
+    The context of each turn contains the turns that were generated before. If a turn fails or does
+    not end by itself, the later turns are not generated. A prompt that is a text gets one answer,
+    its continuation.
+
+    Args:
+        server: the server.
+        task: the prompt, with the temperature, the seed and the limit on tokens.
+        tokenizer: converts messages to tokens, and answers to text.
+
+    Returns:
+        The generated turns.
     """
-    # `messages` grows by the recorded messages before each turn, and by the generated turn.
+    # `messages` is the conversation so far: messages of the data, and the turns that were generated
+    # between them.
     turns: list[Answer] = []
     messages: list[Message] = []
     for new_messages in _list_contexts(task.prompt.messages):
@@ -266,11 +302,13 @@ def generate_conversation(
         except UserError as error:
             if not turns:
                 raise
-            # The template accepts the prompt, but not what was generated after it.
+            # The template accepted the first prompt, so it rejects a turn that was generated. Keep
+            # the turns before, and record the rejection.
             turns.append(Answer([], [], "refused", str(error)))
             break
 
-        # Stop at a context as long as a row, and after an answer that did not end by itself.
+        # Stop if the context has no room for an answer, and after an answer that failed or that the
+        # length limit cut.
         if len(context) >= task.max_length:
             break
         answer = ask(server, context, task, tokenizer)
@@ -282,11 +320,13 @@ def generate_conversation(
 
 
 def _list_contexts(messages: Sequence[Message]) -> Iterator[list[Message]]:
-    """Divide a conversation at the turns that are yet to be generated.
+    """Divide a conversation at the assistant's turns that have no content, to be generated.
+
+    If messages follow the last such turn, the answer to them is to be generated, too.
 
     Yields:
-        The messages before each such turn, from the previous such turn on. A prompt without a
-        conversation yields an empty list.
+        For each turn to generate, the messages between the previous such turn and this one. For an
+        empty conversation, which stands for a text, one empty list.
     """
     before: list[Message] = []
     for message in messages:
@@ -302,22 +342,23 @@ def _list_contexts(messages: Sequence[Message]) -> Iterator[list[Message]]:
 def ask(
     server: CompletionServer, context: list[int], task: GenerationTask, tokenizer: ServerTokenizer
 ) -> Answer:
-    """Ask a server for one answer.
+    """Send a completion request to a server, and return its answer.
 
     Args:
         server: the server.
-        context: the tokens of the context.
-        task: the task, for its length, temperature and seed.
-        tokenizer: converts the answer.
+        context: the token ids that the server continues.
+        task: the temperature, the seed and the most tokens of the context with its answer.
+        tokenizer: converts the answer to token ids of the target.
 
     Returns:
-        The answer. Its `error` is set if the server refuses the question, or if the target's
-        tokenizer cannot express the answer.
+        The answer. Its `error` is set if the server refuses the request, or if the answer cannot be
+        written in the target's tokens.
 
     Raises:
-        UnavailableError: when the server may give the answer later.
+        UnavailableError: if the server fails now but may give the answer later.
     """
-    # The parameters of all engines; each of them ignores the ones that it does not know.
+    # The request has the parameters of all supported engines. An engine ignores those that it does
+    # not know.
     body = {
         "model": server.model,
         "prompt": context,

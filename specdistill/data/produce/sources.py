@@ -151,7 +151,7 @@ class RowPlaces:
         Returns:
             (index of the file, from 0; number of the line, from 1).
         """
-        # Walk through the files in order, and subtract the rows of each file before the row's own.
+        # Find the file of the row: count down by the number of rows in each file before it.
         number += self.offset
         for file, lines in enumerate(self.lines):
             if number < len(lines):
@@ -178,13 +178,13 @@ class BadLine(NamedTuple):
 
 
 def load_sources(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list[Source]:
-    """Load the sources of `data.source`.
+    """Read the rows of all sources that `data.source` lists.
 
-    The source `self` has no rows here, because they are generated block by block.
+    The source `self`, whose prompts the target generates later, is returned without rows.
 
     Args:
         config: the `data:` section.
-        tokenizer: the target's.
+        tokenizer: the target's tokenizer, with whose chat template conversations are checked.
 
     Returns:
         The sources, in the order of the recipe.
@@ -193,18 +193,19 @@ def load_sources(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list
         UserError: for a wrong name or setting.
         ResourceError: when the Hub fails.
     """
-    # The source `self` only has prompts, so the target must be asked to generate answers.
+    # The source `self` gives only prompts. So the recipe must have the target generate answers.
     sources = list(list_entries(config.source))
     self_keys = [key for key, entry in sources if entry.source == SELF_SOURCE]
     if self_keys and config.regenerate.num_tokens == 0:
         raise UserError(
             self_keys[0],
             got="self with data.regenerate.num_tokens=0",
-            expected="data.regenerate.num_tokens above 0, for answers to its prompts, or another"
-            " source",
+            expected="data.regenerate.num_tokens above 0, so that the target answers its own"
+            " prompts, or another source",
         )
 
-    # These keys say how the rows of a source are read. With `self` alone they would have no effect.
+    # These keys say how the rows of a source are read. If every source is `self`, there are no rows
+    # to read, so the keys must have their defaults.
     if len(self_keys) == len(sources):
         for key, value, default in (
             ("data.columns", config.columns, {}),
@@ -213,8 +214,9 @@ def load_sources(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list
             if value != default:
                 raise UserError(
                     key,
-                    got=f"{value} with the source self alone",
-                    expected=f"{default}, because self has no rows that this key applies to",
+                    got=f"{value} with self as the only source",
+                    expected=f"the default {default}, because self has no rows to which this key"
+                    " applies",
                 )
 
     return [_read_source(entry, key, config, tokenizer) for key, entry in sources]
@@ -223,8 +225,15 @@ def load_sources(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list
 def _read_source(
     entry: SourceEntry, key: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase
 ) -> Source:
-    """Read the rows of one source in the common forms, and count those that cannot be used."""
-    # The source `self` has no rows. Its prompts are generated later.
+    """Read the rows of one source, convert them to common forms, and count the bad rows.
+
+    Args:
+        entry: the source's entry in the recipe.
+        key: the name of the source in error messages.
+        config: the `data:` section.
+        tokenizer: the target's tokenizer.
+    """
+    # The source `self` has no rows. The target generates its prompts later.
     if entry.source == SELF_SOURCE:
         no_rows = Dataset.from_dict({name: [] for name in COLUMNS}, features=Features(COLUMNS))
         return Source(no_rows, entry, key)
@@ -234,13 +243,25 @@ def _read_source(
 
 
 def _read_built_in_source(entry: SourceEntry, key: str, config: DataConfig) -> Source:
-    """Read the rows of a built-in source, which yields them in the common forms."""
+    """Read the rows of a built-in source, whose rows already have the common forms.
+
+    Args:
+        entry: the source's entry in the recipe.
+        key: the name of the source in error messages.
+        config: the `data:` section.
+
+    Raises:
+        UserError: if the recipe has a key that says how to convert or select rows.
+    """
     if entry.where or entry.min_turns or entry.columns or config.columns:
         raise UserError(
             key,
-            got=f"columns, where or min_turns for {entry.source}",
-            expected="none of these keys for this source, or another source",
+            got=f"columns, where or min_turns for the built-in source {entry.source}",
+            expected="none of these keys, which apply to other sources only",
         )
+
+    # A built-in source is a function that returns a hash of its content, and a function that yields
+    # its rows. The hash lets datasets load the rows from its cache.
     content, rows_of_split = resolve_name(BUILT_IN_SOURCES[entry.source])(
         entry.split or config.split
     )
@@ -257,19 +278,22 @@ def _read_built_in_source(entry: SourceEntry, key: str, config: DataConfig) -> S
 def _read_data_set(
     entry: SourceEntry, key: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase
 ) -> Source:
-    """Read the rows of a file, a folder or a Hub data set, and convert them to the common forms.
+    """Read a file, a folder or a Hub data set, and convert its rows to common forms.
+
+    The common forms are a text, a conversation, and token ids with a loss mask.
 
     Args:
         entry: the source's entry in the recipe.
         key: the name of the source in error messages.
         config: the `data:` section.
-        tokenizer: the target's.
+        tokenizer: the target's tokenizer.
 
     Raises:
-        UserError: for a source that cannot be read, or that has no row that can be used.
+        UserError: for a source that cannot be read, or that has no row to use.
         ResourceError: when the Hub fails.
     """
-    # Load the rows as they are; lines that are no JSON objects are already left out.
+    # Load the rows as they are. Lines of a file that are no JSON objects are already left out, and
+    # count as bad rows.
     source = entry.source
     split = entry.split or config.split
     columns = entry.columns or config.columns
@@ -282,7 +306,7 @@ def _read_data_set(
             first=f"{places.name(bad_lines[0].position)}: {bad_lines[0].reason}",
         )
 
-    # Without rows there is nothing to convert.
+    # Without rows there is nothing to convert. If bad lines are the reason, the error names them.
     if len(raw) == 0:
         if bad_lines and config.on_bad_row == "stop":
             raise _make_line_error(bad_lines[0], places, key)
@@ -293,7 +317,7 @@ def _read_data_set(
     if config.regenerate.num_tokens > 0 and TOKENS in (columns or raw.column_names):
         raise UserError(
             key,
-            got=f"{source}, rows of token ids, with data.regenerate",
+            got=f"{source}, which has rows of token ids, with data.regenerate.num_tokens above 0",
             expected="data.regenerate.num_tokens=0, because token ids are trained on unchanged",
         )
 
@@ -331,14 +355,14 @@ def _read_data_set(
 
 
 def _convert_rows(raw: Dataset, reader: "RowReader", split: str) -> Dataset:
-    """Convert the rows of a source to the common forms, or load the result from the cache.
+    """Convert the rows of a source to common forms, or load the result from the cache.
 
-    A row with a fault becomes a description of the fault (see `describe_fault`).
+    A row that cannot be used becomes a record of what is wrong with it (see `describe_fault`).
 
     Args:
         raw: the rows as they are in the source.
-        reader: the reader of the source's rows.
-        split: the split that the rows are of.
+        reader: converts one row.
+        split: the name of the split that the rows are of.
 
     Raises:
         UserError: for a file that is not UTF-8.
@@ -346,13 +370,14 @@ def _convert_rows(raw: Dataset, reader: "RowReader", split: str) -> Dataset:
     config = reader.config
     entry = reader.entry
 
-    # The fingerprint that datasets gives to a file depends on its name and date, which differ
-    # between machines. The hash of its content does not.
+    # The result is cached under a hash of everything that it depends on. Local files are hashed by
+    # their contents, because the fingerprint of datasets depends on their names and dates, which
+    # differ between machines.
     source = entry.source
     content = [hash_content(source), split] if Path(source).exists() else raw._fingerprint
 
-    # The converted rows depend on all of these, so they are part of the cache's name. A row is
-    # checked against the chat template when it is read.
+    # Rows also depend on the keys that select and convert them, and on the chat template, against
+    # which each row is checked.
     conditions = [entry.where, entry.min_turns] if entry.where or entry.min_turns else []
     generates = config.regenerate.num_tokens > 0
     inputs = [
@@ -378,7 +403,7 @@ def _convert_rows(raw: Dataset, reader: "RowReader", split: str) -> Dataset:
 
 
 def _make_line_error(line: BadLine, places: RowPlaces, key: str) -> UserError:
-    """Return the error for a line that is no JSON object."""
+    """Return the error that names a line of a file that is no JSON object."""
     return UserError(
         f"{key} {places.name(line.position)}", got=line.reason, expected="a JSON object"
     )
@@ -387,23 +412,21 @@ def _make_line_error(line: BadLine, places: RowPlaces, key: str) -> UserError:
 def _stop_at_first(
     bad_lines: Sequence[BadLine], first_row: int | None, raw: Dataset, reader: "RowReader"
 ) -> None:
-    """Raise the UserError of the first row that cannot be used, in the order of the files.
-
-    Nothing happens if every row can be used.
+    """Raise the error of the first row or line that cannot be used; return if there is none.
 
     Args:
-        bad_lines: lines that are no JSON objects, in order.
-        first_row: the first row with a fault, as its number in `raw`; None if there is none.
-        raw: the rows as they are in the files.
-        reader: the reader of the source's rows.
+        bad_lines: the lines of the source's files that are no JSON objects, in order.
+        first_row: the number in `raw` of the first row with a fault; None if there is none.
+        raw: the rows as they are in the files, without the bad lines.
+        reader: converts one row, and raises the error if the row cannot be used.
     """
-    # A line that is no JSON object is not in `raw`, so it is reported by itself.
+    # The first bad line and the first bad row are known separately. Find out which comes first.
     places = reader.places
     line = bad_lines[0] if bad_lines else None
     if line and (first_row is None or line.position < places.position(first_row)):
         raise _make_line_error(line, places, reader.key)
 
-    # Reading a row with a fault again raises its error in full.
+    # The error of the row was only counted so far. Read the row again, which raises the error.
     if first_row is not None:
         reader.read(raw[first_row], f"{reader.key} {places.name(places.position(first_row))}")
 
@@ -415,7 +438,7 @@ class RowReader:
     Attributes:
         key: the name of the source in error messages.
         entry: the source's entry in the recipe.
-        tokenizer: the target's.
+        tokenizer: the target's tokenizer.
         features: the types of the source's columns.
         places: where the rows are in the source's files.
         config: the `data:` section.
@@ -450,22 +473,29 @@ class RowReader:
             return [describe_fault(error, place, number)]
 
     def read(self, raw: dict[str, object], where: str) -> list[Row]:
-        """Return a row in the common forms, or raise UserError if it cannot be used.
+        """Convert a row of the source to a common form: a text, a conversation or token ids.
 
         Args:
             raw: the row as it is in the source.
-            where: the name of the row in errors.
+            where: names the row in error messages.
+
+        Returns:
+            The converted row in a list, which is empty if the recipe's `where` or `min_turns`
+            leaves the row out.
+
+        Raises:
+            UserError: if the row cannot be used.
         """
         entry = self.entry
 
-        # Leave out rows that do not match `where`.
+        # Leave out the row if a column does not have one of the values that `where` lists.
         raw = _remove_missing_keys(raw, dict(self.features))
         for column, accepted in entry.where.items():
             accepted_values = accepted if isinstance(accepted, list) else [accepted]
             if raw.get(column) not in accepted_values:
                 return []
 
-        # Give the columns our names, and convert the row to the common form.
+        # Rename the columns as `columns` of the recipe says, and convert the row.
         renamed = (
             {ours: raw.get(theirs) for ours, theirs in entry.columns.items()}
             if entry.columns
@@ -475,8 +505,8 @@ class RowReader:
         if not rows:
             raise UserError(where, got="a row without content", expected=EXPECTED, kind=EMPTY)
 
-        # Check each conversation against the target's chat template: whether the target can be
-        # asked to answer it, or whether the recorded answers can be learned.
+        # Check a conversation against the target's chat template. If answers are regenerated, the
+        # target must be able to answer it; otherwise its recorded answers must be learnable.
         accepted_rows = []
         for row in rows:
             messages = row.get("messages") or ()
@@ -508,20 +538,24 @@ def normalize_row(
     tokenizer: PreTrainedTokenizerBase,
     roles: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Row]:
-    """Convert a row with any known columns to the common forms; yield nothing if it is empty.
+    """Convert a row of a data set to a common form: a text, a conversation or token ids.
 
     Data sets on the Hub name the columns of a conversation, of an instruction and of its answer in
-    many ways. `specdistill.recipe.data_sources` lists the names that are known.
+    many ways. The lists CONVERSATIONS, EXCHANGES, PROMPTS and ANSWERS have the known names.
 
     Args:
-        row: the row, with our names of columns.
-        where: the name of the row in errors.
-        tokenizer: the target's, which checks and decodes token ids.
-        roles: more names of roles, as `convert_conversation` takes them.
+        row: the values of the row by column name.
+        where: names the row in error messages.
+        tokenizer: the target's tokenizer, which checks and decodes token ids.
+        roles: additional names of roles, e.g. {"bot": "assistant"}.
+
+    Yields:
+        The converted row, or nothing if the row is empty.
 
     Raises:
         UserError: for a row that cannot be used.
     """
+    # Ignore empty columns.
     present = {column: value for column, value in row.items() if value}
     # Self-Instruct has the input and the output of an instruction in `instances`.
     if "instances" in present:
@@ -535,8 +569,8 @@ def normalize_row(
             )
         present |= instances[0]
 
-    # Find a conversation, an instruction with its answer, or an instruction alone. BFCL has a
-    # conversation in `question`.
+    # Find the columns of a conversation, of an instruction with its answer, or of an instruction
+    # alone. The data set BFCL has a conversation in `question`.
     turns = next((present[column] for column in CONVERSATIONS if column in present), None)
     if isinstance(present.get("question"), list):
         turns = present["question"]
@@ -573,13 +607,21 @@ def _load(
 ) -> tuple[Dataset, RowPlaces, list[BadLine]]:
     """Load the rows of a file, a folder or a Hub data set, without converting them.
 
+    Args:
+        entry: the source's entry in the recipe.
+        split: the split, perhaps with the part of it to take, as in `train[:100]`.
+        key: the name of the source in error messages.
+        config: the `data:` section.
+
     Returns:
-        The rows, where they are in the source's files, and the lines of the files that are no rows.
+        The rows; the file and line of each row; and the lines of the files that are no JSON
+        objects, which the rows lack.
 
     Raises:
         UserError: for a source that cannot be read.
         ResourceError: when the Hub fails.
     """
+    # `places` is used if the source has no JSON files with lines to name.
     source = entry.source
     path = Path(source)
     check_path(entry, split, key)
@@ -589,7 +631,8 @@ def _load(
         with silence_datasets() if path.exists() else nullcontext():
             return _load_split(entry, split, places, key, config)
 
-    # Errors of the Hub and errors of the content need different advice.
+    # A source that is not on this machine was loaded from the Hub, whose failures need other advice
+    # than rows that cannot be read.
     except (DatasetsError, OSError, ValueError, TypeError, ArrowException, YAMLError) as error:
         reason = join_lines(str(error.__cause__ or error))[:300]
         if not path.exists() and not isinstance(error, ValueError):
@@ -600,28 +643,30 @@ def _load(
             ) from error
         raise UserError(
             key,
-            got=f"{source}, split {split}, which does not read as {kind or 'a data set'}: {reason}",
-            expected="a split that exists (data.split, or split and name of an entry), whose rows"
-            " all have the same columns",
+            got=f"{source}, whose split {split} cannot be read as {kind or 'a data set'}: {reason}",
+            expected="a split that exists (set data.split, or split and name of the source's entry)"
+            " and whose rows all have the same columns",
         ) from error
 
 
 def _load_split(
     entry: SourceEntry, split: str, places: RowPlaces, key: str, config: DataConfig
 ) -> tuple[Dataset, RowPlaces, list[BadLine]]:
-    """Load the rows of a split with the datasets library.
+    """Load a split of a source with the datasets library, leaving out lines that are no JSON.
 
     Args:
         entry: the source's entry in the recipe.
         split: the split, perhaps with the part of it to take, as in `train[:100]`.
-        places: where the rows are if the source has no files of JSON.
+        places: the places of the rows to return if the source has no JSON files.
         key: the name of the source in error messages.
         config: the `data:` section.
 
     Returns:
-        As `_load`.
+        The rows; the file and line of each row; and the lines of the files that are no JSON
+        objects, which the rows lack.
     """
-    # Choose the loader: that of the file's type, or the one of a Hub dataset.
+    # A single file is read by the loader of its type. A folder or a Hub data set has its own
+    # loader, which datasets finds by the name.
     source = entry.source
     kind = LOADERS.get(Path(source).suffix)
     loader = kind or source
@@ -631,8 +676,8 @@ def _load_split(
     )
     builder = load_dataset_builder(loader, **options, cache_dir=cache_dir)
 
-    # Lines of JSON are checked first, because one bad line would end the loading. datasets prepares
-    # all splits, so the files of all splits are checked.
+    # Check every line of JSON files first, because datasets stops at the first bad line. datasets
+    # prepares all splits at once, so the files of all splits are checked.
     bad_lines: list[BadLine] = []
     if isinstance(builder, Json):
         checked = _check_json_files(builder, key, config)
@@ -682,7 +727,16 @@ def _load_split(
 def _check_json_files(
     builder: Json, key: str, config: DataConfig
 ) -> dict[str, list["CheckedFile"]]:
-    """Check each JSON file that a builder of datasets would load, and return them by split."""
+    """Check each JSON file that a data set consists of, line by line.
+
+    Args:
+        builder: the builder with which datasets would load the files.
+        key: the name of the source in error messages.
+        config: the `data:` section.
+
+    Returns:
+        The checked files of each split.
+    """
     checked = {}
     for name, files in builder.config.data_files.items():
         checked[name] = [
@@ -694,16 +748,19 @@ def _check_json_files(
 def _select_bad_lines(
     bad_lines: Sequence[BadLine], places: RowPlaces, num_rows: int, num_all: int
 ) -> list[BadLine]:
-    """Return the bad lines in the part of the files that `data.split` takes.
+    """Return the bad lines within the part of the files that the recipe takes.
+
+    The recipe takes a part with a split such as `train[100:200]`.
 
     Args:
         bad_lines: the bad lines of all files.
-        places: where the rows of the split are.
-        num_rows: rows of the split.
-        num_all: rows of all files.
+        places: the places of the rows in the files, with the number of rows before the part.
+        num_rows: the number of rows in the part.
+        num_all: the number of rows in all files.
     """
-    # The part begins at the position of its first row, and ends before the first row after it. A
-    # part at the start or the end of the files takes the bad lines there, too.
+    # Positions are (index of the file, line). The part reaches from its first row to the row after
+    # its last row. If it has the first or the last row of the files, it reaches to their very
+    # beginning or end, which may be bad lines.
     first = (0, 0)
     after = (len(places.files), 0)
     if places.offset > 0:
@@ -732,29 +789,33 @@ class CheckedFile(NamedTuple):
 
 
 def _check_json(name: str, number_of_file: int, key: str, config: DataConfig) -> CheckedFile:
-    """Find the JSON objects of a file before Arrow reads it.
+    """Check that every line of a file is a JSON object, before Arrow reads the file.
 
-    Arrow's reader ends the process on a `null`. It also holds a line of any length in memory, even
-    one that a small compressed file expands to.
+    Arrow's JSON reader ends the process on a `null`, and holds a line of any length in memory. If
+    some lines are bad, a copy of the file without them is written to the cache.
 
     Args:
-        name: the path or address of the file.
-        number_of_file: its index among the files of the split, from 0.
+        name: the path or address of the file: JSON lines, or one JSON list of objects.
+        number_of_file: the index of the file among the files of its split, from 0.
         key: the name of the source in error messages.
         config: the `data:` section, which says where the cache is.
 
     Raises:
-        UserError: for a list that is broken, and for a file that cannot be read.
+        UserError: for a JSON list that is broken, and for a file that cannot be read.
     """
-    # Remote and compressed files are read like local ones. A list in a plain file is at most as
-    # large as the file; a compressed one could expand to any size, so it is limited.
+    # Download a remote file, and decompress it while reading. A compressed list could expand to any
+    # size, so its size is limited. A list in a plain file is at most as large as the file.
     path = DownloadManager().download(name)
     file = fsspec.open(str(path), compression="infer")
     largest_list = MAX_LINE_BYTES if file.compression else Path(path).stat().st_size
     bad_lines: list[BadLine] = []
 
     def report(number: int, error: ValueError) -> None:
-        """Note a line that is no JSON object, without its number, which the position has."""
+        """Add a line that is no JSON object to `bad_lines`.
+
+        The text of the error may begin with the number of the line, which is removed because the
+        position already has it.
+        """
         reason = re.sub(r"^(line|row) \d+(: |, )", "", str(error))
         bad_lines.append(BadLine((number_of_file, number), reason))
 
@@ -778,9 +839,19 @@ def _check_json(name: str, number_of_file: int, key: str, config: DataConfig) ->
 
 
 def _copy_readable(file: OpenFile, path: Path, largest_list: int, config: DataConfig) -> Path:
-    """Write the JSON objects of a file to the cache, one per line, and return the copy."""
-    # The copy is written under a name of this process and then moved, so that other processes see
-    # it whole or not at all.
+    """Write a copy of a file to the cache, with only the lines that are JSON objects.
+
+    Args:
+        file: the opened file, which is decompressed while it is read.
+        path: the path of the file, whose content names the copy.
+        largest_list: the most bytes of a JSON list.
+        config: the `data:` section, which says where the cache is.
+
+    Returns:
+        The path of the copy.
+    """
+    # Write under a name with the id of this process, and then move the file, so that no other
+    # process sees it half-written. `report` ignores the bad lines, which are known already.
     copy = cache_folder(config.cache_dir) / "prepared" / f"{hash_of(path)}-readable.jsonl"
     aside = copy.with_suffix(f".{os.getpid()}.part")
     with on_disk(copy.parent):
@@ -795,22 +866,28 @@ def _copy_readable(file: OpenFile, path: Path, largest_list: int, config: DataCo
 
 
 def _read_token_row(row: Mapping[str, Any], where: str, tokenizer: PreTrainedTokenizerBase) -> Row:
-    """Return a row of token ids with its loss mask, or with loss on all tokens if it has none.
+    """Check a row of token ids, and return it with its loss mask.
 
-    The ids are trained on unchanged. Their text is decoded only to compare the row with others.
+    The token ids are trained on as they are. Without a `loss_mask` all tokens carry loss. The ids
+    are decoded to a text only to compare the row with other rows.
+
+    Args:
+        row: the values of the row by column name.
+        where: names the row in error messages.
+        tokenizer: the target's tokenizer.
 
     Raises:
-        UserError: for ids or a mask that are out of range or of another length, and for a mask of
-            another name, which is not read.
+        UserError: for ids or a mask with wrong numbers or lengths, and for a row with labels or
+            another mask instead of a `loss_mask`.
     """
-    # Arrow reads a whole column as floats if one of its rows holds a float. Turn whole numbers back
+    # Arrow reads a whole column as floats if one of its rows has a float. Turn whole numbers back
     # into integers.
     row = dict(row)
     for name in {TOKENS, "loss_mask"} & row.keys():
         row[name] = _convert_to_integers(row[name])
 
-    # Labels, or a mask of another name than `loss_mask`, are not read. They are an error unless the
-    # mask selects every token.
+    # Columns such as `labels` or `attention_mask` are not used. They are an error if they seem to
+    # exclude tokens from the loss, which means if they are not all ones.
     ids = row[TOKENS]
     full_mask = [1] * (len(ids) if isinstance(ids, list) else 0)
     unread_masks = [
@@ -819,15 +896,15 @@ def _read_token_row(row: Mapping[str, Any], where: str, tokenizer: PreTrainedTok
         if (name == "labels" or name.endswith(("_mask", "_masks"))) and values != full_mask
     ]
     if unread_masks and "loss_mask" not in row:
-        columns = "data.columns={input_ids: input_ids"
         raise UserError(
             where,
             got=f"{TOKENS} with {unread_masks[0]}, which is not read",
-            expected=f"a loss_mask of 0 and 1 ({columns}, loss_mask: …}}), or {columns}}} for loss"
-            " on all tokens",
+            expected="a loss_mask of 0 and 1 (data.columns={input_ids: input_ids, loss_mask: …}),"
+            " or data.columns={input_ids: input_ids} for loss on all tokens",
         )
 
-    # Check both lists, and each of their numbers. Without a mask, every token carries loss.
+    # Check the ids and the mask: lists of integers of equal lengths, with ids in the vocabulary and
+    # masks of 0 and 1.
     mask = row.get("loss_mask", full_mask)
     for name, values, limit in ((TOKENS, ids, len(tokenizer)), ("loss_mask", mask, 2)):
         is_ids = name == TOKENS
@@ -836,7 +913,7 @@ def _read_token_row(row: Mapping[str, Any], where: str, tokenizer: PreTrainedTok
             raise UserError(
                 where,
                 got=f"{name} of type {type(values).__name__}{length}",
-                expected="a list of integers" + ("" if is_ids else ", one for each of input_ids"),
+                expected="a list of integers" + ("" if is_ids else ", one for each input id"),
                 kind=BAD_TOKENS,
             )
         for value in values:
@@ -845,14 +922,17 @@ def _read_token_row(row: Mapping[str, Any], where: str, tokenizer: PreTrainedTok
                     where,
                     got=f"{value!r} in {name}",
                     expected=f"integers from 0 to {limit - 1}"
-                    + (", the target’s tokens" if is_ids else ""),
+                    + (", the token ids of the target" if is_ids else ""),
                     kind=BAD_TOKENS,
                 )
     return {"text": str(tokenizer.decode(ids)), "input_ids": ids, "loss_mask": mask}
 
 
 def _convert_to_integers(values: object) -> object:
-    """Convert the floats of a list that are whole numbers to integers."""
+    """Replace floats in a list that are whole numbers, such as 2.0, by integers.
+
+    A value that is not a list is returned unchanged.
+    """
     if not isinstance(values, list):
         return values
     return [
@@ -861,14 +941,16 @@ def _convert_to_integers(values: object) -> object:
 
 
 def _has_json_within(feature: object) -> bool:
-    """Return whether a column holds lists of objects with a key whose values have several types.
+    """Return whether a column has lists of objects in which some key has values of several types.
 
-    datasets reads such values as JSON if they are texts: an answer `2` becomes a number. If the
-    objects are read as a whole, texts stay texts.
+    datasets gives such a key the type Json, and parses its texts: an answer "2" becomes the number
+    2. The caller reads these columns again, with the type Json for the objects as a whole, so that
+    texts stay texts.
 
     Args:
-        feature: the type of the column in datasets.
+        feature: the type that datasets found for the column.
     """
+    # The type is a list, whose items are dicts, and somewhere within it is the type Json.
     return (
         isinstance(feature, List)
         and isinstance(feature.feature, dict)
@@ -877,14 +959,16 @@ def _has_json_within(feature: object) -> bool:
 
 
 def _remove_missing_keys(value: Any, feature: object) -> Any:
-    """Remove the None values that Arrow added to a row for keys that only other rows have.
+    """Remove keys whose value is None from a row and from all objects within it.
 
-    Arrow gives all objects of a column the same keys.
+    Arrow gives all objects of a column the same keys. An object that lacks a key of another row
+    gets the key with the value None.
 
     Args:
         value: the row, or a value within it.
         feature: the type of the value in datasets: a dict for an object, `List` for a list.
     """
+    # Objects and lists are cleaned recursively. Other values stay as they are.
     if value is not None and isinstance(feature, dict):
         return {
             name: _remove_missing_keys(item, feature[name])
@@ -901,10 +985,10 @@ def _build_exchange(question: object, context: object, answer: object, where: st
 
     Args:
         question: the instruction.
-        context: the input of the instruction, which comes below it in the user's message; None if
-            there is none.
-        answer: the answer; None leaves the assistant's message empty.
-        where: the name of the row in errors.
+        context: a text that the instruction applies to. It comes below the instruction in the
+            user's message; None if there is none.
+        answer: the answer; None for an empty message of the assistant.
+        where: names the row in error messages.
     """
     parts = [check_string(part, where, "instruction") for part in (question, context) if part]
     return [

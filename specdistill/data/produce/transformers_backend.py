@@ -49,23 +49,24 @@ class TransformersBackend:
         answer_file: AnswerFile,
         count_wanted: Callable[[], int],
     ) -> Generator[tuple[GenerationTask, list[Answer]]]:
-        """Yield each task with its turns, in the order of the tasks.
-
-        Tasks with known answers are not generated again. New answers are kept at once.
+        """Generate the answers to tasks in batches, and yield each task with its answers, in order.
 
         Args:
             tasks: the tasks.
-            answer_file: the answers that are already there, to which new ones are added.
-            count_wanted: returns how many more tasks are expected to be needed, counting those that
-                were not yielded yet.
+            answer_file: keeps the answers on disk; answers that are in it are not generated again.
+            count_wanted: returns how many more tasks are expected to be needed, including the tasks
+                that were not yielded yet.
+
+        Yields:
+            (a task, its answers): one turn of the assistant, or the continuation of a text.
 
         Raises:
-            ResourceError: when a batch does not fit the device's memory.
+            ResourceError: if a batch does not fit the memory of the device.
         """
         # Take the next tasks: a whole batch, or fewer if fewer are needed.
         while batch := list(islice(tasks, max(1, min(self.batch.num_rows, count_wanted())))):
-            # Some answers may be known: a killed process kept them, or they were generated in an
-            # earlier batch, of which not all were needed.
+            # The file may have some of the answers, from an earlier process that was killed, or
+            # from an earlier batch of which not all answers were needed.
             new_tasks = [task for task in batch if task.name not in answer_file.turns]
             if new_tasks:
                 names = [task.name for task in new_tasks]
@@ -75,11 +76,16 @@ class TransformersBackend:
                 yield task, answer_file.turns.get(task.name) or []
 
     def _generate_batch(self, batch: list[GenerationTask]) -> list[list[Answer]]:
-        """Generate one turn for each task of a batch.
+        """Generate an answer to the prompt of each task in a batch.
 
-        All rows may have the same number of new tokens: as many as the prompt with the least room.
-        They share the seed of the first task.
+        Args:
+            batch: the tasks.
+
+        Returns:
+            For each task a list with one answer.
         """
+        # All prompts may get the same number of new tokens, `room`: what the longest prompt leaves.
+        # The whole batch is sampled with the seed of its first task.
         prompts = [task.prompt.ids for task in batch]
         room = min(task.max_length - len(task.prompt.ids) for task in batch)
         try:
@@ -98,7 +104,7 @@ class TransformersBackend:
                 next_step="lower data.regenerate.batch_size or data.max_length",
             ) from error
 
-        # An answer that does not end with a stop token was cut at its length.
+        # An answer that does not end with an end token was cut at the length limit.
         turns = []
         for ids, continuation in zip(prompts, generated, strict=True):
             has_end = bool(continuation) and continuation[-1] in self.end_ids
@@ -110,28 +116,31 @@ class TransformersBackend:
 def build_transformers_backend(
     target: RowTarget, num_tokens: int, batch_size: int, max_length: int
 ) -> Iterator[TransformersBackend]:
-    """Prepare the target in this process for generating in batches that fit its memory.
+    """Prepare the target in this process for generating answers in batches that fit its memory.
 
     Args:
         target: the target, with its model.
-        num_tokens: tokens to generate, for the error.
+        num_tokens: the value of `data.regenerate.num_tokens`, for the error.
         batch_size: the most rows of a batch.
-        max_length: tokens of a row.
+        max_length: tokens of a row, a prompt with its answer.
+
+    Yields:
+        The backend, while the model is set up for fast generation.
 
     Raises:
-        UserError: for a target that is not complete in this process.
+        UserError: if this process does not have all weights of the target.
     """
-    # Every weight must be whole, in this process and on a device. With `target.shard` each process
-    # has a part of the weights. With stored features the layers of the target stay on disk.
+    # All weights must be in this process. With `target.shard` each process has only a part of
+    # them. With offline features the layers of the target are not loaded (they are "meta" tensors).
     model = target.model
     assert model is not None
     if is_shared(model) or any(weight.is_meta for weight in model.parameters()):
         why = "target.shard" if is_shared(model) else "hidden_states.mode=offline"
         raise UserError(
             "data.regenerate.num_tokens",
-            got=f"{num_tokens} with {why}, which cannot generate rows",
-            expected="data.regenerate.server, or rows that `specdistill data make` made before with"
-            " target.shard=none",
+            got=f"{num_tokens} with {why}, where the target cannot generate",
+            expected="servers in data.regenerate.server, or rows that `specdistill data make` made"
+            " before with target.shard=none",
         )
     with prepare_generation(model, choose_fast_dtype(model.device)) as prepared:
         yield TransformersBackend(
@@ -140,13 +149,18 @@ def build_transformers_backend(
 
 
 def _plan_fitting_batch(model: PreTrainedModel, batch_size: int, max_length: int) -> BatchPlan:
-    """Plan batches of rows of `max_length` tokens that fit the free memory.
+    """Choose how many rows to generate at a time, so that they fit the free memory.
 
-    A warning is logged if the batches are smaller than `batch_size`.
+    A warning is logged if these are fewer than `batch_size`.
+
+    Args:
+        model: the target.
+        batch_size: the most rows of a batch.
+        max_length: tokens of a row.
     """
+    # All processes of a launch on this machine share its main memory, so on the CPU each gets a
+    # part of the free memory. An accelerator is used by one process only.
     row_bytes = estimate_row_bytes(model, max_length)
-    # The processes of a launch share a machine's main memory, but each has an accelerator of its
-    # own.
     num_sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if model.device.type == "cpu" else 1
     free_bytes = measure_free_memory(model.device) // num_sharing
     plan = plan_batch(batch_size, model.device, row_bytes, free_bytes)
@@ -155,9 +169,10 @@ def _plan_fitting_batch(model: PreTrainedModel, batch_size: int, max_length: int
         key = "data.regenerate.batch_size"
         logger.warning(
             f"{key}: generating {plan.num_rows} rows at a time instead of {batch_size}. A row of"
-            f" {max_length} tokens takes about {decimal(row_bytes)} with a vocabulary of"
-            f" {vocab_size:,}, and {decimal(free_bytes)} are free. The batch size changes what is"
-            f" sampled: set {key}={plan.num_rows} to generate the same rows on every machine."
+            f" {max_length} tokens takes about {decimal(row_bytes)} of memory with a vocabulary of"
+            f" {vocab_size:,} tokens, and {decimal(free_bytes)} are free. The batch size changes"
+            f" what is sampled: set {key}={plan.num_rows} to generate the same rows on every"
+            " machine."
         )
     return plan
 

@@ -216,6 +216,7 @@ def build_turn_documents(
         UserError: if the template leaves out a part of the conversation; with `checks_turns` also
             if it changes a turn of the assistant.
     """
+    # Raise an error if the template leaves out a part of the conversation.
     check_expressed(tokenizer, messages, tools, where)
 
     # Render the conversation up to each turn of the assistant. If the rendered text continues the
@@ -249,8 +250,8 @@ def find_inner_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     template writes around reasoning and tool calls are the exception. They are found by rendering
     two example turns.
     """
-    # A turn with reasoning, and a turn with a tool call. `tool` has the fields of a tool call and
-    # those of a tool's schema, so it serves as both.
+    # A turn with reasoning (REASONING[0] is its key), and a turn with a tool call. `tool` has the
+    # fields of a tool call and those of a tool's schema, so it serves as both.
     tool = {"type": "function", "function": {"name": "f", "arguments": {}, "parameters": {}}}
     turns: list[tuple[Message, Tools]] = [
         ({"role": "assistant", "content": "a", REASONING[0]: "b"}, None),
@@ -346,8 +347,9 @@ def _render_turn(
 def _mark_turn(turn: Message) -> Message:
     """Return a copy of a turn in which MARKER replaces the part that chat templates render first.
 
-    The part is the reasoning; without reasoning, the content; without content, the names of the
-    tools that the turn calls. The rendered text then shows by MARKER where the turn begins.
+    The part is the reasoning (key REASONING[0]); without reasoning, the content; without content,
+    the names of the tools that the turn calls. In the rendered text, MARKER then shows where the
+    turn begins.
     """
     if REASONING[0] in turn:
         return {**turn, REASONING[0]: MARKER}

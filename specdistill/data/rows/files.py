@@ -294,7 +294,7 @@ def read_header(path: Path) -> str:
 
 @contextmanager
 def on_disk(what: Path, next_step: str = FREE_SPACE) -> Iterator[None]:
-    """Raise ResourceError if the code in this context cannot write to the disk, e.g. a full one.
+    """Convert errors of writing to the disk, such as a full disk, into a ResourceError.
 
     torch's file writer raises RuntimeError for such a disk, with one of TORCH_WRITER_NAMES in its
     text. Every other RuntimeError is raised unchanged.

@@ -328,10 +328,10 @@ def index_batch(batch: dict[str, Tensor]) -> dict[str, Any]:
     Returns:
         The batch with three more entries. Positions count through the flattened batch of B * T
         tokens.
-        `loss_positions`, int64 [R]: the positions of the tokens that carry loss, without the first
+        `loss_positions` (int64): the positions of the tokens that carry loss, without the first
         token of each document, and then zeros as padding.
-        `cumulative_lengths`, int32 [N + 1]: the positions at which the documents begin, and then
-        B * T, repeated as padding. The padding of a row counts as a document.
+        `cumulative_lengths` (int32): the positions at which the documents begin, and then B * T,
+        repeated as padding. The padding of a row counts as a document.
         `longest`: the number of tokens of the longest document.
     """
     ids_BT = batch["document_ids"]
@@ -346,6 +346,8 @@ def index_batch(batch: dict[str, Tensor]) -> dict[str, Any]:
     # padding of a row has a document id of its own, so it counts as a document.
     begins_BT = torch.cat((torch.ones_like(ids_BT[:, :1]), ids_BT.diff(dim=1)), dim=1) != 0
     bounds = F.pad(begins_BT.flatten().nonzero().flatten(), (0, 1), value=num_tokens)
+
+    # Loss positions are padded to a multiple of an eighth of the tokens: 8 possible lengths.
     return {
         **batch,
         "loss_positions": _pad_numbers(loss_positions, -(-num_tokens // LENGTH_MULTIPLE), 0),

@@ -345,7 +345,7 @@ def check_row_set(config: DataConfig, target: RowTarget) -> None:
         raise UserError(
             "target.model",
             got=f"the tokenizer {type(target.tokenizer).__name__}",
-            expected="a fast tokenizer, whose model has a tokenizer.json",
+            expected="a model with a fast tokenizer, which has a tokenizer.json",
         )
     if target.model is None:
         return
@@ -389,7 +389,7 @@ def compute_fingerprint(
     by_servers = isinstance(config.regenerate, ServerRegeneration)
     # Leave out settings that do not change the rows: the address and the timeout of a server. If
     # servers generate the rows, each request has its own seed, so the batch size changes nothing
-    # either.
+    # either. The target's quantization only matters if the target in this process generates.
     unhashed_settings = {"server", "timeout"} | ({"batch_size"} if by_servers else set())
     quantization = [target.quantization] if target.quantization and not by_servers else []
     suites = [*config.decontaminate, *(measured_on if "all" in config.decontaminate else ())]

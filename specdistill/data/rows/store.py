@@ -214,7 +214,7 @@ class Shard:
             origin: the target, layers and dtypes that the features must come from.
 
         Raises:
-            UserError: for a file that is missing or damaged, or whose features come from elsewhere.
+            UserError: for a file that is missing or damaged, or whose features have another origin.
         """
         # Read the tokens and the checksums. A safetensors file begins with the size of its JSON
         # header in 8 bytes; the header says where the features begin.

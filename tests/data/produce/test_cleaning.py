@@ -192,7 +192,10 @@ def test_rows_that_overlap_what_the_draft_is_measured_on_are_filtered_and_listed
     assert rows == [
         (row, f"suite: {prompt}") for row, prompt in ((14, 1), (15, 2), (16, 2), (17, 3))
     ]
-    assert "4 of 20 rows are filtered (4 with prompts of suite), listed in" in said.err
+    assert (
+        "Removed 4 of 20 rows that overlap evaluation prompts (4 with prompts of suite); they are"
+        " listed in" in said.err
+    )
     assert "gsm8k, humaneval, mt-bench, spec-bench, speed-bench could not be fetched" in caplog.text
     counts = said.out
     assert data(folder) == 0

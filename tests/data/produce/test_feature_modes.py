@@ -176,7 +176,7 @@ def test_the_section_says_which_store(tmp_path: Path, caplog: pytest.LogCaptureF
         store(OfflineStates(path=path))
     made = store(HybridStates(path=path))
     assert made is not None and (made.num_rows, made.num_missing) == (10, 0)
-    assert "features of 10 of 10 rows" in caplog.text
+    assert "stored features of 10 of 10 rows" in caplog.text
     assert made.origin.weights == loaded.identity.weights and made.origin.aux_layers == (1, 2)
     with refused(
         "hidden_states.path",

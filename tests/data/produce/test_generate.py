@@ -387,10 +387,12 @@ def test_blocks_that_lack_or_are_of_another_recipe_are_named(tmp_path: Path) -> 
         make_blocks(job, 1, 2)
         make_blocks(other, 0, 8)
     shutil.copy(other.blocks / "block-00000.arrow", job.blocks)
-    with refused("data.shard", job.blocks / "block-00000.arrow", holds=f"of rows {other.plan}"):
+    with refused(
+        "data.shard", job.blocks / "block-00000.arrow", holds=f"of the generation plan {other.plan}"
+    ):
         merge.merge(job)
     shutil.copy(job.blocks / "block-00002.arrow", job.blocks / "block-00000.arrow")
-    with refused("data.shard", holds=f"block 2 of rows {job.plan}"):
+    with refused("data.shard", holds=f"block 2 of the plan {job.plan}"):
         merge.merge(job)
     assert not (job.folder / MANIFEST).exists()
 

@@ -76,9 +76,9 @@ def test_a_system_message_stands_before_the_words() -> None:
         (
             "{% for m in messages %}Q{{ m.content }}{{ m.content }}{% endfor %}",
             None,
-            "does not open a user's turn in",
+            "writes no text before the user's message, or",
         ),
-        ("{{ messages[0].content }} A: ", None, "does not open a user's turn in"),
+        ("{{ messages[0].content }} A: ", None, "writes no text before the user's message, or"),
         (GEMMA, "Sums.", "System role not supported"),
     ],
 )
@@ -372,12 +372,12 @@ def test_what_servers_generate_and_near_duplicates_of_other_blocks_are_filtered(
     ("source", "settings", "key", "got"),
     [
         ("self", {"regenerate": None}, "data.source", "self with data.regenerate.num_tokens=0"),
-        ("self", {}, "data.source", "self, all of whose generated prompts were dropped"),
+        ("self", {}, "data.source", "self, but every prompt that the target generated was dropped"),
         (
             "self",
             {"columns": {"text": "body"}},
             "data.columns",
-            "{'text': 'body'} with the source self alone",
+            "{'text': 'body'} with self as the only source",
         ),
         ([{"source": "self", "where": {"a": 1}}], {}, "data.source[0].where", "{a: 1}"),
     ],

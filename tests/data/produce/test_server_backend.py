@@ -377,7 +377,8 @@ def test_a_block_of_which_nothing_is_kept_ends(
     with (
         running(Behaviour(text=lambda digest: " ")) as made,
         refused(
-            "data.regenerate.filter", "rules that 20 answers in a row broke, most of all empty"
+            "data.regenerate.filter",
+            "rules that dropped 20 answers in a row, most often the rule empty",
         ),
     ):
         block_of(tmp_path, 10**6, server(made), rules=["empty"])

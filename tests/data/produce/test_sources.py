@@ -317,7 +317,11 @@ def test_an_entry_takes_the_rows_that_it_asks_for(
             "source",
             f"{entry['source']}, where no row matches `where` and `min_turns`",
         ),
-        ({"source": "pico", "min_turns": 2}, "source", "columns, where or min_turns for pico"),
+        (
+            {"source": "pico", "min_turns": 2},
+            "source",
+            "columns, where or min_turns for the built-in source pico",
+        ),
     ):
         with refused(f"data.source[0].{key}", got):
             taken(**conditions)
@@ -378,7 +382,7 @@ def test_a_missing_file_names_its_neighbour(tmp_path: Path) -> None:
         (
             "parquet",
             b"PAR1" + bytes(50) + b"PAR1",
-            "rows.parquet, split train, which does not read as parquet",
+            "rows.parquet, whose split train cannot be read as parquet",
         ),
         (
             "parquet",
@@ -390,7 +394,7 @@ def test_a_missing_file_names_its_neighbour(tmp_path: Path) -> None:
         (
             "parquet",
             _parquet({"text": []}),
-            "rows.parquet, split train, which does not read as parquet",
+            "rows.parquet, whose split train cannot be read as parquet",
         ),
         (
             "parquet",
@@ -414,7 +418,7 @@ def test_a_missing_file_names_its_neighbour(tmp_path: Path) -> None:
             "rows.jsonl line 2: got byte 0xe9, which is not UTF-8",
         ),
         ("json", b'[{"text":\n\n"\xe9"}]', "rows.json, line 3: byte 0xe9, which is not UTF-8"),
-        ("parquet", b"text", "which does not read as parquet"),
+        ("parquet", b"text", "cannot be read as parquet"),
         (
             "jsonl",
             b'{"txt": "a", "id": 1}\n',
@@ -448,9 +452,9 @@ def test_files_that_cannot_be_used(
         (
             "train.parquet",
             b"PAR1" + bytes(50) + b"PAR1",
-            ", split train, which does not read as a data set",
+            ", whose split train cannot be read as a data set",
         ),
-        ("README.md", b"---\n: [\n---\n", ", split train, which does not read as a data set"),
+        ("README.md", b"---\n: [\n---\n", ", whose split train cannot be read as a data set"),
     ],
 )
 def test_folders_that_cannot_be_used(

@@ -98,7 +98,7 @@ def test_rows_and_features_are_of_one_request(
     # one to compare
     assert num_rows / 2 < num_found < num_rows and num_passes <= 1 + num_rows - num_found
     assert (
-        f"features of {num_rows} of {num_rows} rows, {num_found} as they were generated"
+        f"stored features of {num_rows} of {num_rows} rows ({num_found} kept while generating)"
         in caplog.text
     )
     assert not config.waiting.exists()
@@ -107,7 +107,7 @@ def test_rows_and_features_are_of_one_request(
 def test_hidden_states_of_other_layers_are_refused(target: FrozenTarget, tmp_path: Path) -> None:
     for written, key, got in (
         ((2, 3, 4), "hidden_states.path", "hidden states of other layers or of another target"),
-        ((1, 4), "hidden_states.server", "which writes ["),
+        ((1, 4), "hidden_states.server", "which writes hidden states of shape ["),
     ):
         folder = tmp_path / str(len(written))
         folder.mkdir()
