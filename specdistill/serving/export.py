@@ -64,13 +64,14 @@ def export(
     merges: bool = True,
     logs: bool = True,
 ) -> Served:
-    """Write a draft into a new folder in the layout of an engine, with SERVE.md in it.
+    """Write a draft into a new folder that an inference engine can load, with SERVE.md in it.
 
-    The draft may be in any layout that this project reads.
+    SERVE.md says how to serve the draft with this engine. The draft itself may be in the layout
+    (names of files, tensors and keys) of any project that specdistill reads.
 
     Args:
         draft: the folder of the draft.
-        engine: the name of an engine that has a `serve_command`.
+        engine: the name of the engine, e.g. `vllm`. It must have a `serve_command`.
         output_dir: the new folder.
         target: the draft's target. It is needed if the engine's layout contains a part of the
             target (`mtp`, speculators), or if a draft in another project's layout lacks a part
@@ -79,10 +80,10 @@ def export(
             `finds_report`.
         num_speculative_tokens: K in the commands, draft tokens per round. None: K of the report.
         finds_report: whether to look for the report if `report` is None.
-        merges: whether to merge the target's adapter into a copy of the target, in the folder
-            `<output_dir>-target`. The commands then serve this copy.
+        merges: whether to merge the target's adapter, if it has one, into a copy of the target in
+            the folder `<output_dir>-target`. The commands then serve this copy.
         logs: whether to log the warnings of the check of the draft against its target. SERVE.md
-            has them in any case.
+            has the warnings in any case.
 
     Returns:
         The facts that a command to serve the draft is built from.
@@ -155,20 +156,28 @@ def export(
 
 
 def _check_token_replacements(settings: Mapping[str, Any], engine: str, draft: Path) -> None:
-    """Raise UserError for a draft that was measured with `eval.token_replacements`."""
+    """Raise UserError for a draft that was measured with `eval.token_replacements`.
+
+    No engine can replace draft tokens, so a served draft would not accept what was measured.
+
+    Args:
+        settings: the settings in the draft's report.
+        engine: the name of the engine, for the error.
+        draft: the folder of the draft, for the error.
+    """
     if settings.get("drafting", {}).get("token_replacements"):
         raise UserError(
             "engine",
             got=f"{engine} for {draft}, which was measured with eval.token_replacements",
-            expected="a draft measured without it: no engine can replace tokens",
+            expected="a draft measured without this setting: no engine can replace draft tokens",
         )
 
 
 def load_safetensors_target(target: TargetFiles, dtype: str) -> TargetFiles:
-    """Return a GGUF target as its copy in safetensors, which engines other than llama.cpp load.
+    """Return the copy of a GGUF target in safetensors, which engines other than llama.cpp load.
 
-    The copy is written if it does not exist. If it cannot be written, the target itself is
-    returned.
+    The copy is written now if there is none yet. If no copy can be written, the GGUF target itself
+    is returned.
 
     Args:
         target: a target that is a GGUF file.
@@ -180,9 +189,9 @@ def load_safetensors_target(target: TargetFiles, dtype: str) -> TargetFiles:
 
 
 def merge_target_adapter(target: TargetFiles, output: Path, dtype: str) -> TargetFiles:
-    """Write a copy of a target with its adapter merged into the weights.
+    """Write a copy of a target with its adapter (PEFT, e.g. LoRA) merged into the weights.
 
-    Engines load the copy as they load any model.
+    Engines load the copy like any other model.
 
     Args:
         target: a target with an adapter.
@@ -193,9 +202,10 @@ def merge_target_adapter(target: TargetFiles, output: Path, dtype: str) -> Targe
         The copy, as a target without an adapter.
 
     Raises:
-        UserError: as `FrozenTarget.load` does, and for a folder that exists.
+        UserError: if `output` exists already, or if the target cannot be loaded.
     """
-    # Loading a target merges its adapter into the weights, so the model is saved as it is.
+    # `FrozenTarget.load` merges the adapter into the weights, so the loaded model is saved as it
+    # is.
     check_new(output)
     adapted = FrozenTarget.load(
         target.name,
@@ -214,27 +224,27 @@ def find_serving(engine: str, method: str, draft: Path | str) -> tuple[Serving, 
     """Return how an engine loads drafts of a method, and the layout of such a draft's folder.
 
     Args:
-        engine: the name of the engine.
-        method: the draft's method.
+        engine: the name of the engine, e.g. `vllm`.
+        method: the draft's method, e.g. `eagle3`.
         draft: the name of the draft in the error.
 
     Raises:
         UserError: if no draft of this method is exported for the engine.
     """
-    # Collect the engines for which drafts of this method are exported.
+    # Collect the engines for which drafts of this method are exported. The others have no layout.
     layouts_by_engine = {
         name: (serving, serving.layout)
         for name, serving in METHODS[method].serving().items()
         if serving.layout
     }
 
-    # An engine may use the layouts of another engine.
+    # An engine may read the layouts of another engine, which `layouts` then names.
     name = ENGINES[engine].layouts or engine
     if name not in layouts_by_engine:
         raise UserError(
             "engine",
             got=f"{engine} for {draft}, of method {method}",
-            expected=" or ".join(layouts_by_engine) or "a draft that some engine loads",
+            expected=" or ".join(layouts_by_engine) or "a draft of a method that an engine loads",
         )
     return layouts_by_engine[name]
 
@@ -252,7 +262,8 @@ def check_engine_names(recipe: TrainedRecipe) -> dict[str, str]:
     if recipe.eval.engine in ENGINES:
         names_by_key["eval.engine"] = recipe.eval.engine
 
-    # Check that each of them loads drafts of the method.
+    # Check that each engine loads drafts of the method. An error names the recipe key, e.g.
+    # publish.exports[0].
     if names_by_key:
         check_exports(recipe.publish.exports, recipe.method, "publish.exports")
     for key, engine in names_by_key.items():
@@ -297,7 +308,11 @@ def check_engines(
 
 @contextmanager
 def _report_engine_key(key: str) -> Iterator[None]:
-    """Replace `engine` in the errors of the block by the recipe key that names the engine."""
+    """Let a UserError of the block name a recipe key instead of the argument `engine`.
+
+    Args:
+        key: the recipe key that names the engine, e.g. publish.exports[0].
+    """
     try:
         yield
     except UserError as error:
@@ -308,7 +323,8 @@ def _report_engine_key(key: str) -> Iterator[None]:
 def check_exports(engines: Sequence[str], method: str, key: str) -> None:
     """Raise UserError if an export that is to be published would contain the whole target.
 
-    This is so for methods whose draft is a part of the target's checkpoint.
+    Engines load some drafts (MTP layers) as a part of the target's checkpoint. An export of such a
+    draft is a copy of the target, which is too large to be published with each draft.
 
     Args:
         engines: the names of the engines to export for.
@@ -320,8 +336,8 @@ def check_exports(engines: Sequence[str], method: str, key: str) -> None:
             key,
             got=", ".join(engines),
             expected=(
-                f"no engine: engines load a draft of method {method} inside a copy of its target;"
-                " export it on the machine that serves it"
+                f"an empty list: engines load a draft of method {method} inside a copy of its"
+                " target; run `specdistill export` on the machine that serves the draft"
             ),
         )
 
@@ -334,13 +350,15 @@ def list_measured_fields(
 ) -> dict[str, Any]:
     """Return the fields of `Served` that follow from the measurement and from the target's files.
 
-    Fields that are not known are absent, so that `Served` has its defaults.
+    `Served` holds the facts for the command that serves a draft. Fields that are not known are left
+    out of the result, so that the defaults of `Served` apply.
 
     Args:
         report: the draft's report; None if there is none.
         target: the target's files; None if they are not known.
-        lengths: the best draft length of each load, from which K is chosen; may be empty.
-        num_tokens: K if there are no lengths, or if no draft is faster at the measured load.
+        lengths: the best K (`k`) for each load (`batch_size`, sequences at once); may be empty.
+        num_tokens: the K to use if `lengths` is empty, or if its K for the measured load is 0:
+            then no draft is faster than plain decoding.
     """
     # Read the dtype of the target's weights from the report.
     config = target.text_config if target else {}
@@ -377,26 +395,28 @@ def list_measured_fields(
 
 
 def read_measured_lookup(settings: Mapping[str, Any]) -> LookupFirstConfig | None:
-    """Return the lookup that drafted before the draft in a measurement.
+    """Return the settings of the lookup (`eval.lookup_first`) of a measurement, from its report.
+
+    In each round, such a lookup is tried first; the draft drafts only if nothing is looked up.
 
     Args:
-        settings: the settings of the report.
+        settings: the settings in the report.
 
     Returns:
-        The settings of the lookup; None if there was none.
+        The settings of the lookup; None if the draft was measured without a lookup.
 
     Raises:
-        ValueError: for settings that describe no lookup.
+        ValueError: if the report's lookup has unknown keys or invalid values.
     """
     lookup = settings.get("drafting", {}).get("lookup_first")
     return LookupFirstConfig.model_validate(lookup) if lookup else None
 
 
 def write_untrained(recipe: Recipe, folder: Path) -> None:
-    """Create the untrained draft of a recipe without any data, and save it.
+    """Create the untrained draft of a recipe without any data, and save it in a folder.
 
-    Choices that training makes from data are arbitrary here: a pruned draft vocabulary has the
-    first tokens of the target's vocabulary.
+    Training makes some choices from its data. Without data they are arbitrary: a pruned draft
+    vocabulary, for example, gets the first tokens of the target's vocabulary.
 
     Raises:
         UserError: for a recipe that cannot be trained.
@@ -419,25 +439,26 @@ def serve_md(
 
     Args:
         engine: the engine that serves.
-        served: the facts for the commands.
+        served: the facts that the command to serve is built from.
         report: the report of the draft; None if there is none.
-        lengths: the best draft length of each load, from which K is chosen; may be empty.
+        lengths: the best K for each load (sequences at once); may be empty.
         findings: the findings of the check of the draft against its target.
         engines: a sentence about which engines serve such a draft; empty if all of them do.
     """
-    # Fill the lengths and the dtype into the engine's flags.
+    # Fill the dtype and the tokens of one sequence and of four sequences into the engine's flags.
     assert engine.serve_command is not None
     values = {"length": served.max_length, "total": 4 * served.max_length, "dtype": served.dtype}
     flag_rows = [(name, how.format(**values)) for name, how in engine.flags.items()]
 
-    # Show the loads that an engine measured, or else the best draft length of each load.
+    # A table by load: what was measured in an engine, or else the best K of each load that
+    # specdistill measured or predicts for its own decoder.
     in_engine = report is not None and report.get("engine", {}).get("name") in ENGINES
     by_load = ""
     if report and in_engine:
         by_load = format_cells(tabulate_by_load(find_fastest_lengths(report)))
     by_length = format_cells(tabulate_by_load(lengths)) if lengths and not in_engine else ""
 
-    # The engine uses the table of lengths if its command differs without it.
+    # An engine can change K with the load if its command differs without `served.lengths`.
     command_without_lengths = engine.serve_command(replace(served, lengths=()))
     takes_lengths = engine.serve_command(served) != command_without_lengths
 
@@ -468,8 +489,8 @@ def serve_md(
 def list_caveats(report: phrases.Report | None, engine: Engine, k: int) -> list[str]:
     """Return the reasons against serving a draft, as one or more sentences for each reason.
 
-    The reasons are a gate that the draft did not pass, and a speed below that of plain decoding.
-    For a draft that was measured behind a lookup, a text says whether the engine has such a lookup.
+    The reasons are a gate that the draft did not pass, and a speed below that of plain decoding. If
+    the draft was measured behind a lookup, another text says whether the engine can do the same.
 
     Args:
         report: the draft's report; None gives no caveats.
@@ -507,14 +528,17 @@ def list_caveats(report: phrases.Report | None, engine: Engine, k: int) -> list[
 
 
 def describe_lookup(engines: Iterable[Engine], lookup: LookupFirstConfig | None, k: int) -> str:
-    """Say how engines serve a lookup in front of a draft, and which engines serve without it.
+    """Say how engines serve a lookup in front of a draft, and which engines serve only the draft.
 
     Args:
-        engines: the engines that serve.
-        lookup: the lookup; None for none.
+        engines: the engines.
+        lookup: the settings of the lookup; None if there is no lookup.
         k: K, the most tokens that the lookup drafts per round.
+
+    Returns:
+        One or more sentences, for SERVE.md and model cards.
     """
-    # An engine that cannot express the lookup starts the draft alone.
+    # `describe_front` returns None for an engine that has no such lookup.
     fronts = {engine.title: engine.describe_front(lookup, k) for engine in engines}
     notes = [front.note for front in fronts.values() if front]
     titles_without_lookup = [title for title, front in fronts.items() if not front]
@@ -537,20 +561,20 @@ def find_report(draft: Path, report: Path | None, method: str) -> phrases.Report
         The report; None if `report` is None and there is no report next to the draft.
 
     Raises:
-        UserError: if the report that `report` names does not exist, and for a report that cannot be
-            read or that is of a draft of another method.
+        UserError: if `report` names a file that does not exist, if the report cannot be read, or if
+            it was measured with a draft of another method.
     """
     path = report or draft.absolute().parent / "report"
     if report is None and not (path / "report.json").is_file():
         return None
 
-    # A report of another method cannot be of this draft.
+    # A report about a draft of another method cannot be the report of this draft.
     document = read_document(path)
     measured_method = document["draft"]["method"]
     if measured_method != method:
         raise UserError(
             "report",
-            got=f"{path}, of a draft of method {measured_method}",
+            got=f"{path}, which is about a draft of method {measured_method}",
             expected=f"the report.json of a draft of method {method}",
         )
     return document

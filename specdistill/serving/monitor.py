@@ -52,12 +52,16 @@ POSSIBLE_RANGES = {"acceptance_length_vllm": (1.0, np.inf), "acceptance_rate": (
 def find_engine(server: Server) -> tuple[str, Client]:
     """Find out which engine runs a server, by the names of the counters on its /metrics page.
 
+    Args:
+        server: the address of a running server, to which requests can be sent.
+
     Returns:
         The name of the engine, and its client.
 
     Raises:
         ResourceError: for a server without the counters of a known engine.
     """
+    # A client knows the counters of an engine. Not every engine has one.
     clients: dict[str, Client] = {}
     for name in list_engines_with("client"):
         client = ENGINES[name].client
@@ -78,20 +82,23 @@ def find_engine(server: Server) -> tuple[str, Client]:
 def summarize_acceptance(
     client: Client, pages: Sequence[Counters], seconds: float
 ) -> dict[str, Any]:
-    """Compute the acceptance of a server from readings of its counters, and judge it.
+    """Compute the acceptance of a running server from readings of its counters, and judge it.
+
+    Counters only grow, so two readings say how much was drafted and accepted in between. The time
+    is cut into equal parts, with a reading at both ends of each part. The spread between the parts
+    gives the confidence intervals.
 
     Args:
-        client: the client of the engine.
-        pages: the readings of the counters, after equal parts of time. The first reading is at the
-            beginning of the first part.
+        client: the client of the engine, which knows the counters.
+        pages: the readings, as name -> value. Part i lies between readings i and i + 1.
         seconds: the time between the first reading and the last.
 
     Returns:
-        The counts and the metrics that follow from them, named as in a report's row, with `verdict`
-        and `reason`.
+        The counts and the metrics, named as in a row of a report, with `verdict` and `reason`.
 
     Raises:
-        ResourceError: as `Client.compute_drafted` does, and for more accepted than drafted tokens.
+        ResourceError: for counters that are missing or fall, and for more accepted than drafted
+            tokens.
     """
     # Count what was drafted over the whole time. Rounded counters may be off by a little.
     row = client.compute_drafted(pages[0], pages[-1])
@@ -100,18 +107,19 @@ def summarize_acceptance(
     accepted = row["num_accepted_tokens"]
     if not 0 <= accepted <= drafted + _estimate_blur(client, pages[-1], client.drafting[1]):
         raise ResourceError(
-            f"the server says that it accepted {accepted} of {drafted} draft tokens",
-            next_step="look at its /metrics",
+            f"the server's counters cannot be right: {accepted} of only {drafted} draft tokens"
+            " were accepted",
+            next_step="look at the server's page /metrics",
         )
 
     # Count what was drafted in each part. SGLang has no counters of drafts until a request has
-    # ended. Of the readings before that, only the first one is used, as the start.
+    # ended. Of the readings without these counters only the first one is used, as the start.
     idle_pages = list(takewhile(lambda page: not page.keys() >= set(client.drafting), pages))
     used_pages = [*idle_pages[:1], *pages[len(idle_pages) :]]
     all_parts = [client.compute_drafted(before, after) for before, after in pairwise(used_pages)]
     parts = [part for part in all_parts if part["num_drafts"] and part["num_draft_tokens"]]
 
-    # Rounded counters may be too coarse for any number.
+    # If the page rounds its counters too coarsely, no metric is computed.
     reason = _explain_missing_numbers(client, pages, seconds)
     if reason:
         return {**row, "verdict": "inconclusive", "reason": reason}
@@ -151,30 +159,36 @@ def summarize_acceptance(
 
 
 def _estimate_blur(client: Client, page: Counters, name: str) -> float:
-    """Return by how much the growth of a counter may be wrong, because the page rounds it.
+    """Return by how much the growth of a counter may be wrong because its value is rounded.
 
-    It is a unit of the last digit that is printed, or 0 while the page prints all digits.
+    This is the value of the last digit that is printed: 10 for 1.23457e+06. It is 0 for a counter
+    that is printed with all digits.
 
     Args:
-        client: the client of the engine, which says how the page rounds.
-        page: a reading of the counters.
+        client: the client of the engine. `client.rounding` is the largest rounding error as a share
+            of the value: 1e-5 for six digits, 0 for all digits.
+        page: a reading of the counters, as name -> value.
         name: the name of the counter.
     """
-    # With six digits, for example, the last digit is worth 10 from a million on.
+    # The power of ten at or below the rounding error. With six digits it is 10 from a million on.
     unit: float = 10 ** math.floor(math.log10(max(1.0, client.rounding * page[name])))
     return unit if unit > 1 else 0
 
 
 def _explain_missing_numbers(client: Client, pages: Sequence[Counters], seconds: float) -> str:
-    """Say why the counters are too coarse to compute metrics; empty if they are not.
+    """Explain that the counters are rounded too coarsely to compute metrics; empty if they are not.
 
     Args:
         client: the client of the engine.
-        pages: the readings of the counters.
+        pages: the readings of the counters, at the ends of equal parts of the time.
         seconds: the time between the first reading and the last.
+
+    Returns:
+        The explanation and the advice to watch the server for longer, or an empty text.
     """
-    # Find how long to watch, as a multiple of `seconds`, so that a jump of each counter is at most
-    # MAX_BLUR of its growth in a part.
+    # In each part, the rounding error of a counter may be at most the share MAX_BLUR of its growth.
+    # Find how much longer than `seconds` to watch, so that this holds for the counters of drafts
+    # and of draft tokens.
     needed_factor = 0.0
     for name in client.drafting[:2]:
         growth = pages[-1][name] - pages[0].get(name, 0.0)
@@ -186,22 +200,24 @@ def _explain_missing_numbers(client: Client, pages: Sequence[Counters], seconds:
     if needed_factor <= 1:
         return ""
     advice = _suggest_longer_time(needed_factor * seconds)
-    return f"too few drafts for counters of six digits; {advice}"
+    return f"too few drafts: the server rounds its counters to six digits; {advice}"
 
 
 def _suggest_longer_time(seconds: float) -> str:
-    """Say how long to watch the server instead, as the setting `seconds`."""
+    """Advise to watch the server for this long, by the setting `seconds`; infinite: not known."""
     return f"use seconds={math.ceil(seconds)} or more" if seconds < math.inf else "raise seconds"
 
 
 def _explain_missing_interval(
     client: Client, pages: Sequence[Counters], seconds: float, num_drafts: int, num_parts: int
 ) -> str:
-    """Say why there is no confidence interval; empty if there is one.
+    """Explain why no confidence interval can be computed; empty if one can.
+
+    The time is cut into equal parts, and the spread between parts gives the interval.
 
     Args:
         client: the client of the engine.
-        pages: the readings of the counters.
+        pages: the readings of the counters, at the ends of the parts.
         seconds: the time between the first reading and the last.
         num_drafts: the number of drafts in that time.
         num_parts: the number of parts in which something was drafted.
@@ -212,8 +228,9 @@ def _explain_missing_interval(
     if num_parts < 2:
         return "no interval: something was drafted in one part of the time only"
 
-    # Requests must be short in comparison with a part. An engine without a histogram of durations
-    # counts a request when it ends, so each request is in one part anyway.
+    # A long request lies in several parts, which are then not independent. So the mean duration of
+    # a request may be at most the share MAX_BLUR_SHARE of a part. An engine without a histogram of
+    # durations (`latency`) counts a request only when it ends, so always in one part.
     sum_name = f"{client.latency}_sum"
     count_name = f"{client.latency}_count"
     request_seconds = pages[-1].get(sum_name, 0.0) - pages[0].get(sum_name, 0.0)

@@ -44,14 +44,14 @@ DRAFTS = ("eagle", "eagle3", "mtp", "draft_model")
 
 @cache
 def register() -> None:
-    """Register the plugin: from now on, vLLM's workers start with the lookup of the environment.
+    """Let vLLM's workers look up tokens before they draft, if an environment variable says so.
 
-    vLLM calls this function in each of its processes. Without the environment variable
-    LOOKUP_VARIABLE nothing changes.
+    vLLM calls this function in each of its processes, as an entry point. LOOKUP_VARIABLE holds the
+    settings of the lookup as JSON. Without this variable nothing changes.
 
     Raises:
-        UserError: for keys that describe no lookup, and for a version of vLLM that the plugin was
-            not written for.
+        UserError: for settings that describe no lookup, and for a version of vLLM that the plugin
+            was not written for.
     """
     lookup_text = os.environ.get(LOOKUP_VARIABLE)
     if not lookup_text:
@@ -64,8 +64,8 @@ def register() -> None:
     original_init = WorkerBase.__init__
     check_version(vllm.__version__)
 
-    # Install the lookup when a worker is created: its constructor receives vLLM's configuration,
-    # which is checked first.
+    # Replace the worker's constructor. It receives vLLM's configuration, which must be checked
+    # before the lookup is installed.
     @wraps(original_init)
     def init_with_lookup(
         worker: WorkerBase, vllm_config: "VllmConfig", *arguments: object, **options: object
@@ -79,14 +79,13 @@ def register() -> None:
 
 
 def read_parameters(lookup_text: str) -> LookupFirstConfig:
-    """Parse the settings of the lookup from the environment variable.
+    """Parse the settings of the lookup from the value of the environment variable.
 
     Args:
-        lookup_text: the keys of `eval.lookup_first` as JSON.
+        lookup_text: a JSON object with the keys of a recipe's section `eval.lookup_first`.
 
     Raises:
-        UserError: for JSON that is no `eval.lookup_first`, and for a lookup that vLLM cannot
-            express.
+        UserError: for unknown keys or invalid values, and for settings that vLLM cannot use.
     """
     # Parse the JSON.
     with convert_errors(
@@ -94,7 +93,7 @@ def read_parameters(lookup_text: str) -> LookupFirstConfig:
     ):
         config = LookupFirstConfig.model_validate(parse_json(lookup_text.encode()))
 
-    # Refuse settings that vLLM cannot express, such as a tree.
+    # Refuse settings that vLLM cannot use, such as a tree.
     assert VLLM.lookup is not None
     missing_key = VLLM.lookup.find_missing_key(config)
     if missing_key:
@@ -106,7 +105,8 @@ def read_parameters(lookup_text: str) -> LookupFirstConfig:
 def check_version(version: str) -> None:
     """Raise UserError for a version of vLLM that this plugin was not written for.
 
-    The plugin replaces methods of vLLM, so it knows only the versions whose sources were read.
+    The plugin replaces internal methods of vLLM. So it supports only the versions of vLLM whose
+    source code was read when the plugin was written.
     """
     # `VLLM.versions` is a text, e.g. "0.32 and 0.33". Patch releases are accepted.
     minor_version = ".".join(version.split(".")[:2])
@@ -121,8 +121,13 @@ def check_version(version: str) -> None:
 def check_vllm(vllm_config: "VllmConfig", config: LookupFirstConfig) -> None:
     """Raise UserError if vLLM was started with options under which a lookup does not work.
 
-    With such options, tokens could not be looked up, or vLLM would verify them with the
-    distributions of other tokens. The module's docstring gives the reasons.
+    With such options, tokens could not be looked up, or vLLM would verify looked-up tokens with the
+    probabilities of the draft's tokens. The module's docstring gives the reason for each option.
+
+    Args:
+        vllm_config: the configuration with which vLLM was started.
+        config: the settings of the lookup. `config.levels` is the number of tokens that the draft
+            drafts where nothing is looked up.
     """
     # vLLM must have been started with a draft.
     draft = vllm_config.speculative_config
@@ -130,21 +135,22 @@ def check_vllm(vllm_config: "VllmConfig", config: LookupFirstConfig) -> None:
         raise UserError(
             LOOKUP_VARIABLE,
             got="vLLM without a draft",
-            expected=f"--speculative-config, or no {LOOKUP_VARIABLE}",
+            expected=f"the option --speculative-config, or no variable {LOOKUP_VARIABLE}",
         )
 
-    # Go through the options: whether the value is refused, the value, and what is needed instead.
+    # Check the options. Each entry: whether the option is refused, its value, and the value that is
+    # needed instead.
     k = draft.num_speculative_tokens
     for is_refused, got, expected in (
         (
             vllm_config.use_v2_model_runner,
             "vLLM's model runner V2",
-            "V1: VLLM_USE_V2_MODEL_RUNNER=0",
+            "model runner V1: set VLLM_USE_V2_MODEL_RUNNER=0",
         ),
         (
             vllm_config.scheduler_config.async_scheduling,
             "asynchronous scheduling",
-            "--no-async-scheduling",
+            "the option --no-async-scheduling",
         ),
         (
             vllm_config.parallel_config.data_parallel_size > 1,
@@ -165,7 +171,7 @@ def check_vllm(vllm_config: "VllmConfig", config: LookupFirstConfig) -> None:
         (
             config.levels > k,
             f"draft_tokens {config.levels} with num_speculative_tokens {k}",
-            "at most as many",
+            "draft_tokens of at most num_speculative_tokens",
         ),
     ):
         if is_refused:
@@ -174,9 +180,10 @@ def check_vllm(vllm_config: "VllmConfig", config: LookupFirstConfig) -> None:
 
 @cache
 def put_in_front(config: LookupFirstConfig) -> None:
-    """Install the lookup in this process, which runs the model, and print that it is installed.
+    """Install the lookup in this process of vLLM, and print to its log that it is installed.
 
-    The line in vLLM's log is how a measurement knows that the lookup is there.
+    A measurement looks for this line in the log, to be sure that the server uses the lookup.
+    `cache` makes sure that the method is wrapped only once, however many workers are created.
     """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -189,14 +196,16 @@ def put_in_front(config: LookupFirstConfig) -> None:
 def wrap_propose(
     propose: Callable[..., "Tensor"], config: LookupFirstConfig
 ) -> Callable[..., list[list[int]]]:
-    """Wrap `GPUModelRunner.propose_draft_token_ids`, so that a lookup drafts before the draft.
+    """Wrap vLLM's method that proposes draft tokens, so that looked-up tokens replace the draft's.
 
     Args:
-        propose: the method to wrap.
-        config: the settings of the lookup.
+        propose: the method, `GPUModelRunner.propose_draft_token_ids`. It returns a tensor with the
+            same number of draft tokens for each row of the batch.
+        config: the settings of the lookup. `config.levels` is the number of tokens that the draft
+            drafts.
 
     Returns:
-        A method that returns the draft tokens of each row, which may differ in number.
+        A method that returns a list of draft tokens for each row, which may differ in length.
     """
 
     @wraps(propose)
@@ -206,15 +215,16 @@ def wrap_propose(
         sampled_token_ids: "Tensor",
         *remaining_arguments: object,
     ) -> list[list[int]]:
-        """Return the looked-up tokens of each row, or the draft's tokens if nothing is found."""
-        # Let the draft draft its own number of tokens in every row, so that its KV cache is the
-        # same as without a lookup. It gets a copy of the scheduler's output with that number.
+        """Return for each row the looked-up tokens, or the draft's tokens if nothing is found."""
+        # Let the draft model draft for every row, also where a lookup will succeed, so that its KV
+        # cache is the same as without a lookup. It drafts `config.levels` tokens, which may be
+        # fewer than the K of a lookup. This number is set in a copy of the scheduler's output.
         k = scheduler_output.num_spec_tokens_to_schedule
         draft_output = copy.copy(scheduler_output)
         draft_output.num_spec_tokens_to_schedule = min(k, config.levels)
         draft_tokens = propose(runner, draft_output, sampled_token_ids, *remaining_arguments)
 
-        # Rows for which the lookup finds tokens get these instead, up to K.
+        # Rows for which the lookup finds tokens get up to K looked-up tokens instead.
         looked_up_rows = look_up_tokens(runner, sampled_token_ids.tolist(), k, config)
         rows = zip(looked_up_rows, draft_tokens.tolist(), strict=True)
         return [looked_up or drafted for looked_up, drafted in rows]
@@ -227,13 +237,14 @@ def look_up_tokens(
 ) -> Iterator[list[int]]:
     """Yield up to k looked-up tokens for each row of the batch.
 
-    A row gets none if nothing is found, or if its prompt has not been read to its end. The index of
-    the lookup is an attribute of the request, so it is dropped together with the request.
+    A lookup searches the row's own text (prompt and completion) for an earlier occurrence of its
+    last tokens, and proposes the tokens that followed there. A row gets an empty list if nothing is
+    found, or if vLLM has not read the row's whole prompt yet.
 
     Args:
-        runner: vLLM's model runner.
-        sampled: for each row, the tokens of this round, which are not in the row's text yet. vLLM
-            marks rejected tokens with numbers outside of the vocabulary.
+        runner: vLLM's model runner, with the batch.
+        sampled: for each row, the tokens that this round emitted. They are not in `runner`'s batch
+            yet. vLLM marks rejected tokens with numbers outside of the vocabulary.
         k: the most tokens to look up.
         config: the settings of the lookup.
     """
@@ -247,15 +258,15 @@ def look_up_tokens(
             yield []
             continue
 
-        # Take the text and the index of the request. Begin new ones for a new request, and if vLLM
-        # has removed tokens of the text.
+        # Take the text and the index of the lookup, which are kept as an attribute of the request
+        # and end with it. Begin anew for a new request, and if vLLM has removed tokens of the text.
         text, lookup = getattr(request, "specdistill", ([], None))
         if lookup is None or len(text) > length:
             text = []
             lookup = NgramLookup(config.min, config.max)
             request.specdistill = (text, lookup)
 
-        # Append the tokens since the last round, and those of this round.
+        # Append the tokens that vLLM has added since the last round, and the tokens of this round.
         text += batch.token_ids_cpu[row, len(text) : length].tolist()
         text += [token for token in tokens if 0 <= token < batch.vocab_size]
         yield lookup.find(text, k)

@@ -174,7 +174,7 @@ def test_counters_that_are_rounded_say_nothing_of_few_drafts():
         few = found(5_000_000, *[each] * PARTS)
         assert (
             few["verdict"] == "inconclusive"
-            and "too few drafts for counters of six digits; " in few["reason"]
+            and "too few drafts: the server rounds its counters to six digits; " in few["reason"]
         )
         assert not any(
             "acceptance" in name for name in few

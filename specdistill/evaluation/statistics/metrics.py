@@ -337,7 +337,8 @@ def list_units(metric: Metric, sums: PromptSums) -> NDArray[np.float64] | None:
 
     The prompts of a cluster (e.g. the turns of a conversation) belong together. For a metric of
     time, so do the prompts of a batch, which were decoded at the same time. If prompts have both,
-    the fewer and larger units are taken.
+    the kind with fewer, larger units is taken: joining the batches that share a cluster would join
+    nearly all batches.
 
     Returns:
         [P], the number of each prompt's cluster or batch; None if each prompt is drawn alone.

@@ -29,7 +29,8 @@ def list_engines_with(part: str) -> list[str]:
 
     Args:
         part: a field of `Engine`: `serve_command` (drafts are exported for the engine),
-            `loader_version` (the doctor checks drafts against its loaders), `client` (its servers
-            are measured) or `program` (its server is started here).
+            `loader_version` (`specdistill doctor` checks drafts against the engine's loading
+            code), `client` (servers of the engine can be measured) or `program` (specdistill can
+            start a server of the engine).
     """
     return [name for name, engine in ENGINES.items() if getattr(engine, part)]

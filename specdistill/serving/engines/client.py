@@ -137,18 +137,22 @@ class CompletionAnswer(JsonAnswer):
     histogram: list[Count] | None
 
     def counts(self, k: int) -> ServerCounts | None:
-        """Return the counts of this answer, from a server that drafts `k` tokens per round.
+        """Return how many tokens were drafted and accepted, as this answer of a server says.
+
+        Args:
+            k: K, the most draft tokens per round; 0 if the server has no draft.
 
         Returns:
             The counts. None if the answer lacks one of them, or if they contradict each other.
         """
+        # `histogram` says how many drafts had 0, 1, … K accepted tokens.
         token_ids = tuple(self.token_ids or ())
         histogram = self.histogram or []
         num_drafts = self.num_drafts
         num_drafted = self.num_draft_tokens
         num_accepted = self.num_accepted_tokens
 
-        # A server without a draft counts nothing, and a completion may have no round with a draft.
+        # Without a draft there is nothing to count. A short completion may have no draft, either.
         if not k or num_drafts == 0:
             return ServerCounts(token_ids, 0, 0, 0, ())
         if num_drafts is None or num_drafted is None or num_accepted is None:
@@ -156,12 +160,12 @@ class CompletionAnswer(JsonAnswer):
         if not 0 < len(histogram) <= k + 1:
             return None
 
-        # A draft with n accepted tokens accepted each position up to n. So position k was accepted
-        # by the drafts with at least k accepted tokens.
+        # Tokens are accepted from the front. So a position was accepted in the drafts that have at
+        # least this many accepted tokens.
         per_position = tuple(sum(histogram[position:]) for position in range(1, len(histogram)))
 
-        # No position is accepted more often than there are drafts, and each round with a draft
-        # emits a token.
+        # Check the counts: a position cannot be accepted more often than there are drafts, and each
+        # draft belongs to a round, which emits at least one token.
         is_possible = max(per_position, default=0) <= num_drafts <= self.num_tokens
         if not is_possible or num_accepted > num_drafted:
             return None
@@ -184,7 +188,7 @@ class Client:
         counts_hint: how to start a server that counts drafts in its answers.
         name_option: the server's option that gives its model another name.
         generated: the name of the counter of generated tokens.
-        rounding: the largest rounding error of `generated`, as a share of its value.
+        rounding: the largest rounding error of a counter on the page, as a share of its value.
         drafting: the names of the counters from which drafts are counted.
         latency: the name of the histogram of the seconds of a request, for engines that count
             drafts while a request runs. Empty for engines that count them when it has ended.
@@ -223,8 +227,8 @@ class Client:
             k: K, draft tokens per round; 0 without a draft.
 
         Raises:
-            ResourceError: also if the answer lacks the counts of draft tokens, or if the counts
-                contradict each other.
+            ResourceError: if the server does not answer, if the answer lacks the counts of draft
+                tokens, or if the counts contradict each other.
         """
         response = server.ask(self.path, self.body(request), hint=SEE_LOG_HINT)
         answer = self.parse(response, k)
@@ -240,24 +244,31 @@ class Client:
         return EngineCompletion(answer.text, answer.num_tokens, response.seconds, counts)
 
     def read_counters(self, server: Server) -> Counters:
-        """Read the page of counters: name without the prefix -> value."""
+        """Read the server's Prometheus page: name of a counter -> value.
+
+        The engine's prefix (e.g. `vllm:`) is left out of the names. For counters by position of a
+        draft token, the position is appended to the name.
+        """
         counters: dict[str, float] = defaultdict(float)
         for name, labels, value in server.read_samples(self.hint):
             if name.startswith(f"{self.prefix}:"):
-                # Each rank of a server may have a line of its own. Counters add up over ranks; of
-                # gauges the largest value counts.
+                # Each rank (GPU) of a server may have a line of its own. Counters are added up over
+                # the ranks. Gauges, which show a current value, are not: the largest is taken.
                 key = name.removeprefix(f"{self.prefix}:") + labels.get("position", "")
                 is_sum = name.endswith(("_total", "_sum", "_count"))
                 counters[key] = counters[key] + value if is_sum else max(counters[key], value)
         return dict(counters)
 
     def read(self, server: Server) -> Counters:
-        """Read the page of counters, and check that it counts generated tokens."""
+        """Read the server's counters, and check that they have a count of generated tokens.
+
+        Without this count, the page belongs to another engine, or its statistics are switched off.
+        """
         counters = self.read_counters(server)
         if not 0 <= counters.get(self.generated, math.nan) < math.inf:
             raise ResourceError(
                 f"{server.address}/metrics has no {self.prefix}:{self.generated}",
-                next_step=f"{self.hint}, or name the engine that serves",
+                next_step=f"{self.hint}, or pass the name of the engine that runs there",
             )
         return counters
 
@@ -273,10 +284,10 @@ class Client:
             last one is empty for an engine that does not count positions.
 
         Raises:
-            ResourceError: for a page that lacks a counter, and for counters that went back.
+            ResourceError: if a counter is missing or has fallen.
         """
-        # Find the counters by position, which some engines have. Their names end in the position,
-        # and are sorted by length first, so that position 10 comes after position 9.
+        # Find the counters of accepted tokens by position, which some engines have. Their names end
+        # in the position. Sorting by length first puts position 10 after position 9.
         positions = sorted(
             {name for name in (*before, *after) if PER_POSITION in name},
             key=lambda name: (len(name), name),
@@ -286,7 +297,8 @@ class Client:
             raise ResourceError(
                 f"the server's /metrics has no {self.prefix}:{missing[0]}",
                 next_step=(
-                    "start it with a draft; SGLang counts from the end of the first request on"
+                    "start the server with a draft; SGLang shows this counter only after a request"
+                    " has ended"
                 ),
             )
 
@@ -305,10 +317,12 @@ class Client:
         for name, growth in growths.items():
             if not 0 <= growth < math.inf:
                 raise ResourceError(
-                    "{}:{} went from {:g} to {:g}".format(self.prefix, name, *pairs[name]),
+                    "the counter {}:{} went from {:g} to {:g}".format(
+                        self.prefix, name, *pairs[name]
+                    ),
                     next_step=(
-                        "check whether the server restarted, or several share its address;"
-                        " then start again"
+                        "check whether the server restarted, or whether several servers share its"
+                        " address; then start again"
                     ),
                 )
 
@@ -325,14 +339,17 @@ class Client:
         }
 
     def check_alone(self, server: Server, before: Counters, num_tokens: int) -> None:
-        """Raise ResourceError if the server generated tokens for other clients in the meantime.
+        """Raise ResourceError if the server also generated tokens for other clients.
+
+        Other requests would make the measured times worthless.
 
         Args:
             server: the server.
-            before: the reading of its counters before the requests of this process.
-            num_tokens: the number of tokens that this process has received since then.
+            before: the reading of the server's counters before the requests of this process.
+            num_tokens: the number of tokens that this process has received since that reading.
         """
-        # The counters lag behind the answers, so read them until they have caught up.
+        # The counters lag behind the answers. So read them again and again, until they have caught
+        # up with the answers or the time is over.
         deadline = time.monotonic() + MAX_DELAY_SECONDS
         while True:
             after = self.read(server)[self.generated]

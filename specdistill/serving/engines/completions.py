@@ -116,47 +116,51 @@ class CompletionServer:
         self._lock = threading.Lock()
 
     def find_model(self, names: Sequence[str]) -> None:
-        """Find the served model that has one of these names, or else the only model.
+        """Ask the server for its models, and store in `model` which of them to request.
+
+        This is the model that has one of `names`. A server with one model may call it anything.
 
         Args:
             names: the possible names of the target.
 
         Raises:
-            UserError: if the server has several models and not exactly one of them is named.
+            UserError: if the server has several models, unless exactly one of them has such a name.
             ResourceError: if the server does not list its models.
         """
+        # If no model has one of the names, all of them are candidates.
         served = [model.id for model in self.server.json("/v1/models", ServedModels).data]
         matching_names = [name for name in served if name in names] or served
         if len(matching_names) != 1:
             raise UserError(
                 KEY,
                 got=f"{self.address}, which serves {', '.join(matching_names)}",
-                expected=f"servers of {' or '.join(names)}",
+                expected=f"the address of a server of the target, {' or '.join(names)}",
             )
         (self.model,) = matching_names
 
     def complete(self, body: Mapping[str, object]) -> Choice | str:
-        """Request a completion, and tell the kinds of failure apart.
+        """Request a completion. The type of the result or error says what to do after a failure.
 
         Args:
             body: the JSON of the request.
 
         Returns:
-            The completion. If the server refuses the request, its answer as a text.
+            The completion. A text if the server refuses this one request: the server's answer. The
+            caller then skips the prompt.
 
         Raises:
-            UnavailableError: if the server may answer later.
-            ResourceError: if it never will.
+            UnavailableError: if the server may answer later, so that asking again makes sense.
+            ResourceError: if the server cannot be used at all, e.g. because a key is missing.
         """
-        # Without a whole answer, the server may be restarting.
+        # If no whole answer arrives, the server may be restarting.
         try:
             response = self.server.ask("/v1/completions", body)
             choice = response.json(Choice) if response.status == 200 else None
         except ResourceError as error:
             raise UnavailableError(str(error)) from error
 
-        # An answer ends a series of failures. A refusal is the fault of the request if the server
-        # has answered others, or has refused only few so far.
+        # An answer ends a series of failures. A refusal counts as the fault of the request if the
+        # server has answered other requests, or has refused only few requests so far.
         with self._lock:
             if choice is not None:
                 self.num_answers = self.num_answers + 1
@@ -171,7 +175,7 @@ class CompletionServer:
         if response.status in REQUEST_ERROR_CODES | SERVER_ERROR_CODES:
             raise ResourceError(
                 f"{response.url} answered {response}",
-                next_step=f"check the address, and {SERVER_KEYS} if it asks for one",
+                next_step=f"check the address; if the server needs a key, set it in {SERVER_KEYS}",
             )
 
         # Any other status, such as 429 or 503, is temporary. Wait as long as the server says.
@@ -183,13 +187,18 @@ class CompletionServer:
     def record_failure(self, error: UnavailableError) -> bool:
         """Record a failure, and return whether the server should be asked again.
 
-        All threads that ask a server fail at about the same time, which counts as one failure.
+        `self.until` says when: after a pause that doubles with each failure. A server that has
+        failed for RETRY_TIMEOUT_S seconds without one answer should not be asked again.
+
+        Args:
+            error: the failure; `error.seconds` is the pause that the server asks for, if it does.
         """
         with self._lock:
             now = time.monotonic()
             if not self._failures:
                 self._since = now
-            # Threads that fail before the pause is over belong to the same failure.
+            # Many threads ask the server, and all of them fail at about the same time. So failures
+            # before the pause is over count as one.
             if now >= self.until:
                 delay = min(FIRST_DELAY * 2**self._failures, LONGEST_DELAY)
                 self._failures = self._failures + 1

@@ -53,10 +53,12 @@ class Layout:
     fc_bias: bool = False
 
     def check(self, engine: str, head: object, folder: Path | str) -> None:
-        """Raise UserError for a head that the engine cannot load in this layout.
+        """Raise UserError for a head (a draft such as EAGLE-3) that the engine cannot load.
+
+        `self.limits` lists the settings that the engine does not support in this layout.
 
         Args:
-            engine: the name of the engine.
+            engine: the name of the engine, for the error.
             head: the config of the head.
             folder: the name of the draft in the error.
         """
@@ -157,14 +159,15 @@ class Served:
 
 
 def build_server_options(target: Any, config: Any, longest: int) -> list[str]:
-    """Return the options of a vLLM or SGLang server that follow from a recipe.
+    """Return the command-line options of a vLLM or SGLang server that follow from a recipe.
 
     Args:
         target: the recipe's section `target`.
         config: the recipe's section `eval`.
-        longest: the number of tokens of the longest sequence. It is not used here.
+        longest: the number of tokens of the longest sequence. It is not used here; llama.cpp has
+            a function with the same parameters that needs this number.
     """
-    # Both engines have options of these names.
+    # The options have the same names in both engines.
     words = ["--dtype", target.dtype]
     words += (
         ["--tensor-parallel-size", str(config.tensor_parallel)] if config.tensor_parallel else []
@@ -193,8 +196,14 @@ class Program:
     settings: Callable[[Any, Any, int], list[str]] = build_server_options
 
     def format_command(self, served: Served) -> str:
-        """Return the command for a shell, with a line for each variable and each option."""
-        # Words that begin with -- start a line of their own; their values stay on that line.
+        """Return the shell command that starts the server, on several lines ended by backslashes.
+
+        Each environment variable and each option has a line of its own.
+
+        Args:
+            served: the target, the draft and the settings to serve them with.
+        """
+        # Words that begin with -- start a new line; the value of an option stays on its line.
         words = [shlex.quote(word) for word in self.arguments(served)]
         options = [f"\\\n    {word}" if word.startswith("--") else word for word in words]
         variable_lines = [
@@ -221,17 +230,17 @@ class FrontLookup:
     limit: Callable[[Any, int | None], tuple[str, str] | None] = lambda lookup, k: None
 
     def find_missing_key(self, lookup: Any, k: int | None = None) -> tuple[str, str] | None:
-        """Return the first key of a lookup that the engine cannot express, or None.
-
-        Unlike `limit`, this includes trees, which no engine drafts.
+        """Return the first setting of a lookup that the engine has no equivalent for.
 
         Args:
-            lookup: a `LookupFirstConfig`.
+            lookup: a `LookupFirstConfig`, the settings of a lookup in front of a draft.
             k: K, draft tokens per round; None if it is not known.
 
         Returns:
-            The key and what is expected instead; None if the engine can express the lookup.
+            The key of the setting and what is expected instead. None if the engine can do exactly
+            this lookup.
         """
+        # No engine drafts a tree behind a lookup. `limit` checks what differs between engines.
         return (
             ("draft_tree", "draft_tokens: engines draft chains")
             if lookup.draft_tree
@@ -278,14 +287,16 @@ class Engine:
     layouts: str = ""
 
     def describe_front(self, lookup: Any, k: int | None = None) -> FrontLookup | None:
-        """Return the engine's lookup in front of a draft, if it can express this lookup.
+        """Return how this engine looks up tokens before it drafts, if it can do so as asked.
 
         Args:
-            lookup: a `LookupFirstConfig`; None for no lookup.
+            lookup: a `LookupFirstConfig`, the settings of a lookup in front of a draft; None for no
+                lookup.
             k: K, the most draft tokens per round; None if it is not known.
 
         Returns:
-            The lookup of the engine; None if it cannot express this one, and for no lookup.
+            The facts about the engine's own lookup. None if `lookup` is None, if the engine has no
+            lookup, or if it cannot look up with these settings.
         """
         return (
             self.lookup
@@ -294,14 +305,18 @@ class Engine:
         )
 
     def drafting(self, k: int, lookup: Any) -> tuple[int, Any]:
-        """Return the K and the lookup with which the engine is started.
+        """Return the K and the lookup to start the engine with, given those of the measurement.
 
-        They are those of the measurement. If the engine cannot express the lookup, it starts the
-        draft alone, with the number of tokens that the draft drafts without a lookup.
+        If the engine can do the same lookup, both are as measured. If it cannot, it starts the
+        draft without a lookup, with the K that the draft itself had behind the lookup.
 
         Args:
             k: the K with which the draft was measured.
-            lookup: the `LookupFirstConfig` with which it was measured; None for none.
+            lookup: the `LookupFirstConfig` of the measurement, whose `levels` is the K of the draft
+                itself. None: the draft was measured without a lookup.
+
+        Returns:
+            K, draft tokens per round, and the lookup or None.
         """
         return (
             (k, lookup)

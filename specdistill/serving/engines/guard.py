@@ -21,26 +21,40 @@ import psutil
 
 
 def main(grace_seconds: str, *command: str) -> None:
-    """Run a command until it ends or standard input closes, then end all processes it started."""
-    # Check ten times a second whether the engine has ended or standard input was closed, which
-    # makes it readable.
+    """Run a command until it ends or standard input closes, then end all processes it started.
+
+    The process that starts this one holds the other end of standard input, a pipe. The pipe closes
+    whenever that process ends, so the engine never outlives it.
+
+    Args:
+        grace_seconds: the seconds from SIGTERM to SIGKILL, when processes are ended.
+        command: the program that starts the engine, and its arguments.
+    """
+    # Check ten times a second whether the engine has ended or standard input was closed. `select`
+    # reports a closed pipe as readable.
     engine = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=build_environment(command[0]))
     while engine.poll() is None and not select.select([sys.stdin], [], [], 0.1)[0]:
         pass
 
     # Write to the engine's log how the engine ended.
     print(
-        f"ended with status {engine.poll()}" if engine.poll() is not None else "ended from outside",
+        f"ended with status {engine.poll()}"
+        if engine.poll() is not None
+        else "stopped by the process that started the engine",
         flush=True,
     )
+    # This process leads the session of everything that the engine has started.
     end_session(os.getpid(), float(grace_seconds))
 
 
 def build_environment(program: str) -> dict[str, str]:
-    """Return the environment for a program that may run in another Python environment.
+    """Return the environment variables for a program that may run in another Python environment.
 
-    The variables of this Python environment are removed, and the program's folder is the first one
-    on the PATH, so that it finds the tools that are installed with it.
+    Variables that point to this process's Python environment are removed. The program's folder
+    comes first on the PATH, so that the program finds the tools that are installed next to it.
+
+    Args:
+        program: the path of the program.
     """
     kept_variables = {
         name: value
@@ -55,11 +69,15 @@ def build_environment(program: str) -> dict[str, str]:
 def end_session(session: int, grace_seconds: float) -> None:
     """End all processes of a session except its leader.
 
-    They get SIGTERM first, so that they can free GPU memory and shared memory. After the grace
-    period they get SIGKILL.
+    The processes get SIGTERM first, so that they can free GPU memory and shared memory. After the
+    grace period those that still run get SIGKILL.
+
+    Args:
+        session: the id of the session, which is the process id of its leader.
+        grace_seconds: the seconds between the two signals.
     """
     for number in (signal.SIGTERM, signal.SIGKILL):
-        # Send the signal, then wait until all have ended or the time is over.
+        # Send the signal, then wait until all processes have ended or the time is over.
         deadline = time.monotonic() + grace_seconds
         for process in list_members(session):
             with suppress(psutil.NoSuchProcess):
@@ -71,9 +89,12 @@ def end_session(session: int, grace_seconds: float) -> None:
 def list_members(session: int) -> list[psutil.Process]:
     """Return the running processes of a session except its leader.
 
-    Zombies do not count: they have ended, and only wait for their parent.
+    Zombies are left out: they have ended, and only wait for their parent to collect their status.
+
+    Args:
+        session: the id of the session, which is the process id of its leader.
     """
-    # A process may end while this looks at it, which raises one of these errors.
+    # A process may end while it is looked at, which raises one of the suppressed errors.
     members = []
     for process in psutil.process_iter():
         with suppress(ProcessLookupError, PermissionError, psutil.NoSuchProcess):

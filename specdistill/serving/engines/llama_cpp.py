@@ -50,11 +50,12 @@ EVENT = b"data: "  # the beginning of each line of a streamed answer (server-sen
 
 
 def build_speculation_options(served: Served, draft: str) -> list[str]:
-    """Return the options of llama-server that say how it drafts.
+    """Return the command-line options of llama-server that say how it drafts.
 
     Args:
-        served: the facts for the command.
-        draft: the GGUF file of the draft.
+        served: the facts that the command is built from: the method, K, the lookup, …
+        draft: the GGUF file of the draft. It is not used if the method is a lookup, without a
+            draft.
     """
     types = []
     options = []
@@ -62,18 +63,19 @@ def build_speculation_options(served: Served, draft: str) -> list[str]:
     has_draft = served.serving.name != NGRAM_SIMPLE
     lookup = served.lookup_first
 
-    # A lookup, alone or in front of a draft. It compares n tokens and drafts m.
+    # A lookup, alone or in front of a draft. llama.cpp searches the text for an earlier occurrence
+    # of its last n tokens, and drafts the m tokens that followed.
     if not has_draft or lookup:
         n = lookup.max if lookup else served.config["max"]
         types.append(NGRAM_SIMPLE)
         options += ["--spec-ngram-simple-size-n", str(n), "--spec-ngram-simple-size-m", str(k)]
 
-    # A draft. Behind a lookup it drafts its own number of tokens.
+    # A draft. Behind a lookup it drafts `lookup.levels` tokens, which may be fewer than K.
     if has_draft:
         types.append(served.serving.name)
         options += ["--spec-draft-n-max", str(min(lookup.levels, k) if lookup else k)]
-        # llama.cpp (llama-cpp-python 0.3.36) almost never accepts the tokens of an EAGLE-3 head
-        # that it samples in the backend while several requests are in flight.
+        # By default, llama.cpp samples the draft's tokens in the backend. With several requests in
+        # flight it then accepts almost no token of an EAGLE-3 head (llama-cpp-python 0.3.36).
         if served.serving.name == EAGLE3:
             options.append("--no-spec-draft-backend-sampling")
     draft_option = ["-md", draft] if has_draft else []
@@ -81,7 +83,12 @@ def build_speculation_options(served: Served, draft: str) -> list[str]:
 
 
 def serve_arguments(served: Served) -> list[str]:
-    """Return the arguments of llama-server; `served` has GGUF files as target and output."""
+    """Return the command-line arguments of llama-server for a target, with or without a draft.
+
+    Args:
+        served: the facts that the command is built from. `target_name` is the GGUF file of the
+            target, and `output` that of the draft.
+    """
     return [
         "-m",
         served.target_name,
@@ -90,20 +97,20 @@ def serve_arguments(served: Served) -> list[str]:
 
 
 def build_server_settings(target: object, config: Any, longest: int) -> list[str]:
-    """Return the options of llama-server that follow from a recipe's section `eval`.
+    """Return the command-line options of llama-server that follow from a recipe.
 
-    Each request in flight gets a slot with room for the longest sequence. Keys in `eval.llama_cpp`
-    replace these options.
+    Each request in flight gets a slot with room for the longest sequence. The keys of
+    `eval.llama_cpp` are further options, and may replace the number of slots and their size.
 
     Args:
-        target: the recipe's target. It is not used: a GGUF file has a dtype of its own.
+        target: the recipe's section `target`. It is not used: a GGUF file has a dtype of its own.
         config: the recipe's section `eval`.
         longest: the number of tokens of the longest sequence.
 
     Raises:
-        UserError: for a context that is too small for the slots.
+        UserError: if `eval.llama_cpp.ctx_size` is too small for the slots.
     """
-    # The keys that the recipe sets, and the number of slots.
+    # Find the options that the recipe sets, and the number of slots: the most requests at once.
     recipe_options = {
         name: value
         for name, value in vars(config.llama_cpp).items()
@@ -112,7 +119,7 @@ def build_server_settings(target: object, config: Any, longest: int) -> list[str
     max_concurrency = max([config.concurrency, *config.sweep.concurrency])
     num_slots = recipe_options.get("parallel", max_concurrency)
 
-    # The context is divided among the slots. llama.cpp leaves two tokens of each free.
+    # llama.cpp divides the context among the slots, and leaves two tokens of each slot free.
     slot_size = math.ceil((longest + 2) / CONTEXT_STEP) * CONTEXT_STEP
     context_size = num_slots * slot_size
     if recipe_options.get("ctx_size", context_size) < context_size:
@@ -120,8 +127,8 @@ def build_server_settings(target: object, config: Any, longest: int) -> list[str
             "eval.llama_cpp.ctx_size",
             got=recipe_options["ctx_size"],
             expected=(
-                f"at least {context_size}: {num_slots} slots of {slot_size}, or completions end"
-                " early"
+                f"at least {context_size} tokens, {num_slots} slots of {slot_size} tokens each, or"
+                " completions end early"
             ),
         )
 
@@ -134,14 +141,19 @@ def build_server_settings(target: object, config: Any, longest: int) -> list[str
 
 
 def serve_command(served: Served) -> str:
-    """Return the shell lines that convert target and draft to GGUF files and start the server."""
-    # The converter takes a folder, not a Hub id, so a pinned target is downloaded first.
+    """Return the shell lines that convert target and draft to GGUF files and start the server.
+
+    Args:
+        served: the facts that the commands are built from.
+    """
+    # The converter takes a folder, not a name on the Hub. So a target with a revision, which is on
+    # the Hub, is downloaded first. `hf download` prints its folder.
     target = shlex.quote(served.target_name)
     output = shlex.quote(str(served.output))
     if served.revision and served.gguf is None:
         target = f'"$(hf download {target} --revision {served.revision})"'
 
-    # Convert the draft, and the target unless it is a GGUF file already.
+    # Convert the draft. Before it, convert the target, unless the target is a GGUF file already.
     commands = [convert(served, output, target)]
     if served.gguf is None:
         commands.insert(
@@ -160,13 +172,12 @@ def serve_command(served: Served) -> str:
 def convert(served: Served, draft: str, target: str) -> str:
     """Return the shell command that converts an exported draft to a GGUF file.
 
-    A head has no tokenizer, so its vocabulary is that of the target.
-
     Args:
-        served: the facts for the command.
+        served: the facts that the command is built from.
         draft: the draft's folder, quoted for a shell.
         target: the target's folder, quoted for a shell.
     """
+    # A draft model has a tokenizer of its own. A head has none: the converter reads the target's.
     target_option = "" if served.serving.name == MODEL else f" --target-model-dir {target}"
     return f"python convert_hf_to_gguf.py {draft}{target_option} --outtype f16 --outfile draft.gguf"
 
@@ -202,14 +213,19 @@ FIRST_EVENT = Event.model_construct(num_tokens=0, num_draft_tokens=0, num_accept
 
 
 def describe_server(server: Server, counters: Counters) -> ServerIdentity:
-    """Ask a llama.cpp server for its version, its model, its context and K.
+    """Ask a llama.cpp server for its version, its model, its context length and K.
 
-    The server shows its K only once it has drafted, by the number of its counters by position.
+    Args:
+        server: the server.
+        counters: a reading of the server's /metrics. Once the server has drafted, it has a counter
+            of accepted tokens for each of the K positions, so K is their number.
     """
-    # llama.cpp may close a connection that is kept alive just when the next request is sent.
+    # Use a new connection for each request, because llama.cpp may close an idle connection just
+    # when the next request is sent.
     server.session.headers["Connection"] = "close"
 
-    # A slot says whether it drafts, but not how many tokens.
+    # /slots says whether the server drafts, but not how many tokens. Its answer is a list, which is
+    # wrapped into an object so that it can be parsed.
     props = server.json("/props", Props)
     response = server.ask("/slots", hint="start llama-server without --no-slots")
     slots = response._replace(content=b'{"slots": %b}' % response.content).json(Slots)
@@ -224,12 +240,16 @@ def describe_server(server: Server, counters: Counters) -> ServerIdentity:
 
 
 def request_body(request: CompletionRequest) -> dict[str, object]:
-    """Return the JSON of a completion request.
+    """Return the JSON of a completion request to llama-server.
 
-    The samplers are in vLLM's order. Other samplers of llama.cpp are left out.
+    The request names only three samplers, in vLLM's order, so that llama.cpp samples from the same
+    distribution as vLLM.
+
+    Args:
+        request: the prompt, and how to sample.
     """
-    # The answer is streamed, because only its parts show the rounds. The cache of prompts is off,
-    # so that repetitions of a prompt take the same time.
+    # The answer is streamed, because only the parts of a streamed answer show the rounds. The
+    # prompt cache is off, so that each repetition of a prompt takes the same time.
     return {
         "prompt": list(request.prompt_ids),
         "n_predict": request.max_new_tokens,
@@ -244,24 +264,26 @@ def request_body(request: CompletionRequest) -> dict[str, object]:
 
 
 def parse_events(response: Response, k: int) -> CompletionAnswer:
-    """Parse a streamed answer, and count its rounds from the counts in its parts.
+    """Parse a streamed answer of llama-server, and find out what each round accepted.
 
-    Several rounds may pass between two parts of the answer. They are assumed to have drafted K
-    tokens each, and to have accepted tokens as late as possible. Accepted tokens after the end of
-    the completion are not counted.
+    Each part of the answer has the numbers of draft tokens and of accepted tokens so far. Usually a
+    round ends between two parts. If several rounds do, they are assumed to have drafted K tokens
+    each, and the later rounds to have accepted the tokens. Accepted tokens after the end of the
+    completion are not counted.
 
     Args:
-        response: the answer.
+        response: the answer, a stream of server-sent events.
         k: K, draft tokens per round.
 
     Returns:
-        The completion. Its token_ids are None if some were not sent, and its histogram is None if
-        the counts contradict each other.
+        The completion. Its token_ids are None if the server did not send all of them, and its
+        histogram (how many rounds accepted 0, 1, … K tokens) is None if the numbers contradict each
+        other.
 
     Raises:
         ResourceError: for an answer that breaks off.
     """
-    # Parse the parts of the answer. The last one must say that the completion has ended.
+    # Parse the parts (events) of the answer. The last one must say that the completion has ended.
     parts = [
         line.removeprefix(EVENT) for line in response.content.splitlines() if line.startswith(EVENT)
     ]
@@ -271,7 +293,7 @@ def parse_events(response: Response, k: int) -> CompletionAnswer:
             f"{response.url} ended its answer early", next_step="look at the server's log"
         )
 
-    # Find the rounds. A round begins where the number of draft tokens grows.
+    # Find the rounds: there is a new round where the number of draft tokens grows.
     accepted_per_round: list[int] = []
     num_tokens_before_last_round = 0
     is_possible = True
@@ -317,27 +339,29 @@ def parse_events(response: Response, k: int) -> CompletionAnswer:
 
 
 def limit(lookup: Any, k: int | None) -> tuple[str, str] | None:
-    """Return the first key of a lookup that llama.cpp cannot express, and what is expected instead.
+    """Return the first setting of a lookup that llama.cpp does not support.
 
-    llama.cpp compares exactly n tokens, not fewer, and drafts only if at least n tokens follow the
-    earlier occurrence.
+    A lookup searches the text for an earlier occurrence of its last n tokens, min <= n <= max, and
+    drafts the tokens that followed. llama.cpp has one n, and drafts only if at least n tokens
+    follow the earlier occurrence.
 
     Args:
-        lookup: a `LookupFirstConfig`.
+        lookup: a `LookupFirstConfig`, the settings of the lookup.
         k: K, draft tokens per round; None if it is not known.
 
     Returns:
-        None if llama.cpp can express the lookup.
+        The key of the setting and what is expected instead; None if llama.cpp supports all of them.
     """
     if lookup.method != "ngram":
         return "method", "ngram"
     if lookup.min != lookup.max:
         return (
             "min",
-            f"{lookup.max}, as eval.lookup_first.max: llama.cpp compares exactly that many",
+            f"{lookup.max}, the value of eval.lookup_first.max: llama.cpp compares exactly this"
+            " many tokens",
         )
     return (
-        ("max", f"at most K, {k}, or it drafts nothing")
+        ("max", f"at most K = {k}, or llama.cpp drafts nothing")
         if k is not None and lookup.max > k
         else None
     )

@@ -26,7 +26,8 @@ TensorSource = Literal["file", "shared", "target", "unused"]
 def choose_aux_layers(num_layers: int) -> list[int]:
     """Return the auxiliary layers that every engine assumes if a checkpoint does not name them.
 
-    These are a low, a middle and a high one: after 2, n//2 and n-3 layers.
+    An auxiliary layer is a layer of the target whose output a draft reads. These three are a low, a
+    middle and a high one: the draft reads the hidden states after 2, n//2 and n-3 layers.
 
     Args:
         num_layers: n, the number of layers of the target.
@@ -126,13 +127,15 @@ class Loader:
 
 
 def list_layer_slots(prefix: str, width: str, *norms: str) -> tuple[Slot, ...]:
-    """Return the parameters of a Llama layer.
+    """Return the parameters of a Llama layer, with their names and shapes.
 
     Args:
-        prefix: the prefix of all names.
-        width: the input size of the projections to queries, keys and values, as in `Slot.shape`.
+        prefix: the prefix of all names, e.g. `layers.0`.
+        width: the input size of the projections to queries, keys and values, in the letters of
+            `Slot.shape`: H for a usual layer, 2*H for one that reads two hidden states at once.
         norms: the names of the layer's norms, besides `post_attention_layernorm`.
     """
+    # H: hidden size, I: intermediate size, Q and K: rows of the query and of the key projection.
     shapes = {
         "self_attn.q_proj": f"Q {width}",
         "self_attn.k_proj": f"K {width}",
@@ -192,8 +195,14 @@ class LoaderCheck:
 
 
 def find_loader(loaders: Sequence[Loader], config: Mapping[str, object]) -> Loader | None:
-    """Return the first loader that loads a draft with this config.json, or None."""
-    # Drafts in speculators' layout have a loader of their own, chosen before all others.
+    """Return the loader with which an engine loads a draft that has this config.json, or None.
+
+    Args:
+        loaders: the loaders of the engine for the draft's method. `inner` of a loader is the key of
+            config.json that holds the Llama's keys; None if they are at the top level.
+        config: the draft's config.json.
+    """
+    # A draft in speculators' layout is loaded only by the loader for that layout.
     if "speculators_model_type" in config:
         loaders = [loader for loader in loaders if loader.inner == "transformer_layer_config"]
     return next(
@@ -210,27 +219,31 @@ def check_loader(
 ) -> LoaderCheck:
     """Check how an engine would load the folder of a draft, without running the engine.
 
+    The check compares config.json, and the names and shapes of the tensors, with what is known of
+    the engine's source code.
+
     Args:
-        loader: the engine's loader for the draft's method and layout.
+        loader: the facts about the engine's code that loads drafts of this method and layout.
         config: the folder's config.json.
         shapes: tensor name -> shape, for the tensors in the folder.
         head: the config of the head, which says how it was trained.
         target: the `FrozenTarget` or `TargetFiles` of the draft; None if it is not known.
 
     Returns:
-        The result: errors, silent differences, and notes.
+        The result: `refused`, the reasons why the engine stops; `silent`, what the engine loads
+        wrongly without an error; and notes.
     """
-    # Check the keys of config.json without which, or with which, the engine stops.
+    # Check the keys of config.json that the engine needs, and those that must not be null.
     result = LoaderCheck(loader)
     _check_architecture(result, config)
     config = _merge_inner_config(loader, config)
     result.refused += [
-        f"config.json says {key} null, which is taken for a number: leave the key out"
+        f"config.json has {key} null, but the engine expects a number: leave the key out"
         for key in loader.never_null
         if _get_value(config, key) is None
     ]
 
-    # Read the settings as the engine does, and find those that its code cannot express.
+    # Read the settings as the engine does, and find settings that the engine does not support.
     result.settings = {
         name: _read_setting(config, setting.keys, setting.default)
         for name, setting in loader.settings.items()
@@ -241,7 +254,8 @@ def check_loader(
         if limit.has(head)
     ]
 
-    # Compare the settings with those of training, and the tensors with the parameters.
+    # Compare the settings with those of training, and the tensors in the folder with the parameters
+    # of the engine's model.
     trained = {**COMMON_HEAD_SETTINGS, **vars(head)}
     if "aux_layers" in trained:
         _check_aux_layers(result, config, trained, target)
@@ -252,22 +266,22 @@ def check_loader(
 
 
 def _check_architecture(result: LoaderCheck, config: Mapping[str, Any]) -> None:
-    """Check the keys of config.json that decide whether the engine loads the folder at all.
+    """Check that config.json has the architecture and the keys that the engine needs.
 
     Args:
-        result: the result, to which errors are added.
-        config: the folder's config.json.
+        result: the result. Reasons why the engine would stop are added to `result.refused`.
+        config: the config.json of the draft's folder.
     """
-    # An engine finds the loader by the architecture that config.json names. Some layouts have the
-    # architecture in an inner dictionary.
+    # An engine chooses its model class by `architectures` in config.json. In some layouts this key
+    # is in an inner dictionary, whose key is `loader.inner`.
     loader = result.loader
     inner_config = config.get(loader.inner or "")
     architectures = (config if inner_config is None else inner_config).get("architectures") or []
     if loader.architectures and not set(architectures) & loader.architectures:
         names = f"architectures {', '.join(map(str, architectures))}" if architectures else ""
         result.refused.append(
-            f"config.json has {names or 'no architectures'}; this engine loads such a draft as"
-            f" {min(loader.architectures, key=len)}"
+            f"config.json has {names or 'no architectures'}; this engine expects"
+            f" {min(loader.architectures, key=len)} for such a draft"
         )
     result.refused += [
         f"config.json has no {key}"
@@ -277,9 +291,11 @@ def _check_architecture(result: LoaderCheck, config: Mapping[str, Any]) -> None:
 
 
 def _merge_inner_config(loader: Loader, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config that the engine reads: the inner one with some keys of the outer one.
+    """Return the config that the engine reads, as one flat dictionary.
 
-    A config.json without an inner dictionary is returned as it is.
+    Some layouts have the Llama's keys in an inner dictionary of config.json. The engine reads this
+    dictionary, and the keys `loader.taken` of the outer one, which take precedence. A config.json
+    without an inner dictionary is returned as it is.
     """
     inner_config = config.get(loader.inner or "")
     if not isinstance(inner_config, dict):
@@ -289,12 +305,12 @@ def _merge_inner_config(loader: Loader, config: Mapping[str, Any]) -> Mapping[st
 
 
 def _check_settings(result: LoaderCheck, trained: Mapping[str, Any]) -> None:
-    """Compare each setting that the engine reads with the setting of training.
-
-    A setting that the engine takes from its command line is noted, any other difference is silent.
+    """Compare each setting that the engine reads from config.json with the setting of training.
 
     Args:
-        result: the result, to which differences are added.
+        result: the result. A difference that an option of the engine's command line corrects is
+            added to `result.notes`. Any other difference is added to `result.silent`, because the
+            engine reports no error.
         trained: the settings that the draft was trained with.
     """
     for name, value in result.settings.items():
@@ -303,16 +319,20 @@ def _check_settings(result: LoaderCheck, trained: Mapping[str, Any]) -> None:
         argument = result.loader.arguments.get(name)
         if argument:
             result.notes.append(
-                f"start it with {argument} {trained[name]}: it does not read {name} from the file"
+                f"start the engine with {argument} {trained[name]}: it does not read {name} from"
+                " config.json"
             )
         else:
             result.silent.append(
-                f"it reads {name} as {value}, and the draft was trained with {trained[name]}"
+                f"it reads {name} as {value}, but the draft was trained with {trained[name]}"
             )
 
 
 def _get_value(config: Any, key: str) -> Any:
-    """Return the value of a dotted key, or MISSING_VALUE; a number in a key is a list index."""
+    """Return the value at a dotted key of nested JSON, e.g. `a.0.b` for config["a"][0]["b"].
+
+    MISSING_VALUE is returned if there is no such key. (None is a value of JSON.)
+    """
     value = config
     for part in key.split("."):
         try:
@@ -323,8 +343,14 @@ def _get_value(config: Any, key: str) -> Any:
 
 
 def _read_setting(config: Mapping[str, object], keys: Sequence[str], default: object) -> Any:
-    """Return the value of the first key that has one, or the default; see `Setting`."""
-    # An empty list counts as no value where its length is read.
+    """Return a setting as an engine reads it from config.json.
+
+    Args:
+        config: config.json.
+        keys: dotted keys, of which the first that exists and is not null counts. A key that ends in
+            `#` stands for the length of a list, which must not be empty.
+        default: the value if no key counts.
+    """
     for key in keys:
         value = _get_value(config, key.removesuffix("#"))
         is_length = key.endswith("#")
@@ -336,15 +362,20 @@ def _read_setting(config: Mapping[str, object], keys: Sequence[str], default: ob
 def _check_aux_layers(
     result: LoaderCheck, config: Mapping[str, Any], trained: Mapping[str, Any], target: Any
 ) -> None:
-    """Compare the auxiliary layers that each version of an engine reads with those of training.
+    """Compare the auxiliary layers that the engine would use with those of training.
+
+    An auxiliary layer is a layer of the target whose output the draft reads. This project counts
+    "after L layers"; engines may count differently.
 
     Args:
-        result: the result, to which differences are added.
-        config: the folder's config.json.
+        result: the result. A difference that an option of the command line corrects is added to
+            `result.notes`, any other one to `result.silent`.
+        config: the config.json of the draft's folder.
         trained: the settings that the draft was trained with.
         target: the target; None if it is not known.
     """
-    # Some engines take the layers from their command line, and need no option for the default.
+    # Some engines take the layers from their command line, where layer 0 is the output after one
+    # layer. No option is needed if the draft was trained with the default layers.
     trained_layers = list(trained["aux_layers"])
     default = choose_aux_layers(target.num_layers if target else trained["target_num_layers"])
     argument = result.loader.arguments.get("aux_layers")
@@ -353,11 +384,12 @@ def _check_aux_layers(
         if trained_layers != default:
             engine_layers = [layer - 1 for layer in trained_layers]
             result.notes.append(
-                f"start it with {argument}={engine_layers}: it reads no layers from the file"
+                f"start the engine with {argument}={engine_layers}: it does not read the auxiliary"
+                " layers from config.json"
             )
 
-    # Other engines read them from config.json. Each version looks under keys of its own, and the
-    # first list that is not empty counts.
+    # Other engines read the layers from config.json. Each version has its own keys; the first key
+    # with a list that is not empty counts. `added` converts to this project's way of counting.
     for version, keys in result.loader.aux_layers.items():
         read_layers = default
         for key, added in keys.items():
@@ -369,22 +401,26 @@ def _check_aux_layers(
         if read_layers != trained_layers:
             where = f" ({version})" if version else ""
             result.silent.append(
-                f"it reads the target after layers {read_layers}{where}, and the draft was trained"
-                f" to read {trained_layers}"
+                f"it reads the target's hidden states after layers {read_layers}{where}, but the"
+                f" draft was trained to read them after layers {trained_layers}"
             )
 
 
 def _read_slot_sizes(
     read: dict[str, Any], config: Mapping[str, Any], target: Any
 ) -> dict[str, int]:
-    """Return the size of each letter in `Slot.shape`, and the value of each switch in `Slot.when`.
+    """Return the sizes from which the shapes of the engine's parameters are computed.
+
+    A parameter (`Slot`) has a shape in letters, such as "H 2*D", and may exist only if a switch,
+    such as "bias", is on. The result has the size of each letter and the value of each switch.
 
     Args:
         read: the settings as the engine reads them. A missing `head_dim` is filled in.
-        config: the folder's config.json.
+        config: the config.json of the draft's folder.
         target: the target; None if it is not known.
     """
-    # The sizes that every draft has. Without `head_dim` it is hidden size / heads, as in Llama.
+    # The sizes that every draft has. Like Llama, the engine computes a missing `head_dim` as
+    # hidden size / number of heads.
     read["head_dim"] = read["head_dim"] or read["hidden_size"] // read["num_attention_heads"]
     sizes = {
         "H": read["hidden_size"],
@@ -398,7 +434,7 @@ def _read_slot_sizes(
         "one_layer": read["num_layers"] == 1,
     }
 
-    # Heads also have sizes of the target and of the draft vocabulary.
+    # Heads (such as EAGLE-3) also have sizes of the target and of the draft vocabulary.
     if "draft_vocab_size" in read:
         sizes |= {
             "W": read["draft_vocab_size"],
@@ -418,22 +454,24 @@ def _read_slot_sizes(
 def _check_tensors(
     result: LoaderCheck, shapes: Mapping[str, TensorShape], sizes: dict[str, int]
 ) -> None:
-    """Compare the tensors of a folder with the parameters of the engine's model.
+    """Compare the names and shapes of the tensors in a folder with those of the engine's model.
 
     Args:
-        result: the result, to which differences are added.
+        result: the result. Differences that stop the engine are added to `result.refused`, other
+            differences to `result.silent` or `result.notes`.
         shapes: tensor name -> shape, for the tensors in the folder.
-        sizes: the sizes and switches from `_read_slot_sizes`.
+        sizes: the sizes and switches that `_read_slot_sizes` returns.
     """
-    # The loader says whether a missing or unknown tensor is an error or passes silently, and so to
-    # which list of the result it is added.
+    # `loader.unset` and `loader.unknown` say how the engine reacts to a missing and to an unknown
+    # tensor: "refused" or "silent". These are also the names of lists of the result.
     loader = result.loader
     unset_messages: list[str] = getattr(result, loader.unset)
     unknown_messages: list[str] = getattr(result, loader.unknown)
     is_required = loader.unset == "refused"
     consequence = "the engine requires it" if is_required else "it stays uninitialized"
 
-    # Rename the tensors of the file as the engine does.
+    # Rename the tensors of the file as the engine does. Some replacements apply only if a switch is
+    # on.
     stored = {}
     for name_in_file, shape in shapes.items():
         name = name_in_file
@@ -451,19 +489,20 @@ def _check_tensors(
             name_in_file, shape_in_file = stored[name]
             if shape_in_file != shape:
                 result.refused.append(
-                    f"{name_in_file} is {list(shape_in_file)}, and its config.json makes this"
-                    f" parameter {list(shape)}"
+                    f"{name_in_file} is {list(shape_in_file)}, but by config.json it must be"
+                    f" {list(shape)}"
                 )
             elif slot.source == "target":
-                result.notes.append(f"it takes the target's {name} and ignores the file's")
+                result.notes.append(f"it uses the target's {name} and ignores the one in the file")
         elif slot.source == "shared" and shape != (sizes["V"], sizes.get("D", sizes["H"])):
             unset_messages.append(
-                f"{name} {list(shape)} is not in the file, and the target's has another shape"
+                f"{name} {list(shape)} is not in the file, and the target's tensor has another"
+                " shape"
             )
         elif slot.source == "file":
             unset_messages.append(f"{name} {list(shape)} is not in the file: {consequence}")
 
-    # Find the tensors without a parameter.
+    # Find the tensors in the file for which the engine's model has no parameter.
     unknown_messages += [
         f"it has no parameter for {name_in_file}"
         for name, (name_in_file, _) in stored.items()
@@ -474,15 +513,23 @@ def _check_tensors(
 def _list_slots_by_name(
     loader: Loader, settings: Mapping[str, Any], sizes: Mapping[str, int]
 ) -> dict[str, Slot]:
-    """Return the parameters that the engine's model has with these settings, by tensor name."""
+    """Return the parameters that the engine's model has with these settings, by tensor name.
+
+    Args:
+        loader: the loader. Its `slots` describe the parameters of the model.
+        settings: the settings as the engine reads them.
+        sizes: the sizes and switches that `_read_slot_sizes` returns.
+    """
     slots: dict[str, Slot] = {}
     for slot in loader.slots:
-        # A switch may turn the parameter off.
+        # `slot.when` names a switch that must be on, or with a leading "!" off, for the parameter
+        # to exist. Skip the parameter if it does not.
         switch = slot.when.removeprefix("!")
         if switch and bool(sizes[switch]) == slot.when.startswith("!"):
             continue
 
-        # There is one for each layer after the first, or for each auxiliary hidden state.
+        # A name with {i} stands for a parameter in each layer after the first, a name with {a} for
+        # one of each auxiliary hidden state (A is their number).
         numbers = range(1)
         if "{i}" in slot.name:
             numbers = range(1, settings["num_layers"])
@@ -494,7 +541,14 @@ def _list_slots_by_name(
 
 
 def _compute_shape(slot: Slot, sizes: Mapping[str, int]) -> TensorShape:
-    """Return the shape of a parameter, e.g. [H, 2 · D] for the text `H 2*D`."""
+    """Return the shape of a parameter as numbers, from its text in letters, e.g. "H 2*D".
+
+    This example has two axes: the size H, and two times the size D.
+
+    Args:
+        slot: the parameter.
+        sizes: the size of each letter.
+    """
     axes = []
     for axis in slot.shape.split():
         factors = [sizes[part] if part in sizes else int(part) for part in axis.split("*")]

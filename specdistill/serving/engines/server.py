@@ -28,7 +28,7 @@ CONNECT_SECONDS = 10.0  # how long a connection may take; a running server needs
 MAX_ANSWER_MIB = 64
 SHOWN_CHARACTERS = 200  # how much of an answer an error shows
 SEE_LOG_HINT = "look at the server's log"
-WRONG_SERVER_HINT = "is it this engine's server?"
+WRONG_SERVER_HINT = "check that a server of this engine runs at this address"
 POLL_SECONDS = 0.01  # the pause between two readings of a server's counters
 MAX_IN_FLIGHT = 512  # the most requests to one server at once; all connections are kept open
 # A line of a Prometheus page: name{label="…",…} value, and optionally a timestamp.
@@ -48,12 +48,14 @@ class JsonAnswer(BaseModel):
 
 
 def locate_field(first: str, *remaining_path: str | int, **options: Any) -> Any:
-    """Describe a field that is nested in an answer, by the path to it.
+    """Return a pydantic field whose value is read from inside nested JSON.
+
+    For example, `locate_field("choices", 0, "text")` reads answer["choices"][0]["text"].
 
     Args:
         first: the outermost key.
-        remaining_path: the keys and list indices below it.
-        options: more arguments of pydantic's `Field`.
+        remaining_path: the keys and list indices that follow, from outside to inside.
+        options: more arguments of pydantic's `Field`, e.g. `default`.
     """
     return Field(validation_alias=AliasPath(first, *remaining_path), **options)
 
@@ -100,15 +102,15 @@ class Response(NamedTuple):
         return f"{self.status} ({shown})"
 
     def json(self, answer: type[A]) -> A:
-        """Parse the content as a JSON answer.
+        """Parse the content of this response as JSON.
 
         Args:
-            answer: the class that describes the answer.
+            answer: the pydantic class that describes the expected fields.
 
         Raises:
-            ResourceError: for content that is no such answer. It names the field.
+            ResourceError: if the content is no JSON, or if a field is missing or wrong.
         """
-        # Both kinds of error end in the same message: the content is no JSON, or a field is wrong.
+        # A wrong field raises a ValidationError, and content that is no JSON another ValueError.
         try:
             return answer.model_validate(parse_json(self.content))
         except ValidationError as error:
@@ -169,9 +171,12 @@ class Server:
         """Send a request and return its parsed JSON answer.
 
         Args:
-            path: the path below the server's address.
-            answer: the class that describes the answer.
+            path: the path below the server's address, e.g. /v1/models.
+            answer: the pydantic class that describes the expected fields of the answer.
             body: a JSON body to post. None sends a GET request.
+
+        Raises:
+            ResourceError: if the server does not answer, or answers something else.
         """
         return self.ask(path, body, hint=SEE_LOG_HINT).json(answer)
 
@@ -179,13 +184,13 @@ class Server:
         """Read the server's page of counters, /metrics, which is in Prometheus format.
 
         Args:
-            hint: what the user can do if there is no such page.
+            hint: what the user can do if there is no such page, for the error.
 
         Returns:
-            For each line its name, its labels and its value.
+            (name, labels, value) for each line of the page, e.g. `http_requests{code="200"} 3`.
 
         Raises:
-            ResourceError: as `ask` does, and for a page that is not in Prometheus format.
+            ResourceError: if the server does not answer, and for a page in another format.
         """
         page = self.ask("/metrics", hint=hint).content.decode(errors="replace")
 
@@ -213,15 +218,16 @@ class Server:
         Args:
             path: the path below the server's address.
             body: a JSON body to post. None sends a GET request.
-            hint: what the user can do about an answer that is an error, which is then raised.
-                Empty: such an answer is returned.
+            hint: what the user can do if the HTTP status is not 200, which then raises an error.
+                Empty: responses with any status are returned.
 
         Raises:
-            ResourceError: if there is no whole answer in time; with a hint, also for an answer that
-                is an error.
-            CancelledError: once the server object is closed.
+            ResourceError: if no whole answer arrives in time; with a hint, also if the HTTP status
+                is not 200.
+            CancelledError: once this object is closed.
         """
-        # Run the request in the event loop, and wait for it in this thread. `close` cancels it.
+        # Run the request in the event loop, and wait for its result in this thread. `close`, which
+        # another thread may call, cancels the requests in `_in_flight`.
         request = asyncio.run_coroutine_threadsafe(
             self._ask(f"{self.address}{path}", body), self._loop
         )
@@ -231,7 +237,7 @@ class Server:
                 request.cancel()
             response = request.result()
         finally:
-            request.cancel()  # This matters if the thread was interrupted.
+            request.cancel()  # Ends the request if this thread was interrupted while waiting.
             self._in_flight.discard(request)
 
         # Report an answer that is an error.
@@ -240,10 +246,14 @@ class Server:
         return response
 
     async def _ask(self, url: str, body: Mapping[str, object] | None) -> Response:
-        """Send one request and read its answer, in the event loop.
+        """Send one request and read its answer. This coroutine runs in the event loop's thread.
+
+        Args:
+            url: the address of the request.
+            body: a JSON body to post. None sends a GET request.
 
         Raises:
-            ResourceError: if there is no whole answer within the timeout, and for an answer of more
+            ResourceError: if no whole answer arrives within the timeout, and for an answer of more
                 than MAX_ANSWER_MIB.
         """
         import httpx2
@@ -252,7 +262,7 @@ class Server:
         content = bytearray()
         start = time.perf_counter()
 
-        # Read the answer piece by piece, because it may be too large to hold.
+        # Read the answer piece by piece, and stop once it is too large to hold in memory.
         try:
             async with (
                 asyncio.timeout(self.timeout),
@@ -262,7 +272,7 @@ class Server:
                     content += part
                     if len(content) > MAX_ANSWER_MIB * 2**20:
                         raise ResourceError(
-                            f"{url} answered more than {MAX_ANSWER_MIB} MiB",
+                            f"{url} sent an answer of more than {MAX_ANSWER_MIB} MiB",
                             next_step=WRONG_SERVER_HINT,
                         )
         except TimeoutError as error:
@@ -283,7 +293,7 @@ class Server:
         )
 
     def close(self) -> None:
-        """Cancel the requests in flight, and let all later requests fail."""
+        """Cancel the requests in flight, and make all later requests fail with a CancelledError."""
         self.is_closed = True
         for request in list(self._in_flight):
             request.cancel()
@@ -291,9 +301,10 @@ class Server:
 
 @cache
 def _load_certificates() -> ssl.SSLContext:
-    """Load the TLS certificates of this machine, once.
+    """Return the TLS certificates of this machine, to connect to https:// addresses.
 
-    Loading takes as long as a server takes to answer, so all servers share them.
+    The result is cached and shared by all servers, because loading the certificates takes about as
+    long as a request.
     """
     import httpx2
 
@@ -302,7 +313,10 @@ def _load_certificates() -> ssl.SSLContext:
 
 @cache
 def _start_event_loop() -> asyncio.AbstractEventLoop:
-    """Start the event loop in which all requests run, in a thread of its own, once."""
+    """Return the asyncio event loop in which all requests run; start it on the first call.
+
+    The loop runs in a thread of its own, so that threads without a loop can send requests, too.
+    """
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="requests", daemon=True).start()
     return loop
@@ -314,20 +328,20 @@ os.register_at_fork(after_in_child=_start_event_loop.cache_clear)
 
 @contextmanager
 def start_request_threads(number: int, *servers: Server) -> Iterator[ThreadPoolExecutor]:
-    """Yield a pool of threads that send requests to servers.
+    """Provide a pool of threads that send requests to servers, for a `with` block.
 
     If an exception leaves the block, the threads end at once: waiting requests are dropped, and
     requests in flight are cancelled.
 
     Args:
         number: the number of threads.
-        servers: the servers to which they send requests.
+        servers: the servers to which the threads send requests.
     """
     pool = ThreadPoolExecutor(number)
     try:
         yield pool
     except BaseException:
-        # Threads wait for their answers. Cancelling the requests wakes them.
+        # The threads are blocked until their answers arrive. Cancelling the requests wakes them.
         for server in servers:
             server.close()
         raise

@@ -49,10 +49,13 @@ LENGTHS_FILE = "draft_lengths.json"  # the file with the K of each load, which t
 def build_sglang_options(served: Served) -> dict[str, object]:
     """Return the options of an SGLang server, named as the arguments of `sglang.Engine`.
 
-    On the command line the same names have dashes.
+    On the command line the same names have dashes, e.g. --model-path.
+
+    Args:
+        served: the target, the draft and the settings to serve them with.
     """
-    # If K changes with the load, the server starts with the largest K. A draft that is not part of
-    # the target has a folder of its own.
+    # If K changes with the number of sequences at once (the load), the server starts with the
+    # largest K. Only a draft that is not a part of the target has a folder of its own.
     has_draft = served.method is not None
     changes_k = served.serving.name in ADAPTIVE and bool(served.lengths)
     k = served.most_tokens if changes_k else served.num_tokens
@@ -66,8 +69,9 @@ def build_sglang_options(served: Served) -> dict[str, object]:
         "chat_template": served.chat_template,
     }
 
-    # The options of the draft. A chain of K tokens is a tree of top-k 1. SGLang counts the last
-    # token of the sequence, too, in the number of draft tokens.
+    # The options of the draft. A chain of K tokens is a tree of K steps with one token each (top-k
+    # 1). SGLang's number of draft tokens includes the last token of the sequence, hence K + 1.
+    # Block drafters take the length of a block from their config.json instead.
     chain = {
         "speculative_num_steps": k,
         "speculative_eagle_topk": 1,
@@ -92,8 +96,12 @@ def build_sglang_options(served: Served) -> dict[str, object]:
 
 
 def serve_arguments(served: Served) -> list[str]:
-    """Return the options of `build_sglang_options` as words of a command line."""
-    # A switch is a word without a value.
+    """Return the options of `build_sglang_options` as words of a command line.
+
+    Args:
+        served: the target, the draft and the settings to serve them with.
+    """
+    # An option whose value is True is a switch, a word without a value.
     named_arguments = {
         f"--{name.replace('_', '-')}": value for name, value in build_sglang_options(served).items()
     }
@@ -104,9 +112,13 @@ def serve_arguments(served: Served) -> list[str]:
 
 
 def serve_command(served: Served) -> str:
-    """Return the shell lines that start the server.
+    """Return the shell lines that start an SGLang server.
 
-    If K changes with the load, the first line writes the file that holds K.
+    If K changes with the number of sequences at once (the load), the first line writes the file
+    from which SGLang reads the K of each load.
+
+    Args:
+        served: the target, the draft and the settings to serve them with.
     """
     command = PROGRAM.format_command(served)
     slots = format_slots(served)
@@ -114,17 +126,25 @@ def serve_command(served: Served) -> str:
 
 
 def format_slots(served: Served) -> str:
-    """Return the JSON that tells SGLang the K of each load; empty if K does not change.
+    """Return the JSON that tells SGLang which K to use at which load; empty if K does not change.
 
-    For each number of sequences at once there is a slot with one K, which holds from that number
-    on.
+    The load is the number of sequences at once. `served.lengths` has pairs (load, K), where each K
+    holds from its load on. SGLang calls the entry for a load a slot.
+
+    Args:
+        served: the target, the draft and the settings to serve them with.
     """
     slots = {str(size): {"candidate_steps": [k]} for size, k in served.lengths}
     return json.dumps(slots) if "speculative_adaptive" in build_sglang_options(served) else ""
 
 
 def format_snippet(served: Served) -> str:
-    """Return Python code that serves with SGLang."""
+    """Return Python code that loads target and draft in SGLang and generates from a prompt.
+
+    Args:
+        served: the target, the draft and the settings to serve them with.
+    """
+    # If K changes with the load, the code first writes the file with the K of each load.
     options = ", ".join(f"{name}={value!r}" for name, value in build_sglang_options(served).items())
     slots = format_slots(served)
     setup = (
@@ -167,7 +187,11 @@ class ServerInfo(JsonAnswer):
 
 
 def describe_counter(*names: str) -> Any:
-    """Describe a field of `meta_info` that has different names in different versions of SGLang."""
+    """Return a pydantic field that is read from `meta_info` in an answer of SGLang.
+
+    Args:
+        names: the names of the field in different versions of SGLang, the preferred one first.
+    """
     return Field(
         None, validation_alias=AliasChoices(*(AliasPath("meta_info", name) for name in names))
     )
@@ -193,7 +217,13 @@ class Generated(CompletionAnswer):
 
 
 def describe_server(server: Server, counters: Counters) -> ServerIdentity:
-    """Ask an SGLang server for its version, its model, its context and K."""
+    """Ask an SGLang server for its version, its model, its context length and K.
+
+    Args:
+        server: the server.
+        counters: a reading of the server's counters. It is not used here, but other engines need it
+            to find K.
+    """
     info = server.json("/server_info", ServerInfo)
     served = server.json("/v1/models", ServedModels).data[0]
     return ServerIdentity(
@@ -207,10 +237,13 @@ def describe_server(server: Server, counters: Counters) -> ServerIdentity:
 
 
 def request_body(request: CompletionRequest) -> dict[str, object]:
-    """Return the JSON of a completion request.
+    """Return the JSON of a completion request to SGLang.
 
-    It has no model and no seed: a server has one model, and SGLang seeds its sampling when it
-    starts.
+    `request.model` and `request.seed` are not sent: a server has one model, and SGLang sets its
+    seed when it starts.
+
+    Args:
+        request: the prompt, and how to sample.
     """
     return {
         "input_ids": list(request.prompt_ids),

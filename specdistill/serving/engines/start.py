@@ -36,34 +36,35 @@ EXCEPTION = re.compile(r"\b[A-Z]\w*(Error|Exception): .+")
 def start_server(
     command: Sequence[str], log: Path, *, key: str, variables: Mapping[str, str] | None = None
 ) -> Iterator[str]:
-    """Start a server, yield its address once it answers, and end it.
+    """Start an engine's server for a `with` block: yield its address, and end it after the block.
 
-    If a ResourceError leaves the block, the last lines of the server's log are shown.
+    The address is yielded once the server is ready. If a ResourceError leaves the block, the last
+    lines of the server's log are shown.
 
     Args:
         command: the program that starts the server, and its arguments without host and port.
-        log: the file for the engine's output.
+        log: the file to which the server's output is written.
         key: the recipe key that names the command, for errors.
-        variables: environment variables to add. Other variables of this project are removed.
+        variables: environment variables to add. Variables of this project (SPECDISTILL_…) are not
+            passed on, except those that are added here.
 
     Raises:
         UserError: if there is no such program.
-        ResourceError: if the engine ends or does not answer.
+        ResourceError: if the server ends or does not become ready.
     """
     program = shutil.which(command[0])
     if program is None:
         raise UserError(
             key,
             got=command[0],
-            expected="a program on the PATH, or the path of one, that starts the engine",
+            expected="the program that starts the engine: its name, if it is on the PATH, or path",
         )
 
     # Let the system choose a free port.
     with socket.create_server((HOST, 0)) as probe:
         port = str(probe.getsockname()[1])
 
-    # Start the guard, which starts the engine. The engine inherits the environment without the
-    # variables of this project.
+    # Start guard.py, which starts the engine and ends it when this process ends.
     inherited = {
         name: value for name, value in os.environ.items() if not name.startswith("SPECDISTILL_")
     }
@@ -97,9 +98,9 @@ def wait_until_ready(guard: "subprocess.Popen[bytes]", address: str, log: Path) 
     """Wait until the server answers that it is ready.
 
     Args:
-        guard: the process of guard.py, which ends when the engine ends.
+        guard: the process of guard.py, which started the engine and ends when the engine ends.
         address: the address of the server.
-        log: the file of the engine's output.
+        log: the file with the engine's output.
 
     Raises:
         ResourceError: if the engine ends first, or does not answer within START_SECONDS.
@@ -107,30 +108,32 @@ def wait_until_ready(guard: "subprocess.Popen[bytes]", address: str, log: Path) 
     server = Server(address, key="", timeout=HEALTH_SECONDS)
     deadline = time.monotonic() + START_SECONDS
 
-    # An engine answers /health with status 200 once it has loaded the model.
+    # An engine answers /health with status 200 once it has loaded the model. Until then requests
+    # fail, which is no error.
     while True:
         with suppress(ResourceError):
             if server.ask("/health").status == 200:
                 return
         if guard.poll() is not None:
             raise ResourceError(
-                f"the engine ended before it answered ({find_cause(log)})",
+                f"the engine ended before it was ready ({find_cause(log)})",
                 next_step=f"look at its log, {log}",
             )
         if time.monotonic() > deadline:
             raise ResourceError(
-                f"the engine did not answer in {START_SECONDS:g} s",
+                f"the engine was not ready after {START_SECONDS:g} s",
                 next_step=f"look at its log, {log}",
             )
         time.sleep(0.2)
 
 
 def end(guard: "subprocess.Popen[bytes]", *, waits: bool = True) -> None:
-    """End the engine through its guard, then end processes that the guard has left.
+    """End the engine, by closing the standard input of its guard process.
 
     Args:
-        guard: the process of guard.py.
-        waits: whether to wait until the engine has ended, which may take GRACE_SECONDS.
+        guard: the process of guard.py, which started the engine.
+        waits: whether to wait until the engine has ended, which may take GRACE_SECONDS, and then
+            end all processes that are left.
     """
     # The guard ends the engine when its standard input closes.
     assert guard.stdin is not None
@@ -141,10 +144,11 @@ def end(guard: "subprocess.Popen[bytes]", *, waits: bool = True) -> None:
 
 
 def find_cause(log: Path) -> str:
-    """Find the likely cause of a failure in a log.
+    """Return the likely cause of an engine's failure, as one line of text from its log.
 
-    It is the first exception, because later ones follow from it, together with the line below if
-    that line is indented. Without an exception it is the last line.
+    This is the message of the first Python exception, because later exceptions follow from it. The
+    next line is appended if it is indented, since it then continues the message. A log without an
+    exception gives its last line.
     """
     lines = read_lines(log) or ["it printed nothing"]
     next_lines = [*lines[1:], ""]

@@ -52,9 +52,14 @@ PLAIN_SAMPLING: Mapping[str, float] = {
 
 
 def build_served_config(served: Served) -> dict[str, object]:
-    """Return the value of vLLM's option --speculative-config."""
-    # Parts that only some drafts need: the folder, the revision on the Hub, drawn draft tokens, and
-    # a K for each load.
+    """Return the value of vLLM's option --speculative-config, which describes the draft.
+
+    Args:
+        served: the target, the draft and the settings to serve them with.
+    """
+    # Collect the keys that only some drafts need: the draft's folder (a draft in the target's
+    # checkpoint has none), sampled instead of greedy draft tokens, the draft's revision on the Hub,
+    # and a K for each number of sequences at once.
     draft_folder = {} if served.in_target else {"model": str(served.output)}
     sampling = (
         {"draft_sample_method": "probabilistic"}
@@ -81,22 +86,27 @@ def build_served_config(served: Served) -> dict[str, object]:
 
 
 def list_ranges(lengths: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """Return ranges [first, last, K]: the K for `first` to `last` sequences at once.
+    """Return ranges [first, last, K]: use K for `first` to `last` sequences at once.
 
-    The first range begins at 1. Above the last range its K still holds.
+    For example, [(1, 5), (8, 3)] gives [[1, 7, 5], [8, 8, 3]]. vLLM uses the last K also above the
+    last range.
 
     Args:
-        lengths: pairs (number of sequences, K), where K holds from that number on.
+        lengths: pairs (number of sequences at once, K), where K holds from that number on.
     """
-    # A range ends before the next one begins.
+    # The first range begins at 1, and each range ends just before the next one begins.
     firsts = [1, *(size for size, _ in lengths[1:])]
     lasts = [*(size - 1 for size in firsts[1:]), max(lengths[-1][0], 1)]
     return [[first, last, k] for first, last, (_, k) in zip(firsts, lasts, lengths, strict=True)]
 
 
 def serve_arguments(served: Served) -> list[str]:
-    """Return the arguments of `vllm serve`."""
-    # Options that only some targets or drafts need.
+    """Return the command-line arguments of `vllm serve`.
+
+    Args:
+        served: the target, the draft and the settings to serve them with.
+    """
+    # Collect the options that only some targets or drafts need.
     revision = ["--revision", served.pinned] if served.pinned else []
     gpus = ["--tensor-parallel-size", str(served.num_gpus)] if served.num_gpus > 1 else []
     drafting = (
@@ -104,18 +114,27 @@ def serve_arguments(served: Served) -> list[str]:
         if served.method is not None
         else []
     )
-    # The plugin must know the next tokens when it looks up, so scheduling is not asynchronous.
+    # A lookup in front of the draft is a plugin of this project. It must know the last token before
+    # it looks up the next ones, so vLLM cannot schedule asynchronously.
     scheduling = ["--no-async-scheduling"] if drafting and served.lookup_first else []
     template = ["--chat-template", served.chat_template] if served.chat_template else []
     return [served.model, *revision, *gpus, *drafting, *scheduling, *template]
 
 
 def list_variables(served: Served) -> dict[str, str]:
-    """Return the environment variables that a server with a lookup needs."""
+    """Return the environment variables that vLLM needs to look up tokens before it drafts.
+
+    This project's vLLM plugin reads the settings of the lookup from an environment variable, as
+    JSON. Without a lookup no variable is needed.
+
+    Args:
+        served: the target, the draft and the settings to serve them with.
+    """
     if served.method is None or served.lookup_first is None:
         return {}
 
-    # The plugin replaces a method of model runner V1, so V2 is switched off.
+    # `draft_tokens` is the number of tokens that the draft drafts where nothing is looked up, at
+    # most K. The plugin works with vLLM's model runner V1 only, so V2 is switched off.
     lookup = {
         **served.lookup_first.described,
         "draft_tokens": min(served.lookup_first.levels, served.num_tokens),
@@ -146,8 +165,12 @@ FLAGS = {
 
 
 def format_snippet(served: Served) -> str:
-    """Return Python code that serves with vLLM and prints the acceptance length."""
-    # Leave out arguments that are not set.
+    """Return Python code that loads target and draft in vLLM and prints the acceptance length.
+
+    Args:
+        served: the target, the draft and the settings to serve them with.
+    """
+    # Collect the arguments of `LLM`. Those that are None are left out.
     variables = list_variables(served)
     engine_arguments = {
         "revision": served.pinned,
@@ -191,9 +214,12 @@ class Completed(CompletionAnswer):
 
 
 def describe_server(server: Server, counters: Counters) -> ServerIdentity:
-    """Ask a vLLM server for its version, its model, its context and K.
+    """Ask a vLLM server for its version, its model, its context length and K.
 
-    K is the number of its counters by position.
+    Args:
+        server: the server.
+        counters: a reading of the server's /metrics. It has a counter of accepted tokens for each
+            of the K positions, so K is their number.
     """
     served = server.json("/v1/models", ServedModels).data[0]
     return ServerIdentity(
@@ -205,7 +231,11 @@ def describe_server(server: Server, counters: Counters) -> ServerIdentity:
 
 
 def request_body(request: CompletionRequest) -> dict[str, object]:
-    """Return the JSON of a request to /v1/completions."""
+    """Return the JSON of a completion request to vLLM, for /v1/completions.
+
+    Args:
+        request: the prompt, and how to sample.
+    """
     return {
         "model": request.model,
         "prompt": list(request.prompt_ids),
@@ -217,7 +247,14 @@ def request_body(request: CompletionRequest) -> dict[str, object]:
 
 
 def build_sampling_parameters(request: CompletionRequest) -> dict[str, float]:
-    """Return the sampling parameters of a request, by the names that vLLM and SGLang share."""
+    """Return the sampling parameters of a request, by the names that vLLM and SGLang share.
+
+    Args:
+        request: the prompt, and how to sample. Its `top_k` is 0 to keep all tokens; the engines
+            write -1 for this.
+    """
+    # PLAIN_SAMPLING switches off everything that a model's generation_config.json could turn on,
+    # such as a repetition penalty.
     return {
         **PLAIN_SAMPLING,
         "temperature": request.temperature,
@@ -269,16 +306,16 @@ def build_speculators_config(
 ) -> dict[str, object]:
     """Return the config.json of a draft in the layout of speculators.
 
-    vLLM reads the target and the number of draft tokens from this file, so it needs no other
-    options.
+    speculators is a project that trains drafts for vLLM. vLLM reads the target and the number of
+    draft tokens from this file, so that `vllm serve FOLDER` needs no further options.
 
     Args:
-        export: the head, its target and K.
-        kind: the value of `speculators_model_type`.
-        architecture: the draft's architecture.
+        export: the head (draft), its target and K.
+        kind: the value of `speculators_model_type`, e.g. `eagle3`.
+        architecture: the name of the draft's model class.
         layers: the config of the draft's layers.
     """
-    # Greedy proposals, and plain acceptance without tolerance, so that the output is the target's.
+    # Draft greedily, and accept without tolerance, so that the output is the target's own.
     target = export.target
     proposal = {
         "proposal_type": "greedy",

@@ -59,7 +59,7 @@ def test_the_time_is_of_the_whole_answer(wrong, path):
 def test_an_answer_has_a_size(wrong, path):
     with (
         hostile({path: wrong}) as server,
-        pytest.raises(ResourceError, match=f"{path} answered more than 64 MiB"),
+        pytest.raises(ResourceError, match=f"{path} sent an answer of more than 64 MiB"),
     ):
         ask(server.address)
 

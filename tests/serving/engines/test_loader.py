@@ -225,7 +225,7 @@ def test_a_whole_vocabulary_with_a_map_is_refused_by_vllm_alone(
             "sglang",
             {"architectures": ["LlamaForCausalLM"]},
             "refused",
-            "loads such a draft as LlamaForCausalLMEagle3",
+            "expects LlamaForCausalLMEagle3 for such a draft",
         ),
         (
             "trtllm",
@@ -239,7 +239,7 @@ def test_a_whole_vocabulary_with_a_map_is_refused_by_vllm_alone(
             "vllm",
             {"num_attention_heads": 4},
             "refused",
-            "q_proj.weight is [64, 128], and its config.json makes this parameter",
+            "q_proj.weight is [64, 128], but by config.json it must be",
         ),
         ("vllm", {"draft_vocab_size": 24}, "refused", "lm_head.weight is [25, 64]"),
         ("vllm", {"draft_vocab_size": None}, "refused", "lm_head.weight is [25, 64]"),
@@ -248,7 +248,7 @@ def test_a_whole_vocabulary_with_a_map_is_refused_by_vllm_alone(
             "sglang",
             {"norm_output": True},
             "silent",
-            "reads norm_output as True, and the draft was trained with False",
+            "reads norm_output as True, but the draft was trained with False",
         ),
         ("trtllm", {"tie_word_embeddings": True}, "silent", "reads tie_word_embeddings as True"),
         (
