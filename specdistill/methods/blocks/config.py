@@ -39,7 +39,7 @@ class BlockDraftConfig(LayerSizes):
     )
     is_causal: bool = option(
         False,
-        "true: a position attends to earlier positions of its block; false: to all of its block",
+        "true: a position of a block attends to itself and earlier ones; false: to the whole block",
     )
 
 
@@ -48,8 +48,8 @@ class BlockLossConfig(SoftLossConfig):
 
     d_pace: float | None = option(
         None,
-        "smoothing of D-PACE, which weights a drafted position by the chance that all earlier ones"
-        " are accepted; null: weights by loss.step_decay",
+        "smoothing of D-PACE, which weights a drafted position by the chance that drafting reaches"
+        " it; null: weights by loss.step_decay",
         ge=0,
         le=1,
     )
