@@ -214,7 +214,8 @@ def export_block(
 def write_block_config(config: BlockConfig, kind: Kind, dtype: torch.dtype) -> dict[str, object]:
     """Return the config.json of a draft in the layout of the method's authors."""
     # The keys of the method are written twice, because engines read them at the top level or in
-    # `dflash_config`. The authors count layers from 0.
+    # `dflash_config`. The authors count layers from 0. The model type is qwen3, because Qwen3's
+    # layers are Llama's with norms of query and key heads, as a block drafter has them.
     method_fields = {name: getattr(config, name) for name in kind.own_fields}
     method_fields["target_layer_ids"] = [layer - 1 for layer in config.aux_layers]
     layer = "full_attention" if config.sliding_window is None else "sliding_attention"

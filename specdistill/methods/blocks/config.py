@@ -68,7 +68,10 @@ class BlockRecipe(FeatureRecipe):
 
     @model_validator(mode="after")
     def _check_position_weights(self) -> "BlockRecipe":
-        """Raise UserError if both `loss.step_decay` and `loss.d_pace` weigh the positions."""
+        """Raise UserError if a recipe states both `loss.step_decay` and `loss.d_pace`.
+
+        Each of them determines the loss weights of drafted positions.
+        """
         # `step_decay` has a default, so it only counts if the recipe states it.
         if self.loss.d_pace is not None and "step_decay" in self.loss.model_fields_set:
             raise UserError(

@@ -69,8 +69,8 @@ class BlockMethod(FeatureMethod[BlockRecipe, BlockDraft]):
         load = partial(checkpoint.load_block, self.kind)
         draft = create_or_load(recipe, target, build, load, "block_size", rows)
 
-        # Choose the mask token: that of the recipe, that of the draft in `draft.init`, or a token
-        # that does not occur in texts.
+        # Choose the mask token: that of the recipe, that of the draft in `draft.init`, the
+        # tokenizer's, or a token that does not occur in texts.
         init = recipe.draft.init
         inherited = draft.config.mask_token_id if init else None
         mask = choose_mask(recipe.draft.mask_token_id, init, inherited, target, rows)

@@ -110,8 +110,8 @@ class UnrollKVCache:
     ) -> Tensor:
         """Store keys and values of the current step, and compute the attention of its queries.
 
-        A query of step k sees step 0 up to the root of its chain, and the steps 1 to k of its own
-        chain.
+        A chain is K draft steps in a row from one position, its root. A query of step k sees step 0
+        of its document up to the root, and the steps 1 to k of its own chain.
 
         Args:
             layer: the index of the layer.

@@ -152,7 +152,13 @@ class HeadProposer(FeatureProposer[Head]):
         counts = state.num_fresh
 
         def next_logits(step: int, index_B: Tensor | None) -> Tensor:
-            """Run one pass of the head; later passes read the token drafted in the pass before."""
+            """Run one pass of the head, and return its logits [B, W].
+
+            Args:
+                step: not used.
+                index_B: the tokens that the pass before drafted, as indices among the draft's W
+                    tokens. None in the first pass, which reads the new tokens of the round.
+            """
             nonlocal next_ids, hidden, counts
             if index_B is not None:
                 next_ids = self.map_to_target(index_B).unsqueeze(1)
@@ -239,8 +245,8 @@ class HeadProposer(FeatureProposer[Head]):
             The token after each position [B, F], the hidden states [B, F, H], and the number of
             tokens of each row that the target has read.
         """
-        # A head reads pairs (x_{t+1}, g_t) of a token and the features before it. The features g_t
-        # exist for t < num_committed, so the next tokens are the last ones of each row.
+        # At position t a head reads the target's features at t and the next token x_{t+1}. The
+        # target has read all tokens but the last, so the next tokens are the last ones of each row.
         counts = state.num_fresh
         num_committed = self.count_committed(state)
         next_ids = pad_rows(
