@@ -272,6 +272,7 @@ class Draft:
         Raises:
             UserError: for an option or an input that a draft does not support.
         """
+        # An option that is absent or has its default value changes nothing.
         for name, expected in UNSUPPORTED_OPTIONS.items():
             value = options.get(name)
             if value not in (None, DEFAULTS.get(name, False)):
@@ -337,7 +338,10 @@ class Draft:
         chunks: list[Features] = []
 
         def keep_features(_module: Any, _inputs: Any, output: Any) -> None:
-            """Store the hidden states of one forward pass: auxiliary layers, then the last."""
+            """Store the hidden states of one forward pass: auxiliary layers, then the last.
+
+            torch calls this after each forward pass of the target's backbone.
+            """
             tensors = [
                 *(captured[layer] for layer in self.proposer.aux_layers),
                 output.last_hidden_state,

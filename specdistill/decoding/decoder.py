@@ -197,8 +197,8 @@ class Decoder:
         """
         if not self.compiled or len(rows) > 1:
             return self._shared_reader or CachedTarget(self.target, self.aux_layers)
-        # A pass reads the last token and the draft tokens. Padded draft tokens also need slots in
-        # the cache, after the longest sequence.
+        # A pass reads the last token and the draft tokens. The cache has room for the sequence at
+        # its longest (`limit`), and for the draft tokens of a pass after it.
         num_tokens = 1 + num_speculative_tokens if self.proposer else 1
         shape = num_tokens, round_up_cache_size(rows[0].limit) + num_tokens
         if shape not in self._compiled_targets:

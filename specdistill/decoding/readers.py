@@ -196,7 +196,7 @@ class CompiledTarget:
 
         Prompts differ in length, and the graph has a fixed one.
         """
-        self._set_length(torch.tensor(0))
+        self._set_length(torch.tensor(0))  # forget the previous sequence
         ids = torch.tensor(token_ids, device=self.target.device)
         features = self.target.features(ids, self.aux_layers, past_key_values=self.cache)
         self._num_held = ids.shape[1]
@@ -238,7 +238,9 @@ class CompiledTarget:
     def _run_pass(
         self, ids_1T: Tensor, length: Tensor
     ) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
-        """Run the target over padded tokens that follow `length` cached positions; is compiled.
+        """Run the target over padded tokens that follow `length` cached positions.
+
+        This is the function that `torch.compile` compiles.
 
         Returns:
             The logits, the outputs of the auxiliary layers, and the last hidden states.

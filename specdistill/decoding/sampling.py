@@ -74,8 +74,8 @@ def draw_uniforms(count: int, generators: Generators) -> Tensor:
 def draw_tokens(probabilities: Tensor, uniform: Tensor) -> Tensor:
     """Draw one token from each of B distributions, given one uniform random number for each.
 
-    The drawn token is the first whose cumulative probability exceeds the random number. All sums
-    are in float64.
+    The drawn token is the first whose cumulative probability exceeds the random number, as a share
+    of the sum of the row. All sums are in float64.
 
     Args:
         probabilities: [B, V] over a vocabulary of V tokens. A row need not sum to 1.

@@ -32,8 +32,8 @@ PROBE_TREE = Tree((ROOT, ROOT, 0, 1))  # two branches of two tokens
 def get_layer_kinds(config: Any) -> set[str]:
     """Return which kinds of attention layers a model has, such as "full_attention".
 
-    A config without `layer_types` has one kind, here "sliding_attention". Without the size of a
-    window in the config, this means full attention.
+    A config without `layer_types` has only one kind of layer. It is returned as
+    "sliding_attention", which means full attention if the config states no size of a window.
 
     Args:
         config: of the text model.
@@ -343,7 +343,7 @@ def find_mask_obstacle(model: Any) -> str | None:
     if not kinds <= MASKABLE_LAYERS:
         return f"layers of kind {', '.join(sorted(kinds))}"
     if config._attn_implementation not in MASKABLE_ATTENTION:
-        return f"attn {config._attn_implementation}, which takes no mask of ours"
+        return f"attn {config._attn_implementation}, which does not accept custom masks"
     if any(entry.get("rope_type") in ("dynamic", "longrope") for entry in ropes):
         return "rotary angles that depend on the longest sequence of a batch"
     if not _reads_rows_apart(model):

@@ -51,14 +51,17 @@ class BlockAdvice(Advice[BlockDraft]):
         draft_info: sizes.ModelConfigInfo | None,
         settings: DraftSettings,
     ) -> sizes.PlannedDraft:
-        """Describe the draft that is given, or the one that a recipe would train."""
-        # Collect the options of the draft: those of the recipe, and the method's defaults. The
-        # choice of the mask token changes no count, so any id will do.
+        """Describe the size and the cost of an existing draft, or of one still to be trained.
+
+        See `Advice.plan_draft` for the arguments.
+        """
+        # Collect the options of the draft: those of the recipe, and the method's defaults. Any mask
+        # token will do, because sizes do not depend on it.
         options = {name: settings.get(name, value) for name, value in self.defaults.items()}
         options["mask_token_id"] = 0
 
-        # A tiny target shows whether a draft can be built for this class. It has few layers, so
-        # the layers that are read are left to the default.
+        # Build the draft for a tiny target first, to see whether a draft can be built for this
+        # model class. The tiny target has few layers, so `aux_layers` is left to the default.
         aux_layers = options.pop("aux_layers")
         target.build_on_tiny_target(lambda tiny: build_block_draft(self.kind, tiny, **options))
 
@@ -89,24 +92,33 @@ class BlockAdvice(Advice[BlockDraft]):
         )
 
     def is_described(self, draft: sizes.ModelConfigInfo, target: sizes.ModelConfigInfo) -> bool:
-        """Return whether a draft's config.json says that this method made the draft."""
+        """Return whether a draft's config.json says that the draft is one of this method.
+
+        The target is not needed here.
+        """
         return self.kind.name in draft.calls_itself
 
     def build_simulation(self, draft: BlockDraft, num_tokens: int) -> BlockObjective:
-        """Build an objective with forward KL, whose blocks begin at every token."""
+        """Build an objective that measures forward KL and acceptance, with a block at every token.
+
+        A block always drafts all its tokens, so `num_tokens` is not used.
+        """
         return BlockObjective(draft, forward_kl, ALL_ANCHORS)
 
     def find_repairs(
         self, draft: BlockDraft, target: FrozenTarget
     ) -> Iterator[tuple[str, BlockDraft]]:
-        """Yield each likely cause of low acceptance, and a repaired copy of the draft."""
+        """Yield likely causes of low acceptance, each with a copy of the draft that is repaired."""
         return repair_copies(find_causes(draft, target), draft, target)
 
 
 def find_causes(draft: BlockDraft, target: FrozenTarget) -> Iterator[Repair]:
-    """Yield likely causes of low acceptance in a block drafter whose files are right."""
-    # Layers are counted in two ways that differ by one, so a config may mean the layers next to the
-    # ones it states.
+    """Yield likely causes of low acceptance in a block drafter whose files raise no error.
+
+    Each cause is a mistake in config.json or in the weights that leaves all shapes right.
+    """
+    # Some projects number the layers of a target from 0 and others from 1. So a config may mean the
+    # layers before or after those that it states.
     config = draft.config
     for offset in (1, -1):
         layers = tuple(layer + offset for layer in config.aux_layers)
@@ -129,6 +141,6 @@ def find_causes(draft: BlockDraft, target: FrozenTarget) -> Iterator[Repair]:
         partial(configure, fields={"is_causal": not config.is_causal}),
     )
 
-    # Shape and weights, as for heads.
+    # Mistakes that heads can have, too: a wrong rotary embedding, swapped matrices and so on.
     yield from find_shape_causes(draft, target)
     yield from find_weight_causes(draft)

@@ -55,7 +55,13 @@ class BlockKVCache:
     _chunks: list[tuple[slice, slice, Tensor]] = field(default_factory=list)
 
     def append(self, layer: int, key_BGTd: Tensor, value_BGTd: Tensor) -> None:
-        """Store the keys and values of all tokens of the batch, the context of the blocks."""
+        """Store a layer's keys and values of all tokens of the batch: the context of the blocks.
+
+        Args:
+            layer: the index of the layer.
+            key_BGTd: keys [B, G, T, d]: rows, key/value heads, positions, head size.
+            value_BGTd: values of the same shape.
+        """
         # Lay the rows one after another: [B, G, T, d] becomes [G, S, d].
         key_GSd, value_GSd = (
             x.transpose(0, 1).flatten(1, 2).to(value_BGTd.dtype) for x in (key_BGTd, value_BGTd)
@@ -65,11 +71,22 @@ class BlockKVCache:
     def attend(
         self, layer: int, query_NhPd: Tensor, key_NGPd: Tensor, value_NGPd: Tensor
     ) -> Tensor:
-        """Return the attention output [N, h, P, d] of the blocks."""
+        """Compute the attention of N blocks of P slots to the context and to their own slots.
+
+        Args:
+            layer: the index of the layer, whose context `append` has stored.
+            query_NhPd: queries [N, h, P, d] of the slots, for h query heads of size d.
+            key_NGPd: keys [N, G, P, d] of the slots, for G key/value heads.
+            value_NGPd: values of the slots, of the same shape.
+
+        Returns:
+            The attention output [N, h, P, d].
+        """
         # Float32 rotary tables widen queries and keys under autocast.
         dtype = value_NGPd.dtype
         inputs = (query_NhPd.to(dtype), key_NGPd.to(dtype), value_NGPd, *self._context[layer])
-        # On a GPU a kernel skips what no slot sees. On a CPU the blocks attend in chunks instead.
+        # On a GPU one kernel call skips all pairs that the mask hides. A CPU has no such kernel, so
+        # the blocks attend in chunks.
         if query_NhPd.is_cuda:
             return self.attend_in_one_call(*inputs)
         return self.attend_in_chunks(*inputs)
@@ -80,11 +97,11 @@ class BlockKVCache:
         """Compute the attention output [N, h, P, d] chunk by chunk, for a CPU.
 
         Args:
-            query: [N, h, P, d], of the slots.
-            key: [N, G, P, d], of the slots.
-            value: [N, G, P, d], of the slots.
-            key_GSd: keys of the context.
-            value_GSd: values of the context.
+            query: queries [N, h, P, d] of N blocks of P slots, for h query heads.
+            key: keys [N, G, P, d] of the slots, for G key/value heads.
+            value: values [N, G, P, d] of the slots.
+            key_GSd: keys of the S tokens of the context.
+            value_GSd: values of the S tokens of the context.
         """
         # The first layer builds the masks for all layers.
         if not self._chunks:
@@ -111,10 +128,13 @@ class BlockKVCache:
         return torch.cat(outputs)
 
     def _build_chunks(self, num_tokens: int, device: torch.device) -> None:
-        """Build the mask [slots, context and slots] of each chunk of blocks.
+        """Build the attention mask of each chunk of blocks, and store it with the chunk's ranges.
+
+        The rows of a mask are the chunk's slots. The columns are the context that any of them sees,
+        and then the chunk's slots.
 
         Args:
-            num_tokens: S.
+            num_tokens: the tokens of the flattened batch.
             device: where the masks are made.
         """
         for first, last, start, end in self.spans:
@@ -131,18 +151,21 @@ class BlockKVCache:
         """Compute the attention output [N, h, P, d] by one call of flex attention, for a GPU.
 
         Args:
-            query: [N, h, P, d], of the slots.
-            key: [N, G, P, d], of the slots.
-            value: [N, G, P, d], of the slots.
-            key_GSd: keys of the context.
-            value_GSd: values of the context.
+            query: queries [N, h, P, d] of N blocks of P slots, for h query heads.
+            key: keys [N, G, P, d] of the slots, for G key/value heads.
+            value: values [N, G, P, d] of the slots.
+            key_GSd: keys of the S tokens of the context.
+            value_GSd: values of the S tokens of the context.
         """
         # Build the mask [N P, S + N P]. The first layer does this for all layers.
         num_tokens = key_GSd.shape[1]
         if self._mask is None:
 
             def mask_mod(batch: Tensor, head: Tensor, slot: Tensor, index: Tensor) -> Tensor:
-                """Return which keys slots see; it is the same for all heads."""
+                """Return whether a slot sees a key; flex attention asks for each pair of them.
+
+                The answer is the same for all heads.
+                """
                 return self.is_visible(slot, index, num_tokens)
 
             num_slots = query.shape[0] * self.block_size
@@ -167,10 +190,10 @@ class BlockKVCache:
         """Return which keys each slot sees: the context before its anchor, and its own block.
 
         Args:
-            slot: indices of slots among all N P slots.
-            index: indices of keys. Below `num_tokens` this is a token of the context, from there on
-                the slot `index - num_tokens`.
-            num_tokens: S.
+            slot: indices of slots, counted over all blocks.
+            index: indices of keys. Below `num_tokens` an index is a token of the context, from
+                there on it is the slot `index - num_tokens`.
+            num_tokens: the tokens of the context.
 
         Returns:
             Booleans of the shape that `slot` and `index` broadcast to.
@@ -195,11 +218,19 @@ class BlockKVCache:
 
 
 def _join_context_and_slots(context_GSd: Tensor, blocks_NGPd: Tensor) -> Tensor:
-    """Append the slots of all blocks to the positions of the context, [G, S + N P, d]."""
+    """Return the keys (or values) of the context followed by those of all slots.
+
+    Args:
+        context_GSd: [G, S, d]: key/value heads, tokens of the context, head size.
+        blocks_NGPd: [N, G, P, d] of N blocks of P slots.
+
+    Returns:
+        [G, S + N P, d].
+    """
     return torch.cat((context_GSd, blocks_NGPd.transpose(0, 1).flatten(1, 2)), 1)
 
 
 @cache
 def compile_once(function: Any) -> Any:
-    """Return the compiled function; it is compiled once in a process."""
+    """Return `torch.compile(function)`, always the same one for the same function."""
     return torch.compile(function)

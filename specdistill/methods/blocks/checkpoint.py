@@ -35,7 +35,15 @@ MASK_EMBEDDING = "mask_embedding.pt"
 
 
 def save_block(draft: BlockDraft, kind: Kind, folder: Path) -> None:
-    """Write a draft into a folder; `load_block` reads it back bit for bit."""
+    """Write config.json and weights of a draft into a folder.
+
+    `load_block` reads the draft back bit for bit.
+
+    Args:
+        draft: the draft.
+        kind: the method of block drafting.
+        folder: where to write; is created.
+    """
     # Leave out the target's own tables, and the map of a vocabulary that is not pruned.
     tensors = {
         name: tensor for name, tensor in draft.state_dict().items() if name not in draft.shared
@@ -59,7 +67,8 @@ def load_block(
         key: the recipe key that errors name.
 
     Raises:
-        UserError: as `load_feature_draft`, and for a mask or layers that the target does not have.
+        UserError: for files that are missing or broken, for tensors or sizes that do not fit, and
+            for a mask token or layers that the target does not have.
     """
     return checkpoint.load_feature_draft(
         partial(check_block, kind), kind.draft, folder, target, key=key
@@ -80,8 +89,8 @@ def check_block(
     Args:
         kind: the method of block drafting.
         folder: the folder of the draft.
-        tensors: the draft's tensors by name, which need no content.
-        target: the target; None checks what the files say by themselves.
+        tensors: the draft's tensors by name; they may be on the meta device.
+        target: the target. None: only compare the draft's files with each other.
         key: the recipe key that errors name.
         name: what errors call the draft.
 
@@ -90,7 +99,8 @@ def check_block(
         and without maps of a vocabulary that is not pruned.
 
     Raises:
-        UserError: as `load_block`, as far as tensors without content tell.
+        UserError: for tensors or sizes that do not fit, and for a mask token or layers that the
+            target does not have.
     """
     # Compare the sizes of draft and target.
     raw = checkpoint.read_config(folder, key)
@@ -120,8 +130,8 @@ def check_block(
             if not table.is_meta and not checkpoint.is_copy(table, target.tensor(table_name)):
                 raise UserError(
                     key,
-                    got=f"{name} with a {table_name} of its own",
-                    expected="none, or a copy of the target's",
+                    got=f"{name}, whose {table_name} differs from the target's",
+                    expected=f"a draft without {table_name}, or with a copy of the target's",
                 )
     if not config.prunes_vocabulary:
         draft_tensors.pop("d2t", None)
@@ -129,26 +139,33 @@ def check_block(
 
 
 def _check_mask_and_layers(config: BlockConfig, folder: Path, name: Path | str, key: str) -> None:
-    """Raise UserError if the target does not have the mask token or a layer of a draft."""
+    """Raise UserError if a draft needs a mask token or a layer that the target does not have.
+
+    Args:
+        config: the draft's config.
+        folder: the folder of the draft.
+        name: what errors call the draft.
+        key: the recipe key that errors name.
+    """
     # The mask's embedding must be a row of the target's embedding. Some drafts ship one of their
     # own in a file.
     if (folder / MASK_EMBEDDING).is_file():
         raise UserError(
             key,
-            got=f"{name} with {MASK_EMBEDDING}",
+            got=f"{name} with an embedding of its own for the mask ({MASK_EMBEDDING})",
             expected="a draft whose mask is a token of the target (mask_token_id)",
         )
     if not 0 <= config.mask_token_id < config.vocab_size:
         raise UserError(
             key,
             got=f"{name} with mask_token_id {config.mask_token_id}",
-            expected=f"a token of the vocabulary, 0..{config.vocab_size - 1}",
+            expected=f"a token id from 0 to {config.vocab_size - 1}",
         )
     if not all(0 < layer <= config.target_num_layers for layer in config.aux_layers):
         raise UserError(
             key,
             got=f"{name}, which reads the target after layers {list(config.aux_layers)}",
-            expected=f"1..{config.target_num_layers}",
+            expected=f"layers from 1 to {config.target_num_layers}, the target's depth",
         )
 
 
@@ -170,7 +187,8 @@ def export_block(
         layout: the engine's layout for this method.
         output: a new folder.
         target: the target's files; None if they are not known.
-        num_speculative_tokens: K.
+        num_speculative_tokens: the number of draft tokens per round, for engines that read it from
+            the config.
 
     Raises:
         UserError: before anything is written, for what the engine cannot express.
@@ -196,7 +214,8 @@ def export_block(
 def write_block_config(config: BlockConfig, kind: Kind, dtype: torch.dtype) -> dict[str, object]:
     """Return the config.json of a draft in the layout of the method's authors."""
     # The keys of the method are written twice, because engines read them at the top level or in
-    # `dflash_config`. The authors count layers from 0.
+    # `dflash_config`. The authors count layers from 0. The model type is qwen3, because Qwen3's
+    # layers are Llama's with norms of query and key heads, as a block drafter has them.
     method_fields = {name: getattr(config, name) for name in kind.own_fields}
     method_fields["target_layer_ids"] = [layer - 1 for layer in config.aux_layers]
     layer = "full_attention" if config.sliding_window is None else "sliding_attention"

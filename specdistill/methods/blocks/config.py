@@ -16,28 +16,30 @@ class BlockDraftConfig(LayerSizes):
     NOT_OF_SHAPE = frozenset({"init", "vocab_size", "num_anchors", "mask_token_id"})
 
     num_layers: int = option(5, "decoder layers", ge=1)
-    block_size: int = option(8, "slots of a block: the anchor and the masks after it", ge=2, le=64)
+    block_size: int = option(8, "positions of a block: one known token and masks", ge=2, le=64)
     num_anchors: int = option(
         256,
-        "blocks in each row of data.max_length tokens, at most one for each token with loss",
+        "training blocks in each row of data.max_length tokens; at most one for each token that has"
+        " a loss",
         ge=1,
     )
     aux_layers: list[int] | None = option(
         None,
-        "layers of the target that are read: hidden states after L layers; null: five, from 2"
-        " to n-2",
+        "which hidden states of the target are read; L: after L of its n layers; null: five, spread"
+        " from 2 to n-2",
     )
     vocab_size: int | None = option(
         None, "size of the draft vocabulary, the most frequent tokens; null: the target's", ge=1
     )
     mask_token_id: int | None = option(
         None,
-        "mask token, the input of slots whose token is not drafted yet; null: that of draft.init,"
-        " the tokenizer's mask, or a token that does not occur in texts",
+        "token id that stands for tokens not drafted yet (mask); null: that of draft.init, the"
+        " tokenizer's mask token, or a token that does not occur in texts",
         ge=0,
     )
     is_causal: bool = option(
-        False, "a slot sees the slots up to itself; false: all slots of its block"
+        False,
+        "true: a position of a block attends to itself and earlier ones; false: to the whole block",
     )
 
 
@@ -46,8 +48,8 @@ class BlockLossConfig(SoftLossConfig):
 
     d_pace: float | None = option(
         None,
-        "smoothing of D-PACE, which weighs a position by how likely the draft reaches it; null:"
-        " loss.step_decay",
+        "smoothing of D-PACE, which weights a drafted position by the chance that drafting reaches"
+        " it; null: weights by loss.step_decay",
         ge=0,
         le=1,
     )
@@ -66,7 +68,10 @@ class BlockRecipe(FeatureRecipe):
 
     @model_validator(mode="after")
     def _check_position_weights(self) -> "BlockRecipe":
-        """Raise UserError if both `loss.step_decay` and `loss.d_pace` weigh the positions."""
+        """Raise UserError if a recipe states both `loss.step_decay` and `loss.d_pace`.
+
+        Each of them determines the loss weights of drafted positions.
+        """
         # `step_decay` has a default, so it only counts if the recipe states it.
         if self.loss.d_pace is not None and "step_decay" in self.loss.model_fields_set:
             raise UserError(

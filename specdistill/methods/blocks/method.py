@@ -55,13 +55,22 @@ class BlockMethod(FeatureMethod[BlockRecipe, BlockDraft]):
         return bool(stated_names & {*self.kind.architectures, self.kind.name})
 
     def create(self, recipe: BlockRecipe, target: FrozenTarget, rows: Dataset) -> BlockDraft:
-        """Create a fresh draft, or continue the one of `draft.init`, and choose its mask token."""
-        # The mask token changes no weight, so the draft is built with any id first.
+        """Create the draft that a recipe describes, as it is before training.
+
+        It is a new draft, or the trained one of `draft.init`.
+
+        Args:
+            recipe: the recipe.
+            target: the target.
+            rows: training data, by which the draft vocabulary and a mask token are chosen.
+        """
+        # The draft is built with an arbitrary mask token first, because no weight depends on it.
         build = partial(build_block_draft, self.kind, mask_token_id=0)
         load = partial(checkpoint.load_block, self.kind)
         draft = create_or_load(recipe, target, build, load, "block_size", rows)
 
-        # Choose the mask: that of the recipe, that of the draft it continues, or a free token.
+        # Choose the mask token: that of the recipe, that of the draft in `draft.init`, the
+        # tokenizer's, or a token that does not occur in texts.
         init = recipe.draft.init
         inherited = draft.config.mask_token_id if init else None
         mask = choose_mask(recipe.draft.mask_token_id, init, inherited, target, rows)
@@ -71,7 +80,8 @@ class BlockMethod(FeatureMethod[BlockRecipe, BlockDraft]):
     def build_objective(
         self, draft: BlockDraft, recipe: BlockRecipe, target: FrozenTarget
     ) -> BlockObjective:
-        """Build the objective with the divergence and the weights that a recipe states."""
+        """Build the module that computes the loss of a block drafter, with a recipe's settings."""
+        # All other keys of `loss:` are arguments of the objective.
         return self.objective(
             draft,
             build_divergence(recipe.loss.divergence),
@@ -94,7 +104,7 @@ class BlockMethod(FeatureMethod[BlockRecipe, BlockDraft]):
         return checkpoint.load_block(self.kind, folder, target, key=key)
 
     def read_head_shape(self, config: RawConfig, num_layers: int | None) -> BlockConfig:
-        """Read the shape that a draft was trained with."""
+        """Read the shape that a draft was trained with from the content of its config.json."""
         return checkpoint.read_block_config(self.kind, config, num_layers, "draft")
 
     def check(
@@ -107,7 +117,7 @@ class BlockMethod(FeatureMethod[BlockRecipe, BlockDraft]):
         name: Path | str,
         **options: object,
     ) -> BlockConfig:
-        """Check a draft by config.json and the headers of its weights."""
+        """Check a draft's config.json and the shapes of its tensors; see `Method.check`."""
         config, _ = checkpoint.check_block(self.kind, folder, tensors, target, key=key, name=name)
         return config
 

@@ -86,10 +86,10 @@ class BlockLayer(PlainLayer):
         kv_cache: KVCache,
         context: tuple[Tensor, Rotation] | None = None,
     ) -> Tensor:
-        """Run the layer over blocks, whose slots see the context and one another.
+        """Run the layer over N blocks of P slots, which attend to the context and their own block.
 
         Args:
-            hidden_NPH: the hidden states of the slots.
+            hidden_NPH: the hidden states of the slots [N, P, H].
             rotary: cos and sin [N, P, d] of the slots.
             kv_cache: keys and values of the context.
             context: the context [B, T, H] and its rotary tables, if its keys and values are not in
@@ -138,19 +138,32 @@ class BlockDraft(FeatureDraft):
 
     @property
     def shared(self) -> frozenset[str]:
-        """The tensors that are the target's: the embedding, and the LM head if it is whole."""
+        """The names of tensors that are the target's own, neither trained nor saved.
+
+        These are the embedding and, unless the draft vocabulary is pruned, the LM head.
+        """
         return frozenset(
             {"embed_tokens.weight"}
             | (set() if self.config.prunes_vocabulary else {"lm_head.weight"})
         )
 
     def context(self, features: Features) -> Tensor:
-        """Return the context [B, T, H], of which every layer makes keys and values."""
+        """Project the target's features to the context [B, T, H] that every layer attends to.
+
+        The hidden states of all layers that are read are put side by side, projected to one hidden
+        state and normalized.
+        """
         output: Tensor = self.hidden_norm(self.fc(torch.cat(features.aux, dim=-1)))
         return output
 
     def remember(self, features: Features, rotary: Rotation, kv_cache: KVCache) -> None:
-        """Store the keys and values of committed positions in the cache, when decoding."""
+        """Store keys and values of context positions in each layer's KV cache, for decoding.
+
+        Args:
+            features: the target's features at the new positions.
+            rotary: cos and sin [B, T, d] of the positions.
+            kv_cache: the cache.
+        """
         context_BTH = self.context(features)
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, BlockLayer)
@@ -163,13 +176,14 @@ class BlockDraft(FeatureDraft):
         kv_cache: KVCache,
         context: tuple[Tensor, Rotation] | None = None,
     ) -> Tensor:
-        """Run the draft over blocks, each an anchor's token followed by masks.
+        """Run the draft over N blocks of P slots: a known token (the anchor), then mask tokens.
 
         Args:
-            anchor_ids_N: the tokens of the anchors.
-            rotary: cos and sin [N, P, d] of the slots; their length is that of the blocks.
+            anchor_ids_N: the token of each anchor.
+            rotary: cos and sin [N, P, d] of the slots.
             kv_cache: keys and values of the context.
-            context: see `BlockLayer.forward`.
+            context: the context and its rotary tables, if the cache does not hold its keys and
+                values yet; see `BlockLayer.forward`.
 
         Returns:
             Hidden states [N, P, H], which `logits` reads.
@@ -208,7 +222,7 @@ class Kind:
 
     @property
     def own_fields(self) -> list[str]:
-        """The fields of the config that other drafts do not have, by their names in files."""
+        """The names of config fields that only block drafters have, as files spell them."""
         return [field.name for field in fields(self.config) if field.name not in COMMON_FIELDS]
 
 
@@ -226,18 +240,21 @@ def build_block_draft(
     Args:
         kind: the method of block drafting.
         target: the target.
-        draft_vocabulary: sorted target ids [W]; None for all.
+        draft_vocabulary: the target's ids of the W tokens that the draft can propose, sorted; None
+            for all tokens.
         seed: the seed of the random weights.
-        aux_layers: layers of the target that are read; None for the default.
-        **options: other keys of a recipe's `draft:`, and the mask.
+        aux_layers: the layers of the target that the draft reads; None for the default.
+        **options: `mask_token_id` and other keys of a recipe's `draft:`.
 
     Raises:
-        UserError: as `block_config`.
+        UserError: for layers that the target does not have, and for a target without RMS norms and
+            a rotary embedding.
     """
     width = target.vocab_size if draft_vocabulary is None else len(draft_vocabulary)
     config = kind.config(**block_config(target, width, aux_layers=aux_layers, **options))
 
-    # Read one token's states: the target's class may not give the states of these layers.
+    # Read the features of one token. This raises an error for a target whose class does not give
+    # the hidden states of these layers.
     target.features(torch.zeros(1, 1, dtype=torch.long, device=target.device), config.aux_layers)
 
     # Build the draft with random weights, and copy the target's tables.
@@ -260,16 +277,20 @@ def block_config(
     aux_layers: Sequence[int] | None = None,
     **options: object,
 ) -> dict[str, Any]:
-    """Return the fields of a fresh draft's `BlockConfig` from the keys of a recipe's `draft:`.
+    """Return the config fields of a new block drafter: those of a recipe, else the target's.
 
     Args:
         target: the target.
-        draft_vocab_size: W.
-        aux_layers: layers of the target that are read; None for the default.
-        **options: other keys of a recipe's `draft:`, and the mask.
+        draft_vocab_size: the number of tokens that the draft can propose.
+        aux_layers: the layers of the target that the draft reads; None for the default.
+        **options: `mask_token_id` and other keys of a recipe's `draft:`.
+
+    Returns:
+        The arguments of `BlockConfig`.
 
     Raises:
-        UserError: for layers that the target does not have, and as `plan_head_shape`.
+        UserError: for layers that the target does not have, and for a target without RMS norms and
+            a rotary embedding.
     """
     # Engines read the layers in ascending order, whatever order a file states.
     layers = choose_default_layers(target.num_layers) if aux_layers is None else list(aux_layers)
@@ -295,9 +316,13 @@ def block_config(
 
 
 def choose_default_layers(num_layers: int, count: int = 5) -> list[int]:
-    """Return layers spread evenly from 2 to num_layers - 2, as DFlash spreads them.
+    """Choose which layers of the target a block drafter reads, as DFlash does.
 
-    Layers count "after L layers". There are fewer than `count` if the target is too shallow.
+    They are spread evenly from 2 to num_layers - 2, where L means the hidden state after L layers.
+
+    Args:
+        num_layers: the target's number of layers.
+        count: how many layers to choose; a shallow target gives fewer.
     """
     # In a shallow target several of the numbers round to the same layer, or to one outside.
     last = max(num_layers - 2, 1)

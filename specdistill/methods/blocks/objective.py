@@ -51,24 +51,23 @@ NUM_BATCH_SIZES = 8
 def draw_blocks(
     batch: Mapping[str, Tensor], num_anchors: int, num_drafted: int, seed: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Draw the anchors of a batch, and decide which tokens after each anchor are learned.
+    """Choose where the blocks of a batch begin, and which tokens of each block are learned.
 
-    A token can be an anchor if the next token is in the same document and has a loss. So every loss
-    token can be learned, from the token before it, unless it is the first of its document. Slot j
-    of the anchor t predicts token t + j. The slot is learned if the tokens t + 1 to t + j are all
-    in the document of t and have a loss, because drafting reaches token t + j only through the
-    tokens before it.
+    A block begins at its anchor t, whose token is known. The slots j = 1 to K of the block predict
+    the tokens t + 1 to t + K. A token can be an anchor if the next token has a loss. Slot j is
+    learned if all tokens t + 1 to t + j have a loss, because drafting reaches token t + j only
+    through the tokens before it.
 
     Args:
         batch: packed rows [B, T], with their loss positions.
-        num_anchors: blocks per row, on average. If there are more possible anchors, this many are
-            drawn, all with the same probability and none twice.
-        num_drafted: K.
-        seed: the seed of the draw; None takes anchors at even distances.
+        num_anchors: the most blocks per row, on average. If more anchors are possible, they are
+            drawn at random.
+        num_drafted: K, the tokens that a block predicts.
+        seed: the seed of the draw; None: take anchors at even distances.
 
     Returns:
-        The anchors, ascending positions [N] in the flattened batch, and which slots are learned,
-        [N, K] bool.
+        The anchors: ascending positions [N] in the flattened batch. And which slots are learned:
+        bool [N, K].
     """
     # Mark the loss tokens of the flattened batch. They are never the first of a document, so a run
     # of them is in one document. K positions past the end, without loss, spare a bounds check.
@@ -106,25 +105,24 @@ def draw_blocks(
 def split_blocks(
     batch: Mapping[str, Tensor], anchors_N: Tensor, block_size: int
 ) -> list[tuple[int, int, int, int]]:
-    """Split the blocks of a batch into the chunks that attend together on a CPU.
+    """Split the N blocks of a batch into chunks, whose attention a CPU computes one by one.
 
-    The chunks are plain integers that are computed before the step, so that nothing in the step
-    depends on data.
+    The chunks are computed before the training step, so that the step can be compiled.
 
     Args:
         batch: packed rows [B, T].
-        anchors_N: ascending positions in the flattened batch.
-        block_size: P.
+        anchors_N: where each block begins: ascending positions in the flattened batch.
+        block_size: P, the slots of a block.
 
     Returns:
-        For each chunk: the first block, the block after the last, and the first position and the
-        end of what the blocks see of the flattened batch.
+        Four integers for each chunk: its blocks are [first, end), and the tokens of the flattened
+        batch that any of them attends to are [start, stop).
     """
     # A block sees its document up to its anchor. The document begins as many positions before the
     # anchor as the anchor's position says.
     starts_N = anchors_N - batch["position_ids"].flatten()[anchors_N]
 
-    # A chunk sees from the first of its documents to the last of its anchors.
+    # A chunk sees the tokens from the start of its first document up to its last anchor.
     size = max(1, SLOTS_PER_CHUNK // block_size)
     chunks = []
     for first in range(0, len(anchors_N), size):
@@ -175,7 +173,13 @@ class BlockObjective(Objective):
         self.confidence_weight = confidence_weight
 
     def prepare(self, batch: dict[str, Tensor], number: int | None) -> dict[str, object]:
-        """Add the blocks of a batch to it; they are drawn anew each time that a row is read."""
+        """Draw the blocks that are trained on a batch, and return them with the batch.
+
+        Args:
+            batch: packed rows.
+            number: of the batch in the run, so that each batch gets other blocks. None in an
+                evaluation, whose blocks are not random.
+        """
         # Each batch of the run has its own seed. The factor is a prime above the usual number of
         # batches, so that runs with other seeds draw other blocks. Evaluation draws nothing.
         seed = None if number is None else self.seed * 1_000_003 + number
@@ -191,7 +195,12 @@ class BlockObjective(Objective):
         return batch["has_loss"][:, 0].sum()
 
     def read_target(self, target: FrozenTarget, inputs: dict[str, Tensor]) -> dict[str, object]:
-        """Return the target's features, and its distributions of the tokens that slots predict."""
+        """Return the target's features, and its distributions of the tokens that blocks predict.
+
+        Args:
+            target: the target.
+            inputs: the batch, as `prepare` returns it.
+        """
         labels_NK = self._find_labels(inputs["anchors"], inputs["input_ids"].numel())
         return self.read_target_outputs(target, inputs, labels_NK.flatten())
 
@@ -207,22 +216,22 @@ class BlockObjective(Objective):
         measure: bool = False,
         **other_columns: object,
     ) -> tuple[Tensor, StepSums]:
-        """Compute the loss of the blocks of packed rows [B, T] (see specdistill.data.rows.packing).
+        """Compute the loss of N blocks, each of which predicts K tokens in one pass of the draft.
 
         Args:
-            input_ids: [B, T].
+            input_ids: token ids [B, T] of packed rows, which hold several documents each.
             position_ids: [B, T], positions within the documents.
-            anchors: [N], see `draw_blocks`.
-            has_loss: [N, K], which slots are learned.
-            spans: see `split_blocks`.
-            features: the target's features at all positions.
-            soft_targets: the target's distributions before the tokens that slots predict.
+            anchors: where each block begins: positions [N] in the flattened rows.
+            has_loss: which slots of the blocks are learned, [N, K].
+            spans: chunks of blocks for the attention on a CPU (see `split_blocks`).
+            features: the target's features (hidden states) at all positions.
+            soft_targets: the target's distributions of the tokens that the slots predict.
             measure: whether to also fill the metrics that cost time.
             **other_columns: columns of the batch that are not read.
 
         Returns:
-            The loss, summed over the blocks, each the weighted sum over its slots, and the sums of
-            each drafted position.
+            The weighted sum of the losses of all slots, and the sums of loss and metrics for each
+            of the K drafted positions.
         """
         # Run the draft over all blocks, [N, K, H], and find the tokens that the slots predict.
         draft = self.draft
@@ -230,7 +239,8 @@ class BlockObjective(Objective):
         rows_NKH = self._run_draft(ids_S, position_ids, anchors, spans, features)
         labels_NK = self._find_labels(anchors, ids_S.numel())
 
-        # The correction of a slot reads the token before the one that the slot predicts.
+        # A draft with a correction (DSpark) adds to each slot's logits what depends on the token
+        # before. In training that is the token of the text.
         correction = None
         if draft.markov_head is not None:
             correction_NKE, embedded_NKE = draft.markov_head(rows_NKH, ids_S[labels_NK - 1])
@@ -239,7 +249,7 @@ class BlockObjective(Objective):
                 draft.markov_head.markov_w2.weight,
             )
 
-        # The confidence head learns from the expected acceptance, which is measured for it.
+        # The confidence head learns the expected acceptance, so this must be measured.
         trains_confidence = draft.confidence_head is not None and self.confidence_weight > 0
         select_targets = partial(
             _select_targets,
@@ -295,12 +305,12 @@ class BlockObjective(Objective):
         Args:
             ids_S: the tokens of the flattened batch.
             position_ids: [B, T], positions within the documents.
-            anchors: [N], positions of the anchors in the flattened batch.
-            spans: see `split_blocks`.
+            anchors: where each block begins: positions [N] in the flattened batch.
+            spans: chunks of blocks for the attention on a CPU (see `split_blocks`).
             features: the target's features at all positions.
 
         Returns:
-            [N, K, H], which `logits` reads.
+            Hidden states [N, K, H] of the K slots of each block that predict a token.
         """
         draft = self.draft
         shape = draft.config
@@ -324,20 +334,21 @@ class BlockObjective(Objective):
         return normed_NPH[:, shape.first_slot :]
 
     def compute_row_losses(self, logits_rW: Tensor, targets: Any, k: int) -> tuple[Tensor, Tensor]:
-        """Return losses and metrics of rows; with D-PACE, weigh each loss by its position.
+        """Return the loss and the metrics of r slots; with D-PACE, weight each loss by position.
 
         Args:
-            logits_rW: logits of whole blocks.
-            targets: the target's distributions, the text's tokens [r], and whether they have a loss
-                [r].
-            k: as in `Objective.compute_row_losses`.
+            logits_rW: the draft's logits at the slots of whole blocks, over its W tokens.
+            targets: the target's distributions, the text's tokens [r], and whether the tokens have
+                a loss [r], as `_select_targets` returns them.
+            k: not used here; the index of a drafted position in other objectives.
         """
         soft, token_r, has_loss_r = targets
         losses_r, metrics_Mr = super().compute_row_losses(logits_rW, soft, k)
         if self.alpha is None:
             return losses_r, metrics_Mr
 
-        # D-PACE weighs a position by how likely the draft reaches it. The weights take no gradient.
+        # D-PACE weights a position by how likely drafting reaches it. No gradient flows through the
+        # weights.
         with torch.no_grad():
             # Compute the draft's probability of the text's token. It is 0 for a token that is not
             # in the draft vocabulary, whose ids are sorted.
@@ -355,9 +366,12 @@ class BlockObjective(Objective):
         return losses_r * weights_r, metrics_Mr
 
     def _find_labels(self, anchors_N: Tensor, num_tokens: int) -> Tensor:
-        """Return the flattened positions [N, K] of the tokens that slots predict.
+        """Return the positions [N, K] of the tokens that each block predicts.
 
-        Positions past the end are clamped. They have no loss.
+        Args:
+            anchors_N: where each block begins, in the flattened batch.
+            num_tokens: the tokens of the flattened batch. Later positions are clamped to the last
+                token, and have no loss.
         """
         ahead = torch.arange(1, 1 + len(self.step_weights), device=anchors_N.device)
         return (anchors_N.unsqueeze(1) + ahead).clamp_max(num_tokens - 1)
@@ -366,13 +380,16 @@ class BlockObjective(Objective):
 def _select_targets(
     soft_targets: SoftTargets, token_R: Tensor, has_loss_R: Tensor, measure: bool, rows: slice
 ) -> tuple[TargetDistributions, Tensor, Tensor]:
-    """Return what `compute_row_losses` compares some rows of logits with.
+    """Select the targets of some slots: what their logits are compared with in the loss.
 
     Args:
-        soft_targets: the target's distributions.
-        token_R: the text's tokens.
-        has_loss_R: whether they have a loss.
-        measure: whether the target's whole vocabulary is needed, to measure acceptance.
-        rows: which of the R rows.
+        soft_targets: the target's distributions at all R slots.
+        token_R: the text's tokens at the slots.
+        has_loss_R: whether the tokens have a loss.
+        measure: whether acceptance is measured, which needs the target's whole vocabulary.
+        rows: which of the R slots to select.
+
+    Returns:
+        Distributions, tokens and loss flags of the selected slots.
     """
     return soft_targets.at(rows, measure=measure), token_R[rows], has_loss_R[rows]

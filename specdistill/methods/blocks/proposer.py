@@ -44,11 +44,19 @@ class BlockProposer(FeatureProposer[BlockDraft]):
     def propose(
         self, state: DecodingState, k: int, sampling: Sampling, generators: Generators
     ) -> list[Proposal]:
-        """Draft a chain of up to k tokens for each row, from one pass over a block."""
+        """Draft a chain of up to k tokens for each row, from one pass of the draft over a block.
+
+        See `Proposer.propose` for the arguments.
+        """
         slots = self._run_block(state, k, key="eval.num_speculative_tokens")
 
         def next_logits(step: int, index_B: Tensor | None) -> Tensor:
-            """Return the logits [B, W] of a slot, corrected by the token drafted before it."""
+            """Return the logits [B, W] of slot `step`, corrected by the token drafted before it.
+
+            Args:
+                step: the index of the slot.
+                index_B: the tokens drafted in the slot before; None in the first slot.
+            """
             token_B1 = None if index_B is None else self.map_to_target(index_B).unsqueeze(1)
             return slots.compute_logits(step, token_B1)[:, 0]
 
@@ -57,7 +65,11 @@ class BlockProposer(FeatureProposer[BlockDraft]):
     def propose_tree(
         self, state: DecodingState, shape: TreeShape, sampling: Sampling, generators: Generators
     ) -> list[Proposal]:
-        """Draft a tree for each row, from one pass over a block; a slot is a level of the tree."""
+        """Draft a tree of tokens for each row, from one pass of the draft over a block.
+
+        Each slot of the block gives the candidates of one level of the tree. See
+        `TreeProposer.propose_tree` for the arguments.
+        """
         slots = self._run_block(state, shape.depth, key="eval.tree.depth")
         levels = itertools.count(1)
 
@@ -77,14 +89,18 @@ class BlockProposer(FeatureProposer[BlockDraft]):
         return [self.build_proposal(index_N, probs_NW, tree) for index_N, tree, probs_NW in drafts]
 
     def _run_block(self, state: DecodingState, k: int, *, key: str) -> "_Slots":
-        """Run the draft once over a block for each row, and return the slots that predict.
+        """Run the draft once over one block for each row, which begins at the row's last token.
 
-        The positions that were committed since the last pass enter the cache first.
+        Before that, the target's features of the tokens added since the last round enter the
+        draft's KV cache.
 
         Args:
-            state: the sequences.
-            k: draft tokens of the round, or levels of the tree.
+            state: the sequences so far, with these features.
+            k: how many slots must predict: the draft tokens of a chain, or the levels of a tree.
             key: the recipe key that the error names.
+
+        Returns:
+            The slots that predict, from which the logits are read.
 
         Raises:
             UserError: if the block has fewer than k slots that predict.
@@ -104,8 +120,7 @@ class BlockProposer(FeatureProposer[BlockDraft]):
             state.fresh.first(max(counts)), self.cache.begin_chain(counts), self.cache
         )
 
-        # Run the draft over one block per row, which begins at the last token of the row. Then
-        # forget the keys and values of the block.
+        # Run the draft over the blocks, and drop the keys and values of their slots again.
         anchor_ids_B = torch.tensor([ids[-1] for ids in state.token_ids], device=self.device)
         rotary = self.cache.begin_chain(
             [k + config.first_slot] * len(counts), is_causal=config.is_causal
@@ -139,7 +154,9 @@ class _Slots:
         )
 
     def inherit_states(self, rows_BT: Tensor) -> None:
-        """Give each node of the next level the state of its parent.
+        """Give each node of the next level of a tree the correction's state after its parent.
+
+        Only the corrections of DSpark have a state.
 
         Args:
             rows_BT: the parent of each node, as an index into the level before.
@@ -148,11 +165,12 @@ class _Slots:
             self.state_BTE = gather_nodes(self.state_BTE, rows_BT)
 
     def compute_logits(self, slot: int, token_BT: Tensor | None) -> Tensor:
-        """Return the logits [B, T, W] of a slot, given the tokens drafted before it.
+        """Return the logits [B, T, W] of a slot after each of T tokens drafted before it.
 
         Args:
             slot: the index of the slot among those that predict.
-            token_BT: the tokens drafted in the slot before; None: the anchor.
+            token_BT: the tokens drafted in the slot before: one for each row, or T nodes of each
+                row's tree. None: the slot follows the anchor.
         """
         # All T nodes of a level share the slot's logits and hidden state.
         draft = self.draft

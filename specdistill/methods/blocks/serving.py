@@ -88,11 +88,11 @@ def build_vllm_loader(
     """Describe how vLLM loads a block drafter in the layout of the method's authors.
 
     Args:
-        *slots: tensors that the method has in addition to `SLOTS`.
+        *slots: tensors that drafts of this method have in addition to `SLOTS`.
         architecture: the name in config.json that leads to this loader.
         settings: keys of config.json that vLLM reads for this method in addition to `SETTINGS`.
-        ignored: parts of names of tensors that vLLM leaves alone, besides `t2d`.
-        limits: what vLLM's code cannot express.
+        ignored: vLLM skips tensors whose names contain one of these texts or `t2d`.
+        limits: features of drafts that vLLM does not support.
     """
     return Loader(
         architectures=frozenset({architecture}),

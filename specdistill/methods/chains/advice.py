@@ -53,7 +53,13 @@ class ChainAdvice(Advice[HeadT]):
 def repair_copies(
     repairs: Iterable[Repair], draft: ModuleT, target: FrozenTarget
 ) -> Iterator[tuple[str, ModuleT]]:
-    """Yield each likely cause, and a repaired copy of the draft that shares its weights."""
+    """Yield each likely cause of low acceptance, with a copy of the draft in which it is repaired.
+
+    Args:
+        repairs: the causes, and functions that repair a draft.
+        draft: the draft, which stays as it is. The copies share its weights.
+        target: the target, whose weights the copies share, too.
+    """
     # deepcopy does not copy objects that are in its memo. So all weights of draft and target go
     # into the memo, and the copies need no memory of their own.
     shared: dict[int, Tensor] = {}
@@ -69,7 +75,10 @@ def repair_copies(
 
 
 def find_weight_causes(draft: DraftModule) -> Iterator[Repair]:
-    """Yield repairs of matrices that may have been swapped or transposed in the file."""
+    """Yield a repair for each weight matrix that may be swapped or transposed in the draft's file.
+
+    Such a mistake raises no error if the shapes fit anyway.
+    """
     # gate_proj and up_proj have the same shape, so a swap raises no error.
     for index, layer in enumerate(draft.layers):
         if hasattr(getattr(layer, "mlp", None), "gate_proj"):
@@ -89,10 +98,14 @@ def find_weight_causes(draft: DraftModule) -> Iterator[Repair]:
 
 
 def find_shape_causes(draft: DraftModule, target: FrozenTarget) -> Iterator[Repair]:
-    """Yield repairs of rotary frequencies and attention heads that differ from the target's."""
+    """Yield a repair for each setting that should be the target's, but is not.
+
+    These are the rotary embedding and the size of attention heads. A draft is usually trained with
+    the target's values, so another value in the draft's config.json may be a mistake.
+    """
     config = draft.config
 
-    # The rotary frequencies may have been the target's in training.
+    # If the rotary embedding differs, try the target's.
     rope = choose_entry(getattr(target.config, "rope_parameters", None))
     theta = rope.pop("rope_theta", None)
     scaling = None if rope.get("rope_type", "default") == "default" else rope
@@ -103,8 +116,8 @@ def find_shape_causes(draft: DraftModule, target: FrozenTarget) -> Iterator[Repa
             partial(configure, fields={"rope_theta": float(theta), "rope_scaling": scaling}),
         )
 
-    # The attention heads may have had the target's size in training. Another size of heads splits
-    # the same matrices into another number of heads, so it raises no error.
+    # If the size of attention heads differs, try the target's. Another size splits the same
+    # matrices into another number of heads, so it raises no error.
     size = (
         read_size(target.config, "head_dim")
         or target.hidden_size // target.config.num_attention_heads
@@ -125,7 +138,12 @@ def find_shape_causes(draft: DraftModule, target: FrozenTarget) -> Iterator[Repa
 
 
 def configure(draft: DraftModule, fields: dict[str, object]) -> None:
-    """Change fields of a draft's config, and update the modules that depend on them."""
+    """Change fields of a draft's config, and update the modules that depend on them.
+
+    Args:
+        draft: the draft, changed in place.
+        fields: the new values by name.
+    """
     draft.config = replace(draft.config, **fields)
     # Rotary tables and attention were built from the old config.
     if fields.keys() & {"rope_theta", "head_dim"}:
@@ -138,7 +156,10 @@ def configure(draft: DraftModule, fields: dict[str, object]) -> None:
 def set_weight(draft: DraftModule, name: str, weight: Tensor) -> None:
     """Replace a parameter of a draft by another tensor.
 
-    A contiguous tensor is not copied.
+    Args:
+        draft: the draft, changed in place.
+        name: the parameter's full name, such as "layers.0.mlp.up_proj.weight".
+        weight: the new tensor. It is copied only if it is not contiguous.
     """
     module, _, last = name.rpartition(".")
     parameter = nn.Parameter(weight.detach().contiguous(), requires_grad=False)
@@ -146,18 +167,23 @@ def set_weight(draft: DraftModule, name: str, weight: Tensor) -> None:
 
 
 def swap_weights(draft: DraftModule, first: str, second: str) -> None:
-    """Swap the weights of two modules."""
+    """Swap the weights of two modules of a draft, which are given by their full names."""
     first_module = draft.get_submodule(first)
     second_module = draft.get_submodule(second)
     first_module.weight, second_module.weight = second_module.weight, first_module.weight
 
 
 def swap_halves(draft: DraftModule, names: Sequence[str]) -> None:
-    """Swap the two halves of the input that each of these linear layers reads.
+    """Change linear layers as if the two halves of their input were swapped.
 
-    A head's first matrices read embedding and hidden state side by side.
+    A head's first layers read the embedding and the hidden state side by side. If a file stores the
+    two in the other order, this repairs the weights.
+
+    Args:
+        draft: the draft, changed in place.
+        names: the names of the linear layers.
     """
-    # The columns of a weight [output, input] belong to the elements of the input.
+    # Column i of a weight [output, input] belongs to element i of the input.
     for name in names:
         weight = draft.get_parameter(f"{name}.weight")
         first, second = weight.chunk(2, dim=1)

@@ -10,7 +10,10 @@ class HeadDraftConfig(DraftSection):
     NOT_OF_SHAPE = frozenset({"init", "ttt_steps", "vocab_size", "train_head"})
 
     ttt_steps: int = option(
-        5, "unrolled steps of the training-time test; 1: EAGLE, more: HASS", ge=1
+        5,
+        "draft steps in a row that training unrolls (training-time test); 1: as EAGLE, more: as"
+        " HASS",
+        ge=1,
     )
 
 

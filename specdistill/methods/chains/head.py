@@ -56,32 +56,34 @@ class Head(DraftModule):
         rotary: tuple[Tensor, Tensor],
         kv_cache: KVCache,
     ) -> tuple[Tensor, Tensor]:
-        """Run one step over T positions.
+        """Run one draft step at T positions of B sequences.
 
         Args:
-            next_ids_BT: the next token of each position.
-            hidden_BTH: the hidden states: fused features, or what the step before returned.
-            rotary: cos and sin [B, T, d] of the positions.
+            next_ids_BT: the token after each position, [B, T].
+            hidden_BTH: hidden states [B, T, H]: in the first step `fuse(features)`, later the
+                `next_hidden` of the step before.
+            rotary: cos and sin [B, T, d] of the positions, for head size d.
             kv_cache: keys and values of earlier positions and steps.
 
         Returns:
-            `normed` [B, T, H], which `logits` reads, and `next_hidden` [B, T, H], the hidden states
-            of the next step.
+            `normed` [B, T, H], from which `logits` computes the logits, and `next_hidden`
+            [B, T, H], the hidden states for the next step.
         """
 
 
 def plan_head_shape(target: FrozenTarget, **options: object) -> dict[str, Any]:
-    """Return the fields of a head's config from the keys of a recipe (see `HeadSizes.shape`).
-
-    A key that is None has the target's value, and so have all other fields of `HeadShape`.
+    """Return the config fields of a new head: those that a recipe states, else the target's.
 
     Args:
         target: the target.
-        **options: keys of the recipe's `draft:`.
+        **options: sizes from the recipe's `draft:`. None means the target's value.
+
+    Returns:
+        The arguments of `HeadShape`.
 
     Raises:
-        UserError: for a target without RMS norms and a rotary embedding, and if the query heads
-            cannot be shared out evenly among the key/value heads.
+        UserError: for a target without RMS norms and a rotary embedding, and if the number of
+            attention heads is no multiple of the number of key/value heads.
     """
     # Read the rotary embedding of the target.
     source = target.config
@@ -116,8 +118,15 @@ def plan_head_shape(target: FrozenTarget, **options: object) -> dict[str, Any]:
 
 
 def _check_target(target: FrozenTarget, rope: Mapping[str, object]) -> None:
-    """Raise UserError if a target has no RMS norms, rotary embedding or plain embedding table."""
-    # Sizes that the target's config must state.
+    """Raise UserError if no head can be built for a target.
+
+    A head needs RMS norms, a rotary embedding and an embedding table of the target's size.
+
+    Args:
+        target: the target.
+        rope: its rotary embedding, as config.json states it.
+    """
+    # Sizes that the target's config must state. A size that is missing is read as None.
     source = target.config
     missing = []
     for name in ("num_attention_heads", "num_key_value_heads", "rms_norm_eps", "intermediate_size"):
@@ -198,9 +207,9 @@ def create_or_load(
         rows: training data, by which a draft vocabulary is chosen; None for a draft without one.
 
     Raises:
-        UserError: for what does not fit, for a shape asked of a trained head that has another, and
-            as `locate`.
-        ResourceError: as `locate`.
+        UserError: for settings that do not fit the target, if `draft.init` names no draft, and if
+            the recipe states another shape than the trained draft has.
+        ResourceError: if the Hub fails.
     """
     settings = recipe.draft
     if settings.init:
@@ -222,8 +231,14 @@ def create_or_load(
 
 
 def _check_shape(head: nn.Module, settings: DraftSection) -> None:
-    """Raise UserError if a recipe asks for another shape than the trained head has."""
-    # `shape()` leaves `vocab_size` out, which is compared only if the recipe states it.
+    """Raise UserError if a recipe states another shape than the trained head of `draft.init` has.
+
+    Args:
+        head: the trained head.
+        settings: the recipe's `draft:`.
+    """
+    # `shape()` returns all sizes except `vocab_size`, which is compared only if the recipe states
+    # it.
     for name in (*settings.shape(), *({"vocab_size"} & settings.model_fields_set)):
         value = getattr(settings, name)
         # Recipes have lists where configs have tuples.
@@ -231,7 +246,7 @@ def _check_shape(head: nn.Module, settings: DraftSection) -> None:
             value = tuple(value)
         field = "draft_vocab_size" if name == "vocab_size" else name
         actual = getattr(head.config, field, None)
-        # A key with its default value counts as not stated.
+        # A key that has its default value in the recipe is not compared.
         default = find_default(type(settings).model_fields[name])
         if value not in (default, actual):
             raise UserError(

@@ -27,10 +27,12 @@ class ChainMethod(FeatureMethod[HeadRecipeT, HeadT]):
     def build_objective(
         self, draft: HeadT, recipe: HeadRecipeT, target: FrozenTarget
     ) -> TrainingTimeTest:
-        """Build the objective that a recipe describes.
+        """Build the module that computes the loss of a head, with the settings of a recipe.
 
-        EAGLE-1 recipes also train the head to predict the target's features.
+        It unrolls the head over `ttt_steps` draft steps. With the recipe's `feature_weight` (EAGLE)
+        the head also learns to predict the target's features.
         """
+        # All other keys of `loss:` are arguments of the objective.
         return self.objective(
             draft,
             build_divergence(recipe.loss.divergence),

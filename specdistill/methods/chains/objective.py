@@ -90,9 +90,17 @@ class UnrollKVCache:
         self.steps: list[list[Tensor]] = [[] for _ in range(num_layers)]
 
     def append(self, layer: int, key_BGTd: Tensor, value_BGTe: Tensor) -> None:
-        """Store key and value of one step for all chains, as [S, G, d] and [S, G, e]."""
-        # Float32 rotary tables widen queries and keys under autocast; values are in the dtype that
-        # projections compute in.
+        """Store the keys and values of one step of the unroll.
+
+        All T positions of all B rows are stored as S = B T chains.
+
+        Args:
+            layer: the index of the layer.
+            key_BGTd: keys [B, G, T, d], for G key/value heads of size d.
+            value_BGTe: values [B, G, T, e].
+        """
+        # From [B, G, T, d] to [S, G, d]. Under autocast, float32 rotary tables widen the keys, so
+        # they are converted back to the dtype of the values.
         self.steps[layer] += (
             x.transpose(1, 2).flatten(0, 1).to(value_BGTe.dtype) for x in (key_BGTd, value_BGTe)
         )
@@ -100,7 +108,20 @@ class UnrollKVCache:
     def attend(
         self, layer: int, query_BNTd: Tensor, key_BGTd: Tensor, value_BGTe: Tensor
     ) -> Tensor:
-        """Store key and value of the current step, and return the attention output [B, N, T, e]."""
+        """Store keys and values of the current step, and compute the attention of its queries.
+
+        A chain is K draft steps in a row from one position, its root. A query of step k sees step 0
+        of its document up to the root, and the steps 1 to k of its own chain.
+
+        Args:
+            layer: the index of the layer.
+            query_BNTd: queries [B, N, T, d]: rows, query heads, positions, head size.
+            key_BGTd: keys [B, G, T, d], for G key/value heads.
+            value_BGTe: values [B, G, T, e].
+
+        Returns:
+            The attention output [B, N, T, e].
+        """
         # The list has two tensors for each earlier step, so this is step len(steps) // 2. Each step
         # is one position further on, so it sees one position less of step 0.
         steps = self.steps[layer]
@@ -139,9 +160,21 @@ class ChainAttention(torch.autograd.Function):
         window: int | None,
         *steps: Tensor,
     ) -> Tensor:
-        """Attend to step 0 with a kernel, and merge later steps of each chain by one softmax.
+        """Compute the attention of one step of the unroll, for all S chains at once.
 
-        The equations are at the top of this file. Returns the attention output [S, N, e].
+        A kernel attends to step 0. The keys of the chain's own later steps are merged into its
+        result, as if one softmax had run over all keys. The equations are at the top of this file.
+
+        Args:
+            ctx: keeps tensors for `backward`.
+            query: [S, N, d]: chains, query heads, head size.
+            cumulative_lengths: where each document starts in the S positions.
+            longest: tokens of the longest document.
+            window: how many positions of step 0 a query sees at most; None: all.
+            *steps: key [S, G, d] and value [S, G, e] of step 0, of step 1 and so on.
+
+        Returns:
+            The attention output [S, N, e].
         """
         # Attend to step 0 with the kernel: its output o_0 and log-sum-exp L_0.
         key, value, *chain = steps
@@ -175,7 +208,16 @@ class ChainAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of query, keys and values from the gradient of the output."""
+        """Compute the gradients of query, keys and values.
+
+        Args:
+            ctx: what `forward` kept.
+            grad: the gradient of the attention output [S, N, e].
+
+        Returns:
+            The gradient of each argument of `forward`: None for those that are no floating-point
+            tensors.
+        """
         # The kernel's own backward pass gives the gradients of step 0's block. It is given the
         # joint output and log-sum-exp, so its weights are those of the joint softmax.
         query, cumulative_lengths, output, lse_NS, weights, key, value, *chain = ctx.saved_tensors
@@ -203,9 +245,13 @@ class ChainAttention(torch.autograd.Function):
 
 
 def _group_heads(x_SNd: Tensor, key_SGd: Tensor) -> Tensor:
-    """Group query heads by the key/value head that they share, [S, G, n, d].
+    """Reshape [S, N, d] to [S, G, n, d]: the n = N / G query heads that share a key/value head.
 
-    The result has the wider dtype in which sums are computed.
+    The result is converted to the wider dtype in which sums are computed.
+
+    Args:
+        x_SNd: a tensor of S positions and N query heads.
+        key_SGd: the keys, which tell the number G of key/value heads.
     """
     view: Tensor = x_SNd.unflatten(1, (key_SGd.shape[1], -1))
     return view.to(choose_wide_dtype(view.dtype))
@@ -259,19 +305,19 @@ class TrainingTimeTest(Objective):
         measure: bool = False,
         **other_columns: object,
     ) -> tuple[Tensor, StepSums]:
-        """Unroll the head over packed rows [B, T] and compute the loss of all steps.
+        """Run the head for K draft steps from every position, and compute the loss of all steps.
 
-        See specdistill.data.rows.packing for packed rows. The sequence of operations does not
-        depend on the data, so that the step can be compiled.
+        Step k predicts the token 2 + k positions after its start. The operations do not depend on
+        the data, so that the step can be compiled.
 
         Args:
-            input_ids: [B, T].
+            input_ids: token ids [B, T] of packed rows, which hold several documents each.
             position_ids: [B, T], positions within the documents.
             loss_positions: [R], positions of the loss tokens in the flattened rows.
-            cumulative_lengths: see `UnrollKVCache`.
-            longest: see `UnrollKVCache`.
-            features: the target's features at all positions.
-            soft_targets: the target's distributions before the loss tokens.
+            cumulative_lengths: where each document starts in the flattened rows.
+            longest: tokens of the longest document.
+            features: the target's features (hidden states) at all positions.
+            soft_targets: the target's distributions of the loss tokens.
             measure: whether to also fill the metrics that cost time (correct tokens, acceptance and
                 chains).
             **other_columns: columns of the batch that are not read.
@@ -291,7 +337,7 @@ class TrainingTimeTest(Objective):
             soft_targets,
         )
 
-        # Compute the loss of all steps together.
+        # Compute the loss of all steps together, weighted by step, and M metrics of each row.
         total, metrics_MKR = compute_head_loss(
             rows_KRH,
             has_loss_KR * self.step_weights.unsqueeze(1),
@@ -300,7 +346,8 @@ class TrainingTimeTest(Objective):
             self.compute_row_losses,
         )
 
-        # Sum the metrics of each step, and along each chain.
+        # Sum the metrics of each step. `by_chain` sorts them by chain, to measure how many steps in
+        # a row would be accepted.
         by_chain = partial(_move_to_roots, loss_positions, position_ids.numel())
         sums = StepSums.from_losses(has_loss_KR, *(metrics_MKR * has_loss_KR), by_chain=by_chain)
         return total + self.feature_weight * feature_error, sums
@@ -320,9 +367,9 @@ class TrainingTimeTest(Objective):
         The arguments are those of `forward`.
 
         Returns:
-            The head's output before each loss token [K, R, H], which loss tokens count in each step
-            [K, R], and the weighted error of the predicted features, a scalar (0 if it has no
-            weight).
+            The head's outputs [K, R, H] that predict the R loss tokens in each of the K steps;
+            which loss tokens count in each step [K, R]; and the weighted error of the predicted
+            features, a scalar (0 if `feature_weight` is 0).
         """
         shape = self.draft.config
         kv_cache = UnrollKVCache(
@@ -356,17 +403,18 @@ class TrainingTimeTest(Objective):
 
 
 def _move_to_roots(loss_positions: Tensor, num_positions: int, values_KR: Tensor) -> Tensor:
-    """Move the value of each loss token to the root of its chain; all other values are 0.
+    """Reorder values of loss tokens by the position at which their chain of draft steps starts.
 
-    The root is 2 + k positions before the token that step k predicts.
+    Step k predicts the token 2 + k positions after the start of its chain (the root). So the values
+    of one chain end up in one column.
 
     Args:
         loss_positions: [R], positions of the loss tokens in the flattened rows.
-        num_positions: S, all positions of the rows. Each is the root of a chain.
+        num_positions: S, all positions of the rows. A chain starts at each of them.
         values_KR: a value for each step and loss token.
 
     Returns:
-        The values by root, [K, S].
+        [K, S]: the values by step and root; 0 where there is no loss token.
     """
     num_steps = len(values_KR)
     roots_KR = torch.stack([loss_positions - 2 - k for k in range(num_steps)]).clamp_min(0)

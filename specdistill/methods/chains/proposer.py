@@ -51,6 +51,11 @@ class CompiledSteps:
     def read(self, next_ids_1T: Tensor, hidden_1TH: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """Run the head over T <= `width` tokens with the compiled graph of `width` tokens.
 
+        Args:
+            next_ids_1T: the token after each position.
+            hidden_1TH: the hidden states that the head reads, of size H.
+            width: the fixed number of tokens of the graph.
+
         Returns:
             The logits [1, W] and the next hidden state [1, H], both after the last token.
         """
@@ -80,11 +85,11 @@ class CompiledSteps:
     def _run_padded(
         self, ids_1T: Tensor, hidden_1TH: Tensor, num_cached: Tensor, last: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Run the head over padded tokens.
+        """Run the head over padded tokens. This function is compiled.
 
         Args:
-            ids_1T: the next tokens.
-            hidden_1TH: the hidden states.
+            ids_1T: the token after each of T positions.
+            hidden_1TH: the hidden states that the head reads, of size H.
             num_cached: how many positions the cache holds.
             last: the last position that is not padding.
 
@@ -113,7 +118,11 @@ class HeadProposer(FeatureProposer[Head]):
         self._graph: CompiledSteps | None = None
 
     def begin(self, max_lengths: Sequence[int]) -> None:
-        """Start new sequences with an empty KV cache, and with compiled passes if possible."""
+        """Start new sequences with an empty KV cache, and choose compiled graphs if enabled.
+
+        Args:
+            max_lengths: the most tokens of each sequence, draft tokens included.
+        """
         # Graphs are compiled for one sequence only.
         self._graph = None
         if not (self.compiled and len(max_lengths) == 1):
@@ -133,14 +142,23 @@ class HeadProposer(FeatureProposer[Head]):
     def propose(
         self, state: DecodingState, k: int, sampling: Sampling, generators: Generators
     ) -> list[Proposal]:
-        """Draft a chain of up to k tokens for each row, one pass of the head for each token."""
+        """Draft a chain of up to k tokens for each row, one pass of the head for each token.
+
+        See `Proposer.propose` for the arguments.
+        """
         check_window(self.draft.config, k, key="eval.num_speculative_tokens")
-        # The first pass reads what was committed since the last round.
+        # The first pass reads the tokens and features that were added since the last round.
         next_ids, hidden, num_committed = self._gather_fresh(state)
         counts = state.num_fresh
 
         def next_logits(step: int, index_B: Tensor | None) -> Tensor:
-            """Run one pass of the head; later passes read the token drafted in the pass before."""
+            """Run one pass of the head, and return its logits [B, W].
+
+            Args:
+                step: not used.
+                index_B: the tokens that the pass before drafted, as indices among the draft's W
+                    tokens. None in the first pass, which reads the new tokens of the round.
+            """
             nonlocal next_ids, hidden, counts
             if index_B is not None:
                 next_ids = self.map_to_target(index_B).unsqueeze(1)
@@ -150,17 +168,21 @@ class HeadProposer(FeatureProposer[Head]):
             return logits_BW
 
         proposals = self.chains(k, sampling, generators, next_logits)
-        # At drafted positions the head read its own states, so these positions are forgotten.
+        # At drafted positions the head read its own hidden states instead of the target's features.
+        # So these positions are dropped from its KV cache.
         self.cache.truncate(num_committed)
         return proposals
 
     def propose_tree(
         self, state: DecodingState, shape: TreeShape, sampling: Sampling, generators: Generators
     ) -> list[Proposal]:
-        """Draft a tree for each row, one pass of the head for each level."""
+        """Draft a tree of tokens for each row, one pass of the head for each level.
+
+        See `TreeProposer.propose_tree` for the arguments.
+        """
         check_window(self.draft.config, shape.depth, key="eval.tree.depth")
-        # The first pass reads what was committed since the last round, and gives the candidates of
-        # the first level. It runs without graphs.
+        # The first pass reads the tokens and features that were added since the last round, and
+        # gives the candidates of the first level. It runs without compiled graphs (width 0).
         next_ids, hidden, num_committed = self._gather_fresh(state)
         logits_BW, hidden_BH = self._run_head(next_ids, hidden, state.num_fresh, 0)
         hidden_BTH = hidden_BH.unsqueeze(1)
@@ -191,16 +213,17 @@ class HeadProposer(FeatureProposer[Head]):
     def _run_head(
         self, next_ids_BT: Tensor, hidden_BTH: Tensor, counts: Sequence[int], width: int
     ) -> tuple[Tensor, Tensor]:
-        """Run the head once; return logits [B, W] and next hidden state [B, H] of each row.
-
-        Both are those after the last position of the row.
+        """Run the head once; return logits and hidden state after the last position of each row.
 
         Args:
-            next_ids_BT: the next tokens.
-            hidden_BTH: the hidden states.
-            counts: positions of each row.
-            width: tokens of the wider graph; 0 for a pass without graphs. A prompt is read without
-                them.
+            next_ids_BT: the token after each position [B, T].
+            hidden_BTH: the hidden states that the head reads [B, T, H].
+            counts: how many of the T positions are valid in each row.
+            width: the number of tokens of the compiled graph for several tokens. 0: run without
+                compiled graphs, as for a prompt.
+
+        Returns:
+            Logits [B, W] over the draft's W tokens, and the next hidden states [B, H].
         """
         # Use a graph if one fits. The first pass after `begin` reads a prompt, whose length varies.
         if self._graph is not None and self.cache.lengths != [0] and max(counts) <= width:
@@ -213,14 +236,17 @@ class HeadProposer(FeatureProposer[Head]):
         return self.draft.logits(gather_last(normed, counts)), gather_last(next_hidden, counts)
 
     def _gather_fresh(self, state: DecodingState) -> tuple[Tensor, Tensor, list[int]]:
-        """Return the head's input for the positions committed since the last round.
+        """Return the input of the head at the positions that were added since the last round.
+
+        Args:
+            state: the sequences so far, with the target's features at the F new positions.
 
         Returns:
-            The next tokens [B, F], the hidden states [B, F, H], and the number of committed
-            positions of each row in all.
+            The token after each position [B, F], the hidden states [B, F, H], and the number of
+            tokens of each row that the target has read.
         """
-        # A head reads pairs (x_{t+1}, g_t) of a token and the features before it. The features g_t
-        # exist for t < num_committed, so the next tokens are the last ones of each row.
+        # At position t a head reads the target's features at t and the next token x_{t+1}. The
+        # target has read all tokens but the last, so the next tokens are the last ones of each row.
         counts = state.num_fresh
         num_committed = self.count_committed(state)
         next_ids = pad_rows(

@@ -66,11 +66,17 @@ NOTES = {
 
 
 def describe_head_engines(method: str, model_type: str | None) -> str:
-    """Return a note on which engines serve a method's heads for this type of text model.
+    """Return a note for users if not every engine serves heads for this type of target.
 
-    The note is empty if every engine does, as far as it is known here.
+    Args:
+        method: the name of the method.
+        model_type: of the target's text model, such as "gemma3_text".
+
+    Returns:
+        A sentence from NOTES. Empty if no restriction is known, or the method's drafts are no
+        heads.
     """
-    # Heads are drafts that read features, are files of their own and are served by some engine.
+    # A head reads features, has files of its own, and some engine can serve it.
     row = METHODS[method]
     is_head = bool(row.features) and not row.in_target and bool(row.serving())
     for beginning, note in NOTES.items():

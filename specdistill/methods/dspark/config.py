@@ -10,21 +10,25 @@ class DSparkDraftConfig(BlockDraftConfig):
     """The section `draft:` of a DSpark recipe."""
 
     markov_rank: int = option(
-        256, "rank of the correction of a token's logits by the token before it", ge=1
+        256,
+        "rank of the correction that the previous token adds to a token's logits",
+        ge=1,
     )
     markov_head_type: Literal["vanilla", "gated", "rnn"] = option(
         "vanilla",
-        "what the correction reads; vanilla: the token before; gated: the hidden state too; rnn:"
-        " all tokens of the block before; vLLM supports vanilla only",
+        "what the correction reads; vanilla: the previous token; gated: the hidden state too; rnn:"
+        " all previous tokens of the block; vLLM supports vanilla only",
     )
-    enable_confidence_head: bool = option(True, "estimate each draft token's chance of acceptance")
+    enable_confidence_head: bool = option(
+        True, "train a head that estimates each draft token's chance of acceptance"
+    )
 
 
 class DSparkLossConfig(BlockLossConfig):
     """The section `loss:` of a DSpark recipe."""
 
     confidence_weight: float = option(
-        1.0, "weight of the confidence head's loss, added to the divergence", ge=0
+        1.0, "weight of the confidence head's loss, which is added to the divergence", ge=0
     )
 
 

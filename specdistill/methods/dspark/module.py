@@ -70,11 +70,12 @@ class MarkovHead(nn.Module):
     def initialize_from_target(self, embedding_VH: Tensor, head_WH: Tensor) -> None:
         """Initialize the correction from the target, so that it changes no logits at first.
 
-        Tokens start as the target embeds them, in the directions in which its head differs most.
+        W1 (the embedding of the token before) gets the target's embedding, projected to the E
+        directions that matter most for the target's LM head.
 
         Args:
             embedding_VH: [V, H], the target's embedding.
-            head_WH: [W, H], the target's head, cut to the draft vocabulary.
+            head_WH: [W, H], the rows of the target's LM head for the draft's W tokens.
         """
         # The first E right singular vectors of the head are the directions of hidden states that
         # change the logits most. W1 gets the target's embedding in these directions, scaled to a
@@ -94,13 +95,15 @@ class MarkovHead(nn.Module):
             self.markov_w2.weight.zero_()
 
     def start(self, hidden_BKH: Tensor) -> Tensor:
-        """Return the state [B, E] of the rnn before the first slot: zeros."""
+        """Return the state before the first slot: zeros [B, E], for B rows and rank E."""
         return hidden_BKH.new_zeros(len(hidden_BKH), self.markov_w1.embedding_dim)
 
     def step(
         self, hidden_BH: Tensor, previous_ids_B: Tensor, state_BE: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the correction of one slot from its hidden state and the token before.
+        """Compute the correction of one slot from its hidden state and the token before it.
+
+        The equations of the three kinds of correction are at the top of this file.
 
         Args:
             hidden_BH: [B, H], the slot's hidden states.
@@ -108,8 +111,9 @@ class MarkovHead(nn.Module):
             state_BE: [B, E], the state before the slot.
 
         Returns:
-            The correction before its product with markov_w2, the embedding e of the token before,
-            and the state after the slot; [B, E] each.
+            The correction, which the caller multiplies by markov_w2 and adds to the logits; the
+            embedding of the token before; and the state after the slot (only the rnn changes it).
+            Each is [B, E].
         """
         # vanilla: the embedding e itself. gated: e times a gate that reads the hidden state, too.
         embedded: Tensor = self.markov_w1(previous_ids_B)
@@ -128,15 +132,15 @@ class MarkovHead(nn.Module):
         return correction_BE, embedded, next_state_BE
 
     def forward(self, hidden_NKH: Tensor, previous_ids_NK: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the corrections of all slots in training, where every token is known.
+        """Compute the corrections of K slots of N blocks in training, where every token is known.
 
         Args:
             hidden_NKH: [N, K, H], the slots' hidden states.
             previous_ids_NK: [N, K], the tokens before the slots.
 
         Returns:
-            The corrections before their product with markov_w2, and the embeddings e; [N, K, E]
-            each.
+            The corrections, which the caller multiplies by markov_w2 and adds to the logits, and
+            the embeddings of the tokens before. Each is [N, K, E].
         """
         # Go through the slots in order, because the rnn's state passes from slot to slot.
         state_NE = self.start(hidden_NKH)
@@ -164,7 +168,7 @@ class ConfidenceHead(nn.Module):
         self.proj = nn.Linear(config.hidden_size + config.markov_rank * self.with_markov, 1)
 
     def forward(self, hidden: Tensor, embedded: Tensor) -> Tensor:
-        """Return logits [...] of the chance that each draft token is accepted.
+        """Estimate the chance that each draft token is accepted, as a logit [...] (before sigmoid).
 
         Args:
             hidden: [..., H], hidden states of the slots.

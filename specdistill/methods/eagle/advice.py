@@ -38,8 +38,11 @@ class EagleAdvice(ChainAdvice[EagleDraft]):
         draft_info: sizes.ModelConfigInfo | None,
         settings: DraftSettings,
     ) -> sizes.PlannedDraft:
-        """Describe the head that is given, or the one that a recipe would train."""
-        # A tiny target shows whether a head can be built for this class.
+        """Describe the size and the cost of an existing head, or of one still to be trained.
+
+        See `Advice.plan_draft` for the arguments.
+        """
+        # Build a head for a tiny target first, to see whether this model class can have one.
         target.build_on_tiny_target(build_eagle)
         shape = sizes.plan_shape(target, draft_info, settings)
 
@@ -84,13 +87,16 @@ class EagleAdvice(ChainAdvice[EagleDraft]):
         )
 
     def find_causes(self, head: EagleDraft, target: FrozenTarget) -> Iterator[Repair]:
-        """Yield likely causes of low acceptance in an EAGLE-1 head whose files are right."""
+        """Yield likely causes of low acceptance in an EAGLE-1 head whose files raise no error.
+
+        Each cause is a mistake that leaves all shapes right, with a function that repairs it.
+        """
         # Embedding and hidden state are equally wide, so swapped halves raise no error.
         yield Repair(
             "in fc, the halves for embedding and hidden state are swapped",
             partial(swap_halves, names=["fc"]),
         )
 
-        # Shape and weights, as for every head.
+        # Mistakes that all heads can have, such as a wrong rotary embedding or swapped matrices.
         yield from find_shape_causes(head, target)
         yield from find_weight_causes(head)

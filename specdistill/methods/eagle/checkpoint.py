@@ -27,7 +27,10 @@ DESCRIPTION = "an EAGLE-1 head"
 
 
 def save_eagle(draft: EagleDraft, folder: Path) -> None:
-    """Write a head into a folder; `load_eagle` reads it back bit for bit."""
+    """Write config.json and weights of a head into a folder.
+
+    `load_eagle` reads the head back bit for bit.
+    """
     # Embedding and LM head are the target's, so they are left out.
     tensors = {
         name: tensor for name, tensor in draft.state_dict().items() if name not in draft.shared
@@ -38,15 +41,20 @@ def save_eagle(draft: EagleDraft, folder: Path) -> None:
 def load_eagle(folder: Path | str, target: FrozenTarget, *, key: str = "eval.draft") -> EagleDraft:
     """Load an EAGLE-1 head, and check that it fits the target.
 
+    Args:
+        folder: the folder of the head.
+        target: the target.
+        key: the recipe key that errors name.
+
     Raises:
-        UserError: as `load_feature_draft` does, for a head that states another scale of logits than
-            the target has, and for a head with an embedding or an output layer that is not the
-            target's.
+        UserError: for files that are missing or broken, for tensors or sizes that do not fit, for
+            another scale of logits than the target's, and for an embedding or LM head that is not
+            the target's.
     """
     draft = checkpoint.load_feature_draft(check_eagle, EagleDraft, folder, target, key=key)
 
-    # The scale of logits must be the target's, up to the rounding of a number in config.json. A
-    # head that states none is used with the target's.
+    # The scale of logits must be the target's, up to the rounding of a number in config.json. 1 may
+    # mean that config.json states no scale; the target's is used then.
     if draft.config.logit_scale != 1 and not math.isclose(
         draft.config.logit_scale, target.logits.scale, rel_tol=1e-4
     ):
@@ -71,18 +79,19 @@ def check_eagle(
 
     Args:
         folder: the folder that holds config.json.
-        tensors: the tensors by name. They need have no content: an `fc.bias` is then taken for
-            zeros if the config says that there is none.
-        target: the target; None checks what the files say by themselves.
+        tensors: the tensors by name; they may be on the meta device, without values. Then the
+            config decides whether `fc.bias` counts as a bias or as zeros.
+        target: the target. None: only compare the head's files with each other.
         key: the recipe key that errors name.
         name: what errors call the head.
 
     Returns:
-        The config, and the tensors. If the target is given, the copies of its embedding and its
-        head are left out.
+        The config, and the tensors. If the target is given, copies of its embedding and LM head
+        are left out.
 
     Raises:
-        UserError: as `load_eagle` does, except for the scale of logits.
+        UserError: for tensors or sizes that do not fit, and for an embedding or LM head that is not
+            the target's.
     """
     # Compare the sizes of head and target.
     config = read_eagle_config(checkpoint.read_config(folder, key), key)
@@ -112,8 +121,8 @@ def check_eagle(
             if not table.is_meta and not checkpoint.is_copy(table, target.tensor(table_name)):
                 raise UserError(
                     key,
-                    got=f"{name} with another {table_name} than {target.name} has",
-                    expected="a head made for this target",
+                    got=f"{name}, whose {table_name} differs from that of {target.name}",
+                    expected="a head that was trained for this target",
                 )
     return config, tensors
 
@@ -126,13 +135,14 @@ def export_eagle(
     target: TargetFiles | None,
     num_speculative_tokens: int,
 ) -> None:
-    """Write a head for an engine; see `Method.export` for the arguments.
+    """Write a head in the layout of an engine; see `Method.export` for the arguments.
 
-    The target is needed if the head repeats its embedding or its output layer.
+    If the head's files contain the target's embedding or LM head, the target must be given, so that
+    they can be compared.
 
     Raises:
-        UserError: before anything is written, for what the engine cannot express, and for a head
-            with an embedding or an output layer that is not the target's.
+        UserError: before anything is written: for features that the engine does not support, and
+            for an embedding or LM head that is not the target's.
     """
     # Check the head, and that the engine can express it.
     config, tensors = check_eagle(
@@ -140,7 +150,8 @@ def export_eagle(
     )
     layout.check(engine, config, draft)
 
-    # Tables that are left in the tensors were not compared, because the target was not given.
+    # `check_eagle` removes an embedding or LM head that it has compared with the target's. One that
+    # is left was not compared, because the target was not given.
     repeated = EagleDraft.shared & tensors.keys()
     if repeated:
         require_target(target, f"{draft} repeats its {min(repeated)}")
@@ -160,7 +171,7 @@ def export_eagle(
 
 
 def write_eagle_config(config: EagleConfig, dtype: torch.dtype) -> dict[str, object]:
-    """Return the config.json of a head: that of a one-layer Llama, with the key `bias`."""
+    """Return the config.json of a head: the keys of a small Llama model, and `bias` for fc."""
     return {
         "architectures": ["LlamaForCausalLM"],
         **_build_llama_config(config, dtype),
@@ -169,19 +180,19 @@ def write_eagle_config(config: EagleConfig, dtype: torch.dtype) -> dict[str, obj
 
 
 def read_eagle_config(raw: RawConfig, key: str) -> EagleConfig:
-    """Read a head's config from its config.json, also from one that vLLM wraps.
+    """Read a head's config from the content of its config.json.
 
-    This is the inverse of `write_eagle_config`.
+    This is the inverse of `write_eagle_config`, and also reads vLLM's form of config.json.
 
     Args:
         raw: the content of config.json.
         key: the recipe key that errors name.
 
     Raises:
-        UserError: as `read_shape`.
+        UserError: for a size that is missing, and for a setting that a head cannot have.
     """
-    # vLLM nests the keys of the head in `model`. `logit_scale` is taken out of the check of the
-    # shape, which allows no scale but 1. SafeAILab's heads have a bias unless they say otherwise.
+    # vLLM nests the keys of the head in `model`. `read_shape` allows no `logit_scale` but 1, so it
+    # does not get to see that key. SafeAILab's heads have a bias unless they say otherwise.
     raw = raw.get("model", raw)
     return EagleConfig(
         **vars(checkpoint.read_shape({**raw, "logit_scale": None}, key, what=DESCRIPTION)),
@@ -191,6 +202,6 @@ def read_eagle_config(raw: RawConfig, key: str) -> EagleConfig:
 
 
 def _build_llama_config(config: EagleConfig, dtype: torch.dtype) -> dict[str, object]:
-    """Return the keys of a Llama's config.json, with the scale of logits if it is not 1."""
+    """Return the keys of config.json that describe the head's layers and its scale of logits."""
     scale = {} if config.logit_scale == 1 else {"logit_scale": config.logit_scale}
     return {**checkpoint.write_shape(config, dtype), **scale}

@@ -10,11 +10,14 @@ class EagleLossConfig(SoftLossConfig):
 
     feature_weight: float = option(
         0.0,
-        "weight of the SmoothL1 loss to the target's next hidden state, added to the divergence",
+        "weight of the SmoothL1 loss between predicted and true next hidden state of the target,"
+        " added to the divergence",
         ge=0,
     )
     noise: float = option(
-        0.0, "maximum of the uniform noise added to the input hidden states", ge=0
+        0.0,
+        "largest size of the uniform noise that training adds to the head's input hidden states",
+        ge=0,
     )
 
 

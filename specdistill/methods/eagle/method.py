@@ -41,7 +41,7 @@ class Eagle(ChainMethod[EagleRecipe, EagleDraft]):
 
     def has_tensors(self, names: Set[str]) -> bool:
         """Return whether these tensor names prove that a folder holds an EAGLE-1 head."""
-        # An EAGLE-3 head has `fc` and layers, too, and a norm of the hidden state in the first.
+        # An EAGLE-3 head also has `fc` and layers, but its first layer has a `hidden_norm`.
         is_eagle = {"fc.weight", QUERY} <= names and "layers.0.hidden_norm.weight" not in names
         return is_chain_draft(names) and is_eagle
 
@@ -53,8 +53,11 @@ class Eagle(ChainMethod[EagleRecipe, EagleDraft]):
         return is_chain_draft(names) and (bool(architectures & ARCHITECTURES) or has_names)
 
     def create(self, recipe: EagleRecipe, target: FrozenTarget, rows: Dataset) -> EagleDraft:
-        """Create a fresh head, or continue the one of `draft.init`."""
-        # The chain of `ttt_steps` steps must fit into the window of the head.
+        """Create the head that a recipe describes: a new one, or the trained one of `draft.init`.
+
+        The training data `rows` is not needed, because the head has the target's vocabulary.
+        """
+        # `ttt_steps` draft steps in a row must fit into the head's sliding window, if it has one.
         return create_or_load(recipe, target, build_eagle, load_eagle, "ttt_steps")
 
     def save(self, draft: EagleDraft, target: FrozenTarget, folder: Path) -> None:
@@ -79,7 +82,7 @@ class Eagle(ChainMethod[EagleRecipe, EagleDraft]):
         name: Path | str,
         **options: object,
     ) -> EagleConfig:
-        """Check a head by config.json and the headers of its weights."""
+        """Check a head's config.json and the shapes of its tensors; see `Method.check`."""
         config, _ = check_eagle(folder, tensors, target, key=key, name=name)
         return config
 
@@ -92,7 +95,7 @@ class Eagle(ChainMethod[EagleRecipe, EagleDraft]):
         target: TargetFiles | None,
         num_tokens: int,
     ) -> None:
-        """Write a head in the layout of an engine."""
+        """Write a head in the layout of an engine; see `Method.export`."""
         export_eagle(folder, engine, layout, output, target, num_tokens)
 
 

@@ -70,7 +70,7 @@ class EagleDraft(Head):
         self.rotary = Rotary(config)
 
     def copy_from_target(self, target: FrozenTarget) -> None:
-        """Copy the target's embedding and head into this module."""
+        """Copy the target's embedding table and LM head into the head; they are not trained."""
         self.load_state_dict({name: target.tensor(name) for name in self.shared}, strict=False)
         # The copied weights are used with the target's own scale and cap of logits.
         self._logits = replace(target.logits, linear=self.lm_head)
@@ -82,13 +82,10 @@ class EagleDraft(Head):
 
     @torch.no_grad()
     def scale_output(self, factor: float) -> None:
-        """Scale the predicted feature, and so the logits, by scaling the weights that compute it.
+        """Multiply the predicted hidden state, and so the logits, by a factor.
 
-        There is no norm before the LM head that could be scaled instead. The feature is the sum of
-        the outputs of fc, attention and MLP, so their last weights are scaled.
-
-        Args:
-            factor: multiplies these weights.
+        The head has no norm before its LM head that could be scaled. Its hidden state is the sum of
+        the outputs of fc, attention and MLP, so the last weights of these three are scaled.
         """
         for name, parameter in self.named_parameters():
             if name.startswith("fc.") or name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -105,14 +102,20 @@ class EagleDraft(Head):
         rotary: tuple[Tensor, Tensor],
         kv_cache: KVCache,
     ) -> tuple[Tensor, Tensor]:
-        """Run one draft step over T positions.
+        """Run one draft step at T positions of B sequences.
+
+        Args:
+            next_ids_BT: the token after each position.
+            hidden_BTH: hidden states [B, T, H]: the target's, or what the step before returned.
+            rotary: cos and sin [B, T, d] of the positions, for head size d.
+            kv_cache: keys and values of earlier positions and steps.
 
         Returns:
-            The predicted feature [B, T, H] twice: `logits` reads it, and it is the hidden state of
-            the next step.
+            The predicted next hidden state of the target [B, T, H], twice: `logits` computes the
+            logits from it, and the next step reads it.
         """
-        # Pair each next token's embedding with the hidden state before it. fc makes [B, T, H] of
-        # [B, T, 2 H].
+        # Put each token's embedding and hidden state side by side, [B, T, 2 H]; fc returns
+        # [B, T, H].
         hidden = self.fc(torch.cat((self.embed_tokens(next_ids_BT), hidden_BTH), dim=-1))
         for layer in self.layers:
             hidden = layer(hidden, rotary, kv_cache)
@@ -125,10 +128,10 @@ def build_eagle(target: FrozenTarget, *, seed: int = 0, **options: object) -> Ea
     Args:
         target: the target.
         seed: the seed of the initial weights.
-        **options: fields of `EagleConfig`.
+        **options: sizes from the recipe's `draft:`; others are the target's.
 
     Raises:
-        UserError: as `plan_head_shape`.
+        UserError: for a target without RMS norms and a rotary embedding.
     """
     config = EagleConfig(**plan_head_shape(target, **options), logit_scale=target.logits.scale)
     draft = build_initialized(lambda: EagleDraft(config), seed)

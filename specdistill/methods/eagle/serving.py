@@ -47,7 +47,7 @@ SGLANG = Loader(
 
 
 def build_wrapped_config(export: HeadExport) -> dict[str, object]:
-    """Return a config.json as vLLM wraps it: the keys of the head are nested under `model`."""
+    """Return a head's config.json as vLLM expects it: with the head's keys nested under `model`."""
     return {
         "model_type": "eagle",
         "model": {"architectures": ["LlamaForCausalLM"], **export.llama, "bias": False},

@@ -54,15 +54,18 @@ class Eagle3Advice(ChainAdvice[Eagle3Draft]):
         draft_info: sizes.ModelConfigInfo | None,
         settings: DraftSettings,
     ) -> sizes.PlannedDraft:
-        """Describe the head that is given, or the one that a recipe would train."""
-        # A tiny target shows whether a head can be built for this class.
+        """Describe the size and the cost of an existing head, or of one still to be trained.
+
+        See `Advice.plan_draft` for the arguments.
+        """
+        # Build a head for a tiny target first, to see whether this model class can have one.
         target.build_on_tiny_target(build_eagle3)
         vocabulary = target.text.vocab_size
         shape = sizes.plan_shape(target, draft_info, settings)
 
-        # Find the draft vocabulary and the number of layers that are read: those of the given head,
-        # those of the recipe, or the defaults of a recipe that `plan` would write. Which layers a
-        # given head reads changes no count.
+        # Find the size of the draft vocabulary: that of the existing head, that of the recipe, or
+        # the default of a recipe that `plan` would write. Of the layers that an existing head
+        # reads, only the number changes its size, so any layers will do.
         aux_layers: Sequence[int] | None = None
         if draft_info:
             width = draft_info.raw.get("draft_vocab_size") or vocabulary
@@ -114,7 +117,10 @@ class Eagle3Advice(ChainAdvice[Eagle3Draft]):
         return "eagle3" in draft.calls_itself or has_keys
 
     def find_causes(self, head: Eagle3Draft, target: FrozenTarget) -> Iterator[Repair]:
-        """Yield likely causes of low acceptance in an EAGLE-3 head whose files are right."""
+        """Yield likely causes of low acceptance in an EAGLE-3 head whose files raise no error.
+
+        Each cause is a mistake that leaves all shapes right, with a function that repairs it.
+        """
         # Switches that may have been the other way in training.
         config = head.config
         yield Repair(
@@ -153,7 +159,7 @@ class Eagle3Advice(ChainAdvice[Eagle3Draft]):
                 partial(set_weight, name=name, weight=target.tensor(name)),
             )
 
-        # Shape and weights, as for every head.
+        # Mistakes that all heads can have, such as a wrong rotary embedding or swapped matrices.
         yield from find_shape_causes(head, target)
         yield from find_weight_causes(head)
 
@@ -168,13 +174,16 @@ def switch_residual_source(head: Eagle3Draft) -> None:
 
 
 def set_vocabulary(head: Eagle3Draft, d2t: Tensor) -> None:
-    """Replace the map from draft ids to target ids."""
+    """Replace a head's map from draft ids to target ids."""
     head.d2t = d2t
 
 
 def _find_other_layers(head: Eagle3Draft, target: FrozenTarget) -> Iterator[Repair]:
-    """Yield the layers that the head may have been trained on: one more, one less, the default."""
-    # Files count layers in two ways that differ by one.
+    """Yield a repair for each choice of target layers that the head may have been trained on.
+
+    These are the layers one after and one before those in the head's config, because some projects
+    count layers from 0 and others from 1; and the default layers.
+    """
     aux_layers = head.config.aux_layers
     candidates = [
         tuple(layer + 1 for layer in aux_layers),
@@ -195,9 +204,10 @@ def _find_other_layers(head: Eagle3Draft, target: FrozenTarget) -> Iterator[Repa
 
 
 def _find_other_orders(head: Eagle3Draft) -> Iterator[Repair]:
-    """Yield other orders in which fc may have read the auxiliary states in training.
+    """Yield a repair for each order in which fc may have read the target's layers in training.
 
-    For more than three states only the reverse order is tried: there are too many orders.
+    fc reads the hidden states of several layers side by side. With more than three layers there are
+    too many orders, so only the reverse one is tried.
     """
     # The columns of fc that belong to each auxiliary state.
     blocks = head.fc.weight.chunk(len(head.config.aux_layers), dim=1)
@@ -218,7 +228,10 @@ def _find_other_orders(head: Eagle3Draft) -> Iterator[Repair]:
 
 
 def _find_other_vocabularies(head: Eagle3Draft) -> Iterator[Repair]:
-    """Yield other maps from draft ids to target ids that the `d2t` of a file may mean."""
+    """Yield a repair for each other meaning that the map `d2t` of a file may have.
+
+    `d2t` should hold, for each draft token, its target id minus its draft id.
+    """
     # A map is possible if its target ids ascend within the vocabulary.
     draft_ids = torch.arange(len(head.d2t), device=head.d2t.device)
     for cause, d2t in (

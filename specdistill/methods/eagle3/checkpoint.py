@@ -57,7 +57,10 @@ FIXED_SETTINGS = {
 
 
 def save_eagle3(draft: Eagle3Draft, folder: Path) -> None:
-    """Write a head into a folder; `load_eagle3` reads it back bit for bit."""
+    """Write config.json and weights of a head into a folder.
+
+    `load_eagle3` reads the head back bit for bit.
+    """
     # SpecForge and SGLang call the first layer `midlayer`.
     tensors = {
         name.replace("layers.0.", "midlayer."): tensor
@@ -82,25 +85,25 @@ def check_eagle3(
 ) -> tuple[Eagle3Config, dict[str, Tensor]]:
     """Check a head's config and tensors against each other and against its target.
 
-    A file may omit what is the target's: the embedding, and the head of a whole vocabulary. An
-    embedding that is a copy of the target's, perhaps in another dtype, is dropped. Any other
-    embedding is the head's own, and the config then says so. Tensors without content do not show
-    whether the embedding is a copy, nor what `d2t` says.
+    The files may omit the target's embedding, and the target's LM head if the vocabulary is not
+    pruned. If they contain an embedding, it is dropped if it is a copy of the target's. Otherwise
+    it is the head's own, and `own_embedding` is set in the config.
 
     Args:
         folder: the folder that holds config.json.
-        tensors: the tensors by their names in the file. They need have no content.
-        target: the target; None checks what the files say by themselves. It is needed if the
-            config does not say how many layers the target has.
+        tensors: the tensors by their names in the file; they may be on the meta device. Then it is
+            not checked whether the embedding is a copy.
+        target: the target. None: only compare the head's files with each other. The target is
+            needed if config.json does not say how many layers it has.
         key: the recipe key that errors name.
         name: what errors call the head.
 
     Returns:
-        The config, and the tensors by the names that they have here: without `t2d`, which follows
-        from `d2t`, and without `d2t` if the vocabulary is whole.
+        The config, and the tensors by their names in `Eagle3Draft`: without `t2d`, which follows
+        from `d2t`, and without `d2t` if the vocabulary is not pruned.
 
     Raises:
-        UserError: as `load_feature_draft` does.
+        UserError: for tensors, sizes or layers that do not fit each other or the target.
     """
     # Compare the sizes and layers of head and target.
     raw = checkpoint.read_config(folder, key)
@@ -116,7 +119,7 @@ def check_eagle3(
         raise UserError(
             key,
             got=f"{name} with auxiliary layers {list(config.aux_layers)}",
-            expected=f"0..{config.target_num_layers}",
+            expected=f"layers from 0 to {config.target_num_layers}, the target's depth",
         )
 
     # Compare the tensors with those of a head of this config. A head that is as wide as its target
@@ -147,6 +150,11 @@ def check_eagle3(
 def _rename_tensors(tensors: Mapping[str, Tensor], name: Path | str, key: str) -> dict[str, Tensor]:
     """Return a file's tensors by the names that they have in an `Eagle3Draft`.
 
+    Args:
+        tensors: the tensors by their names in the file.
+        name: what the error calls the head.
+        key: the recipe key that the error names.
+
     Raises:
         UserError: if a file has a tensor twice, by an old and a new name.
     """
@@ -158,8 +166,8 @@ def _rename_tensors(tensors: Mapping[str, Tensor], name: Path | str, key: str) -
         if draft_name in head_tensors:
             raise UserError(
                 key,
-                got=f"{name} with {file_name} and {draft_name}",
-                expected="one name for each tensor",
+                got=f"{name} with {file_name} and {draft_name}, two names of one tensor",
+                expected="only one of the two names",
             )
         head_tensors[draft_name] = tensor
     return head_tensors
@@ -177,7 +185,7 @@ def export_eagle3(
     target: TargetFiles | None,
     num_speculative_tokens: int,
 ) -> None:
-    """Write a head for an engine; see `Method.export` for the arguments.
+    """Write a head in the layout of an engine; see `Method.export` for the arguments.
 
     Raises:
         UserError: before anything is written, for what the engine cannot express.
@@ -211,7 +219,8 @@ def write_eagle3_config(config: Eagle3Config, dtype: torch.dtype) -> dict[str, o
 
     In addition it states the target's number of layers.
     """
-    # `build_head_config` is that of exports. It needs no target and no K for this layout.
+    # `build_head_config` also writes exports for engines. Here it needs neither the target nor the
+    # number of draft tokens.
     head = HeadExport(
         checkpoint.write_shape(config, dtype), config, target=None, num_speculative_tokens=0
     )
@@ -235,8 +244,8 @@ def read_eagle3_config(raw: RawConfig, target_num_layers: int | None, key: str) 
         key: the recipe key that errors name.
 
     Raises:
-        UserError: if the number of the target's layers is not known, as `read_shape`, and for
-            settings that a head cannot have or that contradict each other.
+        UserError: if the number of the target's layers is not known, for a size that is missing,
+            and for settings that a head cannot have or that contradict each other.
     """
     # Bring the keys of all layouts to the top level. speculators nests a Llama's keys in
     # `transformer_layer_config`, and vLLM nests all keys in `model`.
@@ -274,7 +283,9 @@ def read_eagle3_config(raw: RawConfig, target_num_layers: int | None, key: str) 
     )
     if config.fc_norm and config.norm_before_fc:
         raise UserError(
-            key, got="fc_norm and norm_before_fc", expected=f"one of the two in {DESCRIPTION}"
+            key,
+            got="both fc_norm and norm_before_fc",
+            expected=f"at most one of the two in {DESCRIPTION}",
         )
     return config
 
@@ -282,7 +293,9 @@ def read_eagle3_config(raw: RawConfig, target_num_layers: int | None, key: str) 
 def _read_aux_layers(
     raw: RawConfig, nested: RawConfig, num_layers: int, key: str
 ) -> tuple[int, ...]:
-    """Return the layers of the target that a head reads, counted as "after L layers".
+    """Return the layers of the target that a head reads, from its config.json.
+
+    A number L means the hidden state after L layers.
 
     Args:
         raw: the content of config.json.
@@ -313,6 +326,6 @@ def _read_aux_layers(
         raise UserError(
             key,
             got=f"num_aux_hidden_states {count} and the layers {list(layers)}",
-            expected=f"{len(layers)}",
+            expected=f"num_aux_hidden_states {len(layers)}",
         )
     return layers

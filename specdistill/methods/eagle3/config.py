@@ -8,19 +8,23 @@ class Eagle3DraftConfig(HeadSizes):
     """The section `draft:` of an EAGLE-3 recipe."""
 
     aux_layers: list[int] | None = option(
-        None, "auxiliary layers of the target: hidden states after L layers; null: 2, n//2, n-3"
+        None,
+        "which hidden states of the target are read; L: after L of its n layers; null: 2, n//2,"
+        " n-3",
     )
     vocab_size: int | None = option(
         None, "size of the draft vocabulary, the most frequent tokens; null: the target's", ge=1
     )
     hidden_size: int | None = option(None, "hidden size; null: the target's", ge=1)
     train_head: bool = option(
-        True, "train the LM head; false: keep the target's rows, or those of draft.init"
+        True, "train the LM head; false: keep the target's LM head, or that of draft.init"
     )
-    fc_norm: bool = option(False, "EAGLE-3.1: normalise each auxiliary state before fc")
-    norm_output: bool = option(False, "EAGLE-3.1: feed back the normalised hidden state")
+    fc_norm: bool = option(False, "EAGLE-3.1: normalise each hidden state of the target before fc")
+    norm_output: bool = option(False, "EAGLE-3.1: the next step reads the normalised hidden state")
     norm_before_residual: bool = option(
-        False, "take the residual after the hidden norm; SGLang does not support true"
+        False,
+        "first layer: take the residual after the norm of the hidden state; SGLang does not support"
+        " true",
     )
 
 

@@ -54,17 +54,20 @@ class Eagle3(ChainMethod[Eagle3Recipe, Eagle3Draft]):
         return is_chain_draft(names) and (bool(architectures & ARCHITECTURES) or has_names)
 
     def create(self, recipe: Eagle3Recipe, target: FrozenTarget, rows: Dataset) -> Eagle3Draft:
-        """Create a fresh head for the most frequent tokens, or continue the one of `draft.init`."""
+        """Create the head that a recipe describes: a new one, or the trained one of `draft.init`.
+
+        The draft vocabulary of a new head is the most frequent tokens of the training data.
+        """
         head = create_or_load(recipe, target, build_eagle3, load_eagle3, "ttt_steps", rows)
-        # Freeze the LM head if the recipe says so. This needs useful rows to begin with: those of
-        # the target, which only fit a head of its width, or those of a trained head.
+        # Freeze the LM head if the recipe says so. Its weights must be useful already: copied from
+        # the target, which needs a head as wide as the target, or those of a trained head.
         if not recipe.draft.train_head:
             if not recipe.draft.init and head.config.owns_embedding:
                 raise UserError(
                     "draft.train_head",
                     got=(
-                        f"false with draft.hidden_size={head.config.hidden_size}, where its rows"
-                        " start at random"
+                        f"false with draft.hidden_size={head.config.hidden_size}, where the LM head"
+                        " starts at random"
                     ),
                     expected="true, or draft.hidden_size=null",
                 )
@@ -93,7 +96,7 @@ class Eagle3(ChainMethod[Eagle3Recipe, Eagle3Draft]):
         name: Path | str,
         **options: object,
     ) -> Eagle3Config:
-        """Check a head by config.json and the headers of its weights."""
+        """Check a head's config.json and the shapes of its tensors; see `Method.check`."""
         config, _ = check_eagle3(folder, tensors, target, key=key, name=name)
         return config
 
@@ -106,7 +109,7 @@ class Eagle3(ChainMethod[Eagle3Recipe, Eagle3Draft]):
         target: TargetFiles | None,
         num_tokens: int,
     ) -> None:
-        """Write a head in the layout of an engine."""
+        """Write a head in the layout of an engine; see `Method.export`."""
         export_eagle3(folder, engine, layout, output, target, num_tokens)
 
 

@@ -89,11 +89,11 @@ class FirstLayer(nn.Module):
         rotary: tuple[Tensor, Tensor],
         kv_cache: KVCache,
     ) -> Tensor:
-        """Add the outputs of attention and MLP to the hidden states [B, T, H].
+        """Run the layer, whose attention reads embeddings and hidden states side by side.
 
         Args:
-            embedding_BTH: embeddings of the next tokens.
-            hidden_BTH: the hidden states, whose norm is read next to the embeddings.
+            embedding_BTH: embeddings of the token after each position [B, T, H].
+            hidden_BTH: hidden states [B, T, H]. The outputs of attention and MLP are added to them.
             rotary: cos and sin [B, T, d] of the positions.
             kv_cache: keys and values of earlier positions and steps.
         """
@@ -147,7 +147,14 @@ class Eagle3Draft(FeatureDraft, Head):
         return frozenset() if self.config.owns_embedding else frozenset({"embed_tokens.weight"})
 
     def fuse(self, features: Features) -> Tensor:
-        """Fuse the A auxiliary features [B, T, D] to the first hidden state [B, T, H]."""
+        """Fuse the target's hidden states after several layers to the head's first hidden state.
+
+        Args:
+            features: hidden states [B, T, D] of each auxiliary layer of the target.
+
+        Returns:
+            [B, T, H], the projection of all of them side by side.
+        """
         aux = features.aux
         if self.config.fc_norm:
             aux = tuple(norm(feature) for norm, feature in zip(self.fc_norm, aux, strict=True))
@@ -162,11 +169,18 @@ class Eagle3Draft(FeatureDraft, Head):
         rotary: tuple[Tensor, Tensor],
         kv_cache: KVCache,
     ) -> tuple[Tensor, Tensor]:
-        """Run one draft step over T positions.
+        """Run one draft step at T positions of B sequences.
+
+        Args:
+            next_ids_BT: the token after each position.
+            hidden_BTH: hidden states [B, T, H]: fused features, or what the step before returned.
+            rotary: cos and sin [B, T, d] of the positions, for head size d.
+            kv_cache: keys and values of earlier positions and steps.
 
         Returns:
-            `normed` [B, T, H], which `logits` reads, and `next_hidden` [B, T, H], the hidden state
-            of the next step: before the norm in EAGLE-3, after it with `norm_output`.
+            The hidden states after the final norm [B, T, H], from which `logits` computes the
+            logits, and the hidden states for the next step: before the final norm in EAGLE-3, after
+            it with `norm_output`.
         """
         hidden = self.layers[0](self.embed_tokens(next_ids_BT), hidden_BTH, rotary, kv_cache)
         for layer in self.layers[1:]:
@@ -182,16 +196,18 @@ def build_eagle3_config(
     aux_layers: Sequence[int] | None = None,
     **options: object,
 ) -> Eagle3Config:
-    """Return the config of a fresh head from the keys of a recipe's `draft:`.
+    """Return the config of a new head from the keys of a recipe's `draft:`.
 
     Args:
         target: the target.
-        draft_vocab_size: W.
-        aux_layers: the auxiliary layers; None for the default (see `check_aux_layers`).
-        **options: other fields of `Eagle3Config`.
+        draft_vocab_size: the number of tokens that the head can propose.
+        aux_layers: the layers of the target that the head reads; None for the default (see
+            `check_aux_layers`).
+        **options: other fields of `Eagle3Config`. Sizes that are absent are the target's.
 
     Raises:
-        UserError: for a layer that does not exist, and as `plan_head_shape`.
+        UserError: for a layer that does not exist, and for a target without RMS norms and a rotary
+            embedding.
     """
     shape = plan_head_shape(target, **options)
     # The first layer normalizes the embedding, so the scale of the embedding has no effect. Engines
@@ -218,14 +234,16 @@ def build_eagle3(
 
     Args:
         target: the target.
-        draft_vocabulary: sorted target ids [W]; None for the whole vocabulary.
+        draft_vocabulary: the target's ids of the W tokens that the head can propose, sorted; None
+            for all tokens.
         seed: the seed of the initial weights.
-        aux_layers: the auxiliary layers; None for the default (see `check_aux_layers`).
-        **options: as of `build_eagle3_config`.
+        aux_layers: the layers of the target that the head reads; None for the default (see
+            `check_aux_layers`).
+        **options: other fields of `Eagle3Config`.
 
     Raises:
-        UserError: as `build_eagle3_config`, and for a target that does not give the states of these
-            layers.
+        UserError: for a layer that does not exist, for a target without RMS norms and a rotary
+            embedding, and for one whose class does not give the hidden states of these layers.
     """
     config = build_eagle3_config(
         target,
@@ -234,7 +252,8 @@ def build_eagle3(
         **options,
     )
 
-    # Read one token's states: the target's class may not give the states of these layers.
+    # Read the features of one token. This raises an error for a target whose class does not give
+    # the hidden states of these layers.
     target.features(torch.zeros(1, 1, dtype=torch.long, device=target.device), config.aux_layers)
 
     # Build the head with random weights, and copy the target's tables. Engines do not scale the
@@ -245,13 +264,14 @@ def build_eagle3(
 
 
 def check_aux_layers(aux_layers: Sequence[int] | None, num_layers: int) -> list[int]:
-    """Return the auxiliary layers that a fresh head reads, after checking them.
+    """Return the layers of the target that a new head reads, after checking them.
 
-    The default layers are those of the engines. A target that is too shallow for them gets the
-    layers 1, n//2 and n-1 instead, without duplicates.
+    The default layers are 2, n//2 and n-3, which the engines assume, too. A target that is too
+    shallow for them gets the layers 1, n//2 and n-1 instead, without duplicates.
 
     Args:
-        aux_layers: the layers that a recipe asks for; None for the default.
+        aux_layers: the layers of a recipe, where L means the hidden state after L layers; None for
+            the default.
         num_layers: n, the target's layers.
 
     Raises:
@@ -271,6 +291,6 @@ def check_aux_layers(aux_layers: Sequence[int] | None, num_layers: int) -> list[
         raise UserError(
             "draft.aux_layers",
             got=layers,
-            expected=f"different layers in 0..{num_layers} (the target's depth)",
+            expected=f"different layers from 0 to {num_layers}, the target's depth",
         )
     return layers

@@ -29,15 +29,17 @@ def build_head_config(
     *keys: str,
     aux_layers: Callable[[list[int]], dict[str, object]] = lambda layers: {AUX_LAYERS: layers},
 ) -> dict[str, object]:
-    """Return the config.json of an EAGLE-3 head: a Llama's keys, the head's sizes and its switches.
+    """Return the config.json of an EAGLE-3 head for an engine.
+
+    It has the keys of a Llama model, the head's sizes and the settings that the engine reads.
 
     Args:
         export: the head.
-        *keys: the fields of the head's config that the engine reads in addition.
-        aux_layers: returns the keys that state the auxiliary layers. It is called only for layers
-            other than the default ones.
+        *keys: fields of the head's config that are written in addition.
+        aux_layers: a function that returns the keys for the list of target layers that the head
+            reads, because engines expect different keys. Not called for the default layers.
     """
-    # Engines compute the default layers themselves, so the default is not written.
+    # Engines assume the default layers if config.json states none, so these are not written.
     head = export.head
     layers = list(export.head.aux_layers)
     return {
@@ -52,10 +54,14 @@ def build_head_config(
 
 
 def build_eagle3_speculators_config(export: HeadExport) -> dict[str, object]:
-    """Return the config.json of a head in the layout of speculators."""
+    """Return the config.json of a head in the layout of the speculators library.
+
+    The keys of a Llama model are nested in `transformer_layer_config`; those of the head are at the
+    top level.
+    """
     head = export.head
-    # vLLM takes over the keys of `transformer_layer_config`. Without this one it counts three
-    # states, whatever layers are listed.
+    # For other than three auxiliary layers, `transformer_layer_config` must state their number.
+    # Without the key vLLM assumes three, whatever layers are listed.
     counted = {} if len(head.aux_layers) == 3 else {"num_aux_hidden_states": len(head.aux_layers)}
     return {
         **build_speculators_config(
@@ -72,7 +78,10 @@ def build_eagle3_speculators_config(export: HeadExport) -> dict[str, object]:
 
 
 def format_eagle_config(layers: list[int]) -> dict[str, object]:
-    """Return the keys that state auxiliary layers in `eagle_config`, which counts L - 1."""
+    """Return the section `eagle_config`, which lists the target's layers that a head reads.
+
+    This section counts layers from 0, so it holds L - 1 for the hidden state after L layers.
+    """
     return {
         "eagle_config": {"use_aux_hidden_state": True, AUX_LAYERS: [layer - 1 for layer in layers]}
     }

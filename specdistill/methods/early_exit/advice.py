@@ -23,11 +23,12 @@ class ExitAdvice(Advice[ExitDraft]):
         draft_info: sizes.ModelConfigInfo | None,
         settings: DraftSettings,
     ) -> sizes.PlannedDraft:
-        """Describe the exit that is given, or the one that a recipe would train.
+        """Describe the size and the cost of an existing exit, or of one still to be trained.
 
-        A draft step runs the target's first layers, which are counted with it.
+        A draft step also runs the target's first layers, so their parameters count as read. See
+        `Advice.plan_draft` for the arguments.
         """
-        # The exit's config: that of a given draft, or built from the recipe's keys.
+        # The exit's config: that of the existing draft, or built from the recipe's keys.
         if draft_info:
             config = read_exit_config(draft_info.raw, "draft")
         else:
@@ -35,7 +36,8 @@ class ExitAdvice(Advice[ExitDraft]):
             config = exit_config(
                 target.text, **{name: settings[name] for name in names if name in settings}
             )
-        # A tiny target shows whether this class can be read in two parts.
+        # Build an exit for a tiny target first, to see whether the layers of this model class can
+        # run in two parts.
         target.build_on_tiny_target(lambda tiny: build_exit(tiny, exit_layer=config.exit_layer))
 
         # Count the parameters. The exit has the three matrices of an MLP and a norm. A draft step

@@ -22,7 +22,10 @@ DESCRIPTION = "an early exit"
 
 
 def save_exit(draft: ExitDraft, folder: Path) -> None:
-    """Write an exit into a folder; `load_exit` reads it back bit for bit."""
+    """Write config.json and weights of an exit into a folder.
+
+    `load_exit` reads the exit back bit for bit.
+    """
     # `has_gain` is only written if it is true.
     config = {
         "architectures": [ARCHITECTURE],
@@ -38,8 +41,13 @@ def save_exit(draft: ExitDraft, folder: Path) -> None:
 def load_exit(folder: Path | str, target: FrozenTarget, *, key: str = "eval.draft") -> ExitDraft:
     """Load an early exit, and check that it fits the target.
 
+    Args:
+        folder: the folder of the exit.
+        target: the target.
+        key: the recipe key that errors name.
+
     Raises:
-        UserError: as `load_feature_draft` does.
+        UserError: for files that are missing or broken, and for tensors or sizes that do not fit.
     """
     draft = checkpoint.load_feature_draft(
         check_exit, partial(ExitDraft, target=target), folder, target, key=key
@@ -59,8 +67,8 @@ def check_exit(
 
     Args:
         folder: the folder that holds config.json.
-        tensors: the tensors by name. They need have no content.
-        target: the target; None checks what the files say by themselves.
+        tensors: the tensors by name; they may be on the meta device.
+        target: the target. None: only compare the exit's files with each other.
         key: the recipe key that errors name.
         name: what errors call the exit.
 
@@ -68,7 +76,7 @@ def check_exit(
         The config and the tensors.
 
     Raises:
-        UserError: as `load_exit` does.
+        UserError: for tensors or sizes that do not fit.
     """
     # Compare the sizes of exit and target.
     config = read_exit_config(checkpoint.read_config(folder, key), key)

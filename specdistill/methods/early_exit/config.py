@@ -20,7 +20,7 @@ class ExitEvalConfig(EvalConfig):
     """The section `eval:` of an early exit's recipe."""
 
     num_speculative_tokens: int = option(
-        4, "K, draft tokens per round, also of simulated rounds in training", ge=1
+        4, "draft tokens per round (K), also for the simulated acceptance length in training", ge=1
     )
 
 

@@ -50,7 +50,10 @@ class ExitProposer(TokenProposer[ExitDraft]):
         self.settings = {"exit_layer": draft.config.exit_layer}
 
     def begin(self, max_lengths: Sequence[int]) -> None:
-        """Refuse several sequences. The state of one sequence is in the reader's own cache."""
+        """Raise UserError for more than one sequence; nothing else is needed to start.
+
+        The KV cache belongs to the reader, which holds one sequence.
+        """
         if len(max_lengths) > 1:
             raise UserError(
                 "eval.batch_size",
@@ -64,11 +67,19 @@ class ExitProposer(TokenProposer[ExitDraft]):
     def propose(
         self, state: DecodingState, k: int, sampling: Sampling, generators: Generators
     ) -> list[Proposal]:
-        """Draft a chain of k tokens with the target's first layers and the exit."""
+        """Draft a chain of k tokens for the only sequence, one pass of the first layers for each.
+
+        See `Proposer.propose` for the arguments.
+        """
         last_token_1 = torch.tensor([state.token_ids[0][-1]], device=self.reader.target.device)
 
         def next_logits(step: int, token_1: Tensor | None) -> Tensor:
-            """Run the first layers over the last token, and return the exit's logits [1, V]."""
+            """Run the target's first layers over one token; return the exit's logits [1, V].
+
+            Args:
+                step: not used.
+                token_1: the token drafted in the step before. None: the sequence's last token.
+            """
             next_token_1 = last_token_1 if token_1 is None else token_1
             hidden_11H = self.reader.advance(next_token_1.unsqueeze(0))
             return self.draft.logits(self.draft(hidden_11H[:, -1]))
@@ -87,13 +98,16 @@ class EarlyExit(FeatureMethod[ExitRecipe, ExitDraft]):
         return is_exit_config(config)
 
     def create(self, recipe: ExitRecipe, target: FrozenTarget, rows: Dataset) -> ExitDraft:
-        """Create a fresh exit, or continue the one of `draft.init`."""
+        """Create the exit that a recipe describes: new, or the trained one of `draft.init`.
+
+        The training data `rows` is not needed, because the exit has the target's vocabulary.
+        """
         return create_or_load(recipe, target, build_exit, load_exit)
 
     def build_objective(
         self, draft: ExitDraft, recipe: ExitRecipe, target: FrozenTarget
     ) -> ExitDistillation:
-        """Build the objective with the divergence and the temperature that a recipe states."""
+        """Build the module that computes the loss of an exit, with the settings of a recipe."""
         return ExitDistillation(
             draft,
             build_divergence(recipe.loss.divergence),
@@ -123,9 +137,9 @@ class EarlyExit(FeatureMethod[ExitRecipe, ExitDraft]):
         name: Path | str,
         **options: object,
     ) -> None:
-        """Check an exit by config.json and the headers of its weights.
+        """Check an exit's config.json and the shapes of its tensors; see `Method.check`.
 
-        The result is None, because an exit is no head whose shape could be compared further.
+        Returns None, because only heads have a shape that the caller compares further.
         """
         check_exit(folder, tensors, target, key=key, name=name)
 

@@ -71,7 +71,14 @@ class ExitLayer(nn.Module):
         self.output_gain = nn.Parameter(torch.ones(config.hidden_size)) if config.has_gain else None
 
     def forward(self, hidden_TH: Tensor) -> Tensor:
-        """Return g_t + mlp(g_t) [T, H] for the states after layer E, where g_t is their norm."""
+        """Normalize hidden states and add the output of the MLP to them.
+
+        Args:
+            hidden_TH: the target's hidden states [T, H] after the layer at which the exit is.
+
+        Returns:
+            [T, H], before the target's final norm.
+        """
         normed = self.exit_norm(hidden_TH)
         output: Tensor = normed + self.mlp(normed)
         return output
@@ -98,7 +105,14 @@ class ExitDraft(nn.Module):
         vars(self).update(norm=target.norm, logits=target.logits)
 
     def forward(self, hidden_TH: Tensor) -> Tensor:
-        """Turn states after layer E into the normed states [T, H] that `logits` reads."""
+        """Turn early hidden states of the target into those from which `logits` predicts.
+
+        Args:
+            hidden_TH: the target's hidden states [T, H] after its first layers.
+
+        Returns:
+            [T, H], after the trained layer and the target's final norm.
+        """
         # The target may run in another dtype than the exit trains in.
         layer = self.layers[0]
         normed: Tensor = self.norm(layer(hidden_TH.to(layer.exit_norm.weight.dtype)))
@@ -106,12 +120,10 @@ class ExitDraft(nn.Module):
 
     @torch.no_grad()
     def scale_output(self, factor: float) -> None:
-        """Multiply the logits by a factor, through a gain before the LM head.
+        """Multiply the logits by a factor.
 
-        Norm and LM head are the target's and cannot be scaled, so the exit gets a gain of its own.
-
-        Args:
-            factor: the factor.
+        Final norm and LM head are the target's and must not change. So the exit gets a trainable
+        gain between the two, if it has none yet, and the gain is multiplied by the factor.
         """
         layer = self.layers[0]
         if layer.output_gain is None:
@@ -123,11 +135,11 @@ class ExitDraft(nn.Module):
 def exit_config(
     text: PreTrainedConfig, *, exit_layer: int | None = None, intermediate_size: int | None = None
 ) -> ExitConfig:
-    """Return the config of a fresh exit.
+    """Return the config of a new exit.
 
     Args:
         text: the target's text config.
-        exit_layer: E; None for an eighth of the target's layers.
+        exit_layer: how many of the target's first layers draft; None for an eighth of them.
         intermediate_size: the width of the MLP; None for twice the target's hidden size.
 
     Raises:
@@ -150,17 +162,19 @@ def exit_config(
 
 
 def build_exit(target: FrozenTarget, *, seed: int = 0, **options: int | None) -> ExitDraft:
-    """Build a fresh exit, whose MLP adds nothing at first.
+    """Build an exit with new weights, whose MLP adds nothing at first.
 
     Args:
         target: the target.
         seed: the seed of the initial weights.
-        **options: as of `exit_config`; `ExitDraftConfig.shape` gives them.
+        **options: `exit_layer` and `intermediate_size`, as of `exit_config`.
 
     Raises:
-        UserError: as `exit_config` and `SplitTarget` do.
+        UserError: for layers that the target does not have, and for a target whose layers cannot be
+            run in two parts.
     """
-    # Try whether the target can be read in two parts. This needs weights with content.
+    # `SplitTarget` raises an error if the target's layers cannot be run in two parts. It needs real
+    # weights; on the meta device there are none.
     config = exit_config(target.config, **options)
     if not target.lm_head.weight.is_meta:
         SplitTarget(target, config.exit_layer)

@@ -52,19 +52,23 @@ class ExitDistillation(Objective):
         measure: bool = False,
         **_: object,
     ) -> tuple[Tensor, StepSums]:
-        """Return the loss summed over the loss tokens of packed rows, and the sums of the metrics.
+        """Compute the loss of an exit that predicts each loss token from the token before it.
 
         Args:
-            input_ids: [B, T], packed as specdistill.data.rows.packing says.
-            position_ids: [B, T], which start again at 0 with each document.
-            loss_positions: [R], the loss tokens, as positions in the flattened batch.
-            features: the target's; the one auxiliary layer is the state after layer E.
-            soft_targets: the target's distributions.
-            measure: fill the metrics that cost time, too.
-            **_: other columns of the batch.
+            input_ids: token ids [B, T] of packed rows, which hold several documents each.
+            position_ids: [B, T], positions within the documents.
+            loss_positions: [R], positions of the loss tokens in the flattened rows.
+            features: the target's hidden states after the layer at which the exit is, as the only
+                auxiliary layer.
+            soft_targets: the target's distributions of the loss tokens.
+            measure: whether to also fill the metrics that cost time.
+            **_: columns of the batch that are not read.
+
+        Returns:
+            The loss, summed over the loss tokens, and the sums of the metrics.
         """
-        # Run the exit on the state before each loss token. A token has no loss if it is the first
-        # of its document.
+        # Run the exit on the hidden state before each loss token. The first token of a document has
+        # no loss, because no hidden state comes before it.
         rows_RH = self.draft(gather_before(features.aux[0], loss_positions, 1))
         weights_1R = select_loss_rows(position_ids, loss_positions, ahead=1).float().unsqueeze(0)
         total, metrics_M1R = compute_head_loss(
@@ -75,7 +79,8 @@ class ExitDistillation(Objective):
             self.compute_row_losses,
         )
 
-        # For the simulated acceptance length, chains of K successive loss tokens stand for rounds.
+        # The acceptance length is simulated: K successive loss tokens count as the draft tokens of
+        # a round.
         by_chain = partial(arrange_in_chains, loss_positions, input_ids.shape, self.num_positions)
         return total, StepSums.from_losses(
             weights_1R, *(metrics_M1R * weights_1R), by_chain=by_chain

@@ -57,17 +57,24 @@ class SplitTarget(CachedTarget):
             )
 
     def begin(self, token_ids: Sequence[Sequence[int]]) -> tuple[Tensor, Features]:
-        """Read a new prompt through all layers; states of the sequence before are forgotten."""
+        """Run all layers over the prompt of a new sequence; see `CachedTarget.begin`.
+
+        Hidden states that are left from the previous sequence are dropped.
+        """
         self._states = []
         return super().begin(token_ids)
 
     def advance(self, ids_1T: Tensor) -> Tensor:
-        """Run the first layers over the next tokens of the sequence, and remember their states.
+        """Run only the target's first layers over the next tokens of the sequence.
 
-        `read` then continues from these states and does not run the first layers again.
+        The resulting hidden states are stored. `read` continues from them, so the first layers do
+        not run twice over a token.
+
+        Args:
+            ids_1T: the T tokens.
 
         Returns:
-            The state [1, T, D] after layer E.
+            The hidden states [1, T, D] after the first layers.
         """
         state: Tensor = self._lower(
             input_ids=ids_1T, past_key_values=self.cache, use_cache=True
@@ -78,9 +85,13 @@ class SplitTarget(CachedTarget):
     def compute_features(
         self, token_ids: Sequence[Sequence[int]], tree_pass: TreePass | None = None
     ) -> Features:
-        """Read tokens through all layers, and return the features after the last layer.
+        """Run the target over tokens, and return the hidden states after the last layer.
 
-        `advance` may have run the first layers over some of the tokens already.
+        Tokens that `advance` has taken through the first layers only run through the later ones.
+
+        Args:
+            token_ids: one row: the next tokens of the sequence.
+            tree_pass: not used, because an exit drafts chains only.
         """
         # Run the first layers over the tokens that `advance` has not seen, which are the last ones.
         ids_1T = torch.tensor(token_ids, device=self.target.device)
@@ -100,7 +111,10 @@ class SplitTarget(CachedTarget):
         def enter(
             _layer: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
         ) -> tuple[object, dict[str, object]]:
-            """Replace the hidden states that enter layer E by the remembered states."""
+            """Replace the input of the first later layer by the stored hidden states.
+
+            torch calls this before the layer runs, with its arguments.
+            """
             # Some classes pass hidden states by position, others by name.
             if args:
                 return (state, *args[1:]), kwargs
@@ -112,7 +126,7 @@ class SplitTarget(CachedTarget):
 
     @torch.inference_mode()
     def _matches_one_pass(self) -> bool:
-        """Return whether reading in two parts gives the same hidden state as one ordinary pass.
+        """Return whether running the layers in two parts gives the same hidden state as one pass.
 
         The test reads a short sequence, in which draft tokens are rejected.
         """
@@ -125,7 +139,7 @@ class SplitTarget(CachedTarget):
         self.keep([[]])
         _, features = self.read([NEXT_TOKENS[1:]])
 
-        # Compare the last hidden state with that of one pass over the same sequence.
+        # Compare the last hidden state with that of one ordinary pass over the same sequence.
         _, expected = CachedTarget(self.target, ()).begin([[*PROMPT, *NEXT_TOKENS]])
         return reads_alike(features.last_hidden[0], expected.last_hidden[0, -1:])
 
@@ -139,7 +153,7 @@ def select_layers(target: FrozenTarget, start: int, stop: int) -> nn.Module:
     Args:
         target: the target.
         start: the first layer.
-        stop: one after the last layer.
+        stop: the layer after the last one.
 
     Raises:
         LookupError: if layers and norm are no direct parts of the decoder.

@@ -101,7 +101,7 @@ def test_copies_of_the_targets_embedding_and_head_are_read_and_others_refused(
     rewrite(tmp_path, {name: tensor.half() for name, tensor in own.items()})  # as SafeAILab's are
     load_eagle(tmp_path, target)
     rewrite(tmp_path, {"lm_head.weight": own["lm_head.weight"] + 1})
-    with refused("eval.draft", f"{tmp_path} with another lm_head.weight"):
+    with refused("eval.draft", f"{tmp_path}, whose lm_head.weight differs"):
         load_eagle(tmp_path, target)
 
 
