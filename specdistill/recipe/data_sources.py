@@ -81,7 +81,7 @@ class SourceEntry(Section):
         1.0, "how often the source's rows are used; 2: every row twice; 0.5: half of the rows", gt=0
     )
     split: str | None = option(
-        None, "split of the source; null: data.split", condition=SOURCE_HAS_ROWS
+        None, "split of the source; null: the value of data.split", condition=SOURCE_HAS_ROWS
     )
     name: str | None = option(
         None, "configuration (subset) of a data set on the Hub", condition=SOURCE_HAS_ROWS

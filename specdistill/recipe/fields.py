@@ -312,8 +312,7 @@ def _add_variant_choice(field: FieldInfo, values: Mapping[str, object]) -> dict[
     if variant is None:
         return dict(values)  # pydantic's error names the possible choices
 
-    # Without a value, the key that chooses gets the value of the chosen variant.
-
+    # Write the choice into the values, in case that the section leaves it to the default.
     selected = {}
     if isinstance(field.discriminator, str):
         selected[field.discriminator] = find_default(variant.model_fields[field.discriminator])

@@ -62,7 +62,7 @@ def explain_errors(
     misspelt key often explains why another one is missing.
 
     Args:
-        schema: the base class, from which the method chooses a schema.
+        schema: the schema of recipes of any method.
         chosen: the schema of the recipe's method, which the values were checked against.
         errors: pydantic's errors.
         prefix: text that goes before the keys, for a section that is in another file.
@@ -258,7 +258,7 @@ def _make_unknown_key_error(
     If other methods have the key, the error names them. Otherwise it suggests a similar key.
 
     Args:
-        schema: the base class, from which the method chooses a schema.
+        schema: the schema of recipes of any method.
         chosen: the schema of the recipe's method.
         place: the names and list indices that lead to the key.
         value: the value of the key.

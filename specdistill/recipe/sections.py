@@ -591,7 +591,7 @@ class SweepConfig(Section):
         [], "additional trees to measure, each with the keys of eval.tree"
     )
     context: list[AtLeastOne] = option(
-        [], "prompt lengths in tokens to measure, powers of two; longer prompts are cut to them"
+        [], "prompt lengths to measure, in tokens, powers of two; longer prompts are cut"
     )
 
 
@@ -663,7 +663,9 @@ class MeasurementConfig(Section):
         " lower median over them",
         ge=1,
     )
-    warmup: int = option(2, "untimed prompts or batches before timing", ge=0)
+    warmup: int = option(
+        2, "number of prompts or batches that are decoded untimed, before the timed ones", ge=0
+    )
     sampling_draws: int | None = option(
         None,
         "random draws in the test that sampling with the draft is lossless; null: 50 to 400,"
@@ -714,7 +716,9 @@ class LlamaCppConfig(Section):
     spec_draft_threads: int | None = option(None, "CPU threads of the draft", ge=1)
     device: str | None = option(None, "devices, e.g. CUDA0,CUDA1; none: the CPU")
     spec_draft_device: str | None = option(None, "devices for the draft, e.g. CUDA1")
-    gpu_layers: int | None = option(None, "number of the target's layers on its devices", ge=0)
+    gpu_layers: int | None = option(
+        None, "number of the target's layers that are put on its devices", ge=0
+    )
     spec_draft_ngl: int | None = option(None, "number of the draft's layers on its devices", ge=0)
     cache_type_k: CacheType | None = option(None, "data type of the keys in the target's KV cache")
     cache_type_v: CacheType | None = option(

@@ -74,8 +74,8 @@ def add_defaults(keys: Sequence[str], defaults: Sequence[str]) -> list[str]:
 
 def _expand_short_key(key: str, shorthands: Mapping[str, str]) -> str:
     """Return the full key that a short key stands for; any other key is returned unchanged."""
-    # A short key that ends with `*` stands for all keys with this beginning: `eval.*` for `*` turns
-    # `eval.suite` into `suite`.
+    # A short key that ends with `*` stands for all keys that begin like it. For example,
+    # `shorthands={"eval.*": "*"}` turns `eval.suite` into `suite`.
     for short_key, full_key in shorthands.items():
         if key == short_key or (short_key.endswith("*") and key.startswith(short_key[:-1])):
             return full_key.removesuffix("*") + key.removeprefix(short_key.removesuffix("*"))
@@ -84,7 +84,10 @@ def _expand_short_key(key: str, shorthands: Mapping[str, str]) -> str:
 
 @contextmanager
 def rename_keys_as_typed(arguments: Sequence[str], shorthands: Mapping[str, str]) -> Iterator[None]:
-    """Rename keys in errors to the names that the user typed, such as `eval.suite` to `suite`."""
+    """Rename keys in errors to the names that the user typed, such as `eval.suite` to `suite`.
+
+    This is a context manager around the code that reads the arguments.
+    """
     try:
         yield
     except ReportedError as error:
