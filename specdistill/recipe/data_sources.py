@@ -73,52 +73,59 @@ SOURCE_IS_ON_HUB = Condition(
 class SourceEntry(Section):
     """A source with its settings, as an entry of `data.source`."""
 
-    source: str = option(..., "the name of a source")
+    source: str = option(..., "source: pico, self, a file, a folder or a Hub id")
     revision: str | None = option(
         None, "branch, tag or commit of a Hub id", condition=SOURCE_IS_ON_HUB
     )
     weight: float = option(
-        1.0, "how often its rows are used; 2: every row twice, 0.5: half of them", gt=0
+        1.0, "how often the source's rows are used; 2: every row twice; 0.5: half of the rows", gt=0
     )
     split: str | None = option(
-        None, "split of the source; null: data.split", condition=SOURCE_HAS_ROWS
+        None, "split of the source; null: the value of data.split", condition=SOURCE_HAS_ROWS
     )
-    name: str | None = option(None, "configuration of a Hub id", condition=SOURCE_HAS_ROWS)
+    name: str | None = option(
+        None, "configuration (subset) of a data set on the Hub", condition=SOURCE_HAS_ROWS
+    )
     columns: dict[str, str] = option(
         {},
-        "our names of columns, each with the source's, e.g. {messages: turns}; {}: data.columns",
+        "column names: specdistill's name, then the source's, e.g. {messages: turns}; {}: as in"
+        " data.columns",
         condition=SOURCE_HAS_ROWS,
     )
     where: dict[str, object] = option(
         {},
-        "rows used: those whose columns hold these values, e.g. {language: [English, German]}",
+        "use only rows whose columns hold one of these values, e.g. {language: [English, German]}",
         condition=SOURCE_HAS_ROWS,
     )
     min_turns: int = option(
         0,
-        "rows used: conversations with at least this many user turns; 0: texts, too",
+        "use only conversations with at least this many user turns; 0: use all rows, also texts",
         ge=0,
         condition=SOURCE_HAS_ROWS,
     )
     license: str | None = option(
         None,
-        "licence of the source, for the card of a published draft; null: pico's own, or what a"
-        " Hub id's card states",
+        "licence of the source, for the model card of a published draft; null: the licence of pico,"
+        " or the one that the card of the data set on the Hub states",
         condition=SOURCE_HAS_ROWS,
     )
     num_prompts: int | None = option(
         None,
-        "prompts that the target generates; null: as many as data.regenerate.num_tokens needs",
+        "number of prompts that the target generates; null: as many as data.regenerate.num_tokens"
+        " needs",
         ge=2,
         condition=SOURCE_IS_SELF,
     )
     temperature: float = option(
-        1.0, "sampling temperature of these prompts", gt=0, condition=SOURCE_IS_SELF
+        1.0,
+        "sampling temperature for prompts that the target generates",
+        gt=0,
+        condition=SOURCE_IS_SELF,
     )
     system: list[str] = option(
         [],
-        "system messages that set the topic, an equal share of the prompts each; rows do not"
-        " contain them",
+        "system messages that set the topic of generated prompts, each for an equal share of the"
+        " prompts; the training data do not contain these messages",
         condition=SOURCE_IS_SELF,
     )
 
@@ -129,13 +136,17 @@ class SourceEntry(Section):
 
 
 def list_entries(source: object) -> Iterator[tuple[str, SourceEntry]]:
-    """Yield each source with the key that errors name.
+    """Yield each source of the training data as an entry with its settings.
 
     Args:
-        source: the value of `data.source`.
+        source: the value of `data.source`: a name, or a list of names and of mappings.
+
+    Yields:
+        The key that errors name, such as `data.source[0]`, and the entry.
 
     Raises:
-        UserError: for a wrong name or setting.
+        UserError: if the value is neither a name nor a list, or if the settings of an entry are not
+            valid.
     """
     # A single name stands for a list of one source.
     if isinstance(source, str):
@@ -160,12 +171,12 @@ def list_entries(source: object) -> Iterator[tuple[str, SourceEntry]]:
             raise UserError(
                 key,
                 got=repr(entry),
-                expected="the name of a source, or {source, weight, split} with one",
+                expected="the name of a source, or a mapping such as {source: NAME, weight: 2}",
             )
 
 
 def check_files(source: object, split: str, columns: Mapping[str, str]) -> None:
-    """Check that files exist, and that the columns of small JSONL files are known.
+    """Check that the files of all sources exist, and that small JSONL files have known columns.
 
     The check needs no slow import, so that a mistake is reported at once. Columns are checked in
     files of up to MAX_CHECKED_BYTES. Lines that are no JSON objects are reported later, when the
@@ -173,12 +184,12 @@ def check_files(source: object, split: str, columns: Mapping[str, str]) -> None:
 
     Args:
         source: the value of `data.source`.
-        split: the split of sources that name none.
-        columns: the column names of sources that state none.
+        split: the split that is read from sources that name no split.
+        columns: the column names of sources that give none: specdistill's name, then the source's.
 
     Raises:
-        UserError: for a path that does not exist or is of another kind, for a split that a file
-            does not have, and for columns none of which is known.
+        UserError: if a path does not exist or is of a wrong kind, if a file does not have the
+            split, or if a file has no column that training can use.
     """
     for key, entry in list_entries(source):
         # Sources that are built in have no files.
@@ -202,7 +213,7 @@ def check_files(source: object, split: str, columns: Mapping[str, str]) -> None:
 
 
 def check_path(entry: SourceEntry, split: str, key: str) -> None:
-    """Check that a source is a file or folder here, or may be a name on the Hub.
+    """Check that a source is an existing file or folder, or may be a data set on the Hub.
 
     Args:
         entry: the source.
@@ -210,7 +221,7 @@ def check_path(entry: SourceEntry, split: str, key: str) -> None:
         key: the key that errors name.
 
     Raises:
-        UserError: if the source is none of these, or if a file does not have the split.
+        UserError: if the source is none of the three, or if the split of a file is not `train`.
     """
     source = entry.source
     path = Path(entry.source)
@@ -226,11 +237,11 @@ def check_path(entry: SourceEntry, split: str, key: str) -> None:
         raise UserError(
             key,
             got=f"{path}, which does not exist",
-            expected="a file",
+            expected="an existing file",
             nearest=siblings.get(find_nearest(path.stem, siblings) or ""),
         )
 
-    # `train[:100]` is a slice of the only split that a file has.
+    # A file has only the split `train`, of which `train[:100]` is a slice.
     if is_file_name and split.partition("[")[0] != "train":
         raise UserError(
             "data.split", got=split, expected=f"train, the only split of the file {path.name}"
@@ -250,7 +261,7 @@ def check_path(entry: SourceEntry, split: str, key: str) -> None:
 
 
 def check_columns(own_columns: Sequence[str], entry: SourceEntry, key: str) -> None:
-    """Check that a source has text or conversations, and all columns that its entry names.
+    """Check that a source has columns with text or conversations, and all columns that are named.
 
     Args:
         own_columns: the names of the source's columns.
@@ -264,9 +275,8 @@ def check_columns(own_columns: Sequence[str], entry: SourceEntry, key: str) -> N
     source = entry.source
     columns = entry.columns
 
-    # The columns that are named must be there.
-    # `where` selects rows by columns of the source, and `columns` translates such columns into
-    # ours.
+    # The source must have all columns that the entry names: those by which `where` selects rows,
+    # and those that `columns` renames to specdistill's names.
     for setting, wanted_columns in (("where", entry.where), ("columns", columns.values())):
         for column in wanted_columns:
             if column not in own_columns:
@@ -277,14 +287,14 @@ def check_columns(own_columns: Sequence[str], entry: SourceEntry, key: str) -> N
                     nearest=find_nearest(column, own_columns),
                 )
 
-    # The names on our side must be names that something reads.
+    # The keys of `columns` must be names of columns that specdistill reads.
     for our_name in columns:
         if our_name not in READ_COLUMNS:
             raise UserError(
                 name_sibling_key(key, "columns"),
                 got=our_name,
                 expected=(
-                    f"{{our name: the source's name}} with one of our names"
+                    f"{{specdistill's name: the source's name}}, where specdistill's name is one of"
                     f" {', '.join(READ_COLUMNS)}"
                 ),
                 nearest=find_nearest(our_name, READ_COLUMNS),
@@ -303,14 +313,17 @@ def check_columns(own_columns: Sequence[str], entry: SourceEntry, key: str) -> N
 
 
 def list_source_names(source: object) -> list[str]:
-    """Return a name for each source in order, with the settings that tell sources apart."""
-    # Bring all entries into one form.
+    """Return a name for each source: the source and the settings that change which rows are read.
+
+    Two entries of one file with different splits, for example, get different names.
+    """
+    # An entry may be a bare name. Turn all entries into mappings.
     listed_entries = source if isinstance(source, (list, tuple)) else [source]
     entries = [
         entry if isinstance(entry, Mapping) else {"source": entry} for entry in listed_entries
     ]
 
-    # The name of an entry is the values of all keys that change which rows are read.
+    # Join the values of all keys that change which rows are read.
     names = []
     for entry in entries:
         values = [
@@ -329,7 +342,7 @@ def warn_unpinned_sources(source: object) -> Iterator[str]:
         source: the value of `data.source`.
 
     Raises:
-        UserError: for a wrong name or setting.
+        UserError: if the value of `data.source` is not valid.
     """
     for _, entry in list_entries(source):
         # A name with one slash that is no file or folder is looked up on the Hub.

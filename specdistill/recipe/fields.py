@@ -43,27 +43,33 @@ class Section(BaseModel):
 
     @classmethod
     def select_schema(cls, values: Mapping[str, object]) -> "type[Section]":
-        """Return the schema that values are checked against.
+        """Return the schema that a section's values are checked against: this class.
 
-        A subclass with several schemas, such as one for each method, overrides this function.
+        A subclass with several schemas, such as one for each method, overrides this function and
+        chooses by the values.
         """
         return cls
 
     @classmethod
     def list_schemas(cls) -> "dict[str, type[Section]]":
-        """Return all schemas that `select_schema` chooses between, by the name that chooses.
+        """Return all schemas that `select_schema` chooses between, by name.
 
-        Without a choice there is one schema with an empty name.
+        For recipes the names are those of the methods. A class with only one schema returns itself
+        under an empty name.
         """
         return {"": cls}
 
     @model_validator(mode="before")
     @classmethod
     def _select_keys_of_variants(cls, values: object) -> object:
-        """Prepare the values of each union of variants for pydantic to choose between them."""
+        """Write into the values which variant each inner section is.
+
+        A section has several variants (classes with different keys) if one of its keys decides
+        which other keys there are. With the choice in the values, pydantic checks them against one
+        variant only. Otherwise it would report each unknown key once for every variant.
+        """
+        # Anything but a mapping is left to pydantic, which reports it.
         if not isinstance(values, Mapping):
-            # pydantic would report an unknown key for each variant. With the choice written into
-            # the values, it compares them with one variant only.
             return values
         selected = dict(values)
         for name, field in cls.model_fields.items():
@@ -97,11 +103,11 @@ class Choices:
 def allow_names(
     names: Callable[[], Sequence[str]], *, also: Callable[[str], bool] = lambda _: False
 ) -> AfterValidator:
-    """Return a validator that accepts only some names, for use in `Annotated[str, …]`.
+    """Return a pydantic validator that accepts only some names, for use in `Annotated[str, …]`.
 
     Args:
-        names: returns the names.
-        also: returns whether another name is allowed, too.
+        names: a function that returns the allowed names. It is called when a value is checked.
+        also: a function that returns whether a name that is not among them is allowed, too.
     """
     return AfterValidator(Choices(names, also))
 
@@ -123,20 +129,28 @@ class Condition:
 
 
 def option(default: object, help: str, *, condition: Condition | None = None, **limits: Any) -> Any:
-    """Describe a key: its default (`...` for none), its help text and pydantic's limits.
+    """Return the pydantic field of a recipe key.
 
-    If the key is set although its `condition` does not hold, loading the recipe is an error.
+    Args:
+        default: the default value; `...` if the key must be given.
+        help: the help text.
+        condition: when the key is used. If it is set although the condition does not hold, loading
+            the recipe is an error. None: always.
+        **limits: pydantic's limits, such as `ge=1` for values of at least 1.
     """
     extra: Any = {"condition": condition} if condition else None
     return Field(default, description=help, json_schema_extra=extra, **limits)
 
 
 def section(of: type[Section]) -> Any:
-    """Return a field for a section with the defaults of its keys.
+    """Return the pydantic field of a recipe key whose value is a section with keys of its own.
 
-    The section must be given if one of its keys has no default.
+    A recipe may leave the section out, and then gets the defaults of all keys. If one of the keys
+    has no default, the section must be given.
+
+    Args:
+        of: the class of the section.
     """
-    # A section without required keys may be left out of a recipe.
     required = any(field.is_required() for field in of.model_fields.values())
     return Field() if required else Field(default_factory=of)
 
@@ -158,7 +172,8 @@ def like(schema: type[Section], name: str, *, condition: Condition | None = None
 
 
 def find_condition(field: FieldInfo) -> Condition | None:
-    """Return the condition of a key, None for a key that is always used."""
+    """Return the condition under which a key is used; None for a key that is always used."""
+    # `option` has put the condition into the extra data of the pydantic field.
     extra = field.json_schema_extra
     condition = extra.get("condition") if isinstance(extra, dict) else None
     return condition if isinstance(condition, Condition) else None
@@ -170,11 +185,16 @@ def find_default(field: FieldInfo) -> object:
 
 
 def find_changed_key(key: str, value: object, default: object) -> tuple[str, object]:
-    """Return a key that differs from its default, with its value.
+    """Return which key was changed from its default, and its value.
 
-    If the key is a section, the first key inside it that differs is returned.
+    If the value is a section, this is the first key inside the section that differs. An error then
+    names that key, and not the whole section.
+
+    Args:
+        key: the key.
+        value: the value of the key, which differs from the default.
+        default: the default of the key.
     """
-    # Go down to the key that was changed, so that the error names it and not its section.
     if isinstance(value, Section) and isinstance(default, Section):
         for name in type(value).model_fields:
             if getattr(value, name) != getattr(default, name):
@@ -185,9 +205,13 @@ def find_changed_key(key: str, value: object, default: object) -> tuple[str, obj
 
 
 def list_variants(hint: object) -> list[type[Section]]:
-    """Return the schemas in the type of a key: several for a union of variants.
+    """Return the section classes in the type of a recipe key.
 
-    A key whose type is a value or a list has none.
+    There are several if the section has variants, which have different keys. A key whose type is a
+    value or a list has none.
+
+    Args:
+        hint: the type hint of the key.
     """
     return [
         kind
@@ -197,24 +221,37 @@ def list_variants(hint: object) -> list[type[Section]]:
 
 
 def _list_union_members(hint: object) -> list[object]:
-    """Return the types of a union without their tags, or the only type."""
+    """Return the types that a union of types joins; for any other type, a list with only that type.
+
+    A member `Annotated[kind, Tag(…)]` is returned as `kind`.
+    """
     members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else [hint]
     return [get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in members]
 
 
 def _choose_variant(field: FieldInfo, values: Mapping[str, object]) -> type[Section] | None:
-    """Return the variant that the values of a section choose; None if their choice is invalid."""
-    # A function chooses the variant by its class name, as for data.regenerate.
+    """Return which of a section's variants (classes with different keys) its values choose.
+
+    Args:
+        field: the pydantic field of the section, a discriminated union.
+        values: the values of the section.
+
+    Returns:
+        The class of the variant; None if the values choose none that exists.
+    """
     variants = list_variants(field.annotation)
     discriminator = field.discriminator
+
+    # The choice may be made by a function, which returns the name of a class, as for
+    # data.regenerate.
     if isinstance(discriminator, Discriminator):
         choose = discriminator.discriminator
         assert callable(choose)
         name = choose(values)
         return next(variant for variant in variants if variant.__name__ == name)
 
-    # Otherwise the value of one key chooses, as `hidden_states.mode` does. Without a value, the
-    # default of the first variant counts.
+    # Otherwise the value of one key makes the choice, as `hidden_states.mode` does. Each variant
+    # has its own value as the default of this key. Without a value, the first variant is chosen.
     assert discriminator is not None
     choice = values.get(discriminator, find_default(variants[0].model_fields[discriminator]))
     for variant in variants:
@@ -224,7 +261,10 @@ def _choose_variant(field: FieldInfo, values: Mapping[str, object]) -> type[Sect
 
 
 def list_fields(variants: Sequence[type[Section]]) -> dict[str, FieldInfo]:
-    """Return the keys of all variants of a section, each as the first variant has it."""
+    """Return the keys of all variants of a section together.
+
+    If several variants have a key, its field is taken from the first of them.
+    """
     fields: dict[str, FieldInfo] = {}
     for variant in variants:
         for name, field in variant.model_fields.items():
@@ -233,8 +273,14 @@ def list_fields(variants: Sequence[type[Section]]) -> dict[str, FieldInfo]:
 
 
 def describe_condition(variants: Sequence[type[Section]], name: str) -> str | None:
-    """Return when a key is used, in words that complete "only used …"; None for always."""
-    # A key has a condition of its own, or belongs to some of the variants only.
+    """Return when a key is used, in words that complete "only used …"; None for always.
+
+    Args:
+        variants: all variants of the key's section.
+        name: the name of the key.
+    """
+    # The key may have a condition of its own. If only some variants have the key, `CHOSEN` says
+    # when they are chosen.
     owners = [variant for variant in variants if name in variant.model_fields]
     condition = find_condition(owners[0].model_fields[name])
     if condition:
@@ -243,7 +289,11 @@ def describe_condition(variants: Sequence[type[Section]], name: str) -> str | No
 
 
 def find_default_in(variants: Sequence[type[Section]], name: str) -> object:
-    """Return a key's default; null for a required key that only some of the variants have."""
+    """Return the default of a key in a section with variants.
+
+    It is None for a key without a default that only some of the variants have, because a recipe
+    with another variant does not need the key.
+    """
     default = find_default(list_fields(variants)[name])
     is_in_all = all(name in variant.model_fields for variant in variants)
     return None if default is PydanticUndefined and not is_in_all else default
@@ -252,18 +302,24 @@ def find_default_in(variants: Sequence[type[Section]], name: str) -> object:
 def _add_variant_choice(field: FieldInfo, values: Mapping[str, object]) -> dict[str, object]:
     """Return the values of a section with the choice of its variant, for pydantic to check.
 
-    Keys of other variants are left out if they have their defaults. If they do not, they stay, and
-    pydantic reports them.
+    Keys that only other variants have are left out if they are at their defaults. Otherwise they
+    stay, and pydantic reports them as unknown.
+
+    Args:
+        field: the pydantic field of the section, a union of variants.
+        values: the values of the section.
     """
     variant = _choose_variant(field, values)
     if variant is None:
-        return dict(values)  # pydantic names the choices
+        return dict(values)  # pydantic's error names the possible choices
 
+    # Write the choice into the values, in case that the section leaves it to the default.
     selected = {}
     if isinstance(field.discriminator, str):
         selected[field.discriminator] = find_default(variant.model_fields[field.discriminator])
 
-    # A recorded recipe lists the keys of all variants. Those of other variants have their defaults.
+    # A recipe that was recorded in a run lists the keys of all variants. Leave out those of other
+    # variants that have their defaults.
     variants = list_variants(field.annotation)
     keys = list_fields(variants)
     own_keys = variant.model_fields
@@ -275,8 +331,11 @@ def _add_variant_choice(field: FieldInfo, values: Mapping[str, object]) -> dict[
 
 
 def list_every_key(section: Section) -> dict[str, object]:
-    """Return the values of a section, with the defaults of keys that only other variants have."""
-    # Add the keys of the other variants, so that a recorded recipe shows every key that there is.
+    """Return the values of a section with every key that there is, for the record of a run.
+
+    An inner section may have variants with different keys. The keys that only other variants have
+    are added with their defaults.
+    """
     values = section.model_dump()
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
@@ -288,19 +347,20 @@ def list_every_key(section: Section) -> dict[str, object]:
 
 
 def describe(schema: type[Section]) -> list[tuple[str, str, str, str]]:
-    """Return a row (key, type, default, help) for every key, for `--help`.
+    """Return a row (key, type, default, help) for every key, for the output of `--help`.
 
-    A row that only some methods have begins with their names. A key with different rows in
-    different methods has all of them.
+    If only some methods have a row, its help begins with their names. A key that differs between
+    methods has several rows.
     """
-    # Collect for each row the variants that have it.
+    # Collect for each row the names of the methods whose schema has it.
     variants = schema.list_schemas()
     readers: dict[tuple[str, str, str, str], list[str]] = {}
     for name, variant in variants.items():
         for row in list_leaves([variant]):
             readers.setdefault(row, []).append(name)
 
-    # Sort by key in the order of the schemas, and mark the rows that only some variants have.
+    # Put the methods' names before the help of rows that only some of them have. Then sort, so that
+    # the rows of one key follow each other.
     keys = list(dict.fromkeys(key for key, *_ in readers))
     marks = {
         row: "" if len(names) == len(variants) else f"{', '.join(names)}: "
@@ -321,6 +381,9 @@ def list_leaves(
     """
     for name, field in list_fields(variants).items():
         key = f"{prefix}{name}"
+
+        # A key that is always a section has no row of its own, only rows for the keys in it. A key
+        # that may also be null has both.
         inner_variants = list_variants(field.annotation)
         is_always_a_section = len(inner_variants) == len(_list_union_members(field.annotation))
         if not is_always_a_section:
@@ -339,9 +402,10 @@ def list_leaves(
 
 
 def _describe_kind_of_key(variants: Sequence[type[Section]], name: str) -> str:
-    """Return a key's type in words, joined over all variants of its section.
+    """Return a key's type in words. If variants of the section differ in it, all types are joined.
 
-    "or null" is added for a key that only some variants have and that is required there.
+    "or null" is added for a key that is required in the variants that have it, but that other
+    variants do not have.
     """
     fields = [variant.model_fields[name] for variant in variants if name in variant.model_fields]
     kinds = dict.fromkeys(describe_kind(field) for field in fields)
@@ -350,7 +414,10 @@ def _describe_kind_of_key(variants: Sequence[type[Section]], name: str) -> str:
 
 
 def describe_kind(field: FieldInfo) -> str:
-    """Return a field's type with its choices or limits, in the words of help and errors."""
+    """Return the type of a key for help and errors, with its choices or limits in words.
+
+    Examples are `float32|bfloat16` and `int, at least 1`.
+    """
     # If a validator allows only some names, list them in place of the word `str`.
     kind = _name_kind(field.annotation)
     rules = [*field.metadata, *_list_rules(field.annotation)]
@@ -368,8 +435,11 @@ def describe_kind(field: FieldInfo) -> str:
 
 
 def _list_rules(hint: object) -> list[object]:
-    """Return the limits of a type, including those of a list's items and of a nullable value."""
-    # pydantic keeps limits either in `Annotated` itself or in a `Field` inside it.
+    """Return the limits and validators in a type hint, including those of the types inside it.
+
+    `list[Annotated[int, Field(ge=1)]]`, for example, has a limit of its items.
+    """
+    # They are in the metadata of `Annotated`: directly, or in the metadata of a pydantic `Field`.
     rules: list[object] = []
     for rule in getattr(hint, "__metadata__", ()):
         rules.extend(getattr(rule, "metadata", [rule]))
@@ -379,8 +449,8 @@ def _list_rules(hint: object) -> list[object]:
 
 
 def _name_kind(hint: object) -> str:
-    """Return the name of a type in the words of help and errors."""
-    # Unwrap the type, from the outside to the inside.
+    """Return the name of a type for help and errors, such as `list of int` or `str or null`."""
+    # Unwrap nested types from the outside to the inside.
     origin = get_origin(hint)
     arguments = get_args(hint)
     if origin is Annotated:
@@ -402,7 +472,7 @@ def _name_kind(hint: object) -> str:
 
 
 def format_value(value: object) -> str:
-    """Return a value as a recipe would write it."""
+    """Return a value as it would be written in a recipe; `required` for a missing default."""
     if value is PydanticUndefined:
         return "required"
     if isinstance(value, dict):

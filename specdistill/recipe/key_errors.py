@@ -58,20 +58,20 @@ def explain_errors(
 ) -> UserError:
     """Choose the most helpful of pydantic's errors, and return it as a UserError.
 
-    Unknown keys come before wrong values, and wrong values before missing keys: a misspelt key
-    explains a missing one, or why another key does not apply.
+    Unknown keys are shown before wrong values, and wrong values before missing keys, because a
+    misspelt key often explains why another one is missing.
 
     Args:
-        schema: the schema of all methods.
+        schema: the schema of recipes of any method.
         chosen: the schema of the recipe's method, which the values were checked against.
         errors: pydantic's errors.
-        prefix: goes before the keys, for a section that is in another file.
+        prefix: text that goes before the keys, for a section that is in another file.
     """
-    # Show one error only, and drop the names of variants from its place.
+    # Show one error only. Its place is the keys and list indices that lead to the wrong value.
     first = min(errors, key=lambda detail: _rank_error(chosen, detail))
     place = _remove_tags(chosen, first["loc"])
 
-    # The key is unknown: no variant has it, or only a variant that is not chosen.
+    # The key is unknown. Either a variant of the section that was not chosen has it, or no variant.
     if first["type"] == "extra_forbidden":
         if _is_key_of_other_variant(chosen, place):
             return _make_other_variant_error(chosen, place, first["input"], prefix)
@@ -101,9 +101,12 @@ def explain_errors(
 
 
 def _rank_error(schema: type[Section], detail: ErrorDetails) -> int:
-    """Return the rank of an error; the lowest rank is shown first."""
-    # A key of another variant ranks last: often an earlier error explains why the variant was not
-    # chosen.
+    """Return the rank of one of pydantic's errors; the error with the lowest rank is shown.
+
+    The order is: unknown key (0), wrong value (1), missing key (2), and last a key that only
+    another variant of the section has (3). That variant was often not chosen because of another
+    error.
+    """
     if detail["type"] == "extra_forbidden":
         return 3 if _is_key_of_other_variant(schema, _remove_tags(schema, detail["loc"])) else 0
     return 2 if detail["type"] == "missing" else 1
@@ -120,9 +123,10 @@ def _make_missing_key_error(
     """Return the error for a key that must be given but is missing.
 
     Args:
-        key: the key; for a section the error names the first required key in it.
+        key: the missing key; for a section the error names the first required key in it.
         field: the field of the key.
-        keys_of_recipes: the required keys of recipes, whose error suggests to name a recipe.
+        keys_of_recipes: the required keys of recipes. For these the error also suggests to name a
+            recipe that has them.
     """
     # If a whole section must be given, name the first key in it that must be given.
     while variants := list_variants(field.annotation):
@@ -137,7 +141,14 @@ def _make_missing_key_error(
 def _make_no_section_error(
     key: str, field: FieldInfo, value: object, *, is_item: bool
 ) -> UserError:
-    """Return the error for a value where a section is expected."""
+    """Return the error for a key whose value should be a section, but is something else.
+
+    Args:
+        key: the key.
+        field: the field of the key; for an item of a list, the field of the list.
+        value: the value.
+        is_item: whether the value is an item of a list of sections.
+    """
     is_nullable = types.NoneType in get_args(field.annotation) and not is_item
     first_key, *_ = list_fields(_list_field_variants(field))
     return UserError(
@@ -149,8 +160,14 @@ def _make_no_section_error(
 
 
 def _make_wrong_value_error(key: str, field: FieldInfo, detail: ErrorDetails) -> UserError:
-    """Return the error for a value that its key does not accept."""
-    # The type in the words of the help text is what the error expects.
+    """Return the error for a value that its key does not accept.
+
+    Args:
+        key: the key.
+        field: the field of the key.
+        detail: pydantic's error.
+    """
+    # By default the error expects the key's type, in the words of the help text.
     value = detail["input"]
     kind = describe_kind(field)
     if detail["type"] == "union_tag_invalid":
@@ -163,29 +180,34 @@ def _make_wrong_value_error(key: str, field: FieldInfo, detail: ErrorDetails) ->
             [str(find_default(variant.model_fields[name])) for variant in variants],
         )
 
-    # The value is none of the names that the key may have. Suggest the nearest one.
+    # The value is none of the names that the key accepts, such as `a|b`. Suggest the nearest one.
     if detail["type"] == "literal_error":
         names = kind.split(", ")[0].replace(" or null", "").removeprefix("list of ")
         return _make_no_choice_error(key, value, names.split("|"))
 
     # Keys were typed below a key that is no section.
     if isinstance(value, dict) and value:
-        return UserError(key, got=f"keys below it ({', '.join(map(str, value))})", expected=kind)
+        return UserError(
+            key, got=f"a section with the keys {', '.join(map(str, value))}", expected=kind
+        )
 
-    # A limit says enough without the type. For any other value, the type is part of the problem.
+    # If the value is outside a limit, show only the value. Otherwise its type may be the problem,
+    # so show the type, too.
     if {"ge", "gt", "le", "lt", "multiple_of"} & detail.get("ctx", {}).keys():
         got = str(value)
     else:
         got = "null" if value is None else f"{value!r} ({type(value).__name__})"
 
-    # Inside a mapping, the field describes the whole mapping, so pydantic's own words say more.
+    # If the value is inside a mapping, `kind` describes the whole mapping. Pydantic's own message
+    # says more about the value then.
     is_in_mapping = kind == "mapping" and detail["type"] != "dict_type"
     message = detail["msg"].removeprefix("Input should be ")
     return UserError(key, got=got, expected=message if is_in_mapping else kind)
 
 
 def _make_no_choice_error(key: str, value: object, choices: Collection[str]) -> UserError:
-    """Return the error for a value that is none of those that a key may have."""
+    """Return the error for a value that is not among a key's choices, with the nearest choice."""
+    # `ALIASES` has names that other tools use.
     return UserError(
         key,
         got=repr(value),
@@ -197,13 +219,24 @@ def _make_no_choice_error(key: str, value: object, choices: Collection[str]) -> 
 def _make_other_variant_error(
     schema: type[Section], place: Place, value: object, prefix: str
 ) -> UserError:
-    """Return the error for a key of a variant that the recipe does not choose."""
+    """Return the error for a key that only another variant of its section has.
+
+    A section has variants (classes with different keys) if one of its keys decides which other keys
+    there are. The error says how to choose the variant that has the key.
+
+    Args:
+        schema: the schema of the recipe.
+        place: the names and list indices that lead to the key.
+        value: the value of the key.
+        prefix: text that goes before the key.
+    """
     # Find the variant that has the key.
     *section_place, name = place
     variants = _find_variants(schema, section_place)
     owner = next(variant for variant in variants if name in variant.model_fields)
 
-    # If one key chooses the variant, say what to set. If a function does, the condition says it.
+    # If the value of one key (the discriminator) chooses the variant, say what to set. If a
+    # function chooses it, the words after "only used" must do.
     discriminator = _find_field(schema, section_place).discriminator
     alternative = ""
     if isinstance(discriminator, str):
@@ -222,8 +255,14 @@ def _make_unknown_key_error(
 ) -> UserError:
     """Return the error for a key that the recipe's method does not have.
 
-    The error names the methods that have the key. If no method has it, the error suggests the
-    nearest key.
+    If other methods have the key, the error names them. Otherwise it suggests a similar key.
+
+    Args:
+        schema: the schema of recipes of any method.
+        chosen: the schema of the recipe's method.
+        place: the names and list indices that lead to the key.
+        value: the value of the key.
+        prefix: text that goes before the key.
     """
     # If another method has the key, name the methods that do.
     key = prefix + format_place(place)
@@ -245,8 +284,8 @@ def _make_unknown_key_error(
             f"not used with method={chosen_method}, only with {', '.join(readers)}",
         )
 
-    # Suggest a similar key of the section, a key of that name elsewhere, or what other tools mean
-    # by it.
+    # Suggest a key of the same section with a similar name, else a key of the same name elsewhere.
+    # If other tools use the name (`ALIASES`), suggest what they mean by it instead.
     known_keys = sorted(list_fields(_find_variants(chosen, place[:-1])))
     similar_name = find_nearest(name, known_keys)
     if similar_name:
@@ -272,11 +311,11 @@ def _has_key(schema: type[Section], key: str) -> bool:
 
 
 def _find_field(schema: type[Section], place: Place) -> FieldInfo:
-    """Return the field at a place, in sections and in lists of sections.
+    """Return the pydantic field at a place in a recipe, such as ('eval', 'tree', 0, 'budget').
 
-    For a key in a mapping, the field of the mapping is returned.
+    If the place is inside a mapping that is no section, the field of the mapping is returned.
     """
-    # Follow the names into sections and into lists of sections, as far as there are sections.
+    # Follow the names into sections, and into lists of sections, whose indices are skipped.
     first_name, *inner_names = (part for part in place if isinstance(part, str))
     field = schema.model_fields[first_name]
     for name in inner_names:
@@ -291,8 +330,10 @@ def _find_variants(schema: type[Section], place: Place) -> list[type[Section]]:
 
 
 def _list_field_variants(field: FieldInfo) -> list[type[Section]]:
-    """Return the variants of a field's section, or of the sections in a field's list."""
-    # A list of sections has them as its items' type.
+    """Return the section classes of a field: its own, or those of the items if it is a list.
+
+    There are several if the section has variants, and none if the field is no section.
+    """
     variants = list_variants(field.annotation)
     for item in get_args(field.annotation):
         variants = variants or list_variants(item)
@@ -300,9 +341,12 @@ def _list_field_variants(field: FieldInfo) -> list[type[Section]]:
 
 
 def _remove_tags(schema: type[Section], location: Place) -> Place:
-    """Return pydantic's location of an error without the names of variants in it."""
-    # pydantic puts the name of the variant after the name of a section that is a union, so the part
-    # after it is skipped.
+    """Return pydantic's location of an error without the names of variants in it.
+
+    pydantic puts the name of the chosen variant after the name of a section that has variants, as
+    in ('data', 'regenerate', 'LocalRegeneration', 'server').
+    """
+    # After the name of a section with variants (its field has a discriminator), skip one part.
     fields = schema.model_fields
     place: list[int | str] = []
     parts = iter(location)
@@ -317,7 +361,6 @@ def _remove_tags(schema: type[Section], location: Place) -> Place:
 
 
 def format_place(place: Place) -> str:
-    """Return a place as a key: ('eval', 'tree', 0, 'budget') is eval.tree[0].budget."""
-    # Indices stand in brackets, without a dot before them.
+    """Return a place as a dotted key: ('eval', 'tree', 0, 'budget') becomes eval.tree[0].budget."""
     parts = [f"[{part}]" if isinstance(part, int) else str(part) for part in place]
     return ".".join(parts).replace(".[", "[")

@@ -49,13 +49,17 @@ ARGUMENTS_WITHOUT_CODE = ("target.trust_remote_code=false", "eval.engine_command
 
 
 def _resolve_environment(name: str, *default: object) -> object:
-    """Resolve ${oc.env:NAME} and ${oc.env:NAME,default}.
+    """Return the value of an environment variable that a recipe reads by ${oc.env:NAME}.
+
+    Args:
+        name: the name of the variable.
+        *default: the default, if the recipe has one: ${oc.env:NAME,default}.
 
     Raises:
-        ValueError: for a variable that is not RECORDED_VARIABLES, or that is not set and has no
-            default.
+        ValueError: if the variable is not among RECORDED_VARIABLES, which hold no secrets, or if it
+            is not set and has no default.
     """
-    # Refuse a variable that may hold a secret, such as a token.
+    # Other variables may hold a secret, such as a token. The values are recorded with the run.
     if name not in RECORDED_VARIABLES:
         raise ValueError(
             f"the environment variable {name}, but a recipe may only read"
@@ -75,16 +79,21 @@ def load_recipe(schema: type[S], arguments: Sequence[str]) -> S:
 
     A list may be given without brackets, because shells expand brackets.
 
+    Args:
+        schema: the class of the recipe.
+        arguments: the arguments.
+
     Raises:
         UserError: for anything the user got wrong.
     """
-    # Merge and validate the values.
+    # Merge the values of the recipe's file and of the command line, and validate them.
     arguments = [
         _add_brackets(argument, _build_bare_list_pattern(schema)) for argument in arguments
     ]
     recipe = validate_recipe(schema, merge_values(arguments))
 
-    # Keys that let foreign code run count only if the user typed them.
+    # Keys that let somebody else's code run must be typed by the user. A recipe file, which may
+    # come from anybody, must not set them.
     typed = dict(argument.split("=", 1) for argument in arguments)
     for argument in list_consent_keys(recipe.model_dump()):
         key, _, value = argument.partition("=")
@@ -93,7 +102,8 @@ def load_recipe(schema: type[S], arguments: Sequence[str]) -> S:
                 key,
                 got=f"{value} in {typed.get('recipe', 'a section')}",
                 expected=(
-                    f"it on the command line, after you have read the code: {shlex.quote(argument)}"
+                    "the key on the command line, because it runs code of others. Read the code,"
+                    f" then add {shlex.quote(argument)}"
                 ),
             )
 
@@ -109,23 +119,24 @@ def check_gguf_files(values: Iterable[tuple[str, object]]) -> None:
     """
     for key, value in values:
         if isinstance(value, str) and value.endswith(".gguf") and Path(value).is_file():
-            # The import is here, and not above, because it imports numpy.
+            # Imported only here, because numpy is slow to import and rarely needed.
             from specdistill.common.gguf_files import check_gguf
 
             check_gguf(Path(value), key)
 
 
 def _add_brackets(argument: str, bare: re.Pattern[str] | None) -> str:
-    """Return an argument with brackets around its list: `key=a,b` becomes `key=[a,b]`.
+    """Add the missing brackets around a list: `key=a,b` becomes `key=[a,b]`.
 
     Args:
         argument: the `key=value` argument.
-        bare: matches an argument whose list has no brackets (see `_build_bare_list_pattern`).
+        bare: a pattern for arguments whose list has no brackets (see `_build_bare_list_pattern`);
+            None if no key takes a list.
     """
-    # A value is bare if it has no brackets. Values that may be null, or that are interpolated, are
-    # not.
+    # `data.source` takes a list, or a single name, which may be a path with a comma. So the pattern
+    # does not cover this key. Values with brackets, mappings and interpolations (`$`) stay.
     key, _, value = argument.partition("=")
-    if key == "data.source":  # This key also takes a single name.
+    if key == "data.source":
         is_bare = "," in value and value[0] not in "[{$" and not Path(value).exists()
     else:
         is_bare = bare is not None and bare.fullmatch(argument) is not None
@@ -134,9 +145,13 @@ def _add_brackets(argument: str, bare: re.Pattern[str] | None) -> str:
 
 @cache
 def _build_bare_list_pattern(schema: type[Section]) -> re.Pattern[str] | None:
-    """Return a pattern that matches an argument whose list has no brackets, such as `key=a,b`.
+    """Return a pattern for arguments whose list has no brackets, such as `key=a,b`.
 
-    The groups of the pattern are the key and the value. None if no key of the schema takes a list.
+    The groups of the pattern are the key and the value. The value must not be empty or null, and
+    must not begin with a bracket or an interpolation (`$`).
+
+    Returns:
+        The pattern; None if no key of the schema takes a list.
     """
     list_keys = [key for key, kind, *_ in describe(schema) if kind.startswith("list of ")]
     if not list_keys:
@@ -145,8 +160,10 @@ def _build_bare_list_pattern(schema: type[Section]) -> re.Pattern[str] | None:
 
 
 def list_consent_keys(values: Mapping[str, object]) -> list[str]:
-    """Return `key=value` for each key of CONSENT that is set to something, as a user types it."""
-    # A key that is false or null needs no consent.
+    """Return `key=value` for each set key that runs somebody else's code.
+
+    The user must type these keys, which `CONSENT` lists. A key that is false or null is left out.
+    """
     flat_values = dict(flatten_keys(values))
     return [f"{key}={json.dumps(flat_values[key])}" for key in CONSENT if flat_values.get(key)]
 
@@ -154,13 +171,13 @@ def list_consent_keys(values: Mapping[str, object]) -> list[str]:
 def merge_values(arguments: Sequence[str]) -> dict[str, object]:
     """Merge the values of a recipe's file with those of the command line, which override them.
 
-    Interpolations are resolved. Nothing is validated yet.
+    Interpolations `${…}` are resolved. The values are not validated yet.
 
     Raises:
-        UserError: for arguments that are no `key=value`, and for a file that cannot be read. Also
-            for a secret among the values, and for a variable of the environment that is not
-            RECORDED_VARIABLES.
+        UserError: if an argument is not of the form `key=value`, if the file cannot be read, if a
+            value is a secret, or if an interpolation cannot be resolved.
     """
+    # The layers are the values of the file, if there is one, and those of the command line.
     file, overrides = _parse_arguments(arguments)
     try:
         layers = (
@@ -169,7 +186,8 @@ def merge_values(arguments: Sequence[str]) -> dict[str, object]:
             else [_read_yaml(find_yaml(file, RECIPES, "recipe")), *overrides]
         )
 
-        # Interpolations may refer to each other, so their number is limited.
+        # A value that names another one twice doubles it. If such values refer to each other, the
+        # text grows exponentially, so the number of interpolations is limited.
         num_interpolations = sum(str(layer).count("${") for layer in layers)
         if num_interpolations > MAX_INTERPOLATIONS:
             raise UserError(
@@ -211,14 +229,15 @@ def _parse_arguments(arguments: Sequence[str]) -> tuple[str | None, list[DictCon
         The value of `recipe=`, or None without it, and a config for each other argument.
 
     Raises:
-        UserError: for arguments that are no `key=value`, and for values that are no YAML.
+        UserError: if an argument is not of the form `key=value`, or if a value is no valid YAML.
     """
     file = None
     overrides = []
     for argument, following in zip(arguments, [*arguments[1:], ""], strict=False):
         key, separator, value = argument.partition("=")
 
-        # Options in the form of other tools are answered with the form that works here.
+        # For an option such as `--max-steps 5`, the error shows the form that works here,
+        # `max_steps=5`. The value may be the argument that follows.
         if argument.startswith("-"):
             typed = f"{key.lstrip('-').replace('-', '_')}={value or following or 'VALUE'}"
             raise UserError(
@@ -248,9 +267,10 @@ def _parse_arguments(arguments: Sequence[str]) -> tuple[str | None, list[DictCon
 
 
 def _describe_expected_value(argument: str) -> str:
-    """Return what errors expect instead of a value that is no YAML.
+    """Return the text after "expected" in the error for a value that is no valid YAML.
 
-    If brackets are not closed, the shell has probably cut the value at a space.
+    If brackets are not closed, the shell has probably cut the value at a space. The text then shows
+    how to quote the argument.
     """
     value = argument.partition("=")[2]
     for opening, closing in ("[]", "{}"):
@@ -264,9 +284,9 @@ def _describe_expected_value(argument: str) -> str:
 
 
 def _merge_two_values(below: Any, above: Any) -> Any:
-    """Merge two values of a key: mappings key by key; otherwise `above` replaces `below`.
+    """Merge two values of a key: two mappings key by key; otherwise `above` replaces `below`.
 
-    OmegaConf would refuse a mapping over a list.
+    OmegaConf's own merge is not used, because it refuses to replace a list by a mapping.
     """
     if not (isinstance(below, Mapping) and isinstance(above, Mapping)):
         return above
@@ -275,8 +295,11 @@ def _merge_two_values(below: Any, above: Any) -> Any:
 
 
 def load_own_keys(schema: type[S], arguments: Sequence[str]) -> tuple[S, list[str]]:
-    """Build a section from the arguments that are keys of it, and return the other arguments."""
-    # Divide the arguments by whether the section has their key.
+    """Build a section from those arguments whose key it has.
+
+    Returns:
+        The section, and all other arguments.
+    """
     own_arguments = [
         argument for argument in arguments if argument.partition("=")[0] in schema.model_fields
     ]
@@ -286,15 +309,16 @@ def load_own_keys(schema: type[S], arguments: Sequence[str]) -> tuple[S, list[st
 
 
 def validate_recipe(schema: type[S], values: Mapping[str, object], prefix: str = "") -> S:
-    """Build a section from its values, after checking all of them.
+    """Check the values of a section, and return the section as an object of its class.
 
     Args:
-        schema: the schema of the section.
+        schema: the class of the section, for example a recipe.
         values: the values of its keys.
-        prefix: goes before the keys in errors, for a section that is in another file.
+        prefix: text that errors put before the keys, for a section that is in another file.
 
     Raises:
-        UserError: for an unknown, missing or mistyped key, and for a key that nothing reads.
+        UserError: if a key is unknown or missing, if a value is of a wrong type or size, or if a
+            key is set that has no effect with the other settings.
     """
     if not isinstance(values, Mapping):
         raise UserError(
@@ -303,7 +327,8 @@ def validate_recipe(schema: type[S], values: Mapping[str, object], prefix: str =
             expected="a section with keys of its own",
         )
 
-    # Check the values against the schema of the recipe's method.
+    # A recipe's method decides which schema its values are checked against. Required keys that
+    # still have the mark `???` count as missing.
     chosen = schema.select_schema(values)
     try:
         recipe = chosen.model_validate(_drop_marked_keys(values, list_required_keys(chosen)))
@@ -315,9 +340,9 @@ def validate_recipe(schema: type[S], values: Mapping[str, object], prefix: str =
 
 
 def flatten_keys(node: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield (key, value) for every key of nested sections, such as `eval.suite`.
+    """Yield each key of nested mappings in dotted form, such as `eval.suite`, with its value.
 
-    An empty section counts as a value.
+    An empty mapping is yielded as a value.
     """
     for name, value in node.items():
         if isinstance(value, Mapping) and value:
@@ -327,31 +352,42 @@ def flatten_keys(node: Mapping[str, object], prefix: str = "") -> Iterator[tuple
 
 
 def format_recipe(recipe: Section | dict[str, object], *, public: bool = False) -> str:
-    """Return a resolved recipe as YAML with every key; `load_recipe` reads it back equal.
+    """Return a recipe as YAML with all of its keys, from which `load_recipe` reads the same recipe.
 
     Args:
         recipe: the recipe, or its values.
-        public: leave out the names of folders of this machine.
+        public: whether to leave out the names of this machine's folders.
     """
     values = recipe if isinstance(recipe, dict) else list_every_key(recipe)
     return OmegaConf.to_yaml(OmegaConf.create(remove_places(values) if public else values))
 
 
 def _read_yaml(path: Path) -> DictConfig:
-    """Read the YAML file of a recipe; raise UserError if it cannot be read or has a secret."""
+    """Read the YAML file of a recipe.
+
+    Raises:
+        UserError: if the file cannot be read, contains a secret, or has no keys.
+    """
     with convert_errors(
         (yaml.YAMLError, ValueError, OSError), "recipe", path, "a readable YAML file"
     ):
-        # Secrets are checked first, because an error of YAML quotes the line.
+        # Look for secrets before parsing, because the YAML parser's errors quote the line.
         text = read_text(path)
         check_no_secret("recipe", text)
         if not isinstance(parse_yaml(text) or {}, dict):
-            raise UserError("recipe", got=f"{path}, which holds no keys", expected="YAML with keys")
+            raise UserError(
+                "recipe", got=f"{path}, which holds no keys", expected="a YAML file with keys"
+            )
         return cast(DictConfig, OmegaConf.load(io.StringIO(text)))
 
 
 def _check_values(node: object, *place: int | str) -> None:
-    """Raise UserError for a secret, and for an integer that is too large for any count."""
+    """Raise UserError if a value is a secret, or an integer that is too large for any count.
+
+    Args:
+        node: a value, or a mapping or list whose values are checked one by one.
+        *place: the keys and list indices that lead to the value, for the error.
+    """
     if isinstance(node, Mapping | list):
         items = node.items() if isinstance(node, Mapping) else enumerate(node)
         for name, value in items:
@@ -367,12 +403,16 @@ def _check_values(node: object, *place: int | str) -> None:
 
 
 def _drop_marked_keys(node: object, required: Collection[str], prefix: str = "") -> object:
-    """Return values without the required keys whose value is the mark `???`.
+    """Remove required keys whose value is OmegaConf's mark for a missing value, `???`.
 
     pydantic then reports these keys as missing. A key with a default keeps its mark.
+
+    Args:
+        node: the values; a value that is no mapping is returned unchanged.
+        required: the required keys, in dotted form such as `target.model`.
+        prefix: goes before the keys of `node`, such as `target.`.
     """
     if not isinstance(node, Mapping):
-        # A mark on a required key counts as missing.
         return node
     return {
         str(name): _drop_marked_keys(value, required, f"{prefix}{name}.")
@@ -382,8 +422,9 @@ def _drop_marked_keys(node: object, required: Collection[str], prefix: str = "")
 
 
 def _check_no_unused_keys(values: Section, prefix: str) -> None:
-    """Raise UserError for a key that was set although nothing reads it in this recipe."""
-    # Compare each key that has a condition with its default.
+    """Raise UserError for a key that was set although it has no effect with the other settings."""
+    # A key with a condition has no effect if the condition does not hold. Such a key must have its
+    # default.
     for name, field in type(values).model_fields.items():
         value = getattr(values, name)
         condition = find_condition(field)

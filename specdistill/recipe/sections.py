@@ -130,9 +130,9 @@ AttentionImplementation = Annotated[
 
 
 def _check_names(value: object) -> object:
-    """Return a value that is a name, several names or None; raise an error for any other value.
+    """Check that a value is a name, a list of names or None, and return it.
 
-    For a union pydantic would report an error for each of its types.
+    Without this check pydantic would report one error for each of the types that the key allows.
     """
     names = value if isinstance(value, list) and value else [value]
     if value is not None and not all(isinstance(name, str) for name in names):
@@ -143,20 +143,23 @@ def _check_names(value: object) -> object:
 class TargetConfig(Section):
     """The target, and how it is loaded."""
 
-    model: str = option(..., "`pico`, a folder, a GGUF file or a Hub id")
+    model: str = option(
+        ..., "target model: `pico` (a tiny built-in model), a folder, a GGUF file or a Hub id"
+    )
     revision: str | None = option(
         None, "branch, tag or commit of a Hub id", condition=TARGET_IS_ON_HUB
     )
     adapter: Annotated[str | list[str] | None, PlainValidator(_check_names)] = option(
         None,
         "LoRA adapter of the target (peft): a folder or a Hub id; the draft learns the adapted"
-        " target; `eval` also takes a list, each a category of the report",
+        " target; `specdistill eval` also takes a list, and reports each adapter as a category",
     )
     dtype: Literal["float32", "bfloat16", "float16"] = option("float32", "data type of the weights")
     quantization: Literal["fp8", "bitsandbytes-8bit"] | None = option(
         None,
-        "round a bfloat16 target's weights when they are loaded: fp8 by torchao, activations too,"
-        " on a GPU of Ada's generation or later; null: as the checkpoint has them",
+        "quantize the weights of a bfloat16 target when they are loaded; fp8: weights and"
+        " activations, by torchao, on a GPU of Ada's generation or later; null: keep the"
+        " checkpoint's weights",
         condition=TARGET_IS_NOT_ADAPTED,
     )
     attn: AttentionImplementation | None = option(
@@ -176,14 +179,14 @@ class TargetConfig(Section):
     )
     shard: Literal["none", "layers"] = option(
         "none",
-        "how a launch splits the target: none: a copy per process; layers: parameters sharded,"
-        " gathered layer by layer; a single process holds all of it",
+        "how several processes hold the target; none: each has a copy; layers: each has a part of"
+        " the parameters, which are gathered layer by layer; a single process always holds all",
         condition=TARGET_IS_NOT_ADAPTED,
     )
     device_map: str | None = option(
         None,
-        "placement of an unsharded target: auto, balanced or sequential over all devices of one"
-        " process, or one device, e.g. cpu; null: the process's own device",
+        "devices that hold an unsharded target; auto, balanced or sequential: spread over all"
+        " devices of one process; or one device, e.g. cpu; null: the process's own device",
         condition=Condition("with target.shard=none", lambda config: config.shard == "none"),
     )
 
@@ -204,7 +207,9 @@ class Regeneration(NoRegeneration):
     CHOSEN = "when num_tokens is above 0; data.regenerate=null resets the section"
 
     # Enough tokens to set the topic, while most of a row is still the target's own text.
-    prompt_tokens: int = option(32, "tokens from the start of a text row that are its prompt", ge=1)
+    prompt_tokens: int = option(
+        32, "for rows of plain text: tokens from the start that are the prompt", ge=1
+    )
     # Greedy answers are what the target is most certain of; sampled ones add variety.
     temperatures: list[NonNegative] = option(
         [0.0, 0.8],
@@ -212,7 +217,7 @@ class Regeneration(NoRegeneration):
         min_length=1,
     )
     # More sequences generate faster, and take more memory for the KV cache.
-    batch_size: int = option(128, "sequences generated at a time, per process or server", ge=1)
+    batch_size: int = option(128, "sequences generated at a time, by each process or server", ge=1)
     server: list[str] = option(
         [],
         "addresses of OpenAI-compatible servers of the target (vLLM, SGLang, llama.cpp) that"
@@ -232,14 +237,19 @@ class ServerRegeneration(Regeneration):
 
     CHOSEN = "with data.regenerate.server"
 
-    timeout: float = option(600.0, "timeout of a response, in seconds", gt=0)
+    timeout: float = option(600.0, "timeout of a server's response, in seconds", gt=0)
     filter: list[AnswerRule] = option(
-        [*get_args(AnswerRule)], "kinds of responses that are dropped and counted"
+        [*get_args(AnswerRule)],
+        "kinds of server responses that are left out of the training data, and counted",
     )
 
 
 def _choose_regeneration_variant(values: object) -> str | None:
-    """Return the name of the variant of `data.regenerate` that its keys choose."""
+    """Return the name of the schema that checks the keys of `data.regenerate`.
+
+    There are three: without generation, with generation in this process, and on servers. None means
+    that the value is no section, which pydantic reports.
+    """
     if isinstance(values, NoRegeneration):
         return type(values).__name__
     if not isinstance(values, Mapping):
@@ -270,15 +280,17 @@ class DataConfig(Section):
     )
     split: str = option("train", "split of the source")
     columns: dict[str, str] = option(
-        {}, "our names of columns, each with the source's, e.g. {messages: turns}; {}: detected"
+        {},
+        "column names: specdistill's name, then the source's, e.g. {messages: turns}; {}: detected"
+        " automatically",
     )
     roles: dict[str, str] = option(
-        {}, "more names of roles in conversations, e.g. {orca-7b: assistant}"
+        {}, "further role names in conversations, with their meaning, e.g. {orca-7b: assistant}"
     )
     on_bad_row: Literal["skip", "stop"] = option(
         "skip",
-        "what happens to a row that cannot be used: skip: it is counted by kind; stop: the command"
-        " ends with an error",
+        "what happens to a row that cannot be used; skip: it is left out, and counted by kind of"
+        " fault; stop: the command ends with an error",
     )
     # A source of which more rows are broken is probably read in a wrong way.
     max_bad_rows: float = option(
@@ -286,8 +298,8 @@ class DataConfig(Section):
     )
     chat_template: str | None = option(
         None,
-        "file of a chat template that replaces the target's, in rows, evaluation and the draft's"
-        " folder; null: the target's",
+        "file with a chat template that replaces the target's, in training data, in evaluation and"
+        " in the draft's folder; null: the target's",
     )
     max_length: int = option(
         512, "tokens per packed row; longer texts are cut, longer conversations at a turn", ge=8
@@ -297,44 +309,49 @@ class DataConfig(Section):
     )
     validation_split: Literal["hash", "sample"] = option(
         "hash",
-        "how held-out rows are chosen: hash: by content, so that duplicates stay together and added"
-        " rows move no others; sample: a random sample of exactly that fraction",
+        "how held-out rows are chosen; hash: by content, so that duplicates stay together and added"
+        " rows change nothing for others; sample: a random sample of exactly that fraction",
     )
     # Overlaps of 13 words are what GPT-3's authors looked for (arXiv 2005.14165, appendix C).
     decontaminate: list[str] = option(
         ["all"],
-        "drop rows that share 13 consecutive words with a prompt of these suites; "
-        "all: built-in suites and those of eval and selection; []: none",
+        "drop training rows that share 13 consecutive words with a prompt of these suites; "
+        "all: built-in suites and those of eval and selection; []: drop none",
     )
     packing: bool = option(
-        True, "pack several documents into a row, with attention kept within each"
+        True, "pack several documents into a row; attention stays within each document"
     )
     loss_mask: Literal["assistant", "all"] = option(
-        "assistant", "tokens that carry loss: of the assistant, or all"
+        "assistant", "tokens that count in the loss: those of the assistant, or all"
     )
     regenerate: RegenerateConfig = section(NoRegeneration)
-    seed: int = option(0, "seed of the document order and of regeneration", ge=0)
+    seed: int = option(0, "seed of the order of documents, and of regeneration", ge=0)
     num_proc: int | None = option(
         None,
-        "processes that prepare rows; null: one per core, at most 16, fewer for few rows",
+        "number of processes that prepare rows; null: one per core, at most 16, fewer for few rows",
         ge=1,
     )
     rows: str | None = option(
-        None, "row set made by `specdistill data make`; null: the recipe's own, made if missing"
+        None,
+        "folder of a row set made by `specdistill data make`; null: the rows that this recipe"
+        " describes, which are prepared if they are missing",
     )
     shard: str | None = option(
         None,
-        "for `data make`: i/n generates blocks i, i + n, …; auto: from the array job's environment;"
-        " null: all",
+        "part of the data that `specdistill data make` generates; i/n: blocks i, i + n, …; auto: i"
+        " and n from the environment of the array job; null: all blocks",
     )
     cache_dir: str | None = option(
         None, "folder for row sets and intermediate files; null: the cache of the datasets library"
     )
-    force: bool = option(False, "start even if the disk has less free space than estimated")
+    force: bool = option(
+        False, "start even if the disk has less free space than the estimated need"
+    )
 
     @field_validator("roles")
     @classmethod
     def _check_roles(cls, roles: dict[str, str]) -> dict[str, str]:
+        """Check that each role name is mapped to a role that chat templates know."""
         for name, role in roles.items():
             if role not in ROLES:
                 raise UserError(
@@ -352,7 +369,7 @@ class DataConfig(Section):
 
     @property
     def generation(self) -> Regeneration:
-        """The settings of generation, for a recipe that has rows generated."""
+        """The settings of generation. Only read for a recipe whose target generates the rows."""
         assert isinstance(self.regenerate, Regeneration)
         return self.regenerate
 
@@ -372,8 +389,10 @@ class StoredStates(Section):
     CHOSEN = "with hidden_states.mode=offline or hybrid"
 
     mode: Literal["offline", "hybrid"] = option(..., STATES_MODE)
-    path: str = option(..., "folder of the store")
-    dtype: Literal["bfloat16", "float32"] = option("bfloat16", "data type of the store")
+    path: str = option(..., "folder of the feature store (hidden states on disk)")
+    dtype: Literal["bfloat16", "float32"] = option(
+        "bfloat16", "data type of the stored hidden states"
+    )
 
 
 class OfflineStates(StoredStates):
@@ -391,15 +410,17 @@ class HybridStates(StoredStates):
 
     mode: Literal["hybrid"] = option("hybrid", STATES_MODE)
     max_bytes: int | None = option(
-        None, "maximum size of the store in bytes; null: unlimited", ge=1
+        None, "maximum size of the feature store in bytes; null: unlimited", ge=1
     )
     shard_tokens: int = option(
-        32_768, "tokens per file of the store: at most this much is repeated after a kill", ge=1
+        32_768,
+        "tokens per file of the feature store; an interrupted run repeats at most one file",
+        ge=1,
     )
     server: list[str] = option(
         [],
-        "addresses of vLLM servers of the target that write hidden states to a folder readable from"
-        " here; []: this process computes them",
+        "addresses of vLLM servers that run the target, and write its hidden states to a folder"
+        " that this process can read; []: this process computes them",
     )
     timeout: float = option(
         600.0,
@@ -415,9 +436,10 @@ class HybridStates(StoredStates):
 
     @property
     def waiting(self) -> Path | None:
-        """The folder where hidden states of generated answers wait for the store of all rows.
+        """The folder for hidden states that servers write while they generate training data.
 
-        None if `max_bytes` limits the store, because the store may then not take all rows.
+        The files wait there until the feature store of all rows is made. None if `max_bytes` limits
+        the store: it may then be too small for all rows, so nothing is written in advance.
         """
         return Path(self.path) / WAITING_FOLDER if self.max_bytes is None else None
 
@@ -434,12 +456,12 @@ class TreeConfig(Section):
     budget: int | None = option(
         None, "dynamic tree (EAGLE-2): nodes proposed per round; needs depth and top_k", ge=1
     )
-    depth: int | None = option(None, "dynamic tree: levels, one draft step each", ge=1)
+    depth: int | None = option(None, "dynamic tree: number of levels; each is one draft step", ge=1)
     top_k: int | None = option(
-        None, "dynamic tree: nodes expanded per level, and children of each", ge=1
+        None, "dynamic tree: nodes expanded per level, and children of each such node", ge=1
     )
     branching: list[AtLeastOne] | None = option(
-        None, "static tree: children per node at each level, e.g. 4,2,1"
+        None, "static tree: number of children of each node, level by level, e.g. 4,2,1"
     )
 
     @property
@@ -449,9 +471,10 @@ class TreeConfig(Section):
 
 
 def check_lengths(value: Any) -> Any:
-    """Check that a section's `min` is not above its `max`, as its validator.
+    """Check that a section's `min` is not above its `max`, and return the section.
 
-    `validate` turns the error into one that names the keys in their section.
+    Sections use this function as a pydantic validator. `explain_errors` turns the error into one
+    that names the keys with their section.
     """
     if value.min > value.max:
         raise PydanticCustomError(
@@ -463,21 +486,23 @@ def check_lengths(value: Any) -> Any:
 class LookupFirstConfig(Section):
     """A lookup in front of a draft (see specdistill.decoding.lookup_first)."""
 
-    method: Literal["ngram", "suffix"] = option("ngram", "lookup method")
+    method: Literal["ngram", "suffix"] = option("ngram", "method of the lookup")
     # In front of a draft, a match of one token is too weak to be better than the draft.
-    min: int = option(2, "shortest n-gram to match", ge=1)
-    max: int = option(5, "longest n-gram to match", ge=1)
+    min: int = option(2, "fewest tokens that must match", ge=1)
+    max: int = option(5, "most tokens that are matched", ge=1)
     draft_tokens: int = option(
         2,
-        "draft tokens per round from the draft where the lookup finds nothing; a lookup gives"
-        " num_speculative_tokens",
+        "draft tokens per round that the draft proposes where the lookup finds nothing; the lookup"
+        " itself proposes num_speculative_tokens",
         ge=1,
         condition=Condition(
             "without lookup_first.draft_tree", lambda config: config.draft_tree is None
         ),
     )
     draft_tree: TreeConfig | None = option(
-        None, "draft a token tree instead of draft_tokens; null: a chain"
+        None,
+        "token tree that the draft proposes where the lookup finds nothing; null: a chain of"
+        " draft_tokens",
     )
 
     _has_lengths = model_validator(mode="after")(check_lengths)
@@ -489,22 +514,25 @@ class LookupFirstConfig(Section):
 
     @property
     def described(self) -> dict[str, object]:
-        """The keys and values for a report's `settings.drafting`.
+        """The settings as a report shows them, in `settings.drafting`.
 
-        `eval.lookup_first` accepts them in the same form, so that a report can be repeated.
+        The key that is not used (`draft_tokens` or `draft_tree`) is left out. `eval.lookup_first`
+        accepts the result, so that the measurement of a report can be repeated.
         """
         return self.model_dump(
             exclude={"draft_tokens" if self.draft_tree else "draft_tree"}, exclude_none=True
         )
 
     def check_engine(self, section: str, engine: str, k: int) -> None:
-        """Raise UserError for a lookup that an engine cannot run.
+        """Raise UserError if an engine cannot run a lookup with these settings.
 
         Args:
-            section: the section's key, for the error.
+            section: the key of this section, for the error.
             engine: the name of the engine.
-            k: K, draft tokens per round.
+            k: the number of draft tokens per round.
         """
+        # `find_missing_key` returns the first key whose value the engine does not support, with the
+        # values that it does support; None if all are supported.
         engine_lookup = ENGINES[engine].lookup if engine in ENGINES else None
         missing_key = engine_lookup.find_missing_key(self, k) if engine_lookup else None
         if missing_key:
@@ -516,14 +544,15 @@ class LookupFirstConfig(Section):
             )
 
     def check(self, settings: "MeasurementConfig", k: int) -> None:
-        """Check that this lookup can stand in front of a draft, with the settings of a measurement.
+        """Check that this lookup can be tried before the draft, with the settings of a measurement.
 
         Args:
             settings: the settings of the measurement.
-            k: K, draft tokens per round.
+            k: K, the number of draft tokens per round that the lookup proposes.
 
         Raises:
-            UserError: if it cannot.
+            UserError: if the draft would propose more than K tokens, if the engine cannot run the
+                lookup, or if the draft proposes a tree in compiled passes.
         """
         key = f"{settings.SECTION}lookup_first"
         if self.levels > k:
@@ -541,7 +570,7 @@ class LookupFirstConfig(Section):
             raise UserError(
                 f"{settings.SECTION}compile",
                 got=f"true with {key}.draft_tree",
-                expected=f"false, or {key}.draft_tokens",
+                expected=f"false, or {key}.draft_tokens in place of the tree",
             )
 
 
@@ -549,20 +578,20 @@ class SweepConfig(Section):
     """Additional settings to measure."""
 
     num_speculative_tokens: list[AtLeastOne] = option(
-        [], "additional K to measure; each axis is varied alone"
+        [], "additional values of K to measure; only one setting of the sweep is varied at a time"
     )
     temperature: list[NonNegative] = option([], "additional temperatures to measure")
     batch_size: list[Annotated[int, Field(ge=1, le=64)]] = option(
         [], "additional batch sizes to measure"
     )
     concurrency: list[Annotated[int, Field(ge=1, le=MAX_IN_FLIGHT)]] = option(
-        [], "additional concurrencies to measure, of a server"
+        [], "additional numbers of requests in flight at a server to measure"
     )
     tree: list[TreeConfig] = option(
         [], "additional trees to measure, each with the keys of eval.tree"
     )
     context: list[AtLeastOne] = option(
-        [], "prompt lengths to measure, powers of two: long prompts are cut to that many tokens"
+        [], "prompt lengths to measure, in tokens, powers of two; longer prompts are cut"
     )
 
 
@@ -577,28 +606,32 @@ class MeasurementConfig(Section):
 
     suite: str | None = option(
         None,
-        "prompts: suite name, suite YAML, or a jsonl file with prompt, messages or text rows; null:"
-        " pico, for the target pico only",
+        "prompts: the name of a suite, its YAML file, or a jsonl file with prompt, messages or text"
+        " rows; null: the suite pico, for the target pico only",
     )
     num_speculative_tokens: int = option(
         4, "K, draft tokens per round", ge=1, condition=DRAFT_IS_CHAIN
     )
     tree: TreeConfig | None = option(
-        None, "draft a token tree of depth K instead of a chain", condition=DECODING_IN_PROCESS
+        None, "propose a token tree of depth K instead of a chain", condition=DECODING_IN_PROCESS
     )
     lookup_first: LookupFirstConfig | None = option(
         None,
-        "try an n-gram or suffix lookup first, and the draft where that finds nothing",
+        "try an n-gram or suffix lookup first, and use the draft where the lookup finds nothing",
         condition=LOOKUP_IS_ALLOWED,
     )
-    temperature: float = option(0.0, "0 is greedy", ge=0)
+    temperature: float = option(0.0, "temperature of decoding; 0 is greedy", ge=0)
     top_p: float = option(
-        1.0, "nucleus sampling, for target and draft", ge=0.01, le=1, condition=SAMPLING_IS_ON
+        1.0,
+        "nucleus sampling (top-p), for target and draft; 1: off",
+        ge=0.01,
+        le=1,
+        condition=SAMPLING_IS_ON,
     )
     top_k: int = option(
         0, "top-k sampling, for target and draft; 0: off", ge=0, condition=SAMPLING_IS_ON
     )
-    max_new_tokens: int = option(128, "tokens generated per prompt", ge=1)
+    max_new_tokens: int = option(128, "most tokens generated per prompt", ge=1)
     num_prompts: int | None = option(
         None,
         "number of prompts, spread evenly over the categories; null: all of a suite, at most 200 of"
@@ -614,8 +647,8 @@ class MeasurementConfig(Section):
     )
     compile: bool = option(
         False,
-        "compile the target's verification pass (torch.compile), with and without the draft, and a"
-        " head's passes",
+        "use torch.compile for the passes of the target, with and without the draft, and for those"
+        " of a head",
         condition=Condition(
             "with eval.engine=specdistill, eval.batch_size=1 and no eval.tree: one shape is"
             " compiled",
@@ -626,22 +659,25 @@ class MeasurementConfig(Section):
     )
     repeats: int = option(
         3,
-        "timed repetitions per prompt, with and without the draft; the lower median of each round"
-        " counts",
+        "timed repetitions per prompt, with and without the draft; the time of each round is its"
+        " lower median over them",
         ge=1,
     )
-    warmup: int = option(2, "untimed prompts or batches before timing", ge=0)
+    warmup: int = option(
+        2, "number of prompts or batches that are decoded untimed, before the timed ones", ge=0
+    )
     sampling_draws: int | None = option(
         None,
-        "draws of the test that sampling is lossless; null: 50 to 400, by what is measured; 0: skip"
-        " the test",
+        "random draws in the test that sampling with the draft is lossless; null: 50 to 400,"
+        " depending on what is measured; 0: no test",
         ge=0,
         condition=DECODING_IN_PROCESS,
     )
-    seed: int = option(0, "seed of sampling and bootstrap", ge=0)
+    seed: int = option(0, "seed of sampling, and of the bootstrap for confidence intervals", ge=0)
 
     @model_validator(mode="after")
     def _check_lookups(self) -> "MeasurementConfig":
+        """Check the settings of a lookup that is tried before the draft, if there is one."""
         if self.lookup_first:
             self.lookup_first.check(self, self.num_speculative_tokens)
         return self
@@ -654,36 +690,45 @@ class LlamaCppConfig(Section):
     command line, with the draft and without. null stands for the server's default.
     """
 
-    model: str | None = option(None, "the target as a GGUF file; null: target.model is one")
+    model: str | None = option(
+        None, "GGUF file of the target; null: target.model is a GGUF file itself"
+    )
     model_draft: str | None = option(
-        None, "the draft as a GGUF file, which llama.cpp's converter makes of its export"
+        None, "GGUF file of the draft, which llama.cpp's converter makes from the draft's export"
     )
     ctx_size: int | None = option(
         None,
-        "tokens of all slots together, in the target and in the draft; null: the longest sequence"
-        " in each slot",
+        "context size of target and draft: tokens of all slots together; null: room for the longest"
+        " sequence in each slot",
         ge=1,
     )
     parallel: int | None = option(
-        None, "slots, requests decoded together; null: one for each request in flight", ge=1
+        None,
+        "number of slots, which are requests decoded together; null: one for each request in"
+        " flight",
+        ge=1,
     )
-    batch_size: int | None = option(None, "maximum tokens of a batch", ge=1)
+    batch_size: int | None = option(None, "maximum tokens of a logical batch", ge=1)
     ubatch_size: int | None = option(
         None, "maximum tokens computed together (physical batch)", ge=1
     )
     threads: int | None = option(None, "CPU threads", ge=1)
     spec_draft_threads: int | None = option(None, "CPU threads of the draft", ge=1)
     device: str | None = option(None, "devices, e.g. CUDA0,CUDA1; none: the CPU")
-    spec_draft_device: str | None = option(None, "devices that hold the draft")
-    gpu_layers: int | None = option(None, "target layers on the devices", ge=0)
-    spec_draft_ngl: int | None = option(None, "layers of the draft on its devices", ge=0)
-    cache_type_k: CacheType | None = option(None, "data type of the keys in the KV cache")
-    cache_type_v: CacheType | None = option(None, "data type of the values in the KV cache")
+    spec_draft_device: str | None = option(None, "devices for the draft, e.g. CUDA1")
+    gpu_layers: int | None = option(
+        None, "number of the target's layers that are put on its devices", ge=0
+    )
+    spec_draft_ngl: int | None = option(None, "number of the draft's layers on its devices", ge=0)
+    cache_type_k: CacheType | None = option(None, "data type of the keys in the target's KV cache")
+    cache_type_v: CacheType | None = option(
+        None, "data type of the values in the target's KV cache"
+    )
     spec_draft_type_k: CacheType | None = option(
-        None, "data type of the draft's keys in its KV cache"
+        None, "data type of the keys in the draft's KV cache"
     )
     spec_draft_type_v: CacheType | None = option(
-        None, "data type of the draft's values in its KV cache"
+        None, "data type of the values in the draft's KV cache"
     )
 
 
@@ -710,7 +755,7 @@ class EvalConfig(MeasurementConfig):
     )
     tensor_parallel: int | None = option(
         None,
-        "tensor parallel size of an engine started here; null: 1",
+        "tensor parallel size (GPUs that share the target) of an engine started here; null: 1",
         ge=1,
         condition=Condition(
             "with eval.engine=vllm or sglang and no eval.server",
@@ -727,26 +772,34 @@ class EvalConfig(MeasurementConfig):
     )
     baseline_server: str | None = option(
         None,
-        "address of a running server without a draft; null: no speedup is measured",
+        "address of a running server without a draft, for comparison; null: no speedup is measured",
         condition=Condition("with eval.server", lambda config: config.server is not None),
     )
     server_timeout: float = option(
-        300.0, "timeout of a response, in seconds", ge=0.1, condition=SERVER_DECODES
+        300.0, "timeout of a server's response, in seconds", ge=0.1, condition=SERVER_DECODES
     )
-    draft: str | None = option(None, "draft folder; null: <train.output_dir>/draft")
-    output_dir: str | None = option(None, "folder of the report; null: <train.output_dir>/report")
+    draft: str | None = option(
+        None, "folder of the draft to measure; null: draft/ in the folder train.output_dir"
+    )
+    output_dir: str | None = option(
+        None, "folder of the report; null: report/ in the folder train.output_dir"
+    )
     concurrency: int = option(
-        1, "requests in flight at a server", ge=1, le=MAX_IN_FLIGHT, condition=SERVER_DECODES
+        1,
+        "number of requests in flight at a server",
+        ge=1,
+        le=MAX_IN_FLIGHT,
+        condition=SERVER_DECODES,
     )
     baseline: str | None = option(
         None,
-        "report that max_regression rules compare with: a report.json, its folder, or a Hub"
-        " revision, e.g. org/name@v1.2",
+        "report that the gate's max_regression rules compare with: a report.json, its folder, or a"
+        " Hub revision, e.g. org/name@v1.2",
     )
     sweep: SweepConfig = option(
         SweepConfig(),
-        "additional settings to measure, one axis at a time; with an engine, every K at every"
-        " concurrency",
+        "additional settings to measure, of which one is varied at a time; with an engine, every K"
+        " is measured at every concurrency",
     )
 
     @property
@@ -756,6 +809,7 @@ class EvalConfig(MeasurementConfig):
 
     @model_validator(mode="after")
     def _check_sweeps(self) -> "EvalConfig":
+        """Check that each setting of `eval.sweep` can be varied with the chosen engine."""
         for name, values in vars(self.sweep).items():
             condition = {
                 "concurrency": SERVER_DECODES,
@@ -774,26 +828,32 @@ class SelectionConfig(Section):
     They should not be those of eval.suite, which would then judge a draft that it helped to choose.
     """
 
-    suite: str = option(..., "prompts: suite name, suite YAML or jsonl file, as for eval.suite")
+    suite: str = option(
+        ..., "prompts: the name of a suite, its YAML file, or a jsonl file, as for eval.suite"
+    )
     num_prompts: int | None = option(
         16, "number of prompts, spread evenly over the categories; null: all", ge=1
     )
-    max_new_tokens: int = option(64, "tokens generated per prompt", ge=1)
+    max_new_tokens: int = option(64, "most tokens generated per prompt", ge=1)
 
 
 class PublishConfig(Section):
     """The settings of `specdistill publish`, which its command can override."""
 
-    repo: str | None = option(None, "Hub repository, org/name; created if missing")
+    repo: str | None = option(None, "Hub repository of the draft, org/name; created if missing")
     private: bool | None = option(
-        None, "private repository; null: new repositories are private, existing ones unchanged"
+        None,
+        "whether the repository is private; null: new repositories are private, existing ones stay"
+        " as they are",
     )
     license: str | None = option(
         None, "licence of the draft, as the Hub names it; null: the target's"
     )
     base_model: str | None = option(
-        None, "Hub id of a target that was read from a folder; its files must have the same hashes"
+        None,
+        "Hub id of the target, if the target was read from a folder; the files on the Hub must have"
+        " the same hashes",
     )
     exports: list[Annotated[str, allow_names(lambda: list_engines_with("serve_command"))]] = option(
-        [], "engines for which an export is published too, each in its own folder"
+        [], "engines for which an export of the draft is published too, each in its own folder"
     )

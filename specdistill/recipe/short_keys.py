@@ -32,16 +32,22 @@ def select_recipe_keys(
 ) -> list[str]:
     """Return the key=value arguments that belong to the recipe, with short keys written out.
 
-    A list or mapping that a shell has split at its spaces is joined again.
+    For example, `suite=chat` becomes `eval.suite=chat`. A list or mapping that the shell has split
+    at its spaces is joined again.
+
+    Args:
+        arguments: the arguments of the command line.
+        shorthands: the full key of each short key.
     """
     keys: list[str] = []
     for argument in arguments:
-        # Join an argument to the one before if that has brackets that are still open.
+        # If the brackets of the argument before are still open, and this one is no new key, this
+        # one continues its list or mapping.
         if keys and _has_open_brackets(keys[-1]) and NEXT_KEY.match(argument) is None:
             keys[-1] += f" {argument}"
             continue
 
-        # Leave out what is no key of a recipe, and write short keys out.
+        # Options such as `--help` and `debug` are no keys of a recipe.
         key, separator, value = argument.partition("=")
         if argument in {*HELP, JSON, QUIET_FLAG} or key == "debug":
             continue
@@ -50,7 +56,7 @@ def select_recipe_keys(
 
 
 def _has_open_brackets(argument: str) -> bool:
-    """Return whether an argument's value is a list or mapping whose brackets are still open."""
+    """Return whether an argument's value is a list or mapping that is not closed yet: `key=[a,`."""
     return any(
         f"={opening}" in argument and argument.count(opening) > argument.count(closing)
         for opening, closing in ("[]", "{}")
@@ -58,14 +64,18 @@ def _has_open_brackets(argument: str) -> bool:
 
 
 def add_defaults(keys: Sequence[str], defaults: Sequence[str]) -> list[str]:
-    """Put default arguments before the keys, unless a recipe is given, which may set them."""
+    """Put default arguments before the keys, unless the keys name a recipe.
+
+    A recipe may set the same keys as the defaults, and must then not be overridden by them.
+    """
     has_recipe = any(key.startswith("recipe=") for key in keys)
     return list(keys) if has_recipe else [*defaults, *keys]
 
 
 def _expand_short_key(key: str, shorthands: Mapping[str, str]) -> str:
-    """Return the key that a short key stands for, or any other key unchanged."""
-    # A short key that ends with `*` replaces the beginning of longer keys.
+    """Return the full key that a short key stands for; any other key is returned unchanged."""
+    # A short key that ends with `*` stands for all keys that begin like it. For example,
+    # `shorthands={"eval.*": "*"}` turns `eval.suite` into `suite`.
     for short_key, full_key in shorthands.items():
         if key == short_key or (short_key.endswith("*") and key.startswith(short_key[:-1])):
             return full_key.removesuffix("*") + key.removeprefix(short_key.removesuffix("*"))
@@ -74,7 +84,10 @@ def _expand_short_key(key: str, shorthands: Mapping[str, str]) -> str:
 
 @contextmanager
 def rename_keys_as_typed(arguments: Sequence[str], shorthands: Mapping[str, str]) -> Iterator[None]:
-    """Rename keys in errors to the names that the user typed, such as `eval.suite` to `suite`."""
+    """Rename keys in errors to the names that the user typed, such as `eval.suite` to `suite`.
+
+    This is a context manager around the code that reads the arguments.
+    """
     try:
         yield
     except ReportedError as error:

@@ -686,7 +686,7 @@ def test_tokens_that_no_text_holds_need_no_row(place: Path, tmp_path: Path) -> N
     assert check_draft("draft_model", tmp_path / "draft", None, "draft") == []
     tokenizer.chat_template = f"{TEMPLATE}<|image|>"
     tokenizer.save_pretrained(tmp_path / "draft")
-    with refused("draft", holds="none for 1 tokens such as '<|image|>'"):
+    with refused("draft", holds="no row for 1 tokens, such as '<|image|>'"):
         check_draft("draft_model", tmp_path / "draft", None, "draft")
 
 

@@ -100,11 +100,11 @@ def load_draft_model(
 def check_outline(
     model: PreTrainedModel, tensors: Mapping[str, Tensor], *, key: str, name: str
 ) -> None:
-    """Check that a file has exactly the tensors that the model in its config.json needs.
+    """Check that a file has the tensors that the model in its config.json needs, in their shapes.
 
-    Tensors under names that the model does not have are not checked if other names do agree,
-    because transformers translates old names when it loads the file. Quantized models are not
-    checked either.
+    If the file has names that the model lacks, they may be old names, which transformers translates
+    when it loads the file. Then only the tensors whose names agree are compared. Quantized models
+    are not checked.
 
     Args:
         model: the model as config.json describes it.
@@ -114,7 +114,7 @@ def check_outline(
         name: what errors call the draft.
 
     Raises:
-        UserError: if tensors are missing, unknown or of another shape.
+        UserError: if tensors are missing or of another shape.
     """
     # The files of a quantized model hold packed weights and scales, which do not have the names or
     # shapes of the model's parameters.

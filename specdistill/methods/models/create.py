@@ -230,8 +230,8 @@ def _log_size(draft: PreTrainedModel, target: FrozenTarget) -> None:
     text = draft.config.get_text_config()
     logger.info(
         f"draft: {parameters:,} parameters, {text.num_hidden_layers} layers, hidden size"
-        f" {text.hidden_size}; a draft step should cost about {ratio:.2f} of a target step, by the"
-        " larger of its shares of weights read and of layers"
+        f" {text.hidden_size}; a draft step should cost about {ratio:.2f} of a target step (the"
+        " larger of the draft's shares of weights read and of layers)"
     )
     if parameters > target.num_parameters:
         # A round with K draft tokens gives at most K + 1 tokens, and costs at least 1 + c K steps

@@ -161,7 +161,7 @@ class ModelMethod(Method[ModelRecipeT, PreTrainedModel]):
         target: TargetFiles | None,
         num_tokens: int,
     ) -> None:
-        """Write a draft model for an engine, in the format that serves any language model."""
+        """Write a draft model for an engine: config, weights and tokenizer, as of any model."""
         export_draft_model(folder, engine, layout, output, target, num_tokens)
 
 

@@ -267,10 +267,10 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
             max_lengths: the most tokens of each row, draft tokens included.
 
         Raises:
-            UserError: for several sequences, if the draft cannot be batched, and if the draft's
-                context is too short for a sequence.
+            UserError: if there are several sequences and the draft cannot be batched, or if the
+                draft's context is too short for a sequence.
         """
-        # The check of the batch is made once for each proposer.
+        # Whether the draft can be batched is checked only once.
         if len(max_lengths) > 1 and not self._is_batchable:
             check_batchable(self.draft, "the draft")
             self._is_batchable = True
@@ -298,7 +298,7 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
         counts = [len(feed) for feed in feeds]
         next_ids = pad_rows(feeds, self.draft.device)
         logits_BKW = self._draft_in_one_pass(feeds, steps)
-        fed: list[Tensor] = []  # [B] each
+        fed: list[Tensor] = []  # the draft tokens [B] that were fed, step by step
 
         def next_logits(step: int, index_B: Tensor | None) -> Tensor:
             """Feed the tokens of the last draft step, and return the logits [B, W] after them.
@@ -314,6 +314,7 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
                 return logits_BKW[:, step]
             if index_B is not None:
                 fed.append(self._select_draft_ids(index_B))
+                # Rows whose chain is complete are fed no token.
                 counts = [int(step < num_steps) for num_steps in steps]
                 next_ids = fed[-1].unsqueeze(1)
             return self._compute_logits(gather_last(self.layers(next_ids, counts), counts))
@@ -360,7 +361,7 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
 
             Args:
                 index_BT: [B, T], the tokens of the nodes, as indices into the W shared tokens.
-                rows_BT: [B, T], the rows of the nodes' parents in the level before.
+                rows_BT: [B, T], the index of each node's parent in the level before.
             """
             nonlocal step
             # With masks, all nodes of a level have the same logits, which are known already.
@@ -485,6 +486,9 @@ class DraftModelProposer(TokenProposer[PreTrainedModel]):
         """Raise UserError for a sequence that is longer than the draft's context."""
         raise UserError(
             self.key,
-            got=f"a draft whose context is {self.max_positions} tokens for a sequence of {length}",
+            got=(
+                f"a draft whose context is {self.max_positions} tokens for a sequence of"
+                f" {length} tokens"
+            ),
             expected="a draft with a longer context, or shorter sequences",
         )

@@ -156,7 +156,7 @@ SERVED_TYPES = DEEPSEEK_TYPES | {
 
 
 def find_naming(model_type: str) -> Naming:
-    """Return how engines name the tensors of such a layer for a target of this type.
+    """Return how engines name a multi-token-prediction layer's tensors, for a type of target.
 
     For a type that no engine knows, the naming is that of Qwen3-Next.
     """
@@ -188,7 +188,7 @@ def split_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
     result: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        # Leave all other tensors as they are.
+        # Leave tensors as they are that do not hold all experts of a layer.
         experts, _, matrix = name.rpartition(".")
         parts = EXPERT_PARTS.get(matrix)
         if parts is None or f"{experts}.gate_up_proj" not in tensors:

@@ -65,8 +65,9 @@ def draw_masks(
     num_rows, length = batch["position_ids"].shape
     num_tokens = num_rows * length
 
-    # Loss positions are never a document's first token, so a run of them is in one document. Zeros
-    # past the end of the batch end the last run.
+    # Mark the tokens of the flattened batch (S = B T) that have a loss. A document's first token
+    # never has one, so a run of marked tokens is in one document. K unmarked places past the end of
+    # the batch end the last run.
     has_loss_S = torch.zeros(num_tokens + num_predicted, dtype=torch.bool).index_fill(
         0, batch["loss_positions"], True
     )
@@ -209,7 +210,7 @@ class ParallelDistillation(Distillation):
             measure: also compute the metrics that cost time.
             **unread: other columns of the batch, which are not needed.
         """
-        # Run the model over the T tokens and M masks of each row.
+        # Run the model over the N = T + M tokens and masks of each row.
         hidden_BNH = self.hidden_states(input_ids, position_ids, mask_columns, mask_numbers)
         token_states_BTH, mask_states_BMH = hidden_BNH.split(
             (input_ids.shape[1], mask_columns.shape[1]), 1

@@ -68,9 +68,9 @@ class SuffixTrie:
     def extend(self, tokens: Iterable[int]) -> None:
         """Add tokens to the end of the last text, and count what they follow."""
         for token in tokens:
-            # Count the token after each suffix of the text that has a node, and after the empty
-            # suffix, which is the root. Suffixes longer than `depth` tokens are left out. The
-            # suffixes that now end with the token are open for the next token.
+            # Count the token after each suffix of the text that occurred before, which has a node,
+            # and after the empty suffix, the root. Suffixes longer than `depth` tokens are left
+            # out. Then `_open_nodes` holds the suffixes that end with this token, for the next one.
             self.tokens.append(token)
             longer_nodes = [
                 self._count_follower(node, token)
