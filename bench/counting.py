@@ -53,18 +53,20 @@ class Completion:
 
 def sum_counts(completions: Sequence[Completion]) -> Counts:
     """Return the counts of all completions together."""
-    # Add up rounds, draft tokens, and the accepted tokens of each position, column by column.
+    # Each row holds all numbers of one completion. `zip` turns the rows into columns, whose sums
+    # are the totals.
     counts = [completion.counts for completion in completions]
     rows = [
         (count.num_drafts, count.num_draft_tokens, *count.accepted_per_position) for count in counts
     ]
-    num_drafts, num_draft_tokens, *accepted = map(sum, zip(*rows, strict=True))
-    return Counts(num_drafts, num_draft_tokens, tuple(accepted))
+    num_drafts, num_draft_tokens, *accepted_per_position = map(sum, zip(*rows, strict=True))
+    return Counts(num_drafts, num_draft_tokens, tuple(accepted_per_position))
 
 
 def ignore_stop_tokens(target: FrozenTarget) -> None:
-    """Make all later completions of this target end at their limit only."""
-    # None would not do: the stop tokens would then be read from the model's config.
+    """Remove the stop tokens of a target, so that it always generates `max_new_tokens` tokens."""
+    # An empty list, because None would make the decoder read the stop tokens from the model's
+    # config instead.
     target.model.generation_config.eos_token_id = []
 
 
@@ -79,8 +81,9 @@ def generate_here(
 ) -> list[Completion]:
     """Continue each prompt greedily by `max_new_tokens` tokens, or up to a stop token.
 
-    The last round counts what it would accept if the completion did not end there. So decoding
-    continues for up to K tokens after the end.
+    The accepted tokens of the last round are counted as vLLM counts them: in full, although the
+    completion may end in the middle of that round. So decoding continues for up to K tokens after
+    the end, and these extra tokens are cut off.
 
     Args:
         target: the target; it ignores stop tokens (`ignore_stop_tokens`).
@@ -96,11 +99,10 @@ def generate_here(
     Raises:
         UserError: if the target's context has no room for K more tokens.
     """
-    # Each prompt is continued by K tokens more than asked for, so that no round is cut off.
     decoder = Decoder(target, proposer)
     completions = []
     for prompt_ids in prompts:
-        # K tokens more than asked for are generated, so that the last round is not cut off.
+        # Generate K tokens more than asked for, so that the last round is not cut off.
         generation = decoder.generate(
             prompt_ids,
             max_new_tokens=max_new_tokens + num_speculative_tokens,
@@ -108,8 +110,8 @@ def generate_here(
         )
         end = _find_end(generation.token_ids, stop_ids, max_new_tokens)
 
-        # Count the rounds that begin before this end, and in which something was drafted. The
-        # first token comes from the prefill, not from a round.
+        # Select the rounds that begin before this end and draft something. The length starts at
+        # 1, because the first token comes from the prefill and not from a round.
         length = 1
         drafted_rounds = []
         for entry in generation.rounds:
@@ -119,7 +121,7 @@ def generate_here(
             if entry.drafted:
                 drafted_rounds.append(entry)
 
-        # A position was accepted in a round that accepted more draft tokens than precede it.
+        # A round that accepts n draft tokens accepts those at the positions 0 to n - 1.
         accepted_per_position = []
         for position in range(num_speculative_tokens):
             accepted_per_position.append(

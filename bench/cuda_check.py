@@ -174,18 +174,20 @@ class LaunchLedger(Ledger):
         args: tuple[object, ...] = (),
         kwargs: dict[str, object] | None = None,
     ) -> object:
-        # In a compiled graph only matrix products and attention are counted one by one. The fused
-        # kernels were counted when the graph was called.
+        # What torch runs while it compiles is not counted. In a compiled graph, only matrix
+        # products and attention are counted here: all other kernels were counted as a whole when
+        # the graph was called (see `compile_graph`).
         if self.compiles or (self.in_graph and func.overloadpacket not in flop_registry):
             return func(*args, **(kwargs or {}))
 
         # Run the operation, and let the base class count its memory, traffic and arithmetic.
         inputs = list_tensors((args, kwargs))
-        held_storages = {tensor.untyped_storage()._cdata for tensor in inputs}
+        input_storages = {tensor.untyped_storage()._cdata for tensor in inputs}
         try:
             result = super().__torch_dispatch__(func, types, args, kwargs)
         except DynamicOutputShapeException:
-            # An index with masks has a result of unknown size, for which the host would wait.
+            # The result of `tensor[mask]` has a size that depends on the mask's values, for which
+            # the host would wait. Count that, and go on as if the whole mask were true.
             if func.overloadpacket is not aten.index:
                 raise
             self.copies += 1
@@ -196,7 +198,7 @@ class LaunchLedger(Ledger):
         operation = func.overloadpacket
         outputs = list_tensors(result)
         writes = func._schema.is_mutable or any(
-            tensor.untyped_storage()._cdata not in held_storages for tensor in outputs
+            tensor.untyped_storage()._cdata not in input_storages for tensor in outputs
         )
         device_types = {tensor.device.type for tensor in (*inputs, *outputs)}
         on_device = self.device in device_types
@@ -212,14 +214,16 @@ class LaunchLedger(Ledger):
         return result
 
     def compile_graph(self, module: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., object]:
-        """Compile a graph for torch.compile: return a function that runs it and counts its kernels.
+        """Return a function that runs a graph and counts its kernels; a torch.compile backend.
 
-        The function runs the operations one by one. It counts the fused kernels of the graph as a
-        whole, and only matrix products and attention as they run.
+        The function runs the operations one by one, without compiling them. It adds the number of
+        fused kernels that Inductor would make, and their traffic. Matrix products and attention
+        are counted by `__torch_dispatch__` while they run.
 
         Args:
             module: the traced graph.
-            inputs: its inputs, without content.
+            inputs: example inputs of the graph: tensors with shapes and dtypes, but without
+                content.
         """
         # These are imported here, and not above, because they warn of torch's own deprecations.
         from torch._inductor.compile_fx import _recursive_post_grad_passes, fake_tensor_prop
@@ -239,8 +243,8 @@ class LaunchLedger(Ledger):
                 lowered.run(*inputs)
                 lowered._update_scheduler()
 
-                # A no-op node runs nothing. External kernels are matrix products, which are counted
-                # as they run, so only the other nodes count for traffic.
+                # A no-op node runs nothing, so it is no kernel. External kernels are matrix
+                # products: they are kernels, but are left out of the traffic, as everywhere here.
                 kernels = [
                     node
                     for node in lowered.scheduler.nodes
@@ -264,9 +268,13 @@ class LaunchLedger(Ledger):
         return make_boxed_func(call)
 
     def compile(self, target: FrozenTarget, objective: nn.Module) -> None:
-        """Compile target and objective like `train.torch_compile=true`, with `graph` as backend."""
+        """Compile target and objective as `train.torch_compile=true` does, to count their kernels.
+
+        The backend is `compile_graph`, for the forward and for the backward pass.
+        """
         from torch._inductor.decomposition import select_decomp_table
 
+        # Inductor splits and simplifies graphs by the same two settings.
         partition = {
             "decompositions": select_decomp_table,
             "partition_fn": min_cut_rematerialization_partition,
@@ -278,24 +286,27 @@ class LaunchLedger(Ledger):
 
 
 def expand_masks(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return the indices with each mask replaced by indices, as if the mask were true throughout.
+    """Replace each mask in the indices of `tensor[indices]` by integer indices.
 
-    A mask of d dimensions becomes d tensors of indices, one index for each element of the mask.
+    Tensors without content cannot say how many elements of a mask are true. So all of them are
+    taken as true: a mask of d dimensions becomes d index tensors, which have one index for each
+    element of the mask. The values of the indices do not matter, because nothing is computed.
     """
-    chosen: list[Tensor | None] = []
+    expanded: list[Tensor | None] = []
     for index in indices:
         if index is not None and index.dtype == torch.bool:
-            chosen += [index.new_empty(index.numel(), dtype=torch.long)] * index.dim()
+            expanded += [index.new_empty(index.numel(), dtype=torch.long)] * index.dim()
         else:
-            chosen.append(index)
-    return chosen
+            expanded.append(index)
+    return expanded
 
 
 @contextmanager
 def enable_autocast() -> Iterator[None]:
     """Turn on bfloat16 autocast for CUDA, as `train.bf16=true` does.
 
-    `torch.autocast` itself refuses a device that does not exist on this machine.
+    The two settings are made directly, because `torch.autocast("cuda")` refuses to work on a
+    machine without a GPU.
     """
     torch.set_autocast_enabled("cuda", True)
     torch.set_autocast_dtype("cuda", torch.bfloat16)
@@ -325,7 +336,11 @@ def main(options: Options) -> ExitCode:
 
 
 def count_all_parts() -> dict[str, dict[str, float]]:
-    """Return the counts of each part, by its name."""
+    """Count the kernels, traffic, arithmetic and waits of each part of training and decoding.
+
+    Returns:
+        The counts by the name of the part.
+    """
     # Build a batch of packed rows. Each row is one document in which all tokens have a loss.
     head = plan_head()
     row = {
@@ -336,13 +351,14 @@ def count_all_parts() -> dict[str, dict[str, float]]:
     }
     batch = collate([row] * NUM_ROWS)
 
-    # Count the parts that can run with the schemas of CUDA.
+    # Count the parts without gradients: they can run on tensors that pretend to be on a GPU.
     counts_by_part = {}
     with FakeTensorMode() as mode, torch.device(DEVICE):
         for name, part in build_parts(head, batch, mode).items():
             counts_by_part[name] = count(part)
 
-    # Count the gradients on the CPU, with the chunk size of the loss on a GPU.
+    # Count the steps with gradients on the CPU, where autograd works. The loss is computed in
+    # chunks of the size that a GPU has, so that the number of its kernels is that of a GPU.
     head_loss.CHUNK_BYTES["cpu"] = head_loss.CHUNK_BYTES["cuda"]
     name = "training: unroll and loss with gradients"
     counts_by_part[name] = count_step_with_gradients(head, compiled=False)
@@ -352,14 +368,19 @@ def count_all_parts() -> dict[str, dict[str, float]]:
 
 
 def find_regressions(counts_by_part: dict[str, dict[str, float]]) -> list[str]:
-    """Return a sentence for each wait in training, and for each count that exceeds the record."""
+    """Compare the counts with the record, and return a sentence for each regression.
+
+    A regression is a count that exceeds its recorded value by more than 5 %, or a part of training
+    in which the host waits for the GPU.
+    """
     recorded = json.loads(RECORD.read_text(encoding="utf-8"))
     regressions = [
-        f"{name} waits for the host"
+        f"{name}: the host waits for the GPU"
         for name, counts in counts_by_part.items()
         if name.startswith("training") and counts["waits"]
     ]
     for name, counts in counts_by_part.items():
+        # A part that is not in the record counts as a regression, until it is recorded.
         recorded_counts = recorded.get(name, dict.fromkeys(counts, 0))
         for key, number in counts.items():
             if number > MAX_RATIO_TO_RECORD * recorded_counts[key]:
@@ -378,7 +399,8 @@ def count_step_with_gradients(head: PlannedDraft, *, compiled: bool) -> dict[str
     ledger = LaunchLedger("cpu")
     options: dict[str, Callable[[nn.Module], None]] = {}
     if compiled:
-        # No target is compiled with the head: its features are given.
+        # `ledger.compile` compiles a target and a head. The target's features are given here, so
+        # a stand-in whose `compile` does nothing takes its place.
         target = SimpleNamespace(compile=lambda **options: None)
         options["prepare"] = partial(ledger.compile, target)
     count_training_step(
@@ -402,10 +424,13 @@ def count_compiled_target(batch: ForwardInputs) -> dict[str, float]:
             for name, value in batch.items()
         }
 
-        # Run the layers by the lengths of documents, as on a GPU with varlen attention.
+        # Attend within documents by their lengths, as a GPU does with varlen attention. A real
+        # target finds this way by comparing outputs. Without content there is nothing to compare,
+        # so the way is set here.
         target = WeightlessTarget(TARGET)
         vars(target).update(_packing=run_by_lengths)
         ledger = LaunchLedger("cpu")
+        # Only the target is compiled. The stand-in for an objective has no layers.
         ledger.compile(target, SimpleNamespace(layers=(), row_losses=len))
         with ledger, torch.autocast("cpu", torch.bfloat16):
             run_target_pass(target, check_aux_layers(None, target.num_layers), batch)
@@ -413,7 +438,7 @@ def count_compiled_target(batch: ForwardInputs) -> dict[str, float]:
 
 
 def count(run_part: Callable[[], object]) -> dict[str, float]:
-    """Run a part and return its counts."""
+    """Run a part of training or decoding, and return the counts of its operations on the GPU."""
     with LaunchLedger() as ledger:
         run_part()
     return format_counts(ledger)
@@ -432,18 +457,23 @@ def format_counts(ledger: LaunchLedger) -> dict[str, float]:
 def build_parts(
     planned: PlannedDraft, batch: ForwardInputs, mode: FakeTensorMode
 ) -> dict[str, Callable[[], object]]:
-    """Return the parts that are counted with the schemas of CUDA, by name.
+    """Return a function for each part that is counted on the pretended GPU, by name.
+
+    These are parts of a training step without gradients, and the passes of a decoding round.
 
     Args:
-        planned: the EAGLE-3 head.
-        batch: packed rows, whose tensors lose their content here.
-        mode: the mode of tensors without content.
+        planned: the EAGLE-3 head, which is built here.
+        batch: packed rows, whose tensors are replaced by tensors without content.
+        mode: the mode that makes tensors without content.
     """
     # Move the batch to the pretended GPU, without its content.
     batch = {
         name: mode.from_tensor(value).to(DEVICE) if isinstance(value, Tensor) else value
         for name, value in batch.items()
     }
+
+    # Set how the target reads packed rows and attends on a GPU. A real target finds this out by
+    # comparing outputs, and tensors without content have none.
     target = WeightlessTarget(TARGET)
     vars(target).update(_packing=run_by_lengths, _maskless=find_sdpa_configs(target.model))
 
@@ -474,14 +504,20 @@ def build_parts(
 def run_target_layers(
     target: FrozenTarget, aux_layers: Sequence[int], batch: ForwardInputs
 ) -> None:
-    """Run the layers of the target under autocast."""
+    """Run the layers of the target over packed rows, under bfloat16 autocast."""
     with enable_autocast():
         run_target_pass(target, aux_layers, batch)
 
 
 @torch.no_grad()
 def run_target_pass(target: FrozenTarget, aux_layers: Sequence[int], batch: ForwardInputs) -> None:
-    """Run the layers of the target over packed rows, as a training step does to get features."""
+    """Run the layers of the target over packed rows, as a training step does to get features.
+
+    Args:
+        target: the target.
+        aux_layers: the layers whose outputs are features that the draft reads.
+        batch: the packed rows.
+    """
     rows = {"position_ids_BT": batch["position_ids"], "documents": build_documents(batch)}
     FrozenTarget.features(target, batch["input_ids"], aux_layers, **rows)
 
@@ -520,7 +556,7 @@ class Decoding:
 
     @torch.no_grad()
     def prompt(self) -> None:
-        """Read the prompt, in the target and in the head."""
+        """Read a prompt of PROMPT_LENGTH tokens, in the target and in the head."""
         _, features = self.reader.begin([range(PROMPT_LENGTH)])
         self.cache = DraftKVCache(
             1, partial(self.head.rotary, self.head.fc.weight), torch.device(DEVICE)
@@ -536,7 +572,11 @@ class Decoding:
             ids, hidden = self._step(ids, hidden)
 
     def _step(self, ids_1T: Tensor, hidden_1TH: Tensor) -> tuple[Tensor, Tensor]:
-        """Run one step of the head, and return its best next token and its last hidden state."""
+        """Run one step of the head over T tokens.
+
+        Returns:
+            The best next token [1, 1], and the hidden state at the last position [1, 1, H].
+        """
         rotary = self.cache.begin_chain([ids_1T.shape[1]])
         normed_1TH, hidden_1TH = self.head(ids_1T, hidden_1TH, rotary, self.cache)
         draft_ids_11 = self.head.logits(normed_1TH[:, -1:]).argmax(-1)
@@ -544,15 +584,22 @@ class Decoding:
 
     @torch.no_grad()
     def verify(self) -> None:
-        """Read a chain of NUM_STEPS draft tokens in one pass of the target, and keep two."""
+        """Read the last token and NUM_STEPS draft tokens in one pass of the target.
+
+        Then keep the cache entries of two draft tokens, as if these had been accepted.
+        """
         self.reader.read([range(1 + NUM_STEPS)])
         self.reader.keep([[0, 1]])
 
     @torch.no_grad()
     def verify_tree(self) -> None:
-        """Read TREE in one pass of the target, and keep the features of one path."""
+        """Read TREE in one pass of the target.
+
+        Then keep the cache entries and the features of two nodes, as if these had been accepted.
+        """
         _, features = self.reader.read([range(1 + len(TREE.parents))], [TREE])
         self.reader.keep([[1, 4]])
+        # The features begin with those of the root, so node n has index n + 1.
         features.at(pad_rows([[0, 2, 5]], torch.device(DEVICE)))
 
 

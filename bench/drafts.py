@@ -78,7 +78,8 @@ def train(folder: Path, *keys: str, launch: str | None = None) -> None:
         UserError: if the folder holds the training of another recipe, or of the same recipe with
             other keys.
     """
-    # Refuse a folder in which another recipe was trained: its draft would be taken for this one's.
+    # Refuse a folder in which another recipe was trained. Otherwise the draft of that recipe would
+    # be measured as if this recipe had trained it.
     keys = (*keys, f"train.output_dir={folder}")
     record = folder / "run" / "recipe.yaml"
     recipe = format_recipe(load_recipe(Recipe, list(keys)))
@@ -87,8 +88,8 @@ def train(folder: Path, *keys: str, launch: str | None = None) -> None:
         if recorded_sections != _select_training_sections(recipe):
             raise UserError(
                 "train.output_dir",
-                got=f"{folder}, where another recipe, or the same with other keys, was trained",
-                expected="a new folder, or the earlier recipe and keys: move the old folder away",
+                got=f"{folder}, which holds a draft of another recipe or of other keys",
+                expected="a folder without a run: move this one away, or use its recipe and keys",
             )
 
     # A finished training has left its draft. An interrupted one resumes.
@@ -97,7 +98,7 @@ def train(folder: Path, *keys: str, launch: str | None = None) -> None:
 
 
 def _select_training_sections(recipe: str) -> dict[str, object]:
-    """Return the sections of a recipe's YAML text, without those that apply after training."""
+    """Return the sections of a recipe that affect training, from its YAML text."""
     return {
         name: section
         for name, section in yaml.safe_load(recipe).items()
@@ -125,7 +126,7 @@ def format_caption(report: Report, measured_for: str, settings: str | None = Non
 
 
 def format_methods_table(candidates: Sequence[Entry]) -> str:
-    """Return a table with one line for each candidate, in the order of METHODS."""
+    """Return a table with one line for each compared draft, in the order of METHODS."""
     order = list(METHODS)
     ordered = sorted(
         candidates, key=lambda candidate: order.index(candidate["report"]["draft"]["method"])
@@ -134,7 +135,7 @@ def format_methods_table(candidates: Sequence[Entry]) -> str:
 
 
 def _format_line(candidate: Entry) -> list[str]:
-    """Return the cells of a candidate, in the order of HEAD."""
+    """Return the cells of a draft's line, in the order of the columns HEAD."""
     report = candidate["report"]
     training = candidate["training"]
     row = report["results"][0]
@@ -151,7 +152,10 @@ def _format_line(candidate: Entry) -> list[str]:
 
 
 def describe_method(report: Report) -> str:
-    """Return the method of a report's draft, after the lookup in front of it: `ngram+eagle3`."""
+    """Return the method of a report's draft, such as `eagle3`.
+
+    If a lookup proposes before the draft does, its method comes first: `ngram+eagle3`.
+    """
     lookup = report["settings"].get("drafting", {}).get("lookup_first")
     method = str(report["draft"]["method"])
     return f"{lookup['method']}+{method}" if lookup else method
@@ -163,22 +167,23 @@ def reports_by_name(comparison: Comparison) -> dict[str, Report]:
 
 
 def describe_shape(report: Report) -> str:
-    """Return a sentence on what a round drafts: a tree, or with a lookup in front of the draft.
+    """Return a sentence that says how a draft was used, for the text below a table.
 
-    The text is empty for a draft that proposes a chain without a lookup.
+    It describes the tree, or the lookup that proposes before the draft does. The text is empty for
+    a draft that proposes a chain without a lookup.
     """
     method = describe_method(report)
     settings = report["settings"]
 
-    # With a lookup in front, a round drafts what the lookup finds, and otherwise what the draft
-    # itself proposes.
+    # With a lookup in front, a round takes what the lookup finds. If it finds nothing, the draft
+    # proposes a tree or a chain of its own.
     lookup = settings.get("drafting", {}).get("lookup_first")
     if lookup:
         own_shape = describe_tree(lookup.get("draft_tree")) or f"chain of {lookup['draft_tokens']}"
         return (
             f"`{method}` looks up {settings['num_speculative_tokens']} tokens where the last"
-            f" {lookup['min']} or more occurred before; elsewhere its draft drafts a {own_shape}."
+            f" {lookup['min']} or more occurred before; elsewhere its draft proposes a {own_shape}."
         )
     if settings["tree"]:
-        return f"`{method}` drafts a {describe_tree(settings['tree'])}, whose depth is its K."
+        return f"`{method}` proposes a {describe_tree(settings['tree'])}; K is the tree's depth."
     return ""

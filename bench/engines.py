@@ -28,9 +28,10 @@ FOLDER = Path(os.environ.get("SPECDISTILL_ENGINES", CACHE / "specdistill" / "eng
 
 
 def find_environment(name: str) -> Path:
-    """Return the folder of an engine's environment.
+    """Return the folder of the Python environment in which an engine is installed.
 
-    `make engines` names it after the hash of the engine's list of packages.
+    `make engines` creates the folder. Its name ends with a hash of the engine's list of packages,
+    so that a changed list gets a new environment.
     """
     package_list = ROOT / "tests" / "with_engines" / f"{name}.txt"
     sha256 = hashlib.sha256(package_list.read_bytes()).hexdigest()
@@ -43,7 +44,9 @@ def is_set_up(name: str) -> bool:
 
 
 def run(*command: str | Path) -> str:
-    """Run a program of an engine, in a process that does not see the packages of this Python.
+    """Run a program of an engine, and return its output.
+
+    The process gets an environment of its own, without the packages of this Python.
 
     Returns:
         The output: stdout, then stderr.
@@ -51,7 +54,7 @@ def run(*command: str | Path) -> str:
     Raises:
         ResourceError: if the program fails; the message shows the end of the output.
     """
-    # Output is shown only if the program fails.
+    # The output is captured, and shown only if the program fails.
     process = subprocess.run(
         list(map(str, command)),
         capture_output=True,
@@ -69,12 +72,12 @@ def run(*command: str | Path) -> str:
 
 
 def install_plugin(folder: Path) -> str:
-    """Return the PYTHONPATH with which vLLM finds specdistill and its plugin.
+    """Make this checkout look installed to vLLM, and return the PYTHONPATH to start vLLM with.
 
-    vLLM finds both as if pip had installed them.
+    vLLM then imports specdistill from the checkout, and finds its plugin by the package metadata.
 
     Args:
-        folder: where the metadata is written that pip would write.
+        folder: the folder in which the metadata is written that pip would write.
     """
     # Write the metadata of an installed package, so that vLLM finds the plugin by its entry point.
     information = folder / f"specdistill-{__version__}.dist-info"
@@ -106,7 +109,7 @@ def convert(
 ) -> Path:
     """Convert a checkpoint to a GGUF file with llama.cpp's own converter.
 
-    The converter runs in vLLM's environment, which has the packages that it needs.
+    The converter runs in the Python environment of vLLM, which has the packages that it imports.
 
     Args:
         checkpoint: the folder to convert.

@@ -82,15 +82,16 @@ class Drafts:
     def release(
         self, change: float, num_prompts: int, generator: np.random.Generator
     ) -> tuple[PromptSums, PromptSums]:
-        """Draw prompts with replacement, for a release whose acceptance length changes by `change`.
+        """Simulate the measurements of a release whose acceptance length changes by `change`.
 
         Args:
-            change: the true relative change, over all measured prompts.
-            num_prompts: the number of prompts to draw.
-            generator: draws prompts and changed rounds.
+            change: the true relative change of the acceptance length, over all measured prompts.
+            num_prompts: the number of prompts to draw, with replacement.
+            generator: draws the prompts, and the rounds that change.
 
         Returns:
-            The prompt sums of the later and of the earlier draft.
+            The sums of each drawn prompt, for the later and for the earlier draft. The gate
+            computes the acceptance length from them.
         """
         # The acceptance length is 1 + accepted tokens per round. Find by how many accepted tokens
         # per round the later draft has to change.
@@ -123,21 +124,22 @@ class Timings:
     def release(
         self, change: float, num_prompts: int, generator: np.random.Generator
     ) -> tuple[PromptSums, PromptSums]:
-        """Draw prompts with replacement, for a release whose true speedup changes by `change`.
+        """Simulate the timings of a release whose true speedup changes by `change`.
 
         The times of the second measurement are scaled so that the speedup over all measured prompts
-        changes by exactly this.
+        changes by exactly `change`.
 
         Args:
-            change: the relative change.
-            num_prompts: the number of prompts to draw.
+            change: the true relative change of the speedup.
+            num_prompts: the number of prompts to draw, with replacement.
             generator: draws the prompts.
 
         Returns:
-            The prompt sums of the second and of the first measurement.
+            The sums of each drawn prompt, of the second and of the first measurement. The gate
+            computes the speedup from them.
         """
-        # The two measurements of the same draft differ a little. Scaling by this ratio makes them
-        # equal before the change is applied.
+        # The two measurements of the same draft differ a little. Scaling by the ratio of their
+        # speedups makes them equal before the change is applied.
         drift = _compute_speedup(self.again_PT) / _compute_speedup(self.first_PT)
         drawn = generator.integers(len(self.first_PT), size=num_prompts)
         second_sums = dict(zip(TIMING_COLUMNS, self.again_PT[drawn].T, strict=True))
@@ -147,7 +149,10 @@ class Timings:
 
 
 def main() -> ExitCode:
-    """Simulate all populations, and write the picture and the tables."""
+    """Simulate releases drawn from all measurements; write the picture and tables of docs/gate.md.
+
+    A population is a set of measured prompts, from which simulated releases are drawn.
+    """
     # Only rules that compare with an earlier report are simulated.
     rules = {rule.metric: rule for rule in load_gate(GATE) if rule.requirement == "max_regression"}
     populations = load(MEASUREMENTS_FILE)
@@ -190,12 +195,12 @@ def simulate_releases(
     trials: int,
     seed: int = 0,
 ) -> Chances:
-    """Return the shares of simulated releases that pass the rule, fail it, and leave it undecided.
+    """Simulate releases, and return the share of each verdict: passed, failed or inconclusive.
 
     Args:
         population: the measurements that releases are drawn from.
-        rule: the rule.
-        change: the true relative change.
+        rule: the rule of the gate that decides.
+        change: the true relative change of the rule's metric, e.g. -0.05 for 5 % worse.
         num_prompts: prompts of a release.
         trials: the number of simulated releases.
         seed: seeds the draws, together with the number of prompts.
@@ -215,14 +220,15 @@ def simulate_releases(
 
 def compute_curve(population: Drafts | Timings, rule: Rule, pool: Executor) -> Curve:
     """Return the chances of each verdict, for each number of prompts and each true change."""
-    # The changes that the table shows, none and the threshold itself, are simulated more often.
+    # The table shows two of the changes: none, and a drop by the threshold of the rule. These are
+    # simulated more often, for more precise chances.
     points = list(itertools.product(NUM_PROMPTS[population.metric], CHANGES))
     trials = dict.fromkeys(CHANGES, NUM_TRIALS)
     for change in (0.0, -float(rule.threshold)):
         if change in trials:
             trials[change] = NUM_TRIALS_IN_TABLE
 
-    # Each point is a task of its own in the pool.
+    # Each pair of a number of prompts and a change is a task of its own in the pool.
     futures = [
         pool.submit(simulate_releases, population, rule, change, number, trials=trials[change])
         for number, change in points
@@ -239,31 +245,33 @@ def shift_rounds(
     drawn: NDArray[np.int64],
     generator: np.random.Generator,
 ) -> Counts:
-    """Return the rounds of drawn prompts, changed so that the true mean of accepted tokens moves.
+    """Make a draft better or worse: let some rounds of the drawn prompts accept one token more.
 
-    Each round that can accept one token more does so with the probability that moves the mean over
-    all of `rounds_PA` by `wanted_change`. If this is negative, rounds accept one token less.
+    If `wanted_change` is negative, they accept one token less. Every round that can change does so
+    with the same probability. It is chosen so that the mean number of accepted tokens per round,
+    over all P prompts, would change by `wanted_change`.
 
     Args:
-        rounds_PA: [P, A], the rounds of all prompts by their accepted tokens.
-        wanted_change: the change of the mean of accepted tokens per round.
+        rounds_PA: [P, A], counts of rounds: entry [p, a] is the number of rounds of prompt p that
+            accepted a tokens.
+        wanted_change: the change of the mean number of accepted tokens per round.
         drawn: the indices of the drawn prompts.
         generator: draws the rounds that change.
 
     Returns:
-        [drawn prompts, A].
+        The counts of rounds of the drawn prompts after the change, [drawn prompts, A].
     """
-    # Rounds that accept the largest number cannot accept one more, and those that accept 0 cannot
-    # accept one less. All other rounds move with the same probability.
+    # Rounds in the last column cannot accept one token more, and those in the first, which accept
+    # 0, cannot accept one less. A round that moves changes the sum of accepted tokens by 1.
     chosen_PA = rounds_PA[drawn]
     all_but_last = slice(0, -1)
     all_but_first = slice(1, None)
     is_rise = wanted_change > 0
     movable = all_but_last if is_rise else all_but_first
-    share = abs(wanted_change) * rounds_PA.sum() / rounds_PA[:, movable].sum()
+    probability = abs(wanted_change) * rounds_PA.sum() / rounds_PA[:, movable].sum()
 
-    # Move the chosen rounds by one column.
-    moved = generator.binomial(chosen_PA[:, movable], share)
+    # Draw how many rounds of each entry move, and move them to the next column.
+    moved = generator.binomial(chosen_PA[:, movable], probability)
     result = chosen_PA.copy()
     result[:, movable] -= moved
     result[:, all_but_first if is_rise else all_but_last] += moved
@@ -273,7 +281,10 @@ def shift_rounds(
 def draw(
     populations: Sequence[Drafts | Timings], curves: Sequence[Curve], rules: dict[str, Rule]
 ) -> None:
-    """Draw a panel for each population, with a curve for each number of prompts."""
+    """Draw the picture of docs/gate.md: the chance to pass over the true change of a draft.
+
+    It has a panel for each population of measured prompts, with a curve for each number of prompts.
+    """
     # Text stays text in the SVG, and the fixed salt makes the file reproducible.
     matplotlib.rcParams.update(
         {
@@ -308,9 +319,9 @@ def draw(
 
 
 def format_population(population: Drafts | Timings, curve: Curve, rule: Rule) -> str:
-    """Return the rule and the population, and a table with a line for each number of prompts."""
-    # A row for each number of prompts: the chance of each verdict without a change, then with a
-    # true drop of the threshold.
+    """Return the text on one population in docs/gate.md: a heading and a table of chances."""
+    # A row for each number of prompts: the chance of each verdict if nothing changed, then the
+    # chance of each if the draft truly became worse by the threshold of the rule.
     threshold = float(rule.threshold)
     verdicts = get_args(Verdict)
     rows = []
@@ -331,16 +342,20 @@ def format_population(population: Drafts | Timings, curve: Curve, rule: Rule) ->
 
 
 def _compute_mean_accepted(rounds_PA: Counts) -> float:
-    """Return the mean number of accepted tokens of a round."""
+    """Return the mean number of accepted tokens per round, from counts of rounds [P, A].
+
+    Column a counts the rounds that accepted a tokens.
+    """
     num_accepted_P = rounds_PA @ np.arange(rounds_PA.shape[1])
     return float(num_accepted_P.sum() / rounds_PA.sum())
 
 
 def _sum_accepted(rounds_PA: Counts) -> PromptSums:
-    """Return the sums of the acceptance length.
+    """Return the three sums, for each prompt, from which a gate computes the acceptance length.
 
-    Each round emits its accepted tokens and one of the target's own. The prefill emits one more for
-    each prompt.
+    `rounds_PA` [P, A] counts rounds: column a has the rounds that accepted a tokens. Each round
+    emits its accepted tokens and one token of the target's own. The prefill emits one more token
+    for each prompt.
     """
     num_rounds = rounds_PA.sum(axis=1).astype(np.float64)
     num_accepted = rounds_PA @ np.arange(rounds_PA.shape[1])

@@ -128,7 +128,11 @@ class Options(Section):
 
 
 def main(options: Options) -> ExitCode:
-    """Run the parts one after the other, and write the JSON after each."""
+    """Run each part of the benchmark in turn, and write the JSON after each one.
+
+    Returns:
+        CHECK_FAILED if a part has failed, else DONE.
+    """
     start = time.monotonic()
 
     # Print the plan, and choose the file of the results by the name of the device.
@@ -151,8 +155,8 @@ def main(options: Options) -> ExitCode:
     for name in limits:
         if options.short:
             left_s = int(SHORT_BUDGET_S - (time.monotonic() - start))
-            # The last part compiles, which nobody has timed on a GPU. So it gets all the time that
-            # the earlier parts have left.
+            # The last part compiles, which takes an unknown time. So it gets all the time that the
+            # earlier parts have left over.
             limits[name] = left_s if name == last_name else min(limits[name], left_s)
         results[name] = run_part(name, limits[name], options)
         outcome = results[name].get("failed", "done")
@@ -181,9 +185,10 @@ def choose_limits(options: Options) -> dict[str, int]:
 
 
 def find_device_name() -> str:
-    """Return the name of the GPU.
+    """Return the name of the GPU, such as `NVIDIA H200`.
 
-    A process of its own asks for it, because a process that has seen a GPU keeps memory on it.
+    A child process asks torch for the name, because a process that has used a GPU keeps some of its
+    memory until the process ends.
 
     Raises:
         ResourceError: if torch sees no GPU.
@@ -196,6 +201,7 @@ def find_device_name() -> str:
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         lines = str(error.stderr or error).strip().splitlines()
         next_step = "add small=true to try the parts on a CPU"
+        # The last line of a traceback says what is wrong.
         raise ResourceError(f"torch sees no GPU ({lines[-1]})", next_step=next_step) from error
     return process.stdout.strip()
 
@@ -204,9 +210,15 @@ def find_device_name() -> str:
 
 
 def run_part(name: str, limit_s: float, options: Options) -> PartResult:
-    """Run a part in a process of its own and return what it measured.
+    """Run a part in a child process, and return the numbers that it measured.
 
-    If it did not end well, `failed` says why, and `output` holds its last lines.
+    If the part fails, crashes or exceeds its time limit, `failed` says why, and `output` holds the
+    last lines of its output.
+
+    Args:
+        name: the name of the part.
+        limit_s: its time limit in seconds; the part is not started if it is 0 or less.
+        options: the options of this script.
     """
     # In the short form the time may be over before the last parts start.
     created = datetime.now(UTC).isoformat(timespec="seconds")
@@ -240,7 +252,7 @@ def run_part(name: str, limit_s: float, options: Options) -> PartResult:
 
 
 def build_part_command(name: str, options: Options, path: Path) -> list[str]:
-    """Return the command that runs a part, which appends its results to `path`."""
+    """Return the command that runs a part and makes it append its results to the file `path`."""
     keys = [
         f"part={name}",
         f"results={path}",
@@ -251,7 +263,7 @@ def build_part_command(name: str, options: Options, path: Path) -> list[str]:
 
 
 def build_part_environment() -> dict[str, str]:
-    """Return the environment of a part: this checkout, no network, and one GPU."""
+    """Return the environment variables of a part: this checkout, no network, and one GPU."""
     # The allocator setting avoids fragmentation: parts hold tensors of very different sizes.
     environment = {
         "HF_HUB_OFFLINE": "1",
@@ -272,7 +284,7 @@ def build_part_environment() -> dict[str, str]:
 def run_process(
     command: list[str], limit_s: float, environment: dict[str, str]
 ) -> tuple[int | None, list[str]]:
-    """Run a command and pass its output on; end it at a time limit, with all that it has started.
+    """Run a command and print its output; kill it and its child processes at a time limit.
 
     Args:
         command: the command.
@@ -280,7 +292,8 @@ def run_process(
         environment: the environment of the command.
 
     Returns:
-        The exit code, or None if the command was ended, and the last lines of its output.
+        The exit code, and the last lines of the output. The exit code is None if the command was
+        killed.
     """
     last_lines: deque[str] = deque(maxlen=NUM_OUTPUT_LINES)
     # The part gets a process group of its own, but no session. So whoever ends this process by its
@@ -295,8 +308,8 @@ def run_process(
         errors="replace",
         process_group=0,
     )
-    # The reader is not waited for without a limit: a process that survives the kill keeps the pipe
-    # open.
+    # A thread reads the output while this one waits for the end or the time limit. It is a daemon,
+    # and is joined with a limit, because a process that survives the kill keeps the pipe open.
     reader = threading.Thread(target=forward_output, args=(process.stdout, last_lines), daemon=True)
     reader.start()
     exit_code: int | None = None
@@ -310,7 +323,10 @@ def run_process(
 
 
 def forward_output(stream: IO[str], last_lines: deque[str]) -> None:
-    """Print each line as it comes, and keep the last ones."""
+    """Print each line of a stream as it comes, and append the lines to `last_lines`.
+
+    `last_lines` has a maximum length, so only the last lines stay in it.
+    """
     with stream:
         for line in stream:
             print(line, end="", flush=True)
@@ -319,18 +335,19 @@ def forward_output(stream: IO[str], last_lines: deque[str]) -> None:
 
 
 def kill_process_tree(process: "subprocess.Popen[str]") -> None:
-    """Kill a process and all that it has started.
+    """Kill a process and all processes that it has started.
 
-    The children are in its own process group or, when a launcher starts them, in others. A process
-    that waits for a broken driver cannot be killed; it is left behind after some seconds.
+    A process that waits for a broken GPU driver cannot be killed. This function stops waiting for
+    such a process after KILL_GRACE_S seconds.
     """
-    # Children that a launcher has put into other process groups.
+    # Kill the descendants one by one, because a launcher may have put them into process groups of
+    # their own.
     with suppress(psutil.NoSuchProcess):
         for descendant in psutil.Process(process.pid).children(recursive=True):
             with suppress(psutil.NoSuchProcess):
                 descendant.kill()
 
-    # Then the process itself, with its own group.
+    # Then kill the process itself, together with its process group.
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     with suppress(subprocess.TimeoutExpired):
@@ -341,9 +358,10 @@ def kill_process_tree(process: "subprocess.Popen[str]") -> None:
 
 
 def merge_lines(path: Path) -> PartResult:
-    """Read all pieces of a result that a part has written, and return them as one dictionary.
+    """Read the JSON lines that a part has written, and merge them into one dictionary.
 
-    A last line that is cut off is left out. NaN, which JSON lacks, becomes text.
+    If the part was killed, the last line may be cut off. It is then left out. NaN, which standard
+    JSON lacks, becomes the text "NaN".
     """
     numbers: PartResult = {}
     if path.exists():
@@ -354,8 +372,8 @@ def merge_lines(path: Path) -> PartResult:
 
 
 def write_results(path: Path, results: dict[str, PartResult]) -> None:
-    """Replace the JSON in one step, so that an interrupted run leaves a complete file."""
-    # Write a second file, and rename it: renaming replaces the old file at once.
+    """Write the results of all parts as JSON, so that an interruption leaves a complete file."""
+    # Write to a temporary file first. Renaming it replaces the old file in one step.
     ordered = {name: results[name] for name in PARTS if name in results}
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
@@ -371,7 +389,7 @@ def format_plan(limits: dict[str, int]) -> str:
 
 
 def format_summary(limits: dict[str, int], results: dict[str, PartResult]) -> str:
-    """Return a table of the parts that have run: done or failed, and the seconds."""
+    """Return a table of the parts that have run: whether each is done or failed, and its time."""
     rows = []
     for name, limit_s in limits.items():
         numbers = results[name]
@@ -383,7 +401,11 @@ def format_summary(limits: dict[str, int], results: dict[str, PartResult]) -> st
 
 
 def format_results(paths: Iterable[Path]) -> str:
-    """Return the table of docs/performance.md: a row for each number of each device."""
+    """Return the table of docs/performance.md: a row for each number of each device.
+
+    Args:
+        paths: the JSON files with results, one for each device.
+    """
     rows: list[tuple[str, str, str, str]] = []
     for path in paths:
         rows += list_rows(path.stem, json.loads(path.read_text(encoding="utf-8")))
@@ -396,11 +418,12 @@ def format_results(paths: Iterable[Path]) -> str:
 
 def list_rows(device: str, results: dict[str, PartResult]) -> Iterator[tuple[str, str, str, str]]:
     """Yield a row for each number of a device: device, part, measure and value."""
-    # These are no numbers of a part, or too long for a table.
+    # These entries are not measured numbers, or are too long for a table.
     left_out = ("created", "seconds", "hardware", "software", "kernels", "failures", "output")
     for part, numbers in results.items():
         for name, value in numbers.items():
             if name not in left_out:
+                # Show a dictionary as `name: 1, name: 2`, without braces and quotation marks.
                 text = join_lines(json.dumps(value).strip('{}"').replace('"', ""))
                 yield device, part, name, text
 

@@ -140,8 +140,11 @@ class Options(Section):
 
 
 def main(options: Options) -> None:
-    """Run a part, and append each piece of its result to the file."""
-    # Print each piece and write it at once, so that a killed part keeps the earlier pieces.
+    """Run the part that the options name, and append its results to a file.
+
+    A part yields its results piece by piece, as dictionaries of numbers.
+    """
+    # Print and write each piece at once, so that a killed part keeps the earlier pieces.
     path = Path(options.results)
     for numbers in PARTS[options.part](build_shape(options)):
         line = json.dumps(numbers)
@@ -151,7 +154,7 @@ def main(options: Options) -> None:
 
 
 def build_shape(options: Options) -> Shape:
-    """Return the sizes that the options ask for."""
+    """Return the sizes to measure with, as the options `small` and `short` ask for."""
     shape = SMALL_SHAPE if options.small else Shape()
     if options.short:
         shape = replace(shape, num_kernels=10, tests=SHORT_TESTS, prompts=shape.prompts[:2])
@@ -162,8 +165,10 @@ def build_shape(options: Options) -> Shape:
 def build_random_target(small: bool) -> FrozenTarget:
     """Return a target with random weights that ignores stop tokens.
 
-    It has the shape of Llama-3.1-8B and is on the GPU. If it is to be small, it is a tiny model on
-    the CPU. Later calls return the same target, because building 16 GB of weights takes long.
+    Later calls return the same target, because building 16 GB of weights takes long.
+
+    Args:
+        small: build a tiny model on the CPU instead of one in the shape of Llama-3.1-8B on the GPU.
     """
     with torch.device("cpu" if small else "cuda"):
         model = AutoModelForCausalLM.from_config(TINY if small else CONFIG, dtype=torch.bfloat16)
@@ -176,9 +181,11 @@ def build_random_target(small: bool) -> FrozenTarget:
 
 
 def measure_ceilings(shape: Shape) -> Iterator[Piece]:
-    """Yield the machine and its versions, then what the device reaches.
+    """Measure the highest speeds that the device reaches: its arithmetic and its memory.
 
-    The ceilings are a product of bfloat16 matrices, and a copy, which reads and writes.
+    Yields:
+        The machine and the versions of its software; the TFLOP/s of a product of two bfloat16
+        matrices; the GB/s of a copy.
     """
     device = shape.device
     yield {
@@ -200,15 +207,16 @@ def measure_ceilings(shape: Shape) -> Iterator[Piece]:
 
 
 def measure_seconds(device: torch.device, work: Callable[[], object]) -> float:
-    """Return the median seconds of some work on a device."""
+    """Return the median seconds that a function takes on a device."""
+    # `measure_median_seconds` expects a target, of which it only uses the device.
     return measure_median_seconds(SimpleNamespace(device=device), work)  # type: ignore[arg-type]
 
 
 def run_tests(shape: Shape) -> Iterator[Piece]:
-    """Run the tests that need a GPU.
+    """Run the tests that need a GPU, and yield pytest's summary and the failed tests.
 
-    Each test is printed when it ends, so that the output of one that hangs ends with the test
-    before it. Warnings are no failures: the machine's libraries may be older or newer than ours.
+    pytest prints each test when it ends. So if a test hangs, the output ends with the test before
+    it. Warnings do not fail a test here, because the machine may have other versions of libraries.
 
     Raises:
         CalledProcessError: if a test fails.
@@ -223,12 +231,12 @@ def run_tests(shape: Shape) -> Iterator[Piece]:
         for line in process.stdout:
             print(line, end="", flush=True)
 
-            # The last line that is not empty is the summary of pytest.
+            # Remember the latest line that is not empty: at the end it is the summary of pytest.
             summary = line.strip() or summary
             if line.startswith(("FAILED", "ERROR")):
                 failures.append(line.strip()[:200])
 
-    # The summary is yielded before a failure is raised, so that the JSON has both.
+    # Yield the summary before raising an error, so that the JSON has both.
     yield {"summary": summary, "failures": failures[:20]}
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command)
@@ -238,21 +246,32 @@ def run_tests(shape: Shape) -> Iterator[Piece]:
 
 
 def measure_training(shape: Shape) -> Iterator[Piece]:
-    """Yield speed and memory of the trainer's steps, then a step's parts, waits and kernels."""
+    """Measure training steps of an EAGLE-3 head for an 8B target.
+
+    Yields:
+        Speed and memory of the steps; the milliseconds of each part of a step; where the host waits
+        for the GPU; the kernels that take longest; the numbers that `specdistill plan` computes for
+        the same step.
+    """
     with build_trainer(shape) as trainer:
-        # Train first, so that the measurements below find a trainer that has warmed up.
+        # Train first, so that everything is compiled and allocated before the next measurements.
         yield measure_steps(trainer)
         yield {"parts_ms": time_parts_of_a_step(trainer, shape)}
 
-        # Take one batch, and run the same step twice more: to count waits, then under the profiler.
+        # Run the same training step on one batch twice more: to count waits, then under the
+        # profiler.
         batch, *_ = trainer.get_batch_samples(
             iter(trainer.get_train_dataloader()), 1, trainer.args.device
         )
-        trainer.num_tokens = torch.tensor(0)
-        count = torch.tensor(shape.rows * shape.length, device=trainer.args.device)
+        trainer.num_tokens = torch.tensor(0)  # `training_step` adds to this counter
+        num_loss_tokens = torch.tensor(shape.rows * shape.length, device=trainer.args.device)
         step = partial(trainer.training_step, trainer.model)
-        yield {"waits": count_waits(lambda: step(dict(batch[0]), count))}
-        yield {"kernels": list_kernels(lambda: step(dict(batch[0]), count), shape.num_kernels)}
+        yield {"waits": count_waits(lambda: step(dict(batch[0]), num_loss_tokens))}
+        yield {
+            "kernels": list_kernels(
+                lambda: step(dict(batch[0]), num_loss_tokens), shape.num_kernels
+            )
+        }
     yield {"computed": compute_step(shape)}
 
 
@@ -260,9 +279,10 @@ def measure_training(shape: Shape) -> Iterator[Piece]:
 def build_trainer(
     shape: Shape, build_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
 ) -> Iterator[DistillationTrainer]:
-    """Yield the trainer of an EAGLE-3 head, built as for a recipe.
+    """Build the trainer of an EAGLE-3 head as a recipe would, and yield it.
 
-    The peak of memory is counted from here on.
+    The head is new and the rows are random tokens. The statistics of the GPU's peak memory are
+    reset, so that they describe this trainer.
 
     Args:
         shape: the sizes.
@@ -311,19 +331,23 @@ def build_trainer(
 
 
 def measure_steps(trainer: DistillationTrainer) -> dict[str, float]:
-    """Train, and return the last logged numbers, those of the last third of the steps.
+    """Train, and return the speed, peak memory and loss of the last third of the steps.
 
-    By then compiling and the first allocations are over.
+    Compiling and the first allocations of memory are over by then.
     """
     trainer.train()
 
-    # Entries without a speed are those of the end of the training.
+    # The log also has entries without a speed, such as the summary at the end of training.
     last = [entry for entry in trainer.state.log_history if "tokens_per_second" in entry][-1]
     return {name: round(last[name], 4) for name in ("tokens_per_second", "peak_memory_gib", "loss")}
 
 
 def compute_step(shape: Shape) -> dict[str, float]:
-    """Return what `specdistill plan` computes for the same step, without the target's layers."""
+    """Compute the memory, arithmetic and traffic of the step as `specdistill plan` does.
+
+    The target's layers are left out. The result shows how far the computed numbers are from those
+    that were measured.
+    """
     if shape.small:
         return {}
 
@@ -345,7 +369,7 @@ def compute_step(shape: Shape) -> dict[str, float]:
 
 
 def time_parts_of_a_step(trainer: DistillationTrainer, shape: Shape) -> dict[str, float]:
-    """Return the milliseconds of each part of a step: the median of five steps."""
+    """Return the milliseconds of each part of a training step: the median of five steps."""
     target = trainer.target
     objective = trainer.objective
     device = trainer.args.device
@@ -356,7 +380,8 @@ def time_parts_of_a_step(trainer: DistillationTrainer, shape: Shape) -> dict[str
         for name, value in collate_all_rows(trainer).items()
     }
 
-    # Read the clock before the step and after each of its four parts. Reading it waits for the GPU.
+    # Read the clock before the step and after each of its four parts. `read_clock` waits until the
+    # GPU has finished its work.
     names = ("target", "unroll and loss", "backward", "optimizer")
     times: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(5):
@@ -385,9 +410,13 @@ def collate_all_rows(trainer: DistillationTrainer) -> ForwardInputs:
 
 
 def count_waits(step: Callable[[], object]) -> dict[str, int]:
-    """Return how often the host waits for the device in one step, by file and line.
+    """Count how often the host waits for the GPU while a function runs.
 
-    torch warns of each wait.
+    torch warns of each wait. Waits are what a fast training step avoids.
+
+    Returns:
+        The number of waits by the line of code that causes them, such as `trainer.py:120`; empty
+        without a GPU.
     """
     if not torch.cuda.is_available():
         return {}
@@ -411,8 +440,11 @@ def count_waits(step: Callable[[], object]) -> dict[str, int]:
 
 
 def list_kernels(step: Callable[[], object], num_kernels: int) -> list[Piece]:
-    """Return the kernels that take longest in one step."""
-    # Profile one step.
+    """Return the kernels that take longest while a function runs.
+
+    Returns:
+        For each kernel its name, milliseconds and number of calls, the slowest first.
+    """
     on_gpu = torch.cuda.is_available()
     activities = [ProfilerActivity.CPU]
     if on_gpu:
@@ -420,7 +452,8 @@ def list_kernels(step: Callable[[], object], num_kernels: int) -> list[Piece]:
     with profile(activities=activities) as profiled:
         step()
 
-    # Sort by the time within each kernel itself. The profiler gives microseconds.
+    # Sort by the time of each kernel without the kernels that it calls. The profiler gives
+    # microseconds.
     get_time = attrgetter("self_device_time_total" if on_gpu else "self_cpu_time_total")
     events = sorted(profiled.key_averages(), key=get_time, reverse=True)
     return [
@@ -430,10 +463,10 @@ def list_kernels(step: Callable[[], object], num_kernels: int) -> list[Piece]:
 
 
 def measure_shapes(shape: Shape) -> Iterator[Piece]:
-    """Yield the speed of the step with other sizes.
+    """Yield the speed and memory of a training step with other sizes or settings.
 
-    These are one long row, the whole vocabulary, and recomputed activations, which take less memory
-    and more computing.
+    There are three: one long row; a draft with the target's whole vocabulary; activations that are
+    recomputed in the backward pass, which takes less memory and more time.
     """
     vocab_size = shape.target.vocab_size
     changed_shapes = {
@@ -448,15 +481,16 @@ def measure_shapes(shape: Shape) -> Iterator[Piece]:
 def build_and_measure_steps(
     shape: Shape, build_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
 ) -> dict[str, float]:
-    """Build a trainer of these sizes, train, and return the numbers of the last steps."""
+    """Build a trainer of these sizes, train, and return the speed and memory of its last steps."""
     with build_trainer(shape, build_optimizer) as trainer:
         return measure_steps(trainer)
 
 
 def measure_variants(shape: Shape) -> Iterator[Piece]:
-    """Yield the speed of the same step: plain, with Muon, and compiled."""
+    """Yield the speed of the same training step with AdamW, with Muon, and compiled."""
     yield {"plain": build_and_measure_steps(shape)}
     yield {"Muon": build_and_measure_steps(shape, lambda head: MuonAdamW(head, 1e-4))}
+    # On a CPU the step only has to run. The backend `aot_eager` needs no C++ compiler.
     backend = {"torch_compile_backend": "aot_eager"} if shape.small else {}
     compiled = replace(shape, keys={"torch_compile": True, **backend})
     yield {"compiled": build_and_measure_steps(compiled)}
@@ -466,10 +500,15 @@ def measure_variants(shape: Shape) -> Iterator[Piece]:
 
 
 def measure_decoding(shape: Shape) -> Iterator[Piece]:
-    """Yield the times of a round without a draft, with a chain and with a tree, then batches."""
+    """Measure decoding with an untrained EAGLE-3 head.
+
+    Yields:
+        For each prompt length, the times of a round without a draft, with a chain and with a tree;
+        then the tokens per second of a batch, without a draft and with a chain.
+    """
     target = shape.target
 
-    # The head is untrained: how long a round takes does not depend on what is accepted.
+    # An untrained head is enough: the time of a round does not depend on how much is accepted.
     head = HeadProposer(build_eagle3(target).to(torch.bfloat16))
     tree = build_tree_shape(TreeConfig(**TREE))
     for length in shape.prompts:
@@ -481,8 +520,8 @@ def measure_decoding(shape: Shape) -> Iterator[Piece]:
         }
         yield {f"{length} tokens": numbers}
 
-    # Decode a batch of equal prompts twice. Only the second time counts, when kernels are loaded
-    # and memory is allocated.
+    # Decode a batch of equal prompts twice. The first run loads kernels and allocates memory, so
+    # only the second one counts. The time of the prefill does not count.
     prompts = [draw_prompt(target, shape.prompts[0])] * shape.batch
     for name, proposer, k in (("plain", None, 0), ("chain", head, K)):
         decoder = Decoder(target, proposer)
@@ -494,15 +533,16 @@ def measure_decoding(shape: Shape) -> Iterator[Piece]:
 
 
 def measure_compiled_decoding(shape: Shape) -> Iterator[Piece]:
-    """Yield the times of a compiled round without a draft and with a chain.
+    """Yield the times of a decoding round of a compiled target, without a draft and with a chain.
 
-    The shortest prompt is left out. Compiling takes most of the time of this part.
+    Compiling takes most of the time of this part, so the shortest prompt is left out.
     """
     target = shape.target
     head = HeadProposer(build_eagle3(target).to(torch.bfloat16))
     head.compiled = True
 
-    # Compile once for each prompt length, in the first of the two generations of `time_rounds`.
+    # `time_rounds` generates twice, and times only the second generation. So compiling, which
+    # happens in the first one, does not count.
     new_tokens = 8 if shape.small else 48
     for length in shape.prompts[1:] or shape.prompts:
         prompt = draw_prompt(target, length)
@@ -523,7 +563,11 @@ def draw_prompt(target: FrozenTarget, length: int) -> list[int]:
 def time_rounds(
     decoder: Decoder, prompt_ids: list[int], new_tokens: int, **options: Any
 ) -> dict[str, float]:
-    """Return the median times of a round, in ms, from the second of two generations."""
+    """Decode a prompt twice, and return the median times of a round in the second generation.
+
+    Returns:
+        Milliseconds of drafting (`draft_ms`) and of verifying (`verify_ms`).
+    """
     # The first generation warms up.
     for _ in range(2):
         rounds = decoder.generate(prompt_ids, max_new_tokens=new_tokens, **options).rounds
@@ -533,10 +577,12 @@ def time_rounds(
 
 
 def measure_generation(shape: Shape) -> Iterator[Piece]:
-    """Yield the tokens per second of the target's answers, for each batch size."""
+    """Yield the tokens per second at which the target generates answers, for two batch sizes."""
     target = shape.target
     with prepare_generation(target.model, torch.bfloat16) as model:
         for batch in (shape.batch, 8 * shape.batch):
+            # Generate 64 tokens after prompts of 32 tokens, at temperature 0.8. The values of the
+            # prompt's tokens do not change the time.
             prompts = [list(range(10, 42))] * batch
             options = {"max_new_tokens": 64, "end_ids": (), "seed": 0}
             run_generation = partial(generate_batch, model, prompts, [0.8] * batch, **options)
@@ -548,7 +594,12 @@ def measure_generation(shape: Shape) -> Iterator[Piece]:
 
 
 def train_pico(shape: Shape) -> Iterator[Piece]:
-    """Train a head for pico, decode with it losslessly in float32, and judge it by its gate."""
+    """Train a head for the small model pico, measure it in float32, and judge it by its gate.
+
+    Yields:
+        The seconds of training and of measuring; the verdict of the gate, the acceptance length and
+        the speedup.
+    """
     # Tiny sizes for a CPU, on which the numbers mean nothing.
     small_keys = [
         "train.max_steps=4",
@@ -578,9 +629,14 @@ def train_pico(shape: Shape) -> Iterator[Piece]:
 
 
 def run_command(verb: str, *arguments: str, failing: bool = False) -> float:
-    """Run a command of the package and return its seconds.
+    """Run a `specdistill` command in a child process, and return the seconds that it took.
 
-    If the command fails, this process ends with its exit code.
+    If the command fails, this process ends with the same exit code.
+
+    Args:
+        verb: the command, such as `train`.
+        *arguments: its arguments.
+        failing: whether a gate may fail without ending this process.
     """
     start = time.monotonic()
     run_specdistill(verb, *arguments, failing=failing)
@@ -588,9 +644,12 @@ def run_command(verb: str, *arguments: str, failing: bool = False) -> float:
 
 
 def measure_store(shape: Shape) -> Iterator[Piece]:
-    """Yield the speed of training on features of pico that are written once and then read."""
+    """Yield the speed and memory of training on stored features of pico's hidden states.
+
+    The features are written to disk once, and each training step reads them from there.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        # In hybrid mode the store is filled before the first step, and steps read from it.
+        # In hybrid mode, the features are written before the first step.
         keys = [
             f"train.output_dir={folder}/run",
             f"hidden_states.path={folder}/features",
@@ -603,7 +662,7 @@ def measure_store(shape: Shape) -> Iterator[Piece]:
         run_command("train", "recipe=pico/eagle3", *keys)
         history = (Path(folder) / "run/run/history.json").read_text(encoding="utf-8")
 
-    # The last logged speed is that of steps that read the store.
+    # Take the last logged speed, when all steps read from the store.
     log = json.loads(history)["log"]
     last = [entry for entry in log if "tokens_per_second" in entry][-1]
     yield {name: round(last[name], 2) for name in ("tokens_per_second", "peak_memory_gib")}

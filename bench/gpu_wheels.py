@@ -61,7 +61,11 @@ RESOURCE_EXIT_CODE = 3
 
 
 def main(arguments: list[str]) -> int:
-    """Run a command and return its exit code; 2 if the arguments are not those of a command."""
+    """Run the command that the arguments name, and return its exit code.
+
+    The commands are `download`, `download record` and `install FOLDER`. Other arguments print the
+    help, and the exit code is 2.
+    """
     try:
         match arguments:
             case ["download"]:
@@ -70,7 +74,8 @@ def main(arguments: list[str]) -> int:
                 return record()
             case ["install", folder]:
                 return install(Path(folder))
-    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:  # pip has said why
+    # pip has printed the reason already.
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         print(f"error: {' '.join(str(error).split())[:300]}", file=sys.stderr)
         return RESOURCE_EXIT_CODE
     print(__doc__)
@@ -78,9 +83,10 @@ def main(arguments: list[str]) -> int:
 
 
 def read_list() -> dict[str, dict[str, int]]:
-    """Return the sizes of the wheels in bytes, by group and by name.
+    """Read bench/gpu_wheels.json: the sizes of the wheels in bytes, by group and by file name.
 
-    The groups are `carried`, wheels that travel, and `machine`, those that the machine must have.
+    There are two groups. The wheels in `carried` are copied to the GPU machine. Those in `machine`
+    are too large to copy, so the machine must already have their packages.
     """
     sizes: dict[str, dict[str, int]] = json.loads(LIST.read_text(encoding="utf-8"))
     return sizes
@@ -90,8 +96,9 @@ def read_list() -> dict[str, dict[str, int]]:
 
 
 def download() -> int:
-    """Fill wheels/ with the wheels of the list, print what travels, and return the exit code."""
-    # Download exactly the listed versions: a wheel's name begins with `project-version-`.
+    """Download the listed wheels into wheels/, print their size, and return the exit code."""
+    # Download exactly the listed versions: the name of a wheel begins with `project-version-`, and
+    # pip expects `project==version`.
     carried = read_list()["carried"]
     shutil.rmtree(WHEELS, ignore_errors=True)
     fetch(["==".join(wheel.split("-")[:2]) for wheel in carried], WHEELS)
@@ -99,19 +106,24 @@ def download() -> int:
 
 
 def report_size() -> int:
-    """Print the size of the checkout with its wheels.
+    """Print the total size of the checkout and its wheels, which are copied to the GPU machine.
 
     Returns:
-        The exit code: RESOURCE_EXIT_CODE if they are too large together, or if a wheel is wrong.
+        The exit code: RESOURCE_EXIT_CODE if the total exceeds LIMIT_BYTES, or if a wheel is missing
+        or damaged; else 0.
     """
-    # The wheels must be the listed ones.
+    # Each listed wheel must be there, in its listed size.
     damaged = find_damaged_wheels()
     if damaged:
-        print(f"error: wheels that differ from {LIST.name}: {', '.join(damaged)}", file=sys.stderr)
+        print(
+            f"error: these wheels are missing, or not of the size in {LIST.name}:"
+            f" {', '.join(damaged)}",
+            file=sys.stderr,
+        )
         print("Run `make gpu-wheels ARGS=record` to renew the list.", file=sys.stderr)
         return RESOURCE_EXIT_CODE
 
-    # Print the size of everything that travels.
+    # Print the size of everything that is copied.
     wheels = read_list()["carried"].values()
     tracked = measure_checkout()
     total = tracked + sum(wheels)
@@ -124,7 +136,7 @@ def report_size() -> int:
 
 
 def measure_checkout() -> int:
-    """Return the size in bytes of all tracked files."""
+    """Return the total size in bytes of all files that git tracks."""
     command = ["git", "ls-files", "-z"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     return sum((ROOT / name).lstat().st_size for name in listed.split("\0") if name)
@@ -136,9 +148,9 @@ def format_size(size: int) -> str:
 
 
 def record() -> int:
-    """Write the list of wheels, fill wheels/ with them, and return the exit code.
+    """Write bench/gpu_wheels.json anew, download its wheels, and return the exit code.
 
-    The list holds what pyproject.toml requires, and what that requires in turn.
+    The list holds the packages that pyproject.toml requires, and the packages that they require.
     """
     # Download everything but torch once, to learn the names and sizes of the wheels.
     names = sorted(name for name in find_closure() if name != "torch")
@@ -146,7 +158,7 @@ def record() -> int:
         fetch([*names, "--constraint", str(CONSTRAINTS)], Path(folder))
         sizes = {path.name: path.stat().st_size for path in sorted(Path(folder).iterdir())}
 
-    # Large packages stay at home: the machine must have them.
+    # Large packages are not copied: the machine must have them.
     large = {wheel: size for wheel, size in sizes.items() if project_name(wheel) in LARGE_PACKAGES}
     carried = {wheel: size for wheel, size in sizes.items() if wheel not in large}
     LIST.write_text(
@@ -156,8 +168,13 @@ def record() -> int:
 
 
 def fetch(requirements: list[str], folder: Path) -> None:
-    """Download wheels for the Python of the GPU machine, which may differ from this one."""
-    # pip takes each platform literally, not as the lowest version.
+    """Download the wheels of some requirements into a folder, with pip.
+
+    They are wheels for the Python and the platform of the GPU machine, which may differ from those
+    of this machine.
+    """
+    # pip accepts only the exact platforms that are listed, so older versions of glibc are listed
+    # too.
     platforms = [f"--platform={name}" for name in PLATFORMS]
     target = [
         f"--python-version={PYTHON}",
@@ -173,7 +190,10 @@ def fetch(requirements: list[str], folder: Path) -> None:
 
 
 def read_requirements() -> list[str]:
-    """Return the requirements of the package, and that of pytest."""
+    """Return the requirements of this project in pyproject.toml, and its requirement of pytest.
+
+    They are strings such as `torch>=2.6`.
+    """
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     project = tomllib.loads(text)["project"]
     development = project["optional-dependencies"]["dev"]
@@ -182,7 +202,11 @@ def read_requirements() -> list[str]:
 
 
 def find_closure() -> dict[str, str | None]:
-    """Return the installed version of each required package; None if it is not installed."""
+    """Return all packages that are required, directly or by another package.
+
+    Returns:
+        The installed version of each package, by name; None if it is not installed.
+    """
     return {name: installed_version for name, _, installed_version in walk_requirements()}
 
 
@@ -190,7 +214,7 @@ def find_unmet() -> dict[str, str]:
     """Return the requirements that this Python does not meet.
 
     Returns:
-        By name, what is required and what is installed.
+        For each such package, by name, a text such as `peft>=0.15 (0.13.2 is installed)`.
     """
     unmet = {}
     for name, requirement, installed_version in walk_requirements():
@@ -203,22 +227,25 @@ def find_unmet() -> dict[str, str]:
 
 
 def walk_requirements() -> Iterator[tuple[str, "Requirement", str | None]]:
-    """Yield all requirements, those of the required packages included.
+    """Yield all requirements of this project, and the requirements of the packages it requires.
 
-    The requirements of the packages in LARGE_PACKAGES are left out: the machine must meet them
-    itself.
+    The packages in LARGE_PACKAGES are yielded, but not what they require in turn: the machine has
+    them, and with them their requirements.
 
     Yields:
-        Name, requirement and installed version, which is None if the package is not installed.
+        The name of a package, the requirement, and the installed version; None if the package is
+        not installed.
     """
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
-    # Walk from requirement to requirement, beginning with those of pyproject.toml.
+    # Walk from requirement to requirement, beginning with those of pyproject.toml. Each pending
+    # entry has the extras for which it may be needed; "" stands for no extra.
     pending = [(Requirement(text), ("",)) for text in read_requirements()]
     visited = set()
     while pending:
-        # Skip a requirement that is for another system or for an extra that nobody asked for.
+        # Skip a requirement that is for another system, or for an extra that nobody asked for, or
+        # that was met before.
         requirement, extras = pending.pop()
         marker = requirement.marker
         is_needed = marker is None or any(
@@ -246,17 +273,18 @@ def walk_requirements() -> Iterator[tuple[str, "Requirement", str | None]]:
 
 
 def install(folder: Path) -> int:
-    """Install wheels/ into a folder if packages are missing.
+    """Install the wheels in wheels/ into a folder, if this Python lacks required packages.
 
     Returns:
-        The exit code: RESOURCE_EXIT_CODE if packages are still missing; they are printed.
+        The exit code: 0, or RESOURCE_EXIT_CODE if packages are still missing afterwards. They are
+        printed.
     """
-    # Packages of an earlier installation count as installed.
+    # Packages that an earlier call has installed into the folder count as installed.
     sys.path.insert(0, str(folder))
     if has_packaging() and not find_unmet():
         return 0
 
-    # Install the wheels if all of them are here and are for this Python.
+    # Install the wheels if all of them are here and this Python is the version that they are for.
     damaged = find_damaged_wheels()
     if not damaged and f"{sys.version_info.major}.{sys.version_info.minor}" == PYTHON:
         shutil.rmtree(folder, ignore_errors=True)
@@ -277,7 +305,7 @@ def has_packaging() -> bool:
 
 
 def find_damaged_wheels() -> list[str]:
-    """Return the wheels of the list that wheels/ lacks or holds in another size."""
+    """Return the names of listed wheels that are missing in wheels/ or have another size there."""
     damaged = []
     for name, size in read_list()["carried"].items():
         path = WHEELS / name
@@ -287,9 +315,10 @@ def find_damaged_wheels() -> list[str]:
 
 
 def install_wheels(folder: Path) -> None:
-    """Install every wheel of the list.
+    """Install every listed wheel from wheels/ into a folder, with pip and without a network.
 
-    pip does not compile, does not look for dependencies, and uses no index.
+    Dependencies are not resolved, because the list holds all of them. Nothing is compiled to
+    bytecode, which saves time.
     """
     wheels = [str(WHEELS / name) for name in read_list()["carried"]]
     options = [
@@ -306,13 +335,18 @@ def install_wheels(folder: Path) -> None:
 
 
 def print_refusal(unmet: dict[str, str], damaged: list[str]) -> None:
-    """Print the missing packages, the wheels that bring them, and what to do."""
-    # For each missing package, name the wheel that brings it.
+    """Print which packages are missing, the wheels that contain them, and what to do.
+
+    Args:
+        unmet: by package, what is required and what is installed.
+        damaged: names of wheels that are missing in wheels/ or have another size there.
+    """
+    # A line for each missing package, with the wheel that contains it.
     wheels = {}
     for group in read_list().values():
         wheels.update({project_name(wheel): wheel for wheel in group})
     lines = [
-        f"error: this Python {platform.python_version()} lacks {len(unmet)} packages that make gpu"
+        f"error: Python {platform.python_version()} lacks {len(unmet)} packages that `make gpu`"
         " needs:"
     ]
     for name, text in sorted(unmet.items()):
@@ -320,21 +354,21 @@ def print_refusal(unmet: dict[str, str], damaged: list[str]) -> None:
         note = ", too large to carry: the machine must have it" if name in LARGE_PACKAGES else ""
         lines.append(f"  {text}: {wheel}{note}")
 
-    # Then say what is wrong with wheels/, and what to do.
+    # Then name the wheels that cannot be used, and say what to do.
     if WHEELS.is_dir() and damaged:
-        lines.append(f"Missing in wheels/, or of another size: {', '.join(damaged)}.")
+        lines.append(f"Missing in wheels/, or not of the listed size: {', '.join(damaged)}.")
     lines.append(
         f"The wheels are for Python {PYTHON} on Linux, x86-64; {LIST.name} lists all of them."
     )
     lines.append(
-        "Run `make gpu-wheels` where there is a network, and bring wheels/ along with this"
-        " checkout."
+        "Run `make gpu-wheels` on a machine with a network, and copy this checkout with its wheels/"
+        " from there."
     )
     print("\n".join(lines), file=sys.stderr)
 
 
 def project_name(wheel: str) -> str:
-    """Return the normalized name of the project of a wheel."""
+    """Return the package name of a wheel's file name, in lower case and with hyphens."""
     return wheel.partition("-")[0].replace("_", "-").lower()
 
 

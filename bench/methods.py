@@ -22,13 +22,14 @@ FOLDER = Path("runs/methods")
 
 
 def main() -> int:
-    """Train all methods, compare them, and write the table."""
+    """Train a draft for pico with each method, compare the drafts, and write the table."""
     # Train each method, unless its draft exists.
     recipes = find_pico_recipes()
     for method, recipe in recipes.items():
         train(FOLDER / method, f"recipe={recipe}")
 
-    # Compare all drafts and n-gram lookup in one run, so that they meet the same machine.
+    # Compare all drafts and n-gram lookup in one run, so that all are measured on the same machine
+    # at the same time.
     drafts = [str(FOLDER / method / "draft") for method in recipes]
     drafts.append("ngram")
     run_specdistill(

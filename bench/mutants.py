@@ -99,7 +99,10 @@ class FirstFailure:
     name: str | None = None
 
     def pytest_runtest_logreport(self, report: pytest.TestReport | pytest.CollectReport) -> None:
-        """Keep the name of the first test, or module, that failed. pytest calls this hook."""
+        """Keep the name of the first test that failed, or of a module that cannot be collected.
+
+        pytest calls this method for each report.
+        """
         if report.failed:
             self.name = self.name or report.nodeid
 
@@ -107,13 +110,16 @@ class FirstFailure:
 
 
 def read_mutants(path: Path) -> list[Mutant]:
-    """Read the list of mutations."""
+    """Read the list of mutations from a JSON file."""
     return [Mutant(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))]
 
 
 @contextmanager
 def copy_tree(tree: Path) -> Iterator[Path]:
-    """Yield a copy of the files that git tracks or would add, for the tests to read and change."""
+    """Yield a temporary folder with a copy of a checkout, which tests may change.
+
+    It has the files that git tracks, and new ones that git does not ignore.
+    """
     # List tracked files, and new ones that git does not ignore.
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=True)
@@ -126,7 +132,9 @@ def copy_tree(tree: Path) -> Iterator[Path]:
 
 
 def find_first_failure(folder: Path, tests: Sequence[str]) -> str | None:
-    """Run the quick tests of some modules in this process, which is of no use afterwards.
+    """Run the quick tests of some modules in this process, and return the first that fails.
+
+    The process must end afterwards: its imports and settings are those of the mutated copy.
 
     Args:
         folder: the copy of the tree.
@@ -143,19 +151,19 @@ def find_first_failure(folder: Path, tests: Sequence[str]) -> str | None:
     # Make the tests import the mutated copy.
     os.chdir(folder)
     os.environ["PYTHONPATH"] = str(folder)
-    # Cached rows are found by their input, not by the code that made them. So those of another
-    # mutation would be found, too.
+    # `datasets` looks up cached rows by their input, not by the code that made them. With a shared
+    # cache, a test would get rows that the code of another mutation has made.
     datasets.config.HF_DATASETS_CACHE = Path(tempfile.mkdtemp(dir=os.environ["HF_HOME"]))
     sys.path.insert(0, str(folder))
     failure = FirstFailure()
     log = StringIO()
-    # One of the loaded libraries brings a pytest plugin, hence the filter. The time limit is there
-    # because a mutation may loop for ever.
+    # The filter is for a pytest plugin that is imported already, as part of one of the libraries.
+    # The time limit is needed because a mutation may loop for ever.
     options = ["-W", "ignore::pytest.PytestAssertRewriteWarning", "-p", "no:cacheprovider"]
     options += ["-n0", "-x", "-m", "not long", f"--timeout={TEST_TIMEOUT_S}"]
 
-    # A test failed exactly if pytest says so. Anything else, such as no tests found, is an error of
-    # this list.
+    # pytest must either pass, or name a failed test. Any other outcome, such as no tests found, is
+    # an error in the list of mutations.
     with redirect_stdout(log):
         code = pytest.main([*options, *tests], plugins=[failure])
     assert (code == pytest.ExitCode.OK) == (failure.name is None), log.getvalue()[-3000:]
@@ -176,12 +184,15 @@ def run_tests_on_mutant(tree: Path, mutant: Mutant) -> str | None:
 
 
 def run_mutants(tree: Path, mutants: Sequence[Mutant], num_workers: int) -> Iterator[Outcome]:
-    """Yield outcomes in the order in which they end.
+    """Test each mutation in a child process, and yield the outcomes in the order of their end.
 
-    Each mutation runs in a process of its own, which may start others.
+    Args:
+        tree: the checkout.
+        mutants: the mutations.
+        num_workers: the most child processes at a time.
     """
-    # Children are forked, so that they have the loaded libraries. Each sends its outcome over a
-    # pipe.
+    # Children are forked, so that they need not import the libraries again. Each child sends the
+    # name of the first failed test over a pipe.
     waiting = list(mutants)
     running = dict[Connection, tuple[BaseProcess, Mutant, float]]()
     context = multiprocessing.get_context("fork")
@@ -195,7 +206,7 @@ def run_mutants(tree: Path, mutants: Sequence[Mutant], num_workers: int) -> Iter
             process.start()
             sender.close()
 
-        # Collect those that have ended.
+        # Wait until a child has sent its result or died, and collect the result.
         for receiver in cast(list[Connection], wait([*running])):
             process, mutant, start = running.pop(receiver)
             try:
@@ -207,15 +218,21 @@ def run_mutants(tree: Path, mutants: Sequence[Mutant], num_workers: int) -> Iter
 
 
 def _send(sender: Connection, tree: Path, mutant: Mutant) -> None:
-    """Run the tests in the child process, and send the name of the first failure."""
+    """Run the tests of a mutation, and send the name of the first failed test to the parent.
+
+    This function runs in the child process. It sends None if all tests pass.
+    """
     sender.send(run_tests_on_mutant(tree, mutant))
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Test the mutations, print each outcome and the survivors; return 1 if there are any.
+    """Test the mutations, and print each outcome and the mutations that no test noticed.
 
     Args:
-        arguments: the IDs of the mutations; empty for all.
+        arguments: the IDs of the mutations to test; empty for all.
+
+    Returns:
+        The exit code: 1 if there is a mutation that no test noticed, else 0.
     """
     # Select the mutations.
     names = set(arguments)
@@ -236,7 +253,7 @@ def main(arguments: Sequence[str]) -> int:
             if not outcome.caught_by:
                 survivors.append(outcome.mutant.id)
 
-    print(f"{len(survivors)} of {len(mutants)} mutations survive")
+    print(f"{len(survivors)} of {len(mutants)} mutations were not noticed by any test")
     for name in survivors:
         print(f"  {name}")
     return int(bool(survivors))

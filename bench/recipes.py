@@ -126,14 +126,20 @@ class Options(Section):
 
 
 def main(options: Options) -> ExitCode:
-    """Compute the needs of all published recipes, and compare them with the record or write it."""
-    # Compute the needs of every recipe whose header has such a line.
+    """Compute the memory, time and disk space that the published recipes need.
+
+    With `record=true` the results are written to the record, the recipes and docs/recipes.md.
+
+    Returns:
+        CHECK_FAILED if the results differ from the record and are not written, else DONE.
+    """
+    # Compute the needs of every recipe whose header has a line `# Computed: …`.
     needs_by_recipe = {}
     for name in list_published_recipes():
         needs_by_recipe[name] = compute_needs(name)
         print(name, json.dumps(needs_by_recipe[name]), flush=True)
 
-    # Compare with the record, or write record, table and headers.
+    # Compare with the record. If asked for, write the record, the table and the headers.
     is_recorded = RECORD.exists() and needs_by_recipe == load_record()
     if options.record:
         RECORD.write_text(json.dumps(needs_by_recipe, indent=1) + "\n", encoding="utf-8")
@@ -147,12 +153,12 @@ def main(options: Options) -> ExitCode:
 
 
 def load_record() -> dict[str, RecipeNeeds]:
-    """Return the recorded needs of each recipe."""
+    """Read bench/results/recipes.json: the needs of each recipe, by its name."""
     return cast("dict[str, RecipeNeeds]", json.loads(RECORD.read_text(encoding="utf-8")))
 
 
 def list_published_recipes() -> list[str]:
-    """Return the names of the recipes whose header has a line of computed numbers."""
+    """Return the names of the recipes whose header has a line `# Computed: …`."""
     names = []
     for path in sorted(RECIPES.glob("*/*.yaml")):
         if COMPUTED_LINE.search(path.read_text(encoding="utf-8")):
@@ -161,9 +167,9 @@ def list_published_recipes() -> list[str]:
 
 
 def read_settings(name: str) -> RecipeSettings:
-    """Return the settings of a recipe that its needs are computed from."""
-    # Load the recipe. If it leaves the target to its user, any name does, because the sizes come
-    # from its folder.
+    """Read the settings of a recipe from which its memory, time and disk space are computed."""
+    # Load the recipe. If the user has to choose the target, any name serves here, because the
+    # target's sizes are read from the config.json next to the recipe.
     text = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8")
     values = merge_values([f"recipe={name}"])
     model = values["target"]["model"]
@@ -177,7 +183,7 @@ def read_settings(name: str) -> RecipeSettings:
     memory = re.search(r"GPUs of (\d+) GB", text)
     assert memory, name
 
-    # Methods whose draft reads no hidden states have no such section.
+    # Methods whose draft reads no hidden states have no section `hidden_states`.
     stored = getattr(recipe, "hidden_states", None)
     return {
         "method": recipe.method,
@@ -199,12 +205,12 @@ def read_settings(name: str) -> RecipeSettings:
 
 
 def compute_needs(name: str) -> RecipeNeeds:
-    """Return the settings of a recipe and what its training needs."""
+    """Compute the memory, time and disk space that the training of a recipe needs."""
     settings = read_settings(name)
     target, draft = plan_recipe(name, settings)
     num_processes = settings["num_processes"]
 
-    # Estimate what one process needs for its micro-batch.
+    # Estimate the memory of one process, and its tokens per second.
     memory, rate = estimate_training_needs(
         settings["method"],
         draft,
@@ -219,7 +225,8 @@ def compute_needs(name: str) -> RecipeNeeds:
     if settings["is_stored"]:
         memory["target"] -= count_layer_bytes(target)
 
-    # Divide among the processes of the launch.
+    # Divide the target and the draft among the processes of the launch. The tokens of a step are
+    # those of all processes.
     is_sharded = settings["shard"] == "layers"
     launch = describe_launch(
         target, memory, settings["launch"], num_processes, is_sharded=is_sharded
@@ -241,7 +248,10 @@ def compute_needs(name: str) -> RecipeNeeds:
 
 
 def plan_recipe(name: str, settings: RecipeSettings) -> tuple[ModelConfigInfo, PlannedDraft]:
-    """Return a recipe's target and its draft, from the configs that lie next to the recipe."""
+    """Return the target and the draft of a recipe, with their sizes.
+
+    They are read from config.json files in the recipe's folder, so nothing is downloaded.
+    """
     folder = (RECIPES / name).parent
     target = replace(read_model_config(str(folder), key="target.model"), name=settings["target"])
     draft_config = None
@@ -254,7 +264,7 @@ def plan_recipe(name: str, settings: RecipeSettings) -> tuple[ModelConfigInfo, P
 def count_disk_bytes(
     settings: RecipeSettings, target: ModelConfigInfo, draft: PlannedDraft
 ) -> float:
-    """Return the bytes of checkpoints, prepared rows and stored hidden states."""
+    """Return the bytes of disk that training takes: checkpoints, rows and stored hidden states."""
     bytes_per_token = PREPARED_BYTES
     if settings["is_stored"]:
         # Hidden states are stored in two bytes per number.
@@ -270,7 +280,10 @@ def find_device(gpu_gb: int) -> Device:
 
 
 def count_layer_bytes(target: ModelConfigInfo) -> int:
-    """Return the bytes of the target's layers, which no step reads if their outputs are stored."""
+    """Return the bytes of the target's transformer layers, without embeddings and LM head.
+
+    Training on stored hidden states does not need these layers.
+    """
     # Weights of the transformer layers have `.layers.` in their names.
     sizes = [
         parameter.numel()
@@ -281,7 +294,7 @@ def count_layer_bytes(target: ModelConfigInfo) -> int:
 
 
 def format_header_line(needs: RecipeNeeds) -> str:
-    """Return the line of computed numbers in a recipe's header."""
+    """Return the line `# Computed: …` of a recipe's header."""
     tokens = needs["tokens_a_step"] * needs["of"]["max_steps"]
 
     # Rows that are not packed may be shorter than max_length, so tokens and hours are upper bounds.
@@ -294,18 +307,19 @@ def format_header_line(needs: RecipeNeeds) -> str:
 
 
 def format_needs_table(needs_by_recipe: dict[str, RecipeNeeds]) -> str:
-    """Return the table of docs/recipes.md."""
+    """Return the table of docs/recipes.md, with a row for each recipe."""
     return format_table(HEAD, [_format_row(name, needs) for name, needs in needs_by_recipe.items()])
 
 
 def _format_row(name: str, needs: RecipeNeeds) -> tuple[str, ...]:
-    """Return the cells of a recipe, in the order of HEAD."""
+    """Return the cells of a recipe's row, in the order of the columns HEAD."""
     settings = needs["of"]
 
+    # Rows that are not packed may be shorter than max_length, so their numbers are upper bounds.
     at_most = "" if settings["is_packed"] else "≤ "
     gpus = f"{settings['num_processes']} GPUs of {settings['gpu_gb']} GB"
     shard = " `target.shard=layers`" if settings["shard"] == "layers" else ""
-    # A target that the user of the recipe chooses has no name. Its size is in the recipe's.
+    # If the user chooses the target, show the recipe's folder, which is named after such targets.
     target = f"`{settings['target']}`"
     if settings["target"] == REQUIRED_MARK:
         target = f"{name.partition('/')[0]} in bfloat16"

@@ -75,7 +75,10 @@ class TimedDecoder(Decoder):
                 setattr(owner, part, self._wrap_timed(part, getattr(owner, part)))
 
     def _wrap_timed(self, part: str, work: Callable[P, R]) -> Callable[P, R]:
-        """Return a function that does the same, and records its seconds as those of a part."""
+        """Return a function that calls `work`, and records how long that takes.
+
+        The seconds are added to `spent`, under the name of the part.
+        """
 
         def run_timed(*arguments: P.args, **options: P.kwargs) -> R:
             start = read_clock(self.target.device)
@@ -86,7 +89,7 @@ class TimedDecoder(Decoder):
         return run_timed
 
     def _get_reader(self, *arguments: Any) -> Any:
-        """Return the target's reader, with its reads timed."""
+        """Return the object that runs the target's passes, with its method `read` timed."""
         reader = super()._get_reader(*arguments)
         return SimpleNamespace(
             begin=reader.begin, read=self._wrap_timed("read", reader.read), keep=reader.keep
@@ -96,7 +99,7 @@ class TimedDecoder(Decoder):
         """Run a round, and record the seconds of its parts and of the remaining work."""
         self.spent = {}
 
-        # What is not in a timed part is the rest of the round.
+        # The rest of a round is its time minus the time of its timed parts.
         start = read_clock(self.target.device)
         result = super()._run_round(*arguments)
         round_seconds = read_clock(self.target.device) - start
@@ -106,7 +109,7 @@ class TimedDecoder(Decoder):
 
 
 def main(options: Options) -> ExitCode:
-    """Time the rounds of all decoders, and write the tables."""
+    """Time decoding rounds with a draft, without one and compiled; write docs/decoding.md."""
     # Load pico, its head, and prompts of its suite.
     target = FrozenTarget.load("pico")
     proposer = load_proposer("eagle3", options.draft, target)
@@ -134,12 +137,13 @@ def main(options: Options) -> ExitCode:
                 decoder.generate(
                     prompt.token_ids, max_new_tokens=NEW_TOKENS, num_speculative_tokens=k
                 )
-        # The first pass warms up: its rounds do not count.
+        # The first pass over the prompts warms up, so its rounds do not count.
         if repeat == 0:
             for decoder in decoders.values():
                 decoder.rounds.clear()
 
-    # Write both tables. Longer prompts are made from the tokens of the short ones.
+    # Write a table of the parts with each decoder, and a table by the length of the prompt. The
+    # long prompts of the second table are made from the tokens of the short ones.
     parts_table = format_parts_table({name: decoder.rounds for name, decoder in decoders.items()})
     token_ids = chain.from_iterable(prompt.token_ids for prompt in prompts)
     length_table = format_length_table(drafted, list(token_ids))
@@ -150,7 +154,7 @@ def main(options: Options) -> ExitCode:
 
 
 def format_caption(target: FrozenTarget) -> str:
-    """Return a sentence that says what was measured."""
+    """Return a sentence that says what was measured, on which machine, with which versions."""
     machine = describe_hardware(target.device)
     versions = list_software()
     return (
@@ -161,16 +165,22 @@ def format_caption(target: FrozenTarget) -> str:
 
 
 def compute_median_ms(rounds: Rounds, part: str) -> float:
-    """Return the median time of a part, in milliseconds."""
+    """Return the median time of a part over all rounds, in milliseconds.
+
+    The part counts as 0 in rounds that did not run it.
+    """
     return 1000 * statistics.median(entry.get(part, 0.0) for entry in rounds)
 
 
 def format_parts_table(by_decoder: dict[str, Rounds]) -> str:
-    """Return a table of the milliseconds of each part with each decoder.
+    """Return a table with the median milliseconds of each part of a round.
 
-    It also has the share of each part in the round of the first decoder.
+    It has a column for each decoder. For the first decoder it also has the share that each part
+    takes of the whole round.
+
+    Args:
+        by_decoder: the timed rounds of each decoder, by the name of its column.
     """
-    # A row for each part. The share is the part's time over the time of the whole round.
     first, *remaining_decoders = by_decoder
     round_ms = compute_median_ms(by_decoder[first], "round")
     rows = []
@@ -184,9 +194,14 @@ def format_parts_table(by_decoder: dict[str, Rounds]) -> str:
 
 
 def format_length_table(decoder: TimedDecoder, token_ids: list[int]) -> str:
-    """Return a table of the milliseconds of each part of a round with the draft, by length.
+    """Decode prompts of each length in LENGTHS, and return a table of the times of a round.
 
-    The length is the number of tokens before the first round.
+    It has a row for each length in tokens, and a column with the median milliseconds of each part
+    of a round.
+
+    Args:
+        decoder: the decoder with the draft.
+        token_ids: the tokens that the prompts are made of.
     """
     # pico can read more than its context, because rotary angles exist for every position.
     decoder.target.config.max_position_embeddings = 2 * max(LENGTHS)

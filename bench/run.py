@@ -45,7 +45,14 @@ Results = dict[str, Any]  # the content of the JSON: the machine, and the number
 def measure_median_seconds(
     target: FrozenTarget, work: Callable[[], object], repeats: int = 5
 ) -> float:
-    """Return the median wall time of some work on the target's device, after one untimed call."""
+    """Return the median seconds that a function takes, after one call that is not timed.
+
+    Args:
+        target: the target, on whose device the function works.
+        work: the function.
+        repeats: the number of timed calls.
+    """
+    # The first call loads kernels and allocates memory.
     work()
     times = []
     for _ in range(repeats):
@@ -56,9 +63,10 @@ def measure_median_seconds(
 
 
 def measure_decoding(target: FrozenTarget, new_tokens: int = 96) -> dict[str, float]:
-    """Measure plain decoding, transformers' greedy `generate()`, and a round of an EAGLE-3 chain.
+    """Measure plain decoding, transformers' greedy `generate()`, and decoding with an EAGLE-3 head.
 
-    The head is untrained, and K is 4.
+    The head is untrained and drafts K = 4 tokens per round. The time of a round does not depend on
+    how many of them are accepted.
 
     Returns:
         Tokens per second of plain decoding and of `generate()`; `step_ms`, the milliseconds of a
@@ -97,10 +105,16 @@ def measure_decoding(target: FrozenTarget, new_tokens: int = 96) -> dict[str, fl
 
 
 def draw_rows(target: FrozenTarget, rows: int, length: int) -> Dataset:
-    """Return rows of random tokens, each row one document whose tokens all have a loss."""
+    """Return training rows of random tokens; each row is one document with a loss on every token.
+
+    Args:
+        target: the target, whose vocabulary the tokens are from.
+        rows: the number of rows.
+        length: the tokens of each row.
+    """
     generator = torch.Generator().manual_seed(0)
 
-    # Ids below 4 are left out: they are special tokens of pico.
+    # Ids below 4 are left out, because they are special tokens of the model pico.
     ids = torch.randint(4, target.vocab_size, (rows, length), generator=generator)
     columns = {
         "input_ids": ids.tolist(),
@@ -114,10 +128,15 @@ def draw_rows(target: FrozenTarget, rows: int, length: int) -> Dataset:
 def measure_training_step(
     target: FrozenTarget, rows: int = 16, length: int = 256
 ) -> dict[str, float]:
-    """Time optimizer steps of the pico recipe's shape.
+    """Time training steps of an EAGLE-3 head, with the sizes of the recipe for pico.
+
+    Args:
+        target: the target.
+        rows: rows of a step.
+        length: tokens of a row.
 
     Returns:
-        The seconds of a step, and the tokens per second that pass through target and draft.
+        The seconds of a step, and the tokens per second that are trained on.
     """
     with tempfile.TemporaryDirectory() as folder:
         # A few steps with the settings of the recipe, without logging and checkpoints.
@@ -143,8 +162,8 @@ def measure_training_step(
             objective, target, arguments, data, data, save=save_eagle3, optimizer=optimizer
         )
 
-        # The first training warms up. `measure_median_seconds` calls it twice more, and times the
-        # last one.
+        # This first training of six steps warms up. `measure_median_seconds` trains twice more,
+        # and times the last training.
         trainer.train()
         seconds = measure_median_seconds(target, trainer.train, repeats=1) / 6
     return {"step_seconds": seconds, "tokens_per_second": rows * length / seconds}
@@ -153,7 +172,16 @@ def measure_training_step(
 def measure_regeneration(
     target: FrozenTarget, rows: int = 256, new_tokens: int = 96
 ) -> dict[str, float]:
-    """Return the tokens per second that the target generates, in the batches of regeneration."""
+    """Measure how fast the target generates training data, in batches of many rows.
+
+    Args:
+        target: the target.
+        rows: prompts of a batch.
+        new_tokens: tokens generated for each prompt.
+
+    Returns:
+        The generated tokens per second, over all rows.
+    """
     # All prompts have 32 tokens. Which tokens they are does not change the time.
     prompts = [list(range(10, 42))] * rows
     with prepare_generation(target.model, choose_fast_dtype(target.device)) as model:  # type: ignore[arg-type]
@@ -168,7 +196,7 @@ def measure_regeneration(
 
 
 def main() -> None:
-    """Measure everything, and write the results and their page."""
+    """Measure decoding, training and regeneration with pico, and write docs/performance.md."""
     # Run all measurements on the same target.
     target = FrozenTarget.load("pico")
     ignore_stop_tokens(target)  # So that all decoders generate equally many tokens.
@@ -195,13 +223,13 @@ def main() -> None:
 
 
 def format_page(results: Results) -> str:
-    """Return the results as text for people."""
+    """Return the results as Markdown: a heading and a table with a row for each number."""
     table = format_table(("what", "measure", "value"), list_measures(results))
     return f"{format_heading(results)}\n\n{table}"
 
 
 def format_heading(results: Results) -> str:
-    """Return the heading of the results: the machine, its threads and the versions."""
+    """Return a Markdown heading with the machine, and a line with the date and the versions."""
     software = results["software"]
     versions = ", ".join(f"{name} {software[name]}" for name in ("torch", "transformers", "python"))
     hardware = results["hardware"]

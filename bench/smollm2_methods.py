@@ -110,7 +110,7 @@ class Options(Section):
 
 
 def main(options: Options) -> ExitCode:
-    """Train the drafts, measure them, and write the tables."""
+    """Train a draft with each method, measure all of them, and write the tables."""
     # Load the recipes, which must train on the same rows.
     keys = {name: build_keys(name, options) for name in options.recipes}
     recipes: Recipes = {name: load_recipe(Recipe, keys[name]) for name in options.recipes}
@@ -126,7 +126,7 @@ def main(options: Options) -> ExitCode:
         dict.fromkeys(options.longer, options.longer_steps), num_evaluations=4
     )
 
-    # Measure the drafts that had equal minutes, in each way.
+    # Measure the drafts that trained for equal minutes: greedily, sampled, and in batches.
     first, *_ = recipes.values()
     phase = {
         "target.model": first.target.model,
@@ -140,7 +140,8 @@ def main(options: Options) -> ExitCode:
     ways = SMALL_RUN_WAYS if options.small else list(MEASUREMENT_KEYS)
     by_minutes = measure(place / "minutes", minute_drafts, phase, ways)
 
-    # Write the tables: all ways in docs/methods.md, and chains of single requests in the README.
+    # Write the tables. docs/methods.md gets all results. The README gets only those of chains,
+    # for one request at a time.
     sections = [
         describe_measurement(by_minutes),
         format_methods_table(by_minutes),
@@ -158,7 +159,10 @@ def main(options: Options) -> ExitCode:
 
 
 def count_steps(name: str, minutes: float) -> int:
-    """Return the steps that a recipe takes in this many minutes, rounded to STEP_MULTIPLE."""
+    """Return how many training steps of a recipe take this many minutes of processor time.
+
+    The number is rounded to a multiple of STEP_MULTIPLE, and is at least that.
+    """
     multiples = round(minutes * 60 / SECONDS[name] / STEP_MULTIPLE)
     return max(1, multiples) * STEP_MULTIPLE
 
@@ -170,14 +174,14 @@ def train_recipes(
     num_steps_by_recipe: Mapping[str, int],
     num_evaluations: int = 1,
 ) -> list[str]:
-    """Train recipes for some numbers of steps, and return the folders of the drafts.
+    """Train some recipes, each for its number of steps, and return the folders of the drafts.
 
     Args:
-        place: the folder of all trainings.
-        recipes: the recipes, by name.
-        keys: the keys of each recipe.
-        num_steps_by_recipe: the training steps of each recipe to train.
-        num_evaluations: how often each draft is evaluated and saved.
+        place: the folder in which each training has a folder of its own.
+        recipes: all recipes, by name.
+        keys: arguments of `specdistill train` that give each recipe, by name.
+        num_steps_by_recipe: the recipes to train, each with its training steps.
+        num_evaluations: how often each draft is evaluated and saved during its training.
     """
     drafts = []
     for name, num_steps in num_steps_by_recipe.items():
@@ -189,12 +193,13 @@ def train_recipes(
 
 
 def build_keys(name: str, options: Options) -> list[str]:
-    """Return the keys of a recipe for this comparison.
+    """Return the arguments of `specdistill train` for a recipe, the same settings for each method.
 
-    Features are computed in every step, because filling a store would spare one method work that
-    the others do. A head is unrolled for as many steps as it drafts.
+    Hidden states are computed in every step. Reading them from disk would save work for the methods
+    that can, and make their minutes incomparable. A head is unrolled for K steps, because it drafts
+    K tokens per round.
     """
-    # Only sections that the recipe has can be changed.
+    # Set only keys that the recipe has: methods differ in their sections.
     recipe: Any = load_recipe(Recipe, [f"recipe=smollm2/{name}"])
     keys = [f"recipe=smollm2/{name}"]
     if "hidden_states" in recipe.model_fields_set:
@@ -202,23 +207,23 @@ def build_keys(name: str, options: Options) -> list[str]:
     if hasattr(recipe.draft, "ttt_steps"):
         keys.append(f"draft.ttt_steps={K}")
 
-    # Training simulates the acceptance length with this K.
+    # The acceptance length is simulated during training with this K.
     keys.append(f"eval.num_speculative_tokens={K}")
     if options.small:
         keys += build_small_keys(name)
 
-    # Keys on the command line come last, so that they replace the ones above.
+    # Keys on the command line come last, so that they take precedence over the ones above.
     keys += [argument for argument in sys.argv[1:] if not is_script_option(argument, Options)]
     return keys
 
 
 def check_same_data(recipes: Recipes) -> None:
-    """Check that all recipes are trained on the same rows.
+    """Check that all recipes have the same section `data`, so that they train on the same rows.
 
     Raises:
-        UserError: if they are not.
+        UserError: if a key of that section differs between two recipes.
     """
-    # Compare each recipe's section `data` with that of the first.
+    # Compare each recipe with the first.
     first, *remaining_names = recipes
     first_data = recipes[first].data.model_dump()
     for name in remaining_names:
@@ -233,16 +238,14 @@ def check_same_data(recipes: Recipes) -> None:
 
 
 def build_step_keys(recipe: Any, num_steps: int, num_evaluations: int) -> list[str]:
-    """Return the keys that train a recipe for this number of steps.
-
-    The share of warm-up is that of the recipe.
+    """Return recipe keys that set the number of training steps.
 
     Args:
         recipe: the recipe.
         num_steps: training steps.
         num_evaluations: how often the draft is evaluated and saved, at even distances.
     """
-    # Keep the recipe's share of warm-up steps.
+    # Warm-up takes the same share of all steps as in the recipe.
     warmup = max(1, round(num_steps * recipe.train["warmup_steps"] / recipe.train["max_steps"]))
     steps_between_evaluations = num_steps // num_evaluations
     return [
@@ -254,15 +257,24 @@ def build_step_keys(recipe: Any, num_steps: int, num_evaluations: int) -> list[s
 
 
 def measure(place: Path, drafts: Sequence[str], phase: Phase, ways: Sequence[str]) -> Measured:
-    """Measure drafts and lookups in one comparison for each way of measuring.
+    """Compare all drafts and lookups, once for each way of measuring.
 
-    Shapes and batches that a draft does not support are left out.
+    Trees and batches are left out for a draft that does not support them.
+
+    Args:
+        place: the folder in which each comparison has a folder of its own.
+        drafts: the folders of the drafts.
+        phase: the settings that all comparisons share.
+        ways: keys of MEASUREMENT_KEYS, such as `T = 0`.
+
+    Returns:
+        By way of measuring, the report of each draft and lookup.
     """
     reports_by_way = {}
     for way in ways:
         keys, shapes = MEASUREMENT_KEYS[way]
 
-        # List drafts and shapes that go together in this way of measuring. Lookups draft chains.
+        # List the combinations of drafts and shapes to measure. Lookups propose chains only.
         candidates = []
         for shape in shapes:
             needs_support = "batch_size" in keys or shape is TREE
@@ -282,7 +294,8 @@ def measure(place: Path, drafts: Sequence[str], phase: Phase, ways: Sequence[str
 
 
 def describe_measurement(measured: Measured) -> str:
-    """Return a sentence that says how the tables were measured."""
+    """Return a sentence that says on what and how the numbers in the tables were measured."""
+    # The sentence has the number of prompts and the threads, which it takes from the first report.
     reports_of_first_way, *_ = measured.values()
     report, *_ = reports_of_first_way.values()
     return format_caption(
@@ -293,9 +306,13 @@ def describe_measurement(measured: Measured) -> str:
 
 
 def format_methods_table(measured: Measured) -> str:
-    """Return a table of the candidates: what each accepts and how fast it is, in each way."""
-    # The columns: acceptance length for single requests, speedup for every way. Batches also have
-    # a speedup that is computed.
+    """Return a table with a line for each draft: its acceptance length and its speedup.
+
+    Args:
+        measured: by way of measuring, the report of each draft.
+    """
+    # The columns: acceptance length in the ways with one request at a time, and speedup in all
+    # ways. If batches were measured, a last column has a speedup that is computed.
     single_request_ways = [way for way in measured if way in SINGLE_REQUEST_WAYS]
     has_batches = single_request_ways != list(measured)
     head = ["drafts by", "steps"]
@@ -304,7 +321,8 @@ def format_methods_table(measured: Measured) -> str:
     if has_batches:
         head.append("speedup, T = 0, compute-bound (computed)")
 
-    # A line for each candidate, in the order of the first way. In other ways it may be missing.
+    # A line for each draft that was measured in the first way. Other ways may lack some drafts,
+    # whose cells then stay empty.
     lines = []
     for name, report in measured[single_request_ways[0]].items():
         rows: dict[str, ResultRow] = {}
@@ -324,49 +342,61 @@ def format_methods_table(measured: Measured) -> str:
 
 
 def compute_bound_speedup(row: ResultRow) -> float:
-    """Return the speedup if a pass costs in proportion to its tokens, and the draft nothing.
+    """Compute the speedup on a machine that is limited by arithmetic, as in large batches.
 
-    It is the number of tokens generated per token verified.
+    There the time of a target pass is proportional to its tokens. Drafting counts as free. So the
+    speedup is the number of generated tokens divided by the number of tokens in target passes. It
+    is below 1 if draft tokens are rejected.
     """
-    # Each round verifies its draft tokens and the target's own token.
+    # The target's pass of a round reads the draft tokens, and one token that precedes them.
     verified = row["num_rounds"] + row["num_draft_tokens"]
     return float(row["mean_acceptance_length"] * row["num_rounds"] / verified)
 
 
 def format_length(row: ResultRow) -> str:
-    """Return an acceptance length with its interval; an empty row has none."""
+    """Format the acceptance length of a row with its confidence interval, for a table.
+
+    An empty row gives the text for a missing number.
+    """
     interval = format_bracketed_interval(row, "mean_acceptance_length") if row else ""
     return f"{format_number(row.get('mean_acceptance_length'))}{interval}"
 
 
 def select_chains(reports: Reports) -> dict[str, Report]:
-    """Return the reports of the candidates that do not draft trees."""
+    """Return the reports of drafts and lookups that propose chains, not trees."""
     return {name: report for name, report in reports.items() if not report["settings"]["tree"]}
 
 
 def describe_candidate(report: Report) -> str:
-    """Return what a candidate drafts by, as tables show it."""
+    """Return the first cell of a draft's line in a table: its method, and whether it drafts trees.
+
+    For example, `eagle3`, a tree.
+    """
     tree = ", a tree" if report["settings"]["tree"] else ""
     return f"`{describe_method(report)}`{tree}"
 
 
 def load_history(draft: str) -> History:
-    """Return the training history of a draft."""
+    """Read the history of a draft's training, which must exist."""
     history = read_history(Path(draft), key="drafts")
     assert history, draft
     return history
 
 
 def format_simulated_table(drafts: Sequence[str]) -> str:
-    """Return a table of simulated acceptance lengths, greedy and sampled.
+    """Return a table of the acceptance lengths that were simulated during training.
 
-    It has a line for each evaluation of each training.
+    It has a line for each evaluation of each draft, with the greedy and the sampled length.
+
+    Args:
+        drafts: the folders of the drafts.
     """
     # A line for each evaluation in the training history of each draft.
     lines = []
     for draft in drafts:
         for entry in load_history(draft).log:
             if entry.get("step") and SIMULATED_METRICS[0] in entry:
+                # The folder of a run is named after the recipe and the steps: `eagle3-100/draft`.
                 recipe, _, _ = Path(draft).parent.name.rpartition("-")
                 lengths = [format_number(entry[name]) for name in SIMULATED_METRICS]
                 lines.append([f"`{recipe}`", f"{entry['step']}", *lengths])

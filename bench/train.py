@@ -105,7 +105,10 @@ class Options(Section):
 
 
 def main(options: Options) -> ExitCode:
-    """Measure the three parts, and write the results after each and the tables at the end."""
+    """Measure training steps: of an EAGLE-3 head, of a block drafter, and of the loss alone.
+
+    Then write the results, and their tables in docs/performance.md.
+    """
     results: dict[str, Measurement] = {}
 
     # Write the results after each part, so that a killed run keeps them.
@@ -130,7 +133,7 @@ def uses_bf16() -> bool:
 
 
 def measure_step(options: Options) -> Measurement:
-    """Measure the step of an EAGLE-3 head, in each layout of its tokens."""
+    """Measure a training step of an EAGLE-3 head, for each row length in the options."""
 
     def save(target: FrozenTarget, folder: Path) -> None:
         """Write a fresh head that reads the layers 0, 1 and 2 of the target."""
@@ -141,7 +144,7 @@ def measure_step(options: Options) -> Measurement:
 
 
 def measure_block(options: Options) -> Measurement:
-    """Measure the step of a DFlash drafter, in each layout of its tokens."""
+    """Measure a training step of a DFlash drafter, for each row length in the options."""
     trainer_settings = {name: getattr(options, name) for name in ("block_size", "num_anchors")}
 
     def save(target: FrozenTarget, folder: Path) -> None:
@@ -163,23 +166,26 @@ def measure_layouts(
     trainer_settings: Settings,
     save: Callable[[FrozenTarget, Path], None],
 ) -> dict[str, object]:
-    """Measure the trainers of a draft in each layout of a step's tokens.
+    """Compare our trainer of a draft with other trainers, for each row length in the options.
+
+    A layout is a number of rows and their length. All layouts have the same number of tokens.
 
     Args:
         options: the options.
-        suffix: the end of the names of these trainers in bench/trainers.py.
-        trainer_settings: settings of the trainers.
-        save: writes a draft for a target into a folder.
+        suffix: the suffix of these trainers' names in bench/trainers.py: `_block` for block
+            drafters, empty for heads.
+        trainer_settings: settings that all trainers share.
+        save: writes a fresh draft for a target into a folder.
 
     Returns:
-        The sizes, and the numbers of each layout.
+        The sizes, and in `layouts` the measured numbers for each layout.
     """
     shape = {name: getattr(options, name) for name in ("hidden_size", "vocab_size", "num_tokens")}
     layouts = []
     with tempfile.TemporaryDirectory() as folder:
         write_models(Path(folder), options, save)
 
-        # In each layout a step has the same number of tokens, in rows of another length.
+        # Run our trainer and the other trainers on each layout, in turns.
         for length in options.row_lengths:
             layout = {"rows": options.num_tokens // length, "length": length}
             shared = {"folder": folder, **layout, **trainer_settings, "bf16": uses_bf16()}
@@ -193,8 +199,11 @@ def measure_layouts(
 
 
 def measure_loss(options: Options) -> Measurement:
-    """Measure head and loss alone, in chunks and in their plain form."""
-    # Compare the two forms of the same loss: in chunks, and with all logits at once.
+    """Measure the LM head and the loss alone, without the layers of a draft.
+
+    Two forms of the same loss are compared: `ours` computes the logits in chunks, which saves
+    memory, and `plain` computes all logits at once.
+    """
     shape = {
         "rows": options.loss_rows // options.loss_steps,
         "num_steps": options.loss_steps,
@@ -213,12 +222,18 @@ def measure_loss(options: Options) -> Measurement:
 def write_models(
     folder: Path, options: Options, save: Callable[[FrozenTarget, Path], None]
 ) -> None:
-    """Write a target of five layers, and a draft for it.
+    """Write the models that all trainers load: a small target with random weights, and a draft.
 
-    The draft is in our layout in `draft`, and in that of speculators in `head`.
+    The target goes to the subfolder `target`. The draft is written twice: to `draft` in our format,
+    and to `head` in the format of speculators.
+
+    Args:
+        folder: the folder to write to.
+        options: the options, with the sizes.
+        save: writes a fresh draft for a target into a folder.
     """
-    # The initializer keeps the size of outputs independent of the hidden size, so that losses stay
-    # comparable.
+    # With this initializer_range, outputs are about equally large for every hidden size, so that
+    # losses stay comparable.
     config = LlamaConfig(
         hidden_size=options.hidden_size, intermediate_size=3 * options.hidden_size,
         num_hidden_layers=5,
@@ -235,10 +250,17 @@ def write_models(
 
 
 def run_interleaved(compared: Compared, rounds: int, threads: int) -> Steps:
-    """Run a first step of each trainer, and then one step per round, interleaved.
+    """Run the trainers in turns: in every round each trainer takes one training step.
+
+    Interleaving them lets a slow minute of the machine affect all trainers alike.
+
+    Args:
+        compared: the trainers, by the name under which they are compared.
+        rounds: the number of rounds after a first one, which warms up.
+        threads: threads of each trainer.
 
     Returns:
-        For each trainer, the numbers of its steps, those of the first step included.
+        For each trainer, the numbers of each of its steps, including the first.
     """
     with ExitStack() as stack:
         # Start one process for each trainer. Each waits for its turn.
@@ -248,8 +270,8 @@ def run_interleaved(compared: Compared, rounds: int, threads: int) -> Steps:
         }
         steps: Steps = {name: [] for name in processes}
 
-        # The order is reversed in every second round, so that no trainer always follows the same
-        # one.
+        # Reverse the order in every second round, so that no trainer always runs after the same
+        # other trainer.
         for number in range(1 + rounds):
             names = list(processes)
             if number % 2:
@@ -261,7 +283,15 @@ def run_interleaved(compared: Compared, rounds: int, threads: int) -> Steps:
 
 @contextmanager
 def start_trainer(name: str, settings: Settings, threads: int) -> Iterator[subprocess.Popen[str]]:
-    """Start a trainer of bench/trainers.py in the Python that has its library.
+    """Start a trainer of bench/trainers.py in a process of its own.
+
+    The trainers of speculators run in the Python environment of speculators, all others in this
+    one.
+
+    Args:
+        name: the name of the trainer.
+        settings: its settings.
+        threads: its threads.
 
     Yields:
         The process, which ends when its stdin is closed.
@@ -269,7 +299,7 @@ def start_trainer(name: str, settings: Settings, threads: int) -> Iterator[subpr
     Raises:
         UserError: if the trainer needs speculators, which is not set up.
     """
-    # speculators has an environment of its own, without this checkout on its path.
+    # Choose the Python. That of speculators does not see this checkout.
     python = Path(sys.executable)
     path = str(ROOT)
     if "speculators" in name:
@@ -279,10 +309,11 @@ def start_trainer(name: str, settings: Settings, threads: int) -> Iterator[subpr
             raise UserError(
                 "others",
                 got=f"speculators, which is not installed in {find_environment('speculators')}",
-                expected="[plain], or run `make engines` first",
+                text=f"others: speculators is not installed in {find_environment('speculators')}."
+                " Run `make engines` first, or pass others=[plain].",
             )
-    # OpenMP waits passively: a thread that spins while it waits would take time from the process
-    # whose turn it is.
+    # Let idle OpenMP threads sleep. By default they spin, and would slow down the trainer whose
+    # turn it is.
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": str(threads),
@@ -300,7 +331,11 @@ def start_trainer(name: str, settings: Settings, threads: int) -> Iterator[subpr
 
 
 def request_step(process: subprocess.Popen[str], name: str) -> dict[str, float]:
-    """Let a trainer take a step, and return its numbers.
+    """Let a trainer take one training step, and return its numbers, such as `seconds` and `loss`.
+
+    Args:
+        process: the trainer, which waits for lines on its stdin.
+        name: the name of the trainer, for errors.
 
     Raises:
         ResourceError: if the process has ended.
@@ -321,17 +356,24 @@ def request_step(process: subprocess.Popen[str], name: str) -> dict[str, float]:
 
 
 def summarize_steps(steps: Steps, num_tokens: int) -> dict[str, object]:
-    """Return the medians of each trainer over the rounds, and how ours compares with it.
+    """Summarize the steps of all trainers, and compare our trainer with each other one.
 
-    The ratios say how many times faster ours is, and which share of the other trainer's memory ours
-    takes. Memory is that of the first step, because later steps find memory that earlier ones have
-    not given back.
+    The peak memory is taken from the first step. Later steps reuse memory that the process has not
+    given back, so their peaks would be too small.
+
+    Args:
+        steps: the numbers of each step of each trainer, the first step included.
+        num_tokens: tokens of a step.
+
+    Returns:
+        `trainers`, with the medians of each trainer; `ratios`, with how many times faster ours is
+        (`speed` and its confidence interval) and the share of the other trainer's memory that ours
+        takes (`memory`).
     """
     trainers: dict[str, dict[str, float]] = {}
     ratios: dict[str, dict[str, object]] = {}
     for name, (first, *timed) in steps.items():
-        # The medians over the timed steps. The first step only warms up, and gives the peak of
-        # memory.
+        # Compute the medians over all steps but the first, which only warms up.
         medians = {}
         for part in ("seconds", "forward", "backward", "optimizer"):
             medians[part] = median(numbers[part] for numbers in timed)
@@ -342,7 +384,7 @@ def summarize_steps(steps: Steps, num_tokens: int) -> dict[str, object]:
             "loss": first["loss"],
         }
 
-        # Compare round by round: the speed with an interval over the rounds, and the memory.
+        # Compare ours with this trainer: the seconds of each round give the speed and its interval.
         if name != "ours":
             seconds = {}
             for side, side_steps in {"ours": steps["ours"], "other": steps[name]}.items():
@@ -357,7 +399,7 @@ def summarize_steps(steps: Steps, num_tokens: int) -> dict[str, object]:
 
 
 def format_page(results: Mapping[str, Measurement]) -> str:
-    """Return the results as tables."""
+    """Return the results as Markdown: a section with a table for each kind of measurement."""
     sections = []
     # One section for each kind of draft, with a row for each layout and trainer.
     for part, title in (("step", "An EAGLE-3 head's step"), ("block", "A DFlash drafter's step")):
@@ -393,7 +435,10 @@ def format_page(results: Mapping[str, Measurement]) -> str:
 
 
 def describe_setup(measurement: Measurement) -> str:
-    """Return what a step consists of, in words."""
+    """Return a phrase that says what a training step consists of.
+
+    It describes the blocks of a block drafter, or the unroll of a head.
+    """
     if "num_anchors" in measurement:
         return (
             f"{measurement['num_anchors']} blocks of {measurement['block_size']}; the draft has"
@@ -403,13 +448,18 @@ def describe_setup(measurement: Measurement) -> str:
 
 
 def list_step_rows(measurement: Measurement, layout: str) -> Iterator[tuple[str, ...]]:
-    """Yield a row of the table for each trainer."""
+    """Yield the table row of each trainer: its speed, times and memory, and ours relative to it.
+
+    Args:
+        measurement: the summary of the trainers' steps.
+        layout: the text of the first column, such as `4 × 512`.
+    """
     for name, numbers in measurement["trainers"].items():
         times = ", ".join(
             f"{1000 * numbers[part]:,.0f}" for part in ("forward", "backward", "optimizer")
         )
 
-        # Our own trainer is compared with nothing.
+        # Our own trainer has no ratio, so its two last cells stay empty.
         speed = ""
         memory = ""
         ratio = measurement["ratios"].get(name)
@@ -428,12 +478,17 @@ def list_step_rows(measurement: Measurement, layout: str) -> Iterator[tuple[str,
 
 
 def format_bounds(bounds: list[float] | None, spec: str) -> str:
-    """Return the ends of an interval in parentheses, or "" if there is none."""
+    """Format an interval as ` (1.20 to 1.35)`; return an empty text if there is none.
+
+    Args:
+        bounds: the lower and the upper end; None for no interval.
+        spec: the format of a number, such as `.2f`.
+    """
     return f" ({bounds[0]:{spec}} to {bounds[1]:{spec}})" if bounds else ""
 
 
 def describe_machine(measurement: Measurement) -> str:
-    """Return a sentence on the machine and its versions."""
+    """Return a sentence that names the CPU, its threads, the dtype and the version of torch."""
     dtype = "bfloat16" if measurement["bf16"] else "float32"
     return (
         f"{measurement['cpu']}, {measurement['threads']} threads, {dtype},"

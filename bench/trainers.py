@@ -65,14 +65,14 @@ class Trainer:
     optimizer: torch.optim.Optimizer | None
 
     def step(self) -> dict[str, float]:
-        """Take one step of training.
+        """Take one training step, and measure its time and memory.
 
         Returns:
-            `seconds` of the step, and of its parts `forward`, `backward` and `optimizer`;
-            `loss`; `peak`, the bytes that the step took at most, above those that the process held
-            before.
+            `seconds` of the step, and of its parts `forward`, `backward` and `optimizer`; its
+            `loss`; `peak`, the most bytes that the process held during the step, minus the bytes
+            that it held before.
         """
-        # Remember the memory before the step.
+        # Reset the peak of memory, and read the memory before the step.
         reset_peak()
         bytes_before = read_resident_bytes("VmRSS")
         losses = []
@@ -86,7 +86,7 @@ class Trainer:
             times[part] += now - last
             last = now
 
-        # Run the micro-batches. The mean of their losses is the loss of the step.
+        # Run the micro-batches. Each counts by its share, so the step's loss is their mean.
         for micro_batch in self.micro_batches:
             loss, compared_loss = micro_batch()
             add_time("forward")
@@ -111,16 +111,19 @@ class Trainer:
 
 
 def reset_peak() -> None:
-    """Set `VmHWM`, the peak of this process, to the memory that it has now."""
+    """Reset the recorded peak of this process's memory (`VmHWM`) to the memory that it holds now.
+
+    The peak of the next training step can then be read from `VmHWM`.
+    """
     # Linux resets the peak when 5 is written to this file (man 5 proc).
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def read_resident_bytes(name: str) -> int:
-    """Return the bytes of this process in the machine's memory.
+    """Return the resident memory of this process in bytes, as Linux reports it.
 
     Args:
-        name: VmRSS for now, VmHWM for the most since the peak was reset.
+        name: `VmRSS` for the memory held now, `VmHWM` for the peak since `reset_peak`.
     """
     status = Path("/proc/self/status").read_text()
     (kilobytes,) = re.findall(rf"^{name}:\s+(\d+) kB$", status, re.MULTILINE)
@@ -128,12 +131,12 @@ def read_resident_bytes(name: str) -> int:
 
 
 def build_autocast(bf16: bool) -> torch.autocast:
-    """Return the autocast context of the trainers."""
+    """Return the autocast context in which all trainers run; it does nothing if `bf16` is false."""
     return torch.autocast(DEVICE.type, torch.bfloat16, enabled=bf16)
 
 
 def draw_noise(*shape: int, bf16: bool, seed: int) -> Tensor:
-    """Return normally distributed random numbers of a shape."""
+    """Return a tensor of normally distributed random numbers; a seed always gives the same ones."""
     drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     return drawn.to(DEVICE, torch.bfloat16 if bf16 else torch.float32)
 
@@ -141,11 +144,21 @@ def draw_noise(*shape: int, bf16: bool, seed: int) -> Tensor:
 def draw_inputs(
     rows: int, length: int, num_aux: int, vocab_size: int, hidden_size: int, bf16: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what is given to the trainers of a draft.
+    """Return random inputs for a training step, the same ones in each trainer.
+
+    They stand for what a target would give: no target is run.
+
+    Args:
+        rows: B.
+        length: T, tokens of each row.
+        num_aux: A, layers of the target that the draft reads.
+        vocab_size: tokens of the vocabulary.
+        hidden_size: H.
+        bf16: whether the features are bfloat16 instead of float32.
 
     Returns:
-        Tokens [B, T], the target's features [B, T, A H], and the output of its last layer
-        [B, T, H].
+        Tokens [B, T], the outputs of the A layers side by side [B, T, A H], and the output of the
+        target's last layer [B, T, H].
     """
     # The same seeds give every trainer the same inputs.
     generator = torch.Generator().manual_seed(0)
@@ -157,10 +170,11 @@ def draw_inputs(
 
 
 def block_loss_mask(length: int, block_size: int) -> list[int]:
-    """Return a loss mask [T] with which both sides draw from the same anchors.
+    """Return the loss mask [T] of a row for block drafters.
 
-    speculators takes none of a row's last P tokens as an anchor, and ours takes no token without
-    one before it.
+    Only positions that both our trainer and that of speculators can use as the anchor of a block
+    have a loss. speculators never uses the last `block_size` tokens of a row, and our trainer never
+    uses the first token.
     """
     return [int(0 < position < length - block_size) for position in range(length)]
 
@@ -168,14 +182,19 @@ def block_loss_mask(length: int, block_size: int) -> list[int]:
 def build_target_with_features(
     folder: str, rows: int, loss_mask: list[int], num_aux: int, bf16: bool
 ) -> "tuple[FrozenTarget, ForwardInputs]":
-    """Return our target with given features, and the batch that they belong to.
+    """Load the target of our trainers, and make it return random features without running.
+
+    So only the work of the draft is timed.
 
     Args:
         folder: the folder of the models.
-        rows: B.
-        loss_mask: [T], of each row.
-        num_aux: A.
+        rows: the number of rows.
+        loss_mask: the loss mask [T] of every row of T tokens.
+        num_aux: layers of the target that the draft reads.
         bf16: whether the features are bfloat16.
+
+    Returns:
+        The target, and the batch of rows that the features belong to.
     """
     from transformers import AutoModelForCausalLM
 
@@ -184,7 +203,7 @@ def build_target_with_features(
 
     length = len(loss_mask)
 
-    # Load the target, and let it return the drawn features without running its layers.
+    # Load the target, and replace its method `features` by one that returns the random features.
     target: Any = FrozenTarget(
         AutoModelForCausalLM.from_pretrained(f"{folder}/target").to(DEVICE), None, name=folder
     )
@@ -209,20 +228,21 @@ def build_own_trainer(
     compute_compared_loss: "Callable[[StepSums], Tensor | float]",
     bf16: bool,
 ) -> Trainer:
-    """Return our trainer, which takes all rows at once.
+    """Return the trainer of this project for a draft. It takes all rows in one forward pass.
 
     Args:
-        objective: the objective with the draft.
-        target: the target, whose features are given.
+        objective: the training objective, with the draft in it.
+        target: the target, which returns fixed features.
         batch: the packed rows.
-        compute_compared_loss: computes the loss to compare from the sums of each drafted position.
+        compute_compared_loss: computes the loss that is compared between trainers, from the sums
+            that the objective returns for each drafted position.
         bf16: whether autocast to bfloat16 is on.
     """
     objective.to(DEVICE)
     step_numbers = itertools.count()
 
     def micro_batch() -> tuple[Tensor, float]:
-        """Return the loss of the next step, and the loss to compare."""
+        """Return the loss for backward, and the loss that is compared between trainers."""
         prepared = objective.prepare(batch, next(step_numbers))
         inputs = {
             name: value.to(DEVICE) if isinstance(value, Tensor) else value
@@ -248,34 +268,35 @@ def build_own_head_trainer(
     bf16: bool,
     plainly: bool = False,
 ) -> Trainer:
-    """Return our trainer of a head.
+    """Return the trainer of this project for an EAGLE-3 head.
 
     Args:
         folder: the folder of the models.
-        rows: B.
-        length: T.
-        num_steps: K.
+        rows: the number of rows.
+        length: tokens of a row.
+        num_steps: steps of the unroll.
         bf16: whether autocast to bfloat16 is on.
-        plainly: use attention with a dense mask, and compute all logits at once.
+        plainly: use the plain forms, which the optimized code is compared with: attention with a
+            dense mask, and a loss that computes all logits at once.
     """
     from specdistill.methods.chains import objective
     from specdistill.methods.eagle3.checkpoint import load_eagle3
     from specdistill.training.losses.divergence import forward_kl
     from specdistill.training.losses.head_loss import compute_head_loss_at_once
 
-    # Replace the attention and the loss by their plain forms.
+    # Replace the optimized attention and loss in the module by their plain forms.
     if plainly:
         objective.UnrollKVCache = DenseKVCache
         objective.compute_head_loss = compute_head_loss_at_once
 
-    # Build the objective. The LM head is frozen.
+    # Build the objective. Every token has a loss.
     target, batch = build_target_with_features(folder, rows, [1] * length, NUM_AUX["head"], bf16)
     draft = load_eagle3(f"{folder}/draft", target)
     draft.lm_head.weight.requires_grad_(False)  # as in the trainer of speculators
     unroll = objective.TrainingTimeTest(draft, forward_kl, num_steps)
 
     def sum_mean_losses(sums: "StepSums") -> Tensor | float:
-        """Return the sum over the steps of the unroll of each step's mean loss."""
+        """Return the mean loss of each step of the unroll, summed over the steps."""
         return sum(loss / count for loss, count in zip(sums.loss, sums.loss_tokens, strict=True))
 
     return build_own_trainer(unroll, target, batch, sum_mean_losses, bf16)
@@ -290,24 +311,25 @@ def build_own_block_trainer(
     bf16: bool,
     plainly: bool = False,
 ) -> Trainer:
-    """Return our trainer of a DFlash drafter.
+    """Return the trainer of this project for a DFlash block drafter.
 
     Args:
         folder: the folder of the models.
-        rows: B.
-        length: T.
-        block_size: P.
-        num_anchors: blocks in all rows.
+        rows: the number of rows.
+        length: tokens of a row.
+        block_size: positions of a block.
+        num_anchors: the number of blocks, over all rows.
         bf16: whether autocast to bfloat16 is on.
-        plainly: use attention with a dense mask, and compute all logits at once.
+        plainly: use the plain forms, which the optimized code is compared with: attention with a
+            dense mask, and a loss that computes all logits at once.
     """
     from specdistill.methods.blocks import checkpoint, objective
     from specdistill.methods.dflash.method import KIND
     from specdistill.training.losses.divergence import forward_kl
     from specdistill.training.losses.head_loss import compute_head_loss_at_once
 
-    # Replace the attention and the loss by their plain forms: one chunk with all blocks, and all
-    # logits at once.
+    # Replace the optimized attention and loss in the modules by their plain forms: one chunk with
+    # all blocks, and all logits at once.
     if plainly:
         objective.split_blocks = lambda batch, anchors_N, _: [
             (0, len(anchors_N), 0, batch["input_ids"].numel())
@@ -317,7 +339,8 @@ def build_own_block_trainer(
             compute_head_loss_at_once(*rows_and_targets, **options)
         )
 
-    # Build the objective. Anchors are drawn for each row, so each row has its share of the blocks.
+    # Build the objective. It draws the anchors of each row separately, so it gets the number of
+    # blocks of one row.
     target, batch = build_target_with_features(
         folder, rows, block_loss_mask(length, block_size), NUM_AUX["block"], bf16
     )
@@ -347,26 +370,32 @@ class DenseKVCache:
     def attend(
         self, layer: int, query_BNTd: Tensor, key_BGTd: Tensor, value_BGTd: Tensor
     ) -> Tensor:
-        """Return the attention output [B, N, T, d] of a step over the keys of all steps so far."""
-        # Append this step's keys and values to those of earlier steps, in the dtype of the values.
+        """Return the attention output [B, N, T, d] of one step of the unroll.
+
+        It attends to the keys of this step and of all steps before. B is the number of rows, T
+        their length, N the number of query heads, G of key and value heads, d the size of a head.
+        """
+        # Append this step's keys and values to those of earlier steps. torch needs keys and values
+        # of the same dtype.
         steps = self.steps[layer]
         steps.append((key_BGTd.to(value_BGTd.dtype), value_BGTd))
         keys = torch.cat([key for key, _ in steps], dim=2)
         values = torch.cat([value for _, value in steps], dim=2)
         rows, _, length, _ = query_BNTd.shape
 
-        # Number the documents of all positions.
+        # Number the documents of all positions: `starts` has the position at which each one starts.
         positions = torch.arange(rows * length, device=DEVICE)
         document_B1T = torch.bucketize(positions, self.starts, right=True).view(rows, 1, length)
-        # In the first step a token sees the tokens of its document, up to itself. Of each later
-        # step it sees its own key only.
+        # The keys of the first step are those of real tokens: a token sees the ones of its document
+        # up to itself. A later step continues a draft at each position: there a token sees only the
+        # key at its own position.
         is_same_document_BTT = document_B1T.mT == document_B1T
         is_causal_TT = torch.ones(length, length, dtype=torch.bool, device=DEVICE).tril()
         first_step_mask_BTT = is_same_document_BTT & is_causal_TT
         own_key_TT = torch.eye(length, dtype=torch.bool, device=DEVICE)
         later_steps_mask = own_key_TT.repeat(1, len(steps) - 1).expand(rows, -1, -1)
 
-        # The mask is [B, 1, T, K T] for K steps so far.
+        # Put the masks of all K steps so far side by side: [B, 1, T, K T].
         mask = torch.cat((first_step_mask_BTT, later_steps_mask), dim=-1).unsqueeze(1)
         return F.scaled_dot_product_attention(
             query_BNTd.to(values.dtype), keys, values, mask, enable_gqa=True
@@ -381,26 +410,28 @@ def build_speculators_head_trainer(
     bf16: bool,
     attention: str,
 ) -> Trainer:
-    """Return the trainer of a head in speculators.
+    """Return the trainer of speculators for an EAGLE-3 head.
 
     Args:
         folder: the folder of the models.
-        rows: B.
-        length: T.
-        num_steps: K.
+        rows: the number of rows.
+        length: tokens of a row.
+        num_steps: steps of the unroll.
         bf16: whether autocast to bfloat16 is on.
-        attention: the implementation of attention.
+        attention: the implementation of attention, such as `sdpa`.
     """
+    # Freeze the LM head, as in our trainer, and give every step of the unroll the same weight.
     model = load_speculators_model(folder, attention)
     model.lm_head.weight.requires_grad_(False)
     settings = read_speculators_settings(type(model), ttt_steps=num_steps, ttt_step_loss_decay=1.0)
 
-    # The inputs are those of our trainer.
+    # Draw the same inputs as our trainer.
     ids, aux, last = draw_inputs(
         rows, length, NUM_AUX["head"], model.verifier_vocab_size, model.hidden_size, bf16
     )
-    # The batch is shifted as `shift_batch` of speculators does it. Its last loss is masked, because
-    # ours has none for a token that is not in the row.
+    # Shift the batch as `shift_batch` of speculators does: a token is paired with the features of
+    # the token before it. Our trainer has no loss at the last position, because the token to
+    # predict there is not in the row. So the loss is masked there.
     batch = {
         "input_ids": ids[:, 1:],
         "hidden_states": aux[:, :-1],
@@ -421,16 +452,16 @@ def build_speculators_block_trainer(
     bf16: bool,
     attention: str,
 ) -> Trainer:
-    """Return the trainer of a block drafter in speculators.
+    """Return the trainer of speculators for a DFlash block drafter.
 
     Args:
         folder: the folder of the models.
-        rows: B.
-        length: T.
-        block_size: P.
-        num_anchors: blocks in all rows.
+        rows: the number of rows.
+        length: tokens of a row.
+        block_size: positions of a block.
+        num_anchors: the number of blocks, over all rows.
         bf16: whether autocast to bfloat16 is on.
-        attention: the implementation of attention.
+        attention: the implementation of attention, such as `sdpa`.
     """
     model = load_speculators_model(folder, attention)
     equal_weights = {"dflash_decay_gamma": float("inf")}  # every slot has the same weight
@@ -438,7 +469,8 @@ def build_speculators_block_trainer(
         type(model), max_anchors=num_anchors // rows, **equal_weights
     )
 
-    # The inputs are those of our trainer, unshifted.
+    # Draw the same inputs as our trainer. A block drafter reads tokens and features of the same
+    # position, so they are not shifted.
     ids, aux, last = draw_inputs(
         rows, length, NUM_AUX["block"], model.verifier_vocab_size, model.hidden_size, bf16
     )
@@ -456,10 +488,15 @@ def build_speculators_block_trainer(
 
 
 def load_speculators_model(folder: str, attention: str) -> Any:
-    """Load the exported draft as a model of speculators."""
+    """Load the draft that was exported to the format of speculators, for training in float32.
+
+    Args:
+        folder: the folder of the models.
+        attention: the implementation of attention, such as `sdpa`.
+    """
     from speculators import SpeculatorModel
 
-    # Choose the attention before the model is built.
+    # Set the attention in the config, because it must be known before the model is built.
     config = SpeculatorModel.config_class.from_pretrained(f"{folder}/head")
     config.transformer_layer_config._attn_implementation = attention
     return (
@@ -472,14 +509,21 @@ def load_speculators_model(folder: str, attention: str) -> Any:
 def build_speculators_trainer(
     model: Any, batch: dict[str, Tensor], settings: dict[str, object], bf16: bool
 ) -> Trainer:
-    """Return a trainer with model, loss and optimizer as in the trainer of speculators.
+    """Return a trainer that trains a model of speculators as that library's own trainer does.
 
-    The model takes one row at a time, so several rows accumulate their gradients.
+    A model of speculators takes one row at a time. So each row is a micro-batch, and the gradients
+    of all rows accumulate.
+
+    Args:
+        model: the model of the draft.
+        batch: the inputs of the model by name, each with a row for each micro-batch.
+        settings: further keyword arguments of the model.
+        bf16: whether autocast to bfloat16 is on.
     """
     from speculators.train.optimizers import build_optimizers
 
     def micro_batch(row: int) -> tuple[Tensor, float]:
-        """Return the loss of one row, for backward and to compare."""
+        """Return the loss of one row: as a tensor for backward, and as a number to compare."""
         with build_autocast(bf16):
             row_inputs = {name: column[row : row + 1] for name, column in batch.items()}
             _, loss, _ = model(**row_inputs, **settings)
@@ -494,7 +538,12 @@ def build_speculators_trainer(
 def read_speculators_settings(model_class: Any, **options: object) -> dict[str, object]:
     """Return the keyword arguments that the trainer of speculators passes to its model.
 
-    The losses are the eager ones: the fused losses, which are the default, need Triton.
+    The loss is computed in eager mode. The default of speculators, a fused loss, needs Triton,
+    which does not run on a CPU.
+
+    Args:
+        model_class: the class of the model.
+        **options: options of the trainer that differ from its defaults.
     """
     settings: dict[str, object] = model_class.get_trainer_kwargs(
         loss_fn="kl_div", loss_implementation="eager", **options
@@ -505,29 +554,33 @@ def read_speculators_settings(model_class: Any, **options: object) -> dict[str, 
 def build_head_and_loss_trainer(
     rows: int, num_steps: int, hidden_size: int, vocab_size: int, bf16: bool, plainly: bool = False
 ) -> Trainer:
-    """Return a trainer that runs K R hidden states through the head, up to the gradients of both.
+    """Return a trainer whose step is only the LM head and the loss, forward and backward.
+
+    It has K x R random hidden states as input: R rows in each of K steps of the unroll. The
+    gradients are those of the hidden states and of the head's weight.
 
     Args:
         rows: R.
         num_steps: K.
-        hidden_size: H.
+        hidden_size: the size of a hidden state.
         vocab_size: tokens of the vocabulary.
         bf16: whether autocast to bfloat16 is on.
-        plainly: compute all logits at once.
+        plainly: compute all logits at once, and not in chunks.
     """
     from specdistill.targets.anatomy import LogitsHead
     from specdistill.training.losses.divergence import forward_kl
     from specdistill.training.losses.head_loss import compute_head_loss, compute_head_loss_at_once
     from specdistill.training.objective import SoftTargets
 
-    # Two heads of random weights, scaled so that logits have a variance of one.
+    # Make the LM heads of draft and target. Their random weights are scaled so that logits have a
+    # variance of 1.
     draft_head = torch.nn.Linear(hidden_size, vocab_size, bias=False, device=DEVICE)
     target_head = torch.nn.Linear(hidden_size, vocab_size, bias=False, device=DEVICE)
     for seed, linear in enumerate((draft_head, target_head)):
         noise_VH = draw_noise(vocab_size, hidden_size, bf16=False, seed=seed)
         linear.weight.data = noise_VH * hidden_size**-0.5
 
-    # The target's distributions follow from R random hidden states.
+    # The target's next-token distributions are computed from R random hidden states.
     soft_targets = SoftTargets(
         draw_noise(rows, hidden_size, bf16=False, seed=2),
         LogitsHead(target_head),
@@ -544,12 +597,15 @@ def build_head_and_loss_trainer(
     def compute_row_losses(
         logits_rW: Tensor, targets: "TargetDistributions", k: int
     ) -> tuple[Tensor, Tensor]:
-        """Return the forward KL of each row, for backward and as a metric."""
+        """Return the forward KL of each of r rows: with gradients, and detached as a metric.
+
+        `logits_rW` has a row of logits over the W tokens of the draft's vocabulary.
+        """
         losses_r = forward_kl(logits_rW, targets.probs_rW)
         return losses_r, losses_r.detach().unsqueeze(0)
 
     def micro_batch() -> tuple[Tensor, float]:
-        """Return the weighted loss of all rows and steps, for backward and to compare."""
+        """Return the loss of all rows and steps: as a tensor for backward, and as a number."""
         with build_autocast(bf16):
             total, _ = compute_loss(
                 hidden_KRH,
@@ -573,7 +629,12 @@ TRAINERS: dict[str, Callable[..., Trainer]] = {
 
 
 def main(name: str, settings: dict[str, object]) -> None:
-    """Take a step for each line of stdin, and print its numbers as a JSON line."""
+    """Build a trainer, take a training step for each line on stdin, and print its numbers as JSON.
+
+    Args:
+        name: a name of TRAINERS.
+        settings: the arguments of the function that builds the trainer.
+    """
     # Answers go to the original stdout. What libraries print there goes to stderr instead.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

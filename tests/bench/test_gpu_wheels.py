@@ -105,7 +105,7 @@ def test_carried_wheels_are_installed_where_packages_lack(
     carried[1].write_bytes(carried[1].read_bytes()[:-1])  # cut off on the way
     assert gpu_wheels.main(["install", str(packages)]) == 3
     assert (
-        "Missing in wheels/, or of another size: lackingtwo-1.0-py3-none-any.whl"
+        "Missing in wheels/, or not of the listed size: lackingtwo-1.0-py3-none-any.whl"
         in capsys.readouterr().err
     )
 

@@ -140,7 +140,7 @@ class Diagnosis:
 
     @property
     def description(self) -> str:
-        """A description of the draft in one line."""
+        """A description of the draft in one line: its method, size, dtype and layers."""
         if self.method is None:
             return "not recognised"
         parts = [f"method {self.method}", f"{self.num_tensors} tensors"]
@@ -154,20 +154,20 @@ class Diagnosis:
 
 
 def diagnose(options: CommonDoctorOptions) -> Diagnosis:
-    """Examine the draft that the options name.
+    """Examine the draft that the options name: its files and, with a target, its acceptance.
 
-    With a target, prompts are decoded too, unless the options say otherwise.
+    The acceptance is found by decoding a few prompts, unless the options say `decode=false`.
 
     Raises:
-        UserError: if the draft, the target or the suite is not one.
+        UserError: if the draft, the target or the suite does not exist or cannot be read.
         ResourceError: when the Hub fails.
     """
-    # Open the files of draft and target.
+    # Find the files of draft and target.
     model = options.target.model
     engine = options.engine
     lookup_first = options.eval.lookup_first
-    # A draft of the same name as the target is the layer in the target's own checkpoint. None of
-    # its weights are read.
+    # If draft and target are the same folder, the draft is the multi-token-prediction layer in the
+    # target's checkpoint. Its weights are not read.
     draft = Path(options.draft) if options.draft == model else locate(options.draft, key=KEY)
     file_options = options.target.model_dump(include={"revision", "adapter", "trust_remote_code"})
     files = TargetFiles(model, **file_options) if model else None
@@ -177,14 +177,14 @@ def diagnose(options: CommonDoctorOptions) -> Diagnosis:
     # Examine the files, and read what training recorded.
     diagnosis = examine_draft(draft, files, engine, options)
     run = run_of(draft)
-    # An export in the run's folder has the history of the run's draft.
+    # If the draft is an export in a run's folder, the training history is in the run's own draft.
     diagnosis.recorded = read_recorded_length(run / "draft" if run else draft)
     if engine and lookup_first and not ENGINES[engine].describe_front(lookup_first):
         diagnosis.findings.append(
             problem(
                 f"specdistill cannot start {ENGINES[engine].title} with this lookup in front of the"
                 " draft",
-                "change eval.lookup_first or leave it out, or name another engine",
+                "change or remove eval.lookup_first, or choose another engine=",
             )
         )
 
@@ -217,17 +217,18 @@ def _try_on_prompts(
         run, options.eval.suite, target, options.eval.num_prompts
     )
     if not is_known:
-        # What training recorded may have been simulated on other text, so it is not compared.
+        # Training may have simulated its acceptance on text of another kind. So the acceptance on
+        # these prompts is not compared with it.
         diagnosis.recorded = None
         diagnosis.findings.append(
             warning(
-                f"the draft is tried on lines of Python ({DEFAULT_SUITE}), because no run here"
-                " says what text it was trained for",
-                "name prompts of that text with suite=",
+                f"the draft was tried on lines of Python (suite {DEFAULT_SUITE}): it is not in the"
+                " folder of a training run, so the kind of text that it was trained for is unknown",
+                "choose prompts like its training data with suite=",
             )
         )
 
-    # Decode the prompts with the draft, and look for the cause if it accepts little.
+    # Decode the prompts with the draft, and look for the cause if few draft tokens are accepted.
     with collect_refusals(diagnosis):
         method_options = list_method_options(options, [diagnosis.method])[0]
         proposer = load_proposer(
@@ -235,7 +236,8 @@ def _try_on_prompts(
         )
         diagnosis.acceptance = check_acceptance(diagnosis, target, proposer, prompts)
 
-        # Decode them once more behind the lookup, with enough tokens per round for both.
+        # Decode the prompts once more with the lookup in front of the draft. A round has room for
+        # as many tokens as the draft or the lookup proposes.
         lookup_first = options.eval.lookup_first
         if lookup_first:
             method_options |= {"lookup_first": lookup_first, "logs": False}
@@ -254,17 +256,21 @@ def examine_draft(
     engine: str | None = None,
     options: CommonDoctorOptions | None = None,
 ) -> Diagnosis:
-    """Examine the files of a draft.
+    """Examine the files of a draft: its values, its fit to the target, and loading in an engine.
 
     Args:
-        folder: of the draft.
-        target: the target that it drafts for; None to examine the draft alone.
-        engine: the name of an engine whose `loaders` the draft is checked against; None for none.
-        options: the options of the command, of which those of decoding are read; None for none.
+        folder: the folder of the draft.
+        target: the files of the target that it drafts for; None to examine the draft alone.
+        engine: the name of an engine whose loader the draft is checked against; None for none.
+        options: the options of the command, which may have decoding options of the draft's method;
+            None for none.
+
+    Returns:
+        The diagnosis with all findings. A draft that cannot be read is a finding, too.
 
     Raises:
-        UserError: as `diagnose`.
-        ResourceError: as `diagnose`.
+        UserError: for wrong input other than the draft, such as a target that cannot be read.
+        ResourceError: when the Hub fails.
     """
     diagnosis = Diagnosis(folder)
 
@@ -287,8 +293,8 @@ def examine_draft(
     if not any(section.get("architectures") for section in sections):
         diagnosis.findings.append(
             problem(
-                "config.json names no architectures",
-                "engines choose the class that loads a draft by this key",
+                "config.json has no key `architectures`",
+                "add it: engines need it to choose the class that loads the draft",
             )
         )
 
@@ -296,7 +302,7 @@ def examine_draft(
     method_options = list_method_options(options, [diagnosis.method])[0] if options else {}
     _check_fit(diagnosis, config, tensors, target, method_options)
 
-    # Follow the engine's loader over the names and shapes of the tensors.
+    # Simulate how the engine's loader would treat the names and shapes of the tensors.
     if engine is not None:
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         diagnosis.findings += find_loader_problems(
@@ -305,9 +311,9 @@ def examine_draft(
         if method_options.get("heterogeneous_vocab"):
             diagnosis.findings.append(
                 problem(
-                    f"specdistill cannot start {ENGINES[engine].title} with a draft that has"
-                    " another tokenizer than the target",
-                    "leave heterogeneous_vocab out, for a draft with the target's tokenizer",
+                    f"specdistill cannot start {ENGINES[engine].title} with a draft whose tokenizer"
+                    " differs from the target's (heterogeneous_vocab)",
+                    "remove heterogeneous_vocab, and use a draft with the target's tokenizer",
                 )
             )
     return diagnosis
@@ -320,28 +326,31 @@ def _check_fit(
     target: TargetFiles | None,
     method_options: Mapping[str, Any],
 ) -> None:
-    """Compare a draft with its target: by the record of its training, then tensor by tensor.
+    """Check that a draft fits its target, and add what does not fit to the diagnosis.
 
     Args:
         diagnosis: the diagnosis, whose method is known. It gets the findings.
         config: the draft's config.json.
         tensors: the draft's tensors, by name.
-        target: the target; None to check the draft alone.
-        method_options: options of decoding that the draft's method has.
+        target: the target's files; None to check the draft alone.
+        method_options: decoding options of the draft's method.
     """
     assert diagnosis.method is not None
     folder = diagnosis.folder
+
+    # Compare the target with the one that the draft's training recorded.
     if target is not None:
         with collect_refusals(diagnosis):
             check_target(folder, target, KEY, **method_options)
 
-    # The method's own reader refuses a draft that cannot be loaded for this target.
+    # Let the method check names and shapes of all tensors. It refuses a draft that cannot be loaded
+    # for this target.
     with collect_refusals(diagnosis):
         diagnosis.config = load_method(diagnosis.method).check(
             folder, tensors, target, key=KEY, name=folder, **method_options
         )
 
-    # Settings that differ without being refused are findings, too.
+    # Settings that differ from the target's are findings, even if the draft can be loaded.
     mismatches = list(
         find_mismatches(
             diagnosis.method, config, tensors, diagnosis.config, target, **method_options
@@ -355,7 +364,7 @@ def _check_fit(
 def examine_native_layer(target: TargetFiles) -> Diagnosis:
     """Examine the multi-token-prediction layer in a target's own checkpoint.
 
-    Only the names and shapes of its tensors are read.
+    Only the names and shapes of its tensors are checked, and nothing is decoded.
     """
     diagnosis = Diagnosis(Path(target.name))
     with collect_refusals(diagnosis, "target.model"):
@@ -366,8 +375,8 @@ def examine_native_layer(target: TargetFiles) -> Diagnosis:
         diagnosis.method = "mtp"
         diagnosis.findings.append(
             note(
-                "not decoded: the layer is in the target's own checkpoint, from which engines"
-                " serve it"
+                "skipped decoding: specdistill does not decode with the layer in the target's own"
+                " checkpoint; engines do"
             )
         )
     return diagnosis
@@ -375,35 +384,37 @@ def examine_native_layer(target: TargetFiles) -> Diagnosis:
 
 @contextmanager
 def collect_refusals(diagnosis: Diagnosis, key: str = KEY) -> Iterator[None]:
-    """Turn a UserError about the draft into a finding.
+    """Run the body of a `with` statement, and turn an error about the draft into a finding.
 
     Args:
-        diagnosis: the diagnosis that gets the finding. It is marked as refused.
-        key: the key of errors about the draft, which the finding leaves out. Other errors are
-            raised.
+        diagnosis: the diagnosis that gets the finding. It is then marked as refused.
+        key: the key of errors about the draft. Errors about other keys are raised.
     """
     try:
         yield
     except UserError as error:
         if error.key != key:
             raise
+        # The message begins with the key, which readers of a diagnosis do not need.
         diagnosis.refused = True
         diagnosis.findings.append(problem(str(error).removeprefix(f"{key}: got ")))
 
 
 def find_norms_that_add_one(config: RawConfig) -> dict[str, bool]:
-    """Return whether each norm of a model multiplies by 1 + weight, by its name within a layer.
+    """Find out which norms of a model multiply by 1 + weight, as Gemma's norms do.
 
-    The weight of such a norm begins at zero, where it changes nothing.
+    The weight of such a norm is zero before training. So zeros in it do not show that the weight is
+    missing.
 
     Args:
-        config: of a draft. A multi-token-prediction layer has its target's config in `text_config`.
+        config: the config.json of a draft. That of a multi-token-prediction layer has the target's
+            config in `text_config`.
 
     Returns:
-        By the name of each norm within a layer. Empty if transformers cannot build such a model.
+        For each norm, by its name within a layer, whether it multiplies by 1 + weight. Empty if
+        transformers cannot build the model of this config.
     """
-    # Build the model of the config without weights. A config that transformers does not know says
-    # nothing about its norms.
+    # Build the model without weights.
     try:
         model_config = AutoConfig.for_model(**(config.get("text_config") or config))
         with torch.device("meta"):
@@ -411,44 +422,54 @@ def find_norms_that_add_one(config: RawConfig) -> dict[str, bool]:
     except CLASS_ERRORS:
         return {}
 
-    # Try one norm of each name: all layers have the same kind.
+    # Try one norm of each name, because all layers have norms of the same kind.
     result: dict[str, bool] = {}
     for name, module in model.named_modules():
-        place = LAYER.sub("", name)
+        name_in_layer = LAYER.sub("", name)
         weight = getattr(module, "weight", None)
-        if "norm" in place and place not in result and isinstance(weight, Tensor):
-            result[place] = False
-            # A norm with a gate takes two inputs, so it fails here. It adds nothing to its weight.
+        if "norm" in name_in_layer and name_in_layer not in result and isinstance(weight, Tensor):
+            result[name_in_layer] = False
+            # A norm with a gate takes two inputs, so the call fails, and False stays. Such norms
+            # multiply by the weight itself.
             with suppress(*CLASS_ERRORS):
-                result[place] = is_one_plus_weight(module.to_empty(device="cpu"))
+                result[name_in_layer] = is_one_plus_weight(module.to_empty(device="cpu"))
     return result
 
 
 def _check_values(tensors: Mapping[str, Tensor], config: RawConfig) -> Iterator[Finding]:
-    """Yield a finding for each tensor with values that no training produces.
+    """Yield a finding for each tensor that is all zeros or has very large weights.
 
-    The readers refuse NaN and infinity already.
+    Both are signs of a failed training or of a missing weight. NaN and infinity are not checked
+    here, because the function that reads the tensors refuses them.
+
+    Args:
+        tensors: the draft's tensors, by name.
+        config: the draft's config.json.
     """
-    # Building the model takes a while, so the norms are looked at only if one of them is all zeros.
+    # Building the model to look at its norms takes a while. So that is done only when a norm is all
+    # zeros, and only once.
     adds_one_at = cache(lambda: find_norms_that_add_one(config))
     for name, tensor in tensors.items():
         if tensor.dtype not in FLOATS:
             continue
 
-        # A norm that multiplies by 1 + weight begins at zero. Its zeros are no sign of a missing
-        # weight.
+        # The weight of a norm that multiplies by 1 + weight may be all zeros. It then passes: True
+        # replaces 0 as its largest value.
         largest = max(map(abs, find_extremes(tensor)))
         if largest == 0 and "norm" in name:
-            place = LAYER.sub("", name.removesuffix(".weight"))
-            # The norms around a multi-token-prediction layer are of the kind that is in it.
-            largest = adds_one_at().get(place, any(adds_one_at().values()))
+            name_in_layer = LAYER.sub("", name.removesuffix(".weight"))
+            # A multi-token-prediction layer has further norms around it, which the model lacks.
+            # They are of the same kind as the norms in it.
+            largest = adds_one_at().get(name_in_layer, any(adds_one_at().values()))
         if not largest and not name.endswith(".bias"):
             yield problem(
-                f"{name} is all zeros", "it was not saved, or not trained: save the draft again"
+                f"{name} is all zeros",
+                "train or save the draft again: this weight was not trained, or not saved",
             )
         elif largest > MAX_TRAINED_WEIGHT:
             yield warning(
-                f"{name} has a very large weight: {largest:.3g}",
+                f"{name} has a very large weight: {largest:.3g} (usually below"
+                f" {MAX_TRAINED_WEIGHT:,.0f})",
                 "check in the training log whether the loss diverged",
             )
 
@@ -461,31 +482,31 @@ def find_loader_problems(
     shapes: Mapping[str, TensorShape],
     target: TargetFiles | None = None,
 ) -> Iterator[Finding]:
-    """Yield findings about how an engine would load a draft's folder.
-
-    An engine loads a draft model as any model, and compares its vocabulary with the target's.
+    """Yield a finding for each reason why an engine would not load a draft, or load it wrongly.
 
     Args:
         engine: the engine.
         method: the draft's method.
         head: the shape of a head; None for other drafts.
         config: the draft's config.json.
-        shapes: of the draft's tensors, by name.
-        target: the target's files, if they are known.
+        shapes: the shape of each tensor of the draft, by its name.
+        target: the target's files; None if they are not known.
     """
     row = METHODS[method]
     size = config.get("vocab_size")
     serving = row.serving().get(engine.name, Serving())
 
-    # The advice for all problems, if an export writes a layout that the engine loads.
+    # If specdistill can export drafts of this method for the engine, advise to do so.
     exported = (
-        f"specdistill export engine={engine.name} writes a draft as it loads it"
+        f"run `specdistill export engine={engine.name}`: it writes the draft in a format that the"
+        " engine loads"
         if serving.layout
         else ""
     )
     loader = find_loader(serving.loaders, config)
 
-    # A layer of the target's own and a draft model have no loader of their own to follow.
+    # A layer in the target's checkpoint, and a draft model, are loaded like a target, so there is
+    # no special loader to simulate. A draft model needs the target's vocabulary.
     if row.in_target:
         yield problem(
             f"{engine.title} loads a multi-token-prediction layer only from the target's own"
@@ -495,38 +516,43 @@ def find_loader_problems(
     elif row.standalone:
         if target is not None and size != target.vocab_size:
             yield problem(
-                f"{engine.title} needs a vocabulary of {target.vocab_size}, as the target has, and"
-                f" the draft's is {size}"
+                f"{engine.title} needs a draft with the target's vocabulary of {target.vocab_size}"
+                f" tokens, and the draft's has {size}"
             )
     elif head is None:
         yield problem(
-            f"the loader of {engine.title} cannot be checked: method {method} does not describe the"
-            " layout of its heads",
+            f"cannot check whether {engine.title} loads the draft: method {method} does not"
+            " describe the layout of its heads",
             exported,
         )
     elif loader is None:
         yield problem(
-            f"{engine.title} is not known to load method {method} in this layout", exported
+            f"{engine.title} is not known to load a draft of method {method} in this format",
+            exported,
         )
     else:
         result = check_loader(loader, config, shapes, head, target)
         name = f"{engine.title} {engine.loader_version or engine.versions}"
-        yield from (problem(f"{name} refuses it: {what}", exported) for what in result.refused)
         yield from (
-            problem(f"{name} reports no error, but {what}", exported) for what in result.silent
+            problem(f"{name} refuses the draft: {what}", exported) for what in result.refused
+        )
+        # Faults that the engine does not report are the worst: it then drafts with wrong weights.
+        yield from (
+            problem(f"{name} loads the draft without an error, but {what}", exported)
+            for what in result.silent
         )
         yield from (note(f"{name}: {what}") for what in result.notes)
 
 
 def read_recorded_length(draft: Path) -> SimulatedAcceptance | None:
-    """Return the best acceptance length in the history of a draft's training.
+    """Read the best acceptance length that a draft's training simulated, from its history.
 
-    The weights were chosen by it.
+    Training saves the weights of the evaluation with the best acceptance length.
 
     Returns:
-        The acceptance; None without a history.
+        The acceptance length and the draft tokens per round; None without a history.
     """
-    # Find the evaluation by which training chose the weights that it saved.
+    # Find the evaluation with the best acceptance length.
     history = read_history(draft, key=KEY)
     evaluations = (
         [entry for entry in history.log if "eval_acceptance_length" in entry] if history else []
@@ -543,7 +569,9 @@ def read_recorded_length(draft: Path) -> SimulatedAcceptance | None:
 def check_acceptance(
     diagnosis: Diagnosis, target: FrozenTarget, proposer: Proposer, prompts: Sequence[Sequence[int]]
 ) -> SimulatedAcceptance:
-    """Decode prompts with a draft, and add what that shows to the findings.
+    """Decode prompts with a draft, and add findings if few draft tokens are accepted.
+
+    The findings say how the acceptance compares with training, and name a likely cause.
 
     Args:
         diagnosis: the diagnosis of the draft's files, which gets the findings.
@@ -556,8 +584,8 @@ def check_acceptance(
     """
     assert diagnosis.method is not None
 
-    # Decode with as many draft tokens per round as training evaluated with. They must fit into the
-    # draft's sliding window.
+    # Decode with as many draft tokens per round as in the evaluations of training, or else with
+    # DEFAULT_STEPS. They must fit into the draft's sliding window.
     expected = diagnosis.recorded
     window = diagnosis.config.sliding_window if diagnosis.config else None
     num_tokens = expected.num_tokens if expected else min(DEFAULT_STEPS, window or DEFAULT_STEPS)
@@ -565,8 +593,8 @@ def check_acceptance(
     decoded = compute_acceptance_length(completions, num_tokens)
     findings = _compare_with_training(expected, decoded, completions)
 
-    # Look for a setting whose repair brings the draft closer to the target. Settings that the
-    # recipe of the draft's run records are not questioned.
+    # Look for a wrong setting of the draft: one whose repair makes its predictions closer to the
+    # target's. Settings that the recipe of the draft's run records are known to be right.
     advice = load_method(diagnosis.method).advice
     run = run_of(diagnosis.folder)
     recipe = read_run_recipe(run) if run else None
@@ -580,20 +608,24 @@ def check_acceptance(
         recorded_settings,
     )
 
-    # Without a clear cause, name the usual ones, or say that there was nothing to compare with.
+    # Without a clear cause, list the usual causes of low acceptance, or say that there is no
+    # training history to compare with.
     if cause:
         findings.append(cause)
     elif any(finding.severity == "problem" for finding in findings):
         likely_causes = [
-            "it was trained for another target, or another revision of it",
-            "it was hardly trained",
+            "the draft was trained for another target, or another revision of the target",
+            "the draft was trained too briefly",
             advice.likely_cause,
-            "the prompts are unlike its training data: choose others with suite=",
+            "the prompts are unlike the draft's training data: choose others with suite=",
         ]
         findings.append(note(f"likely causes: {'; '.join(likely_causes)}"))
     elif expected is None and not findings:
         findings.append(
-            warning("no training history to compare with", "`specdistill eval` measures the draft")
+            warning(
+                "found no training history to compare the acceptance with",
+                "run `specdistill eval` to measure the draft",
+            )
         )
     diagnosis.findings += findings
     return decoded
@@ -604,43 +636,49 @@ def _compare_with_training(
     decoded: SimulatedAcceptance,
     completions: Sequence[Generation],
 ) -> list[Finding]:
-    """Return a finding if a draft accepts next to nothing, or far less than in its training.
+    """Return a finding if hardly any draft tokens are accepted, or far fewer than in training.
 
     Args:
         expected: the acceptance that training simulated; None without a history.
-        decoded: the acceptance on the completions.
-        completions: one for each prompt.
+        decoded: the acceptance in the completions.
+        completions: the completion of each prompt, decoded with the draft.
+
+    Returns:
+        A list with one finding, or an empty list.
     """
-    # Count how many rounds accept their first draft token.
+    # Compute the share of rounds that accept their first draft token.
     is_first_accepted = []
     for completion in completions:
         for entry in completion.rounds:
             is_first_accepted.append(entry.num_accepted > 0)
     first_token_rate = sum(is_first_accepted) / max(1, len(is_first_accepted))
 
-    # The draft is far below its training if even the upper end of the interval is. The target's own
-    # token of each round does not count.
+    # Compare accepted draft tokens per round: the acceptance length minus 1, because each round
+    # also emits a token of the target's own. The upper end of the confidence interval is used, so
+    # that a few unlucky prompts do not make a finding.
     is_far_below = False
     if expected is not None:
         most_accepted = _compute_upper_length(completions) - 1
         is_far_below = most_accepted < LOW_ACCEPTANCE_SHARE * (expected.length - 1)
 
-    # Few accepted tokens are a problem, unless the draft was as bad when it was trained.
+    # Hardly any accepted tokens are a problem of the draft's files or settings, unless the draft
+    # was just as bad in its training.
     if first_token_rate < NO_BETTER_THAN_CHANCE:
-        accepted = f"{first_token_rate:.0%} of its first draft tokens are accepted"
+        accepted = f"only {first_token_rate:.0%} of rounds accept their first draft token"
         if expected is None or is_far_below:
             return [problem(accepted)]
         return [
             warning(
-                f"{accepted}, as few as when it was trained",
-                "train it longer, or with a larger learning rate",
+                f"{accepted}, as in the draft's training",
+                "train the draft longer, or with a larger learning rate",
             )
         ]
     if expected is not None and is_far_below:
         return [
             problem(
-                f"acceptance length {decoded.length:.2f} on {len(completions)} prompts, far below"
-                f" the {expected.length:.2f} that its training saw with as many draft tokens"
+                f"acceptance length {decoded.length:.2f} on {len(completions)} prompts is far below"
+                f" the {expected.length:.2f} in the draft's training, with as many draft tokens"
+                " per round"
             )
         ]
     return []
@@ -649,7 +687,13 @@ def _compare_with_training(
 def complete(
     decoder: Decoder, prompts: Sequence[Sequence[int]], num_tokens: int
 ) -> list[Generation]:
-    """Complete prompts (token ids) greedily, with up to num_tokens draft tokens per round."""
+    """Generate NUM_TOKENS tokens greedily after each prompt, and return the completions.
+
+    Args:
+        decoder: the target with a draft.
+        prompts: the token ids of each prompt.
+        num_tokens: the most draft tokens of a round.
+    """
     return [
         decoder.generate(prompt, max_new_tokens=NUM_TOKENS, num_speculative_tokens=num_tokens)
         for prompt in prompts
@@ -659,7 +703,12 @@ def complete(
 def compute_acceptance_length(
     completions: Sequence[Generation], num_tokens: int
 ) -> SimulatedAcceptance:
-    """Return the acceptance length of completions: tokens emitted in rounds over rounds."""
+    """Return the acceptance length of completions: tokens emitted in rounds, divided by rounds.
+
+    Args:
+        completions: the completions.
+        num_tokens: draft tokens per round, which the result repeats.
+    """
     emitted = []
     for completion in completions:
         for entry in completion.rounds:
@@ -668,9 +717,10 @@ def compute_acceptance_length(
 
 
 def _compute_upper_length(completions: Sequence[Generation]) -> float:
-    """Return the upper end of the confidence interval of the acceptance length over prompts.
+    """Return the upper end of the confidence interval of the acceptance length.
 
-    For a single prompt it is the acceptance length itself.
+    The interval is that of the mean over prompts. For a single prompt, the upper end is the
+    acceptance length itself.
     """
     mean_lengths = []
     for completion in completions:
@@ -681,11 +731,17 @@ def _compute_upper_length(completions: Sequence[Generation]) -> float:
 
 
 def _is_recorded(draft: object, repaired: object, recorded: Mapping[str, object]) -> bool:
-    """Return whether a repair only changes settings that the run's recipe records.
+    """Return whether a recipe confirms all settings that a repair of the draft changes.
 
-    The recipe must record them with the values that the draft has.
+    A recipe confirms a setting if it has the same value as the draft before the repair. Such a
+    setting is right, so the repair need not be tried.
+
+    Args:
+        draft: the draft, which has a `config`.
+        repaired: the draft with changed settings.
+        recorded: the section `draft` of the recipe of the draft's run.
     """
-    # List the settings that the repair changes, and look each one up in the recipe.
+    # List the settings that the repair changes, with their values before it.
     before = getattr(draft, "config", None)
     after = getattr(repaired, "config", None)
     if not is_dataclass(before) or not is_dataclass(after):
@@ -697,14 +753,24 @@ def _is_recorded(draft: object, repaired: object, recorded: Mapping[str, object]
 
 
 def _list_values(value: object) -> object:
-    """Return a tuple as a list, as recipes write it, and any other value unchanged."""
+    """Convert a tuple to a list, so that it compares equal to the list in a recipe.
+
+    Any other value is returned unchanged.
+    """
     return list(value) if isinstance(value, tuple) else value
 
 
 def compute_confidence_interval(values: Sequence[float], confidence: float) -> tuple[float, float]:
-    """Return Student's confidence interval of the mean of independent values.
+    """Return the confidence interval of the mean of independent values, by Student's t.
 
     For a single value, or equal values, both ends are that value.
+
+    Args:
+        values: the values.
+        confidence: the confidence level, such as 0.95.
+
+    Returns:
+        The lower and the upper end.
     """
     mean = fmean(values)
     if len(values) < 2 or max(values) == min(values):
@@ -725,21 +791,21 @@ def _find_cause(
     num_tokens: int,
     recorded: Mapping[str, object],
 ) -> Finding | None:
-    """Return the likely cause whose repair brings the draft closest to the target.
+    """Find the wrong setting of a draft that explains why few draft tokens are accepted.
 
-    The evidence for it must be clear: the confidence interval over prompts of the fall in
-    divergence must exclude zero. For a problem, so must the interval of the gain in accepted
-    tokens. Bonferroni's correction accounts for the number of causes that are tried. Settings that
-    the run's recipe records are not questioned. A single completion is cut into parts, which are
-    used in place of prompts.
+    The method of the draft knows likely causes, such as a wrong rotary base, and how to repair each
+    one. Each repair is tried on completions of the target. The cause is the repair that lowers the
+    KL divergence to the target most. The evidence must be clear: the confidence interval of the
+    drop in divergence, over prompts, must exclude 0.
 
     Args:
-        advice: of the draft's method, with its simulation and its repairs.
+        advice: the advice of the draft's method, which simulates drafting and makes the repairs.
         draft: the draft; None if the proposer has no module.
         target: the target.
-        completions: of the prompts, by the target.
+        completions: the completion of each prompt.
         num_tokens: draft tokens per round.
-        recorded: the recipe's section `draft`; empty without a recipe.
+        recorded: the section `draft` of the run's recipe, whose settings are right; empty without a
+            recipe.
 
     Returns:
         The cause as a finding; None if there is no clear one, or drafting cannot be simulated.
@@ -751,7 +817,8 @@ def _find_cause(
     if not completions or draft is None or advice.build_simulation(draft, num_tokens) is None:
         return None
 
-    # Measure the draft as it is, and with each repair of a setting that nothing records.
+    # Measure how close the draft is to the target as it is, and after each repair. Repairs of
+    # settings that the recipe confirms are skipped.
     fits_before = _measure_fits(advice, draft, target, completions, num_tokens)
     repairs = []
     for cause, repaired in advice.find_repairs(draft, target):
@@ -762,14 +829,15 @@ def _find_cause(
     if best_repair is None:
         return None
 
-    # A repair that brings the draft closer to the target, but leaves it useless, is not the cause.
+    # A repair after which hardly any token is accepted does not explain the low acceptance.
     cause, fits_after = best_repair
     length_before = fmean(length for _, length in fits_before)
     length_after = fmean(length for _, length in fits_after)
     if length_after - 1 < NO_BETTER_THAN_CHANCE:
         return None
 
-    # It is a problem only if more tokens are accepted, too. Otherwise it is a warning.
+    # The finding is a problem if the repair also makes clearly more tokens accepted. Otherwise it
+    # is a warning.
     gains = [
         after - before for (_, before), (_, after) in zip(fits_before, fits_after, strict=True)
     ]
@@ -779,8 +847,8 @@ def _find_cause(
     drop = fmean(_compute_drops(fits_before, fits_after))
     return severity(
         cause,
-        f"after the repair, KL to the target drops {drop:.0%}, and simulated acceptance length"
-        f" rises from {length_before:.2f} to {length_after:.2f}",
+        f"with this repaired, the KL divergence to the target is {drop:.0%} lower, and the"
+        f" simulated acceptance length changes from {length_before:.2f} to {length_after:.2f}",
     )
 
 
@@ -791,14 +859,21 @@ def _measure_fits(
     completions: Sequence[Generation],
     num_tokens: int,
 ) -> list[Fit]:
-    """Return how close a draft is to the target on each completion, or each part of a single one.
+    """Return how close a draft is to the target on each completion.
+
+    A single completion is cut into parts, so that there are several numbers for a confidence
+    interval.
 
     Args:
-        advice: of the draft's method, which simulates drafting.
+        advice: the advice of the draft's method, which simulates drafting.
         draft: the draft, as it is or repaired.
         target: the target.
-        completions: of the prompts, by the target.
+        completions: the completion of each prompt.
         num_tokens: draft tokens per round.
+
+    Returns:
+        For each completion or part, the mean forward KL to the target in nats, and the simulated
+        acceptance length.
     """
     objective = advice.build_simulation(draft, num_tokens)
     num_parts = NUM_PARTS if len(completions) == 1 else 1
@@ -812,16 +887,19 @@ def _measure_fits(
 def _choose_repair(
     fits_before: Sequence[Fit], repairs: Sequence[tuple[str, list[Fit]]]
 ) -> tuple[str, list[Fit]] | None:
-    """Return the repair with the largest drop of the divergence whose interval excludes 0.
+    """Choose the repair that lowers the divergence to the target most.
+
+    The drop must be larger than MIN_DIVERGENCE_DROP, and its confidence interval must exclude 0.
 
     Args:
-        fits_before: of the draft as it is.
-        repairs: the cause that each repair removes, and the fits of the repaired draft.
+        fits_before: how close the draft is to the target as it is, for each completion.
+        repairs: for each repair the cause that it removes, and how close the repaired draft is.
 
     Returns:
-        The cause and the fits after its repair; None if no repair is clearly better.
+        The cause, and how close the repaired draft is; None if no repair is clearly better.
     """
-    # Several repairs are tried, so each one is tested at a stricter level (Bonferroni).
+    # With several repairs, one may look better by chance. So each is tested at a stricter
+    # confidence level (Bonferroni's correction).
     confidence = 1 - (1 - CONFIDENCE) / max(1, len(repairs))
     best_repair = None
     best_drop = MIN_DIVERGENCE_DROP
@@ -835,7 +913,14 @@ def _choose_repair(
 
 
 def _compute_drops(fits_before: Sequence[Fit], fits_after: Sequence[Fit]) -> list[float]:
-    """Return by which share the divergence drops after a repair, for each pair of fits."""
+    """Return the share by which a repair lowers the divergence, for each completion.
+
+    For example, 0.2 if the divergence is 20 % lower. It is 0 if there was no divergence before.
+
+    Args:
+        fits_before: divergence and acceptance length of each completion, with the draft as it is.
+        fits_after: the same with the repaired draft.
+    """
     pairs = zip(fits_before, fits_after, strict=True)
     return [1 - after / before if before else 0.0 for (before, _), (after, _) in pairs]
 
@@ -844,21 +929,24 @@ def _compute_drops(fits_before: Sequence[Fit], fits_after: Sequence[Fit]) -> lis
 def _fit(
     objective: Any, target: FrozenTarget, completion: Generation, part: int = 0, num_parts: int = 1
 ) -> Fit:
-    """Return how close a head is to the target on a part of a completion.
+    """Measure how close a draft is to the target on a completion, or on a part of one.
 
-    This varies less than the number of accepted tokens, and takes one pass of the draft.
+    The draft is run once over the text, as in training. The divergence that this gives varies less
+    than a count of accepted tokens.
 
     Args:
-        objective: simulates drafting with the head.
+        objective: the training objective of the draft, which simulates drafting.
         target: the target.
-        completion: the completion.
+        completion: the completion of a prompt.
         part: the number of the part, from 0.
-        num_parts: parts that the completion is cut into.
+        num_parts: the number of parts into which the completion is cut.
 
     Returns:
-        The mean forward KL of the drafted positions in nats, and the simulated acceptance length.
+        The mean forward KL to the target over the draft steps, in nats, and the simulated
+        acceptance length.
     """
-    # The positions whose loss counts: those of this part of the completion.
+    # Make a row of prompt and completion. Only the positions of this part of the completion have a
+    # loss.
     ids = torch.tensor([[*completion.prompt_ids, *completion.token_ids]], device=target.device)
     positions = torch.arange(ids.shape[1], device=target.device).unsqueeze(0)
     num_new = len(completion.token_ids)
@@ -872,14 +960,14 @@ def _fit(
         "position_ids": positions,
     }
 
-    # Run the draft once over prompt and completion, and sum over the positions of each draft step.
+    # Run the draft. `sums` has a sum over positions for each draft step.
     objective = objective.eval()
     inputs = objective.prepare(index_batch(inputs), None)
     target_outputs = objective.read_target(target, inputs)
     _, sums = objective(**inputs, **target_outputs, measure=True)
 
-    # The divergence is the mean over the draft steps. The acceptance length is 1, plus the share of
-    # chains that are right up to each step.
+    # Average the divergence over the draft steps. The acceptance length is 1, for the target's own
+    # token, plus for each step the share of chains that are right up to and including this step.
     mean_losses = [
         float(total / count) for total, count in zip(sums.loss, sums.loss_tokens, strict=True)
     ]

@@ -29,7 +29,9 @@ class ExaminedTarget(Section):
     """The target that the draft is examined with."""
 
     model: str | None = option(
-        None, "pico, a folder, a GGUF file or a Hub id; null: examine the draft alone"
+        None,
+        "target of the draft: pico, a folder, a GGUF file or a Hub id; null: examine the draft"
+        " alone",
     )
     revision: str | None = like(TargetConfig, "revision")
     adapter: str | None = like(TargetConfig, "adapter", condition=TARGET_IS_GIVEN)
@@ -46,11 +48,15 @@ class DoctorPrompts(Section):
     """The prompts that the doctor decodes."""
 
     suite: str | None = option(
-        None, "prompts: a suite's name, a YAML or jsonl file; null: the run's own, else pico-short"
+        None,
+        "prompts to decode: a suite's name, a YAML or jsonl file; null: prompts of the draft's"
+        " training run, else the suite pico-short",
     )
-    num_prompts: int = option(8, "prompts to decode, spread over the suite", ge=1)
+    num_prompts: int = option(8, "number of prompts to decode, spread over the suite", ge=1)
     lookup_first: LookupFirstConfig | None = option(
-        None, "a lookup in front of the draft, which engine= must support"
+        None,
+        "also decode with this n-gram or suffix lookup in front of the draft; with engine=, one"
+        " that the engine supports",
     )
 
 
@@ -60,20 +66,21 @@ class CommonDoctorOptions(Section):
     draft: str = option(..., "folder or Hub id of a trained draft, in any supported layout")
     target: ExaminedTarget = section(ExaminedTarget)
     engine: Annotated[str, allow_names(lambda: list_engines_with("loader_version"))] | None = (
-        option(None, "engine whose loader the draft is checked against; null: none")
+        option(
+            None,
+            "check that the loader of this engine accepts the draft; null: check no engine",
+        )
     )
     decode: bool = option(
         True,
-        "with a target: decode a few prompts, and look for a repair that brings the draft closer"
-        " to it",
+        "with target=PATH: decode a few prompts, and look for the cause if few draft tokens are"
+        " accepted",
     )
-    eval: DoctorPrompts = option(
-        DoctorPrompts(), "prompts that are decoded", condition=DECODING_IS_ON
-    )
+    eval: DoctorPrompts = option(DoctorPrompts(), "the prompts to decode", condition=DECODING_IS_ON)
 
     @model_validator(mode="after")
     def _check_target_options(self) -> "CommonDoctorOptions":
-        """Refuse options of the target that only matter in decoding, if nothing is decoded."""
+        """Refuse `target.dtype`, `attn` and `device_map` if decode=false, where they do nothing."""
         for name in ("dtype", "attn", "device_map"):
             value = getattr(self.target, name)
             if not self.decode and value != find_default(ExaminedTarget.model_fields[name]):

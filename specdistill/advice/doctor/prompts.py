@@ -26,41 +26,46 @@ Ids = tuple[int, ...]
 
 
 def run_of(draft: Path) -> Path | None:
-    """Return the folder of the run that holds a draft or an export of it.
+    """Find the training run that a draft comes from.
+
+    Args:
+        draft: the folder of a draft, or of an export of a draft.
 
     Returns:
-        The folder; None if the draft is in no run.
+        The folder of the run, which is the nearest parent folder with a recorded recipe; None if
+        there is none.
     """
     return next((folder for folder in draft.resolve().parents if (folder / RECIPE).is_file()), None)
 
 
 def read_run_recipe(run: Path) -> Recipe:
-    """Return the recipe that a run recorded."""
+    """Read the recipe that a run has recorded in its folder, without running code of the target."""
     return load_recipe(Recipe, [f"recipe={run / RECIPE}", *ARGUMENTS_WITHOUT_CODE])
 
 
 def select_prompts(
     run: Path | None, suite: str | None, target: FrozenTarget, num_prompts: int
 ) -> tuple[list[Ids], str, bool]:
-    """Return prompts on which to try a draft.
+    """Choose the prompts on which the doctor tries a draft.
 
-    They come from the suite if one is named, else from the suite in the run's recipe, else from the
-    rows that its training held out, else from DEFAULT_SUITE.
+    They come from the first of these that exists: the suite that the user names, the suite in the
+    run's recipe, the rows that the run held out from training, the suite `pico-short`.
 
     Args:
-        run: the folder of the draft's run; None if it is in no run.
-        suite: the name or file of a suite; None for none.
+        run: the folder of the draft's training run; None if the draft is in no run.
+        suite: the name or file of a suite that the user names; None for none.
         target: the target, whose tokenizer is used.
-        num_prompts: the most prompts.
+        num_prompts: the largest number of prompts.
 
     Returns:
-        The token ids of each prompt, a description of the prompts in words, and whether they are
-        known to be the kind of text that the draft is for.
+        The token ids of each prompt; a description of the prompts in words; whether the prompts
+        are known to be the kind of text that the draft was trained for.
 
     Raises:
         UserError: for a suite that cannot be read, or does not fit the target.
     """
-    # Look for a named suite: in the options, then in the recipe of the run.
+    # Take the suite that the user names, or that of the run's recipe. Without a suite, take rows
+    # that the run held out.
     recipe = read_run_recipe(run) if run else None
     suite_name = suite or (recipe and recipe.eval.suite)
     ids = (
@@ -69,8 +74,8 @@ def select_prompts(
         else []
     )
 
-    # Without one, take held-out rows. Without these, take the default suite, whose text the draft
-    # may not be for.
+    # Without held-out rows, load the prompts of the suite. The default suite is lines of Python,
+    # which the draft may not have been trained for.
     what = f"the held-out rows of {run}"
     is_known = bool(suite_name or ids)
     if not ids:
@@ -95,17 +100,24 @@ def select_prompts(
 def _select_held_out_prompts(
     run: Path, data: DataConfig, target: FrozenTarget, num_prompts: int
 ) -> list[Ids]:
-    """Return prompts from the rows that a run held out.
+    """Make prompts from the packed rows that a run held out from training.
 
-    The rows are spread over all rows that the run held out. Of each row, the prompt is the part of
-    the first document before its first loss token. If the document has no such part, it is the
-    first half, up to TEXT_PROMPT_TOKENS tokens.
+    The prompt of a row is the beginning of its first document, up to the first token with a loss,
+    which is the first token of an answer. A text without such a beginning gives its first half, up
+    to TEXT_PROMPT_TOKENS tokens.
+
+    Args:
+        run: the folder of the run.
+        data: the section `data` of the run's recipe.
+        target: the target.
+        num_prompts: the largest number of prompts.
 
     Returns:
         The token ids of each prompt; empty if the rows are not on this machine, or were made with
         another tokenizer.
     """
-    # Find the folder of the rows: named in the recipe, or in the cache under their fingerprint.
+    # Find the folder of the rows. It is named in the recipe, or is in the cache, where its name is
+    # the fingerprint that the run recorded.
     fingerprint = str(
         read_keys(run / PROVENANCE, KEY, "a run with its record").get("data_fingerprint")
     )
@@ -115,15 +127,17 @@ def _select_held_out_prompts(
     if not is_whole(folder):
         return []
 
-    # Token ids of another tokenizer would be other text.
+    # With another tokenizer the token ids of the rows would mean another text.
     _, rows, manifest = read_rows(folder)
     if manifest.fit.tokenizer != hash_tokenizer(target.tokenizer):
         return []
 
-    # Take rows at even distances. The prompt ends where the first answer begins.
+    # Take rows at even distances. The first document of a row has the document id 0.
     prompts = []
     for row in rows.select(range(0, len(rows), max(1, len(rows) // num_prompts))):
         length = row["document_ids"].count(0)
+        # Find the first token with a loss. The appended 1 stands for the end of the document, in
+        # case that no token has a loss.
         begin = [*row["loss_mask"][:length], 1].index(1)
         ids = row["input_ids"][
             : begin if 0 < begin < length else min(TEXT_PROMPT_TOKENS, length // 2)

@@ -103,36 +103,38 @@ class Device:
     most_per_machine: int = 8
 
     def count_pass_bytes(self, read: float, parameters: float, num_tokens: int) -> float:
-        """Return the time of a pass, as the number of bytes that the device reads in that time.
+        """Estimate the time of a forward pass, in bytes: the bytes that the device reads meanwhile.
 
-        A pass takes as long as its reads, or as its arithmetic where that takes longer.
+        A pass takes as long as reading its weights and KV cache, or as its arithmetic if that takes
+        longer. The arithmetic of a token is two operations for each parameter.
 
         Args:
             read: bytes that the pass reads.
-            parameters: numbers that each of the tokens is multiplied with.
+            parameters: the number of parameters that each token is multiplied with.
             num_tokens: tokens of the pass.
         """
         return max(read, 2 * parameters * num_tokens / self.flops_per_byte)
 
     @property
     def flops_per_byte(self) -> float:
-        """The floating-point operations that take as long as reading one byte."""
+        """The number of floating-point operations that take as long as reading one byte."""
         return MATRIX_SHARE * self.flops / (TRAFFIC_SHARE * self.bandwidth)
 
     def estimate_tokens_per_second(
         self, step: "Ledger", num_tokens: int, other_flops: float
     ) -> float:
-        """Return the tokens per second of a training step.
+        """Estimate how many tokens per second this device trains on.
 
         Args:
-            step: the ledger of the step.
+            step: the counts of a training step.
             num_tokens: tokens of the step.
-            other_flops: operations that the ledger does not count, those of the target's layers.
+            other_flops: floating-point operations that the counts do not include: those of the
+                target's layers.
         """
         # Matrix products are limited by arithmetic, and all other operations by bandwidth. They
         # follow one another, so their times add up.
-        products = (step.flops + other_flops) / (MATRIX_SHARE * self.flops)
-        return num_tokens / (products + step.traffic / (TRAFFIC_SHARE * self.bandwidth))
+        product_seconds = (step.flops + other_flops) / (MATRIX_SHARE * self.flops)
+        return num_tokens / (product_seconds + step.traffic / (TRAFFIC_SHARE * self.bandwidth))
 
 
 H100 = Device("H100", 989e12, 3.35e12)
@@ -154,10 +156,16 @@ class Machine(Device):
     memory_gb: float = 0.0
 
     def count_pass_bytes(self, read: float, parameters: float, num_tokens: int) -> float:
-        """Return the time of a pass, as bytes read in that time, by the measured `row_costs`.
+        """Estimate the time of a forward pass, in bytes: the bytes that the CPU reads meanwhile.
 
-        Between two measured numbers of rows the cost is interpolated. Beyond the largest it grows
-        in proportion.
+        The time relative to a pass over one token was measured, for some numbers of tokens. Between
+        two of these the time is interpolated. Beyond the largest it grows in proportion to the
+        number of tokens.
+
+        Args:
+            read: bytes that the pass reads.
+            parameters: not used here: the measured times include the arithmetic.
+            num_tokens: tokens of the pass.
         """
         assert self.row_costs is not None
         rows = [*self.row_costs]
@@ -190,27 +198,34 @@ class Ledger(TorchDispatchMode):
         args: tuple[object, ...] = (),
         kwargs: dict[str, object] | None = None,
     ) -> object:
-        """Run an operation and count its memory, traffic and arithmetic. torch calls this."""
-        # Operands from outside the ledger count nothing, so they enter with size 0.
+        """Run an operation and count its memory, traffic and arithmetic.
+
+        torch calls this method for every operation that runs while the ledger is active.
+        """
+        # Operands that existed before the ledger became active are known from now on, and their
+        # memory counts as 0 bytes.
         kwargs = kwargs or {}
         inputs = list_tensors((args, kwargs))
         for tensor in inputs:
             self._enter(tensor, 0)
 
-        # Run the operation, and count the memory of its results from now until they are released.
+        # Run the operation. The memory of its results counts until they are released.
         result = func(*args, **kwargs)
         outputs = list_tensors(result)
         operation = func.overloadpacket
         new = [self._enter(tensor, tensor.untyped_storage().nbytes()) for tensor in outputs]
 
-        # Matrix products and attention count as arithmetic, everything else as traffic.
+        # Matrix products and attention count as arithmetic, everything else as traffic. A lookup,
+        # such as an embedding, reads only as much of each operand as it returns.
         if operation in flop_registry:
             self.flops += flop_registry[operation](*args, **kwargs, out_val=result)
         elif operation in LOOKUPS:
             self.traffic += sum(
                 min(_count_tensor_bytes(tensor), _count_tensor_bytes(result)) for tensor in inputs
             ) + _count_tensor_bytes(result)
-        # Any other operation without new memory that changes no operand only returns a view.
+        # An operation that allocates nothing and changes no operand returns a view, without
+        # traffic. All other operations read their operands and write their results. Those in
+        # OVERWRITING_OPERATIONS do not read the first operand: True is 1 in the slice.
         elif (any(new) or func._schema.is_mutable) and operation not in VIEW_OPERATIONS:
             self.traffic += sum(
                 map(_count_tensor_bytes, inputs[operation in OVERWRITING_OPERATIONS :])
@@ -218,16 +233,16 @@ class Ledger(TorchDispatchMode):
         return result
 
     def _enter(self, tensor: Tensor, size: int) -> bool:
-        """Count the storage of a tensor until nothing holds it any more.
+        """Count the memory of a tensor as live from now until it is freed.
 
         Args:
             tensor: the tensor.
-            size: bytes that a new storage counts.
+            size: bytes to count, if the tensor's storage is not counted yet.
 
         Returns:
-            Whether the storage is new.
+            Whether the storage was not counted yet.
         """
-        # Views share a storage. It counts once, for as long as any tensor holds it.
+        # Views share a storage. It counts once, for as long as any tensor refers to it.
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._known:
@@ -235,11 +250,12 @@ class Ledger(TorchDispatchMode):
         self._known.add(key)
         self.live += size
         self.peak = max(self.peak, self.live)
+        # Python calls `_release` when the storage is freed, but not when the program ends.
         weakref.finalize(storage, self._release, key, size).atexit = False
         return True
 
     def _release(self, key: int, size: int) -> None:
-        """Stop counting a storage that nothing holds any more."""
+        """Subtract a storage from the live bytes, because it was freed."""
         self._known.discard(key)
         self.live -= size
 
@@ -250,15 +266,19 @@ def list_tensors(tree: object) -> list[Tensor]:
 
 
 def _count_tensor_bytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor; only those of its storage if it repeats its elements."""
+    """Return the bytes of a tensor.
+
+    An expanded tensor repeats its elements, so it has fewer bytes in memory than its shape says.
+    """
     return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
 
 
 @contextmanager
 def use_gpu_block_sizes() -> Iterator[None]:
-    """Let the loss compute logits in blocks of the size that is used on a GPU.
+    """Let the loss compute logits in blocks of the size that it uses on a GPU.
 
-    The tensors here are on the CPU, whose blocks are smaller.
+    The counted tensors are on the CPU, where the loss would use smaller blocks. The memory of a
+    training step on a GPU depends on this size.
     """
     cpu_block_bytes = BLOCK_BYTES["cpu"]
     BLOCK_BYTES["cpu"] = BLOCK_BYTES["cuda"]
@@ -280,23 +300,26 @@ def count_training_step(
     ledger: Ledger | None = None,
     is_mixed: bool = True,
 ) -> Ledger:
-    """Run the training step of one micro-batch over tensors without content, and count it.
+    """Count the memory, traffic and arithmetic of the training step of one micro-batch.
+
+    The step's own code runs forward and backward over tensors without content, which takes no
+    memory and little time.
 
     Args:
-        method: the method of the recipe whose loss is computed.
-        build: builds the draft from the target, whose tensors have no content.
+        method: the method, which decides on the draft's loss.
+        build: a function that builds the draft for a target.
         draft: keys of the recipe's section `draft`.
         target: the target, by its config.json.
         rows: rows of the micro-batch.
         length: tokens of each row.
-        prepare: called with the objective before the step.
-        ledger: the ledger to use, e.g. one that counts more; None for a new one.
+        prepare: a function that is called with the training objective before the step.
+        ledger: the object that counts, e.g. one that counts more; None for a new Ledger.
         is_mixed: whether the step runs under bfloat16 autocast.
 
     Returns:
-        The ledger.
+        The ledger with the counts.
     """
-    # Build a recipe with the keys that it must have. Only its section `draft` matters here.
+    # Build a recipe. It must have these keys, but only its section `draft` matters here.
     values = {
         "method": method,
         "target": {"model": method},
@@ -314,7 +337,7 @@ def count_training_step(
         "position_ids": list(range(length)),
     }
 
-    # Build the objective with target and draft, whose tensors have no content.
+    # Build target, draft and training objective. Their tensors have shapes, but no content.
     mode = FakeTensorMode()
     with mode:
         weightless = WeightlessTarget(target)
@@ -326,7 +349,7 @@ def count_training_step(
         for parameter in objective.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.empty_like(parameter)
-    # This reads the values of the tokens, so the batch needs content.
+    # `prepare` reads the values of the tokens, so it runs outside of the mode, on real tensors.
     batch = objective.prepare(collate([packed] * rows), None)
 
     # Run forward and backward as the Trainer does, and count their operations.
@@ -346,9 +369,9 @@ def count_training_step(
 
 
 def can_hold_target(num_parameters: int) -> bool:
-    """Return whether this machine has no GPU and enough memory for a target.
+    """Return whether to plan for this machine's CPU: it has no GPU and enough memory.
 
-    At most half of the memory may hold the float32 weights; the rest is for training.
+    At most half of the memory may hold the target's float32 weights; the rest is for training.
     """
     return (
         not torch.accelerator.is_available()
@@ -357,8 +380,9 @@ def can_hold_target(num_parameters: int) -> bool:
 
 
 def find_matrix_sizes(target: ModelConfigInfo) -> tuple[int, int]:
-    """Return the width and the inner width of a matrix of a target's MLP."""
+    """Return the sizes of a weight matrix in a target's MLP: hidden size and intermediate size."""
     width = target.text.hidden_size
+    # Some configs do not name the intermediate size. It is usually four times the hidden size.
     return width, getattr(target.text, "intermediate_size", None) or 4 * width
 
 
@@ -366,13 +390,19 @@ def find_matrix_sizes(target: ModelConfigInfo) -> tuple[int, int]:
 def measure_machine(
     width: int, inner_width: int, num_parameters: int, training_dtype: torch.dtype = torch.float32
 ) -> Machine:
-    """Time this machine's CPU on a target's matrices, which takes a second or two.
+    """Measure how fast this machine's CPU multiplies matrices of a target's size.
+
+    This takes a second or two.
 
     Args:
-        width: the width of a matrix of the target, such as one of its MLP.
-        inner_width: the other size of that matrix.
-        num_parameters: of the target. A target that fits into the cache is timed there.
-        training_dtype: of the matrix products of a training step.
+        width: columns of a weight matrix of the target, such as one in its MLP.
+        inner_width: rows of that matrix.
+        num_parameters: parameters of the target. If they fit into the CPU's cache, so do the
+            matrices that are timed.
+        training_dtype: the dtype of matrix products in a training step.
+
+    Returns:
+        The CPU with its measured speeds.
     """
     # Time products with few rows in both dtypes, and take the dtype that decodes faster.
     facts = describe_hardware(torch.device("cpu"))
@@ -380,7 +410,8 @@ def measure_machine(
         name: time_products(getattr(torch, name), width, inner_width, num_parameters)
         for name in DTYPES
     }
-    # Decoding consists of plain steps and of rounds with a few draft tokens, here four.
+    # Decoding has passes over one token, and rounds over a few tokens. Five tokens stand for these:
+    # four draft tokens and the one before them.
     dtype = min(DTYPES, key=lambda name: times[name][1] + times[name][5])
     seconds = times[dtype]
 
@@ -390,8 +421,8 @@ def measure_machine(
     bytes_per_second = 2 * BANK_BYTES / time_fastest(torch.ones(BANK_BYTES // 4).clone)
     return Machine(
         name=f"this machine ({facts['name']}, {facts['cpu_threads']} threads)",
-        # Device holds peak rates and multiplies them by these shares. Dividing here makes the
-        # measured rates result.
+        # A Device has peak rates, which estimates multiply by these two shares. The measured rates
+        # are what is really reached, so they are divided by the shares.
         flops=2 * TRAINING_ROWS / training[TRAINING_ROWS] / MATRIX_SHARE,
         bandwidth=bytes_per_second / TRAFFIC_SHARE,
         dtype=dtype,
@@ -407,26 +438,29 @@ def time_products(
     num_parameters: int,
     row_counts: Sequence[int] = NUM_ROWS,
 ) -> dict[int, float]:
-    """Return the seconds per matrix element of products, by the number of input rows.
+    """Time products of inputs with weight matrices, for several numbers of input rows.
 
     Args:
-        dtype: of the matrices.
+        dtype: the dtype of inputs and matrices.
         width: columns of a matrix.
         inner_width: rows of a matrix.
-        num_parameters: of the target. No more numbers than these are timed.
-        row_counts: the numbers of input rows that are timed.
+        num_parameters: parameters of the target. The timed matrices have no more elements in total.
+        row_counts: the numbers of input rows to time.
+
+    Returns:
+        By number of input rows, the seconds divided by the elements of the matrices.
     """
-    # Take enough matrices to exceed the cache, but no more weights than the target has.
+    # Take so many matrices that they exceed the CPU's cache, but no more than the target has.
     size = width * inner_width
     bank = min(BANK_BYTES // dtype.itemsize, num_parameters)
     matrices = torch.ones(max(1, min(MAX_MATRICES, bank // size)), inner_width, width, dtype=dtype)
     seconds = {}
     for rows in row_counts:
         inputs = torch.ones(1, rows, width, dtype=dtype)
-        # Products with many rows take longer, so fewer matrices are timed.
+        # A product with many input rows takes longer, so four matrices are enough.
         few = matrices[:4] if rows > NUM_ROWS[-1] else matrices
 
-        # The defaults bind this round's values, which a later round would replace.
+        # The default values keep the tensors of this iteration for the function.
         def multiply(inputs: Tensor = inputs, few: Tensor = few) -> None:
             """Multiply the inputs with each matrix in turn."""
             for matrix in few:
@@ -437,5 +471,5 @@ def time_products(
 
 
 def time_fastest(work: Callable[[], object]) -> float:
-    """Return the seconds of the fastest of a few runs."""
+    """Run a function a few times, and return the seconds of the fastest run."""
     return min(timeit.repeat(work, number=1, repeat=NUM_TIMED_RUNS))

@@ -31,7 +31,7 @@ USABLE_MEMORY_SHARE = 0.92
 
 
 def parse_dtype(name: str | None) -> torch.dtype | None:
-    """Return the torch dtype that a name in the section `serving` means; None for no name."""
+    """Return the torch dtype of a name such as `bfloat16` or `fp8`; None if no name is given."""
     if not name:
         return None
     dtype: torch.dtype = getattr(torch, "float8_e4m3fn" if name == "fp8" else name)
@@ -39,19 +39,22 @@ def parse_dtype(name: str | None) -> torch.dtype | None:
 
 
 def count_kv_itemsize(serving: ServingOptions, target: ModelConfigInfo) -> int:
-    """Return the bytes of a number in the KV cache."""
+    """Return how many bytes a number in the KV cache takes.
+
+    Its dtype is that of the KV cache in the options, else that of the weights.
+    """
     return target.itemsize(parse_dtype(serving.kv_cache_dtype) or parse_dtype(serving.dtype))
 
 
 def check_serving(
     serving: ServingOptions, target: ModelConfigInfo, draft: ModelConfigInfo | None = None
 ) -> ServingOptions:
-    """Check how a target is to be served, and set the context if it is not given.
+    """Check the serving options of a plan, and fill in the context if it is not given.
 
-    The default is CONTEXT, or the context of the target if that is less.
+    The default context is CONTEXT tokens, or the longest context of the target if that is less.
 
     Args:
-        serving: how it is to be served.
+        serving: the options.
         target: the target.
         draft: the draft; None for the target alone.
 
@@ -59,36 +62,37 @@ def check_serving(
         The options, with a context.
 
     Raises:
-        UserError: for what no engine would serve: more context than the target has, another dtype
-            for quantized weights, or attention heads that the devices cannot share.
+        UserError: for options that no engine would serve: a longer context than the target has,
+            another dtype for quantized weights, or a number of devices that does not divide the
+            attention heads.
     """
-    # The context: as asked, or the default, within what the target can read.
+    # Take the given context or the default. It must not be longer than the target allows.
     longest = getattr(target.text, "max_position_embeddings", None)
     context = serving.context or min(CONTEXT, longest or CONTEXT)
     if longest and context > longest:
         raise UserError(
             "serving.context",
-            got=context,
-            expected=f"at most {longest}, the target's max_position_embeddings",
+            got=f"{context} tokens",
+            expected=f"at most {longest}, the longest context of {target.name}",
         )
 
-    # Quantized weights are served as they are stored.
+    # Quantized weights are served in the format in which they are stored, so no dtype applies.
     if serving.dtype and target.quantization:
         raise make_unused_key_error(
             "serving.dtype",
             serving.dtype,
-            f"the weights of {target.name} are"
+            f"no effect on the weights of {target.name}, which are"
             f" {target.quantization.get('quant_method', 'quantised')}",
         )
 
-    # Each device holds whole attention heads.
+    # Tensor parallelism splits the attention heads evenly among the devices.
     for model in filter(None, (target, draft)):
         heads = getattr(model.text, "num_attention_heads", serving.tensor_parallel)
         if heads % serving.tensor_parallel:
             raise UserError(
                 "serving.tensor_parallel",
-                got=serving.tensor_parallel,
-                expected=f"a divisor of {heads}, the attention heads of {model.name}",
+                got=f"{serving.tensor_parallel} devices",
+                expected=f"a number that divides the {heads} attention heads of {model.name}",
             )
     return serving.model_copy(update={"context": context})
 
@@ -123,7 +127,7 @@ def compute_budget(
     draft_cache: CacheSize | None = None,
     num_speculative_tokens: int = 0,
 ) -> Budget:
-    """Return the memory of each device that serves a target, with a draft or alone.
+    """Compute the memory of each device that serves a target, with a draft or without.
 
     Args:
         target: the target.
@@ -137,20 +141,24 @@ def compute_budget(
     itemsize = count_kv_itemsize(serving, target)
 
     def count_cache_bytes(context: int) -> list[int]:
-        """Return the bytes of the target's and of the draft's KV cache on each device."""
+        """Return the bytes of the target's and of the draft's KV cache on each device.
+
+        `context` is the number of tokens of each sequence.
+        """
         return [
             size.num_bytes(context, serving.batch_size, itemsize, devices) if size else 0
             for size in (target.cache, draft_cache)
         ]
 
-    # Add up what a device holds: the parts that do not depend on the context, and the caches for
-    # the context that was asked for.
+    # Add up what a device holds: the parts that do not depend on the context, and the KV caches for
+    # the context in the options.
     parts = _list_fixed_parts(target, serving, draft_bytes, num_speculative_tokens)
     fixed = sum(parts.values())
     parts["KV cache"], parts["draft's KV cache"] = count_cache_bytes(serving.context)
     total = int(sum(parts.values()))
 
-    # Compare with the memory that the engine may use.
+    # Compare the sum with the memory that the engine may use, and find the longest context that
+    # would fit.
     usable = serving.gpu_memory_utilization * serving.memory_gb * 2**30
     longest = _find_longest_context(lambda context: fixed + sum(count_cache_bytes(context)), usable)
     budget = Budget(
@@ -162,7 +170,7 @@ def compute_budget(
     if budget.fits or 2 * devices > MAX_DEVICES:
         return budget
 
-    # If it does not fit, find the number of devices on which it does by doubling.
+    # If the parts do not fit, try twice as many devices, and again until they fit.
     doubled = compute_budget(
         target,
         serving.model_copy(update={"tensor_parallel": 2 * devices}),
@@ -179,11 +187,13 @@ def _list_fixed_parts(
     draft_bytes: float,
     num_speculative_tokens: int,
 ) -> dict[str, float]:
-    """Return the bytes of each part that a device holds for any context; 0 for the KV caches.
+    """Return the bytes of each part of a device's memory that does not depend on the context.
+
+    The two KV caches do depend on it. They are in the result with 0 bytes, for the caller to fill.
 
     Args:
         target: the target.
-        serving: how it is served.
+        serving: how the target is served.
         draft_bytes: bytes of the draft's weights; 0 without a draft.
         num_speculative_tokens: K, draft tokens per round.
     """
@@ -205,13 +215,17 @@ def _list_fixed_parts(
 
 
 def _find_longest_context(count_bytes: Callable[[int], float], usable: float) -> int:
-    """Return the longest context in tokens that fits into the usable bytes, up to NO_LIMIT.
+    """Find the longest context in tokens that fits into a device's memory, up to NO_LIMIT.
 
     Args:
-        count_bytes: returns the bytes that a device holds with a context. They grow with it, so
-            that a binary search finds the longest one.
-        usable: bytes.
+        count_bytes: a function that returns the bytes that a device holds, for a number of tokens
+            of context.
+        usable: the bytes that a device may hold.
+
+    Returns:
+        The number of tokens; 0 if nothing fits.
     """
+    # The bytes grow with the context, so a binary search finds the first context that is too long.
     first_too_long = bisect.bisect_left(
         range(NO_LIMIT + 1), True, key=lambda context: count_bytes(context) > usable
     )
@@ -232,20 +246,21 @@ def count_weight_bytes(target: ModelConfigInfo, dtype: torch.dtype | None = None
 def _estimate_activation_bytes(
     text: PreTrainedConfig, itemsize: int, verified: int, devices: int
 ) -> int:
-    """Estimate the bytes of activations on each device.
+    """Estimate the bytes of activations that each device holds while it serves a target.
 
-    They are those of a pass over PASS_TOKENS prompt tokens, with six vectors of the hidden size and
-    three of the MLP's width per token, and the float32 logits of one round.
+    The largest are those of a pass over PASS_TOKENS prompt tokens, and the float32 logits of a
+    round.
 
     Args:
         text: the target's text config.
         itemsize: bytes of a number.
-        verified: tokens whose logits are computed in a round.
-        devices: devices that share the model.
+        verified: tokens whose logits are computed in a round, over all sequences.
+        devices: the number of devices, among which the model is split.
     """
-    # Six vectors of the hidden size, and three of the MLP, which the devices share.
+    # Assume that each prompt token has six vectors of the hidden size, and three of the width of
+    # the MLP. The MLP is split among the devices.
     width = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-    # Some classes have a width for each layer.
+    # Some model classes have a list with a width for each layer.
     widest = max(width) if isinstance(width, list) else width
     rows = PASS_TOKENS * itemsize * (6 * text.hidden_size + 3 * widest // devices)
     return int(rows + 4 * verified * text.vocab_size)

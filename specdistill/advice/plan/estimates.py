@@ -68,63 +68,73 @@ RecipeKeys = dict[str, Any]  # the keys of a shipped recipe, by section
 
 
 def list_assumptions(device: Device) -> tuple[str, ...]:
-    """Return the assumptions of the estimates for a device, in sentences."""
-    # A CPU was measured, so its sentences name the measurement. A GPU has the figures of its maker.
+    """Return the assumptions behind the estimates of a plan, as paragraphs for the reader.
+
+    Args:
+        device: the device that the plan is for: a measured CPU, or a GPU with published figures.
+    """
+    # Two of the paragraphs differ between a measured CPU and a GPU.
     if isinstance(device, Machine):
         passes = (
-            "A pass over several tokens takes as long as matrix products with as many rows took on"
-            f" {device.name}."
+            "A pass over several tokens takes as long as measured: as matrix products with as many"
+            f" rows on {device.name}."
         )
         hours = f"Hours are for {device.name}, by its measured speed of matrix products and copies"
     else:
         passes = (
-            "A pass takes as long as its reads, or as its arithmetic where that takes longer:"
-            f" {device.flops_per_byte:.0f} operations take as long as reading a byte"
+            "A pass takes as long as its reads, or as its arithmetic if that takes longer:"
+            f" {device.flops_per_byte:.0f} operations take as long as reading one byte"
             f" ({device.name})."
         )
         hours = (
-            f"GPU hours are for an {device.name} (where rough, for a GPU at"
+            f"GPU hours are for an {device.name} (rough ones for a GPU that reaches"
             f" {TRAINING_FLOPS / 1e12:.0f} TFLOP/s)"
         )
     return (
         (
-            "Parameters follow from configs. Acceptance is published, by the sources named. The"
-            " speedup is S = AL / (v + c·K)."
+            "Parameters are computed from configs. Acceptance rates are published by the sources"
+            " named. The speedup is S = AL / (v + c·K), where AL is the acceptance length, K the"
+            " number of draft tokens per round, and v the cost of verifying them in plain target"
+            " steps."
         ),
         (
-            "c is the cost of a draft step in plain target steps: by the bytes that both read"
-            " (weights, KV cache), or by the layers that both run, whichever is larger."
-            f" {passes} Quantized weights count as they are stored, if an index says how large they"
-            " are."
+            "c is the cost of a draft step in plain target steps. It is the ratio of the bytes that"
+            " draft and target read (weights, KV cache), or of the layers that they run, whichever"
+            f" is larger. {passes} Quantized weights count with their stored size, if an index says"
+            " it."
         ),
         (
-            "The low end of S has the lower acceptance, an engine's overhead (fitted to vLLM issue"
-            f" 20780: {VERIFY_OVERHEAD} more in v, and the time of {LAYERS_OVERHEAD:g} layers more"
-            " per draft step), and each token of a mixture of experts sent to experts of its own."
-            " At the high end, with the higher acceptance, only reads and arithmetic count."
+            "The low end of S is computed with the lower acceptance rate and an engine's overhead"
+            f" (fitted to vLLM issue 20780: v is {VERIFY_OVERHEAD} larger, and a draft step takes"
+            f" the time of {LAYERS_OVERHEAD:g} more layers). In a mixture of experts, each token"
+            " then goes to experts of its own. The high end is computed with the higher acceptance"
+            " rate, and without overhead."
         ),
         (
-            "Acceptance is the same at every position. K is the smallest number within 1 % of the"
-            f" best S, and at most {MAX_K['K']} for a draft that takes a step for each token."
+            "The acceptance rate is the same at every position. K is the smallest number whose S is"
+            f" within 1 % of the best S, and at most {MAX_K['K']} for a draft that takes a step for"
+            " each token."
         ),
         (
-            f"Serving takes {ENGINE_BYTES / 2**30:g} GiB for the engine, and the activations of"
-            f" {PASS_TOKENS:,} prompt tokens per pass. Latent attention keeps its latent, a sliding"
-            " window its tokens, a recurrent layer its state. Devices share attention heads, and"
-            " each has at least one."
+            f"Serving takes {ENGINE_BYTES / 2**30:g} GiB for the engine, and the activations of a"
+            f" pass over {PASS_TOKENS:,} prompt tokens. The KV cache of latent attention holds"
+            " latents, that of a sliding window holds the window's tokens, and a recurrent layer"
+            " holds a state. Attention heads are split among the devices, and each device has at"
+            " least one."
         ),
         (
-            f"Training: {sizes.TOKENS_PER_SAMPLE} tokens per conversation, all with a loss;"
-            " features computed in each step; draft and AdamW in float32. Where a method can, the"
-            " training step's own code runs over tensors without content, which counts its memory,"
-            " traffic and arithmetic. Elsewhere activations are roughly 28H + 4I numbers per layer,"
-            f" token and step. Matrix products reach {MATRIX_SHARE:.0%} of a device's bfloat16"
-            f" peak, and all other operations {TRAFFIC_SHARE:.0%} of its bandwidth."
-            f" {USABLE_MEMORY_SHARE:.0%} of its memory can be used."
+            f"Training: a conversation has {sizes.TOKENS_PER_SAMPLE} tokens, all with a loss;"
+            " hidden states are computed in each step; draft and AdamW are in float32. If a method"
+            " supports it, the training step's own code runs over tensors without content, to count"
+            " its memory, traffic and arithmetic. Otherwise activations are roughly 28H + 4I"
+            " numbers per layer, token and step, where H is the hidden size and I the MLP's width."
+            f" Matrix products reach {MATRIX_SHARE:.0%} of a device's bfloat16 peak, and all other"
+            f" operations {TRAFFIC_SHARE:.0%} of its bandwidth. {USABLE_MEMORY_SHARE:.0%} of its"
+            " memory can be used."
         ),
         (
-            f"{hours}: all steps of the target's own recipe, or else one pass over the tokens."
-            " Generating the tokens is not counted."
+            f"{hours}: they are for all steps of the recipe for this target, or else for one pass"
+            " over the tokens. The time to generate the tokens is not included."
         ),
     )
 
@@ -223,7 +233,7 @@ class PlanRow:
 
     @property
     def middle(self) -> float:
-        """The geometric mean of the two ends of the speedup; 0 if there are none."""
+        """The geometric mean of the low and the high end of the speedup; 0 if there are none."""
         return math.sqrt(self.low.speedup * self.high.speedup) if self.low and self.high else 0.0
 
 
@@ -253,16 +263,16 @@ class Scenario:
 
     @cached_property
     def plain(self) -> float:
-        """The cost of a plain step of the target."""
+        """The cost of a plain decoding step of the target, in bytes (see the class)."""
         return self._estimate_target_pass(1, spread=True)
 
     def estimate_verification(self, most: int, *, spread: bool) -> list[float]:
-        """Return the cost of verification, v, for K = 1 to `most`.
+        """Estimate v, the cost of verifying K draft tokens in plain target steps, for each K.
 
         Args:
-            most: the largest K.
-            spread: whether every token of a mixture of experts is sent to its own experts.
-                Otherwise the tokens of a sequence share theirs.
+            most: the largest K. The result has a number for each K from 1 to this.
+            spread: whether each token of a mixture of experts goes to experts of its own. If not,
+                all tokens of a sequence go to the same experts, whose weights are read once.
         """
         return [
             self._estimate_target_pass(k + 1, spread=spread) / self.plain
@@ -270,7 +280,11 @@ class Scenario:
         ]
 
     def _estimate_target_pass(self, num_tokens: int, *, spread: bool) -> float:
-        """Return the cost of a target's pass over this many tokens of each sequence."""
+        """Estimate the cost of a pass of the target over some tokens of each sequence, in bytes.
+
+        `spread` says whether each token of a mixture of experts goes to experts of its own. The
+        pass then reads the weights of more experts.
+        """
         return self.count_pass_bytes(
             self._count_weight_bytes(self.serving.batch_size * (num_tokens if spread else 1)),
             self.target.cache,
@@ -285,7 +299,10 @@ class Scenario:
 
     @cached_property
     def _count_weight_bytes(self) -> Callable[[int], float]:
-        """A function that returns the bytes of the target's weights that n tokens read."""
+        """A function that returns how many bytes of target weights a pass over n tokens reads.
+
+        In a mixture of experts they depend on n, because more tokens use more experts.
+        """
         return cache(
             partial(
                 count_weights_read,
@@ -297,12 +314,15 @@ class Scenario:
     def count_pass_bytes(
         self, weights: float, cache: CacheSize | None, parameters: float, num_tokens: int
     ) -> float:
-        """Return the cost of a pass over some tokens of each sequence.
+        """Return the cost of a pass of target or draft: bytes read, or their equivalent in time.
+
+        The pass is over `num_tokens` tokens of each sequence. If its arithmetic takes longer than
+        its reads, the cost is the number of bytes that could be read in that time.
 
         Args:
             weights: bytes of weights that the pass reads.
-            cache: the KV cache that it reads; None for none.
-            parameters: numbers that each token is multiplied with.
+            cache: the size of the KV cache that the pass reads; None if there is no cache.
+            parameters: the number of parameters that each token is multiplied with.
             num_tokens: tokens of each sequence.
         """
         context = self.serving.context
@@ -319,28 +339,34 @@ class Scenario:
 
 
 def build_plan_row(method: str, draft_info: ModelConfigInfo | None, scenario: Scenario) -> PlanRow:
-    """Return a method's row of the plan.
+    """Describe the draft of one method for a target: its size, training, speedup and serving.
 
     Args:
-        method: the method.
-        draft_info: the draft, by its config.json; None for the draft that a recipe would train.
-        scenario: what is planned for.
+        method: the name of the method.
+        draft_info: an existing draft, by its config.json; None for a draft that a recipe would
+            train.
+        scenario: the target and the device, and how the target is served.
+
+    Returns:
+        The row of this method in the plan.
 
     Raises:
-        UserError: if the given draft does not suit the target.
+        UserError: if the existing draft does not suit the target.
     """
-    # A recipe of this target, or of small targets, says how the draft is built and trained.
+    # A shipped recipe says how the draft is built and trained: the recipe for this target, or else
+    # the one for small targets.
     target = scenario.target
     recipe, settings = find_recipe(method, target.name)
-    # A CPU trains with the shipped recipe for small targets, because other sizes would take too
-    # long.
+    # `find_recipe` returns no settings for the recipe for small targets. A small target is trained
+    # with them as they are. So is any target on a CPU, where larger sizes would take too long.
     takes_small_recipes = target.parameters <= MAX_SMALL_TARGET_PARAMETERS or isinstance(
         scenario.device, Machine
     )
     if not settings and recipe and takes_small_recipes:
         settings = read_recipe(recipe)
 
-    # Without a given draft, a method that does not fit the target is a row that says so.
+    # If a method is not possible for this target, its row says why. With an existing draft that is
+    # an error of the user.
     try:
         planned: PlannedDraft = (
             METHODS[method].load().advice.plan_draft(target, draft_info, settings.get("draft", {}))
@@ -350,7 +376,7 @@ def build_plan_row(method: str, draft_info: ModelConfigInfo | None, scenario: Sc
             raise
         return PlanRow(method, False, str(error), recipe)
 
-    # The tokens of training: those of the recipe, or those of the published drafts.
+    # The number of training tokens is that of the recipe, or else that of published drafts.
     generated = settings.get("data", {}).get("regenerate", {}).get("num_tokens")
     size, read = _count_draft_bytes(method, planned, draft_info, scenario)
     speed = _estimate_speed(planned, METHODS[method].passes, scenario, read)
@@ -386,8 +412,15 @@ def build_plan_row(method: str, draft_info: ModelConfigInfo | None, scenario: Sc
 def _count_draft_bytes(
     method: str, planned: PlannedDraft, draft_info: ModelConfigInfo | None, scenario: Scenario
 ) -> tuple[float, float]:
-    """Return the bytes of all weights of a draft, and of the weights that one step reads."""
-    # Weights have the dtype of serving, of the draft's config, or of the target's.
+    """Return the bytes of all weights of a draft, and of those that one draft step reads.
+
+    Args:
+        method: the draft's method.
+        planned: the sizes of the draft.
+        draft_info: the existing draft, by its config.json; None for one that is to be trained.
+        scenario: the target, and how it is served.
+    """
+    # The dtype is the one of serving if it is given, else that of the draft's or target's config.
     parts = planned.parts
     target = scenario.target
     itemsize = (
@@ -397,11 +430,12 @@ def _count_draft_bytes(
         or sizes.ASSUMED_DTYPE
     ).itemsize
 
-    # Only a layer in the checkpoint of a quantized target has weights of two kinds.
+    # In general all weights have this dtype. The exception is a layer for multi-token prediction in
+    # the checkpoint of a quantized target: a part of its weights is quantized, too.
     if not (METHODS[method].in_target and target.native_mtp and target.quantization):
         return parts.parameters * float(itemsize), parts.read * float(itemsize)
-    # A step reads half of the copied tables, which keep that dtype. All other weights are stored as
-    # the target's own layers are.
+    # The embedding and the LM head are not quantized. A step reads one of the two, which is half of
+    # `copied`. All other weights are quantized like the target's own layers.
     tables = parts.copied / 2
     return (
         parts.parameters * target.converted_itemsize,
@@ -412,22 +446,26 @@ def _count_draft_bytes(
 def _estimate_speed(
     planned: PlannedDraft, passes: str, scenario: Scenario, read: float
 ) -> dict[str, Any]:
-    """Return the cost of a draft step and the speedup, as fields of a row.
+    """Estimate the cost of a draft step and the speedup in serving.
 
     Args:
-        planned: the draft.
-        passes: of the draft per round: "K", "1" or "0".
-        scenario: what is planned for.
-        read: bytes of weights that a step reads.
+        planned: the sizes of the draft.
+        passes: how many passes the draft takes per round: "K", "1" or "0".
+        scenario: the target and the device, and how the target is served.
+        read: bytes of weights that a draft step reads.
+
+    Returns:
+        Fields of a PlanRow, by name.
     """
-    # c, the cost of a draft step: by what it reads, and by the layers that it runs.
+    # Compute c, the cost of a draft step relative to a target step, in two ways: by the bytes that
+    # each reads, and by the layers that each runs.
     parts = planned.parts
     num_layers = scenario.target.text.num_hidden_layers
     alphas = planned.published.alphas
     step = scenario.count_pass_bytes(read, planned.cache, parts.read, 1) if parts.read else 0.0
     shares = {"weights": step / scenario.plain, "layers": parts.num_layers / num_layers}
 
-    # The speedup at both ends, if somebody published how much such drafts accept.
+    # Compute both ends of the speedup, if acceptance rates of such drafts are published.
     low = high = None
     if alphas:
         verify = scenario.estimate_verification(MAX_K[passes], spread=True)
@@ -447,21 +485,22 @@ def _estimate_speed(
 def _estimate_serving(
     planned: PlannedDraft, scenario: Scenario, size: float, high: ExpectedSpeedup | None
 ) -> Budget | None:
-    """Return what each device holds with a draft, and the context that the draft costs.
+    """Compute the memory of each device that serves the target with a draft.
 
     Args:
-        planned: the draft.
-        scenario: what is planned for.
+        planned: the sizes of the draft.
+        scenario: the target and the device, and how the target is served.
         size: bytes of the draft's weights.
         high: the high end of the speedup, whose K is used; None if there is none.
 
     Returns:
-        The budget; None for a draft without weights.
+        The memory budget; None for a draft without weights, which takes no memory.
     """
     if not planned.parts.parameters:
         return None
 
-    # The draft costs the context that the target alone could have in addition.
+    # The draft's memory leaves less room for tokens of context. The difference to the target alone
+    # is the draft's cost.
     alone = compute_budget(scenario.target, scenario.serving)
     budget = compute_budget(
         scenario.target,
@@ -483,26 +522,33 @@ def _estimate_training(
     recipe: RecipeKeys,
     tokens: int | None,
 ) -> dict[str, Any]:
-    """Return the needs of training, as fields of a row.
+    """Estimate the memory, hours and disk space of training a draft.
 
     Args:
         method: the method.
-        planned: the draft.
-        scenario: what is planned for.
+        planned: the sizes of the draft.
+        scenario: the target and the device.
         name: the name of the recipe; None if there is none.
-        recipe: the keys of this recipe if the row describes its run, else empty.
+        recipe: the keys of this recipe, if the draft is trained with it as it is; else empty.
         tokens: distinct training tokens; None if they are not known.
+
+    Returns:
+        Fields of a PlanRow, by name.
     """
     # A draft without weights needs no training.
     if planned.shape is None:
-        nothing = None if tokens is None else 0
-        return {"disk_bytes": nothing, "training_memory": {}, "training_hours": nothing}
+        zero_or_unknown = None if tokens is None else 0
+        return {
+            "disk_bytes": zero_or_unknown,
+            "training_memory": {},
+            "training_hours": zero_or_unknown,
+        }
     target = scenario.target
     itemsize = target.itemsize()
     rows, length = _choose_micro_batch(scenario, recipe)
 
-    # Memory and speed of a step decide on how many devices it is launched.
-    # Of the recipe's section `draft`, the steps of the unroll decide on the cost of a step.
+    # Estimate memory and speed of a training step. Of the recipe's section `draft`, only the steps
+    # of the unroll matter here. Then choose on how many devices to train, so that memory suffices.
     draft_keys = {
         key: value for key, value in recipe.get("draft", {}).items() if key == "ttt_steps"
     }
@@ -519,7 +565,7 @@ def _estimate_training(
     device_memory = scenario.serving.memory_gb * 2**30
     launch = _choose_launch(target, memory, device_memory, scenario.device.most_per_machine)
 
-    # A recipe says how it is launched, and how many tokens it trains on.
+    # The recipe's own launch and number of steps take precedence.
     trained = tokens
     if recipe:
         is_sharded = recipe["target"].get("shard") == "layers"
@@ -528,7 +574,8 @@ def _estimate_training(
         steps = train["max_steps"] * train.get("gradient_accumulation_steps", 1)
         trained = steps * rows * length * launch.num_processes
 
-    # Stored hidden states take as many bytes per token as the draft reads.
+    # If hidden states are stored, a token takes the vectors that the draft reads: one of the
+    # target's hidden size for each feature.
     bytes_per_token = METHODS[method].features * target.text.hidden_size * itemsize
     return {
         "disk_bytes": None if tokens is None else bytes_per_token * tokens,
@@ -541,10 +588,10 @@ def _estimate_training(
 
 
 def _choose_micro_batch(scenario: Scenario, recipe: RecipeKeys) -> tuple[int, int]:
-    """Return the rows of a micro-batch, and the tokens of a row.
+    """Return the number of rows of a micro-batch in training, and the tokens of a row.
 
-    Both are as asked, or as the recipe has them, or the defaults. A row is no longer than the
-    target's context.
+    Each is the number in the options, else that in the recipe, else a default. A row is no longer
+    than the target's longest context.
     """
     train = recipe.get("train", {})
     rows = scenario.batch_size or train.get("per_device_train_batch_size", BATCH_SIZE)
@@ -566,23 +613,27 @@ def estimate_training_needs(
     is_mixed: bool = True,
     runs_layers: bool = True,
 ) -> tuple[dict[str, int], float]:
-    """Return the memory of a training by part, in bytes, and its tokens per second.
+    """Estimate the memory of training on one device, and how many tokens per second it trains on.
 
     Args:
         method: the method.
-        planned: the draft, which has a shape.
+        planned: the sizes of the draft, which has layers.
         target: the target.
         device: the device that trains.
         draft_keys: keys of the recipe's section `draft`.
         micro_batch: rows, and tokens of a row.
         itemsize: bytes of a number of the target's weights.
-        computed: run the step's code over tensors without content, if the method can; otherwise
-            both are rough.
+        computed: run the training step's own code over tensors without content, if the method
+            supports it. Otherwise both results are rough.
         is_mixed: whether the step runs under bfloat16 autocast.
-        runs_layers: whether each step runs the target's layers. Otherwise their hidden states are
-            stored.
+        runs_layers: whether each step runs the target's layers. If not, their hidden states are
+            read from disk.
+
+    Returns:
+        The bytes of each part of the memory, by name, and the tokens per second.
     """
-    # Estimate the memory from the sizes, for a head that is unrolled over several positions.
+    # Estimate the memory roughly from the sizes. A head is unrolled over several positions, each of
+    # which has activations.
     assert planned.shape is not None
     rows, length = micro_batch
     num_tokens = rows * length
@@ -596,7 +647,8 @@ def estimate_training_needs(
         num_tokens,
     )
 
-    # Count the step's own operations where its code runs without weights.
+    # If the step's own code can run without weights, count its operations. This gives a better
+    # number for the activations.
     layers = sizes.count_layer_weights_read(target.model) if runs_layers else 0.0
     if computed and planned.build is not None:
         step = count_training_step(
@@ -609,10 +661,12 @@ def estimate_training_needs(
             is_mixed=is_mixed,
         )
         memory["activations"] = step.peak
-        # The ledger counts the target's head, as far as the loss needs its logits.
+        # The ledger does not count the target's layers, so their operations are added: two for each
+        # weight and token.
         return memory, device.estimate_tokens_per_second(step, num_tokens, 2 * layers * num_tokens)
 
-    # Otherwise take two operations per weight in the forward pass, and six where it is trained.
+    # Otherwise count two operations per weight and token for the forward pass of the target, and
+    # six per weight and position for forward and backward of the draft.
     head = count_weights_read(target.model) - sizes.count_layer_weights_read(target.model)
     flops_per_token = 2 * (layers + head) + 6 * planned.parts.read * positions
     flops = MATRIX_SHARE * device.flops if isinstance(device, Machine) else TRAINING_FLOPS
@@ -622,20 +676,21 @@ def estimate_training_needs(
 def _choose_launch(
     target: ModelConfigInfo, memory: Mapping[str, int], device_memory: float, most: int
 ) -> Launch | None:
-    """Return the launch on the fewest devices of a machine on which training fits.
+    """Choose the launch configuration that trains on the fewest devices of a machine.
 
-    With several processes the target's layers are shared.
+    With several processes, the target's layers are split among them.
 
     Args:
         target: the target.
         memory: bytes of each part of training on one device.
-        device_memory: bytes of memory of a device.
-        most: devices of a machine.
+        device_memory: bytes of memory that a device has.
+        most: the most devices of a machine.
 
     Returns:
-        The first configuration with which it fits; None if there is none.
+        The first configuration whose memory fits; None if none fits.
     """
-    # Try few devices first, and without ZeRO first, which needs less communication.
+    # Try few devices before many, and plain data parallelism (ddp) before ZeRO stage 2, which needs
+    # more communication.
     for num_processes in (1, 2, 4, 8):
         if num_processes > most:
             break
@@ -650,20 +705,20 @@ def _choose_launch(
 def describe_launch(
     target: ModelConfigInfo, memory: Mapping[str, int], name: str, number: int, *, is_sharded: bool
 ) -> Launch:
-    """Return a launch with the bytes that each process holds.
-
-    A process that shares the target's layers holds its part of them and one gathered layer. Of the
-    draft it holds what the configuration (ZeRO stage 2 or 3) does not divide.
+    """Compute the memory of each process of a launch configuration.
 
     Args:
         target: the target.
-        memory: bytes of each part of training on one device.
-        name: name of the configuration in accelerate_configs/.
+        memory: bytes of each part of training on one device, without any splitting.
+        name: name of the configuration in accelerate_configs/, such as `ddp` or `zero2`.
         number: number of processes.
-        is_sharded: whether the processes share the target's layers.
+        is_sharded: whether the target's layers are split among the processes.
+
+    Returns:
+        The launch configuration with the bytes that each process holds.
     """
-    # Sharding: a process holds its part of the layers, and the one layer that is gathered at a
-    # time.
+    # If the target's layers are split, a process holds its part of them, and one whole layer that
+    # it has gathered from all processes to run it.
     layer_bytes = target.itemsize() * sum(
         size.numel() for key, size in target.model.named_parameters() if ".layers." in key
     )
@@ -672,8 +727,9 @@ def describe_launch(
         held_bytes = layer_bytes / number + layer_bytes / target.text.num_hidden_layers
         spared_bytes = layer_bytes - held_bytes
 
-    # Of the 16 bytes of a trained parameter, ZeRO stage 2 divides gradient and moments (12). Stage
-    # 3 divides all 16, and holds the gathered weights (4) in addition.
+    # ZeRO splits the training state of the draft, which has 16 bytes per parameter. Stage 2 splits
+    # gradient and moments (12 bytes), so a quarter is kept whole. Stage 3 splits all 16 bytes, and
+    # holds the gathered weights (4 bytes, a quarter) in addition.
     kept_shares = {"zero2": 0.25 + 0.75 / number, "zero3": 0.25 + 1 / number}
     kept_share = kept_shares.get(name.partition("_")[0], 1.0)
     device_bytes = sum(memory.values()) - spared_bytes - (1 - kept_share) * memory["draft"]
@@ -681,16 +737,16 @@ def describe_launch(
 
 
 def find_recipe(method: str, target: str) -> tuple[str | None, RecipeKeys]:
-    """Find the shipped recipe of a method for a target.
+    """Find the shipped recipe that trains a method for a target.
 
     Args:
         method: the method.
         target: the target's name.
 
     Returns:
-        The name and the keys of the target's own recipe. If there is none, the name of the recipe
-        for small targets, or else of that for pico, without keys. The name is None if there is no
-        recipe.
+        The name and the keys of the recipe for this very target. If there is none: the name of the
+        recipe for small targets, or else of the one for pico, and no keys. If there is no recipe at
+        all: None and no keys.
     """
     names = sorted(
         path.relative_to(RECIPES).with_suffix("").as_posix() for path in RECIPES.rglob("*.yaml")
@@ -715,7 +771,14 @@ def find_recipe(method: str, target: str) -> tuple[str | None, RecipeKeys]:
 
 
 def launch_of(recipe: str) -> tuple[str, int]:
-    """Return the launch configuration and the number of processes in a shipped recipe's header."""
+    """Read how a shipped recipe is launched, from the comments at its top.
+
+    Args:
+        recipe: the name of the recipe.
+
+    Returns:
+        The name of the configuration in accelerate_configs/, and the number of processes.
+    """
     text = (RECIPES / f"{recipe}.yaml").read_text(encoding="utf-8")
     (name, number), *_ = LAUNCH.findall(text)
     # Without `--num_processes`, the configuration itself says how many processes there are.
@@ -724,7 +787,7 @@ def launch_of(recipe: str) -> tuple[str, int]:
 
 @cache
 def read_recipe(name: str) -> RecipeKeys:
-    """Return the keys of a shipped recipe."""
+    """Read the keys of a shipped recipe, by section."""
     keys: RecipeKeys = read_yaml(RECIPES / f"{name}.yaml")
     return keys
 
@@ -732,25 +795,27 @@ def read_recipe(name: str) -> RecipeKeys:
 def select_best_k(
     alpha: float, verify: Sequence[float], c: float, passes: str = "K"
 ) -> ExpectedSpeedup:
-    """Compute S = AL / (v + c·K) at the smallest K that comes within 1 % of the best S.
+    """Choose the number K of draft tokens per round that gives nearly the best speedup.
 
-    AL = 1 + alpha + … + alpha^K (arXiv 2211.17192).
+    The speedup is S = AL / (v + c·K), with the acceptance length AL = 1 + alpha + … + alpha^K
+    (arXiv 2211.17192). The smallest K whose S is within 1 % of the best S is chosen.
 
     Args:
-        alpha: the acceptance rate.
-        verify: v for K = 1, 2, …
-        c: the cost of a draft pass, in plain target steps.
-        passes: of the draft per round: "K", "1" or "0". c is multiplied by this number.
+        alpha: the acceptance rate, the same at every position.
+        verify: v for K = 1, 2, …: the cost of verifying K draft tokens, in plain target steps.
+        c: the cost of one pass of the draft, in plain target steps.
+        passes: how many passes the draft takes per round: "K", "1" or "0". The cost of drafting is
+            c times this number.
     """
-    # Compute S for every K. c counts once for each pass of the draft.
+    # Compute S for every K.
     lengths = [expected_acceptance_length(alpha, k) for k in range(1, len(verify) + 1)]
     speedups = []
     for k, (length, v) in enumerate(zip(lengths, verify, strict=True), 1):
         draft_cost = {"K": c * k, "1": c, "0": 0.0}[passes]
         speedups.append(float(predicted_speedup(length, v, draft_cost)))
 
-    # Take the smallest K that is nearly the best: more draft tokens only pay if acceptance is as
-    # high as estimated.
+    # Take the smallest K that is nearly the best. A larger K would only be faster if the acceptance
+    # rate is really as high as estimated.
     index = next(index for index, speedup in enumerate(speedups) if speedup >= 0.99 * max(speedups))
     return ExpectedSpeedup(index + 1, lengths[index], speedups[index])
 
@@ -764,20 +829,23 @@ def compute_speedup_range(
     *,
     verify_at_best: Sequence[float] | None = None,
 ) -> tuple[ExpectedSpeedup, ExpectedSpeedup]:
-    """Return the low and the high end of the speedup.
+    """Return the low and the high end of the estimated speedup, each with its best K.
 
-    The low end has the lower alpha, c and the overhead of an engine. At the high end, with the
-    higher alpha, only what is read counts. A draft that runs no layers has no overhead of layers.
+    The low end has the lower acceptance rate, and the overhead of an engine in drafting and
+    verifying. The high end has the higher acceptance rate and no overhead.
 
     Args:
         alphas: the lower and the higher acceptance rate.
-        verify: v for K = 1, 2, …, by what is read.
-        shares: the `step_shares` of a row.
+        verify: the cost of verifying K = 1, 2, … draft tokens, in plain target steps.
+        shares: the cost of a draft step over that of a target step: `weights` by the bytes that
+            they read, `layers` by the layers that they run.
         target_layers: layers of the target.
-        passes: as of `select_best_k`.
-        verify_at_best: v at the high end; None for 1, as for a dense target with few sequences.
+        passes: how many passes the draft takes per round: "K", "1" or "0".
+        verify_at_best: the costs of verifying at the high end; None for 1 at every K, as for a
+            dense target with few sequences.
     """
-    # At the low end the overhead of an engine adds to the draft step and to verification.
+    # For the low end, add the overhead of an engine to the draft step and to verification. A draft
+    # that runs no layers has no overhead in its steps.
     lower_alpha, higher_alpha = alphas
     overhead = LAYERS_OVERHEAD / target_layers if shares["layers"] else 0.0
     slow_verify = [v + VERIFY_OVERHEAD for v in verify]
@@ -796,11 +864,12 @@ def estimate_training_memory(
     num_steps: int,
     num_tokens: int,
 ) -> dict[str, int]:
-    """Estimate the device memory of online training roughly, by part, in bytes.
+    """Estimate roughly how many bytes each part of training takes on one device.
 
-    The draft is counted with gradients and AdamW in float32. Activations are 28H + 4I numbers per
-    layer, token and drafted position in bfloat16, as `accounting` counts them in EAGLE-3 heads, and
-    the logits of a block of the loss.
+    The target's weights are on the device, and the draft with its gradients and the state of AdamW
+    in float32. Activations are assumed to be 28H + 4I bfloat16 numbers per layer, token and drafted
+    position, where H is the hidden size and I the MLP's width. These factors were counted in
+    EAGLE-3 heads. The logits of one block of the loss are added.
 
     Args:
         parts: the parameters of the draft.
@@ -810,11 +879,11 @@ def estimate_training_memory(
         num_steps: drafted positions.
         num_tokens: tokens of a micro-batch.
     """
-    # Two bytes for each number that is kept for backward.
-    layers = 2 * (28 * shape.hidden_size + 4 * shape.intermediate_size) * parts.num_layers
+    # A bfloat16 number takes two bytes.
+    bytes_per_token = 2 * (28 * shape.hidden_size + 4 * shape.intermediate_size) * parts.num_layers
     return {
         "target": target_bytes,
         "draft": BYTES_PER_TRAINED * parts.parameters,
         "frozen tables": BYTES_PER_COPIED * parts.copied,
-        "activations": num_tokens * num_steps * layers + 2 * BLOCK_ROWS * vocabulary,
+        "activations": num_tokens * num_steps * bytes_per_token + 2 * BLOCK_ROWS * vocabulary,
     }

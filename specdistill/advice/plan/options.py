@@ -18,26 +18,31 @@ class ServingOptions(Section):
     """The settings by which the target is to be served."""
 
     context: int | None = option(
-        None, "tokens of a sequence; null: 4,096, or the target's limit if that is less", ge=1
+        None,
+        "tokens of each sequence, prompt included; null: 4,096, or the target's longest context if"
+        " that is less",
+        ge=1,
     )
-    batch_size: int = option(1, "sequences decoded together", ge=1)
+    batch_size: int = option(1, "number of sequences that are decoded together", ge=1)
     dtype: Literal["float32", "bfloat16", "float16"] | None = option(
-        None, "data type of all weights; null: the one in the configs"
+        None, "data type of the weights; null: the data types in the config.json files"
     )
     kv_cache_dtype: Literal["float32", "bfloat16", "float16", "fp8"] | None = option(
-        None, "data type of the KV cache; null: the one of the weights"
+        None, "data type of the KV cache; null: the data type of the weights"
     )
-    tensor_parallel: int = option(1, "devices that share target and draft", ge=1)
+    tensor_parallel: int = option(
+        1, "number of devices among which target and draft are split (tensor parallelism)", ge=1
+    )
     device: Literal["h100", "cpu"] | None = option(
         None,
-        "device that serves and trains; cpu: this machine's; null: cpu on a machine without a"
-        " GPU that holds the target",
+        "device to plan for; cpu: the CPU of this machine; null: cpu if this machine has no GPU and"
+        " enough memory for the target, else h100",
     )
     memory_gb: float = option(
-        80.0, "memory of one device in GiB; default for a CPU: this machine's", gt=0
+        80.0, "memory of one device in GiB; the default for a CPU is this machine's memory", gt=0
     )
     gpu_memory_utilization: float = option(
-        0.92, "share of the memory that the engine uses", gt=0, le=1
+        0.92, "share of a device's memory that the engine may use, e.g. 0.92 for 92 %", gt=0, le=1
     )
 
 
@@ -45,11 +50,15 @@ class PlannedTraining(Section):
     """The sizes of the training that is planned."""
 
     batch_size: int | None = option(
-        None, "rows per micro-batch on one device; null: the recipe's, else 4", ge=1, le=1024
+        None,
+        "rows of a micro-batch on one device; null: the number in the recipe, else 4",
+        ge=1,
+        le=1024,
     )
     max_length: int | None = option(
         None,
-        "tokens of a row, at most the target's context; null: the recipe's, else 2,048",
+        "tokens of a row, at most the target's longest context; null: the number in the recipe,"
+        " else 2,048",
         ge=8,
         le=2**20,
     )
@@ -61,13 +70,14 @@ class PlanOptions(Section):
     target: PlannedTarget = section(PlannedTarget)
     draft: str | None = option(
         None,
-        "a draft that exists: a folder, org/name or org/name@revision; only its config is read",
+        "an existing draft to plan with: a folder, org/name or org/name@revision; only its"
+        " config.json is read",
     )
     serving: ServingOptions = section(ServingOptions)
     training: PlannedTraining = section(PlannedTraining)
     details: bool = option(
         False,
-        "print what takes the memory, where the numbers are from, and why a method is not"
+        "also print what takes the memory, the sources of the numbers, and why a method is not"
         " available",
     )
-    hub: bool = option(True, "search the Hub for drafts of the target")
+    hub: bool = option(True, "search the Hugging Face Hub for published drafts for the target")

@@ -130,26 +130,28 @@ def make_plan(
     max_length: int | None = None,
     computed: bool = False,
 ) -> Plan:
-    """Make the plan for a target, and for a draft of it if one is given.
+    """Make the plan for a target: estimates for each method, and a recommendation.
 
     Args:
         target: the target, by its config.json.
-        draft: the draft, by its config.json; None for none.
-        serving: how the target is to be served; None for one sequence of usual length.
+        draft: an existing draft, by its config.json, which replaces the one that a recipe of its
+            method would train; None for none.
+        serving: how the target is to be served; None for the defaults.
         device: the device that serves and trains.
-        batch_size: as of `Scenario`.
-        max_length: as of `Scenario`.
-        computed: as of `Scenario`.
+        batch_size: rows of a micro-batch in training; None for the number in the recipe.
+        max_length: tokens of a row in training; None for the number in the recipe.
+        computed: run the training step's own code over tensors without content, for better
+            estimates. This takes seconds.
 
     Raises:
-        UserError: if the target is not one, or the draft does not fit it.
+        UserError: if the model cannot be a target, or the draft does not fit the target.
     """
     serving = check_serving(serving or ServingOptions(), target, draft)
     facts = _list_target_facts(target, serving, device)
     scenario = Scenario(target, serving, batch_size, max_length, computed, device)
     warnings = _list_target_warnings(target)
 
-    # One row for each method. A draft that exists takes the row of its method.
+    # Build a row for each method. An existing draft replaces the row of its method.
     rows = {method: build_plan_row(method, None, scenario) for method in METHODS}
     if draft is not None:
         method = find_method_of_config(draft, target)
@@ -157,6 +159,9 @@ def make_plan(
         rows[method] = build_plan_row(method, draft, scenario)
     for row in rows.values():
         warnings.extend(row.warnings)
+
+    # Recommend a method. Its commands depend on how many devices hold the target, which is found
+    # by starting from one device.
     recommendation = recommend_method(
         list(rows.values()),
         facts,
@@ -178,28 +183,29 @@ def make_plan(
 
 
 def _list_target_warnings(target: ModelConfigInfo) -> list[str]:
-    """Return warnings about what a plan cannot know of its target."""
-    # Each thing that the config does not tell has a warning of its own.
+    """Return a warning for each thing that a plan needs and the target's config does not tell."""
     warnings = []
     if target.tiny_random is None:
         warnings.append(
-            f"cannot build a small {type(target.model).__name__} to try: whether it can be a target"
-            " shows when its weights are loaded"
+            f"cannot check whether a {type(target.model).__name__} can be a target before its"
+            " weights are loaded: building a small one to try failed"
         )
     if target.dtype is None:
         warnings.append(
-            f"config.json names no dtype: assuming {str(ASSUMED_DTYPE).removeprefix('torch.')}"
+            f"config.json has no dtype: assuming {str(ASSUMED_DTYPE).removeprefix('torch.')}"
         )
     settings = target.quantization
     if settings and target.stored_bytes is None:
         dtype = str(target.dtype or ASSUMED_DTYPE).removeprefix("torch.")
         warnings.append(
-            f"the target's weights are {settings.get('quant_method', 'quantised')}, and no index"
-            f" says their size: counting them in {dtype}, so c of an unquantized draft is too low"
+            f"the size of the target's {settings.get('quant_method', 'quantised')} weights is"
+            f" unknown, because there is no index: counting them in {dtype}, so the cost c of an"
+            " unquantized draft is estimated too low"
         )
     if target.cache is None:
         warnings.append(
-            "the target's class does not show how large its KV cache is: budgets leave it out"
+            "the size of the target's KV cache is unknown, because its model class does not show"
+            " it: memory is estimated without the KV cache"
         )
     return warnings
 
@@ -207,8 +213,8 @@ def _list_target_warnings(target: ModelConfigInfo) -> list[str]:
 def _list_target_facts(
     target: ModelConfigInfo, serving: ServingOptions, device: Device
 ) -> TargetFacts:
-    """Return the facts of a plan about its target."""
-    # The target has a layer of its own if its config names one.
+    """Return the facts about the target that a plan shows, such as its sizes and dtype."""
+    # `native` is None, or the config key and the number of layers for multi-token prediction.
     native = target.native_mtp
     text = target.text
     dtype = target.dtype or ASSUMED_DTYPE
@@ -239,29 +245,29 @@ def _list_target_facts(
 def recommend_method(
     rows: Sequence[PlanRow], target: TargetFacts, budget: Budget | None = None
 ) -> dict[str, str | None]:
-    """Recommend the method to start with.
+    """Recommend the method to start with, and the commands to start it.
 
-    It is the method with the highest middle of its speedup, n-gram lookup included. Among drafts, a
-    draft that exists and a recipe of the target's own come first, then what can be trained. Layers
-    that come with the target need no training. They are recommended unless n-gram lookup has a
-    higher speedup at its high end.
+    N-gram lookup, which needs no training, is recommended unless a draft has a higher estimated
+    speedup. Among drafts, these come first, in this order: multi-token-prediction layers that come
+    with the target; existing drafts, and drafts with a recipe for this very target; drafts that can
+    be trained on one machine. Then the higher estimated speedup decides.
 
     Args:
-        rows: the rows of the plan.
+        rows: the rows of the plan, one for each method.
         target: the facts of the plan about the target.
-        budget: what one device holds that serves the target without a draft; None if not known.
+        budget: the memory of one device that serves the target without a draft; None if not known.
 
     Returns:
-        `method`, the `reason`, the commands that `start` it (a line each), and the command that
-        measures n-gram `lookup`. `method` and `start` are None if no method is expected to be
-        faster than plain decoding.
+        `method`: the name of the method. `reason`: a sentence. `start`: the commands that train or
+        measure it, one in a line. `lookup`: the command that measures n-gram lookup. `method` and
+        `start` are None if no method is expected to be faster than plain decoding.
     """
-    # Measure n-gram lookup in any case: it needs no training.
+    # In any case, recommend to measure n-gram lookup, because it needs no training.
     lookup = next(row for row in rows if not METHODS[row.method].is_trained)
     suite = _find_suite(rows, target)
     lookup_command = _format_eval_command(lookup, target, budget, suite)
 
-    # Plain decoding is the fastest if even the high end is below 1.
+    # If even the high end of the best speedup is below 1, plain decoding is the fastest.
     best = _choose_row(rows, lookup, target)
     assert best.low is not None and best.high is not None
     if best.high.speedup <= 1:
@@ -272,7 +278,7 @@ def recommend_method(
             "lookup": lookup_command,
         }
 
-    # Measure a draft that needs no training, or train one.
+    # A draft that exists, or a lookup, can be measured at once. Any other has to be trained.
     if best.draft or not METHODS[best.method].is_trained:
         start: str | None = _format_eval_command(best, target, budget, suite)
     else:
@@ -286,22 +292,24 @@ def recommend_method(
 
 
 def _choose_row(rows: Sequence[PlanRow], lookup: PlanRow, target: TargetFacts) -> PlanRow:
-    """Return the row of the method to start with: the draft that suits best, or n-gram lookup.
+    """Choose the row of the recommended method: the best draft, or n-gram lookup.
 
     Args:
         rows: the rows of the plan.
         lookup: the row of n-gram lookup.
         target: the facts of the plan about the target.
     """
-    # The candidates: drafts with an estimate, in the order in which they suit the target.
+    # Sort the drafts that have an estimated speedup, the best one first. Layers that come with the
+    # target move to the front.
     drafts = [row for row in rows if row.low and row.high and row is not lookup]
     drafts.sort(key=partial(_make_sort_key, target))
     has_native_layer = _has_native_layer(drafts, target)
     if has_native_layer:
         drafts.sort(key=lambda row: not METHODS[row.method].in_target)
 
-    # The draft has to promise more than the lookup, which needs no training. A layer that comes
-    # with the target needs none either, so its high end counts. Otherwise the middle does.
+    # The best draft must promise more than the lookup, which needs no training. Compare the middles
+    # of the estimated speedups. A layer that comes with the target needs no training either, so
+    # for it the high ends are compared.
     get_promise = attrgetter("high.speedup" if has_native_layer else "middle")
     if drafts and get_promise(drafts[0]) > get_promise(lookup):
         return drafts[0]
@@ -309,14 +317,17 @@ def _choose_row(rows: Sequence[PlanRow], lookup: PlanRow, target: TargetFacts) -
 
 
 def _has_native_layer(rows: Sequence[PlanRow], target: TargetFacts) -> bool:
-    """Return whether the target comes with layers that one of the rows drafts with."""
+    """Return whether the target comes with multi-token-prediction layers, and a row uses them.
+
+    `rows` are the rows of the plan to search.
+    """
     return bool(target["native_mtp"]) and any(METHODS[row.method].in_target for row in rows)
 
 
 def _explain_choice(
     best: PlanRow, rows: Sequence[PlanRow], lookup: PlanRow, target: TargetFacts
 ) -> str:
-    """Return why a row was chosen, as the end of a sentence.
+    """Return why a method is recommended, as the end of a sentence.
 
     Args:
         best: the chosen row.
@@ -326,30 +337,33 @@ def _explain_choice(
     """
     estimated_rows = [row for row in rows if row.low and row.high]
     if best is lookup:
-        return "without training, and nothing that is trained quickly promises more"
+        return "without training, and no draft that can be trained quickly promises more"
     if _has_native_layer(estimated_rows, target):
-        return "its layer comes with the target"
+        return "with a layer that comes with the target"
     if best.middle == max(row.middle for row in rows):
-        return "the highest middle of all methods"
+        return "the best estimate of all methods (by the middle of the range)"
     if _is_own(best, target):
-        return "by a recipe of this target's own"
-    return "the highest middle that fits here"
+        return "with a recipe made for this target"
+    return "the best estimate of the methods that can be trained on these devices"
 
 
 def _find_suite(rows: Sequence[PlanRow], target: TargetFacts) -> str:
-    """Return the suite of a recipe of the target's own; a placeholder if there is none."""
+    """Return the prompt suite in the recipes made for this target; a placeholder if there is none.
+
+    A placeholder in a command is for the user to fill in.
+    """
     own_recipes = [read_recipe(str(row.recipe)) for row in rows if _is_own(row, target)]
     suites = [recipe["eval"]["suite"] for recipe in own_recipes if "suite" in recipe["eval"]]
     return str(suites[0]) if suites else PROMPTS
 
 
 def _make_sort_key(target: TargetFacts, row: PlanRow) -> tuple[bool, bool, bool, float]:
-    """Return the key by which drafts are sorted: the draft to start with has the smallest.
+    """Return the sort key of a draft: the draft to start with has the smallest key.
 
-    Drafts that exist and recipes of the target's own come first, then drafts that can be trained.
-    For small targets block drafters come later: they learn slowly, and with the training data of
-    recipes for small targets other methods are ahead (docs/methods.md). Then the higher middle of
-    the speedup comes first.
+    False sorts before True, so these come first: existing drafts and recipes made for this target;
+    drafts that can be trained on one machine; for small targets, all drafts but block drafters,
+    which learn slowly and are behind other methods with little training data (docs/methods.md);
+    drafts with a higher middle of the estimated speedup.
     """
     is_slow = (
         target["parameters"] <= MAX_SMALL_TARGET_PARAMETERS and METHODS[row.method].passes == "1"
@@ -363,44 +377,49 @@ def _make_sort_key(target: TargetFacts, row: PlanRow) -> tuple[bool, bool, bool,
 
 
 def _is_own(row: PlanRow, target: TargetFacts) -> bool:
-    """Return whether a row's recipe is the target's own."""
+    """Return whether a row's recipe was made for this very target."""
     return row.recipe is not None and bool(
         read_recipe(row.recipe)["target"]["model"] == target["model"]
     )
 
 
 def _describe_needs(row: PlanRow, target: TargetFacts, start: str | None) -> str:
-    """Return a sentence about the needs of training; empty if nothing is trained.
+    """Return a sentence about the memory and the devices that training takes.
 
-    It names the launch, the sharding and what generates the data, in the order in which they are
-    decided.
+    It is empty if nothing has to be trained.
+
+    Args:
+        row: the row of the recommended method.
+        target: the facts of the plan about the target.
+        start: the commands that the plan recommends; None if there are none.
     """
-    # A draft that exists, or that is not trained, needs no training.
+    # An existing draft, or a method without weights, needs no training.
     if row.draft or not row.micro_batch:
         return ""
     launch = row.training_launch
     if launch is None:
         rows, length = row.micro_batch
         return (
-            f" Training with {rows} rows of {length:,} tokens at a time does not fit on"
-            f" {'this machine' if target['on_cpu'] else '8 devices'}: lower training.batch_size."
+            f" Training with micro-batches of {rows} rows of {length:,} tokens does not fit into"
+            f" the memory of {'this machine' if target['on_cpu'] else '8 devices'}: lower"
+            " training.batch_size."
         )
 
-    # One process: say only how much memory it takes.
-    memory_text = f" Training holds {launch.device_bytes / 2**30:.3g} GiB on "
+    # For one process, say only how much memory training takes.
+    memory_text = f" Training takes {launch.device_bytes / 2**30:.3g} GiB of memory on "
     if launch.num_processes == 1:
         return f"{memory_text}{'this machine' if target['on_cpu'] else 'one device'}."
 
-    # Several processes: name the launch, and how the target is divided among them.
+    # For several processes, name the keys that split the work, and the server for the data.
     kind = target["quantization"]
     refused = (
-        f" (which does not take {kind} weights: save the target in {target['dtype']} first)"
+        f" (not possible with {kind} weights: save the target in {target['dtype']} first)"
         if kind
         else ""
     )
     shared = f"; target.shard=layers{refused}" if launch.is_sharded else ""
     served = (
-        "; a server generates the data first, and ends before training"
+        "; a vLLM server generates the training data first, and must be stopped before training"
         if start and start.startswith("vllm")
         else ""
     )
@@ -411,15 +430,22 @@ def _describe_needs(row: PlanRow, target: TargetFacts, start: str | None) -> str
 
 
 def _format_command(verb: str, target: TargetFacts, keys: Mapping[str, object]) -> str:
-    """Return the shell command, leaving out keys whose value is None."""
-    # Quote the arguments for a shell. The consent to run a repository's code comes last.
+    """Return a `specdistill` command for the shell, without the keys whose value is None.
+
+    Args:
+        verb: the command, such as `eval` or `data make`.
+        target: the facts of the plan about the target.
+        keys: the arguments KEY=VALUE.
+    """
+    # Quote the arguments for a shell. If the user has agreed to run the target repository's own
+    # code, the command repeats this.
     pairs = [f"{key}={value}" for key, value in keys.items() if value is not None]
     consent = CONSENT["specdistill"] if target["trust_remote_code"] else ""
     return shlex.join(["specdistill", *verb.split(), *pairs]) + consent
 
 
 def _name_draft_folder(row: PlanRow, target: TargetFacts) -> str:
-    """Return a folder for the run, named after the target and the method."""
+    """Return the folder for a training run in commands, such as `runs/llama-3.1-8b-eagle3`."""
     target_name = target["model"].rstrip("/").split("/")[-1].lower()
     return f"runs/{target_name}-{row.method.replace('_', '-')}"
 
@@ -427,8 +453,15 @@ def _name_draft_folder(row: PlanRow, target: TargetFacts) -> str:
 def _format_eval_command(
     row: PlanRow, target: TargetFacts, budget: Budget | None, suite: str
 ) -> str:
-    """Return the command that measures a draft that exists, or n-gram lookup."""
-    # Take the K in the middle of both ends.
+    """Return the `specdistill eval` command that measures an existing draft or n-gram lookup.
+
+    Args:
+        row: the row of the draft, or of n-gram lookup.
+        target: the facts of the plan about the target.
+        budget: the memory of one device that serves the target alone; None if not known.
+        suite: the name or file of the prompts.
+    """
+    # K is midway between the best K at the low end and the best K at the high end of the speedup.
     tokens = (
         (row.low.num_speculative_tokens + row.high.num_speculative_tokens) // 2
         if row.low and row.high
@@ -440,6 +473,7 @@ def _format_eval_command(
         "target.revision": target["revision"],
         "draft": row.draft,
         "target.dtype": target["decode_dtype"],
+        # If one device cannot hold the target, its layers are spread over all devices.
         "target.device_map": None if budget is None or budget.fits else "auto",
         "eval.num_speculative_tokens": tokens,
         "suite": suite,
@@ -451,10 +485,16 @@ def _format_eval_command(
 def _format_training_commands(
     row: PlanRow, target: TargetFacts, budget: Budget | None
 ) -> str | None:
-    """Return the commands that train the draft of a row, a line each.
+    """Return the commands that generate the data for a draft and train it.
+
+    Args:
+        row: the row of the draft.
+        target: the facts of the plan about the target.
+        budget: the memory of one device that serves the target alone; None if not known.
 
     Returns:
-        The commands; None if no recipe of the method ships, or no device can hold the training.
+        The commands, one in each line; None if no recipe of the method is shipped, or if training
+        does not fit on a machine.
     """
     launch = row.training_launch
     if row.recipe is None or launch is None:
@@ -465,7 +505,8 @@ def _format_training_commands(
         {"launch": launch.configuration, "num_processes": number} if number > 1 else {}
     )
 
-    # A recipe for this target has its commands in its header.
+    # A recipe made for this target lists the commands that prepare its data in its header. Long
+    # commands are broken into two lines there.
     if _is_own(row, target):
         text = (RECIPES / f"{row.recipe}.yaml").read_text(encoding="utf-8")
         commands = []
@@ -474,7 +515,8 @@ def _format_training_commands(
         commands.append(_format_command("train", target, {"recipe": row.recipe, **launched}))
         return "\n".join(commands)
 
-    # Several devices: servers generate the data, and training shards the target.
+    # Otherwise adapt the recipe for small targets. On several devices a server generates the data,
+    # and training splits the target's layers among the devices.
     if number > 1:
         launched |= {"target.shard": "layers", "data.regenerate.server": SERVER}
     model = {
@@ -494,7 +536,8 @@ def _format_training_commands(
     if number == 1:
         return train
 
-    # The server takes all devices, each replica as many as hold the target.
+    # The server runs on all devices. If several devices are needed to hold the target, they form a
+    # replica (tensor parallelism), and there are as many replicas as fit (data parallelism).
     num_devices = (budget and budget.tensor_parallel) or 1
     options = {
         "--revision": target["revision"],
@@ -514,7 +557,13 @@ def _format_training_commands(
 
 
 def _list_size_keys(row: PlanRow, target: TargetFacts, budget: Budget | None) -> dict[str, object]:
-    """Return the keys that adapt a recipe of small targets to this target."""
+    """Return the keys that adapt a recipe for small targets to the sizes of this target.
+
+    Args:
+        row: the row of the draft, which has a recipe and a launch.
+        target: the facts of the plan about the target.
+        budget: the memory of one device that serves the target alone; None if not known.
+    """
     assert (
         row.recipe is not None and row.training_launch is not None and row.micro_batch is not None
     )
@@ -522,31 +571,35 @@ def _list_size_keys(row: PlanRow, target: TargetFacts, budget: Budget | None) ->
     launch = row.training_launch
     rows, length = row.micro_batch
 
-    # Recurrent layers would carry state from one document of a packed row into the next.
+    # Packing puts several documents into a row. Recurrent layers would carry their state from one
+    # document to the next, so packing is turned off for them.
     keys: dict[str, object] = {"data.packing": "false" if target["recurrent"] else None}
 
-    # A CPU decodes in the dtype that is faster on it.
+    # On a CPU, use the dtype that was measured to be faster.
     if target["on_cpu"] and target["decode_dtype"] != target["dtype"]:
         keys["target.dtype"] = target["decode_dtype"]
 
-    # A small target keeps the recipe's steps. Only longer rows than fit are shortened.
+    # A small target is trained as in the recipe. Only the rows are shortened, if they are longer
+    # than the target's context.
     if target["parameters"] <= MAX_SMALL_TARGET_PARAMETERS or target["on_cpu"]:
         return keys | {"data.max_length": length if recipe["data"]["max_length"] > length else None}
 
-    # A larger target trains once over the tokens, in rows that fit its devices.
+    # A larger target takes one pass over the tokens, and is evaluated at least EVALUATIONS times,
+    # at least every 1,000 steps.
     tokens = row.training_tokens or recipe["data"]["regenerate"]["num_tokens"]
     steps = max(1, round(tokens / (rows * length * launch.num_processes)))
     every = max(1, min(1000, steps // EVALUATIONS))
     positions = METHODS[row.method].positions
 
-    # Generate as many sequences at a time as the KV cache has room for, rounded down to a power of
-    # two. With several processes a server generates them.
+    # Choose how many sequences are generated at a time: as many as the KV cache has room for,
+    # rounded down to a power of two. With several processes a server decides that itself.
     room = MAX_GENERATED_SEQUENCES
     if budget and launch.num_processes == 1:
         room = (budget.room or 0) // length
     at_a_time = max(1, min(MAX_GENERATED_SEQUENCES, room))
 
-    # ZeRO divides the state of AdamW. Muon needs whole matrices, so it is replaced there.
+    # The optimizer of the recipes, Muon, needs whole matrices. ZeRO splits them, so AdamW is used
+    # with ZeRO.
     adamw = "adamw" if launch.configuration.startswith("zero") else None
     return keys | {
         "data.max_length": length,

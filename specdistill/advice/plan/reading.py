@@ -49,16 +49,18 @@ SEARCH_WORDS = ("eagle", "speculator", "draft", "dflash", "dspark", "mtp", "pard
 def read_model_config(
     name: str, *, key: str, revision: str | None = None, trust_remote_code: bool = False
 ) -> ModelConfigInfo:
-    """Read the config.json of `pico`, a folder or a Hub id, or the config of a GGUF file.
+    """Read the config of a model, without its weights.
+
+    It is the config.json of `pico`, of a folder or of a Hub id, or the config in a GGUF file.
 
     Args:
         name: `pico`, a folder, a GGUF file or a Hub id.
         key: the recipe key that errors name.
-        revision: of a Hub id; None for the default.
-        trust_remote_code: run the repository's own code.
+        revision: the branch, tag or commit of a Hub id; None for the default branch.
+        trust_remote_code: whether the repository's own code may be run.
 
     Returns:
-        The model, described by its config.
+        The model's description: its config, and what can be computed from it.
 
     Raises:
         UserError: if there is no config, or it cannot be read.
@@ -83,7 +85,8 @@ def read_model_config(
             stored_bytes=(folder / file).stat().st_size,
         )
 
-    # Otherwise the config and, where weights are stored, the index are enough.
+    # Otherwise fetch config.json, and the index of the weights or the single file of weights. The
+    # two show which tensors there are, and how large they are.
     folder = fetch(
         path,
         key=key,
@@ -96,7 +99,7 @@ def read_model_config(
     # speculators and vLLM wrap the config of a head in one of these sections.
     nested = raw.get("transformer_layer_config") or raw.get("model")
     with convert_errors((OSError, *CLASS_ERRORS), key, name, CAUSAL_LM):
-        # This is a draft in a layout of this project.
+        # Drafts in a format of this project have a model_type that begins like this.
         if str(raw.get("model_type")).startswith("specdistill_"):
             config = PreTrainedConfig.from_dict(raw.get("text_config") or raw)
         elif isinstance(nested, dict):
@@ -106,11 +109,12 @@ def read_model_config(
         if not isinstance(config.get_text_config(), PreTrainedConfig):
             raise TypeError("text_config without a config")
 
-    # The sizes of the stored tensors tell how large quantized weights are.
+    # Quantized weights are smaller than their shapes say, so read the size of the stored tensors.
     hub_id = None if Path(path).is_dir() else path
     names, stored_bytes = _read_tensor_sizes(folder, key)
 
-    # Ask each method whether the checkpoint has layers that it drafts with.
+    # Ask each method whether the target's checkpoint has layers to draft with, such as those for
+    # multi-token prediction.
     layers = (
         method.advice.find_native_layers(raw, names, config.get_text_config()) for method in methods
     )
@@ -122,10 +126,10 @@ def read_model_config(
 
 
 def _read_tensor_sizes(folder: Path, key: str) -> tuple[set[str], int | None]:
-    """Return the names of a checkpoint's tensors, and their total bytes.
+    """Return the names of a checkpoint's tensors, and their total size in bytes.
 
-    Both are known if the folder holds an index or a file of weights. Otherwise the names are empty
-    and the bytes are None.
+    The tensors are not read: names and sizes come from the index, or from the header of the single
+    file of weights. If the folder holds neither, there are no names, and the size is None.
     """
     if not ((folder / INDEX).is_file() or (folder / SINGLE).is_file()):
         return set(), None
@@ -137,17 +141,18 @@ def _read_tensor_sizes(folder: Path, key: str) -> tuple[set[str], int | None]:
 
 
 def find_method_of_config(draft: ModelConfigInfo, target: ModelConfigInfo) -> str:
-    """Return the method that a draft's config describes.
+    """Return the name of the method that a draft is for, by its config.json.
 
     Raises:
-        UserError: if it describes no method that can be decoded here.
+        UserError: if the config is not that of a draft that specdistill can decode with.
     """
-    # Methods of other projects that nothing here can decode have a message of their own.
+    # Drafts of some other projects are recognized, although specdistill cannot decode with them.
     foreign_method = find_foreign_method(draft.raw)
     if foreign_method:
         raise UserError(
             "draft",
-            got=f"{draft.name}, a draft of method {foreign_method}, which is not decoded here yet",
+            got=f"{draft.name}, a draft of method {foreign_method}, which specdistill does not"
+            " support yet",
             expected=DRAFT,
         )
 
@@ -162,10 +167,10 @@ def find_method_of_config(draft: ModelConfigInfo, target: ModelConfigInfo) -> st
 
 
 def check_draft_fit(draft: ModelConfigInfo, target: ModelConfigInfo, method: str) -> list[str]:
-    """Check by their configs that a draft fits a target.
+    """Check that a draft fits a target: vocabulary, hidden size and layers, by their configs.
 
-    Only a draft model may have a vocabulary that is padded differently, and any width. Other drafts
-    share the target's embedding.
+    A draft model has an embedding of its own. So it may have any hidden size, and a vocabulary that
+    is padded differently. All other drafts share the target's embedding.
 
     Args:
         draft: the draft.
@@ -173,13 +178,14 @@ def check_draft_fit(draft: ModelConfigInfo, target: ModelConfigInfo, method: str
         method: the draft's method.
 
     Returns:
-        Warnings: one if padding may explain a difference of the vocabularies.
+        Warnings: one if the vocabularies differ so little that padding may be the reason.
 
     Raises:
-        UserError: for another vocabulary, for a draft of another width or for another depth, and
-            for a draft that reads layers that the target lacks.
+        UserError: if the vocabulary or the hidden size differs from the target's, or if the draft
+            is for a target with another number of layers.
     """
-    # The vocabularies: equal, or padded differently for a draft with an embedding of its own.
+    # Compare the vocabularies. Up to 1 % of difference may be padding, for a draft with an
+    # embedding of its own.
     standalone = METHODS[method].standalone
     depth = target.text.num_hidden_layers
     got = draft.text.vocab_size
@@ -188,30 +194,31 @@ def check_draft_fit(draft: ModelConfigInfo, target: ModelConfigInfo, method: str
         raise UserError(
             "draft",
             got=f"{draft.name} with a vocabulary of {got:,}",
-            expected=f"{expected:,}, the target's",
+            expected=f"the target's vocabulary of {expected:,}",
         )
     if got != expected:
         return [
-            f"{draft.name} has a vocabulary of {got:,}, and the target one of {expected:,}:"
-            " assuming the same tokenizer, padded differently"
+            f"{draft.name} has a vocabulary of {got:,}, and the target has one of {expected:,}:"
+            " assuming the same tokenizer with different padding"
         ]
     if standalone:
         return []
 
-    # A head reads hidden states of the target: their width and depth have to be the target's.
+    # All other drafts read hidden states of the target, so they must be made for its hidden size
+    # and its number of layers.
     width = draft.raw.get("target_hidden_size") or draft.text.hidden_size
     if width != target.text.hidden_size:
         raise UserError(
             "draft",
             got=f"{draft.name} for a hidden size of {width:,}",
-            expected=f"{target.text.hidden_size:,}, the target's",
+            expected=f"the target's hidden size of {target.text.hidden_size:,}",
         )
     made_for = draft.raw.get("num_target_layers") or depth
     if made_for != depth:
         raise UserError(
             "draft",
             got=f"{draft.name} for a target of {made_for} layers",
-            expected=f"{depth}, the target's",
+            expected=f"a draft for the target's {depth} layers",
         )
     layers = getattr(METHODS[method].load().read_head_shape(draft.raw, depth), "aux_layers", ())
     beyond = [layer for layer in layers if not 0 <= layer <= depth]
@@ -219,7 +226,7 @@ def check_draft_fit(draft: ModelConfigInfo, target: ModelConfigInfo, method: str
         raise UserError(
             "draft",
             got=f"{draft.name}, which reads the target after layers {', '.join(map(str, beyond))}",
-            expected=f"layers 0 to {depth}, which the target has",
+            expected=f"layers from 0 to {depth}, the number of the target's layers",
         )
     return []
 
@@ -243,31 +250,33 @@ class KnownDraft:
 
 
 def find_published_drafts(name: str, hub_id: str | None) -> tuple[list[KnownDraft], str | None]:
-    """Search the Hub for drafts of a target.
+    """Search the Hugging Face Hub for published drafts for a target.
 
-    Cards are searched for the target's Hub id. Names are compared here, because the Hub searches
-    for a single word: every word and number of the target's name must be in the draft's name.
+    A draft is found if its model card names the target as its base model, or if its name has every
+    word and number of the target's name.
 
     Args:
         name: the target's name.
-        hub_id: its Hub id; None for a folder.
+        hub_id: the target's Hub id; None for a folder.
 
     Returns:
-        The drafts, the most downloaded first, and the reason why the Hub was not asked; None if it
-        was.
+        The drafts, the most downloaded first; and the reason why the Hub was not searched, which is
+        None if it was.
     """
     # pico is not on the Hub.
     if name == "pico":
         return [], "not asked: pico ships with this package"
     drafts: dict[str, KnownDraft] = {}
     try:
-        # The first request has a time limit. The listing has none, and would try an unreachable Hub
-        # for half a minute.
+        # Send a small request with a time limit first. `list_models` has no time limit, and would
+        # try to reach the Hub for half a minute.
         get_session().get(
             f"{constants.ENDPOINT}/api/models", params={"limit": 1}, timeout=TIMEOUT_SECONDS
         ).raise_for_status()
 
-        # Search by the target's id in the cards, then by its name in the names of repositories.
+        # For each word, list the repositories whose card names the target as base model, and those
+        # that only have the word in their name. A draft that is found in both ways counts as found
+        # by its card.
         for search in SEARCH_WORDS:
             for base in [f"base_model:{hub_id}", None] if hub_id else [None]:
                 models = HfApi().list_models(
@@ -296,15 +305,13 @@ def find_published_drafts(name: str, hub_id: str | None) -> tuple[list[KnownDraf
 
 
 def infer_method(repository: str, tags: list[str]) -> str | None:
-    """Return the method that a repository's name and tags suggest.
-
-    The most special word counts.
+    """Guess the method of a draft from the name and the tags of its repository.
 
     Returns:
-        The method; None if nothing suggests a draft.
+        The method; None if nothing suggests that the repository is a draft.
     """
-    # The patterns are in the order of METHOD_PATTERNS, in which special names come before general
-    # ones.
+    # METHOD_PATTERNS has special names before general ones, such as `eagle3` before `eagle`, so the
+    # first match counts.
     text = " ".join([repository, *tags]).lower()
     return next(
         (method for method, pattern in METHOD_PATTERNS.items() if re.search(pattern, text)), None
@@ -312,12 +319,12 @@ def infer_method(repository: str, tags: list[str]) -> str | None:
 
 
 def has_target_name(repository: str, target: str) -> bool:
-    """Return whether every word and number of the target's name is in the draft's name.
+    """Return whether a repository's name has every word and number of the target's name.
 
-    For example, `EAGLE3-LLaMA3.1-Instruct-8B` names `Llama-3.1-8B-Instruct`.
+    For example, `EAGLE3-LLaMA3.1-Instruct-8B` has those of `Llama-3.1-8B-Instruct`.
     """
-    # Compare words and sizes, such as `llama`, `3.1` and `8b`. The version of EAGLE is no version
-    # of the target.
+    # Split both names into words and numbers, such as `llama`, `3.1` and `8b`. `eagle3` is removed
+    # first, because its 3 would look like a version of the target.
     words, target_words = (
         set(
             re.findall(

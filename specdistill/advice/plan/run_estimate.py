@@ -84,7 +84,7 @@ class RunEstimate:
 def estimate_run(
     recipe: TrainedRecipe, arguments: TrainingArguments, size: RunSize
 ) -> RunEstimate | None:
-    """Estimate a training from its recipe and the config of its target.
+    """Estimate the time, memory and disk space of a training, before weights are loaded.
 
     Args:
         recipe: the recipe.
@@ -92,13 +92,14 @@ def estimate_run(
         size: the rows of the training, and the tokens that are generated for it.
 
     Returns:
-        The estimate, or None if the class of the target or the draft cannot be built without
+        The estimate; None if the class of the target or of the draft cannot be built without
         weights.
 
     Raises:
-        UserError: for a draft that `plan` cannot describe. It may still be one that can be trained.
+        UserError: for a draft that `specdistill plan` cannot describe. It may still be possible to
+            train it.
     """
-    # Read the target's config. A class that cannot be built without weights has no estimate.
+    # Read the target's config. There is no estimate if its class cannot be built without weights.
     section = recipe.target
     target = read_model_config(
         section.model,
@@ -112,7 +113,8 @@ def estimate_run(
     is_mixed = arguments.bf16 or arguments.fp16
     device = _choose_device(target, torch.bfloat16 if is_mixed else torch.float32)
 
-    # Plan the draft, and take the time and the memory of its step.
+    # Compute the sizes of the draft. Then estimate the memory of a training step and the tokens per
+    # second.
     micro_batch = (arguments.train_batch_size, recipe.data.max_length)
     store = getattr(recipe, "hidden_states", None)
     with convert_errors(
@@ -139,7 +141,7 @@ def estimate_run(
             runs_layers=store is None or store.mode == "online",
         )
 
-    # A step of the optimizer takes several micro-batches.
+    # An optimizer step consists of several micro-batches (gradient accumulation).
     step_seconds = (
         math.prod(micro_batch) * arguments.gradient_accumulation_steps / tokens_per_second
     )
@@ -159,27 +161,30 @@ def estimate_run(
 def print_estimate(
     recipe: TrainedRecipe, arguments: TrainingArguments, size: RunSize, folder: Path
 ) -> None:
-    """Print the estimate of a training to stderr, or why there is none.
+    """Print how long a training will take and how much memory and disk space it needs, to stderr.
+
+    If this cannot be estimated, log the reason.
 
     Args:
-        recipe: as of `estimate_run`.
-        arguments: as of `estimate_run`.
-        size: as of `estimate_run`.
-        folder: of the rows, on whose disk the free space is counted.
+        recipe: the recipe of the training.
+        arguments: the Trainer's arguments.
+        size: the rows of the training, and the tokens that are generated for it.
+        folder: the folder of the rows. The free space on its disk is printed, too.
     """
-    # The reason is printed if there is no estimate.
+    # This reason is logged if `estimate_run` returns None.
     reason = "the class of its target or draft cannot be built without weights"
     estimate = None
     try:
         estimate = estimate_run(recipe, arguments, size)
     except ReportedError as error:
-        # Only the training itself may refuse a target or a draft, not its estimate.
+        # The estimate may fail for a target or a draft that can be trained. So the error is logged,
+        # and the training goes on.
         reason = join_lines(str(error))
     if estimate is None:
         logger.info(f"No estimate of time and memory: {reason}")
         return
 
-    # One line for each estimate, on stderr.
+    # Print a table with one line for each estimate.
     table = Table("this training", "estimate")
     if estimate.generation_seconds:
         table.add_row("time to generate its data", format_clock(estimate.generation_seconds))
@@ -199,7 +204,14 @@ def print_estimate(
 
 
 def _read_initial_draft(init: str | None) -> ModelConfigInfo | None:
-    """Read the config of the draft that training starts from; None for a fresh one."""
+    """Read the config of the draft that training starts from.
+
+    Args:
+        init: the recipe's `draft.init`: a draft, or a way to initialize a new one.
+
+    Returns:
+        The draft's description; None for a new draft.
+    """
     if init in FRESH_INITIALIZATIONS:
         return None
     place, revision = split_revision(init)
@@ -207,14 +219,20 @@ def _read_initial_draft(init: str | None) -> ModelConfigInfo | None:
 
 
 def _choose_device(target: ModelConfigInfo, training_dtype: torch.dtype) -> Device:
-    """Return this machine's CPU if it can hold the target, else an H100."""
+    """Return the device that times are estimated for: this machine's CPU, or an H100.
+
+    It is the CPU, whose speed is measured, if the machine has no GPU and can hold the target.
+    """
     if not can_hold_target(target.parameters):
         return H100
     return measure_machine(*find_matrix_sizes(target), target.parameters, training_dtype)
 
 
 def _count_steps(arguments: TrainingArguments, num_rows: int | None) -> int | None:
-    """Return the optimizer steps of a training; None if its rows are not counted yet."""
+    """Return the number of optimizer steps of a training; None if its rows are not counted yet.
+
+    `max_steps` takes precedence over the number of epochs, as in the Trainer of transformers.
+    """
     if arguments.max_steps > 0:
         return arguments.max_steps
     if num_rows is None:
@@ -229,13 +247,18 @@ def _count_steps(arguments: TrainingArguments, num_rows: int | None) -> int | No
 def _estimate_generation_seconds(
     recipe: TrainedRecipe, target: ModelConfigInfo, device: Device, size: RunSize
 ) -> float:
-    """Return the seconds in which the device reads the prompts and generates the tokens."""
+    """Estimate the seconds in which the target generates the missing training data.
+
+    That is the time to read the prompts and to generate the tokens after them. It is 0 if nothing
+    has to be generated.
+    """
     if not size.num_generated:
         return 0.0
 
-    # Each row begins with a prompt, so the prompt tokens follow from the generated ones.
+    # Each row consists of a prompt and generated tokens. So the generated tokens give the number of
+    # rows, and with it the number of prompt tokens. The prompt is kept shorter than the row: a
+    # recipe with a longer one is refused only later, when rows are made.
     length = recipe.data.max_length
-    # The keys are checked against each other when rows are made.
     prompt_tokens = min(recipe.data.generation.prompt_tokens, length - 1)
     num_prompt_tokens = size.num_generated * prompt_tokens / (length - prompt_tokens)
     prompt_seconds = (
@@ -245,7 +268,8 @@ def _estimate_generation_seconds(
         / (MATRIX_SHARE * device.flops)
     )
 
-    # A CPU is timed. For a GPU the figures of its maker are used.
+    # The time of a generated token is measured on a CPU. For a GPU it is computed from the figures
+    # of its maker.
     if isinstance(device, Machine):
         token_seconds = _time_token(recipe, target, size.batch_size)
     else:
@@ -254,11 +278,17 @@ def _estimate_generation_seconds(
 
 
 def _time_token(recipe: TrainedRecipe, target: ModelConfigInfo, batch_size: int) -> float:
-    """Time the matrix products and the sampling of one token on this machine's CPU.
+    """Measure the seconds per generated token on this machine's CPU.
 
-    There a batch is generated in parts. Returns seconds.
+    The target's weights are not loaded. Matrix products of its sizes and sampling from random
+    logits are timed instead.
+
+    Args:
+        recipe: the recipe, with the temperatures of generation.
+        target: the target.
+        batch_size: sequences that are generated at a time.
     """
-    # Time the matrix products of one pass over a part of the batch.
+    # On a CPU a batch is generated in parts. Time the matrix products of a pass over one part.
     cpu = torch.device("cpu")
     rows = choose_part_rows(batch_size, cpu)
     parameters = count_weights_read(target.model)
@@ -267,20 +297,28 @@ def _time_token(recipe: TrainedRecipe, target: ModelConfigInfo, batch_size: int)
         choose_fast_dtype(cpu), *find_matrix_sizes(target), int(parameters), [rows]
     )
 
-    # Time sampling on random logits. Greedy answers do not sample.
+    # Time the sampling of a token from random logits.
     temperatures = recipe.data.generation.temperatures
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(SAMPLED_ROWS, vocab_size, generator=generator).to(choose_fast_dtype(cpu))
     matrix = torch.ones(SAMPLED_ROWS)
     sampling_seconds = time_fastest(lambda: sample(logits, matrix, generator)) / SAMPLED_ROWS
-    is_sampled = sum(temperature > 0 for temperature in temperatures) / len(temperatures)
+    # Answers at temperature 0 are greedy: they do not sample.
+    sampled_share = sum(temperature > 0 for temperature in temperatures) / len(temperatures)
     pass_seconds = parameters * products[rows] + LAYER_SECONDS * target.text.num_hidden_layers
-    return float(pass_seconds / rows + is_sampled * sampling_seconds)
+    return float(pass_seconds / rows + sampled_share * sampling_seconds)
 
 
 def _estimate_token_seconds(target: ModelConfigInfo, device: Device, batch_size: int) -> float:
-    """Return the seconds of one generated token on a GPU, by its published figures."""
-    # A pass reads the weights once. Sampling adds its own traffic for each sequence.
+    """Compute the seconds per generated token on a GPU from the published figures of the GPU.
+
+    Args:
+        target: the target, in bfloat16.
+        device: the GPU.
+        batch_size: sequences that are generated at a time.
+    """
+    # A pass generates one token for each sequence. It reads the weights once for all sequences, and
+    # sampling reads and writes logits for each sequence.
     parameters = count_weights_read(target.model)
     pass_bytes = device.count_pass_bytes(
         parameters * torch.bfloat16.itemsize, parameters, batch_size
@@ -294,7 +332,10 @@ def _estimate_token_seconds(target: ModelConfigInfo, device: Device, batch_size:
 
 
 def _count_saves(arguments: TrainingArguments, num_steps: int | None) -> int:
-    """Return how many checkpoints a training saves; one if its steps are not known."""
+    """Return how many checkpoints a training saves, by its arguments.
+
+    It is 1 if checkpoints are saved every few steps and the number of steps is not known yet.
+    """
     if arguments.save_strategy == SaveStrategy.NO:
         return 0
     if arguments.save_strategy == SaveStrategy.EPOCH:
@@ -302,7 +343,7 @@ def _count_saves(arguments: TrainingArguments, num_steps: int | None) -> int:
     if num_steps is None:
         return 1
     save_steps = arguments.save_steps
-    if save_steps < 1:  # It is then a share of all steps.
+    if save_steps < 1:  # A number below 1 is a share of all steps.
         save_steps *= num_steps
     return max(1, int(num_steps / save_steps))
 
@@ -315,17 +356,23 @@ def _estimate_disk_bytes(
     num_rows: int | None,
     num_steps: int | None,
 ) -> int:
-    """Return the bytes of rows, checkpoints and stored hidden states.
+    """Estimate the bytes of disk that a training takes: rows, checkpoints, hidden states.
 
-    Rows that are not counted yet do not count.
+    Args:
+        recipe: the recipe.
+        arguments: the Trainer's arguments.
+        target: the target.
+        planned: the draft.
+        num_rows: the rows of the training; None if they are not counted yet, which counts as 0.
+        num_steps: the optimizer steps; None if they are not known yet.
     """
-    # Checkpoints: as many as are saved, and at most as many as are kept.
+    # The number of checkpoints on disk is limited by `save_total_limit`.
     num_tokens = (num_rows or 0) * recipe.data.max_length
     num_saves = _count_saves(arguments, num_steps)
     num_checkpoints = min(num_saves, arguments.save_total_limit or num_saves)
     checkpoint_bytes = num_checkpoints * CHECKPOINT_BYTES * planned.parts.parameters
 
-    # Hidden states: those of all tokens, up to the limit of the store.
+    # Hidden states of all tokens are stored, up to the limit of the store.
     store = getattr(recipe, "hidden_states", None)
     stored_bytes = 0
     if store is not None and store.mode == "hybrid":

@@ -201,7 +201,7 @@ def test_what_no_machine_holds_is_trained_in_smaller_batches(
     advice = make_plan(large("8B"), serving=small, batch_size=64).recommendation
     assert advice[
         "start"
-    ] is None and "64 rows of 2,048 tokens at a time does not fit on 8 devices" in str(
+    ] is None and "64 rows of 2,048 tokens does not fit into the memory of 8 devices" in str(
         advice["reason"]
     )
     server, make, train, _ = printed(make_plan(large("8B"), serving=small, batch_size=1))

@@ -259,7 +259,7 @@ def test_native_layers_are_found_by_their_key_and_come_first(
     )
     # these small layers read less than their caches are
     assert longer.recommendation["method"] == "ngram"
-    assert ("names no dtype" in " ".join(plan.warnings)) == nested
+    assert ("has no dtype" in " ".join(plan.warnings)) == nested
 
 
 def test_the_command_trains_what_the_row_describes(plan_for: Callable[..., Plan]):
