@@ -181,7 +181,13 @@ def print_help(
 
 
 def _print_keys(title: str, rows: Sequence[HelpRow], console: Console) -> None:
-    """Print a table with the meaning, type and default of each key of a section."""
+    """Print a table with the meaning, type and default of each key of a section.
+
+    Args:
+        title: the name of the section.
+        rows: the name, type, default and meaning of each key.
+        console: the console to print to.
+    """
     grid = Table.grid(padding=(0, 1), pad_edge=True)
     grid.add_column(no_wrap=True, style="bold")
     grid.add_column()

@@ -29,6 +29,7 @@ def compare(arguments: list[str]) -> int:
 
     # Check the suite before torch is imported, which is slow. The check names the key `eval.suite`
     # in its errors; in this command the key is called `suite`.
+    # Flags, such as --json, have no `=` and are left out.
     keys = select_recipe_keys(arguments, COMPARE)
     with rename_keys_as_typed(arguments, {"suite": "eval.suite"}):
         check_suite_and_gate(merge_values([key for key in keys if "=" in key]).get("suite"), None)

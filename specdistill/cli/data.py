@@ -151,7 +151,7 @@ def _load_data_recipe(keys: list[str]) -> TrainedRecipe:
         raise UserError(
             "method",
             got=f"{recipe.method}, which needs no training",
-            expected="a method that is trained",
+            expected="a method that trains a draft",
         )
     return recipe
 

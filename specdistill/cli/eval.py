@@ -25,7 +25,8 @@ def eval(arguments: list[str]) -> int:
     keys = select_recipe_keys(recipe_arguments, SHORTHANDS)
 
     # Check the suite and the gate before torch is imported, which is slow. If `eval` is no section,
-    # because of a mistake in the recipe, loading the recipe below raises the error.
+    # because of a mistake in the recipe, loading the recipe below raises the error. Flags, such as
+    # --json, have no `=` and are left out.
     values = merge_values([key for key in keys if "=" in key])
     measurement = values.get("eval")
     suite = measurement.get("suite") if isinstance(measurement, Mapping) else None

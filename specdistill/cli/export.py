@@ -31,7 +31,8 @@ class ExportOptions(Section):
     )
     num_speculative_tokens: int | None = option(
         None,
-        "K, the draft tokens per round that SERVE.md sets; null: as in the report, or 3",
+        "K, the draft tokens per round that SERVE.md sets; null: as in the report, or 3 without"
+        " a report",
         ge=1,
     )
     dry_run: bool = option(

@@ -89,8 +89,8 @@ def choose_device(
 ) -> tuple["Device", ServingOptions]:
     """Return the device to plan for, and the serving options for it.
 
-    Without `serving.device`, the plan is for this machine's CPU if it has no GPU and enough memory
-    for the target, and otherwise for an H100.
+    If the user typed no `serving.device`, the plan is for the CPU of this machine, provided that
+    the machine has no GPU and enough memory for the target. Otherwise the plan is for an H100.
 
     Args:
         serving: the options that the user typed.
@@ -269,8 +269,8 @@ def _format_columns(row: "PlanRow") -> list[str]:
     hours = row.training_hours
     tokens = row.trained_tokens
 
-    # Format the memory and time of training. "too much": there is a micro-batch, but no machine of
-    # the plan holds the training.
+    # Format the memory and time of training. "too much": the memory was estimated (there is a
+    # micro-batch), but no machine can hold the training (there is no launch).
     memory = "too much" if row.micro_batch else "–"
     if launch:
         memory = f"{launch.num_processes} × {_format_gib(launch.device_bytes)}"

@@ -25,6 +25,7 @@ def train(arguments: list[str]) -> int:
     """
     # Separate the keys of the launcher from the keys of the recipe.
     launch_options, recipe_arguments = load_own_keys(LaunchOptions, arguments)
+    # Flags, such as --json, have no `=`, and set no values.
     keys = select_recipe_keys(recipe_arguments, TRAIN)
     values = merge_values([key for key in keys if "=" in key])
 
@@ -66,7 +67,11 @@ def is_target_recipe(arguments: list[str]) -> bool:
     """Return whether the recipe trains the bundled target pico instead of a draft.
 
     Only such a recipe has a section `curriculum`.
+
+    Args:
+        arguments: the arguments of `specdistill train`.
     """
+    # Flags, such as --json, have no `=`, and set no values.
     return "curriculum" in merge_values(
         [key for key in select_recipe_keys(arguments, TRAIN) if "=" in key]
     )

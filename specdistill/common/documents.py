@@ -351,7 +351,7 @@ def read_front_matter(path: Path) -> dict[str, Any]:
         OSError: if the file cannot be read.
         ValueError: if the file is too long, or if its YAML is refused or holds no keys.
     """
-    # The Markdown after the YAML may be long, so the limit is not that of a YAML file.
+    # The Markdown after the YAML may be long, so the larger limit of JSON files applies.
     match = FRONT_MATTER.match(read_text(path, MAX_JSON_BYTES))
     keys = parse_yaml(match[1]) if match else None
     if keys is not None and not isinstance(keys, dict):

@@ -75,7 +75,7 @@ class ReportedError(Exception):
         draft: no draft in a. Type draft=PATH.
         """
         # A key next to a letter, or after a dot or a slash, is part of a longer key or of a path,
-        # and is not replaced.
+        # and is not replaced. `lambda` keeps re.sub from interpreting backslashes in `typed`.
         start = r"(?<![\w./])" if "." in key else "^"
         pattern = rf"{start}{re.escape(key)}(?!\w)"
         self.key = re.sub(pattern, lambda _: typed, self.key)
@@ -175,17 +175,18 @@ def convert_errors(
     *,
     kind: str = "",
 ) -> Iterator[None]:
-    """Turn errors of some types into a UserError that quotes their message.
+    """Turn errors of some types in a `with` block into a UserError that quotes their message.
 
     Args:
         kinds: the types of errors.
         key: the key that the UserError names.
         what: the thing that could not be read or used, such as a path. The quoted message follows.
         expected: a description of what was expected.
-        kind: the `kind` of the UserError.
+        kind: for a row of data that cannot be used, a short description of the fault, by which
+            such rows are counted; empty for other errors.
 
     Raises:
-        UserError: if the block raises an error of these types.
+        UserError: if the `with` block raises an error of these types.
     """
     try:
         yield
@@ -267,7 +268,8 @@ def explain(error: Exception | KeyboardInterrupt, *, debug: bool = False) -> Exi
         error: the error.
         debug: print the traceback before the line.
     """
-    # Processes other than the first on a machine wait here until the launcher ends them.
+    # Processes other than the first on a machine wait here, and are ended meanwhile by the
+    # launcher.
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(SECONDS_APART)
     if debug:
@@ -280,7 +282,7 @@ def explain(error: Exception | KeyboardInterrupt, *, debug: bool = False) -> Exi
     # error, even a test whether a file exists, so it is handled here for all commands.
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         error = UserError(
-            "a path", got=error.filename, expected="a name that the file system accepts"
+            "a path", got=error.filename, expected="a shorter name, which the file system accepts"
         )
     if isinstance(error, ReportedError):
         logger.error(f"error: {str(error)[:MAX_ERROR_CHARACTERS]}")
@@ -310,6 +312,7 @@ def name_sibling_key(key: str, name: str) -> str:
     >>> name_sibling_key("eval.draft", "suite"), name_sibling_key("draft", "suite")
     ('eval.suite', 'suite')
     """
+    # Without a dot in the key, rfind returns -1, so that nothing of the key is kept.
     return f"{key[: key.rfind('.') + 1]}{name}"
 
 

@@ -95,7 +95,8 @@ def check_holds(folder: Path, key: str, kind: str, is_own: Callable[[str], objec
 def create_folder(output: Path, *, replaces: bool = False, key: str = KEY) -> Iterator[Path]:
     """Create a folder that gets its name only when everything in it is written.
 
-    The caller writes to a hidden folder next to it. If the caller fails, nothing is left behind.
+    In its `with` block, the caller writes to a hidden folder next to `output`. At the end of the
+    block, the hidden folder is renamed to `output`. After an error, it is deleted.
 
     Args:
         output: the folder.
@@ -106,7 +107,8 @@ def create_folder(output: Path, *, replaces: bool = False, key: str = KEY) -> It
         The folder to write to, which is renamed to `output` at the end.
 
     Raises:
-        UserError: if `output` exists without `replaces`, and while another process writes it.
+        UserError: if `output` exists although `replaces` is False, and while another process writes
+            to the same folder.
         ResourceError: if writing fails.
     """
     if not replaces:
@@ -133,7 +135,8 @@ def create_folder(output: Path, *, replaces: bool = False, key: str = KEY) -> It
                 shutil.rmtree(partial, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         raise ResourceError(
-            f"{key}: could not write {output} ({error})", next_step="check space and permissions"
+            f"{key}: could not write {output} ({error})",
+            next_step="check free disk space and permissions",
         ) from error
 
 

@@ -191,8 +191,8 @@ def all_gather_object(local_object: object) -> list[Any]:
                 f" ({str(error).splitlines()[0][:200]})"
             ),
             next_step=(
-                "its own output says why; between machines with several networks,"
-                " GLOO_SOCKET_IFNAME selects one"
+                "read the output of that process for the reason; if the machines have several"
+                " networks, select one with GLOO_SOCKET_IFNAME"
             ),
         ) from error
     return objects

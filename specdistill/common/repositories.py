@@ -63,7 +63,7 @@ def resolve(
         )
     # In a folder on this machine, the GGUF file has to exist.
     if file and is_folder and not Path(model).is_file():
-        raise UserError(key, got=f"{model}, which is no file", expected="a GGUF file")
+        raise UserError(key, got=f"{model}, which is no file", expected="an existing GGUF file")
     return model
 
 
@@ -138,7 +138,7 @@ def _make_fetch_error(
     """
     # Files in a folder are read without the Hub, so the error means that the folder lacks them.
     if Path(name).is_dir():
-        return UserError(key, got=f"{name}, which lacks files", expected=expected)
+        return UserError(key, got=f"{name}, which lacks needed files", expected=expected)
 
     # Without a network, find out whether the cache has some of the files.
     repository, revision = split_revision(name)

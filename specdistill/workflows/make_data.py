@@ -79,11 +79,15 @@ def make_shard(recipe: TrainedRecipe) -> tuple[Job, int, int]:
 def merge_shards(job: Job) -> Manifest:
     """Merge the blocks of a job into its row set, and return the manifest of the row set.
 
+    A row set is a folder with finished training rows. Its manifest is a file that describes them,
+    for example with the number of tokens.
+
     Raises:
         UserError: if the blocks of some shards are missing.
     """
     job.check()
     merge(job)
+    # `read_rows` also returns the rows, which are not needed here.
     *_, manifest = read_rows(job.folder)
     return manifest
 
@@ -212,13 +216,14 @@ def parse_shard(shard_text: str | None) -> tuple[int, int]:
         UserError: for any other value, and for `auto` outside of such a job.
     """
     expected = (
-        "i/n with i from 0 to n - 1, or auto in an array job of Slurm or an indexed one of"
-        " Kubernetes (auto/n: of n)"
+        "i/n with i from 0 to n - 1; in a Slurm array job or a Kubernetes indexed job also auto, or"
+        " auto/n for n shards"
     )
     index, _, count = ("0/1" if shard_text is None else shard_text).partition("/")
 
-    # An array job numbers its tasks. Slurm may number them from another value than 0; Kubernetes
-    # sets JOB_COMPLETIONS only if the job's manifest does.
+    # Slurm and Kubernetes number the tasks of such a job. The first number is not always 0 in
+    # Slurm, so it is subtracted. Kubernetes sets JOB_COMPLETIONS only if the job's manifest says
+    # so.
     if index == "auto":
         env = os.environ
         if "SLURM_ARRAY_TASK_ID" in env:

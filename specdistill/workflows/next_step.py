@@ -105,7 +105,7 @@ def describe_after(run: Path, recipe: Mapping[str, Any]) -> NextStep:
 
 
 def _describe_failed_run(run: Path, recipe: Mapping[str, Any], report: dict[str, Any]) -> NextStep:
-    """Describe a run that failed its gate; `doctor` looks for a fault of its draft."""
+    """Describe a run that failed its gate, with the command that looks for a fault in its draft."""
     # This module imports scipy, so it is imported only here.
     from specdistill.evaluation.report import phrases
 
@@ -146,7 +146,7 @@ def _describe_inconclusive_run(
 
 
 def _describe_passed_run(run: Path, recipe: Mapping[str, Any]) -> NextStep:
-    """Describe a run that passed its gate; its draft can be exported or published."""
+    """Describe a run that passed its gate, with the commands that export or publish its draft."""
     export_command = _format_command(
         "export",
         f"draft={run / 'draft'}",
@@ -154,7 +154,7 @@ def _describe_passed_run(run: Path, recipe: Mapping[str, Any]) -> NextStep:
         *_list_target_keys(recipe),
         f"output_dir={run / 'vllm'}",
     )
-    # The recipe may name the repository to publish to.
+    # If the recipe names no Hub repository to publish to, the user has to replace a placeholder.
     repository_keys = [] if recipe.get("publish", {}).get("repo") else ["repo=org/name"]
     publish_command = _format_command("publish", f"run={run}", *repository_keys, "baseline=none")
     return f"{run} passed its gate:", [export_command, publish_command]
