@@ -36,8 +36,8 @@ def check_training(recipe: TrainedRecipe) -> Job:
         UserError: for a target, draft, engine or data that cannot work. The error names the key.
         ResourceError: if the Hub fails.
     """
-    # Check the target's files, the engines, the initial weights and the mask token of the draft, and
-    # the chat template. The quickest checks come first.
+    # Check the target's files, the engines, the initial weights and the mask token of the draft,
+    # and the chat template. The quickest checks come first.
     target = recipe.target
     files = TargetFiles.from_config(target)
     tokenizer, end_ids, max_length = read_tokenizer(files)
