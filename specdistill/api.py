@@ -85,7 +85,8 @@ def build_arguments(recipe: RecipeOrRun, keys: Mapping[str, object]) -> list[str
             a recipe as mappings.
         keys: settings that take precedence over those of the recipe.
     """
-    # A recipe is named by `recipe=`. The folder of a run holds the recipe that it was trained with.
+    # A recipe that is not given as mappings becomes `recipe=NAME`. For the folder of a run, this is
+    # the recipe that the run was trained with. The keys come last, so that they take precedence.
     arguments = []
     sections = [keys]
     if isinstance(recipe, Mapping):
@@ -95,8 +96,8 @@ def build_arguments(recipe: RecipeOrRun, keys: Mapping[str, object]) -> list[str
         name = recorded_recipe if recorded_recipe.is_file() else os.fspath(recipe)
         arguments = [f"recipe={name}"]
 
-    # Sections become `section.key=value`, with values in JSON, which is YAML too. Paths become
-    # text.
+    # Each key in a section becomes `section.key=value`. Values are written in JSON, which is YAML
+    # too, and paths as text.
     for section in sections:
         for key, value in flatten_keys(section):
             text = json.dumps(value, ensure_ascii=False, default=os.fspath)
@@ -159,7 +160,7 @@ def load_draft(
             raise UserError(
                 name,
                 got="an unknown key",
-                expected=f"one of {', '.join(draft_keys)}, which a draft of method {method} reads",
+                expected=f"a key that drafts of method {method} read: {', '.join(draft_keys)}",
                 nearest=find_nearest(name, draft_keys),
             )
     section = validate_recipe(select_eval_schema(recipe), keys)
@@ -210,8 +211,8 @@ def generate(
         The completion, with `text`, `token_ids` and `rounds`. A round has the number of tokens
         drafted, how many of them were accepted, and the seconds that it took.
     """
-    # At this point the local variables are exactly the arguments. Those that are settings of a
-    # measurement are checked as the keys of a recipe are.
+    # Check the arguments that are also keys of a recipe's section `eval:`, as a recipe is checked.
+    # At this point the local variables are exactly the arguments of this function.
     keys = {
         name: value for name, value in locals().items() if name in MeasurementConfig.model_fields
     }
@@ -320,19 +321,20 @@ class DraftTrainer:
         Raises:
             UserError: if `<output_dir>.jsonl` already holds other rows.
         """
-        # Write the rows to the file that the recipe names. An earlier run may have written it;
-        # other rows in it are not overwritten.
+        # Write the rows of `train_dataset` to the file that the recipe names as its data. If an
+        # earlier run has written this file, it must have the same rows, and is not overwritten with
+        # others.
         if self.rows is not None:
             path = Path(str(self.recipe.data.source))
             text = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in self.rows)
             if path.exists() and path.read_bytes() != text.encode():
                 raise UserError(
                     "train_dataset",
-                    got=f"other rows than those in {path}",
-                    expected="the rows of that file, or another output_dir",
+                    got=f"other rows than those in {path}, which an earlier run wrote",
+                    expected="the same rows again, or another output_dir for a new run",
                 )
-            # Each process of a launch writes the same content. Staging replaces the file in one
-            # step.
+            # Each process of a launch writes the same content. Staging writes to a temporary folder
+            # and moves the file in one step, so that no process reads half of it.
             with stage_files(path.parent) as staging:
                 (staging / path.name).write_text(text, encoding="utf-8")
         return train_draft(self.recipe, self.callbacks)
@@ -361,7 +363,7 @@ class Report:
     @classmethod
     def of(cls, data: dict[str, Any], folder: Path) -> "Report":
         """Build a Report from the content of a report.json and its folder."""
-        # The first result is that of the whole suite in the main configuration.
+        # The first result is for all prompts of the suite, in the main configuration.
         whole_suite = data["results"][0]
         return cls(
             data,
@@ -374,8 +376,8 @@ class Report:
     def to_dataframe(self) -> Any:
         """Return the results as a pandas.DataFrame.
 
-        The table has one row for each configuration and category. The first row is for the whole
-        suite.
+        The table has one row for each configuration of the measurement and each category of
+        prompts. The first row is for all prompts in the main configuration.
         """
         import pandas  # imported here because it is slow to import
 
@@ -391,7 +393,8 @@ def measure(recipe: RecipeOrRun | None = None, **keys: object) -> Report:
         recipe: the folder of a run, or a recipe; None if `keys` has all settings.
         keys: keys of `specdistill eval`, e.g. draft="org/name", eval={"num_prompts": 16}.
     """
-    # Settings without a recipe need a value for the folder of the run, which a recipe requires.
+    # Every recipe requires the folder of a run. Settings that do not come from a recipe or a run
+    # get a default folder (ARGUMENTS_WITHOUT_RECIPE).
     has_recipe = recipe is not None and not isinstance(recipe, Mapping)
     defaults = [] if has_recipe else ARGUMENTS_WITHOUT_RECIPE
     arguments = build_arguments(recipe or {}, keys)

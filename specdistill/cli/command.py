@@ -51,27 +51,28 @@ def run(
 ) -> int:
     """Load a recipe from the command line and run `main` on it.
 
-    This is for the scripts of the repository, which end with `sys.exit(run(main, Recipe))`. The
-    verbs of `specdistill` are run by `specdistill.cli.main`.
+    The scripts of the repository call this function at their end: `sys.exit(run(main, Recipe))`.
+    The verbs of the command `specdistill` are run by `specdistill.cli.main` instead.
 
     Args:
-        main: the function of the script. It is called with the recipe. `--help` begins with the
-            docstring of its module.
+        main: the function of the script, which is called with the recipe. `--help` prints the
+            docstring of the module that defines this function.
         schema: the class of the recipe.
         arguments: the arguments of the command; None for those of the command line.
         shorthands: short key -> recipe key. For example, {"target": "target.model"} lets
             `target=pico` stand for `target.model=pico`, and {"eval.*": "*"} lets `eval.suite=pico`
             stand for `suite=pico`.
-        without_recipe: arguments that are put first if there is no `recipe=`. They set keys that
-            every recipe sets, so that a command without a recipe need not.
+        without_recipe: `key=value` arguments for a command without `recipe=`. They set required
+            keys, so that the user need not type them. They come first, so that the user's arguments
+            override them.
 
     Returns:
         The exit code.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
 
-    # Everything happens inside this function, so that `run_and_report` reports all its errors.
     def command() -> ExitCode:
+        """Print the help, or run the script; `run_and_report` reports the errors of either."""
         if HELP & set(arguments):
             # The globals of a function are those of its module.
             print_help(main.__globals__.get("__doc__") or "", [schema], arguments, shorthands)
@@ -79,7 +80,7 @@ def run(
         hide_bars_of_transformers()
         check_arguments(arguments)
 
-        # Load the recipe, and run the script with it. Errors name keys as the user typed them.
+        # Load the recipe, and run the script with the recipe.
         keys = add_defaults(select_recipe_keys(arguments, shorthands), without_recipe)
         with report_keys_as_typed(arguments, shorthands):
             return main(load_recipe(schema, keys)) or ExitCode.DONE
@@ -89,7 +90,10 @@ def run(
 
 @contextmanager
 def report_keys_as_typed(arguments: Sequence[str], shorthands: Mapping[str, str]) -> Iterator[None]:
-    """Name keys in errors as the user typed them, and turn out-of-memory errors into advice.
+    """Rewrite the errors of a `with` block for the user of a command.
+
+    Errors name keys as the user typed them, for example `target` for `target.model`. An
+    out-of-memory error of torch becomes an error that says what to do.
 
     Args:
         arguments: the arguments of the command.
@@ -101,8 +105,8 @@ def report_keys_as_typed(arguments: Sequence[str], shorthands: Mapping[str, str]
     try:
         with rename_keys_as_typed(arguments, shorthands):
             yield
-    # torch is only looked up if something has imported it. Without torch, the empty tuple catches
-    # no error.
+    # Catch torch.OutOfMemoryError without importing torch, which is slow. If nothing has imported
+    # torch, the empty tuple catches no error.
     except getattr(sys.modules.get("torch"), "OutOfMemoryError", ()) as error:
         raise ResourceError(
             f"the accelerator's memory is full ({error})",
@@ -121,12 +125,13 @@ def print_help(
 
     Args:
         introduction: the docstring of the command.
-        schemas: the classes whose keys are printed.
-        arguments: the arguments of the command. If `all` is among them, all keys are printed. If
-            they name a method, or a recipe that does, the keys of other methods are left out.
+        schemas: the classes whose fields are the keys of the command.
+        arguments: the arguments of the command. With `all`, all keys are printed. With
+            `method=NAME`, or with a recipe that sets the method, keys of other methods are left
+            out.
         shorthands: short key -> recipe key.
-        common: the most used keys. Only these are printed, unless `all` is among the arguments.
-            Empty: all keys are printed.
+        common: the most used keys. Without `all`, only these are printed. If `common` is empty, all
+            keys are printed.
     """
     console = Console()
     # Only the most used keys are listed, unless the user asks for all.
@@ -176,12 +181,18 @@ def print_help(
 
 
 def _print_keys(title: str, rows: Sequence[HelpRow], console: Console) -> None:
-    """Print a table with the meaning, type and default of each key of a section."""
+    """Print a table with the meaning, type and default of each key of a section.
+
+    Args:
+        title: the name of the section.
+        rows: the name, type, default and meaning of each key.
+        console: the console to print to.
+    """
     grid = Table.grid(padding=(0, 1), pad_edge=True)
     grid.add_column(no_wrap=True, style="bold")
     grid.add_column()
     for key, kind, default, meaning in rows:
-        # "null" as a default means that the key need not be set, so the help leaves it out.
+        # The default "null" only means that the key need not be set, so the help does not show it.
         suffixes = {"null": "", "required": ", required"}
         value = kind.replace(" or null", "") + suffixes.get(default, f"; default {default}")
         grid.add_row(f" {key}", f"{meaning} [{value}]")

@@ -27,8 +27,9 @@ def compare(arguments: list[str]) -> int:
 
         return compare_published(arguments, _measure)
 
-    # Check the suite before torch is imported, which is slow. The check names the key of `eval`; an
-    # error has to name the key of this command.
+    # Check the suite before torch is imported, which is slow. The check names the key `eval.suite`
+    # in its errors; in this command the key is called `suite`.
+    # Flags, such as --json, have no `=` and are left out.
     keys = select_recipe_keys(arguments, COMPARE)
     with rename_keys_as_typed(arguments, {"suite": "eval.suite"}):
         check_suite_and_gate(merge_values([key for key in keys if "=" in key]).get("suite"), None)
@@ -63,7 +64,7 @@ def print_ranking(comparison: dict[str, Any], folder: Path) -> ExitCode:
 
 
 def _measure(keys: list[str]) -> tuple[dict[str, Any], Path]:
-    """Measure one draft as `specdistill eval` does, and return its report and the folder of that.
+    """Measure one draft as `specdistill eval` does, and return the report and its folder.
 
     Args:
         keys: the `key=value` arguments of the measurement.

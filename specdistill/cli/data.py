@@ -34,7 +34,8 @@ def data(arguments: list[str]) -> int:
     specdistill data make recipe=mine.yaml on=ray shards=100
     specdistill data merge recipe=mine.yaml
     """
-    # `specdistill data recipe=…` without another word shows the data.
+    # The first argument is one of VERBS. Without it, as in `specdistill data recipe=…`, the verb is
+    # `show`.
     has_verb = bool(arguments) and "=" not in arguments[0]
     verb = arguments[0] if has_verb else "show"
     remaining_arguments = arguments[1:] if has_verb else arguments
@@ -49,11 +50,12 @@ def data(arguments: list[str]) -> int:
 
 
 def make(arguments: list[str]) -> int:
-    """Make the row set of a recipe, or only the blocks of one shard.
+    """Make the training rows of a recipe, or only one shard of them.
 
-    With on=ray all shards are made on the nodes of a cluster.
+    The work can be split into shards, one for each machine. A shard is written as several files,
+    which are called blocks. With on=ray, the nodes of a Ray cluster make all shards.
     """
-    # Separate the keys of the cluster from the keys of the recipe.
+    # Separate the options of the cluster from the keys of the recipe.
     fleet, keys = load_own_keys(FleetOptions, select_recipe_keys(arguments, TRAIN))
     recipe = _load_data_recipe(keys)
     if fleet.on:
@@ -63,8 +65,8 @@ def make(arguments: list[str]) -> int:
     # This module imports torch, so it is imported only here.
     from specdistill.workflows.make_data import make_shard, merge_shards
 
-    # A shard is merged later, together with the shards of other machines. Without shards the row
-    # set is finished at once.
+    # Blocks of a shard are merged later, together with the shards of other machines. If the recipe
+    # sets no shard, this process has made all blocks, and merges them at once.
     job, index, count = make_shard(recipe)
     if recipe.data.shard is not None:
         print(
@@ -77,7 +79,7 @@ def make(arguments: list[str]) -> int:
 
 
 def merge(arguments: list[str]) -> int:
-    """Merge the blocks of all shards into the row set of a recipe."""
+    """Merge the blocks that all shards have written into the training rows of a recipe."""
     recipe = _load_data_recipe(select_recipe_keys(arguments, TRAIN))
     check_named_files(recipe)
     if recipe.data.shard is not None:
@@ -114,7 +116,8 @@ def show(arguments: list[str]) -> int:
 
 def features(arguments: list[str]) -> int:
     """Store the hidden states of the target that training with a recipe reads."""
-    # Store them in this process, or in the processes that accelerate starts.
+    # Compute the hidden states in this process, or with launch=… in processes that accelerate
+    # starts. A recipe requires an output folder (OUTPUT_DIR_WITHOUT_RUN), which is not used here.
     launch_options, recipe_arguments = load_own_keys(LaunchOptions, arguments)
     import_libraries()
     if launch_options.launch is not None:
@@ -134,13 +137,21 @@ def features(arguments: list[str]) -> int:
 
 
 def _load_data_recipe(keys: list[str]) -> TrainedRecipe:
-    """Load the recipe whose rows are made; raise UserError if its method needs no training."""
+    """Load the recipe whose training rows are wanted.
+
+    Args:
+        keys: the `key=value` arguments of the recipe.
+
+    Raises:
+        UserError: if the method of the recipe needs no training, and so no rows.
+    """
+    # A recipe requires an output folder, which the rows do not depend on.
     recipe = load_recipe(Recipe, [*keys, OUTPUT_DIR_WITHOUT_RUN])
     if not isinstance(recipe, TrainedRecipe):
         raise UserError(
             "method",
             got=f"{recipe.method}, which needs no training",
-            expected="a method that is trained",
+            expected="a method that trains a draft",
         )
     return recipe
 
@@ -148,14 +159,15 @@ def _load_data_recipe(keys: list[str]) -> TrainedRecipe:
 def check_named_files(recipe: TrainedRecipe) -> None:
     """Check the data sources, the suite and the gate that a recipe names, without importing torch.
 
-    So a mistake in them is reported at once. `check_training` checks them again, together with
-    everything else.
+    Importing torch takes seconds. With this check first, a mistake in these files is reported at
+    once. `check_training` checks them again later, together with everything else.
     """
     # These modules import scipy and pyarrow, so they are imported only here.
     from specdistill.evaluation.gate.rules import load_gate
     from specdistill.evaluation.suites.suite import check_suite
     from specdistill.recipe.data_sources import check_files
 
+    # With `data.rows` the rows exist already, and the sources are not read.
     if recipe.data.rows is None:
         check_files(recipe.data.source, recipe.data.split, recipe.data.columns)
     check_suite(recipe.eval.suite)
@@ -178,13 +190,14 @@ def _make_on_ray(options: FleetOptions, recipe: TrainedRecipe, keys: list[str]) 
     # This module imports torch, so it is imported only here.
     from specdistill.workflows.make_data import prepare_job
 
-    # Reading this property loads and filters the sources, and caches them on the disk, where the
-    # nodes find them.
+    # Check the job on this machine, which will not generate text itself.
     job = prepare_job(recipe, generates=False)
     job.check()
+    # Reading this property loads and filters the sources, and caches them on the disk, where the
+    # nodes find them.
     _ = job.sources
 
-    # Each task runs `specdistill data make` with its shard.
+    # Each task calls the function `data` of this module with `make` and the number of its shard.
     make_on_ray(data, keys, options)
     print(
         f"Made {options.shards} shards in {job.blocks}. To merge them, run: specdistill data merge"

@@ -21,23 +21,24 @@ def demo(arguments: list[str]) -> int:
 
     specdistill demo train.max_steps=50
     """
-    # Keys of the user come last, so that they override those of the demo. Loading the recipe checks
-    # them first, so that a mistake in a key does not delete the results of an earlier demo.
+    # The user's keys come last, so that they override the keys of the demo. Loading the recipe
+    # checks all keys: a mistake ends the command here, before the results of an earlier demo are
+    # removed.
     keys = [f"recipe={DEMO_RECIPE}", f"train.output_dir={DEMO_FOLDER}", *arguments]
     output_dir = load_recipe(Recipe, select_recipe_keys(keys)).train["output_dir"]
 
-    # Remove the results of an earlier demo. Only a folder that a training wrote is removed; `train`
-    # decides about a folder with another name or other content.
+    # Remove the results of an earlier demo, but only the demo's own folder, and only if a training
+    # wrote it (it then has run/recipe.yaml). The verb `train` checks any other folder.
     if output_dir == DEMO_FOLDER and (Path(DEMO_FOLDER) / "run" / "recipe.yaml").is_file():
         if Path(DEMO_FOLDER).is_symlink():
             raise UserError(
                 "train.output_dir",
                 got=f"{DEMO_FOLDER}, which is a link",
-                expected="a folder. Remove the link, or type train.output_dir=PATH",
+                expected="a folder. Remove the link, or choose a folder with train.output_dir=PATH",
             )
         shutil.rmtree(DEMO_FOLDER)
 
-    # Run each verb in a process of its own, as a user would, and stop at the first that fails.
+    # Run each verb in a process of its own, as a user would. Stop at the first verb that fails.
     for verb in ("train", "eval"):
         # With --json only the verb `eval` prints a result, its report.
         command = [verb, *(key for key in keys if verb == "eval" or key != JSON)]

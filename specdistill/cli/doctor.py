@@ -49,7 +49,8 @@ def print_diagnosis(diagnosis: "Diagnosis") -> None:
         )
     )
 
-    # The findings, the worst first. The remedy of a finding stands below it.
+    # The findings, the worst first (STYLES has the severities in this order). The remedy of a
+    # finding stands below it.
     severities = list(STYLES)
     for finding in sorted(
         diagnosis.findings, key=lambda finding: severities.index(finding.severity)

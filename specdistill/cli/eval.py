@@ -24,8 +24,9 @@ def eval(arguments: list[str]) -> int:
     launch_options, recipe_arguments = load_own_keys(LaunchOptions, arguments)
     keys = select_recipe_keys(recipe_arguments, SHORTHANDS)
 
-    # Check the suite and the gate before torch is imported, which is slow. A section `eval` of
-    # another type is refused below, when the recipe is loaded.
+    # Check the suite and the gate before torch is imported, which is slow. If `eval` is no section,
+    # because of a mistake in the recipe, loading the recipe below raises the error. Flags, such as
+    # --json, have no `=` and are left out.
     values = merge_values([key for key in keys if "=" in key])
     measurement = values.get("eval")
     suite = measurement.get("suite") if isinstance(measurement, Mapping) else None
@@ -76,8 +77,8 @@ def print_verdict(report: Report, folder: Path) -> ExitCode:
     from specdistill.evaluation.report.text import print_report
 
     if not is_first():
-        # If a process ends with another code, accelerate ends all of them, also the first process
-        # while it writes.
+        # Only the first process returns the code of the verdict. If another process ended with an
+        # error code, accelerate would kill all processes, even the first one while it writes.
         return ExitCode.DONE
     print_report(report, folder)
     print_result(report)

@@ -31,7 +31,8 @@ class ExportOptions(Section):
     )
     num_speculative_tokens: int | None = option(
         None,
-        "K, the draft tokens per round that SERVE.md sets; null: as in the report, or 3",
+        "K, the draft tokens per round that SERVE.md sets; null: as in the report, or 3 without"
+        " a report",
         ge=1,
     )
     dry_run: bool = option(
@@ -90,18 +91,20 @@ def export(arguments: list[str]) -> int:
 def _read_export_request(arguments: list[str]) -> tuple[ExportOptions, Recipe | None]:
     """Return the options of an export, and with dry_run=true the recipe of the untrained draft.
 
-    With dry_run=true, keys that are no options of this command belong to the recipe.
+    An export is either of a trained draft (draft=PATH), or of an untrained one, to try an engine
+    (dry_run=true recipe=NAME). For an untrained draft, keys that are no options of this command
+    belong to the recipe.
 
     Args:
         arguments: the `key=value` arguments.
 
     Returns:
-        The options, and the recipe; None as the recipe of a trained draft.
+        The options, and the recipe of the untrained draft. The recipe is None for a trained draft.
 
     Raises:
-        UserError: unless the keys name either a trained draft, or dry_run=true with a recipe.
+        UserError: unless the arguments name exactly one of the two kinds of draft.
     """
-    # A recipe and dry_run=true are only allowed together.
+    # recipe=NAME and dry_run=true are only allowed together.
     is_untrained = "dry_run=true" in arguments
     recipe_arguments = [argument for argument in arguments if argument.startswith("recipe=")]
     if bool(recipe_arguments) != is_untrained:
@@ -121,7 +124,7 @@ def _read_export_request(arguments: list[str]) -> tuple[ExportOptions, Recipe | 
         else (load_recipe(ExportOptions, arguments), [])
     )
 
-    # A trained draft has to be named, and an untrained one cannot be.
+    # draft=PATH is required for a trained draft, and not allowed for an untrained one.
     if (options.draft is None) != is_untrained:
         raise UserError(
             "draft",
@@ -132,7 +135,7 @@ def _read_export_request(arguments: list[str]) -> tuple[ExportOptions, Recipe | 
             ),
         )
 
-    # A recipe requires an output folder, which building an untrained draft does not use.
+    # A recipe requires `train.output_dir`, although an untrained draft is not written there.
     if not is_untrained:
         return options, None
     return options, load_recipe(Recipe, [*recipe_keys, "train.output_dir=runs"])

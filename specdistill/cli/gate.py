@@ -23,7 +23,13 @@ def gate(arguments: list[str]) -> int:
 
 
 def judge_report(options: "GateOptions") -> ExitCode:
-    """Judge a report by a gate, print the verdict, and return the exit code of the verdict."""
+    """Judge a report by a gate, print the verdict, and return the exit code of the verdict.
+
+    A gate is a set of rules that a draft has to pass before it is published.
+
+    Args:
+        options: the report, the gate, and the baseline report that the draft is compared with.
+    """
     # These modules import scipy, so they are imported only here.
     from specdistill.evaluation.gate.decide import EXIT_CODES, judge_again
     from specdistill.evaluation.report.text import print_gate

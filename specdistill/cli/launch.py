@@ -90,7 +90,7 @@ def import_libraries() -> None:
             for name in LIBRARIES:
                 importlib.import_module(name)
         finally:
-            # Later collections skip the objects that exist now.
+            # Make later collections skip the objects that exist now.
             gc.freeze()
             gc.enable()
     hide_bars_of_transformers()
@@ -102,14 +102,14 @@ def launch(script: Path, arguments: Sequence[str], options: LaunchOptions) -> in
     Args:
         script: the file of the script.
         arguments: the arguments of the script.
-        options: the name of accelerate's configuration file, and values that override it.
+        options: the configuration file of accelerate, and values that override its values.
 
     Returns:
         The exit code of the process that failed first; 0 if none failed.
 
     Raises:
-        UserError: for a launch that cannot be started. The error names the key.
-        ResourceError: if a signal killed a process.
+        UserError: for options with which no process can be started. The error names the option.
+        ResourceError: if a signal killed a process, for example when memory ran out.
     """
     # These modules import torch, so they are imported only here.
     from accelerate.commands.launch import launch_command, launch_command_parser
@@ -166,11 +166,11 @@ def _check_launch_options(configuration: Path, options: dict[str, Any]) -> dict[
         options: the options that the user typed, without `launch`.
 
     Returns:
-        The options that override the configuration, always with `main_process_port`.
+        The options that override the configuration. `main_process_port` is always among them.
 
     Raises:
-        UserError: for options that accelerate would ignore, or with which the processes would wait
-            for each other forever.
+        UserError: for an option that accelerate would ignore, and for options with which the
+            processes would wait for each other forever.
     """
     # These modules import torch, so they are imported only here.
     from accelerate.utils import DistributedType, is_deepspeed_available
@@ -183,11 +183,14 @@ def _check_launch_options(configuration: Path, options: dict[str, Any]) -> dict[
         raise UserError(
             "launch",
             got=f"{configuration.stem} without DeepSpeed",
-            expected="DeepSpeed: DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed",
+            text=(
+                f"launch: {configuration.stem} needs DeepSpeed, which is not installed. Run:"
+                " DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed"
+            ),
         )
 
-    # Check the numbers of processes and machines. Options that the user typed override those of the
-    # configuration.
+    # Check the numbers of processes and machines. Options that the user typed override the values
+    # of the configuration.
     chosen = validate_recipe(
         LaunchOptions,
         {"launch": str(configuration), **file_options, **options},
@@ -205,7 +208,7 @@ def _check_launch_options(configuration: Path, options: dict[str, Any]) -> dict[
         raise UserError(
             "num_processes",
             got=f"{processes} on {machines} machines",
-            expected="a multiple of the number of machines",
+            expected="a multiple of the number of machines: each machine runs the same number",
         )
     check_devices(processes // machines, "num_processes")
     _check_machines(machines, chosen, options)
@@ -223,8 +226,9 @@ def _check_machines(machines: int, chosen: LaunchOptions, options: dict[str, Any
 
     Args:
         machines: the number of machines.
-        chosen: the options of the configuration, overridden by those that the user typed.
-        options: the options that the user typed.
+        chosen: the options that apply: those that the user typed, and otherwise the values of the
+            configuration.
+        options: only the options that the user typed.
 
     Raises:
         UserError: for an option that is missing or ignored, and for a rank that is too large.
@@ -244,19 +248,19 @@ def _check_machines(machines: int, chosen: LaunchOptions, options: dict[str, Any
                 expected=LaunchOptions.model_fields[name].description or "",
             )
 
-    # Ranks of machines count from 0.
+    # Ranks of machines count from 0, so the largest is one less than the number of machines.
     rank = chosen.machine_rank or 0
     if machines > 1 and rank >= machines:
         raise UserError(
-            "machine_rank", got=rank, expected=f"below {machines}, the number of machines"
+            "machine_rank", got=rank, expected=f"a rank below {machines}, the number of machines"
         )
 
 
 def _read_configuration(configuration: Path) -> tuple[Any, dict[str, Any]]:
     """Read a configuration file of accelerate.
 
-    accelerate fills in defaults, which cannot be told from values of the file. So the keys that the
-    file itself sets are returned, too.
+    accelerate fills in a default for each key that the file does not set, and does not say which
+    values are defaults. So the keys that the file itself sets are returned separately.
 
     Returns:
         The configuration as accelerate reads it, and the keys of LaunchOptions that the file sets.
@@ -284,7 +288,7 @@ def _read_configuration(configuration: Path) -> tuple[Any, dict[str, Any]]:
 
 
 def _check_exit_code(code: int, process: str) -> int:
-    """Return the exit code of a process, or raise ResourceError if a signal killed it.
+    """Return the exit code of a process, or raise ResourceError if a signal killed the process.
 
     Args:
         code: the exit code; the negative number of the signal for a killed process.
@@ -303,7 +307,8 @@ def _check_exit_code(code: int, process: str) -> int:
 def _forward_signal(number: int, _frame: FrameType | None) -> None:
     """Pass a signal on to the child processes of this process, except a Ctrl-C in a terminal.
 
-    The terminal sends the SIGINT of a Ctrl-C to the children itself.
+    A Ctrl-C is the signal SIGINT. The terminal sends it to this process and to its children, so
+    the children would get it twice.
 
     Args:
         number: the number of the signal.
@@ -319,9 +324,9 @@ def _forward_signal(number: int, _frame: FrameType | None) -> None:
 def _is_in_foreground() -> bool:
     """Return whether this process runs in the foreground of a terminal.
 
-    If so, a Ctrl-C reaches this process and its children.
+    If so, the terminal sends the SIGINT of a Ctrl-C to this process and to its children.
     """
-    # A terminal sends SIGINT to the process group in its foreground.
+    # The process group in the foreground of the terminal is the one that gets its SIGINT.
     try:
         with open("/dev/tty", "rb") as terminal:
             return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()

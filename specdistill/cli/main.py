@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: the verb and its arguments; None for those of the command line.
     """
-    # Without any argument, the verb is the empty string.
+    # If there is no argument at all, the verb is the empty string.
     words = list(sys.argv[1:] if arguments is None else arguments) or [""]
     verb, *verb_arguments = words
     return run_and_report(lambda: _run(verb, verb_arguments), verb_arguments)
@@ -50,7 +50,7 @@ def _run(verb: str, arguments: list[str]) -> int:
 
     Args:
         verb: the first argument of the command, such as `train`; empty if there is none.
-        arguments: the arguments after it.
+        arguments: the arguments after the verb.
 
     Returns:
         The exit code.

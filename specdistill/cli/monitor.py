@@ -37,8 +37,8 @@ class MonitorOptions(Section):
     )
     seconds: float = option(
         60.0,
-        f"seconds to watch the server; intervals are computed over {NUM_PARTS} parts of this time;"
-        " 0: report everything since the server started",
+        f"seconds to watch the server, in {NUM_PARTS} parts, from which confidence intervals are"
+        " computed; 0: report everything since the server started",
         ge=0,
         le=604_800,
     )
@@ -48,7 +48,7 @@ class MonitorOptions(Section):
         condition=SECONDS_ARE_GIVEN,
     )
     output: str | None = option(None, "JSON file to write the latest numbers to")
-    server_timeout: float = option(10.0, "timeout of the server's response, in seconds", ge=0.1)
+    server_timeout: float = option(10.0, "seconds to wait for a response of the server", ge=0.1)
 
 
 def monitor(arguments: list[str]) -> int:
@@ -58,6 +58,7 @@ def monitor(arguments: list[str]) -> int:
     """
     options = load_recipe(MonitorOptions, select_recipe_keys(arguments))
     seconds = options.seconds
+    # If the output file is a link, write the file that the link points to.
     output = Path(os.path.realpath(options.output or ""))
     if options.output is not None or "output=" in arguments:
         _check_output_file(output, typed_path=options.output or "")
@@ -82,8 +83,9 @@ def monitor(arguments: list[str]) -> int:
         period = f"95% intervals from {num_parts} parts of {duration} each"
     print(f"{engine} at {server.address}, {period}", flush=True)
 
-    # The counters count since the server started. So read them now, before the first part; with
-    # seconds=0 the empty page stands for the start of the server.
+    # The server's counters count since its start, so the acceptance in a part is computed from two
+    # readings. Read the counters now, before the first part. With seconds=0, an empty reading
+    # stands for the start of the server.
     pages: list[Counters] = [client.read_counters(server) if seconds else {}]
     while True:
         # Read the counters after each part. The last page of one interval is the first of the next.
@@ -119,8 +121,13 @@ def monitor(arguments: list[str]) -> int:
 def _check_output_file(output: Path, typed_path: str) -> None:
     """Raise UserError unless the output file can be written.
 
-    Writing it renames another file to its path, which must not replace a folder or a device.
-    `output=` without a value names the working directory, so it is refused too.
+    Results are written to a temporary file, which is then renamed to the output file. This must not
+    replace a folder or a device. The empty path of `output=` is the working directory, a folder, so
+    it is refused too.
+
+    Args:
+        output: the absolute path of the output file.
+        typed_path: the path as the user typed it, for the error.
     """
     if output.exists() and not output.is_file():
         raise UserError("output", got=repr(typed_path), expected="a JSON file")
@@ -133,6 +140,7 @@ def format_line(row: ResultRow) -> str:
     Args:
         row: a result of `summarize_acceptance`, with metrics named as in a report.
     """
+    # Each metric with its confidence interval in brackets.
     length, rate = (
         f"{format_number(row.get(name))}{format_bracketed_interval(row, name)}"
         for name in ("acceptance_length_vllm", "acceptance_rate")

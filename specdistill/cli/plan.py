@@ -61,7 +61,8 @@ def plan(arguments: list[str]) -> int:
     draft_name, revision = split_revision(options.draft or "")
     draft = read_model_config(draft_name, key="draft", revision=revision) if draft_name else None
 
-    # Estimate every method, and ask the Hub for drafts of this target.
+    # Estimate every method on this device. Ask the Hub for published drafts of this target, unless
+    # the user typed hub=false.
     device, serving = choose_device(options.serving, target)
     plan_of_target = make_plan(
         target, draft, serving=serving, device=device, computed=True, **vars(options.training)
@@ -88,16 +89,16 @@ def choose_device(
 ) -> tuple["Device", ServingOptions]:
     """Return the device to plan for, and the serving options for it.
 
-    Without `serving.device`, the plan is for this machine's CPU if it has no GPU and enough memory
-    for the target, and otherwise for an H100.
+    If the user typed no `serving.device`, the plan is for the CPU of this machine, provided that
+    the machine has no GPU and enough memory for the target. Otherwise the plan is for an H100.
 
     Args:
         serving: the options that the user typed.
         target: the target.
 
     Returns:
-        The device, and the options. For a CPU, memory and dtype are filled in from the machine,
-        unless the user typed them.
+        The device, and the serving options. For a CPU, the memory and the dtype are those of this
+        machine, unless the user typed them.
     """
     # This module imports torch, so it is imported only here.
     from specdistill.advice.plan.accounting import (
@@ -136,8 +137,9 @@ def print_plan(
     """
     console = Console()
 
-    # Print the recommendation, and the commands to start with. A lookup is always worth a try,
-    # because it needs no training.
+    # Print the recommendation, and the commands to start with. If another method than n-gram lookup
+    # is recommended, print the command for a lookup too: it needs no training, so it is worth a
+    # try.
     recommendation = plan.recommendation
     console.print(
         Text.assemble(
@@ -166,7 +168,7 @@ def print_plan(
     for warning in plan.warnings:
         console.print(Text(f"note: {warning}", style="yellow"))
 
-    # Say what the numbers are, and how to get more of them.
+    # Say which device the numbers are for, and how to print more numbers.
     other_device = OTHER_DEVICE[plan.target["on_cpu"]]
     more = "" if details else "details=true explains the numbers, "
     console.print(
@@ -214,8 +216,8 @@ def _print_commands(commands: str, console: Console) -> None:
         console: the console, whose width limits the lines.
     """
     for command in commands.splitlines():
-        # A line must not break inside a quoted argument. So the spaces inside arguments are
-        # replaced by a character that cannot occur, until the lines are wrapped.
+        # A line must not break inside a quoted argument. So spaces inside arguments are replaced by
+        # a character that no command contains (\0), and restored when the lines are wrapped.
         joined_command = " ".join(
             shlex.quote(word).replace(" ", "\0") for word in shlex.split(command)
         )
@@ -231,7 +233,8 @@ def _print_commands(commands: str, console: Console) -> None:
 def format_short(number: float, unit: str = "") -> str:
     """Format a number with three digits and a decimal prefix, such as 8.03B or 16.1 GB.
 
-    A billion of anything counted, such as parameters, is B. With a unit, such as bytes, it is G.
+    The prefix for a billion is B for plain counts, such as parameters, and G before a unit, such as
+    bytes.
 
     Args:
         number: the number.
@@ -257,8 +260,8 @@ def _format_gib(size: float) -> str:
 
 def _format_columns(row: "PlanRow") -> list[str]:
     """Return the cells of a method's row in the table, in the order of COLUMNS."""
-    # A method that the target cannot have has no numbers. If only `draft.init` rules the method
-    # out, another initialization makes it possible.
+    # A method that is not possible for the target has no numbers. If the reason is only the value
+    # of `draft.init`, the method is possible with another initialization ("needs init").
     if not row.available:
         possible = "needs init" if row.note.startswith("draft.init: ") else "not possible"
         return [row.method, "–", "–", "–", "–", possible, "–"]
@@ -266,8 +269,8 @@ def _format_columns(row: "PlanRow") -> list[str]:
     hours = row.training_hours
     tokens = row.trained_tokens
 
-    # Format the memory and time of training. "too much": there is a micro-batch, but no machine of
-    # the plan holds the training.
+    # Format the memory and time of training. "too much": the memory was estimated (there is a
+    # micro-batch), but no machine can hold the training (there is no launch).
     memory = "too much" if row.micro_batch else "–"
     if launch:
         memory = f"{launch.num_processes} × {_format_gib(launch.device_bytes)}"
@@ -276,7 +279,7 @@ def _format_columns(row: "PlanRow") -> list[str]:
         time = "< 0.1" if hours < 0.05 else f"{hours:.2g}"
 
     # Format the acceptance length and the speedup, each as a range from the lower to the higher
-    # estimate. `dict.fromkeys` leaves one number where both ends are equal.
+    # estimate. `dict.fromkeys` removes the second number if both are printed alike.
     accepted = "not known"
     speedup = "–" if row.is_served else "no engine"
     if row.low and row.high:
@@ -358,10 +361,16 @@ def _format_parts(sizes: Mapping[str, int]) -> str:
 
 
 def _describe_budget(budget: "Budget") -> str:
-    """Describe the memory of a device: its parts, whether they fit, and the context that fits too.
+    """Describe what the memory of a serving device holds, and how much context still fits.
 
     Args:
-        budget: the memory of the device, in bytes by part.
+        budget: the bytes of each part that the device holds, such as the weights of the target, and
+            the bytes of memory that the device needs (`needs`). These are more than the sum of the
+            parts, because the inference engine leaves a share of the memory unused.
+
+    Returns:
+        For example `target 15 GiB + draft 1 GiB = 16 GiB: fits in 18 GiB; room for 120k tokens of
+        context, 8k fewer than without the draft`.
     """
     parts = _format_parts(budget.parts)
     needs = _format_gib(budget.needs)
@@ -369,7 +378,8 @@ def _describe_budget(budget: "Budget") -> str:
         num_devices = budget.tensor_parallel or "no number of"
         return f"{parts}: needs {needs}; fits on {num_devices} devices (serving.tensor_parallel)"
 
-    # `budget.cost` is how many tokens of context the draft takes away.
+    # `budget.room` is how many tokens of context fit into the memory, and `budget.cost` is how many
+    # more would fit without the draft.
     room = (
         "" if budget.room is None else f"; room for {format_short(budget.room)} tokens of context"
     )

@@ -25,7 +25,7 @@ def table(arguments: list[str]) -> int:
     specdistill table runs/mine/report runs/other/report
     specdistill table runs/comparison --json
     """
-    # Paths may be typed without `reports=`, with spaces or commas between them.
+    # Arguments without `=` are paths of reports: spaces or commas may separate them.
     paths = []
     keys = []
     for argument in select_recipe_keys(arguments):
@@ -33,7 +33,7 @@ def table(arguments: list[str]) -> int:
             keys.append(argument)
         else:
             paths += argument.split(",")
-    # They become a list as YAML reads it, which may hold paths with spaces.
+    # Write the paths as a list in JSON, which is YAML too. So a path may contain spaces.
     if paths:
         keys.append(f"reports={json.dumps(paths)}")
     options = load_recipe(TableOptions, keys)

@@ -25,11 +25,13 @@ def train(arguments: list[str]) -> int:
     """
     # Separate the keys of the launcher from the keys of the recipe.
     launch_options, recipe_arguments = load_own_keys(LaunchOptions, arguments)
+    # Flags, such as --json, have no `=`, and set no values.
     keys = select_recipe_keys(recipe_arguments, TRAIN)
     values = merge_values([key for key in keys if "=" in key])
 
-    # The recipe of the target pico has other keys, which only its script knows. The script runs as
-    # if it had been started by its path.
+    # A recipe may train the bundled target pico instead of a draft. Only the script TARGET_SCRIPT
+    # knows the keys of such a recipe. The script runs in this process, as if it had been started
+    # with `python`.
     if is_target_recipe(arguments):
         import_libraries()
         if launch_options.launch is not None:
@@ -43,7 +45,7 @@ def train(arguments: list[str]) -> int:
     if method is not None and not method.is_trained:
         raise UserError(
             "method",
-            got="one that needs no training",
+            got=f"{values['method']}, which needs no training",
             expected=" or ".join(name for name, row in METHODS.items() if row.is_trained),
         )
     recipe = load_recipe(Recipe, keys)
@@ -65,7 +67,11 @@ def is_target_recipe(arguments: list[str]) -> bool:
     """Return whether the recipe trains the bundled target pico instead of a draft.
 
     Only such a recipe has a section `curriculum`.
+
+    Args:
+        arguments: the arguments of `specdistill train`.
     """
+    # Flags, such as --json, have no `=`, and set no values.
     return "curriculum" in merge_values(
         [key for key in select_recipe_keys(arguments, TRAIN) if "=" in key]
     )

@@ -37,7 +37,9 @@ HOST = re.compile(r"(?<=://)[^/\s:]+(?=:\d)")
 def remove_places(node: Any) -> Any:
     """Return a JSON value without paths and hosts of this machine, so that it can be published.
 
-    An absolute path keeps only its last part. In the address of a server, HOST replaces the host.
+    An absolute path is shortened to its last part: `/home/me/draft` becomes `draft`. In the address
+    of a server, the word HOST takes the place of the host: `http://10.0.0.7:8000` becomes
+    `http://HOST:8000`.
 
     Args:
         node: a value of a JSON document. Texts inside lists and mappings are cleaned too.
@@ -46,6 +48,7 @@ def remove_places(node: Any) -> Any:
         return {name: remove_places(value) for name, value in node.items()}
     if isinstance(node, list):
         return [remove_places(value) for value in node]
+    # The pattern FOLDERS matches the folders of an absolute path, the pattern HOST a host name.
     return HOST.sub("HOST", FOLDERS.sub("", node)) if isinstance(node, str) else node
 
 
@@ -61,7 +64,8 @@ def find_secret(text: str) -> str | None:
     if PASSWORD.search(text):
         return "an address with a password"
 
-    # Secrets that are recognized because an environment variable holds the same text.
+    # Secrets that are recognized because an environment variable holds the same text. A short value
+    # is no secret, but a placeholder such as EMPTY.
     secrets = [(name, os.environ.get(name, "")) for name in VARIABLES]
     secrets += [(SERVER_KEYS, key) for key in read_server_keys().values()]
     for name, secret in secrets:
@@ -71,15 +75,24 @@ def find_secret(text: str) -> str | None:
 
 
 def read_server_keys() -> dict[str, str]:
-    """Return the API key of each server, by the address of the server, from SERVER_KEYS."""
-    # The variable alternates between addresses and keys.
+    """Read the API keys of inference servers from an environment variable.
+
+    Returns:
+        The address of each server -> its API key.
+    """
+    # The variable alternates between addresses and keys: ADDRESS KEY ADDRESS KEY …
     words = os.environ.get(SERVER_KEYS, "").split()
     addresses = [address.rstrip("/") for address in words[::2]]
     return dict(zip(addresses, words[1::2], strict=False))
 
 
 def check_no_secret(key: str, text: str) -> None:
-    """Raise UserError, naming `key` and without showing the text, if the text holds a secret."""
+    """Raise UserError if a text holds a secret.
+
+    Args:
+        key: the key that the error names.
+        text: the text, which the error does not show.
+    """
     kind = find_secret(text)
     if kind:
         raise UserError(
@@ -95,7 +108,7 @@ def check_no_secret(key: str, text: str) -> None:
 def check_arguments(arguments: list[str]) -> None:
     """Raise UserError if one of the `key=value` arguments holds a secret."""
     for argument in arguments:
-        # The key is named in the error, unless it holds the secret itself.
+        # The error names the key of the argument, unless the key itself holds a secret.
         key, separator, _ = argument.partition("=")
         has_safe_key = bool(separator) and not find_secret(key)
         check_no_secret(key if has_safe_key else "the command line", argument)

@@ -45,7 +45,7 @@ class YamlLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore
     """
 
     def construct_yaml_int(self, node: yaml.Node) -> int:
-        """Return the integer of a node; raise for one that is too large."""
+        """Return the integer of a YAML node, or raise ValueError if it has more than 64 bits."""
         return parse_integer(super().construct_yaml_int(node))
 
 
@@ -61,21 +61,25 @@ def parse_integer(digits: str | int) -> int:
 
 
 def parse_json(text: str | bytes, *, allow_nan: bool = False) -> Any:
-    """Return the value of a JSON document.
+    """Parse a JSON document, and refuse what other parsers would read differently.
 
     Args:
         text: the document.
         allow_nan: accept NaN and Infinity, which torch and transformers write.
 
+    Returns:
+        The value of the document.
+
     Raises:
-        ValueError: for text that is no JSON, or that this module refuses.
+        ValueError: for text that is no JSON. Also for a document with a key that appears twice, an
+            integer of more than 64 bits, half of a surrogate pair, or too many nested levels.
     """
     text = decode_text(text) if isinstance(text, bytes) else text
     try:
-        # The integer parser of json itself is faster than `parse_integer`, which is only used if
-        # the text has a long number.
+        # `parse_integer` refuses integers of more than 64 bits, but is slower than the parser of
+        # json itself (None). So it is only used if the text has a number of at least 19 digits.
         integers = parse_integer if LONG_NUMBER.search(text) else None
-        # json calls the hooks for each object, for NaN and Infinity, and for each integer.
+        # json calls the three functions for each object, each NaN or Infinity, and each integer.
         value = json.loads(
             text,
             object_pairs_hook=_check_unique_keys,
@@ -88,8 +92,9 @@ def parse_json(text: str | bytes, *, allow_nan: bool = False) -> Any:
     if _is_too_deep(value):
         raise ValueError(f"more than {MAX_DEPTH} levels")
 
-    # Refuse half of a surrogate pair. json has joined whole pairs to one character, and half a pair
-    # cannot be encoded: encoding raises UnicodeEncodeError, which is a ValueError.
+    # Refuse half of a surrogate pair, such as "\ud83d" alone. json has joined whole pairs to one
+    # character, and half a pair cannot be encoded in UTF-8: encoding the value raises
+    # UnicodeEncodeError, which is a ValueError.
     if HALF_SURROGATE_PAIR.search(text):
         json.dumps(value, ensure_ascii=False).encode()
     return value
@@ -98,11 +103,12 @@ def parse_json(text: str | bytes, *, allow_nan: bool = False) -> Any:
 def _is_too_deep(value: object) -> bool:
     """Return whether lists and mappings are nested in more than MAX_DEPTH levels.
 
-    The levels are visited one after the other, because a recursive function would need a deep
-    stack.
+    The loop visits one level after the other, because a recursive function would overflow the stack
+    on a hostile document.
     """
-    # `level` holds the lists and mappings of one level, and `next_level` those directly inside
-    # them.
+    # `level` holds the lists and mappings of one level, and `next_level` the lists and mappings
+    # directly inside them. The loop goes one level further than allowed: if something is left
+    # there, the document is too deep.
     level = [value] if isinstance(value, dict | list) else []
     for _ in range(MAX_DEPTH + 1):
         if not level:
@@ -129,20 +135,20 @@ def read_json_rows(
     Args:
         stream: the file.
         allow_nan: accept NaN and Infinity.
-        largest_list: the most bytes of a file that is one list of objects. 0 refuses such files.
-        report: called for each line that is no JSON object, with the number of the line and the
-            error. Reading then goes on. With None the error is raised.
+        largest_list: the most bytes that a file may have if it is one list. 0 refuses lists.
+        report: a function that is called for each bad line, with the number of the line and the
+            error. Reading then goes on with the next line. With None the error is raised.
 
     Yields:
         The number of the line, or of the item in a list, and the object.
 
     Raises:
-        ValueError: for a line that is no JSON object. The error names the line. If there is a
-            `report`, only for a line that is too long, and for a list that is no JSON.
+        ValueError: for a line that is no JSON object. The error names the line. With `report`, the
+            error is only raised for a line that is too long, and for a list that is no JSON.
     """
 
-    # Report a bad row to the caller, or end the reading with an error.
     def refuse(number: int, error: ValueError) -> None:
+        """Pass the error of a bad line to the caller's function `report`, or else raise it."""
         if report is None:
             raise error
         report(number, error)
@@ -189,28 +195,28 @@ def _add_line_number(error: ValueError, number: int) -> ValueError:
     """Return an error whose message begins with the number of the line in the file.
 
     Args:
-        error: an error of a text that begins in line `number`. json counts lines from the beginning
-            of that text.
-        number: the number of the line, from 1.
+        error: the error of parsing a part of the file. json counts lines within this part, from 1.
+        number: the line of the file, from 1, in which the part begins.
     """
     if isinstance(error, json.JSONDecodeError):
         return ValueError(f"line {number + error.lineno - 1}, column {error.colno}: {error.msg}")
-    # `decode_text` names the line itself.
+    # Errors of `decode_text` begin with the line already.
     if str(error).startswith("line "):
         return error
     return ValueError(f"line {number}: {error}")
 
 
 def decode_text(content: bytes, first_line: int = 1) -> str:
-    """Decode bytes as UTF-8. Raise ValueError, naming the line, if they are something else.
+    """Decode bytes as UTF-8. Raise ValueError, naming the line, for bytes that are not UTF-8.
 
     Args:
         content: the bytes, which may begin with a byte order mark.
-        first_line: the number of their first line, for the error.
+        first_line: the number of the first line of `content` in its file, for the error.
     """
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
+        # Count the line breaks before the first byte that cannot be decoded.
         line = first_line + error.object.count(b"\n", 0, error.start)
         raise ValueError(
             f"line {line}: byte {error.object[error.start]:#04x}, which is not UTF-8"
@@ -218,8 +224,13 @@ def decode_text(content: bytes, first_line: int = 1) -> str:
 
 
 def parse_yaml(text: str | bytes) -> Any:
-    """Return the value of a YAML document. Raise ValueError if it is refused."""
-    # Check the document before PyYAML builds it, because building it expands all aliases.
+    """Return the value of a YAML document.
+
+    Raises:
+        ValueError: for text that is no YAML, and for a document that `check_yaml` refuses.
+    """
+    # Check the document before PyYAML builds its value: a small document whose aliases refer to
+    # other aliases could become a value that fills the memory.
     text = decode_text(text) if isinstance(text, bytes) else text
     check_yaml(text)
     try:
@@ -244,10 +255,11 @@ class _Collection(NamedTuple):
 
 
 def check_yaml(text: str) -> None:
-    """Raise ValueError for a YAML document that `parse_yaml` has to refuse.
+    """Raise ValueError for a YAML document that is too large, too deep or ambiguous.
 
-    The check reads the events of the parser, such as the beginning and the end of a list. Events
-    are not nested, and do not expand aliases, so that a hostile document cannot exhaust the check.
+    The check reads a flat sequence of events from the parser, such as the beginning and the end of
+    a list. An alias is one event, whatever it refers to. So a hostile document cannot use up the
+    memory or the stack of this check.
 
     Args:
         text: the document.
@@ -267,7 +279,7 @@ def check_yaml(text: str) -> None:
             if getattr(event, "tag", None) is not None:
                 raise ValueError(f"the tag {event.tag}")
 
-            # At the end of a collection its size is known, and in a mapping all its keys are.
+            # At the end of a list or mapping its size is known. A mapping must not repeat a key.
             if isinstance(event, yaml.CollectionEndEvent):
                 collection = opened.pop()
                 sizes[collection.anchor] = total - collection.before
@@ -333,13 +345,13 @@ def read_front_matter(path: Path) -> dict[str, Any]:
     """Return the YAML keys at the beginning of a Markdown file, such as a model card.
 
     Returns:
-        The keys; empty if the file does not begin with YAML.
+        The keys and their values; empty if the file does not begin with YAML.
 
     Raises:
         OSError: if the file cannot be read.
-        ValueError: if its head is refused or holds no keys.
+        ValueError: if the file is too long, or if its YAML is refused or holds no keys.
     """
-    # The Markdown after the head may be long, so the larger limit holds.
+    # The Markdown after the YAML may be long, so the larger limit of JSON files applies.
     match = FRONT_MATTER.match(read_text(path, MAX_JSON_BYTES))
     keys = parse_yaml(match[1]) if match else None
     if keys is not None and not isinstance(keys, dict):
@@ -354,7 +366,8 @@ def read_text(path: Path, max_bytes: int = MAX_YAML_BYTES) -> str:
         OSError: if the file cannot be read.
         ValueError: if the file has more than `max_bytes` bytes or is not UTF-8.
     """
-    # Reading one byte more than allowed tells a file that is too large, without reading all of it.
+    # Read one byte more than allowed: if this byte exists, the file is too large. So a huge file is
+    # never read as a whole.
     with path.open("rb") as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
@@ -379,7 +392,7 @@ def _refuse_constant(constant: str) -> None:
 def convert_csv(path: Path) -> str:
     """Return a shell command that converts a csv file to a jsonl file with the same name.
 
-    Messages suggest it for a csv file, which is not read directly.
+    Messages suggest this command for a csv file, because specdistill does not read csv files.
     """
     code = (
         f"import pandas; pandas.read_csv({str(path)!r})"

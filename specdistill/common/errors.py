@@ -74,8 +74,8 @@ class ReportedError(Exception):
         >>> print(error)
         draft: no draft in a. Type draft=PATH.
         """
-        # Before the key there must be no letter, dot or slash, and after it no letter: then it
-        # would be part of a longer key or of a path.
+        # A key next to a letter, or after a dot or a slash, is part of a longer key or of a path,
+        # and is not replaced. `lambda` keeps re.sub from interpreting backslashes in `typed`.
         start = r"(?<![\w./])" if "." in key else "^"
         pattern = rf"{start}{re.escape(key)}(?!\w)"
         self.key = re.sub(pattern, lambda _: typed, self.key)
@@ -131,9 +131,11 @@ class UserError(ReportedError):
 
         Args:
             expected: a description of the values that are allowed.
-            hint: the question about the nearest valid name, or nothing.
+            hint: a question that suggests a valid name, such as "; did you mean draft?", or "".
         """
-        # The first word of `got` says whether there was a value at all.
+        # The first word of `self.got` may be one of two special words: `nothing` for a key that was
+        # not set, and `null` for a key without a value. The circumstances may follow, as in
+        # "nothing with target.model=org/name".
         first_word = re.split("[ ,]", self.got, maxsplit=1)[0]
         circumstances = self.got[len(first_word) :]
         if first_word == "nothing":
@@ -147,6 +149,12 @@ def make_unused_key_error(
     key: str, value: object, reason: str, *, alternative: str = ""
 ) -> UserError:
     """Return the error for a key that has no effect, with the reason and what to type instead.
+
+    Args:
+        key: the key of the recipe or of the command.
+        value: the value that the user typed for the key, or a description of it.
+        reason: why the key has no effect.
+        alternative: another way to mend the command than to remove the key; empty for none.
 
     >>> reason = "only used with several machines"
     >>> print(make_unused_key_error("machine_rank", 1, reason, alternative="add num_machines=2"))
@@ -167,17 +175,18 @@ def convert_errors(
     *,
     kind: str = "",
 ) -> Iterator[None]:
-    """Turn errors of some types into a UserError that quotes their message.
+    """Turn errors of some types in a `with` block into a UserError that quotes their message.
 
     Args:
         kinds: the types of errors.
         key: the key that the UserError names.
         what: the thing that could not be read or used, such as a path. The quoted message follows.
         expected: a description of what was expected.
-        kind: the `kind` of the UserError.
+        kind: for a row of data that cannot be used, a short description of the fault, by which
+            such rows are counted; empty for other errors.
 
     Raises:
-        UserError: if the block raises an error of these types.
+        UserError: if the `with` block raises an error of these types.
     """
     try:
         yield
@@ -217,7 +226,8 @@ def run_and_report(command: Callable[[], int], arguments: Sequence[str] = ()) ->
         command: the command, which returns an exit code.
         arguments: the arguments that it was called with.
     """
-    # Nothing that is printed from now on can control the terminal.
+    # Replace control characters in all output from now on: a text of unknown origin in a message
+    # must not move the cursor or change colors.
     guard(sys.stdout)
     guard(sys.stderr, shortens=True)
     with redirect_messages(arguments):
@@ -226,7 +236,8 @@ def run_and_report(command: Callable[[], int], arguments: Sequence[str] = ()) ->
             sys.stdout.flush()
             return code
         except (Exception, KeyboardInterrupt) as error:
-            # This is the only place that catches all exceptions. So no command ends in a traceback.
+            # This is the only place that catches all exceptions, so that no command ends in a
+            # traceback.
             if isinstance(error, BrokenPipeError) and _is_cut_off(STDOUT):
                 # Python flushes stdout once more at exit, which would raise again. So let what is
                 # still buffered go to /dev/null.
@@ -237,7 +248,8 @@ def run_and_report(command: Callable[[], int], arguments: Sequence[str] = ()) ->
 
 def _is_cut_off(descriptor: int) -> bool:
     """Return whether a file descriptor is a pipe that nobody reads any more."""
-    # poll reports an error for a pipe whose reader has closed it, also if no event is asked for.
+    # poll reports an error for a pipe whose reader has closed it, even if the caller asks for no
+    # events (0). It returns at once (a timeout of 0 ms).
     pipe = select.poll()
     pipe.register(descriptor, 0)
     return any(event & select.POLLERR for _, event in pipe.poll(0))
@@ -249,13 +261,15 @@ def explain(error: Exception | KeyboardInterrupt, *, debug: bool = False) -> Exi
     An error of any other type than ReportedError is a bug. Its traceback is written to a file,
     which the line names.
 
-    If all processes of a launch fail, the first process on each machine prints the line, and the
-    launcher ends the other processes while they wait.
+    If all processes of a launch fail for the same reason, only the first process on each machine
+    prints the line.
 
     Args:
         error: the error.
         debug: print the traceback before the line.
     """
+    # Processes other than the first on a machine wait here, and are ended meanwhile by the
+    # launcher.
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(SECONDS_APART)
     if debug:
@@ -264,11 +278,11 @@ def explain(error: Exception | KeyboardInterrupt, *, debug: bool = False) -> Exi
         logger.error("interrupted")
         return ExitCode.INTERRUPTED
 
-    # A path may be too long for the file system. Code that only tests whether a file exists raises
-    # this too, so it is handled for all commands.
+    # A path may be too long for the file system. Any code that looks at a path can raise this
+    # error, even a test whether a file exists, so it is handled here for all commands.
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         error = UserError(
-            "a path", got=error.filename, expected="a name that the file system accepts"
+            "a path", got=error.filename, expected="a shorter name, which the file system accepts"
         )
     if isinstance(error, ReportedError):
         logger.error(f"error: {str(error)[:MAX_ERROR_CHARACTERS]}")
@@ -291,20 +305,22 @@ def join_lines(text: str) -> str:
 def name_sibling_key(key: str, name: str) -> str:
     """Return the key `name` in the section of another key.
 
-    Code that several commands call gets one key, such as `eval.draft` or `draft`, and can name
-    other keys of the same command in its messages.
+    The same setting is `eval.suite` in a recipe and `suite` in some commands. Code that several
+    commands call gets one key, such as `eval.draft` or `draft`. This function tells such code what
+    another key of the same command is called, for its messages.
 
     >>> name_sibling_key("eval.draft", "suite"), name_sibling_key("draft", "suite")
     ('eval.suite', 'suite')
     """
+    # Without a dot in the key, rfind returns -1, so that nothing of the key is kept.
     return f"{key[: key.rfind('.') + 1]}{name}"
 
 
 def find_nearest(name: str, valid: Iterable[str]) -> str | None:
     """Return the valid name that is closest to a misspelt name.
 
-    If no name is close, a name is returned that begins with the misspelt name, or the other way
-    round: `target` for `target_model`.
+    If no valid name is spelt almost like the misspelt name, a valid name is returned that begins
+    with the misspelt name, or with which the misspelt name begins (`target` for `target_model`).
 
     Args:
         name: the misspelt name.
@@ -318,7 +334,8 @@ def find_nearest(name: str, valid: Iterable[str]) -> str | None:
     # A similarity of 0.7 allows a typing error or two in a key, and does not suggest other keys.
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
 
-    # Names of one or two letters begin too many names.
+    # Compare beginnings only of names with at least three letters: too many names begin with the
+    # same one or two letters.
     same_start = [
         valid_name
         for valid_name in names

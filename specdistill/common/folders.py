@@ -25,7 +25,11 @@ _HELD: set[int] = set()  # the descriptors of the files and folders that this pr
 
 
 def _release_inherited_locks() -> None:
-    """Close this child process's copies of the locks that its parent process holds."""
+    """Close the copies of the parent process's locks in a forked child process.
+
+    fork copies the descriptors of locked files. While the child process had them open, the locks
+    would last even after the parent process has ended.
+    """
     for descriptor in _HELD:
         os.close(descriptor)
     _HELD.clear()
@@ -59,8 +63,8 @@ def find_existing_folder(folder: Path) -> Path:
 
 
 def check_new(output: Path) -> None:
-    """Raise UserError if a folder that is to be created exists already, or cannot be written."""
-    # `exists` follows links, so a broken link needs a test of its own.
+    """Raise UserError, naming `output_dir`, if a new folder exists already or cannot be written."""
+    # `exists` is False for a link whose target is missing, so links need a test of their own.
     if output.exists() or output.is_symlink():
         raise UserError(KEY, got=f"{output}, which exists", expected="a new folder")
     check_writable(output, KEY)
@@ -72,8 +76,8 @@ def check_holds(folder: Path, key: str, kind: str, is_own: Callable[[str], objec
     Args:
         folder: the folder, which need not exist.
         key: the key that the error names.
-        kind: the kind of folder, for the error, such as "a row set".
-        is_own: takes the name of a file, and returns whether such a folder may hold this file.
+        kind: what such a folder is called, for the error, such as "a row set".
+        is_own: a function that returns whether a file with this name belongs into such a folder.
 
     Raises:
         UserError: for a folder with any other file.
@@ -83,7 +87,7 @@ def check_holds(folder: Path, key: str, kind: str, is_own: Callable[[str], objec
             raise UserError(
                 key,
                 got=f"{folder}, which holds {path.name}",
-                expected=f"a new folder, or one of {kind}",
+                expected=f"a new folder, or the folder of {kind}",
             )
 
 
@@ -91,18 +95,20 @@ def check_holds(folder: Path, key: str, kind: str, is_own: Callable[[str], objec
 def create_folder(output: Path, *, replaces: bool = False, key: str = KEY) -> Iterator[Path]:
     """Create a folder that gets its name only when everything in it is written.
 
-    The caller writes to a hidden folder next to it. If the caller fails, nothing is left behind.
+    In its `with` block, the caller writes to a hidden folder next to `output`. At the end of the
+    block, the hidden folder is renamed to `output`. After an error, it is deleted.
 
     Args:
         output: the folder.
-        replaces: whether `output` may be a folder that specdistill made earlier. It is removed.
+        replaces: whether `output` may exist already. If it does, its old content is removed.
         key: the key that errors of writing name.
 
     Yields:
         The folder to write to, which is renamed to `output` at the end.
 
     Raises:
-        UserError: if `output` exists without `replaces`, and while another process writes it.
+        UserError: if `output` exists although `replaces` is False, and while another process writes
+            to the same folder.
         ResourceError: if writing fails.
     """
     if not replaces:
@@ -112,11 +118,12 @@ def create_folder(output: Path, *, replaces: bool = False, key: str = KEY) -> It
         partial.mkdir(parents=True, exist_ok=True)
         with _lock_path(partial, os.O_RDONLY, key, output):
             try:
-                # Move the earlier folder away in one step. Deleting it in place could be
-                # interrupted, and half of it would look like a complete folder.
+                # Move the old folder into the hidden one in one step. If it were deleted in its
+                # place and the process was killed meanwhile, half of it would look complete.
                 if replaces and output.exists():
                     output.rename(partial / output.name)
-                # Delete the earlier folder, and what a killed process may have left.
+                # Empty the hidden folder: it may hold the old folder, and files that a killed
+                # process has left.
                 for path in partial.iterdir():
                     if path.is_symlink() or path.is_file():
                         path.unlink()
@@ -128,19 +135,25 @@ def create_folder(output: Path, *, replaces: bool = False, key: str = KEY) -> It
                 shutil.rmtree(partial, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         raise ResourceError(
-            f"{key}: could not write {output} ({error})", next_step="check space and permissions"
+            f"{key}: could not write {output} ({error})",
+            next_step="check free disk space and permissions",
         ) from error
 
 
 def empty_output_folder(folder: Path, key: str) -> None:
     """Create an empty folder, and remove what an earlier run wrote to it.
 
+    A folder that this function creates gets a hidden marker file (MARK). Only a folder with this
+    file is emptied, so that the user's own files are never deleted.
+
     Raises:
-        UserError: naming `key`, if the folder exists and no earlier run made it.
+        UserError: naming `key`, if the folder exists without the marker file, or is a link.
     """
     if folder.is_symlink() or (folder.exists() and not (folder / MARK).is_file()):
         raise UserError(
-            key, got=f"{folder}, which an earlier run did not make", expected="a folder without it"
+            key,
+            got=f"{folder}, which exists and was not created by specdistill",
+            expected="another path, or the same path after you have moved the folder away",
         )
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -151,23 +164,24 @@ def empty_output_folder(folder: Path, key: str) -> None:
 def exclusive_lock(lock: Path, key: str, output: Path, *, saves_memory: str = "") -> Iterator[None]:
     """Hold an exclusive lock, so that no other process writes the same file or folder meanwhile.
 
-    The holder writes its process id and start time into the lock file, and empties the file when it
-    ends, with or without an error. The operating system releases the lock of a killed process. So
-    text in a lock file that nobody locks is from a killed process, and a warning is logged.
+    The process that holds the lock writes its id and start time into the lock file. It empties the
+    file when its `with` block ends, with or without an error. When a process is killed, the
+    operating system releases its lock, but the text stays in the file. So a lock file with text
+    that no process locks shows that a process was killed, and a warning is logged.
 
     Args:
         lock: the lock file.
         key: the key that the error names.
         output: the file or folder that the caller writes, for messages.
-        saves_memory: a key that the warning says to lower, because the process may have been killed
-            when memory ran out; empty for none.
+        saves_memory: a key that takes less memory with a lower value. The warning suggests to lower
+            it, because the process may have been killed when memory ran out. Empty for none.
 
     Raises:
-        UserError: naming the other process, while another process holds the lock.
+        UserError: if another process holds the lock. The error names this process.
     """
     lock.parent.mkdir(parents=True, exist_ok=True)
     with _lock_path(lock, os.O_RDWR | os.O_CREAT, key, output) as descriptor:
-        # Warn if the file still has the text of a killed process. 200 bytes are more than the text.
+        # Warn if the file still has the text of a killed process, which is shorter than 200 bytes.
         message = os.pread(descriptor, 200, 0).decode(errors="replace")
         # Earlier versions of specdistill did not empty the file at their end. Their text has no
         # START_TIME_MARK.
@@ -212,8 +226,8 @@ def _lock_path(path: Path, flags: int, key: str, output: Path) -> Iterator[int]:
     _HELD.add(descriptor)
     try:
         try:
-            # LOCK_NB fails at once instead of waiting. A lock file names the process that holds it;
-            # a folder cannot.
+            # LOCK_NB fails at once if another process holds the lock, instead of waiting for it.
+            # A lock file holds the name of that process. A locked folder has no such text.
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             message = os.pread(descriptor, 200, 0).decode() if path.is_file() else ""
@@ -225,7 +239,8 @@ def _lock_path(path: Path, flags: int, key: str, output: Path) -> Iterator[int]:
             ) from error
         yield descriptor
     finally:
-        # In a forked child process, `_release_inherited_locks` has closed the descriptor.
+        # A child process that was forked meanwhile reaches this line too. There
+        # `_release_inherited_locks` has closed the descriptor and removed it from _HELD.
         if descriptor in _HELD:
             _HELD.remove(descriptor)
             os.close(descriptor)

@@ -71,7 +71,11 @@ class MetadataReader(gguf.GGUFReader):
 
 
 def open_gguf(path: Path | str) -> MetadataReader:
-    """Return a reader of a GGUF file, from a cache if the file was read before and is unchanged."""
+    """Return a reader of the metadata of a GGUF file.
+
+    The reader comes from a cache if the file was read before and has the same size and time of
+    change.
+    """
     stat = Path(path).stat()
     return _open_gguf(str(path), stat.st_size, stat.st_mtime_ns)
 
@@ -87,7 +91,7 @@ def check_gguf(path: Path, key: str) -> None:
 
     Only the metadata of the file is read.
     """
-    # A file of another kind can be told by its first bytes.
+    # Every GGUF file begins with the same four bytes (MAGIC).
     with path.open("rb") as file:
         beginning = file.read(len(MAGIC))
     if beginning != MAGIC:
@@ -101,9 +105,8 @@ def check_gguf(path: Path, key: str) -> None:
     try:
         reader = open_gguf(path)
     except (struct.error, ValueError, LookupError, TypeError, OverflowError, MemoryError) as error:
-        # Where the file ends too early, gguf fails in a way that depends on what it was reading.
-        # Only the error for missing weights is certain: numpy cannot reshape too few bytes to a
-        # tensor.
+        # If the file ends too early, the error of gguf depends on what gguf was reading there. Only
+        # one error is certain to mean a short file: numpy cannot reshape too few bytes to a tensor.
         is_cut_short = "reshape" in str(error)
         reason = "cut short" if is_cut_short else f"cut short or broken: {join_lines(str(error))}"
         raise UserError(

@@ -35,10 +35,10 @@ FAILED_STEP_TIMEOUT_S = 5.0
 
 
 def measure_peak_memory_bytes(device: torch.device) -> int:
-    """Return the largest amount of memory that this process has held so far, in bytes.
+    """Return the most memory that this process has used at any time so far, in bytes.
 
-    On CUDA this is the memory of the device that torch allocated. Elsewhere it is the memory of the
-    whole process.
+    On a CUDA device this is the GPU memory that torch allocated for tensors. On other devices it is
+    the main memory of the whole process.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -50,8 +50,8 @@ def measure_peak_memory_bytes(device: torch.device) -> int:
 def init_process_group() -> tuple[int, int]:
     """Join the process group of a launch, and return this process's rank and the world size.
 
-    A command may be launched in several processes, one for each GPU. Each process leaves the group
-    when it ends. A command that was not launched so has rank 0 and world size 1.
+    A launch runs the same command in several processes, one for each GPU. Each process leaves the
+    group when it ends. Without a launch, the rank is 0 and the world size is 1.
     """
     # The launcher sets WORLD_SIZE. accelerate's PartialState creates the process group.
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not distributed.is_initialized():
@@ -63,10 +63,11 @@ def init_process_group() -> tuple[int, int]:
 def leave_process_group() -> None:
     """Leave the process group before the interpreter shuts down.
 
-    gloo's threads may still hold tensors of the last collectives. If a thread frees a tensor while
-    the interpreter shuts down, the process aborts, although its work is done (pytorch/pytorch issue
-    190489). torch does not tell when the tensors are freed, so this function waits GLOO_SECONDS.
-    Launches on GPUs do not wait, because their steps use NCCL.
+    The threads of gloo may still hold tensors of the last collectives. If a thread frees a tensor
+    while the interpreter shuts down, the process aborts, although its work is done
+    (pytorch/pytorch issue 190489). torch does not say when the tensors are freed, so this function
+    waits a fixed time, GLOO_SECONDS. Processes on GPUs do not wait, because their collectives use
+    NCCL.
     """
     if distributed.is_initialized():
         distributed.destroy_process_group()
@@ -93,13 +94,13 @@ def check_ranks_agree(facts: Mapping[str, str], *, otherwise: str = "") -> None:
     """Check that all processes of the launch have the same values, for example the same weights.
 
     Args:
-        facts: the values of this process, by the name that the error shows.
-        otherwise: what to do about a difference; it is appended to the error.
+        facts: the values of this process: name -> value. The error shows both.
+        otherwise: text to append to the error, which says what to do about a difference.
 
     Raises:
         UserError: naming the first difference, its process and its machine.
     """
-    # Compare each process with process 0. The error also names the machine of each.
+    # Compare each process with process 0. Host names are gathered too, for the error.
     gathered = all_gather_object((socket.gethostname(), dict(facts)))
     first_machine, expected = gathered[0]
     for rank, (machine, rank_facts) in enumerate(gathered[1:], 1):
@@ -118,19 +119,22 @@ def check_ranks_agree(facts: Mapping[str, str], *, otherwise: str = "") -> None:
 
 @contextmanager
 def report_failed_collectives(next_step: str) -> Iterator[None]:
-    """Turn the failure of a collective of torch.distributed into an error that says what to do.
+    """Turn the failure of a collective in a `with` block into an error that says what to do.
+
+    A collective of torch.distributed, such as all_reduce, fails if another process has ended or
+    hangs.
 
     Args:
-        next_step: what the user can do.
+        next_step: what the user can do; the error ends with it.
 
     Raises:
-        ResourceError: if a collective fails because another process has ended, hangs or is late.
+        ResourceError: if a collective fails. The error names the processes that do not answer.
     """
     try:
         yield
     except RuntimeError as error:
-        # NCCL raises a DistError. gloo raises a plain RuntimeError, which only its text tells
-        # apart.
+        # NCCL raises a DistError. gloo raises a plain RuntimeError, which can only be recognized by
+        # its text. Any other RuntimeError is not about collectives.
         if not isinstance(error, distributed.DistError) and "gloo" not in str(error):
             raise
         raise ResourceError(
@@ -141,15 +145,15 @@ def report_failed_collectives(next_step: str) -> Iterator[None]:
 
 
 def _describe_missing_processes(error: RuntimeError) -> str:
-    """Return torch's message about the processes that do not answer any more.
+    """Return a message of torch that says which processes do not answer any more.
 
-    In the first process the message names their ranks. In other processes it refers to the first.
+    In process 0 the message has the ranks of these processes. In other processes the message refers
+    to process 0.
 
     Args:
-        error: the error of the failed collective, whose message is returned if all processes
-            answer.
+        error: the error of the failed collective. If all processes answer, its message is returned.
     """
-    # A monitored barrier fails if some processes do not reach it, and names them.
+    # A monitored barrier fails if some processes do not reach it in time, and its error names them.
     try:
         distributed.monitored_barrier(
             _open_gloo_group(),
@@ -163,7 +167,7 @@ def _describe_missing_processes(error: RuntimeError) -> str:
 
 
 def all_gather_object(local_object: object) -> list[Any]:
-    """Gather an object from every process. It is also a barrier: each process waits for all.
+    """Gather an object from every process. Each process waits until all have called this function.
 
     Args:
         local_object: the object of this process, which pickle must be able to send.
@@ -187,8 +191,8 @@ def all_gather_object(local_object: object) -> list[Any]:
                 f" ({str(error).splitlines()[0][:200]})"
             ),
             next_step=(
-                "its own output says why; between machines with several networks,"
-                " GLOO_SOCKET_IFNAME selects one"
+                "read the output of that process for the reason; if the machines have several"
+                " networks, select one with GLOO_SOCKET_IFNAME"
             ),
         ) from error
     return objects
@@ -198,7 +202,8 @@ def all_gather_object(local_object: object) -> list[Any]:
 def _open_gloo_group() -> distributed.ProcessGroup:
     """Return the process group over gloo in which processes wait for each other.
 
-    The first call creates the group. All processes have to make it.
+    The first call creates the group, which is cached. All processes have to call this function,
+    because torch creates a group only if all of them do.
     """
     group: distributed.ProcessGroup = distributed.new_group(
         backend="gloo", timeout=COLLECTIVE_TIMEOUT

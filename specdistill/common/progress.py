@@ -42,7 +42,7 @@ class TimeLeft(TimeRemainingColumn):
     """A column of a progress bar that shows the remaining time, once MIN_PARTS parts are done."""
 
     def render(self, task: Task) -> Text:
-        """Return the remaining time, or dashes while too few parts are done to estimate it."""
+        """Return the remaining time, or dashes while too few parts of the task are done."""
         if task.fields["parts"] < MIN_PARTS:
             return Text("-:--:--", style="progress.remaining")
         return super().render(task)
@@ -53,8 +53,8 @@ def show_progress(description: str, total: int, unit: str) -> Iterator[Callable[
     """Show on stderr how many units of a task are done.
 
     On a terminal this is a bar. Elsewhere it is at most one line every SECONDS, and one at the end.
-    Only the first process on each machine shows anything. The remaining time is shown when
-    MIN_PARTS calls have added something.
+    Only the first process on each machine shows anything. The remaining time is shown as soon as
+    MIN_PARTS parts of the task are done.
 
     Args:
         description: the task, such as "Making shards".
@@ -65,10 +65,10 @@ def show_progress(description: str, total: int, unit: str) -> Iterator[Callable[
         A function `advance(count=1, more=0)`, to be called after each part of the task. It adds
         `count` to the units that are done, and `more` to the units of the whole task.
     """
-    # How many calls have added something.
+    # The number of calls of `advance` that have added finished units.
     parts = 0
 
-    # Other processes than the first on a machine show nothing.
+    # In other processes than the first on a machine, `advance` does nothing.
     if os.environ.get("LOCAL_RANK", "0") != "0":
         yield lambda count=1, more=0: None
 
@@ -85,7 +85,9 @@ def show_progress(description: str, total: int, unit: str) -> Iterator[Callable[
             task = bar.add_task(description, total=total, parts=parts)
 
             def advance_bar(count: int = 1, more: int = 0) -> None:
+                """Add finished units (`count`) and further units to do (`more`) to the bar."""
                 nonlocal parts, total
+                # A call that only adds further units has finished no part of the task.
                 parts += count > 0
                 total += more
                 bar.update(task, advance=count, total=total, parts=parts)
@@ -102,12 +104,18 @@ def show_progress(description: str, total: int, unit: str) -> Iterator[Callable[
             print(line, file=sys.stderr, flush=True)
 
         def advance(count: int = 1, more: int = 0) -> None:
+            """Add finished units (`count`) and further units to do (`more`), and print a line.
+
+            The line is printed only if the last one was printed at least SECONDS ago.
+            """
             nonlocal last_printed, num_done, parts, total
             num_done = num_done + count
             total = total + more
             now = time.monotonic()
+            # A call that only adds further units has finished no part of the task.
             parts += count > 0
-            # The remaining time assumes the average speed so far.
+            # The end of the task has a line of its own. The remaining time is computed from the
+            # average speed so far, as soon as MIN_PARTS parts are done.
             if now - last_printed >= SECONDS and 0 < num_done < total:
                 last_printed = now
                 if parts >= MIN_PARTS:
@@ -125,8 +133,8 @@ def hide_bars_of_transformers() -> None:
 
     transformers shows the bars while it loads and writes weights. In a log file they fill pages.
     """
-    # Look transformers up without importing it. If it is not imported, there is nothing to hide
-    # yet.
+    # Look the module up without importing transformers, which is slow. As long as nothing has
+    # imported transformers, there are no bars to hide.
     transformers_logging = sys.modules.get("transformers.utils.logging")
     if transformers_logging is not None and not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
@@ -173,7 +181,7 @@ class Cost(NamedTuple):
 
 def find_free_bytes(folder: Path) -> int:
     """Return the free bytes on the disk of a folder, which need not exist yet."""
-    # A folder that does not exist yet will be on the same disk as the folder above it.
+    # A folder that does not exist yet will be created on the disk of the folder above it.
     return shutil.disk_usage(find_existing_folder(folder)).free
 
 

@@ -50,12 +50,14 @@ def find_yaml(name: str, folder: Path, key: str) -> Path:
 
 
 def read_git_revision() -> str | None:
-    """Return the commit of the checkout that runs, with `-dirty` if it has uncommitted changes.
+    """Return the git commit of the code that runs, with `-dirty` if it has uncommitted changes.
 
     Returns:
-        The commit; None if specdistill does not run from a checkout, or if git is missing.
+        The commit; None if specdistill does not run from a git checkout, or if git is missing.
     """
     try:
+        # --always prints the hash of the commit if there is no tag, and --exclude=* ignores all
+        # tags. So the result is always the full hash (40 digits).
         return subprocess.run(
             ["git", "-C", ROOT, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
             capture_output=True,

@@ -29,7 +29,9 @@ def resolve(
     expected: str = "pico, a folder or a Hub id",
     names: Sequence[str] = ("pico",),
 ) -> str:
-    """Resolve the name of a model: `pico` becomes its folder, and any other name is only checked.
+    """Replace the model name `pico` by a folder; check any other name, and return it unchanged.
+
+    pico is a tiny model for trials and tests, which ships with specdistill.
 
     Args:
         model: `pico`, a folder, a GGUF file or a Hub id.
@@ -38,7 +40,7 @@ def resolve(
         names: known names. The error suggests the one that is most similar to `model`.
 
     Returns:
-        The folder of pico, which ships with the package, or `model` unchanged.
+        The folder of pico, or `model` unchanged.
 
     Raises:
         UserError: for a folder or file that is missing.
@@ -46,9 +48,9 @@ def resolve(
     if model == "pico":
         return str(PICO)
 
-    # Refuse a folder that does not exist. A name with exactly one slash may be a Hub id instead,
-    # which is only checked when its files are fetched. Path("") is the working directory, so an
-    # empty name needs a test of its own.
+    # Refuse a folder that does not exist, unless the name may be a Hub id: it then has exactly one
+    # slash. Whether a Hub id exists turns out later, when its files are fetched. Path("") is the
+    # working directory, so an empty name needs a test of its own.
     folder, file = split_gguf(model)
     is_folder = bool(model) and Path(folder).is_dir()
     may_be_hub_id = folder.count("/") == 1 and not model.startswith((".", "/", "~"))
@@ -61,17 +63,18 @@ def resolve(
         )
     # In a folder on this machine, the GGUF file has to exist.
     if file and is_folder and not Path(model).is_file():
-        raise UserError(key, got=f"{model}, which is no file", expected="a GGUF file")
+        raise UserError(key, got=f"{model}, which is no file", expected="an existing GGUF file")
     return model
 
 
 def split_gguf(model: str) -> tuple[str, str | None]:
-    """Split `folder/file.gguf` into its folder, which may be a Hub id, and the name of the file.
+    """Split `folder/file.gguf` into the folder, which may be a Hub id, and the name of the file.
 
     Returns:
         The folder and the name of the file. For a name that does not end with `.gguf`, the name
         itself and None.
     """
+    # A name without a slash is a file in the working directory, ".".
     folder, _, file = model.rpartition("/")
     return (folder or ".", file) if file.endswith(".gguf") else (model, None)
 
@@ -80,7 +83,7 @@ def split_gguf(model: str) -> tuple[str, str | None]:
 def convert_hub_errors(
     key: str, name: str, *, expected: str, patterns: Sequence[str] = ()
 ) -> Iterator[None]:
-    """Turn errors of the Hub or of its cache into errors that say what to do.
+    """Turn errors of the Hub or of its cache in a `with` block into errors that say what to do.
 
     Args:
         key: the recipe key that errors name.
@@ -98,7 +101,7 @@ def convert_hub_errors(
     # The name is not of the form org/name.
     except errors.HFValidationError as error:
         raise UserError(key, got=name, expected=expected) from error
-    # The Hub answered with an error, could not be reached, or is not to be asked.
+    # The Hub answered with an error, could not be reached, or must not be asked (HF_HUB_OFFLINE).
     except (
         HTTP_ERROR,
         errors.OfflineModeIsEnabled,
@@ -133,9 +136,9 @@ def _make_fetch_error(
         expected: the names that are allowed, for the error.
         patterns: glob patterns of the files that are needed.
     """
-    # A folder is read without the Hub, so files are missing in it.
+    # Files in a folder are read without the Hub, so the error means that the folder lacks them.
     if Path(name).is_dir():
-        return UserError(key, got=f"{name}, which lacks files", expected=expected)
+        return UserError(key, got=f"{name}, which lacks needed files", expected=expected)
 
     # Without a network, find out whether the cache has some of the files.
     repository, revision = split_revision(name)
@@ -169,8 +172,8 @@ def find_missing(repository: str, revision: str | None, patterns: Sequence[str])
         The names of the files, separated by commas. Empty if the cache has all of them, or if it
         has nothing of the revision at all.
     """
-    # With `local_files_only` huggingface_hub looks into the cache alone. It tells the missing files
-    # only in the text of its error.
+    # With `local_files_only` huggingface_hub looks only into its cache. If files are missing there,
+    # their names are only in the text of its error: "missing (a.json, b.json). ".
     try:
         snapshot_download(
             repository, revision=revision, allow_patterns=[*patterns], local_files_only=True
@@ -231,10 +234,10 @@ def _describe_hub_failure(error: BaseException, repository: str) -> tuple[str, s
 
 
 def find_connection_failure(error: BaseException) -> str | None:
-    """Return why the Hub could not be reached at all; None if it could be reached.
+    """Return the reason if the Hub could not be reached at all, and None if it answered.
 
-    An HfHubHTTPError is an answer of the Hub. Any other error of the HTTP client means that there
-    was no answer.
+    The Hub's own error codes, such as 404, are raised as HfHubHTTPError. Any other error of the
+    HTTP client means that there was no answer.
     """
     if constants.HF_HUB_OFFLINE:
         return "cannot be reached (HF_HUB_OFFLINE is set)"
@@ -248,8 +251,8 @@ def _is_cache_error(error: OSError) -> bool:
 
     The reason may be a missing permission, or a full or read-only disk.
     """
-    # An error without a file name is taken to be about the cache. Its folder may not exist yet, so
-    # errors about the folders above it count too.
+    # An error without a file name is taken to be about the cache. The folder of the cache may not
+    # exist yet, so errors about the folders above it count too.
     cache = Path(constants.HF_HUB_CACHE)
     path = Path(str(error.filename)) if error.filename else cache
     is_of_cache = path == cache or cache in path.parents or path in cache.parents
@@ -330,5 +333,6 @@ def read_large_file_hashes(repository: str, revision: str, *, key: str) -> dict[
     """
     with convert_hub_errors(key, f"{repository}@{revision}", expected="a Hub id"):
         info = HfApi().model_info(repository, revision=revision, files_metadata=True)
+    # `lfs` is only set for files that the Hub stores outside of git, with their sha256.
     files = info.siblings or []
     return {file.rfilename: file.lfs.sha256 for file in files if file.lfs}

@@ -53,8 +53,10 @@ def make_printable(text: str) -> str:
 def shorten_lines(text: str) -> str:
     """Return a text whose lines have at most MAX_LINE_CHARACTERS characters.
 
-    The middle of a longer line is replaced by an ellipsis, which takes three characters.
+    In a longer line, " … " replaces the middle.
     """
+    # The first half is kept whole. The second half is three characters shorter, because " … " takes
+    # three; the negative index counts from the end of the line.
     half = MAX_LINE_CHARACTERS // 2
     return "\n".join(
         line if len(line) <= MAX_LINE_CHARACTERS else f"{line[:half]} … {line[3 - half :]}"
@@ -65,9 +67,9 @@ def shorten_lines(text: str) -> str:
 def guard(stream: Any, *, shortens: bool = False) -> None:
     """Replace the control characters in everything that is written to a stream from now on.
 
-    Progress bars on a terminal are left alone. Characters that the encoding of the stream lacks are
-    escaped. The `write` method of the stream is replaced, and not the stream, because handlers of
-    logging may hold the stream already.
+    Progress bars on a terminal need control characters, so they are written unchanged. Characters
+    that the encoding of the stream lacks are escaped. Only the method `write` of the stream is
+    replaced, because handlers of logging may refer to the stream object already.
 
     Args:
         stream: the stream, which is changed in place.
@@ -86,6 +88,7 @@ def guard(stream: Any, *, shortens: bool = False) -> None:
         )
 
         def write_guarded(text: str) -> object:
+            """Write a text without control characters, unless it draws a progress bar."""
             if stream.isatty() and PROGRESS_BAR_OUTPUT.fullmatch(text):
                 return write(text)
             text = make_printable(text)
@@ -98,16 +101,16 @@ def guard(stream: Any, *, shortens: bool = False) -> None:
 
 @contextmanager
 def redirect_messages(arguments: Sequence[str]) -> Iterator[None]:
-    """Direct the output of a command while it runs, as --json and --quiet among its arguments ask.
+    """Set up the output of a command in a `with` block, as its flags --json and --quiet ask.
 
-    Messages of the package's logger go to stderr. With --json, only `print_result` prints to
+    Messages of the logger `specdistill` go to stderr. With --json, only `print_result` prints to
     stdout. With --quiet, only errors are printed to stderr.
 
     Args:
         arguments: the arguments of the command.
     """
-    # A script that a verb runs in the same process finds the handler of the verb, and changes
-    # nothing.
+    # If a handler exists, the output is set up already: a command has called a script in the same
+    # process.
     logger = logging.getLogger("specdistill")
     if logger.handlers:
         yield
@@ -169,14 +172,18 @@ class Console(rich.console.Console):
     def on_broken_pipe(self) -> None:
         """Raise the BrokenPipeError again, for `run_and_report` to handle.
 
-        rich itself would exit with code 1, which here means that a check failed.
+        rich calls this method while it handles a BrokenPipeError. rich's own method would exit with
+        code 1, which in specdistill means that a check failed.
         """
         raise
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterator[Segment]:
-        """Yield the segments of rich's output, with printable text in those that hold text."""
+        """Yield the segments of rich's output, with control characters in their text replaced.
+
+        Segments of rich's own control codes, for example to move the cursor, stay unchanged.
+        """
         for segment in super().render(renderable, options):
             yield (
                 segment if segment.control else segment._replace(text=make_printable(segment.text))

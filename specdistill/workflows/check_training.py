@@ -30,13 +30,14 @@ def check_training(recipe: TrainedRecipe) -> Job:
         recipe: the recipe of the training.
 
     Returns:
-        The job that makes the rows of the training.
+        The job, which knows how the training rows are made and where they are stored.
 
     Raises:
         UserError: for a target, draft, engine or data that cannot work. The error names the key.
         ResourceError: if the Hub fails.
     """
-    # Check the target's files, the method and the engines. The quickest checks come first.
+    # Check the target's files, the engines, the initial weights and the mask token of the draft,
+    # and the chat template. The quickest checks come first.
     target = recipe.target
     files = TargetFiles.from_config(target)
     tokenizer, end_ids, max_length = read_tokenizer(files)
@@ -49,8 +50,8 @@ def check_training(recipe: TrainedRecipe) -> Job:
     check_judgement(recipe, tokenizer, max_length)
     check_new_draft(recipe, files, tokenizer)
 
-    # Check that a row fits into the target's context. Rows that a server generates are checked when
-    # training opens them (`check_row_set`).
+    # Check that a row fits into the target's context. If a server generates the rows, this is
+    # checked later, when training opens the rows (`check_row_set`).
     context_length = files.text_config.get("max_position_embeddings")
     is_served = isinstance(recipe.data.regenerate, ServerRegeneration)
     if context_length and recipe.data.max_length > context_length and not is_served:
@@ -78,8 +79,8 @@ def check_judgement(
 ) -> None:
     """Check the gate and the suites (files of prompts) that the draft will be judged by.
 
-    The prompts of suites on this machine are tokenized. So prompts that are too long for the target
-    are refused before any weights are loaded.
+    The prompts of suites on this machine are tokenized here. So prompts that are too long for the
+    target are refused before weights are loaded and hours are spent on training.
 
     Args:
         recipe: the recipe of the training.
@@ -93,7 +94,7 @@ def check_judgement(
     # Reading the gate checks its rules.
     load_gate(recipe.gate)
     for key, section in (("eval.suite", recipe.eval), ("selection.suite", recipe.selection)):
-        # The section `selection` is optional, and so is the suite in a section.
+        # A recipe may have no section `selection`, and a section may name no suite.
         if section is None:
             continue
         suite = check_suite(section.suite, key=key)
@@ -143,7 +144,8 @@ def check_new_draft(recipe: TrainedRecipe, files: TargetFiles, tokenizer: object
     if getattr(recipe.draft, "init", None) not in FRESH_INITIALIZATIONS:
         return
 
-    # Read the target's config. A class that can be built at all can be built tiny, too.
+    # Read the target's config. `tiny_random` is a tiny model of the target's class with random
+    # weights. If it is None, no model of this class can be built from a config.
     target = recipe.target
     target_info = read_model_config(
         target.model,
@@ -154,13 +156,14 @@ def check_new_draft(recipe: TrainedRecipe, files: TargetFiles, tokenizer: object
     if target_info.tiny_random is None:
         return
 
-    # Ask the method how it builds the draft; some methods cannot do so without weights.
+    # Ask the method how it builds the draft. `build` is None if the method needs weights for that.
     settings = recipe.draft.model_dump(exclude_unset=True)
     planned_draft = load_method(recipe.method).advice.plan_draft(target_info, None, settings)
     if planned_draft.build is None:
         return
 
-    # The full-size target without weights gets the real tokenizer and files, which drafts read.
+    # Add the tokenizer and the files to the full-size target without weights, because some drafts
+    # read them while they are built.
     weightless_target = target_info.weightless
     vars(weightless_target).update(tokenizer=tokenizer, files=files)
 

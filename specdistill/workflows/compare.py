@@ -30,13 +30,13 @@ def compare_drafts(options: CommonOptions) -> dict[str, object]:
     folder = Path(options.output_dir)
     check_replaceable(folder, "output_dir", FILES)
 
-    # Measure all drafts in turns. Every decoded batch is cached in the folder, so that a repeated
-    # command resumes.
+    # Measure all drafts in turns. Every decoded batch is cached in the folder, so that the same
+    # command, typed again after an interruption, continues from there.
     try:
         candidates = measure_candidates(options, folder / CACHE_FOLDER)
     except UserError as error:
-        # The code that decodes names the keys of a recipe, such as `eval.num_prompts`. This command
-        # has the same keys without a section.
+        # Errors of the measurement name keys as in a recipe, such as `eval.num_prompts`. In this
+        # command the same key is called `num_prompts`.
         error.key = error.key.removeprefix("eval.")
         error.args = (str(error).removeprefix("eval."),)
         raise

@@ -40,11 +40,12 @@ def evaluate(recipe: Recipe) -> tuple[dict[str, Any], Path]:
     rules = load_gate(recipe.gate)
     baseline = read_baseline(config.baseline, rules, "eval.baseline")
 
-    # Measure. Every decoded batch is cached next to the report, so that a repeated command resumes.
+    # Measure. Every decoded batch is cached next to the report, so that the same command, typed
+    # again after an interruption, continues from there.
     report, records = measure_recipe(recipe, folder)
 
-    # Judge the report. The digest is a hash of what was measured, so it is computed before the
-    # verdict is added.
+    # Judge the report. The digest is a hash of the measured results only, so it is computed before
+    # the verdict is added to the report.
     report["digest"] = compute_digest(report, records)
     report = judge(
         rules,
@@ -53,8 +54,8 @@ def evaluate(recipe: Recipe) -> tuple[dict[str, Any], Path]:
         first_release=config.baseline == FIRST_RELEASE,
     )
 
-    # Write the report. Then the first process of each machine removes the cache on its disk, which
-    # only a repeated command would have read.
+    # Write the report. The cache of decoded batches is not needed any more: the first process of
+    # each machine removes it from the disk of the machine.
     if is_first():
         write_report(folder, report, records)
     if os.environ.get("LOCAL_RANK", "0") == "0":

@@ -41,22 +41,29 @@ class StoredFeatures(NamedTuple):
 def store_features(recipe: TrainedRecipe) -> StoredFeatures:
     """Store the hidden states that training with this recipe reads.
 
-    Every process of a launch calls this function. Each process computes a share of the states.
+    Training can then read the hidden states of the target from the disk, instead of running the
+    target in each step. Every process of a launch calls this function, and each process computes a
+    share of the hidden states.
 
     Args:
         recipe: the recipe of the training.
 
+    Returns:
+        The folder of the store, and how many rows of the training it has and lacks.
+
     Raises:
-        UserError: for a method that reads no hidden states, and for a `hidden_states.mode` that
-            fills no store.
+        UserError: for a method that reads no hidden states, and for any `hidden_states.mode` other
+            than `hybrid`, because only this mode fills a store.
     """
     # Check that the recipe names a store to fill.
     if not isinstance(recipe, FeatureRecipe):
         raise UserError(
-            "method", got=recipe.method, expected="one whose drafts read the target's hidden states"
+            "method",
+            got=recipe.method,
+            expected="a method whose drafts read the target's hidden states",
         )
     if not isinstance(recipe.hidden_states, HybridStates):
-        expected = "hybrid, with hidden_states.path: a store that is filled"
+        expected = "hybrid, with the folder of the store in hidden_states.path"
         raise UserError("hidden_states.mode", got=recipe.hidden_states.mode, expected=expected)
 
     # The store is computed in the precision that training with these arguments uses.

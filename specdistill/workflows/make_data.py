@@ -40,8 +40,8 @@ def prepare_job(recipe: TrainedRecipe, *, generates: bool) -> Job:
 
     Args:
         recipe: the recipe of a training.
-        generates: whether this process will generate text with the target. If so, and if no server
-            generates instead, the target's weights are loaded.
+        generates: whether this process will make rows. If so, and if the recipe lets the target
+            generate the answers in this process (not on a server), the target's weights are loaded.
 
     Raises:
         UserError: for a target, settings or sources with which no rows can be made.
@@ -58,7 +58,10 @@ def prepare_job(recipe: TrainedRecipe, *, generates: bool) -> Job:
 
 
 def make_shard(recipe: TrainedRecipe) -> tuple[Job, int, int]:
-    """Generate the blocks that `data.shard` selects, or all blocks if the recipe sets no shard.
+    """Make the blocks of one shard of the training rows, or all blocks without a shard.
+
+    Rows are made in blocks, each a file of its own. With `data.shard`, for example `0/4`, this
+    machine makes only a part of the blocks, and other machines make the others.
 
     Args:
         recipe: the recipe of a training.
@@ -76,11 +79,15 @@ def make_shard(recipe: TrainedRecipe) -> tuple[Job, int, int]:
 def merge_shards(job: Job) -> Manifest:
     """Merge the blocks of a job into its row set, and return the manifest of the row set.
 
+    A row set is a folder with finished training rows. Its manifest is a file that describes them,
+    for example with the number of tokens.
+
     Raises:
         UserError: if the blocks of some shards are missing.
     """
     job.check()
     merge(job)
+    # `read_rows` also returns the rows, which are not needed here.
     *_, manifest = read_rows(job.folder)
     return manifest
 
@@ -91,7 +98,8 @@ def open_or_make_rows(recipe: TrainedRecipe) -> tuple[Job, Dataset, Manifest]:
     Returns:
         The job of the rows, the training rows, and the manifest of their row set.
     """
-    # The target's weights are only loaded if rows have to be made.
+    # Find out where the rows belong. If they do not exist yet, load the target's weights, with
+    # which `open_rows` makes the rows.
     job = prepare_job(recipe, generates=False)
     if not is_whole(job.folder):
         job = prepare_job(recipe, generates=True)
@@ -103,13 +111,13 @@ def open_or_make_rows(recipe: TrainedRecipe) -> tuple[Job, Dataset, Manifest]:
 def open_rows(job: Job) -> tuple[Dataset, Dataset]:
     """Open the rows of a training, and make them first if they do not exist yet.
 
-    The rows are in the folder `data.rows`, or in a folder of the cache that belongs to the recipe.
-    Rows are only made in the cache.
+    If the recipe sets `data.rows`, the rows have to exist in this folder. Otherwise they are in a
+    folder of the cache that belongs to the recipe, and are made there if they are missing.
 
-    Every process of a launch has to call this function, and each process generates a share of the
-    blocks. Processes wait for each other before and after they generate. The first process reads
-    the sources and merges the blocks. If the machines of a launch share no folder, the first
-    process of every machine does so.
+    Every process of a launch has to call this function. Each process makes a share of the blocks,
+    which are parts of the rows. Processes wait for each other before and after this step. The first
+    process reads the sources and merges the blocks. If the machines of a launch share no folder,
+    the first process of each machine reads and merges for its machine.
 
     Args:
         job: the job of the rows.
@@ -161,32 +169,36 @@ def open_rows(job: Job) -> tuple[Dataset, Dataset]:
 def _find_shares(folder: Path) -> tuple[int, int]:
     """Return the rank of this process among the processes that share a folder, and their number.
 
-    If all processes of a launch see the same folder, all of them share it. Otherwise the processes
-    of each machine share the folder of that machine. Rank 0 writes a marker file to find out which
-    of the two is the case: the folder is common if every process sees the file.
+    On a network file system, all processes of a launch share the folder. Otherwise each machine has
+    a folder of its own, which only the processes of this machine share. To find out, rank 0 writes
+    a marker file: if every process sees the file, all of them share the folder.
 
     Args:
-        folder: the cache of row sets.
+        folder: the folder that caches row sets.
+
+    Returns:
+        The rank and the number of processes, either in the whole launch or on this machine.
     """
     rank, count = find_rank_and_world_size()
     if count == 1:
         return 0, 1
 
-    # The first process writes the marker. Its random name, which all processes take from rank 0,
-    # differs from markers that killed processes have left.
+    # The first process writes the marker. A random name makes it differ from markers that killed
+    # processes have left. All processes use the name of rank 0, so it is gathered first.
     random_name = all_gather_object(uuid.uuid4().hex)[0]
     marker = folder / f"launch-{random_name}"
     if rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
         marker.touch()
 
-    # The first call waits until the marker is written, the second until every process has looked.
+    # Each `all_gather_object` is a barrier. The first waits until rank 0 has written the marker,
+    # the second until every process has looked for it. Only then the marker is removed.
     all_gather_object(None)
     is_common = all(all_gather_object(marker.exists()))
     if rank == 0:
         marker.unlink()
 
-    # Without a common folder, ranks count within the machine.
+    # Without a common folder, only the processes of this machine share its folder.
     if is_common:
         return rank, count
     return int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
@@ -196,21 +208,22 @@ def parse_shard(shard_text: str | None) -> tuple[int, int]:
     """Return the number of the shard (from 0) and the number of shards that `data.shard` names.
 
     Args:
-        shard_text: the value of `data.shard`: `i/n`, `auto` or `auto/n`. With `auto` the
-            environment of an array job of Slurm, or of an indexed job of Kubernetes, says which
-            shard this is. None is one shard with all the work.
+        shard_text: the value of `data.shard`: `i/n`, `auto` or `auto/n`. With `auto`, the number of
+            the shard comes from environment variables of a Slurm array job or a Kubernetes indexed
+            job. None means a single shard with all the work.
 
     Raises:
-        UserError: for a value that is no shard, and for `auto` outside of such a job.
+        UserError: for any other value, and for `auto` outside of such a job.
     """
     expected = (
-        "i/n with i from 0 to n - 1, or auto in an array job of Slurm or an indexed one of"
-        " Kubernetes (auto/n: of n)"
+        "i/n with i from 0 to n - 1; in a Slurm array job or a Kubernetes indexed job also auto, or"
+        " auto/n for n shards"
     )
     index, _, count = ("0/1" if shard_text is None else shard_text).partition("/")
 
-    # An array job numbers its tasks. Slurm may number them from another value than 0; Kubernetes
-    # sets JOB_COMPLETIONS only if the job's manifest does.
+    # Slurm and Kubernetes number the tasks of such a job. The first number is not always 0 in
+    # Slurm, so it is subtracted. Kubernetes sets JOB_COMPLETIONS only if the job's manifest says
+    # so.
     if index == "auto":
         env = os.environ
         if "SLURM_ARRAY_TASK_ID" in env:

@@ -62,9 +62,10 @@ def describe_after(run: Path, recipe: Mapping[str, Any]) -> NextStep:
     Raises:
         UserError: for a report that cannot be read.
     """
-    # Collect the keys that every command about this run repeats. Keys that allow code of others to
-    # run only act on the command line, so the commands have to name them again. A run that was
-    # started from another folder, or moved, records another output folder.
+    # Collect the keys that every command for this run has to repeat. Consent keys, such as
+    # target.trust_remote_code, allow code of others to run. A recipe file alone cannot set them, so
+    # they have to be typed again. If the run was moved, or started in another folder, its recipe
+    # names another output folder, so the folder has to be typed too.
     consent_keys = list_consent_keys(recipe)
     run_keys = [f"recipe={run / 'run' / 'recipe.yaml'}", *consent_keys]
     if recipe["train"]["output_dir"] != str(run):
@@ -104,11 +105,11 @@ def describe_after(run: Path, recipe: Mapping[str, Any]) -> NextStep:
 
 
 def _describe_failed_run(run: Path, recipe: Mapping[str, Any], report: dict[str, Any]) -> NextStep:
-    """Describe a run that failed its gate; `doctor` looks for a fault of its draft."""
+    """Describe a run that failed its gate, with the command that looks for a fault in its draft."""
     # This module imports scipy, so it is imported only here.
     from specdistill.evaluation.report import phrases
 
-    # `doctor` takes only the consent for the target.
+    # Of the keys that allow code of others to run (consent keys), `doctor` has only the target's.
     consent_keys = [key for key in list_consent_keys(recipe) if key.startswith("target.")]
     command = _format_command(
         "doctor", f"draft={run / 'draft'}", *_list_target_keys(recipe), *consent_keys
@@ -125,14 +126,16 @@ def _describe_inconclusive_run(
     Args:
         run: the folder of the run.
         report: the newest report of the run.
-        run_keys: the keys of the run for any command.
-        eval_keys: these keys, and a placeholder for the prompts if the recipe names none.
+        run_keys: the `key=value` arguments that name the run in any command.
+        eval_keys: the same arguments for `eval`. If the recipe names no prompts, they also hold a
+            placeholder for the path of a file of prompts.
     """
     # This module imports scipy, so it is imported only here.
     from specdistill.evaluation.report import phrases
 
-    # Each rule that cannot decide estimates how many prompts it needs. If the suite has fewer
-    # prompts, or if there is no estimate, another suite is needed.
+    # Each rule of the gate that cannot decide estimates how many prompts would be enough. If the
+    # suite has as many, measure more of its prompts. If it has fewer, or if no rule has an
+    # estimate, the user needs a larger suite.
     rules = report["gate"]["rules"]
     estimates = [rule["prompts_needed"] for rule in rules if rule["prompts_needed"]]
     if estimates and max(estimates) <= report["suite"]["num_prompts"]:
@@ -143,7 +146,7 @@ def _describe_inconclusive_run(
 
 
 def _describe_passed_run(run: Path, recipe: Mapping[str, Any]) -> NextStep:
-    """Describe a run that passed its gate; its draft can be exported or published."""
+    """Describe a run that passed its gate, with the commands that export or publish its draft."""
     export_command = _format_command(
         "export",
         f"draft={run / 'draft'}",
@@ -151,14 +154,17 @@ def _describe_passed_run(run: Path, recipe: Mapping[str, Any]) -> NextStep:
         *_list_target_keys(recipe),
         f"output_dir={run / 'vllm'}",
     )
-    # The recipe may name the repository to publish to.
+    # If the recipe names no Hub repository to publish to, the user has to replace a placeholder.
     repository_keys = [] if recipe.get("publish", {}).get("repo") else ["repo=org/name"]
     publish_command = _format_command("publish", f"run={run}", *repository_keys, "baseline=none")
     return f"{run} passed its gate:", [export_command, publish_command]
 
 
 def _list_target_keys(recipe: Mapping[str, Any]) -> list[str]:
-    """Return the keys that name the target of a recipe in a command without the recipe."""
+    """Return the `key=value` arguments that name the target of a recipe.
+
+    Commands that are typed without `recipe=`, such as `doctor`, need these arguments.
+    """
     target = recipe["target"]
     keys = [f"target={target['model']}"]
     for name in ("revision", "adapter"):

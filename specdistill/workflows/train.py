@@ -58,14 +58,14 @@ def train_draft(recipe: TrainedRecipe, callbacks: Sequence[TrainerCallback] = ()
     run = _open_run(recipe, hidden_states)
     is_first_process = run.arguments.process_index == 0
 
-    # Check everything that can be checked without loading weights, and print what the training will
-    # cost. A resumed run printed that when it began.
+    # Check everything that can be checked without loading weights. Then print the estimated cost of
+    # the training, unless the run is resumed: the estimate was printed when the run began.
     job = check_training(recipe)
     if run.checkpoint is None and is_first_process:
         print_estimate(recipe, run.arguments, job.run_size(), job.folder)
 
-    # Load the target. If all hidden states come from a store, and no checkpoints are measured by
-    # decoding, its layers are never run, so their weights stay on the disk.
+    # Load the target. Its layers run to compute hidden states, and to measure checkpoints by
+    # decoding (`selection`). If neither is needed, the weights of the layers stay on the disk.
     runs_layers = hidden_states.runs_layers or recipe.selection is not None
     target = FrozenTarget.load(**vars(recipe.target), layers_on_disk=not runs_layers)
     check_engines(recipe, target)
@@ -108,8 +108,8 @@ def train_draft(recipe: TrainedRecipe, callbacks: Sequence[TrainerCallback] = ()
 def _find_hidden_states(recipe: TrainedRecipe) -> HiddenStatesConfig:
     """Return the section `hidden_states` of a recipe, which says where the hidden states come from.
 
-    Methods whose drafts read no hidden states have no such section. Their targets are run in each
-    step too, as with the default mode `online`.
+    Methods whose drafts read no hidden states have no such section. For these methods the default
+    section is returned: with its mode `online`, the target runs in each step of training.
     """
     section: HiddenStatesConfig = getattr(recipe, "hidden_states", OnlineStates())
     return section
@@ -180,7 +180,8 @@ def _build_trainer(
 
 def _print_trained(run: Path) -> None:
     """Print where the draft is, its simulated acceptance length, and what to type next."""
-    # The history has the acceptance length at each evaluation, simulated on held-out data.
+    # Each evaluation during the training has estimated the acceptance length of the draft on
+    # held-out data. The curve holds these estimates as (step, acceptance length).
     history = read_history(run / "draft", key="train.output_dir")
     assert history is not None
     acceptance_lengths = dict(history.summary()["curve"])

@@ -78,7 +78,7 @@ def test_an_interrupted_command_is_one_line(
             ),
             "data.regenerate.temperatures\\[1\\]: got 'hot'",
         ),
-        ("train recipe=pico/eagle3 method=ngram", "method: got one that needs no training"),
+        ("train recipe=pico/eagle3 method=ngram", "method: got ngram, which needs no training"),
         ("eval recipe=nope", "recipe: got 'nope'"),
         ("demo eval.temperature=-1", "eval.temperature: got -1"),
         ("plan", "target.model is required: "),
