@@ -91,7 +91,7 @@ class Recipe(Section):
     eval: EvalConfig = section(EvalConfig)
     gate: str = option(
         "default",
-        "gate (rules that a report must meet before the draft is published): a name or a YAML file",
+        "rules of the gate: a name or a YAML file",
     )
     publish: PublishConfig = section(PublishConfig)
 

@@ -143,9 +143,7 @@ def _check_names(value: object) -> object:
 class TargetConfig(Section):
     """The target, and how it is loaded."""
 
-    model: str = option(
-        ..., "target model: `pico` (a tiny built-in model), a folder, a GGUF file or a Hub id"
-    )
+    model: str = option(..., "`pico`, a folder, a GGUF file or a Hub id")
     revision: str | None = option(
         None, "branch, tag or commit of a Hub id", condition=TARGET_IS_ON_HUB
     )
@@ -606,8 +604,8 @@ class MeasurementConfig(Section):
 
     suite: str | None = option(
         None,
-        "prompts: the name of a suite, its YAML file, or a jsonl file with prompt, messages or text"
-        " rows; null: the suite pico, for the target pico only",
+        "prompts: suite name, suite YAML, or a jsonl file with prompt, messages or text rows;"
+        " null: pico, for the target pico only",
     )
     num_speculative_tokens: int = option(
         4, "K, draft tokens per round", ge=1, condition=DRAFT_IS_CHAIN
@@ -620,7 +618,7 @@ class MeasurementConfig(Section):
         "try an n-gram or suffix lookup first, and use the draft where the lookup finds nothing",
         condition=LOOKUP_IS_ALLOWED,
     )
-    temperature: float = option(0.0, "temperature of decoding; 0 is greedy", ge=0)
+    temperature: float = option(0.0, "0: greedy decoding", ge=0)
     top_p: float = option(
         1.0,
         "nucleus sampling (top-p), for target and draft; 1: off",

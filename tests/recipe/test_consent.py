@@ -49,9 +49,9 @@ def test_a_recipe_is_refused_until_the_command_line_repeats_it(
     given = ["recipe=somebody.yaml", "train.output_dir=runs/mine", "eval.suite=pico"]
     said = refused(key, "eval", *given).stderr
     assert said.startswith(
-        f"error: {key}: got {value} in somebody.yaml, expected it on the command line"
+        f"error: {key}: got {value} in somebody.yaml, expected the key on the command line"
     )
-    (argument,) = shlex.split(said.partition("the code: ")[2])
+    (argument,) = shlex.split(said.partition("Read the code, then add ")[2])
     refused("eval.draft", "eval", *given, argument)  # what comes next: there is none
     section, _, name = key.partition(".")
     assert load_recipe(Recipe, [*given, argument]).model_dump()[section][name] in (True, COMMAND)

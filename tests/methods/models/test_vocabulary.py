@@ -105,7 +105,9 @@ def test_a_replacement_takes_the_place_of_the_tokens_that_shared_its_text(
 
 
 def test_a_replacement_s_text_has_logits_of_the_draft():
-    with refused("eval.token_replacements", "b for a, token 2 of a draft with 2 logits"):
+    with refused(
+        "eval.token_replacements", "b for a, which is token 2 of a draft with only 2 logits"
+    ):
         match_vocabularies(
             words("? a c"),
             3,
