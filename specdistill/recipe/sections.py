@@ -618,7 +618,7 @@ class MeasurementConfig(Section):
         "try an n-gram or suffix lookup first, and use the draft where the lookup finds nothing",
         condition=LOOKUP_IS_ALLOWED,
     )
-    temperature: float = option(0.0, "0: greedy decoding", ge=0)
+    temperature: float = option(0.0, "0: greedy", ge=0)
     top_p: float = option(
         1.0,
         "nucleus sampling (top-p), for target and draft; 1: off",
