@@ -186,9 +186,7 @@ def test_every_turn_of_an_agent_is_a_prompt_from_its_recorded_prefix(tmp_path):
         ("a/3", "a"),
         ("a/4", "a"),
     ]
-    with refused(
-        "eval.suite prompt a/1", "schemas of tools with a chat template that ignores them"
-    ):
+    with refused("eval.suite prompt a/1", "schemas of tools which the chat template ignores"):
         prompts(path, tiny_tokenizer(CHAT_TEMPLATE), max_length=1000)
     with refused("turns", "all for prompt 1, which has no turns"):
         prompts(write_suite(tmp_path, [{"user": ["a", "b"]}], turns="all"), tokenizer)
