@@ -86,15 +86,19 @@ class SuiteHeader(Section):
     source: AsText = option(..., "source of the prompts, in words")
     prompts: AsText = option(..., "file of the prompts, next to this one, or its URL")
     sha256: str | None = option(
-        ..., "sha256 of the prompts' file; null: not checked, but the report has the hash"
+        ..., "sha256 that the prompts' file must have; null: any, and the report records the hash"
     )
-    columns: dict[str, str] = option({}, "names of columns: our name -> the name in the file")
-    placeholder: str | None = option(None, "rows whose text begins with this are left out")
+    columns: dict[str, str] = option(
+        {}, "name of a column in specdistill (prompt, user, …) -> its name in the prompts' file"
+    )
+    placeholder: str | None = option(
+        None, "rows whose prompt begins with this text are left out; null: none"
+    )
     sweep: SweepConfig = section(SweepConfig)
     turns: Literal["last", "all"] = option(
         "last",
-        "prompts of a row with `messages`: last: all messages are one prompt; all: a prompt for"
-        " each turn of the assistant",
+        "prompts that are made of a conversation (`messages`). last: one prompt of all messages;"
+        " all: a prompt for each turn of the assistant, of the messages before it",
     )
     categories: Literal["turn", "kind"] | None = option(
         None,
@@ -103,7 +107,7 @@ class SuiteHeader(Section):
         condition=Condition("with turns: all", lambda suite: suite.turns == "all"),
     )
     quality: Literal["python_syntax"] | None = option(
-        None, "metric of task quality that scores the answers; null: none"
+        None, "metric that scores the quality of the answers; null: none"
     )
 
 
@@ -385,8 +389,9 @@ def cut_prompts(
     """Cut the suite's long prompts to several lengths, to measure how the context length matters.
 
     Only prompts with at least the longest length are used, so that the prompts are the same at
-    every length. A row `prompt` loses its beginning and a row `text` its end. A conversation loses
-    the beginning of its longest message, and may become a token or two shorter than the length.
+    every length. A row of kind `prompt` loses its beginning, one of kind `text` its end. In a
+    conversation the longest message loses its beginning, and the prompt may become a token or two
+    shorter than the length.
 
     Args:
         suite: the suite.
@@ -771,7 +776,7 @@ def parse_suite_file(
             raise UserError(
                 "eval.suite",
                 got=f"{place} without the column {missing_columns[0]}, which `columns` names",
-                expected=f"one of {', '.join(entry)}",
+                expected=f"one of the file's columns {', '.join(entry)}",
                 nearest=find_nearest(missing_columns[0], list(entry)),
             )
         renamed = {ours: entry[column] for ours, column in columns.items()}
