@@ -176,7 +176,7 @@ def _estimate_blur(client: Client, page: Counters, name: str) -> float:
 
 
 def _explain_missing_numbers(client: Client, pages: Sequence[Counters], seconds: float) -> str:
-    """Explain that the counters are rounded too coarsely to compute metrics; empty if they are not.
+    """Return why no metrics can be computed: because the server rounds its counters too coarsely.
 
     Args:
         client: the client of the engine.
@@ -184,7 +184,8 @@ def _explain_missing_numbers(client: Client, pages: Sequence[Counters], seconds:
         seconds: the time between the first reading and the last.
 
     Returns:
-        The explanation and the advice to watch the server for longer, or an empty text.
+        The reason, with the advice to watch the server for longer; empty if the counters are
+        precise enough.
     """
     # In each part, the rounding error of a counter may be at most the share MAX_BLUR of its growth.
     # Find how much longer than `seconds` to watch, so that this holds for the counters of drafts
@@ -211,7 +212,7 @@ def _suggest_longer_time(seconds: float) -> str:
 def _explain_missing_interval(
     client: Client, pages: Sequence[Counters], seconds: float, num_drafts: int, num_parts: int
 ) -> str:
-    """Explain why no confidence interval can be computed; empty if one can.
+    """Return the reason why no confidence interval can be computed; empty if one can.
 
     The time is cut into equal parts, and the spread between parts gives the interval.
 

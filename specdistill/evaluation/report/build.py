@@ -101,20 +101,21 @@ def build_report(
 ) -> Report:
     """Build the content of report.json from the measured parts, and add the findings.
 
-    The report is not judged yet: its gate has no rules and does not pass.
+    Findings are sentences about the numbers, e.g. that the baseline was slow. The report is not
+    judged yet: its gate has no rules and does not pass.
 
     Args:
-        suite: the suite that was measured.
-        headline: the numbers to quote.
-        theory: what the cost model says; None if nothing was drafted.
-        not_measured: why parts of the report are absent, by their names.
+        suite: the suite of prompts that was measured.
+        headline: the numbers to quote, such as the speedup.
+        theory: the predictions of the cost model; None if nothing was drafted.
+        not_measured: name of a part that the report lacks -> the reason.
         git_revision: the revision of the code; None outside of a git checkout.
         engine: the name and version of the program that decoded; None for this package.
         incomplete: why the measurement was cut short; None if it was not.
         sections: the sections target, draft, hardware, software, settings, results, context and
             lossless of the report.
     """
-    # Collect the reason for each absent part.
+    # Collect the reason for each part that is absent.
     absence_reasons = {
         **({} if git_revision else {"git_revision": "the code is not in a git checkout"}),
         **({} if theory else {"theory": "nothing was drafted"}),
@@ -163,17 +164,17 @@ def build_result_rows(
     seed: int,
     reasons: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Numbers]:
-    """Build the result rows of a configuration from its records.
+    """Build the rows of the report for one configuration (K, temperature, …), from its records.
 
-    The first row is that of the whole suite (`category: all`). One row for each category follows,
-    in the suite's order.
+    The first row has the numbers of the whole suite (`category: all`). One row for each category of
+    prompts follows, in the suite's order.
 
     Args:
-        records: the records of the configuration.
-        suite: the suite that was measured.
-        configuration: how it was measured.
-        seed: the seed of the bootstrap.
-        reasons: why this way of measuring cannot give some numbers, by their names.
+        records: what was measured of each prompt in this configuration.
+        suite: the suite of prompts that was measured.
+        configuration: the configuration.
+        seed: the seed of the bootstrap that gives the confidence intervals.
+        reasons: name of a number -> why this way of measuring cannot give it.
     """
     # Group the records: all of them, then those of each category.
     groups = {ALL_PROMPTS: list(records)}
@@ -194,10 +195,10 @@ def build_result_rows(
 
 
 def build_context_rows(records: Sequence[PromptRecord]) -> list[ContextBucketDocument]:
-    """Return the acceptance length for each range of context lengths, in powers of two.
+    """Return the acceptance length for each range of context lengths, e.g. 64 to 127 tokens.
 
-    The context length of a round is the number of tokens before it. A range is `64-127`, for
-    example.
+    The context length of a round is the number of tokens before the round. Each range begins at a
+    power of two and ends just below the next one.
     """
     rows: list[ContextBucketDocument] = []
     for bucket, emitted in sorted(group_rounds_by_context(records).items()):
@@ -218,23 +219,25 @@ def build_theory(
     *,
     depends_on_width: bool = False,
 ) -> Numbers | None:
-    """Return the report's section `theory`: alpha, the costs v and c, and the predicted speedup.
+    """Return the report's section `theory`, the predictions of the cost model.
 
-    specdistill.evaluation.statistics.theory defines these symbols. The curve has the predicted
-    speedup at each K' up to K. Means are over all rounds, so the curve at K is the row's
-    prediction. For a tree, K is the depth, and c·K the cost of drafting all its nodes.
+    The section has alpha (the acceptance probability of a draft token), the costs v of verifying
+    and c of a draft token (in steps of plain decoding), and the predicted speedup at each number K'
+    of draft tokens up to K. specdistill.evaluation.statistics.theory defines them. For a tree, K is
+    the depth, and c·K is the cost of drafting all its nodes.
 
     Args:
-        row: the row of the whole suite.
-        costs: the costs of rounds timed at K' up to K. Only their ratios are used.
+        row: the report's row of the whole suite.
+        costs: the costs of rounds timed at K' up to K. Only the ratios between them are used.
         passes: K' -> the number of forward passes of the draft in a round with K' draft tokens.
-        depends_on_width: whether acceptance is known at K alone (see `Proposer`), so that the curve
-            has no K' between.
+        depends_on_width: whether the acceptance of a token depends on K (as for some block
+            drafters). Then acceptance is known at K only, and the curve has no other K'.
 
     Returns:
-        The section `theory` of the report; None without drafts.
+        The section `theory` of the report; None if the row lacks a number that the model needs, for
+        example because nothing was drafted.
     """
-    # Without one of these numbers there is no theory, for example if nothing was drafted.
+    # The model needs these numbers.
     needed = (
         "mean_acceptance_length",
         "verify_ms",
@@ -253,7 +256,7 @@ def build_theory(
     cost = RoundCost(k, row["verify_ms"], draft_ms)
 
     # Predict the speedup at each K' that was timed. If acceptance depends on K, it is known at K
-    # alone, so no shorter draft can be predicted.
+    # only, so no shorter draft can be predicted.
     shorter = () if depends_on_width else costs
     curve = compute_speedup_curve(
         row["emitted_per_position"], row["num_drafts"], step_ms, cost, shorter
@@ -271,13 +274,17 @@ def build_theory(
 
 
 def select_headline(rows: Sequence[Numbers], records: Sequence[PromptRecord]) -> Numbers:
-    """Return the numbers to quote of a configuration, from its rows and records.
+    """Return the numbers to quote from a configuration: its acceptance length and speedup.
 
-    These are acceptance length and speedup. They are given as macro-averages over the categories,
-    and as the micro-averages of the whole suite. In the latter a category counts by its drafts or
-    its time.
+    There are two averages of each. In the macro-average over categories, each category of prompts
+    counts the same. In the micro-average of the whole suite, each round counts the same, so a
+    category with longer completions counts more.
+
+    Args:
+        rows: the rows of the configuration: that of the whole suite, then one for each category.
+        records: the records of the prompts, from which the confidence intervals are computed.
     """
-    # Only numbers that every category has can be averaged over the categories.
+    # A number can be averaged over the categories only if every category has it.
     category_rows = [row for row in rows if row["category"] != ALL_PROMPTS]
     quoted_names = []
     for name in ("mean_acceptance_length", "speedup"):
@@ -317,13 +324,20 @@ def _compute_row_numbers(
     seed: int,
     reasons: Mapping[str, str],
 ) -> Numbers:
-    """Compute the counts and metrics of a row, and the reason for each absent number."""
-    # Sum what was measured, by prompt. All metrics are formulas over these sums.
+    """Compute the counts and metrics of a row of the report, and the reason for each absent number.
+
+    Args:
+        records: the records of the row's prompts.
+        configuration: the configuration of the row.
+        seed: the seed of the bootstrap that gives the confidence intervals.
+        reasons: name of a number -> why this way of measuring cannot give it.
+    """
+    # Collect the numbers of each prompt: name -> values [P]. All metrics are computed from them.
     sums = collect_prompt_sums(records)
     num_timed_by_hf = sum(record.hf_generate is not None for record in records)
 
-    # Count prompts, tokens and rounds, and estimate the metrics. A server shows no rounds, and some
-    # servers no token ids, so their numbers are left out.
+    # Count prompts, tokens and rounds, and estimate the metrics. A server does not show its rounds
+    # (the number is NaN), and some servers return no token ids. What depends on them is left out.
     row: Numbers = {
         "num_prompts": len(records),
         "num_batches": len(np.unique(sums["batch"])) if "batch" in sums else len(records),
@@ -354,13 +368,18 @@ def _compute_row_numbers(
 
 
 def _estimate_metrics(sums: PromptSums, seed: int) -> Numbers:
-    """Return the value of each measured metric, and its interval if the report quotes one.
+    """Return the value of each metric that was measured, and its interval if the report has one.
 
-    The speedup over transformers' `generate()` is only included if the baseline is slower than
-    `generate()`: otherwise the speedup over the baseline is the stricter number.
+    The baseline is this package's plain decoding. If it is as fast as transformers' `generate()`,
+    the speedup over `generate()` is left out: the speedup over the baseline is then the stricter
+    number.
+
+    Args:
+        sums: the table of what was measured of each prompt: name -> values [P].
+        seed: the seed of the bootstrap that gives the intervals.
     """
     numbers: Numbers = {}
-    # A baseline that was not compared with `generate()` is not taken to be slow.
+    # If the baseline was not compared with `generate()`, 1.0 stands for "as fast".
     is_slow = (compute_value(METRICS["baseline_over_hf_generate"], sums) or 1.0) < SLOW_BASELINE
     for name, metric in METRICS.items():
         # Compute the value, if everything that the metric needs was measured.
@@ -378,18 +397,29 @@ def _estimate_metrics(sums: PromptSums, seed: int) -> Numbers:
 
 
 def is_looping(record: PromptRecord) -> bool:
-    """Return whether the completion ends in a loop, which inflates acceptance.
+    """Return whether a completion ends by repeating itself, which makes it easy to draft.
 
-    A completion ends in a loop if its last 48 tokens repeat with a period of at most 16.
+    This is so if the last 48 tokens repeat with a period of at most 16 tokens.
     """
-    # 48 tokens are three periods of the longest loop, so ordinary lists rarely count as loops.
+    # 48 tokens are three periods of the longest loop, so ordinary lists rarely count as loops. The
+    # text has a period of n tokens if it equals itself shifted by n tokens.
     tail = record.token_ids[-48:]
     return len(tail) == 48 and any(tail[period:] == tail[:-period] for period in range(1, 17))
 
 
 def _list_reasons(row: Numbers) -> dict[str, str]:
-    """Return, for each number that a row may lack, the sentence that says why it is absent."""
-    # Reasons for numbers that compare with transformers' `generate()`.
+    """Return for each number that a row may lack the reason for which it would be absent.
+
+    The caller uses only the reasons of numbers that the row does lack.
+
+    Args:
+        row: the row of the report, with the numbers that could be computed.
+
+    Returns:
+        name of the number -> the reason, in words.
+    """
+    # Reasons for numbers that compare with transformers' `generate()`, which was timed on some
+    # prompts only.
     untimed_reason = "none of these prompts was among those timed"
     fast_reason = (
         "the baseline is as fast as transformers' generate()"
@@ -397,8 +427,8 @@ def _list_reasons(row: Numbers) -> dict[str, str]:
         else untimed_reason
     )
 
-    # Reasons for absent intervals. Prompts of one batch share its time, so one batch gives no
-    # interval of a speed.
+    # Reasons for absent intervals. A speed needs several batches, because the prompts of a batch
+    # are decoded at the same time.
     interval_reason = (
         "fewer than two prompts"
         if row["num_prompts"] < 2
@@ -409,7 +439,6 @@ def _list_reasons(row: Numbers) -> dict[str, str]:
         "its prompts share the times of one batch" if is_one_batch else interval_reason
     )
 
-    # The caller uses only the reasons of numbers that the row does lack.
     return {
         **dict.fromkeys(SPEEDS, "no time was measured"),
         **dict.fromkeys(METRICS_OF_DRAFTS, "nothing was drafted"),
@@ -433,7 +462,11 @@ def _list_reasons(row: Numbers) -> dict[str, str]:
 
 
 def list_findings(report: Report) -> dict[str, str]:
-    """Return the findings of a report, name -> sentence: facts that the numbers do not show."""
+    """Return the findings of a report: name -> sentence.
+
+    A finding is something that a reader must know before quoting the numbers, for example that the
+    measurement was interrupted or the baseline was slow.
+    """
     return {
         **dict(_list_timing_findings(report)),
         **dict(_list_losslessness_findings(report)),
@@ -442,7 +475,8 @@ def list_findings(report: Report) -> dict[str, str]:
 
 
 def _list_timing_findings(report: Report) -> Iterator[tuple[str, str]]:
-    """Yield findings about how far the times can be trusted."""
+    """Yield findings, as (name, sentence), about how far the measured times can be trusted."""
+    # The first row has the numbers of the whole suite in the main configuration.
     row = report["results"][0]
 
     # An interrupted measurement.
@@ -494,7 +528,10 @@ def _list_timing_findings(report: Report) -> Iterator[tuple[str, str]]:
 
 
 def _list_losslessness_findings(report: Report) -> Iterator[tuple[str, str]]:
-    """Yield findings about whether the counted tokens are those that the target generates."""
+    """Yield findings, as (name, sentence), about whether the output is really the target's.
+
+    One finding warns that an engine counts tokens which are not in the output.
+    """
     row = report["results"][0]
     settings = report["settings"]
     lossless = report["lossless"]
@@ -540,9 +577,9 @@ def _list_losslessness_findings(report: Report) -> Iterator[tuple[str, str]]:
 
 
 def _list_drafting_findings(report: Report) -> Iterator[tuple[str, str]]:
-    """Yield findings about rounds without a draft, odd completions, and a K that may be better."""
-    # Rounds that drafted nothing. More than one in 20 makes the two acceptance lengths differ
-    # visibly.
+    """Yield findings, as (name, sentence), about drafts, completions and a K that may be better."""
+    # Rounds in which nothing was drafted. If they are more than one in 20, the acceptance length
+    # over all rounds and that over rounds with a draft (as vLLM computes it) differ visibly.
     row = report["results"][0]
     share_without_draft = 0.0
     if row["num_drafts"] and "num_rounds" in row:

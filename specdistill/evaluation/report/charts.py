@@ -53,17 +53,21 @@ class Scale:
 
 
 def draw_acceptance_by_position(row: ResultRow) -> Markup | None:
-    """Draw a bar chart of the acceptance rate at each position in the draft.
+    """Return the SVG of a bar chart of the acceptance rate at each position of a draft.
 
-    A bar shows the unconditional rate, and a dot the rate once the position is reached.
+    A bar shows the share of all drafts in which the position was accepted. A dot shows the share
+    among the drafts that reached the position: all earlier positions were accepted.
+
+    Args:
+        row: the row of the report. The result is None if its rates are missing, because nothing was
+            drafted.
     """
-    # If nothing was drafted, there is no chart.
     rates: Sequence[float | None] = row.get("acceptance_rate_per_position", [])
     if not rates:
         return None
 
-    # Set the scale and the width of a bar. Each position gets a slot; few positions get bars that
-    # are not wider than 56 units.
+    # Set the scale and the width of a bar. Each position gets an equal part of the width, its slot.
+    # If there are few positions, a bar is at most 56 units wide.
     height = 230
     y = Scale(0, 1, height - BOTTOM_MARGIN - AXIS, TOP)
     slot = (WIDTH - LEFT - RIGHT) / len(rates)
@@ -109,15 +113,17 @@ def draw_acceptance_by_position(row: ResultRow) -> Markup | None:
 
 
 def draw_acceptance_by(what: str, named_rows: NamedRows, k: int) -> Markup | None:
-    """Draw the acceptance length of each row as a dot on the line of its interval.
+    """Return the SVG of a chart of acceptance lengths, with one line of the chart for each row.
 
-    The axis goes from 1 (no gain) to K + 1 (all draft tokens accepted).
+    A dot shows the acceptance length, and a horizontal line its confidence interval. The axis goes
+    from 1 (no gain) to K + 1 (all draft tokens accepted).
 
     Args:
-        what: what distinguishes the rows, for the chart's name.
-        named_rows: the rows, each with the name that is shown.
+        what: the difference between the rows, e.g. "category", for the chart's title.
+        named_rows: the rows of the report, as pairs (name to show, row).
         k: K, draft tokens per round.
     """
+    # The ticks are whole numbers, about nine at most.
     x = Scale(1, k + 1, 16, WIDTH - 52)
     return _draw_lines(
         named_rows,
@@ -131,13 +137,14 @@ def draw_acceptance_by(what: str, named_rows: NamedRows, k: int) -> Markup | Non
 
 
 def draw_speedup_by(what: str, named_rows: NamedRows, axis: str) -> Markup | None:
-    """Draw the speedup of each row as a dot on the line of its interval.
+    """Return the SVG of a chart of speedups, with one line of the chart for each row.
 
-    A dashed line shows plain decoding.
+    A dot shows the speedup, and a horizontal line its confidence interval. A dashed vertical line
+    at 1 shows the speed of plain decoding.
 
     Args:
-        what: what distinguishes the rows, for the chart's name.
-        named_rows: the rows, each with the name that is shown.
+        what: the difference between the rows, e.g. "by category", for the chart's title.
+        named_rows: the rows of the report, as pairs (name to show, row).
         axis: the name of the horizontal axis.
     """
     # The axis has room for every interval, and for 1, the speed of plain decoding.
@@ -159,15 +166,18 @@ def _draw_lines(
     label: str,
     axis: str,
 ) -> Markup | None:
-    """Draw the metric of each row as a dot on the line of its interval, below the row's name.
+    """Return the SVG of a chart that shows one metric of several rows, one below the other.
+
+    Each row has its name, and below it a dot for the metric on a horizontal line for its interval.
 
     Args:
-        named_rows: the rows, each with its name. Rows without the metric are left out.
+        named_rows: the rows of the report, as pairs (name to show, row). Rows without the metric
+            are left out; the result is None if no row is left.
         metric: the name of the metric.
-        format_value: writes a value of the metric as text.
-        x: the scale of the horizontal axis.
-        ticks: the ticks of the horizontal axis.
-        label: the name of the chart.
+        format_value: converts a value of the metric to text.
+        x: the scale of the horizontal axis, value -> coordinate.
+        ticks: the ticks of the horizontal axis, as pairs (value, label).
+        label: the title of the chart.
         axis: the name of the horizontal axis.
     """
     named_rows = [(name, row) for name, row in named_rows if metric in row]
@@ -221,14 +231,17 @@ def _draw_lines(
 
 
 def draw_speedup_by_k(theory: Mapping[str, Any] | None, rows: Sequence[ResultRow]) -> Markup | None:
-    """Draw the speedup against the number of draft tokens K': predicted, its ceiling, and measured.
+    """Return the SVG of a chart of the speedup against K', the number of draft tokens per round.
 
-    The ceiling is the speedup of a draft without cost: the acceptance length. The measured speedup
-    of each row has its interval. Returns None with neither a prediction nor a second measured K.
+    The chart shows the predicted speedup, the measured ones with their intervals, and a ceiling:
+    the speedup of a draft that takes no time, which equals the acceptance length.
 
     Args:
-        theory: the report's section `theory`; None if nothing was drafted.
-        rows: result rows that differ in K alone.
+        theory: the report's section `theory` with the predictions; None if nothing was drafted.
+        rows: rows of the report that differ only in K.
+
+    Returns:
+        The chart. None if there is no prediction and only one K was measured.
     """
     measured_rows = [row for row in rows if "speedup" in row]
     if theory is None and len(measured_rows) < 2:
@@ -242,7 +255,8 @@ def draw_speedup_by_k(theory: Mapping[str, Any] | None, rows: Sequence[ResultRow
             ceiling[row["num_speculative_tokens"]] = row["mean_acceptance_length"]
     intervals = [_read_interval(row, "speedup") for row in measured_rows]
 
-    # Set the scales: K' from 0 to the longest draft, and a speedup that every value fits in.
+    # Set the scales: K' from 0 to the longest draft, and a range of speedups with room for every
+    # value.
     height = 260
     measured_ks = [row["num_speculative_tokens"] for row in measured_rows]
     longest = max(1, int(max(ceiling)), *measured_ks)
@@ -274,9 +288,15 @@ def draw_speedup_by_k(theory: Mapping[str, Any] | None, rows: Sequence[ResultRow
 
 
 def _draw_axes_by_k(x: Scale, y: Scale, longest: int) -> list[Markup]:
-    """Draw the axes of a chart over K', with a dashed line for plain decoding."""
+    """Return the axes of a chart over K', with a dashed line at speedup 1 for plain decoding.
+
+    Args:
+        x: the scale of the horizontal axis, K' -> coordinate.
+        y: the scale of the vertical axis, speedup -> coordinate.
+        longest: the largest K', the number of draft tokens per round.
+    """
     elements = _draw_y_axis(y, [(value, f"{value:g}×") for value in _choose_ticks(y.low, y.high)])
-    # If there are more than 13 draft tokens, not every K' is labelled.
+    # Label every K', or if there are more than 13, every second or third one and so on.
     ks = range(0, longest + 1, 1 + longest // 13)
     elements += [_draw_text(x(k), y.start + 17, k, anchor="middle") for k in ks]
     plain = _draw_line(LEFT, y(1.0), WIDTH - RIGHT, y(1.0), "muted", stroke_dasharray="3 4")
@@ -286,7 +306,14 @@ def _draw_axes_by_k(x: Scale, y: Scale, longest: int) -> list[Markup]:
 def _draw_predicted_curve(
     x: Scale, y: Scale, curve: Sequence[Mapping[str, float]], best_k: int | None
 ) -> list[Markup]:
-    """Draw the curve of predicted speedups, with a larger dot at the best K."""
+    """Return the curve of predicted speedups, with a dot at each K' and a larger one at the best K.
+
+    Args:
+        x: the scale of the horizontal axis, K' -> coordinate.
+        y: the scale of the vertical axis, speedup -> coordinate.
+        curve: the points of the prediction, each with `k` and `predicted_speedup`.
+        best_k: the K with the highest predicted speedup; None if there is no prediction.
+    """
     points = [(x(point["k"]), y(point["predicted_speedup"])) for point in curve]
     elements = [_draw_path(points, "bar", stroke_width=2.5)]
     for point, (dot_x, dot_y) in zip(curve, points, strict=True):
@@ -299,7 +326,14 @@ def _draw_predicted_curve(
 def _draw_measured_speedup(
     x: Scale, y: Scale, row: ResultRow, interval: tuple[float, float]
 ) -> list[Markup]:
-    """Draw the measured speedup of a row as a dot on the vertical line of its interval."""
+    """Return a dot for the measured speedup of a row, on a vertical line for its interval.
+
+    Args:
+        x: the scale of the horizontal axis, K -> coordinate.
+        y: the scale of the vertical axis, speedup -> coordinate.
+        row: the row of the report.
+        interval: the ends of the confidence interval of the speedup.
+    """
     low, high = interval
     dot_x = x(row["num_speculative_tokens"])
     return [
@@ -309,16 +343,19 @@ def _draw_measured_speedup(
 
 
 def format_speedup_at_k(row: ResultRow) -> str:
-    """Return the measured speedup of a row in words, with its K and interval."""
+    """Return a row's measured speedup as text, e.g. "K = 4: 1.54× (1.43 to 1.65)"."""
     speedup = f"{format_times(row['speedup'])}{format_bracketed_interval(row, 'speedup')}"
     return f"K = {row['num_speculative_tokens']}: {speedup}"
 
 
 def _make_element(name: str, content: object = "", **attributes: object) -> Markup:
-    """Return an SVG element, with its content and all attribute values escaped.
+    """Return an SVG element as text, with its content and all attribute values escaped.
 
-    The argument `stroke_width` sets the attribute stroke-width. An attribute with the value None is
-    left out.
+    Args:
+        name: the name of the element, e.g. "rect".
+        content: the text or the elements inside it. `Markup` is not escaped again.
+        attributes: the attributes, with underscores for dashes: `stroke_width` sets stroke-width.
+            An attribute with the value None is left out.
     """
     escaped_attributes = {
         key.replace("_", "-"): escape(value)
@@ -336,9 +373,9 @@ def _draw_figure(
 
     Args:
         height: the height of the chart, in the units of WIDTH.
-        label: the name of the chart.
-        elements: the elements of the chart.
-        values: the values that the chart shows, as text.
+        label: the title of the chart.
+        elements: the SVG elements of the chart.
+        values: the values that the chart shows, as text, for screen readers.
     """
     content = Markup("\n").join([_make_element("desc", "; ".join(values)), *elements])
     return _make_element(
@@ -349,7 +386,15 @@ def _draw_figure(
 def _draw_text(
     x: float, y: float, content: object, *, anchor: str | None = None, kind: str | None = None
 ) -> Markup:
-    """Draw a text at (x, y); `anchor` and `kind` are its text-anchor and its CSS class."""
+    """Return a text element at (x, y).
+
+    Args:
+        x: the horizontal position.
+        y: the vertical position of the text's baseline.
+        content: the text.
+        anchor: the SVG attribute text-anchor: "middle" or "end" of the text is at x; None: start.
+        kind: the CSS class of the text; None for none.
+    """
     return _make_element("text", content, **{"class": kind}, x=x, y=y, text_anchor=anchor)
 
 
@@ -359,7 +404,13 @@ def _draw_line(x1: float, y1: float, x2: float, y2: float, colour: str, **style:
 
 
 def _draw_path(points: Iterable[tuple[float, float]], colour: str, **style: object) -> Markup:
-    """Draw a line through points in a colour of the style sheet."""
+    """Return a line through points.
+
+    Args:
+        points: the points (x, y).
+        colour: the name of a colour in the style sheet.
+        style: more SVG attributes, e.g. stroke_width.
+    """
     coordinates = " ".join(f"{x},{y}" for x, y in points)
     return _make_element(
         "polyline", points=coordinates, fill="none", stroke=f"var(--{colour})", **style
@@ -369,7 +420,10 @@ def _draw_path(points: Iterable[tuple[float, float]], colour: str, **style: obje
 def _draw_dot(
     x: float, y: float, radius: float, fill: str, stroke: str = "", title: str = ""
 ) -> Markup:
-    """Draw a dot at (x, y), with an edge in the colour `stroke` and a tooltip `title`, if given."""
+    """Return a dot at (x, y), with an edge in the colour `stroke` and a tooltip `title`, if given.
+
+    `fill` and `stroke` are names of colours in the style sheet.
+    """
     edge = {"stroke": f"var(--{stroke})", "stroke_width": 2} if stroke else {}
     return _make_element(
         "circle",
@@ -383,7 +437,12 @@ def _draw_dot(
 
 
 def _draw_y_axis(y: Scale, ticks: Ticks) -> list[Markup]:
-    """Draw the vertical axis: for each tick a line across the chart, and its label."""
+    """Return the vertical axis: for each tick a horizontal line across the chart, and its label.
+
+    Args:
+        y: the scale of the axis, value -> coordinate.
+        ticks: the ticks, as pairs (value, label).
+    """
     lines = [_draw_line(LEFT, y(value), WIDTH - RIGHT, y(value), "line") for value, _ in ticks]
     return lines + [
         _draw_text(LEFT - 6, y(value) + 4, label, anchor="end") for value, label in ticks
@@ -391,20 +450,28 @@ def _draw_y_axis(y: Scale, ticks: Ticks) -> list[Markup]:
 
 
 def _read_interval(row: ResultRow, metric: str) -> tuple[float, float]:
-    """Return the interval of a metric; if there is none, its value as both ends."""
+    """Return the 95 % confidence interval of a metric of a row, to draw it as a line.
+
+    If the row has no interval, both ends are the value itself, so that the line has no length.
+    """
     low, high = row.get(f"{metric}_ci95", (row[metric], row[metric]))
     return low, high
 
 
 def _round_bounds(values: Sequence[float]) -> tuple[float, float]:
-    """Return bounds for an axis: the next tenths outside of the values, with some room."""
-    # 1 and 1.999 tenths widen a range whose ends already are tenths, so no dot is on the border.
+    """Return the bounds of an axis on which all values fit: round tenths, with some room.
+
+    The lower bound is not negative. For example, values from 1.23 to 1.58 give 1.1 and 1.7.
+    """
+    # Going one tenth further than needed keeps dots off the border, also for values that are
+    # tenths themselves. `int` rounds down, so 1.999 rounds up and adds a tenth.
     return max(0.0, int(min(values) * 10 - 1) / 10), int(max(values) * 10 + 1.999) / 10
 
 
 def _choose_ticks(low: float, high: float) -> list[float]:
-    """Return round values for the ticks of an axis: seven at most."""
-    # Choose the smallest of the round steps 0.005, 0.01, 0.02, 0.025, 0.05, … with few ticks.
+    """Return at most seven round values between `low` and `high`, for the ticks of an axis."""
+    # Choose the smallest of the round steps 0.005, 0.01, 0.02, 0.025, 0.05, … that gives at most
+    # six steps.
     steps = [0.005]
     for power in range(-2, 9):
         steps += [digits * 10**power for digits in (1, 2, 2.5, 5)]

@@ -79,18 +79,19 @@ SUMMARY_HEAD = (
 
 
 def write_report(folder: Path, report: Report, records: Sequence[PromptRecord]) -> None:
-    """Write report.json, samples.jsonl and the files that are rendered from them.
+    """Write report.json, samples.jsonl and the pages that are rendered from them.
 
-    Nothing appears in `folder` before everything is ready.
+    Nothing appears in `folder` before all files are complete.
 
     Args:
         folder: the folder of the report, which is created if it does not exist.
-        report: the report.
-        records: the records of all prompts.
+        report: the content of report.json.
+        records: the records of all prompts, for samples.jsonl.
     """
     validate_report(report)
 
-    # Write the two JSON files, then render the pages from them, as `render` would do later.
+    # Write the two JSON files to a temporary folder, and render the pages from them. `stage_files`
+    # then moves all files to `folder`.
     with stage_files(folder) as staging:
         text = json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
         (staging / REPORT).write_text(text, encoding="utf-8")
@@ -103,9 +104,9 @@ def check_replaceable(folder: Path, key: str, names: Sequence[str] = FILES) -> N
 
     Args:
         folder: the folder, which need not exist.
-        key: the key that errors name.
-        names: the files to be written. The first one, a report or a comparison, tells whether
-            earlier files are from specdistill.
+        key: the setting that named the folder, for errors.
+        names: the names of the files to be written. The first one is a JSON document (a report or a
+            comparison).
 
     Raises:
         UserError: for a folder that cannot be written, and for existing files that specdistill did
@@ -113,7 +114,8 @@ def check_replaceable(folder: Path, key: str, names: Sequence[str] = FILES) -> N
     """
     check_writable(folder, key)
 
-    # Files may be replaced if the JSON document among them says that specdistill wrote it.
+    # Existing files may be replaced if the JSON document is one of them and says that specdistill
+    # wrote it.
     existing_names = [name for name in names if (folder / name).exists()]
     is_from_specdistill = False
     with suppress(OSError, ValueError, TypeError):
@@ -121,17 +123,25 @@ def check_replaceable(folder: Path, key: str, names: Sequence[str] = FILES) -> N
     if existing_names and not is_from_specdistill:
         raise UserError(
             key,
-            got=f"{folder}, which holds {existing_names[0]}, but no {names[0]} of specdistill",
-            expected="a new folder, so that nothing is overwritten",
+            got=(
+                f"{folder}, which has a file {existing_names[0]}, but no {names[0]} from"
+                " specdistill"
+            ),
+            expected="a new folder, so that no foreign file is overwritten",
         )
 
 
 @contextmanager
 def stage_files(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder, whose files move to `folder` at the end, JSON first.
+    """Provide a temporary folder for a `with` block, and move its files to `folder` afterwards.
+
+    So `folder` never has half-written files. If the block raises an error, nothing is moved.
+
+    Args:
+        folder: the final folder, which is created if it does not exist.
 
     Raises:
-        ResourceError: when the disk fails.
+        ResourceError: if the files cannot be written, e.g. because the disk is full.
     """
     try:
         # The temporary folder is inside the final one, so files move within one file system.
@@ -139,20 +149,23 @@ def stage_files(folder: Path) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".report-") as name:
             yield Path(name)
 
-            # The pages are rendered from the JSON files, so a page is never newer than its data.
+            # Move the JSON files first, because the pages are rendered from them. If this is
+            # interrupted, no page is newer than its data.
             for path in sorted(Path(name).iterdir(), key=lambda path: path.suffix != ".json"):
                 os.replace(path, folder / path.name)
     except OSError as error:
         raise ResourceError(
-            f"could not write to {folder} ({error.strerror})", next_step="free the disk"
+            f"could not write to {folder} ({error.strerror})",
+            next_step="free disk space or choose another folder",
         ) from error
 
 
 def compute_digest(report: Report, records: Sequence[PromptRecord]) -> str:
-    """Return the sha256 of a measurement: the report without its verdict, and all records.
+    """Return the sha256 of a measurement: of its report without the verdict, and of all records.
 
-    A release compares this digest with the files, so that nobody edits them unnoticed. Compute it
-    right after the measurement. The parts in JUDGED_PARTS are left out, because they may change.
+    The digest is computed right after the measurement. A release computes it again from the files
+    and compares, so that nobody edits the files unnoticed. The parts of the report in JUDGED_PARTS
+    are left out, because a report may be judged again.
     """
     measured = {name: part for name, part in report.items() if name not in JUDGED_PARTS}
     content = json.dumps(
@@ -162,24 +175,28 @@ def compute_digest(report: Report, records: Sequence[PromptRecord]) -> str:
 
 
 def read_report(path: Path, key: str = "report") -> tuple[Report, list[PromptRecord]]:
-    """Read report.json and the records next to it.
+    """Read report.json, and the records of all prompts from samples.jsonl next to it.
 
     Args:
-        path: report.json or its folder.
-        key: the key that errors name.
+        path: the path of report.json or of its folder.
+        key: the setting that named the path, for errors.
 
     Raises:
-        UserError: if one of the two is missing or invalid.
+        UserError: if one of the two files is missing or invalid.
     """
     path = path / REPORT if path.is_dir() else path
     return read_document(path, key), read_records(path.parent / SAMPLES, key)
 
 
 def read_document(path: Path, key: str = "report") -> Report:
-    """Read report.json, given by its path or its folder, without the records.
+    """Read report.json and check it against the schema, without the records of the prompts.
+
+    Args:
+        path: the path of report.json or of its folder.
+        key: the setting that named the path, for errors.
 
     Raises:
-        UserError: if it is missing or invalid.
+        UserError: if report.json is missing or invalid.
     """
     path = path / REPORT if path.is_dir() else path
     with convert_errors((OSError, ValueError), key, path, "a report.json"):
@@ -189,9 +206,13 @@ def read_document(path: Path, key: str = "report") -> Report:
 
 
 def render(folder: Path) -> None:
-    """Render report.md, report.html and junit.xml from the report.json and samples.jsonl here.
+    """Write report.md, report.html and junit.xml, made from the JSON files in the same folder.
 
-    Nothing else is read, so a report can be rendered again on another machine.
+    The JSON files are report.json and samples.jsonl. Nothing else is read, so a report can be
+    rendered again on another machine.
+
+    Args:
+        folder: the folder of the report.
     """
     report, records = read_report(folder)
 
@@ -199,7 +220,7 @@ def render(folder: Path) -> None:
     (folder / "report.md").write_text(to_markdown(report), encoding="utf-8")
     (folder / "report.html").write_text(to_html(report, records), encoding="utf-8")
     junit = load_template("evaluation/report/junit.xml.j2").render(report=report)
-    # XML 1.0 forbids control characters, which `make_printable` replaces.
+    # XML 1.0 forbids control characters, so `make_printable` replaces them.
     (folder / "junit.xml").write_text(f"{make_printable(junit)}\n", encoding="utf-8")
 
 
@@ -210,12 +231,12 @@ def _build_adapter() -> TypeAdapter[ReportDocument]:
 
 
 def validate_report(report: object, name: str = "report.json", key: str = "report") -> None:
-    """Raise UserError for the first field of a report that does not fit the schema.
+    """Raise UserError if a report does not fit the schema; the error names the first wrong field.
 
     Args:
         report: the content of a report.json.
         name: the name of the file, for the error.
-        key: the key that the error names.
+        key: the setting that named the file, for the error.
     """
     try:
         _build_adapter().validate_python(report)
@@ -231,7 +252,11 @@ def validate_report(report: object, name: str = "report.json", key: str = "repor
 
 @cache
 def list_row_metrics() -> tuple[str, ...]:
-    """Return the names of the numbers in a result row that a rule of the gate can test."""
+    """Return the names of the numbers in a row of the report that a rule of the gate can test.
+
+    These are all numbers and booleans of a row in the JSON Schema, e.g. `speedup`, except those
+    that say what was measured (ROW_IDENTITY), such as the temperature.
+    """
     fields = build_schema()["$defs"]["ResultDocument"]["properties"]
     return tuple(
         name
@@ -242,23 +267,28 @@ def list_row_metrics() -> tuple[str, ...]:
 
 @cache
 def list_document_metrics() -> tuple[str, ...]:
-    """Return the dotted paths of the numbers and booleans outside the result rows.
+    """Return the names of the numbers and booleans outside the rows that a rule can test.
 
-    An example is `lossless.greedy_identical`.
+    A name is the dotted path in the report, e.g. `lossless.greedy_identical`.
     """
     return tuple(_list_scalars(build_schema()))
 
 
 def _list_scalars(node: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted paths of the numbers and booleans below a node of the JSON Schema."""
+    """Yield the dotted paths of the numbers and booleans below a node of the JSON Schema.
+
+    Args:
+        node: an object of the JSON Schema, with `properties`.
+        prefix: the path of this object, with a dot at the end; empty at the top level.
+    """
     for name, field in node.get("properties", {}).items():
-        # A field with `$ref` is described under `$defs`.
+        # A field with `$ref` is described elsewhere, under `$defs`.
         if "$ref" in field:
             definition_name = field["$ref"].rpartition("/")[2]
             field = build_schema()["$defs"][definition_name]
 
-        # Numbers at the top level describe the file, and the gate is the verdict itself, so neither
-        # can be tested by a rule.
+        # Skip what a rule cannot test: numbers at the top level, which describe the file, and the
+        # section `gate`, which has the verdict itself.
         if field.get("type") in SCALARS and prefix:
             yield f"{prefix}{name}"
         elif name != "gate":
@@ -267,11 +297,13 @@ def _list_scalars(node: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 @cache
 def load_template(name: str) -> Template:
-    """Load a Jinja template by its path in the package, with the filters that reports use.
+    """Load a Jinja template of the package, with the filters and functions that reports use.
 
-    All values are escaped. A missing value is an error.
+    Args:
+        name: the path of the template inside the package.
     """
-    # Values are escaped because names and model output come from outside.
+    # Escape all values, because names and model output come from outside. A missing value is an
+    # error (StrictUndefined).
     templates = Environment(
         loader=PackageLoader("specdistill", "."),
         autoescape=True,
@@ -280,7 +312,7 @@ def load_template(name: str) -> Template:
         lstrip_blocks=True,
     )
 
-    # JSON in a page is compact and keeps Unicode characters, so that more prompts fit.
+    # Write JSON without spaces and with Unicode characters, so that more prompts fit into a page.
     templates.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "separators": (",", ":")}
 
     # Templates write numbers with the same functions as the other formats.
@@ -296,7 +328,13 @@ def load_template(name: str) -> Template:
 
 
 def to_html(report: Report, records: Sequence[PromptRecord]) -> str:
-    """Return the content of report.html, which is one self-contained page."""
+    """Return the content of report.html, a page that needs no other files.
+
+    Args:
+        report: the content of report.json.
+        records: the records of all prompts. Those of the main configuration are shown in the page.
+    """
+    # The first row is that of the main configuration, for the whole suite.
     row = report["results"][0]
     main_records = select_records(row, records)
 
@@ -306,7 +344,12 @@ def to_html(report: Report, records: Sequence[PromptRecord]) -> str:
     ]
 
     def list_swept_rows(setting: str, name_format: str) -> list[tuple[str, phrases.ResultRow]]:
-        """Return the rows of a sweep over a setting, each with its name."""
+        """Return the rows of the report that differ only in one setting, each with a name to show.
+
+        Args:
+            setting: the setting that was varied, e.g. "temperature".
+            name_format: the name of a row; {} stands for the value of the setting.
+        """
         return [
             (name_format.format(swept_row[setting]), swept_row)
             for swept_row in tables.sweep(report, setting)
@@ -333,12 +376,18 @@ def to_html(report: Report, records: Sequence[PromptRecord]) -> str:
 
 
 def to_picture(report: Report, records: Sequence[PromptRecord]) -> str:
-    """Return the main content of a report as one SVG, for its model card.
+    """Return an SVG that sums up a report, for the draft's model card.
 
-    The picture shows the verdict, the numbers, a marked completion, and acceptance by position.
+    The picture shows the verdict, the main numbers, the acceptance by position, and a completion in
+    which the accepted draft tokens are marked.
+
+    Args:
+        report: the content of report.json.
+        records: the records of all prompts.
     """
     row = report["results"][0]
-    # Show the completion with the most different tokens, because a loop shows little.
+    # Show the completion with the largest number of different tokens. One that repeats itself would
+    # show little.
     varied = sorted(select_records(row, records), key=lambda record: -len(set(record.token_ids)))
     samples = select_samples(varied)
     template = load_template("evaluation/report/picture.svg.j2")
@@ -348,12 +397,18 @@ def to_picture(report: Report, records: Sequence[PromptRecord]) -> str:
 
 
 def select_samples(records: Sequence[PromptRecord], max_bytes: int = MAX_BYTES) -> list[Sample]:
-    """Return the samples of the token view, one for each prompt whose rounds are known.
+    """Return the completions to show token by token in report.html, as many as fit.
 
-    If the samples would take more than `max_bytes` of JSON, only as many as fit are returned,
-    chosen evenly over the categories. They are in the order of the records.
+    Args:
+        records: the records of the prompts. Those from a server are left out, because a server
+            does not show its rounds.
+        max_bytes: the most bytes that the samples may take as JSON. If there are too many, samples
+            are left out evenly over the categories.
+
+    Returns:
+        The samples, in the order of the records.
     """
-    # Build all samples and measure their JSON. A server's records have counts and no rounds.
+    # Build all samples and measure their JSON. Records with `counts` come from a server.
     records = [record for record in records if record.counts is None]
     samples = [_build_sample(record) for record in records]
     sizes = [
@@ -361,8 +416,8 @@ def select_samples(records: Sequence[PromptRecord], max_bytes: int = MAX_BYTES) 
         for sample in samples
     ]
 
-    # Choose fewer samples, evenly over the categories, until they fit. Sizes differ, so the number
-    # that fits is estimated from the mean size and found by repetition.
+    # Choose fewer samples, evenly over the categories, until they fit. How many fit is estimated
+    # from their mean size. Sizes differ, so this may take several attempts.
     categories = [record.category for record in records]
     chosen = list(range(len(samples)))
     while (size := sum(sizes[index] for index in chosen)) > max_bytes:
@@ -372,13 +427,16 @@ def select_samples(records: Sequence[PromptRecord], max_bytes: int = MAX_BYTES) 
 
 
 def _build_sample(record: PromptRecord) -> Sample:
-    """Return the completion of a prompt, round by round, as the script of the token view reads it.
+    """Return a prompt and its completion, round by round, as the script in report.html reads them.
 
-    A round is [emitted tokens, how many of them were drafted, rejected draft tokens], with tokens
-    as text. For a tree these follow one path, and the number of other nodes is appended. The
-    speedup is None without a baseline. It is also None in a batch, whose prompts share its times.
+    A round is [emitted tokens, how many of them were draft tokens, rejected draft tokens], with the
+    tokens as texts. For a tree, the rejected tokens are those of one path, and the number of nodes
+    off this path is appended.
+
+    Args:
+        record: the record of the prompt.
     """
-    # List the rounds.
+    # List the rounds. Accepted draft tokens are the first emitted tokens of a round.
     rounds: list[list[object]] = []
     for round_record in record.rounds:
         num_accepted = len(round_record.accepted)
@@ -387,7 +445,8 @@ def _build_sample(record: PromptRecord) -> Sample:
         rounds.append([round_record.emitted_text, num_accepted, rejected_text, *num_off_path])
     num_emitted = sum(len(round_record.emitted) for round_record in record.rounds)
 
-    # The prompts of a batch share its time, so a speedup is shown for single prompts only.
+    # The prompts of a batch are decoded at the same time, so a speedup is shown only if the prompt
+    # was decoded alone, and plain decoding was measured, too.
     speculative = record.speculative
     baseline = record.baseline if record.configuration.batch_size == 1 else None
     tokens_per_second = speculative.num_tokens / speculative.seconds
@@ -411,7 +470,8 @@ def summarize_reports(places: Sequence[str]) -> tuple[str, list[SummaryNumbers]]
     """Return a Markdown table with a row for each report, and the same numbers as dictionaries.
 
     Args:
-        places: paths of report.json files, of their folders, or of folders that hold such folders.
+        places: paths of report.json files, of their folders, or of folders that contain folders of
+            reports.
 
     Raises:
         UserError: for a path without a report.
@@ -431,9 +491,11 @@ def summarize_reports(places: Sequence[str]) -> tuple[str, list[SummaryNumbers]]
 
 
 def _find_reports(place: Path) -> Sequence[Path]:
-    """Find the reports at a path: a report.json, that of a folder, or those of its subfolders.
+    """Return the paths of the reports at a place.
 
-    The folder may be that of a run or of a comparison, whose subfolders hold reports.
+    Args:
+        place: the path of a report.json; of a folder that has one; or of a folder whose subfolders
+            have one each, such as the folder of a run or of a comparison.
 
     Raises:
         UserError: if there is no report.
@@ -445,15 +507,18 @@ def _find_reports(place: Path) -> Sequence[Path]:
     )
     if not reports:
         raise UserError(
-            "reports", got=str(place), expected="a report.json, its folder, or a folder of reports"
+            "reports",
+            got=f"{place}, which has no report",
+            expected="a report.json, its folder, or a folder that contains folders of reports",
         )
     return reports
 
 
 def _select_summary_numbers(report: Report) -> SummaryNumbers:
-    """Return the numbers of a report for the summary, with None for what was not measured.
+    """Return the main numbers of a report for a summary of several reports.
 
-    They are those of the whole suite in the main configuration.
+    The numbers are those of the whole suite in the main configuration, which is the report's first
+    row. A number that was not measured is None.
     """
     row = report["results"][0]
     draft = report["draft"]
@@ -476,7 +541,11 @@ def _select_summary_numbers(report: Report) -> SummaryNumbers:
 
 
 def _format_summary_cells(report: Report) -> list[str]:
-    """Return the cells of a report's row, in the order of SUMMARY_HEAD."""
+    """Return the main numbers of a report as texts, for a row of the table of several reports.
+
+    SUMMARY_HEAD names the columns: method, draft, target, suite, K, acceptance length, speedup,
+    lossless and verdict.
+    """
     numbers = _select_summary_numbers(report)
     row = report["results"][0]
     length = (

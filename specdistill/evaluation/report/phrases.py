@@ -46,20 +46,29 @@ def format_interval(row: ResultRow, name: str) -> str:
 
 
 def format_bracketed_interval(row: ResultRow, name: str) -> str:
-    """Format the 95 % interval of a metric in brackets, to follow the number; may be empty."""
+    """Return the 95 % interval of a metric in brackets, e.g. " (1.43 to 1.65)"; empty without one.
+
+    The text is meant to follow the metric's value, so it begins with a space.
+
+    Args:
+        row: the row of the report.
+        name: the name of the metric.
+    """
     interval = format_interval(row, name)
     return f" ({interval})" if interval else ""
 
 
 def format_count(count: int, noun: str) -> str:
-    """Format a count with its noun, in the plural unless the count is 1."""
+    """Return a count with its noun, in the plural unless the count is 1, e.g. "3 batches"."""
+    # The plural of nouns in -ch has -es, as in batches.
     plural_ending = "es" if noun.endswith("ch") else "s"
     return f"{count} {noun}{'' if count == 1 else plural_ending}"
 
 
 def format_duration(seconds: float | None) -> str:
-    """Format a duration in its two largest units that are not zero, e.g. 2 min 21 s."""
-    # Below 9.95 s one decimal is shown; anything longer is rounded to whole seconds.
+    """Return a duration as text, e.g. "2 h 5 min", "2 min 21 s" or "4.2 s"; "–" for None."""
+    # Below 9.95 s, which would be rounded to 10.0, one decimal is shown. Anything longer is rounded
+    # to whole seconds.
     if seconds is None or seconds < 9.95:
         return "–" if seconds is None else f"{seconds:.1f} s"
     minutes, remaining_seconds = divmod(round(seconds), 60)
@@ -70,7 +79,7 @@ def format_duration(seconds: float | None) -> str:
 
 
 def format_size(num_bytes: int) -> str:
-    """Format a number of bytes in KiB, MiB or GiB, whichever is the largest that fits."""
+    """Return a number of bytes as text in KiB, MiB or GiB, e.g. "1.5 GiB"; "none" for 0."""
     if not num_bytes:
         return "none"
     if num_bytes >= 2**30:
@@ -81,7 +90,7 @@ def format_size(num_bytes: int) -> str:
 
 
 def format_scalar(value: object) -> str:
-    """Format the value of a rule: a number, true or false, or a name."""
+    """Return a value as text: a float with four digits, a boolean as true or false."""
     if isinstance(value, float):
         return f"{value:.4g}"
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -134,10 +143,13 @@ METRICS = {
 def format_in_unit(metric: str, value: Any, style: str = "") -> tuple[str, str]:
     """Return a metric's value as text, and its unit, e.g. ("1.54", "×").
 
+    METRICS has for each metric its title, the format of its value, its unit, and the factor that
+    converts the report's value to this unit (e.g. 100 for a percentage).
+
     Args:
         metric: the name of the metric.
         value: the value, in the unit of the report.
-        style: a format specification that replaces the metric's own; empty for none.
+        style: a format specification that replaces the metric's own, e.g. ".3f"; empty: none.
     """
     if isinstance(value, bool | str) or metric not in METRICS:
         return format_scalar(value), ""
@@ -158,13 +170,17 @@ def format_verdict(report: Report) -> str:
 
 
 def format_summary(report: Report) -> str:
-    """Say in one sentence the speedup with its interval, and whether the output is the target's."""
+    """Say in one sentence how fast the draft is, and whether the output is the target's own.
+
+    Args:
+        report: the content of report.json. Its first row has the numbers of the whole suite.
+    """
     row = report["results"][0]
     lossless = report["lossless"]
     completions = f"{lossless['prompts_checked']} greedy completions"
     reference = name_reference(report)
 
-    # Say what the comparison of greedy completions found.
+    # Say whether greedy completions with the draft are those of plain decoding.
     if not lossless["prompts_checked"]:
         comparison = f"no completion compared with {reference}"
     elif lossless["greedy_identical"]:
@@ -175,18 +191,19 @@ def format_summary(report: Report) -> str:
     else:
         comparison = f"{lossless['divergences']} of {completions} DIFFERENT from {reference}"
 
-    # Put the speedup in front of it, or the reason why there is none.
+    # The sentence begins with the speedup, or with the reason why there is none.
     reason = describe_absence(row, "speedup")
     speed = f"Speed not measured ({reason})" if reason else format_gain(row)
     return f"{speed}, {comparison}."
 
 
 def is_lossless(report: Report) -> bool | None:
-    """Return whether greedy completions equal the target's, except at near-ties.
+    """Return whether greedy completions equal the target's; None if they were not compared.
 
-    Rounding explains near-ties. Returns None if the completions were not compared.
+    Completions may differ at near-ties, where rounding decides between the two best tokens.
     """
-    # Reports that do not count near-ties only say whether all completions are identical.
+    # Count the differences that near-ties do not explain. A report without this count only says
+    # whether all completions are identical.
     unexplained = report["lossless"].get("unexplained_divergences")
     return report["lossless"].get("greedy_identical") if unexplained is None else not unexplained
 
@@ -197,17 +214,19 @@ def name_reference(report: Report) -> str:
 
 
 def format_gain(row: ResultRow) -> str:
-    """Format the speedup of a row with its interval, as a phrase."""
+    """Return a row's speedup as text, e.g. "1.54× the speed of plain decoding (1.43 to 1.65)"."""
     interval = format_bracketed_interval(row, "speedup")
     return f"{format_times(row['speedup'])} the speed of plain decoding{interval}"
 
 
 def describe_losslessness(report: Report) -> tuple[str, str]:
-    """Return two sentences: the result of the greedy comparison, and of the sampling test.
+    """Return two sentences about whether the output with a draft is the output of the target.
 
-    If one of them was not made, its sentence gives the reason.
+    The first one has the result of comparing greedy completions, the second one that of the test of
+    sampled tokens. For a comparison that was not made, the sentence gives the reason.
     """
-    # Describe the completions that differ, if there are any.
+    # Describe the completions that differ, if there are any. `top2_gap` is the difference between
+    # the two best logits where the first of them differs.
     lossless = report["lossless"]
     reasons = report["not_measured"]
     differences = "all identical"
@@ -247,7 +266,8 @@ def describe_losslessness(report: Report) -> tuple[str, str]:
 
 
 def format_about(count: int) -> str:
-    """Format an estimated number of prompts, rounded up to two digits, e.g. about 800."""
+    """Return an estimated number of prompts as text, rounded up to two digits, e.g. "about 800"."""
+    # The step is 10 for numbers of three digits, 100 for numbers of four digits, and so on.
     step = 10 ** max(0, len(str(count)) - 2)
     return (
         f"more than {MAX_ESTIMATED_PROMPTS:,}"
@@ -257,16 +277,18 @@ def format_about(count: int) -> str:
 
 
 def describe_undecided(report: Report) -> str:
-    """Say which rules an inconclusive verdict leaves open, and how many prompts could decide them.
+    """Say which rules of the gate are undecided, and how many prompts could decide them.
 
-    The text is empty for other verdicts.
+    Args:
+        report: the content of report.json. The text is empty if its verdict is not "inconclusive".
     """
     if report["gate"]["verdict"] != "inconclusive":
         return ""
     rules = [rule for rule in report["gate"]["rules"] if find_outcome(rule) == "inconclusive"]
     names = ", ".join(dict.fromkeys(map(name_metric, rules)))
 
-    # More prompts do not help if the estimate is unknown, or not above what was measured.
+    # `prompts_needed` is an estimate. If it is unknown, or not above the number of measured
+    # prompts, do not advise to measure more.
     estimates = [rule["prompts_needed"] for rule in rules]
     needed = 0 if None in estimates else max(estimates)
     if needed <= report["results"][0]["num_prompts"]:
@@ -284,7 +306,7 @@ def describe_undecided(report: Report) -> str:
 
 
 def describe_failed_rules(report: Report) -> str:
-    """Say which rules failed the gate, or which it cannot decide; empty if it passed."""
+    """Say which rules of the gate failed, or else which are undecided; empty if all passed."""
     rules = report["gate"]["rules"]
     failed_names = [name_metric(rule) for rule in rules if find_outcome(rule) == "failed"]
     return (
@@ -301,7 +323,14 @@ def describe_absence(row: ResultRow, name: str) -> str:
 
 
 def describe_absences(row: ResultRow, names: Sequence[str]) -> str:
-    """Say which of the metrics `names` are absent, grouped by reason; empty if none is absent."""
+    """Say which metrics a row of the report lacks, and why; empty if it lacks none.
+
+    An example is "Not measured: speedup, predicted speedup (nothing was drafted)."
+
+    Args:
+        row: the row of the report.
+        names: the metrics to look for.
+    """
     names_by_reason: dict[str, list[str]] = {}
     for name in names:
         reason = describe_absence(row, name)
@@ -315,7 +344,10 @@ def describe_absences(row: ResultRow, names: Sequence[str]) -> str:
 
 
 def format_other_speeds(row: ResultRow) -> str:
-    """Format the tokens per second of plain decoding and of transformers' `generate()`."""
+    """Return the speeds without the draft as text, in tokens per second.
+
+    They are those of plain decoding and of transformers' `generate()`, as far as the row has them.
+    """
     names = {"baseline_tokens_per_second": "plain", "hf_generate_tokens_per_second": "transformers"}
     return ", ".join(
         f"{name} {format_speed(row[metric])}" for metric, name in names.items() if metric in row
@@ -323,9 +355,10 @@ def format_other_speeds(row: ResultRow) -> str:
 
 
 def format_averages(report: Report) -> list[str]:
-    """Return a line for the macro-average and one for the micro-average of the main numbers.
+    """Return one line for each average of the acceptance length and the speedup.
 
-    Each line says how it was averaged, and has the acceptance length and the speedup.
+    The macro-average counts each category of prompts the same, the micro-average counts each round
+    the same. A line begins with the kind of average. Averages that the report lacks are left out.
     """
     headline = report["headline"]
     return [
@@ -348,7 +381,11 @@ def name_row(row: ResultRow) -> str:
 
 
 def name_configuration(row: ResultRow) -> str:
-    """Return the configuration of a row in words, e.g. SUITE, K = 4, greedy, batch 1."""
+    """Return how a row of the report was measured, in words, e.g. "SUITE, K = 4, greedy, batch 1".
+
+    Parts that do not apply, such as a tree, are left out.
+    """
+    # ALL_PROMPTS ("all") means that prompts were not cut to a length.
     context = ""
     if row["context_bucket"] != ALL_PROMPTS:
         context = f"prompts cut to {row['context_bucket']} tokens"
@@ -364,9 +401,13 @@ def name_configuration(row: ResultRow) -> str:
 
 
 def describe_tree(settings: Settings | None) -> str:
-    """Describe the shape of drafted trees; empty for chains.
+    """Describe the shape of the trees that are drafted; empty for chains.
 
-    Examples are "tree of 24 tokens, 6 deep, top 4" and "tree with branching 4, 2, 1".
+    A dynamic tree gives e.g. "tree of 24 tokens, 6 deep, top 4", and a static tree e.g. "tree with
+    branching 4, 2, 1": the number of children at each level.
+
+    Args:
+        settings: the settings of the tree; None for chains.
     """
     if not settings:
         return ""
@@ -376,9 +417,10 @@ def describe_tree(settings: Settings | None) -> str:
 
 
 def format_acceptance_length(row: ResultRow) -> str:
-    """Format the acceptance length of a row with its interval.
+    """Return the acceptance length of a row as text, with its interval.
 
-    If the rounds are unknown, the text has the acceptance length by vLLM's counters and says so.
+    A server does not show its rounds. Then the acceptance length is that by vLLM's counters,
+    1 + accepted tokens / drafts, and the text says so.
     """
     has_rounds = "mean_acceptance_length" in row or "acceptance_length_vllm" not in row
     metric = "mean_acceptance_length" if has_rounds else "acceptance_length_vllm"
@@ -392,14 +434,16 @@ def format_per_position(row: ResultRow) -> str:
 
 
 def name_metric(rule: RuleDocument) -> str:
-    """Return the name of a rule's metric in words, e.g. acceptance length."""
+    """Return the metric that a rule of the gate tests, in words, e.g. "acceptance length"."""
+    # METRICS has the titles of some metrics. Other metrics are called by their key.
     metric = rule["metric"]
     return METRICS[metric][0] if metric in METRICS else metric.replace("_", " ").replace(".", " ")
 
 
 def format_requirement(rule: RuleDocument) -> str:
-    """Format the requirement of a rule, e.g. ≥ 1.2×."""
-    # A requirement is a dictionary of one entry, kind -> threshold.
+    """Return the requirement of a rule of the gate as text, e.g. "≥ 1.2×" or "loss ≤ 5%"."""
+    # A requirement is a dictionary of one entry, kind -> threshold. The kind max_regression limits
+    # the loss against an earlier report.
     ((kind, threshold),) = rule["requirement"].items()
     sign = {"min": "≥", "max": "≤", "equals": "=", "max_regression": "loss ≤"}[kind]
     if kind == "max_regression":
@@ -413,10 +457,12 @@ def format_scope(rule: RuleDocument) -> str:
 
 
 def identify_rule(rule: RuleDocument) -> str:
-    """Return an id of a rule without its threshold, e.g. speedup.min[category=chat].
+    """Return an id of a rule of the gate, e.g. "speedup.min[category=chat]".
 
-    CI systems follow a test case by its id, which stays the same when the threshold is changed.
+    CI systems follow a test case by its id over time. So the id does not contain the threshold, and
+    stays the same when the threshold changes.
     """
+    # The scope says which rows of the report the rule tests.
     (kind,) = rule["requirement"]
     scope = ",".join(f"{name}={value}" for name, value in rule["scope"].items())
     confidence = "" if rule["confidence"] == DEFAULT_CONFIDENCE else f"@{rule['confidence']:g}"
@@ -424,18 +470,25 @@ def identify_rule(rule: RuleDocument) -> str:
 
 
 def name_rule(rule: RuleDocument) -> str:
-    """Format a rule: its metric, its requirement and its scope, e.g. speedup ≥ 1.2× [chat]."""
+    """Return a rule of the gate as text, e.g. "speedup ≥ 1.2× [chat]".
+
+    The brackets have the scope: which rows of the report the rule tests.
+    """
     return f"{name_metric(rule)} {format_requirement(rule)}" + (
         f" [{format_scope(rule)}]" if rule["scope"] else ""
     )
 
 
 def format_measured(rule: RuleDocument) -> str:
-    """Format the measured value of a rule with its unit and interval, e.g. 1.54× (1.43 to 1.65)."""
+    """Return the value that a rule of the gate tests, as text, e.g. "1.54× (1.43 to 1.65)".
+
+    The brackets have the confidence interval. "no evidence" if the value was not measured.
+    """
     if rule["value"] is None:
         return "no evidence"
 
-    # Write the value and the ends of its interval. A change is a signed percentage.
+    # Convert the value and both ends of its interval to text. A rule that limits a loss tests a
+    # change against an earlier report, which is a signed percentage.
     is_change = "max_regression" in rule["requirement"]
     texts = []
     unit = ""
@@ -450,10 +503,10 @@ def format_measured(rule: RuleDocument) -> str:
 
 
 def note(rule: RuleDocument) -> str:
-    """Return a short remark on a rule that did not pass; empty if it passed.
+    """Return a short remark about a rule of the gate that did not pass; empty if it passed.
 
-    The remark says why there is no evidence, or at which confidence the rule tests and how many
-    prompts could decide it.
+    The remark says why there is no evidence, or else how many prompts could decide the rule, and
+    the confidence of the test unless it is the usual one.
     """
     if rule["passed"]:
         return ""
@@ -467,13 +520,19 @@ def note(rule: RuleDocument) -> str:
 
 
 def format_evidence(rule: RuleDocument) -> str:
-    """Format the measured value of a rule, followed by its note."""
+    """Return the measured value of a rule of the gate as text.
+
+    If the rule did not pass, a remark follows, e.g. how many prompts could decide it.
+    """
     remark = note(rule)
     return f"{format_measured(rule)}; {remark}" if remark else format_measured(rule)
 
 
 def list_warnings(report: Report) -> list[str]:
-    """Return a sentence for each rule that only warns and did not pass."""
+    """Return a sentence for each rule that did not pass and only warns, so the gate may still pass.
+
+    An example is "Warning: speedup ≥ 1.2× is not shown: 1.1× (1.0 to 1.2)."
+    """
     return [
         f"Warning: {name_rule(rule)} is not shown: {format_evidence(rule)}."
         for rule in report["gate"]["rules"]
@@ -487,7 +546,11 @@ def find_outcome(rule: RuleDocument) -> str:
 
 
 def find_direction(change: ChangeDocument) -> str:
-    """Return "better" or "worse" if the interval of a change excludes 0, and "open" otherwise."""
+    """Return whether a change against an earlier report is "better", "worse" or "open".
+
+    It is open if its confidence interval includes 0, or if it has no interval.
+    """
+    # A rise is better only for metrics of which a higher value is better.
     low, high = change.get("ci95", (0.0, 0.0))
     if low <= 0 <= high:
         return "open"
@@ -495,7 +558,12 @@ def find_direction(change: ChangeDocument) -> str:
 
 
 def describe_baseline(report: Report) -> str:
-    """Say which release a report was compared with, and how many numbers changed."""
+    """Say with which earlier report a report was compared, and how many numbers changed.
+
+    Args:
+        report: the content of report.json. Its section `baseline` has the comparison: the draft of
+            the earlier report, and the changes, or the reason why the two cannot be compared.
+    """
     baseline = report["baseline"]
     draft = baseline["draft"]
     name = "@".join(filter(None, (draft["model"] or draft["method"], draft["revision"])))
@@ -513,9 +581,13 @@ def describe_baseline(report: Report) -> str:
 
 
 def lookup_first(settings: Settings) -> str:
-    """Describe the lookup that drafts before the draft does; empty if there was none.
+    """Describe the lookup in front of the draft; empty if the report was measured without one.
 
-    With such a lookup the numbers of a report are those of lookup and draft together.
+    In each round, the lookup searches the text so far for an earlier occurrence of its last tokens,
+    and proposes what followed. The draft proposes only if nothing is found.
+
+    Args:
+        settings: the section `settings` of the report.
     """
     lookup = settings.get("drafting", {}).get("lookup_first")
     if not lookup:
@@ -540,8 +612,12 @@ def format_settings(report: Report) -> str:
     """Return the main settings of a report in one line.
 
     These are K, the sampling, the suite, the machine, the engine, and how drafts are proposed.
+
+    Args:
+        report: the content of report.json.
     """
-    # Name the engine, if it is not this package, and the number of sequences at once.
+    # Name the engine, if it is not this package, and the number of sequences at once (for a server:
+    # requests).
     settings = report["settings"]
     engine = (
         ""
@@ -574,7 +650,14 @@ def format_settings(report: Report) -> str:
 
 
 def format_shared_settings(*reports: Report) -> str:
-    """Return the settings that all reports of a comparison share, after the range of their K."""
+    """Return the settings that several compared reports have in common, in one line.
+
+    These are the sampling, the suite and the machine. The line begins with K, which may differ: its
+    smallest and largest value are given.
+
+    Args:
+        reports: the reports of a comparison, or a single one.
+    """
     first, *_ = reports
     settings = first["settings"]
     suite = f"suite {first['suite']['name']}"
@@ -588,9 +671,10 @@ def format_shared_settings(*reports: Report) -> str:
 
 
 def list_settings(settings: Settings) -> str:
-    """Return all settings that are a single value, e.g. seed 0, warmup 2.
+    """Return all settings that are a single value, as text, e.g. "seed 0, warmup 2".
 
-    `format_settings` describes the settings that have several values.
+    Settings that are dictionaries, such as a tree, are left out, because `format_settings`
+    describes them.
     """
     return _format_listed(
         {name: value for name, value in settings.items() if not isinstance(value, Mapping)}
@@ -598,13 +682,17 @@ def list_settings(settings: Settings) -> str:
 
 
 def describe_procedure(report: Report) -> str:
-    """Say in a few sentences how the speeds of a report were measured."""
+    """Say in a few sentences how the speeds of a report were measured.
+
+    Args:
+        report: the content of report.json.
+    """
     settings = report["settings"]
     engine = report.get("engine", {})
     size = settings["batch_size"]
     repeats = format_count(settings["repeats"], "time")
 
-    # This package's decoder runs each prompt with and without the draft in turn.
+    # This package's own decoder alternates between decoding with and without the draft.
     is_own_decoder = _is_specdistill(report)
     warmup = format_count(
         settings["warmup"], "warm-up batch" if is_own_decoder and size > 1 else "warm-up prompt"
@@ -642,8 +730,8 @@ def describe_procedure(report: Report) -> str:
 
 
 def _is_specdistill(report: Report) -> bool:
-    """Return whether this package decoded, not an inference engine."""
-    # The key `engine` is optional; a report without it is of this package.
+    """Return whether a report was measured with this package's decoder, not an inference engine."""
+    # A report without the key `engine` was measured with this package, too.
     return "engine" not in report or report["engine"]["name"] == "specdistill"
 
 
@@ -653,7 +741,7 @@ def _format_sampling(settings: Settings) -> str:
 
 
 def _format_listed(settings: Settings) -> str:
-    """Format settings as a list of names and values, without those that are None."""
+    """Return settings as text, e.g. "seed 0, warmup 2"; settings that are None are left out."""
     return ", ".join(
         f"{name.replace('_', ' ')} {value}" for name, value in settings.items() if value is not None
     )

@@ -31,8 +31,8 @@ ConfidenceInterval = Annotated[
 
 
 def describe_field(description: str) -> FieldInfo:
-    """Describe a field of the report in words, for the JSON Schema and the documentation."""
-    # The annotation tells mypy the type: pydantic declares that `Field` returns Any.
+    """Return a pydantic field with a description, which the JSON Schema and the docs then show."""
+    # The annotation gives mypy the type, because pydantic declares that `Field` returns Any.
     field: FieldInfo = Field(description=description)
     return field
 
@@ -245,10 +245,12 @@ PER_POSITION = (
 
 
 def check_positions(row: dict[str, Any]) -> dict[str, Any]:
-    """Check that the lists by position in a result row have K numbers, and return the row.
+    """Check that each list by position in a row of the report has K numbers, and return the row.
+
+    K is the number of draft tokens per round, so such a list has one number for each of them.
 
     Raises:
-        PydanticCustomError: naming a list of another length.
+        PydanticCustomError: for a list of another length, which the error names.
     """
     for name in PER_POSITION:
         if name in row and len(row[name]) != row["num_speculative_tokens"]:
@@ -692,7 +694,7 @@ class ReportDocument(DocumentBase):
 
 @cache
 def build_schema() -> dict[str, Any]:
-    """Return the JSON Schema of report.json, as report.schema.json holds it."""
+    """Return the JSON Schema of report.json. The file report.schema.json has the same content."""
     return {
         **TypeAdapter(ReportDocument).json_schema(schema_generator=UntitledSchema),
         "title": "specdistill report",

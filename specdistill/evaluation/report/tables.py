@@ -53,13 +53,17 @@ def select_whole_rows(report: Report) -> list[ResultRow]:
 
 
 def sweep(report: Report, setting: str) -> list[ResultRow]:
-    """Return the rows of a sweep over one setting, in the order of its values.
+    """Return the rows of a report that differ only in one setting, in the order of its values.
 
-    They are the first row of the report and the rows that differ from it in this setting alone. The
-    list is empty if the setting was not swept.
+    The first row of the report, which has the main configuration, is one of them. The list is empty
+    if only one value of the setting was measured.
+
+    Args:
+        report: the content of report.json.
+        setting: the name of the setting, e.g. "temperature".
     """
     rows = _select_rows_like_first(report, setting)
-    # A context bucket is a number of tokens as text, or `all`, which comes last.
+    # All settings are numbers, except `context_bucket`, which may be "all". It comes last.
     return (
         sorted(
             rows, key=lambda row: math.inf if row[setting] == ALL_PROMPTS else float(row[setting])
@@ -75,7 +79,12 @@ def select_chain_rows(report: Report) -> list[ResultRow]:
 
 
 def _select_rows_like_first(report: Report, *varied: str) -> list[ResultRow]:
-    """Return the first row of a report and the rows that differ from it in `varied` alone."""
+    """Return the first row of a report, and the rows that differ from it only in some keys.
+
+    Args:
+        report: the content of report.json. Its first row has the main configuration.
+        varied: the keys of a row that may differ, e.g. "category" or "temperature".
+    """
     first = report["results"][0]
     fixed_keys = {"suite", "category", *CONFIGURATION_KEYS} - {*varied}
     rows = []
@@ -103,13 +112,14 @@ def tabulate_by_configuration(report: Report) -> Table:
 def _tabulate_numbers(
     first_column: str, name: Callable[[ResultRow], str], rows: Sequence[ResultRow]
 ) -> Table:
-    """Return the table of acceptance and speed with a line for each result row.
+    """Return a table of acceptance and speed, with one line for each row of the report.
 
     Args:
         first_column: the title of the first column.
-        name: returns the text of the first column.
-        rows: the result rows.
+        name: row of the report -> the text of the first column.
+        rows: the rows of the report.
     """
+    # A cell is a tuple: its value, and then notes such as a confidence interval.
     head = (
         first_column,
         "prompts",
@@ -156,9 +166,12 @@ CHANGED_METRICS = (
 
 
 def tabulate_changes(report: Report) -> Table:
-    """Return the table of changes since the baseline report: each number before and now.
+    """Return a table that compares a report with an earlier one: each number before and now.
 
-    The last column says whether the change is better, worse or open.
+    The last column says whether the change is better, worse or open (its interval includes 0).
+
+    Args:
+        report: the content of report.json. Its section `baseline` has the changes.
     """
     rows: list[tuple[Cell, ...]] = []
     for change in report["baseline"]["changes"]:
@@ -193,10 +206,11 @@ def tabulate_changes(report: Report) -> Table:
 
 
 def tabulate_training(report: Report) -> Table:
-    """Return the table of acceptance lengths before and after training.
+    """Return a table of the acceptance length before and after training.
 
-    The length before is measured before the first step of training, the length after on the draft
-    that training saved. The table is empty if nothing was measured before training.
+    It was measured in up to two ways: simulated on held-out data, and by decoding some prompts.
+    "Before" is the untrained draft, "after" the draft that training saved. The table has no rows if
+    nothing was measured before training.
     """
     gains = report["draft"].get("training", {})
     head = (
@@ -217,11 +231,15 @@ def tabulate_training(report: Report) -> Table:
 
 
 def tabulate_quality(report: Report) -> Table:
-    """Return the table of task quality: the share of correct completions with and without draft."""
+    """Return a table of task quality: the share of correct completions with and without the draft.
+
+    Args:
+        report: the content of report.json. Its section `quality` has the shares for each metric.
+    """
     rows: list[tuple[Cell, ...]] = []
     for name, scores in report.get("quality", {}).items():
-        # The difference in percentage points. If its interval includes 0, the draft changes nothing
-        # that the completions can show.
+        # Show the difference in percentage points. If its interval includes 0, the completions do
+        # not show that the draft changes the quality.
         difference = format_signed(scores["difference"]).removesuffix("%")
         interval = "too few completions"
         reading = "open"
@@ -256,24 +274,29 @@ def tabulate_quality(report: Report) -> Table:
 
 
 def tabulate_latency(records: Sequence[PromptRecord]) -> Table:
-    """Return the table of milliseconds of plain decoding and of decoding with the draft.
+    """Return a table of where the time goes: milliseconds of plain decoding, and with the draft.
 
-    The rows are the prefill of a prompt, the parts of a round, and a token. Records of a server are
-    left out, because a server does not show what its time is spent on.
+    The rows are the prefill of a prompt, the parts of a round, and a whole token.
+
+    Args:
+        records: the records of the prompts. Those from a server are left out, because a server does
+            not show what its time is spent on.
     """
-    # Only records of this package's decoder have the times of steps.
+    # Only records of this package's decoder (without `counts`) have the times of steps.
     sums = collect_prompt_sums(
         [record for record in records if record.counts is None and record.baseline]
     )
     rows: dict[str, list[float]] = {}
     for side in ("baseline_", "") if sums else ():
-        # Add up the times of all prompts on this side: plain decoding, or with the draft.
+        # Add up the times of all prompts on this side: plain decoding ("baseline_"), or with the
+        # draft ("").
         total = {
             name.removeprefix(side): float(column.sum())
             for name, column in sums.items()
             if name.startswith(side)
         }
-        # Plain decoding drafts nothing. The little time that its clock shows belongs to the loop.
+        # Plain decoding drafts nothing. The little time that is measured there is overhead of the
+        # decoding loop, so it is counted in the rest.
         draft_seconds = 0.0 if side else total["draft_seconds"]
         prefill_seconds = total["prefill_seconds"]
         verify_seconds = total["verify_seconds"]
@@ -315,13 +338,17 @@ class DraftLength(NamedTuple):
 
 
 def draft_lengths(report: Report | None) -> tuple[DraftLength, ...]:
-    """Return the best draft length of each load, if an engine can be started with it.
+    """Return the K to start an engine with, for each load that was measured.
 
-    An engine can be told K only for chains. So the result is also empty for a tree, and for a
-    lookup in front of the draft.
+    A load is a number of sequences decoded at once. K is the number of draft tokens per round with
+    the highest speedup.
 
     Args:
-        report: the draft's report; None gives no draft lengths.
+        report: the draft's report; None if there is none.
+
+    Returns:
+        The best K for each load. Empty without a report, and if the draft was measured with a tree
+        or behind a lookup, because an engine cannot be told a K for these.
     """
     if (
         report is None
@@ -333,12 +360,13 @@ def draft_lengths(report: Report | None) -> tuple[DraftLength, ...]:
 
 
 def find_fastest_lengths(report: Report) -> tuple[DraftLength, ...]:
-    """Return the best draft length of each load, from the smallest load to the largest.
+    """Return the best draft length (K, draft tokens per round) for each load.
 
-    A load is a number of sequences decoded at once. The result is empty without a sweep of K or of
-    the load.
+    A load is a number of sequences decoded at once. The result begins with the smallest load. It is
+    empty if the report has only one value of K and one load, because there is nothing to choose
+    from.
     """
-    # Find the loads that were measured. A single row is no sweep.
+    # Find the loads that were measured.
     rows = [row for row in select_chain_rows(report) if "speedup" in row]
     loads = sorted({row["batch_size"] for row in rows}) if len(rows) > 1 else []
 
@@ -351,23 +379,25 @@ def find_fastest_lengths(report: Report) -> tuple[DraftLength, ...]:
 
 
 def _select_best_length(rows: Sequence[ResultRow], report: Report) -> DraftLength:
-    """Return the draft length with the highest speedup, measured or modelled, for one load.
+    """Return the draft length (K) with the highest speedup for one load.
 
-    A modelled speedup counts for less, by the margin within which the model may be wrong.
+    The speedup at some K was measured, at other K it is predicted by the cost model. A predicted
+    speedup must be higher by the margin within which the model may be wrong.
 
     Args:
-        rows: the result rows of this load.
-        report: the report that has these rows, for its section `theory`.
+        rows: the rows of the report that were measured at this load.
+        report: the report, whose section `theory` has the predictions.
     """
-    # Collect the speedup at each K, and whether it was measured. A measured one replaces a
-    # modelled one.
+    # Collect for each K (speedup, whether it was measured). A measured speedup replaces a predicted
+    # one.
     speedups: dict[int, tuple[float, bool]] = {}
     for row in rows:
         for k, predicted_speedup in _model_shorter_lengths(row, report):
             speedups[k] = (predicted_speedup, False)
     speedups |= {row["num_speculative_tokens"]: (row["speedup"], True) for row in rows}
 
-    # Choose the highest speedup, with the modelled ones reduced by the margin.
+    # Choose the highest speedup, after reducing the predicted ones by the margin. K = 0 means that
+    # plain decoding is fastest.
     margin = max(BETTER_K_GAIN, report.get("theory", {}).get("cost_deviation", 0.0))
     weights = {k: 1 if is_measured else 1 - margin for k, (_, is_measured) in speedups.items()}
     best_k = max(speedups, key=lambda k: speedups[k][0] * weights[k])
@@ -376,13 +406,17 @@ def _select_best_length(rows: Sequence[ResultRow], report: Report) -> DraftLengt
 
 
 def _model_shorter_lengths(row: ResultRow, report: Report) -> Iterator[tuple[int, float]]:
-    """Yield (K', modelled speedup) for drafts that are shorter than those of a measured row.
+    """Yield (K', predicted speedup) for drafts of K' tokens, fewer than the K of a measured row.
 
-    Only the K' that the report timed are modelled, and only from a row with the report's own K.
+    Only the K' in the report's section `theory` are predicted, and only from a row with the same K
+    as this section.
 
-    The cost of a pass over K' + 1 tokens is interpolated in proportion to K', between the passes
-    over 1 and over K + 1 tokens that were timed at this load. The cost of drafting is in proportion
-    to the passes of the draft.
+    The time to verify K' tokens was not measured at this load. It is interpolated between plain
+    decoding (K' = 0) and K. The time to draft is in proportion to the draft's forward passes.
+
+    Args:
+        row: the measured row of the report.
+        report: the report.
     """
     theory = report.get("theory", {})
     if row["num_speculative_tokens"] != theory.get("K") or any(name not in row for name in COSTS):
@@ -403,11 +437,12 @@ def _model_shorter_lengths(row: ResultRow, report: Report) -> Iterator[tuple[int
         row["emitted_per_position"], row["num_drafts"], step_ms, cost, costs
     )
 
-    # The curve of the report's first row is in the report already.
+    # For the first row of the report, the report has a curve already, from measured times.
     if row is report["results"][0]:
         curve = theory["curve"]
 
-    # Scale the curve by the share of its predicted speedup that the row reached.
+    # The row's measured speedup may differ from the one that is predicted at K. Scale the whole
+    # curve by this ratio.
     for point in curve:
         if 0 < point["k"] < k:
             yield (
@@ -417,7 +452,7 @@ def _model_shorter_lengths(row: ResultRow, report: Report) -> Iterator[tuple[int
 
 
 def tabulate_by_load(lengths: Sequence[DraftLength]) -> Table:
-    """Return the table of the best draft length for each load."""
+    """Return a table with the best number of draft tokens for each load (sequences at once)."""
     rows = [
         (
             (str(size),),

@@ -62,8 +62,13 @@ def format_measurement(report: Report) -> str:
 
 
 def _list_sections(report: Report) -> Iterator[str]:
-    """Yield the sections of report.md after the verdict, in Markdown; some may be empty."""
-    # The settings, the findings and the warnings come first.
+    """Yield the sections of report.md that follow the verdict, in Markdown; some may be empty.
+
+    Args:
+        report: the content of report.json.
+    """
+    # The settings, the findings and the warnings come first. A finding is a sentence that a reader
+    # must know before quoting the numbers.
     yield escape_markdown(phrases.format_settings(report))
     yield _format_list(
         f"**{escape_markdown(finding['name'])}**: {escape_markdown(finding['message'])}"
@@ -71,7 +76,7 @@ def _list_sections(report: Report) -> Iterator[str]:
     )
     yield _format_list(map(escape_markdown, phrases.list_warnings(report)))
 
-    # What changed since the release before, and how the gate judged it.
+    # Next: what changed since the last release, and how the gate judged each of its rules.
     if "baseline" in report:
         yield "## Since the last release"
         yield escape_markdown(phrases.describe_baseline(report))
@@ -97,7 +102,8 @@ def _list_sections(report: Report) -> Iterator[str]:
 
 
 def _format_rules(rules: Iterable[RuleDocument]) -> str:
-    """Return the table of the gate's rules in Markdown, with a row for each rule."""
+    """Return a Markdown table of the gate's rules, with a row for each rule."""
+    # Each column is a function: rule -> the text of its cell.
     columns = (
         phrases.find_outcome,
         phrases.name_metric,
@@ -113,8 +119,12 @@ def _format_rules(rules: Iterable[RuleDocument]) -> str:
 
 
 def _list_result_sections(report: Report) -> Iterator[str]:
-    """Yield the sections with the numbers of all configurations, in Markdown."""
-    # The main configuration: its table, the averages, and the reasons of absent numbers.
+    """Yield the sections with the numbers of all configurations, in Markdown.
+
+    Args:
+        report: the content of report.json. Its first row has the main configuration.
+    """
+    # The main configuration: its table, the averages, and why numbers are absent.
     row = report["results"][0]
     yield "## Results"
     yield format_cells(tables.tabulate_by_category(report))
@@ -138,7 +148,11 @@ def _format_list(items: Iterable[str]) -> str:
 
 
 def format_cells(content: tables.Table) -> str:
-    """Return a table in Markdown, with the notes of each cell in brackets after its value."""
+    """Return a table in Markdown, with the notes of each cell in brackets after its value.
+
+    Args:
+        content: the table. A cell is a tuple: its value, then notes such as an interval.
+    """
     rows = []
     for row in content.rows:
         cells = []
@@ -150,7 +164,12 @@ def format_cells(content: tables.Table) -> str:
 
 
 def format_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table of cells that are already escaped; empty without rows."""
+    """Return a Markdown table; an empty text if there are no rows.
+
+    Args:
+        head: the titles of the columns, escaped for Markdown.
+        rows: the cells of each row, escaped for Markdown.
+    """
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return (
         "\n".join([f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}", *lines]) if lines else ""
@@ -160,16 +179,22 @@ def format_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def escape_markdown(text: str) -> str:
     """Escape a text for Markdown, so that nothing in it is markup, a mention or a link.
 
-    Names of models and prompts come from outside, and GitHub would notify people whom they mention.
+    The text may come from outside, e.g. a prompt. On GitHub, an @name in it would notify a person.
     """
-    # First make one printable line, then escape markup, then break mentions and links.
+    # Make one printable line, escape the markup, and put an invisible space into mentions (@name)
+    # and links, so that they are no longer recognized.
     line = make_printable(" ".join(text.split()))
     escaped_line = MARKUP.sub(r"\\\g<0>", line)
     return REFERENCE_PATTERN.sub("\\g<0>\N{ZERO WIDTH SPACE}", escaped_line)
 
 
 def print_report(report: Report, folder: Path) -> None:
-    """Print the main numbers, the findings, the rules that did not pass, and the report's path."""
+    """Print the main numbers, the findings, the rules that did not pass, and the report's path.
+
+    Args:
+        report: the content of report.json. Its first row has the main configuration.
+        folder: the folder of the report.
+    """
     row = report["results"][0]
     console = Console()
     grid = rich.table.Table(
@@ -204,12 +229,12 @@ def print_report(report: Report, folder: Path) -> None:
 
 
 def print_power_analysis(clusters: Sequence[str]) -> None:
-    """Print the smallest change of the acceptance length that a run can detect, before it runs.
+    """Print the smallest change of the acceptance length that a measurement will be able to detect.
 
     Args:
-        clusters: the cluster of each prompt; prompts of one cluster are not independent.
+        clusters: the cluster of each prompt. Prompts of one cluster, such as the turns of one
+            conversation, are not independent, so they count as one prompt.
     """
-    # Only independent prompts count, so each cluster counts once.
     num_prompts = len(set(clusters))
     independent = f" ({num_prompts} of them independent)" if num_prompts < len(clusters) else ""
     sentence = (
@@ -222,7 +247,7 @@ def print_power_analysis(clusters: Sequence[str]) -> None:
 
 
 def print_gate(report: Report) -> None:
-    """Print every rule with its evidence, then the verdict."""
+    """Print every rule of the gate with the measured value, then the verdict."""
     console = Console()
     verdict = phrases.format_verdict(report)
     _print_rules(console, report, report["gate"]["rules"])
@@ -230,7 +255,13 @@ def print_gate(report: Report) -> None:
 
 
 def _print_rules(console: Console, report: Report, rules: Iterable[RuleDocument]) -> None:
-    """Print rules with their evidence, and how many prompts could decide the undecided ones."""
+    """Print the outcome and the measured value of rules, and what could decide undecided rules.
+
+    Args:
+        console: the console to print to.
+        report: the content of report.json.
+        rules: the rules of its gate to print.
+    """
     for rule in rules:
         outcome = phrases.find_outcome(rule)
         console.print(

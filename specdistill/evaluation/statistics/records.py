@@ -231,8 +231,8 @@ def read_records(path: Path, key: str) -> list[PromptRecord]:
     except (OSError, ValueError) as error:
         raise UserError(
             key,
-            got=f"{path}, after {len(records)} records: {error}",
-            expected="the samples.jsonl next to a report",
+            got=f"{path}, which cannot be read after {len(records)} records: {error}",
+            expected="the samples.jsonl that was written next to report.json",
         ) from error
     return records
 

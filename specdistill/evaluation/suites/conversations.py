@@ -63,26 +63,26 @@ UNANSWERED: Message = {"role": "assistant", "content": None}  # a turn that is y
 # The names under which a message may have its reasoning: of DeepSeek and Qwen, of vLLM, of gpt-oss.
 # The first one is used here.
 REASONING = ("reasoning_content", "reasoning", "thinking")
-OTHER_TEMPLATE_HINT = "another template in data.chat_template, or rows without them"
+OTHER_TEMPLATE_HINT = "another template in data.chat_template, or rows without such parts"
 SHOWN_CHARACTERS = 240  # characters of a text that an error message shows
 
 
 def convert_conversation(
     turns: object, tools: object, where: str, roles: Mapping[str, str] | None = None
 ) -> tuple[list[Message], list[Schema] | None]:
-    """Convert a conversation from one of the known forms into messages of OpenAI's API.
+    """Convert a conversation of a data set into messages in the form of OpenAI's API.
 
-    In a list of texts, each text is a turn of the user that the target must answer. In a list of
-    lists of messages, the target must answer after each list. A greeting before the first question
-    is dropped. The order of the other turns is not checked here; the chat template decides about
-    it.
+    Three forms of `turns` are known: a list of messages, {role, content} or {from, value}; a list
+    of texts, each a turn of the user; and a list of lists of messages. In the last two forms the
+    target answers after each item. A greeting of the assistant before the first question is
+    dropped.
 
     Args:
-        turns: the turns in one of the known forms.
-        tools: the schemas of the tools in one of the known forms.
+        turns: the conversation.
+        tools: the schemas of the tools that it may call: a list, its JSON text, or None.
         where: the row and file, which errors name.
-        roles: `data.roles`, more names of roles, each with one of PLAIN_ROLES; None where that key
-            is not read.
+        roles: the recipe's `data.roles`, more names of roles: name -> user, assistant, system or
+            tool. None for data that this key does not apply to.
 
     Returns:
         The messages, and the schemas of the tools or None.
@@ -91,8 +91,8 @@ def convert_conversation(
         UserError: for turns or schemas of another form, for a conversation that does not begin with
             a turn of the user, for a tool result without a call, and for a call without a schema.
     """
-    # In a list of texts or of lists of messages, put a turn that is yet to be generated after each
-    # item. The last one is left out, because nothing follows it.
+    # In a list of texts or of lists of messages, put an answer that is yet to be generated
+    # (UNANSWERED) after each item. The last item is the prompt, so the last answer is left out.
     if isinstance(turns, list) and turns and all(isinstance(turn, str | list) for turn in turns):
         all_turns: list[Any] = []
         for turn in turns:
@@ -128,15 +128,19 @@ def convert_conversation(
 
 
 def _convert_message(turn: Message, where: str, roles: Mapping[str, str] | None) -> Message:
-    """Convert one turn of a conversation into a message of OpenAI's API.
+    """Convert one turn of a conversation into a message in the form of OpenAI's API.
 
     Args:
-        turn: the turn in one of the known forms.
+        turn: the turn, as {role, content, …} or, in ShareGPT's form, {from, value}.
         where: the row and file, which errors name.
-        roles: `data.roles`, more names of roles; None where that key is not read.
+        roles: the recipe's `data.roles`, more names of roles: name -> user, assistant, system or
+            tool. None for data that this key does not apply to.
+
+    Raises:
+        UserError: for a turn that cannot be converted without losing a part of it.
     """
-    # Read the role, the text and the tool calls. A turn with a role of CALLS has its calls as JSON
-    # in its content.
+    # Read the role, the text and the tool calls. In ShareGPT's form, a role such as function_call
+    # (one of CALLS) says that the text is the JSON of the calls.
     role = _read_role(turn, where, roles)
     content = _join_text_parts(turn.get("content", turn.get("value")), where)
     calls = turn.get("tool_calls") or ([turn["function_call"]] if turn.get("function_call") else [])
@@ -145,7 +149,7 @@ def _convert_message(turn: Message, where: str, roles: Mapping[str, str] | None)
         content = None
 
     # Build the message, with its calls and its reasoning. A message that only calls tools has the
-    # content None.
+    # content None. The reasoning has several names in data sets; the first of REASONING is used.
     known_roles = {**ROLES, **(roles or {})}
     message: Message = {
         "role": known_roles[role],
@@ -184,13 +188,20 @@ def _convert_message(turn: Message, where: str, roles: Mapping[str, str] | None)
 
 
 def _read_role(turn: Message, where: str, roles: Mapping[str, str] | None) -> str:
-    """Return the name of a turn's role, and raise UserError if it is unknown."""
+    """Return the role of a turn as it is written, and raise UserError if the role is unknown.
+
+    Args:
+        turn: the turn, as {role, content, …} or {from, value}.
+        where: the row and file, which the error names.
+        roles: the recipe's `data.roles`, names of roles that are known in addition to ROLES. None
+            for data that this key does not apply to; the error then does not suggest it.
+    """
     known_roles = {**ROLES, **(roles or {})}
     role = turn.get("role", turn.get("from"))
     if isinstance(role, str) and role in known_roles:
         return role
 
-    # Suggest `data.roles` where that key is read.
+    # Suggest to add the role to `data.roles`, where this key applies.
     kind = f"unknown role {role!r}"
     expected = f"one of {', '.join(known_roles)}"
     if roles is not None:
@@ -206,9 +217,10 @@ def _read_role(turn: Message, where: str, roles: Mapping[str, str] | None) -> st
 
 
 def _join_text_parts(content: object, where: str) -> Any:
-    """Join the parts of a content that is a list; all of them must be text.
+    """Join the parts of a message's content, if it is a list of parts as in OpenAI's API.
 
-    A content that is no list is returned as it is.
+    Content that is no list is returned as it is. A part that is no text, e.g. an image, raises
+    UserError, because it would be lost.
     """
     if not isinstance(content, list):
         return content
@@ -225,7 +237,12 @@ def _join_text_parts(content: object, where: str) -> Any:
 
 
 def _parse_calls(content: object, where: str) -> list[Any]:
-    """Parse the content of a ShareGPT turn that is a tool call, or a list of calls, as JSON."""
+    """Return the tool calls of a ShareGPT turn, whose content is the JSON of a call or of a list.
+
+    Args:
+        content: the content of the turn.
+        where: the row and file, which the error names.
+    """
     with convert_errors(
         ValueError,
         where,
@@ -238,20 +255,26 @@ def _parse_calls(content: object, where: str) -> list[Any]:
 
 
 def _check_unread_content(turn: Message, has_reasoning: bool, where: str) -> None:
-    """Raise UserError for a turn with a key whose content is not read and would be lost."""
+    """Raise UserError for a turn with a key that this module ignores, so that it would be lost.
+
+    Args:
+        turn: the turn of a data set.
+        has_reasoning: whether the turn's reasoning was found under a name that is read.
+        where: the row and file, which the error names.
+    """
     unread_names = ["refusal", "audio"]
-    # Details of the reasoning are lost only if the reasoning itself is not there.
+    # The key reasoning_details may be ignored only if the reasoning itself was found.
     if not has_reasoning:
         unread_names.append("reasoning_details")
-    # Messages of gpt-oss in another channel than `final` are no answer to the user.
+    # gpt-oss writes its answers to the user in the channel `final`. Other channels are ignored.
     if turn.get("channel") != "final":
         unread_names.append("channel")
     for name in unread_names:
         if turn.get(name):
             raise UserError(
                 where,
-                got=f"a turn with {name}, which is not read",
-                expected="content, tool_calls, reasoning_content",
+                got=f"a turn with {name}, which specdistill does not read",
+                expected="only the keys content, tool_calls and reasoning_content",
                 kind=UNREAD_CONTENT,
             )
 
@@ -262,12 +285,15 @@ def _convert_call(call: Message, where: str) -> Message:
     Args:
         call: the call, as {function: {name, arguments}} or as {name, arguments}.
         where: the row and file, which errors name.
+
+    Returns:
+        {type: "function", function: {name, arguments}}, with the call's id if it has one.
     """
     (function,) = check_mappings([call.get("function", call)], where, "a call")
     name = check_string(function.get("name"), where, "a call's name")
 
-    # The arguments are an object or its JSON text. They are kept as they are, because chat
-    # templates differ in the form that they expect.
+    # The arguments are an object or its JSON text. Check this, but keep the form: chat templates
+    # differ in which form they expect, and `render_chat` tries both.
     arguments = function.get("arguments") or {}
     with convert_errors(
         ValueError,
@@ -289,9 +315,12 @@ def _convert_call(call: Message, where: str) -> Message:
 def _convert_tools(tools: object, where: str) -> list[Schema]:
     """Convert the schemas of tools to the form of OpenAI's API, {type: function, function: …}.
 
-    The schemas are a list of such objects, a list of bare functions, or the JSON text of a list.
+    Args:
+        tools: a list of such objects, a list of bare functions ({name, parameters, …}), or the JSON
+            text of a list. None or an empty text stands for no tools.
+        where: the row and file, which errors name.
     """
-    # Read the JSON text, if it is one.
+    # Parse the JSON text, if `tools` is a text.
     with convert_errors(
         ValueError, where, "tools", "a list of schemas, or its JSON text", kind=MALFORMED
     ):
@@ -310,7 +339,13 @@ def _convert_tools(tools: object, where: str) -> list[Schema]:
 
 
 def _check_calls(messages: Sequence[Message], tool_names: set[str], where: str) -> None:
-    """Raise UserError for a call without a schema, or a tool result without a call."""
+    """Raise UserError for a call of a tool without a schema, or a tool's result without a call.
+
+    Args:
+        messages: the conversation, in the form of OpenAI's API.
+        tool_names: the names of the tools that have a schema.
+        where: the row and file, which the error names.
+    """
     open_calls: list[str | None] = []  # ids of calls without a result yet
     for number, message in enumerate(messages):
         # Every tool that is called needs a schema.
@@ -329,8 +364,8 @@ def _check_calls(messages: Sequence[Message], tool_names: set[str], where: str) 
             open_calls = [call.get("id") for call in message.get("tool_calls", ())]
             continue
 
-        # A result answers the call of its id, or else a call without an id. A result without an id
-        # may also answer the first open call.
+        # Find the call to which this result belongs: the call with the same id, or else a call
+        # without an id. A result without an id may also belong to the first open call.
         id = message.get("tool_call_id")
         if id in open_calls:
             open_calls.remove(id)
@@ -341,14 +376,17 @@ def _check_calls(messages: Sequence[Message], tool_names: set[str], where: str) 
         else:
             raise UserError(
                 where,
-                got=f"a tool result without a call, turn {number}",
+                got=f"a tool result without a call, turn {number} (from 0)",
                 expected="a turn of the assistant before it that calls the tool",
                 kind="tool result without a call",
             )
 
 
 def is_unanswered(message: Message) -> bool:
-    """Return whether a message stands for a turn that is yet to be generated."""
+    """Return whether a message stands for an answer that the target has yet to generate.
+
+    Such a message of the assistant has neither content nor tool calls.
+    """
     return (
         message["role"] == "assistant"
         and message["content"] is None
@@ -362,12 +400,12 @@ def is_learned(message: Message) -> bool:
 
 
 def check_mappings(value: object, where: str, what: str) -> list[Message]:
-    """Return a value if it is a list of objects, and raise UserError if it is not.
+    """Return a value if it is a list of JSON objects (dicts), and raise UserError if it is not.
 
     Args:
-        value: the value.
+        value: the value, read from a data set.
         where: the row and file, which the error names.
-        what: what the value should be, in words, for the error.
+        what: the name of the value in the error, e.g. "tool_calls".
     """
     if not isinstance(value, list):
         raise UserError(
@@ -391,9 +429,9 @@ def check_string(value: object, where: str, what: str) -> str:
     """Return a value if it is a string, and raise UserError if it is not.
 
     Args:
-        value: the value.
+        value: the value, read from a data set.
         where: the row and file, which the error names.
-        what: what the value should be, in words, for the error.
+        what: the name of the value in the error, e.g. "a tool's name".
     """
     if not isinstance(value, str):
         raise UserError(
@@ -405,7 +443,11 @@ def check_string(value: object, where: str, what: str) -> str:
 def use_template(tokenizer: Tokenizer, recipe: object) -> None:
     """Replace a tokenizer's chat template by the one that a recipe names in `data.chat_template`.
 
-    Nothing changes for a recipe without data or without that key.
+    Nothing changes if the recipe has no section `data`, or if its `chat_template` is not set.
+
+    Args:
+        tokenizer: the tokenizer, which is changed.
+        recipe: a recipe of any method. Methods without training have no section `data`.
 
     Raises:
         UserError: for a file that cannot be read, or that is no Jinja template.
@@ -418,8 +460,8 @@ def use_template(tokenizer: Tokenizer, recipe: object) -> None:
         ):
             tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
 
-        # Try it once, to find errors of syntax now. An empty question may be refused for other
-        # reasons, which say nothing about the template.
+        # Render an empty question, to find syntax errors of the template now. Any other error is
+        # ignored, because a template may refuse an empty question.
         with (
             suppress(*TEMPLATE_ERRORS),
             convert_errors(TemplateSyntaxError, "data.chat_template", path, "a Jinja template"),
@@ -435,28 +477,32 @@ def render_chat(
     tools: Tools = None,
     **template: object,
 ) -> str:
-    """Render a conversation with the tokenizer's chat template.
+    """Render a conversation as text, with the tokenizer's chat template.
 
-    If the conversation calls tools, several forms of the calls are tried (see `_list_forms`), and
-    the first one that the template writes correctly is used.
+    Chat templates differ in the form of tool calls that they expect. So for a conversation with
+    tool calls several forms are tried, and the first one that the template writes correctly is
+    used.
 
     Args:
         tokenizer: the target's tokenizer.
         messages: the conversation.
         generation_prompt: whether the text ends with the beginning of the assistant's turn.
         where: the recipe key or the row, which errors name.
-        tools: the schemas of the tools.
+        tools: the schemas of the tools that the conversation may call.
         template: more arguments of the template, e.g. `enable_thinking`.
 
     Raises:
         UserError: for a tokenizer without a chat template, for a conversation that the template
-            rejects, and for calls that it does not write as JSON.
+            rejects, and for calls that the template does not write as JSON.
     """
     if tokenizer.chat_template is None:
         raise UserError(
             where,
             got="conversations, but the target's tokenizer has no chat template",
-            expected="text rows, or data.chat_template, e.g. the template of its instruct model",
+            expected=(
+                "rows of plain text, or a template in data.chat_template, e.g. that of the"
+                " target's instruct model"
+            ),
         )
     options: dict[str, object] = {
         "tokenize": False,
@@ -500,7 +546,10 @@ def render_chat(
 
 
 def _add_reasoning_names(message: Message) -> Message:
-    """Return a message with its reasoning under each of the names that chat templates read."""
+    """Return a copy of a message that has its reasoning under all names in REASONING.
+
+    Chat templates differ in the name that they read. A message without reasoning stays as it is.
+    """
     return (
         message | dict.fromkeys(REASONING, message[REASONING[0]])
         if REASONING[0] in message
@@ -511,10 +560,10 @@ def _add_reasoning_names(message: Message) -> Message:
 def _list_forms(messages: Sequence[Message]) -> Iterator[list[Message]]:
     """Yield copies of a conversation, one for each form of tool calls that templates may expect.
 
-    The arguments of calls are as they are, or objects, or JSON texts. In messages that only call
-    tools, content is None, or "".
+    The forms differ in the arguments of a call (as they are, an object, or the JSON text of an
+    object) and in the content of a message that only calls tools (None or an empty text).
     """
-    # Two forms of empty content, times three forms of the arguments.
+    # Combine two forms of empty content with three forms of the arguments.
     for empty_content in (None, ""):
         for convert_arguments in (
             lambda arguments: arguments,
@@ -538,12 +587,18 @@ def _format_arguments(arguments: object) -> str:
 def _is_miswritten(rendered: str, messages: Sequence[Message]) -> bool:
     """Return whether a chat template wrote tool calls wrongly, because it expects another form.
 
-    The text then holds an object or None as Python writes it, or a JSON text in quotes.
+    The rendered text then has the arguments of a call in Python's notation, e.g. {'a': None}, or as
+    a JSON text that is quoted once more, or it has the word None instead of empty content.
+
+    Args:
+        rendered: the text that the template made.
+        messages: the conversation that was rendered.
     """
     for message in messages:
         for call in message.get("tool_calls", ()):
-            # Look for the arguments as a template of the other form writes them: a text encoded as
-            # JSON again, or an object in Python's notation.
+            # If the arguments are a JSON text, a template that expects an object quotes the text
+            # again. If they are an object, a template that expects a text writes them as Python
+            # does.
             arguments = call["function"]["arguments"]
             wrong = (
                 json.dumps(arguments, ensure_ascii=False)
@@ -568,27 +623,30 @@ def check_expressed(
 ) -> None:
     """Raise UserError if the chat template ignores a part of a conversation.
 
-    A part is ignored if the text is the same without it. The error names the part. System messages
-    are checked one by one, because some templates render only the first.
+    The parts are the schemas of tools, the calls, their results, the reasoning and each system
+    message. The template ignores a part if the rendered text is the same without it.
 
     Args:
         tokenizer: the target's tokenizer.
         messages: the conversation.
-        tools: the schemas of the tools.
+        tools: the schemas of the tools that the conversation may call.
         where: the recipe key or the row, which errors name.
         template: more arguments of the template.
     """
 
     def render_or_none(messages: Sequence[Message], tools: Tools) -> str | None:
-        """Render messages from which a part was removed; None if the template then fails."""
+        """Render a conversation without one of its parts; None if the chat template then fails.
+
+        A template that fails without the part requires it, so it does not ignore it.
+        """
         try:
             return render_chat(tokenizer, messages, False, where, tools, **template)
-        except UserError:  # The template requires the part that was removed, so it reads it.
+        except UserError:
             return None
 
-    # The parts to check: name -> the messages with the part, the messages without it, and the
-    # schemas without it. Some templates drop the reasoning of all answers but the last, so it is
-    # checked in a conversation that ends with it.
+    # The parts to check: name -> (messages with the part, messages without it, schemas without it).
+    # Some templates drop the reasoning of all answers but the last. So reasoning is checked in a
+    # conversation that ends with the last answer that has reasoning.
     last = max(
         (number for number, message in enumerate(messages) if REASONING[0] in message), default=-1
     )
@@ -630,19 +688,23 @@ def check_expressed(
         if text == render_or_none(without_part, remaining_tools):
             raise UserError(
                 where,
-                got=f"{name} with a chat template that ignores them",
+                got=f"{name} which the chat template ignores",
                 expected=OTHER_TEMPLATE_HINT,
                 kind=f"{name.partition(',')[0]} {IGNORED}",
             )
 
 
 def _remove_key(key: str, message: Message) -> Message:
-    """Return a message without a key. If the message had it, a content of None becomes ""."""
+    """Return a message without a key.
+
+    If the message had the key and its content is None, the content becomes an empty text, because
+    a message with neither content nor tool calls would be invalid.
+    """
     remaining = {name: value for name, value in message.items() if name != key}
     return {**remaining, "content": remaining["content"] or ""} if key in message else message
 
 
 def shorten_text(text: str) -> str:
-    """Return a text, without its middle if it is too long for an error message."""
+    """Return a text for an error message; the middle of a text that is too long is left out."""
     half = SHOWN_CHARACTERS // 2
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:half]} … {text[-half:]}"

@@ -86,15 +86,19 @@ class SuiteHeader(Section):
     source: AsText = option(..., "source of the prompts, in words")
     prompts: AsText = option(..., "file of the prompts, next to this one, or its URL")
     sha256: str | None = option(
-        ..., "sha256 of the prompts' file; null: not checked, but the report has the hash"
+        ..., "sha256 that the prompts' file must have; null: any, and the report records the hash"
     )
-    columns: dict[str, str] = option({}, "names of columns: our name -> the name in the file")
-    placeholder: str | None = option(None, "rows whose text begins with this are left out")
+    columns: dict[str, str] = option(
+        {}, "name of a column in specdistill (prompt, user, …) -> its name in the prompts' file"
+    )
+    placeholder: str | None = option(
+        None, "rows whose prompt begins with this text are left out; null: none"
+    )
     sweep: SweepConfig = section(SweepConfig)
     turns: Literal["last", "all"] = option(
         "last",
-        "prompts of a row with `messages`: last: all messages are one prompt; all: a prompt for"
-        " each turn of the assistant",
+        "prompts that are made of a conversation (`messages`). last: one prompt of all messages;"
+        " all: a prompt for each turn of the assistant, of the messages before it",
     )
     categories: Literal["turn", "kind"] | None = option(
         None,
@@ -103,7 +107,7 @@ class SuiteHeader(Section):
         condition=Condition("with turns: all", lambda suite: suite.turns == "all"),
     )
     quality: Literal["python_syntax"] | None = option(
-        None, "metric of task quality that scores the answers; null: none"
+        None, "metric that scores the quality of the answers; null: none"
     )
 
 
@@ -172,12 +176,13 @@ class Prompt:
 
 
 def load_suite(name: str | None, target: str = "pico", *, key: str = "eval.suite") -> Suite:
-    """Load a suite and its prompts, by name or path, and check the hash of the prompts.
+    """Load a suite (a set of prompts to measure on), by name or path, and check its hash.
 
     Args:
-        name: the name or path. None stands for pico's own prompts, which say nothing about another
-            target.
-        target: the target's name.
+        name: the name of a suite, or the path of a suite's YAML file or of a jsonl file of prompts.
+            None stands for the suite of pico, this project's own small target model.
+        target: the target's name. None as `name` is allowed only if the target is pico, because
+            pico's prompts say nothing about other targets.
         key: the recipe key that errors name.
 
     Raises:
@@ -187,7 +192,7 @@ def load_suite(name: str | None, target: str = "pico", *, key: str = "eval.suite
     """
     path = _find_suite_file("pico" if name is None and target == "pico" else name, target, key)
 
-    # A plain file of prompts is a suite without a licence. The hash of the file is its version.
+    # A plain file of prompts becomes a suite whose version is the beginning of the file's hash.
     if path.suffix == ".jsonl":
         content = read_prompts(str(path))
         digest = hashlib.sha256(content).hexdigest()
@@ -211,7 +216,7 @@ def load_suite(name: str | None, target: str = "pico", *, key: str = "eval.suite
         raise UserError(
             "eval.suite",
             got=f"{prompts} with sha256 {digest}",
-            expected=f"sha256 {header.sha256}, as {path.name} states",
+            expected=f"sha256 {header.sha256}, which {path.name} states: the file has changed",
         )
 
     # Convert the rows. With `turns: all`, a conversation becomes several prompts.
@@ -231,19 +236,19 @@ def load_suite(name: str | None, target: str = "pico", *, key: str = "eval.suite
 
 
 def check_suite(name: str | None, *, key: str = "eval.suite") -> Suite | None:
-    """Check a suite without fetching anything, and return it if its prompts are on this machine.
+    """Check a suite without network, and load it if its prompts are on this machine.
 
-    Prompts elsewhere are not fetched, so that a check needs no network.
+    Of a suite whose prompts are on a server, only the YAML file is checked.
 
     Args:
         name: the name or path of the suite; None for no suite.
-        key: the recipe key that errors name.
+        key: the recipe key that the error for an unknown name has.
 
     Returns:
         The suite; None if `name` is None, or if the prompts are not on this machine.
 
     Raises:
-        UserError: where `load_suite` would raise one; it names `key`.
+        UserError: for an unknown name, and for a file with errors.
     """
     if name is None:
         return None
@@ -253,13 +258,13 @@ def check_suite(name: str | None, *, key: str = "eval.suite") -> Suite | None:
 
 
 def count_measured(suite: Suite, num_prompts: int | None, *, logs: bool = True) -> int | None:
-    """Return how many prompts of a suite are measured; None stands for all.
+    """Return how many prompts of a suite to measure; None stands for all.
 
-    This is `num_prompts`, unless it is None and the suite is a plain file of prompts. Such a file
-    may be very long, so only FILE_PROMPTS of its prompts are measured by default.
+    The user's number counts. Without it, all prompts are measured, except those of a plain jsonl
+    file, which may be very long: the default is then at most FILE_PROMPTS prompts.
 
     Args:
-        suite: the suite.
+        suite: the suite. `suite.is_file` says that it is a plain jsonl file.
         num_prompts: the number that the user asks for; None if the user gives none.
         logs: whether to log that only a part of the file is measured.
     """
@@ -268,8 +273,8 @@ def count_measured(suite: Suite, num_prompts: int | None, *, logs: bool = True) 
     total = len(suite.rows)
     if logs:
         logger.info(
-            f"Measuring {FILE_PROMPTS} of the {total:,} prompts of {suite.source}, evenly spread;"
-            f" num_prompts={total} measures all"
+            f"Measuring {FILE_PROMPTS} of the {total:,} prompts of {suite.source}, evenly spread."
+            f" To measure all of them, pass num_prompts={total}."
         )
     return FILE_PROMPTS
 
@@ -291,20 +296,21 @@ def tokenize(
         tokenizer: the target's tokenizer.
         max_new_tokens: the most tokens that are generated after a prompt.
         max_length: the target's context, in tokens.
-        vocab_size: the size of the target's embedding; None where a server holds the target.
+        vocab_size: the number of tokens in the target's embedding; None if a server runs the
+            target, so that the embedding is not known here.
         num_prompts: how many prompts are chosen, evenly spread over the categories; None for all.
         logs: whether to warn of prompts that a chat target gets as plain text.
 
     Raises:
         UserError: for a prompt that has no tokens, that leaves no room for `max_new_tokens`, or
-            that has a token which the target does not know.
+            that has a token which is not in the target's embedding.
     """
     # Choose the prompts, evenly over the categories.
     rows = select_evenly(suite.rows, [row.category for row in suite.rows], num_prompts)
     if logs and suite.is_file and tokenizer.chat_template:
         _warn_of_plain_text(rows, suite.source)
 
-    # Tokenize them, and refuse a prompt that the target cannot read.
+    # Tokenize the chosen prompts, and refuse a prompt that the target cannot read.
     prompts = [_tokenize_row(row, tokenizer) for row in rows]
     for prompt in prompts:
         if vocab_size is not None:
@@ -321,7 +327,7 @@ def tokenize(
                 "eval.suite",
                 got=(
                     f"prompt {prompt.id} of {suite.name} with {length} tokens, and"
-                    f" {max_new_tokens} to generate"
+                    f" {max_new_tokens} tokens to generate"
                 ),
                 expected=f"at most {max_length} tokens together, the target's context",
             )
@@ -329,7 +335,12 @@ def tokenize(
 
 
 def _warn_of_plain_text(rows: Sequence[SuiteRow], source: str) -> None:
-    """Log a warning if a target with a chat template gets prompts that are plain text."""
+    """Log a warning if any of the prompts are plain text, for a target with a chat template.
+
+    Args:
+        rows: the prompts. Rows of kind `prompt` or `text` are plain text, others are conversations.
+        source: the name of the prompts' file.
+    """
     num_plain = sum(row.kind in ("prompt", "text") for row in rows)
     if not num_plain:
         return
@@ -337,7 +348,7 @@ def _warn_of_plain_text(rows: Sequence[SuiteRow], source: str) -> None:
     cut = f" and cut to {TEXT_PROMPT_TOKENS} tokens" if has_cut_texts else ""
     logger.warning(
         "%d prompts of %s are plain text%s, although the target has a chat template."
-        " Rows with `user` or `messages` are rendered with the template",
+        " To use the template, name the column `user` or `messages` instead",
         num_plain,
         source,
         cut,
@@ -345,16 +356,24 @@ def _warn_of_plain_text(rows: Sequence[SuiteRow], source: str) -> None:
 
 
 def _check_known_tokens(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raise UserError for a token of a prompt that is not in the target's embedding."""
+    """Raise UserError for a token of a prompt that is not in the target's embedding.
+
+    This happens if the tokenizer does not belong to the model.
+
+    Args:
+        prompt: the tokenized prompt.
+        tokenizer: the tokenizer.
+        vocab_size: the number of tokens in the target's embedding.
+    """
     for token in prompt.token_ids:
         if token >= vocab_size:
             raise UserError(
                 "target.model",
                 got=(
-                    f"{tokenizer.convert_ids_to_tokens(token)!r} in prompt {prompt.id}, token"
-                    f" {token} of its tokenizer"
+                    f"a tokenizer whose token {tokenizer.convert_ids_to_tokens(token)!r} in prompt"
+                    f" {prompt.id} has the id {token}"
                 ),
-                expected=f"a tokenizer of the model, which has {vocab_size} tokens",
+                expected=f"the model's own tokenizer: the model has only {vocab_size} tokens",
             )
 
 
@@ -367,11 +386,12 @@ def cut_prompts(
     max_length: int,
     num_prompts: int | None = None,
 ) -> dict[int, list[Prompt]]:
-    """Cut the suite's long prompts to several lengths.
+    """Cut the suite's long prompts to several lengths, to measure how the context length matters.
 
-    The prompts are those that have at least the longest length. They are the same at every length,
-    so that nothing else differs. A `prompt` loses its beginning and a `text` row its end. A
-    conversation loses the beginning of its longest message, which may leave a token or two less.
+    Only prompts with at least the longest length are used, so that the prompts are the same at
+    every length. A row of kind `prompt` loses its beginning, one of kind `text` its end. In a
+    conversation the longest message loses its beginning, and the prompt may become a token or two
+    shorter than the length.
 
     Args:
         suite: the suite.
@@ -393,7 +413,7 @@ def cut_prompts(
     if longest + max_new_tokens > max_length:
         raise UserError(
             "eval.sweep.context",
-            got=f"{longest} tokens, and {max_new_tokens} to generate",
+            got=f"{longest} tokens of context, and {max_new_tokens} tokens to generate",
             expected=f"at most {max_length} tokens together, the target's context",
         )
 
@@ -406,7 +426,7 @@ def cut_prompts(
         raise UserError(
             "eval.sweep.context",
             got=(
-                f"{longest}, where the longest prompt of {suite.name} has"
+                f"{longest} tokens, but the longest prompt of {suite.name} has"
                 f" {max(num_tokens.values())}"
                 " tokens"
             ),
@@ -426,26 +446,27 @@ def select_evenly(items: Sequence[T], groups: Sequence[Hashable], count: int | N
 
     Args:
         items: the items.
-        groups: the group of each item.
-        count: how many items are chosen; None for all.
+        groups: the group of each item, e.g. the category of a prompt.
+        count: how many items to choose; None for all.
 
     Returns:
-        The chosen items, in their order.
+        The chosen items, in the order of `items`.
     """
     # Collect the indices of the items of each group.
     indices_by_group: dict[Hashable, list[int]] = {}
     for index, group in enumerate(groups):
         indices_by_group.setdefault(group, []).append(index)
 
-    # Find how many items each group gives: take the first item of each group, then the second of
-    # each, and so on, until there are `count`. A group without further items is passed over.
+    # Find how many items to take from each group (its quota). As in dealing cards: take one item
+    # from each group, then a second one from each group, and so on, until there are `count` items.
+    # `turns` lists all items in this order, as pairs (number in its group, group).
     turns = []
     for group_number, indices in enumerate(indices_by_group.values()):
         turns += [(turn, group_number) for turn in range(len(indices))]
     turns.sort()
     quotas = Counter(group_number for _, group_number in turns[:count])
 
-    # Spread the quota of a group evenly over its items.
+    # Take the items of a group at even distances.
     chosen: list[int] = []
     for group_number, indices in enumerate(indices_by_group.values()):
         quota = quotas[group_number]
@@ -457,19 +478,20 @@ def _find_suite_file(name: str | None, target: str = "pico", key: str = "eval.su
     """Find the YAML or jsonl file of a suite, by its path or name.
 
     Args:
-        name: the path, or the name of a file under `eval/suites`; None if the user gives none.
+        name: the path of the file, or the name of a suite under `eval/suites`; None if the user
+            gives none.
         target: the name of the target, which the error names.
         key: the recipe key that errors name.
 
     Raises:
         UserError: if there is no such file.
     """
-    # A path comes before the name of a suite.
+    # Try `name` as a path first, then as the name of a suite.
     for candidate in (Path(name), SUITES / f"{name}.yaml") if name else ():
         if candidate.suffix in (".yaml", ".yml", ".jsonl") and candidate.is_file():
             return candidate
 
-    # Nothing was found. Say which suites there are, and how to convert a CSV file.
+    # There is no such file. Say which suites there are, and how to convert a CSV file.
     known_suites = sorted(path.stem for path in SUITES.glob("*.yaml"))
     expected = f"one of {', '.join(known_suites)}, a suite YAML or a jsonl file"
     if not name:
@@ -480,11 +502,16 @@ def _find_suite_file(name: str | None, target: str = "pico", key: str = "eval.su
 
 
 def _read_header(path: Path) -> SuiteHeader:
-    """Read a suite's YAML file, and check its keys."""
+    """Read a suite's YAML file, which describes its prompts, and check its keys.
+
+    Raises:
+        UserError: for a file that is no YAML, and for unknown keys or invalid values.
+    """
     with convert_errors(ValueError, "eval.suite", path, "a readable YAML file"):
         header = validate_recipe(SuiteHeader, parse_yaml(read_prompts(str(path))), f"{path.name}: ")
 
-    # A name in `columns` that is none of ours would never be read.
+    # `columns` maps names of this project to columns of the prompts' file. Refuse a name that this
+    # project does not know, because it would be ignored.
     unknown_names = [name for name in header.columns if name not in COLUMNS]
     if unknown_names:
         raise UserError(
@@ -497,15 +524,18 @@ def _read_header(path: Path) -> SuiteHeader:
 
 
 def _cut_prompt(row: SuiteRow, tokenizer: Tokenizer, length: int) -> Prompt:
-    """Return the prompt of a row, cut to at most `length` tokens."""
-    # A conversation is cut inside one of its messages, other prompts at one of their ends.
+    """Return the prompt of a row, cut to at most `length` tokens.
+
+    A conversation is cut inside its longest message. A `text` loses its end. A `prompt` loses its
+    beginning, because its end is what the target answers.
+    """
     prompt = _tokenize_row(row, tokenizer, is_whole=True)
     if row.kind == "messages":
         return _cut_messages(row, tokenizer, length, prompt)
     if row.kind == "text":
         ids = prompt.token_ids[:length]
     else:
-        # A BOS token stays at the beginning.
+        # Keep the last tokens, but leave a BOS token at the beginning.
         num_bos = int(prompt.token_ids[:1] == (tokenizer.bos_token_id,))
         ids = prompt.token_ids[:num_bos] + prompt.token_ids[-length + num_bos :]
     text = tokenizer.decode(ids, skip_special_tokens=True)
@@ -513,9 +543,10 @@ def _cut_prompt(row: SuiteRow, tokenizer: Tokenizer, length: int) -> Prompt:
 
 
 def _cut_messages(row: SuiteRow, tokenizer: Tokenizer, length: int, prompt: Prompt) -> Prompt:
-    """Cut the beginning of a conversation's longest message until it has at most `length` tokens.
+    """Cut the longest message of a conversation until its prompt has at most `length` tokens.
 
-    Text that is cut may have another number of tokens than expected, so this is repeated.
+    The message loses its beginning. A shortened text may have another number of tokens than
+    expected when it is tokenized again, so the cut is repeated until the prompt is short enough.
 
     Args:
         row: the row with the whole conversation.
@@ -529,13 +560,17 @@ def _cut_messages(row: SuiteRow, tokenizer: Tokenizer, length: int, prompt: Prom
     )
     kept_ids = tokenizer(row.content[longest]["content"], add_special_tokens=False)["input_ids"]
 
-    # Remove as many of its first tokens as the prompt has too many, and tokenize again.
+    # Remove as many tokens from the beginning of this message as the prompt is too long, and
+    # tokenize the conversation again.
     while (excess := len(prompt.token_ids) - length) > 0:
         kept_ids = kept_ids[excess:]
         if not kept_ids:
             raise UserError(
                 "eval.sweep.context",
-                got=(f"{length}, but prompt {row.id} is longer even without its longest message"),
+                got=(
+                    f"{length} tokens, but prompt {row.id} is longer even without its longest"
+                    " message"
+                ),
                 expected="a longer context",
             )
         messages = [*row.content]
@@ -545,18 +580,23 @@ def _cut_messages(row: SuiteRow, tokenizer: Tokenizer, length: int, prompt: Prom
 
 
 def _split_turns(row: SuiteRow, categories: str | None) -> Iterator[SuiteRow]:
-    """Yield a prompt for each turn of the assistant in a conversation: the turns before it.
+    """Yield a prompt for each turn of the assistant in a conversation: the messages before it.
 
-    The id of a prompt ends with the number of the turn.
+    The target is then asked for the turn that the assistant has in the data. The id of a prompt
+    ends with the number of the turn, from 1.
 
     Args:
         row: the conversation.
-        categories: `turn`, `kind` or None, as in `SuiteHeader`.
+        categories: how to set the category of a prompt. `turn`: by the number of the turn. `kind`:
+            by what the assistant's turn is, e.g. a tool call. None: the category of the row.
+
+    Raises:
+        UserError: for a row that is no conversation, or has no turn of the assistant.
     """
     if row.kind != "messages" or all(message["role"] != "assistant" for message in row.content):
         raise UserError(
             "turns",
-            got=f"all for prompt {row.id}, which has no turns of the assistant",
+            got=f"all, but prompt {row.id} has no turns of the assistant",
             expected="messages with turns of the assistant, or turns: last",
         )
 
@@ -565,7 +605,8 @@ def _split_turns(row: SuiteRow, categories: str | None) -> Iterator[SuiteRow]:
         index for index, message in enumerate(row.content) if message["role"] == "assistant"
     ]
     for number, index in enumerate(turn_indices, 1):
-        # Later turns are rarer, so the categories by number double: 1, 2 to 3, 4 to 7, …
+        # Later turns are rarer, so a category by number covers twice as many turns as the category
+        # before it: turn 1, turns 2 to 3, turns 4 to 7, …
         first = 2 ** (number.bit_length() - 1)
         range_name = "turn_1" if first == 1 else f"turn_{first}_to_{2 * first - 1}"
         names = {"turn": range_name, "kind": _find_kind(row.content[index])}
@@ -580,9 +621,10 @@ def _split_turns(row: SuiteRow, categories: str | None) -> Iterator[SuiteRow]:
 
 
 def _find_kind(message: Message) -> str:
-    """Return the category of an assistant's turn for `categories: kind`.
+    """Return the kind of an assistant's turn, which becomes the category of its prompt.
 
-    It is tool_call, reasoning, structured_output (the content is a JSON object or list) or prose.
+    The kinds are tool_call, reasoning, structured_output (the content is a JSON object or list) and
+    prose. The first kind that applies counts.
     """
     if "tool_calls" in message or REASONING[0] in message:
         return "tool_call" if "tool_calls" in message else "reasoning"
@@ -602,13 +644,17 @@ def _read_turn_text(turn: Message) -> object:
 
 
 def _convert_programming_row(entry: FileRow, place: str) -> FileRow:
-    """Convert a row of MBPP into a row with `user`, whose text has the question and the tests.
+    """Convert a row of MBPP, a benchmark of small Python tasks, into a row with the column `user`.
 
-    A row of MBPP has a question and a list of assertions that a program must pass.
+    A row of MBPP has a question and a list of assertions that the program must pass. The text in
+    `user` is the question followed by the assertions.
 
     Args:
         entry: the row.
         place: the file and row number, which the error names.
+
+    Raises:
+        UserError: for a row without a question or without assertions.
     """
     # Check that the question and the assertions are there.
     question = entry.get("prompt", entry.get("text"))
@@ -620,8 +666,8 @@ def _convert_programming_row(entry: FileRow, place: str) -> FileRow:
     ):
         raise UserError(
             "eval.suite",
-            got=f"{place}, whose test_list or question is not usable",
-            expected="a question as prompt or text, and test_list as a list of assertions",
+            got=f"{place}, whose question or test_list cannot be used",
+            expected="a question in prompt or text, and a list of assertions in test_list",
         )
 
     # Keep the id and the category. The assertions follow the question.
@@ -636,7 +682,11 @@ def _convert_programming_row(entry: FileRow, place: str) -> FileRow:
 def _tokenize_row(row: SuiteRow, tokenizer: Tokenizer, is_whole: bool = False) -> Prompt:
     """Tokenize the prompt of a row.
 
-    The prompt of a `text` row is its first TEXT_PROMPT_TOKENS tokens, or all of them if `is_whole`.
+    Args:
+        row: the row. `row.kind` says whether it is a conversation (`messages`), a `prompt`, or a
+            `text`, of which only the first TEXT_PROMPT_TOKENS tokens are the prompt.
+        tokenizer: the target's tokenizer.
+        is_whole: whether all tokens of a `text` are the prompt.
     """
     # Messages are rendered with the chat template, which must not ignore a part of them. The
     # template writes the special tokens itself, so the tokenizer adds none.
@@ -644,8 +694,8 @@ def _tokenize_row(row: SuiteRow, tokenizer: Tokenizer, is_whole: bool = False) -
         if not tokenizer.chat_template:
             raise UserError(
                 "eval.suite",
-                got=f"prompt {row.id}, a conversation, for a target without a chat template",
-                expected="plain prompts",
+                got=f"prompt {row.id}, a conversation, but the target has no chat template",
+                expected="a suite of plain prompts",
             )
         where = f"eval.suite prompt {row.id}"
         check_expressed(tokenizer, row.content, row.tools, where)
@@ -653,8 +703,8 @@ def _tokenize_row(row: SuiteRow, tokenizer: Tokenizer, is_whole: bool = False) -
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         return Prompt(row.id, row.category, text, tuple(ids), row.cluster)
 
-    # A text is cut to its beginning. A prompt is used as it is. `verbose=False` silences the
-    # warning of transformers about long inputs, which `tokenize` checks itself.
+    # Cut a `text` to its beginning, and use a `prompt` as it is. `verbose=False` silences the
+    # warning of transformers about long inputs, because `tokenize` checks the length later.
     ids = tokenizer(row.content, verbose=False)["input_ids"]
     if row.kind == "text":
         ids = ids if is_whole else ids[:TEXT_PROMPT_TOKENS]
@@ -664,12 +714,14 @@ def _tokenize_row(row: SuiteRow, tokenizer: Tokenizer, is_whole: bool = False) -
 
 
 def read_prompts(place: str, *, is_pinned: bool = False) -> bytes:
-    """Return the content of a file or URL. A URL is cached by the datasets library.
+    """Return the content of a suite's file, from a path or URL.
+
+    The datasets library downloads a URL and keeps the file in its cache.
 
     Args:
         place: the path or URL.
-        is_pinned: whether the content is known by its hash. A URL is then fetched only once, and
-            needs no network later.
+        is_pinned: whether the caller knows the hash of the content. Then a file in the cache is
+            used without asking the server for a newer one.
 
     Raises:
         UserError: for a file that cannot be read.
@@ -691,26 +743,31 @@ def read_prompts(place: str, *, is_pinned: bool = False) -> bytes:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ResourceError(
             f"eval.suite: {place} could not be fetched ({reason})",
-            next_step="check the network and HF_TOKEN, or name a copy of the file under `prompts`",
+            next_step=(
+                "check the network and HF_TOKEN, or give the path of a copy in the suite's key"
+                " `prompts`"
+            ),
         ) from error
 
 
 def parse_suite_file(
     name: str, content: bytes, columns: Mapping[str, str], placeholder: str | None = None
 ) -> tuple[SuiteRow, ...]:
-    """Parse the prompts' file of a suite.
+    """Parse the file that holds the prompts of a suite, one row each.
 
     Args:
-        name: the name of the file; its ending says the format.
+        name: the name of the file. Its ending (.jsonl, .jsonl.gz, .parquet) says the format.
         content: the content of the file.
-        columns: the suite's `columns`: our name -> the file's name.
-        placeholder: rows whose text begins with it are left out; None for none.
+        columns: this project's name of a column (e.g. `prompt`) -> its name in the file. Empty: the
+            file has this project's names.
+        placeholder: a text; rows whose prompt begins with it are left out. None: no row is left
+            out.
 
     Raises:
         UserError: for a file without prompts, for a row without a prompt or without one of the
             columns, and for an id that two rows have.
     """
-    # Convert each row, with the columns that the suite's YAML file names.
+    # Convert each row to a prompt, after its columns are renamed.
     rows = []
     for number, entry in _read_objects(name, content):
         place = f"{PurePosixPath(name).name}:{number}"  # for error messages
@@ -718,8 +775,8 @@ def parse_suite_file(
         if missing_columns:
             raise UserError(
                 "eval.suite",
-                got=f"{place} without {missing_columns[0]}",
-                expected=f"one of {', '.join(entry)}",
+                got=f"{place} without the column {missing_columns[0]}, which `columns` names",
+                expected=f"one of the file's columns {', '.join(entry)}",
                 nearest=find_nearest(missing_columns[0], list(entry)),
             )
         renamed = {ours: entry[column] for ours, column in columns.items()}
@@ -727,7 +784,7 @@ def parse_suite_file(
         if row:
             rows.append(row)
 
-    # A suite needs prompts, and their ids must differ.
+    # A suite needs prompts, and each prompt must have an id of its own.
     if not rows:
         raise UserError("eval.suite", got=f"{name}, which is empty", expected="at least one prompt")
     counts = Counter(row.id for row in rows)
@@ -735,15 +792,22 @@ def parse_suite_file(
     if repeated_ids:
         raise UserError(
             "eval.suite",
-            got=f"{name} with the id {repeated_ids[0]} twice",
+            got=f"{name}, in which several rows have the id {repeated_ids[0]}",
             expected="a different id for each prompt",
         )
     return tuple(rows)
 
 
 def _read_objects(name: str, content: bytes) -> Iterator[tuple[int, FileRow]]:
-    """Yield the number, from 1, and the content of each row of a Parquet or jsonl file."""
-    # The ending of the name decides how the content is read.
+    """Yield (row number from 1, row) for each row of a Parquet, .jsonl or .jsonl.gz file.
+
+    Args:
+        name: the name of the file, whose ending says the format.
+        content: the content of the file.
+
+    Raises:
+        UserError: for content that is not in this format.
+    """
     stream: IO[bytes] = io.BytesIO(content)
     unreadable = pyarrow.ArrowException, OSError, EOFError, ValueError, zlib.error
     with convert_errors(
@@ -763,18 +827,19 @@ def _read_objects(name: str, content: bytes) -> Iterator[tuple[int, FileRow]]:
 
 
 def _from_training_columns(entry: FileRow) -> FileRow:
-    """Add `messages` or `user` to a row that has the columns of training data instead.
+    """Add the column `messages` or `user` to a row that has the columns of training data instead.
 
-    A last turn of the assistant is left out, because the target writes it.
+    So that a file of training data can be used as a suite, too. The last turn of a conversation is
+    left out if it is the assistant's, because the target is to write this turn.
     """
-    # A conversation, in one of the columns that training data have.
+    # Some rows have a conversation, in one of the columns that training data have.
     conversation_columns = [name for name in CONVERSATIONS if name in entry]
     if conversation_columns:
         messages = entry[conversation_columns[0]]
         if isinstance(messages, list) and all(isinstance(turn, str) for turn in messages):
-            # The column holds the turns of a user, with a reference for each, as in MT-bench. The
-            # first turn is the prompt, so the first reference is taken. It may be in a list of
-            # references of one turn, inside the list of all turns.
+            # The column holds only the user's turns, as in MT-bench. The first turn is the prompt,
+            # so take the first reference (right answer). There may be a list of references for each
+            # turn, so the loop takes the first item until it is no list.
             reference = entry.get("reference")
             while isinstance(reference, list):
                 reference = reference[0] if reference else None
@@ -783,7 +848,7 @@ def _from_training_columns(entry: FileRow) -> FileRow:
             messages = messages[:-1]
         return {**entry, "messages": messages}
 
-    # Otherwise a question, to which some data sets add an input or a context.
+    # Other rows have a question, and in some data sets an input or a context, which is appended.
     question_columns = [name for name in PROMPTS if name in entry]
     if not question_columns:
         return entry
@@ -802,19 +867,24 @@ def _convert_row(
     """Convert one row of a file into a prompt.
 
     Args:
-        number: the number of the row, from 1.
+        number: the number of the row, from 1. It is the id of a row without an id.
         place: the name of the file and the number of the row, for errors.
-        entry: the row, with our names of columns.
-        placeholder: the beginning of texts whose rows are left out; None for none.
+        entry: the row, with this project's names of columns.
+        placeholder: a text; a row whose prompt begins with it is left out. None: no row is left
+            out.
 
     Returns:
         The prompt; None for a row that is left out.
+
+    Raises:
+        UserError: for a row whose prompt, reference or category cannot be used.
     """
-    # Find the column with the prompt.
+    # Find the column with the prompt. `kind` is its name: prompt, text, user or messages.
     entry, kind = _find_prompt_column(entry, place)
     content = entry[kind]
 
-    # A question of a user becomes a conversation of one message, or is one already.
+    # A row `user` becomes a conversation. Of a list of turns, the first one is used. A turn is a
+    # text, or already a list of messages.
     if kind == "user":
         kind = "messages"
         question = content[0] if isinstance(content, list) and content else content
@@ -838,7 +908,7 @@ def _convert_row(
             expected="some text",
         )
 
-    # Messages take the form of OpenAI's API, with the schemas of their tools.
+    # Convert messages to the form of OpenAI's API, with the schemas of their tools.
     tools = None
     if kind == "messages":
         content, tools = convert_conversation(content, entry.get("tools"), f"eval.suite {place}")
@@ -851,25 +921,30 @@ def _convert_row(
         tools=tools,
     )
 
-    # `all` is the name of the row for the whole suite.
+    # In reports, the category `all` stands for the whole suite.
     if row.category == "all":
         raise UserError(
             "eval.suite",
             got=f"{place} with category=all",
-            expected="another, as `all` stands for the whole suite",
+            expected="another category: `all` stands for the whole suite in reports",
         )
     return None if placeholder is not None and texts[0].startswith(placeholder) else row
 
 
 def _find_prompt_column(entry: FileRow, place: str) -> tuple[FileRow, str]:
-    """Return a row with one of the columns KINDS, and the name of that column.
+    """Return a row with one of the columns prompt, messages, user or text, and the column's name.
 
     Rows of other known forms are converted first: MBPP, BFCL and training data.
+
+    Args:
+        entry: the row.
+        place: the file and row number, which the error names.
 
     Raises:
         UserError: for a row without a prompt.
     """
-    # MBPP has a list of tests, and BFCL a list of conversations.
+    # A row of MBPP (Python tasks) has a list of tests. A row of BFCL (tool calls) has a list of
+    # lists of messages as question, and the schemas of its tools as function.
     if "test_list" in entry:
         entry = _convert_programming_row(entry, place)
     if isinstance(entry.get("question"), list):
@@ -882,23 +957,27 @@ def _find_prompt_column(entry: FileRow, place: str) -> tuple[FileRow, str]:
         if kind in entry:
             return entry, kind
 
-    # Nothing was found. Suggest a name that is close to one of the row's columns.
+    # No column holds a prompt. Suggest a valid name that is close to one of the row's columns.
     close_names = [find_nearest(column, KINDS) for column in entry]
     raise UserError(
         "eval.suite",
-        got=f"{place} with {', '.join(entry) or 'no keys'}",
+        got=f"{place} with the columns {', '.join(entry) or '(none)'}",
         expected=(
-            f"one of {', '.join(KINDS)}; a suite's YAML names other columns, e.g. columns:"
-            " {user: turns}"
+            f"one of the columns {', '.join(KINDS)}; to use a column of another name, map it in the"
+            " suite's YAML file, e.g. columns: {user: turns}"
         ),
         nearest=next((name for name in close_names if name), None),
     )
 
 
 def _list_texts(kind: str, content: Any) -> list[Any]:
-    """Return the texts of a prompt: that of each message, or the prompt itself.
+    """Return the text of each message of a conversation, or the prompt itself as the only text.
 
-    The list is empty for messages that are not a list of {role, content} or {from, value}.
+    The list is empty for a conversation that is not a list of {role, content} or {from, value}.
+
+    Args:
+        kind: `messages` for a conversation; anything else for a plain prompt.
+        content: the conversation or the prompt.
     """
     if kind != "messages":
         return [content]

@@ -503,7 +503,7 @@ def test_a_broken_source_ends_a_command_in_one_line(
         ([{"role": "user", "parts": [{"text": "c"}]}], "a turn of the user without content"),
         (
             [USER, {"role": "assistant", "content": None, "refusal": "no"}],
-            "a turn with refusal, which is not read",
+            "a turn with refusal, which specdistill does not read",
         ),
         (
             [USER, {"role": "assistant", "content": "hm", "channel": "analysis"}],

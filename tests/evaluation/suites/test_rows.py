@@ -62,7 +62,7 @@ def test_the_same_rows_in_every_format(name, content):
 @pytest.mark.parametrize(
     ("name", "content", "columns", "got"),
     [
-        ("q.jsonl", jsonl(QUESTIONS), {"user": "turn"}, "q.jsonl:1 without turn"),
+        ("q.jsonl", jsonl(QUESTIONS), {"user": "turn"}, "q.jsonl:1 without the column turn"),
         ("q.jsonl", jsonl([{"turns": []}]), {"user": "turns"}, "q.jsonl:1 with messages="),
         ("q.jsonl.gz", b"no gzip", {}, "q.jsonl.gz: "),
         ("q.jsonl.gz", gzip.compress(jsonl(QUESTIONS), mtime=0)[:-9], COLUMNS, "q.jsonl.gz: "),
@@ -108,7 +108,7 @@ def test_files_that_hold_no_prompts(name, content, columns, got):
 def test_a_repeated_id_among_many_is_found_at_once():
     rows = [{"prompt": "p", "id": str(number)} for number in range(20_000)]
     start = time.process_time()
-    with refused("eval.suite", "q.jsonl with the id 19999 twice"):
+    with refused("eval.suite", "q.jsonl, in which several rows have the id 19999"):
         parse_suite_file("q.jsonl", jsonl([*rows, rows[-1]]), {})
     assert time.process_time() - start < 2
 

@@ -71,8 +71,9 @@ def test_of_a_file_of_many_prompts_some_are_measured_and_it_says_so(tmp_path, ca
         assert count_measured(suite, None) == 200 and count_measured(suite, 201) == 201
     (message,) = caplog.messages
     assert (
-        message == "Measuring 200 of the 201 prompts of mine.jsonl, evenly spread; num_prompts=201"
-        " measures all"
+        message
+        == "Measuring 200 of the 201 prompts of mine.jsonl, evenly spread. To measure all of"
+        " them, pass num_prompts=201."
     )
     assert count_measured(load_suite("pico"), None) is None
 
@@ -87,7 +88,7 @@ def test_what_training_will_be_judged_by_is_checked_without_a_network(tmp_path):
         (tmp_path / "broken.jsonl", "broken.jsonl: line 1, column 2"),
         ("pico-shrt", "pico-shrt"),
         ("nowhere.jsonl", "nowhere.jsonl"),
-        (rows, "rows.jsonl:1 with promt"),
+        (rows, "rows.jsonl:1 with the columns promt"),
         (changed, tmp_path / "prompts.jsonl"),
     ):
         with refused("eval.suite", got):
@@ -186,11 +187,9 @@ def test_every_turn_of_an_agent_is_a_prompt_from_its_recorded_prefix(tmp_path):
         ("a/3", "a"),
         ("a/4", "a"),
     ]
-    with refused(
-        "eval.suite prompt a/1", "schemas of tools with a chat template that ignores them"
-    ):
+    with refused("eval.suite prompt a/1", "schemas of tools which the chat template ignores"):
         prompts(path, tiny_tokenizer(CHAT_TEMPLATE), max_length=1000)
-    with refused("turns", "all for prompt 1, which has no turns"):
+    with refused("turns", "all, but prompt 1 has no turns"):
         prompts(write_suite(tmp_path, [{"user": ["a", "b"]}], turns="all"), tokenizer)
 
 
@@ -280,7 +279,7 @@ def test_a_prompt_with_a_token_that_the_target_does_not_know_is_refused(tmp_path
     tokenizer = tiny_tokenizer()
     num_known = len(tokenizer)
     tokenizer.add_tokens([" "])
-    with refused("target.model", f"' ' in prompt 1, token {num_known} of its tokenizer"):
+    with refused("target.model", f"' ' in prompt 1 has the id {num_known}"):
         prompts(path, tokenizer, vocab_size=num_known)
     assert len(prompts(path, tokenizer, vocab_size=num_known + 1)) == 1
 
@@ -331,15 +330,15 @@ def test_lengths_that_no_prompt_or_no_target_has(tmp_path):
     path = write_jsonl(tmp_path / "s.jsonl", [{"prompt": "x" * 100}])
     assert cut(path, []) == {}
     assert [len(prompt.token_ids) for prompt in cut(path, [100])[100]] == [100]
-    with refused("eval.sweep.context", "128, where the longest prompt of s has 100"):
+    with refused("eval.sweep.context", "128 tokens, but the longest prompt of s has 100"):
         cut(path, [64, 128])
     assert cut(write_jsonl(tmp_path / "l.jsonl", [{"prompt": "x" * 248}]), [248])[248]
-    with refused("eval.sweep.context", "249 tokens, and 8"):
+    with refused("eval.sweep.context", "249 tokens of context, and 8"):
         cut(path, [249])
     chat = write_jsonl(
         tmp_path / "c.jsonl", [{"messages": [{"role": "user", "content": "x" * 50}]}]
     )
-    with refused("eval.sweep.context", "2, but prompt 1"):
+    with refused("eval.sweep.context", "2 tokens, but prompt 1"):
         cut(chat, [2, 40], tiny_tokenizer(CHAT_TEMPLATE))
 
 
@@ -367,12 +366,15 @@ def test_a_suite_may_name_its_sweep(tmp_path):
     ("rows", "got"),
     [
         ([], ", which is empty"),
-        ([{"promt": "a"}], ":1 with promt"),
+        ([{"promt": "a"}], ":1 with the columns promt"),
         ([{"prompt": "a"}, {"prompt": ""}], ":2 with prompt=''"),
         ([{"messages": [{"content": "a"}]}], ":1 with messages="),
         ([["a"]], ": line 1: a list, which is no object"),
         ([{"prompt": "a", "category": "all"}], ":1 with category=all"),
-        ([{"prompt": "a", "id": "x"}, {"prompt": "b", "id": "x"}], " with the id x twice"),
+        (
+            [{"prompt": "a", "id": "x"}, {"prompt": "b", "id": "x"}],
+            ", in which several rows have the id x",
+        ),
     ],
 )
 def test_rows_that_hold_no_prompt(tmp_path, rows, got):
