@@ -169,7 +169,7 @@ def build_exit(target: FrozenTarget, *, seed: int = 0, **options: int | None) ->
     Args:
         target: the target.
         seed: the seed of the initial weights.
-        **options: `exit_layer` and `intermediate_size`, as of `exit_config`.
+        **options: `exit_layer` and `intermediate_size`; see `exit_config`.
 
     Raises:
         UserError: for layers that the target does not have, and for a target whose layers cannot be
