@@ -158,7 +158,8 @@ def read_outline(folder: Path, key: str) -> dict[str, Tensor]:
         The tensors by name. Empty if the folder has only pickles in several files.
 
     Raises:
-        UserError: as `read_tensors`, except for errors in the content of weights.
+        UserError: if files are missing or broken, or if the index names other tensors than the
+            files hold.
     """
     # The headers of safetensors hold all that is needed except the maps.
     if (folder / INDEX).is_file() or (folder / SINGLE).is_file():

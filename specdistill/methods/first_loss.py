@@ -53,11 +53,10 @@ MAX_LOSS_LARGE = 0.8
 def check_first_loss(
     objective: Any, target: FrozenTarget, rows: Dataset, *, is_fresh: bool
 ) -> None:
-    """Measure a draft's loss before training, and reduce it if a fresh draft's is too high.
+    """Measure a draft's loss before training, and make it smaller if a fresh draft's is too high.
 
-    It is reduced by scaling the draft's output down.
-
-    A loss above ln W (an even guess among the draft's W tokens) is logged as a warning.
+    For that, the output of the fresh draft is scaled down. A loss above ln W, that of an even guess
+    among the draft's W tokens, is logged as a warning.
 
     Args:
         objective: the module that holds the draft and computes its loss. Its divergence is changed

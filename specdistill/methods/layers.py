@@ -90,7 +90,7 @@ def check_window(shape: HeadShape, num_steps: int, *, key: str) -> None:
         raise UserError(
             key,
             got=f"{num_steps} steps with a draft whose window is {shape.sliding_window} positions",
-            expected=f"at most {shape.sliding_window}",
+            expected=f"at most {shape.sliding_window} steps",
         )
 
 

@@ -85,11 +85,15 @@ def check_initialization(recipe: TrainedRecipe, target: TargetFiles | None) -> N
     """Check the trained draft or model in `draft.init`, if the recipe names one.
 
     It must be a draft of the recipe's own method. Methods whose drafts are whole language models
-    also accept each other's. The draft may record another target, because drafts are trained
-    further for fine-tunes.
+    also accept each other's. The draft may have been trained for another target, such as the model
+    of which the recipe's target is a fine-tune.
+
+    Args:
+        recipe: the recipe.
+        target: the target's files; None: check nothing.
 
     Raises:
-        UserError: for a draft that does not fit.
+        UserError: for a draft of another method, or one that does not fit the target.
     """
     # Only a folder, a Hub id (with a slash) or the shipped model `pico` is checked. Words such as
     # `layers` name no trained draft, and a GGUF file cannot be checked like a folder.
@@ -124,7 +128,7 @@ def load_proposer(
     logs: bool = True,
     **options: Any,
 ) -> Proposer:
-    """Load the proposer of a method, with a lookup in front of it if that is asked for.
+    """Load a draft, and return the object that proposes tokens with it during decoding.
 
     Args:
         method: the name of the method.
@@ -132,9 +136,10 @@ def load_proposer(
             trained.
         target: the target that verifies.
         key: the recipe key that the draft came from, which errors name.
-        lookup_first: the lookup in front of the draft; None for none.
+        lookup_first: a lookup that proposes before the draft, which then only runs if the lookup
+            finds nothing; None for no lookup.
         compile: whether to compile the proposer's passes, if it can.
-        made_for: the target's files that the draft is checked against; None: those of `target`.
+        made_for: files of the target to check the draft against; None: the files of `target`.
         logs: whether to log the warnings of that check.
         **options: the method's own options, as `Recipe.proposer_options` returns them.
 

@@ -100,7 +100,7 @@ def plan_head_shape(target: FrozenTarget, **options: object) -> dict[str, Any]:
         raise UserError(
             "draft.num_key_value_heads",
             got=num_key_value_heads,
-            expected=f"a divisor of {num_heads} attention heads",
+            expected=f"a divisor of {num_heads}, the number of attention heads",
         )
 
     # Take over what must be the same for draft and target: vocabulary, norms, positions and special
@@ -146,7 +146,9 @@ def _check_target(target: FrozenTarget, rope: Mapping[str, object]) -> None:
         raise UserError(
             "target.model",
             got=f"{target.name}, a {source.model_type} {what}",
-            expected=f"RMS norms and a rotary embedding ({', '.join(ROPE_TYPES)})",
+            expected=(
+                f"a target with RMS norms and a rotary embedding of type {' or '.join(ROPE_TYPES)}"
+            ),
         )
 
 

@@ -316,7 +316,7 @@ def _read_aux_layers(
         raise UserError(
             key,
             got=f"{AUX_LAYERS} {raw[AUX_LAYERS]}, and {nested[AUX_LAYERS]} in eagle_config",
-            expected="the same layers: the nested list counts one less",
+            expected="the same layers; the list in eagle_config counts from 0, so one less each",
         )
     layers = top_level_layers or nested_layers or tuple(choose_aux_layers(num_layers))
 

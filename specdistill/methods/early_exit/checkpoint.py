@@ -121,6 +121,6 @@ def read_exit_config(raw: RawConfig, key: str) -> ExitConfig:
         raise UserError(
             key,
             got=f"exit_layer {config.exit_layer}",
-            expected=f"fewer than the target's {config.num_target_layers} layers",
+            expected=f"less than {config.num_target_layers}, the number of the target's layers",
         )
     return config

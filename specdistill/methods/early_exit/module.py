@@ -150,7 +150,9 @@ def exit_config(
     exit_layer = exit_layer or max(1, text.num_hidden_layers // 8)
     if exit_layer >= depth:
         raise UserError(
-            "draft.exit_layer", got=exit_layer, expected=f"fewer than the target's {depth} layers"
+            "draft.exit_layer",
+            got=exit_layer,
+            expected=f"less than {depth}, the number of the target's layers",
         )
     return ExitConfig(
         vocab_size=text.vocab_size,
@@ -167,7 +169,7 @@ def build_exit(target: FrozenTarget, *, seed: int = 0, **options: int | None) ->
     Args:
         target: the target.
         seed: the seed of the initial weights.
-        **options: `exit_layer` and `intermediate_size`, as of `exit_config`.
+        **options: `exit_layer` and `intermediate_size`; see `exit_config`.
 
     Raises:
         UserError: for layers that the target does not have, and for a target whose layers cannot be
