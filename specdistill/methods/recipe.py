@@ -108,7 +108,7 @@ class Recipe(Section):
         return {name: method.recipe() for name, method in METHODS.items()}
 
     def list_proposer_options(self) -> dict[str, Any]:
-        """Return those keys of `eval:` that not all methods have, with their values.
+        """Return the keys of `eval:` that only some methods have, with their values.
 
         `Method.load_proposer` takes them as options.
         """
@@ -203,8 +203,9 @@ class TrainedRecipe(Recipe):
         This includes a draft model that is made of some of the target's layers: without the layers
         between them, they have to learn anew. A draft of `draft.init=PATH` is not fresh.
         """
-        # `standalone` means that the draft is a language model of its own. For such a method an
-        # empty `draft.init` (None) means `layers`.
+        # `FRESH` lists the values of `draft.init` that take no weights from elsewhere. `standalone`
+        # means that the draft is a language model of its own. For such a method no value (None)
+        # means `layers`.
         init = getattr(self.draft, "init", None)
         return init in self.FRESH or (METHODS[self.method].standalone and init in (None, "layers"))
 
@@ -212,7 +213,7 @@ class TrainedRecipe(Recipe):
     def evaluates_first(self) -> bool:
         """Whether training evaluates the draft once before its first step.
 
-        It does if it evaluates at all, and if the draft starts from existing weights.
+        This is so if training evaluates at all, and if the draft starts from existing weights.
         """
         # `eval_strategy: no` turns evaluation off. YAML reads an unquoted `no` as false.
         is_evaluated = self.train.get("eval_strategy", "no") not in ("no", False)
@@ -300,7 +301,7 @@ class TrainedRecipe(Recipe):
                 alternative=f"set {needed}",
             )
 
-        # One process decodes the prompts alone, so it needs the whole target.
+        # A single process decodes the prompts, so it needs the whole target.
         if is_decoded and self.target.shard != "none":
             raise UserError(
                 "train.metric_for_best_model",

@@ -129,8 +129,8 @@ def count_weights_read(
     Args:
         model: the model.
         num_tokens: the number of tokens in the pass.
-        weigh: returns how much a parameter counts, for its name and the parameter. By default it
-            counts its elements; it may count bytes instead.
+        weigh: a function that gets a parameter's name and the parameter, and returns how much the
+            parameter counts: by default the number of its elements.
     """
     # Count all parameters, and subtract the embedding unless the LM head is the same matrix.
     embedding = model.get_input_embeddings().get_parameter("weight")
@@ -161,8 +161,8 @@ def count_parameters_read(
         module: the module.
         config: the config that says how many experts there are.
         num_tokens: n, the number of tokens in the pass.
-        weigh: returns how much a parameter counts, for its name and the parameter. By default it
-            counts its elements; it may count bytes instead.
+        weigh: a function that gets a parameter's name and the parameter, and returns how much the
+            parameter counts: by default the number of its elements.
     """
     # Read how many experts there are, and how many a token is sent to. Models name the number of
     # experts differently. Without experts the share is 1.

@@ -717,7 +717,9 @@ class LlamaCppConfig(Section):
     gpu_layers: int | None = option(
         None, "number of the target's layers that are put on its devices", ge=0
     )
-    spec_draft_ngl: int | None = option(None, "number of the draft's layers on its devices", ge=0)
+    spec_draft_ngl: int | None = option(
+        None, "number of the draft's layers that are put on its devices", ge=0
+    )
     cache_type_k: CacheType | None = option(None, "data type of the keys in the target's KV cache")
     cache_type_v: CacheType | None = option(
         None, "data type of the values in the target's KV cache"
