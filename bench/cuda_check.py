@@ -136,7 +136,7 @@ flop_registry[aten._flash_attention_forward] = lambda query, key, *_, **__: (
 class Options(Section):
     """The options of this script."""
 
-    record: bool = option(False, "replace bench/results/cuda_check.json by what is counted")
+    record: bool = option(False, "write the counts to bench/results/cuda_check.json")
 
 
 class LaunchLedger(Ledger):

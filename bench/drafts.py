@@ -88,8 +88,9 @@ def train(folder: Path, *keys: str, launch: str | None = None) -> None:
         if recorded_sections != _select_training_sections(recipe):
             raise UserError(
                 "train.output_dir",
-                got=f"{folder}, which holds a draft of another recipe or of other keys",
-                expected="a folder without a run: move this one away, or use its recipe and keys",
+                got=f"{folder}, where a draft was trained with another recipe or other keys",
+                expected="a folder without a training run: move this folder away, or use its recipe"
+                " and keys",
             )
 
     # A finished training has left its draft. An interrupted one resumes.

@@ -66,7 +66,7 @@ def run(*command: str | Path) -> str:
         output = f"{process.stdout[-2000:]}\n{process.stderr[-6000:]}"
         raise ResourceError(
             f"{command[0]} failed with exit code {process.returncode}:\n{output}",
-            next_step="read its output above",
+            next_step="read the output of the program above",
         )
     return process.stdout + process.stderr
 

@@ -116,15 +116,18 @@ class Options(Section):
 
     parts: list[PartName] = option(
         [],
-        "the parts to run, e.g. [train,decoding]; empty: all parts of the short or the long form",
+        "parts of the benchmark to run, e.g. [train,decoding]; empty: all parts, or with short=true"
+        " all parts of the short form",
     )
     short: bool = option(
-        False, "the short form: fewer parts and smaller sizes, for nine minutes on one GPU"
+        False, "run the short form: fewer parts and smaller sizes, which take nine minutes"
     )
     small: bool = option(
-        False, "tiny shapes, for a machine without a GPU; the numbers mean nothing"
+        False,
+        "use tiny models and sizes, to try the parts on a machine without a GPU; the numbers mean"
+        " nothing",
     )
-    output_dir: str = option(str(RESULTS), "where the JSON is written")
+    output_dir: str = option(str(RESULTS), "folder for the results, one JSON file per device")
 
 
 def main(options: Options) -> ExitCode:

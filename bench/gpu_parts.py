@@ -129,13 +129,13 @@ SMALL_SHAPE = Shape(
 class Options(Section):
     """The options of this script."""
 
-    part: str = option(..., "the part to measure: a name of PARTS")
-    results: str = option(
-        ..., "the file to which a JSON line is appended for each piece of the result"
-    )
-    short: bool = option(False, "the sizes of `make gpu` with short=true")
+    part: str = option(..., "name of the part to measure, e.g. train")
+    results: str = option(..., "file to which the results are appended as JSON lines")
+    short: bool = option(False, "use the smaller sizes of the short form of `make gpu`")
     small: bool = option(
-        False, "tiny shapes, for a machine without a GPU; the numbers mean nothing"
+        False,
+        "use tiny models and sizes, to try the parts on a machine without a GPU; the numbers mean"
+        " nothing",
     )
 
 

@@ -120,7 +120,7 @@ def report_size() -> int:
             f" {', '.join(damaged)}",
             file=sys.stderr,
         )
-        print("Run `make gpu-wheels ARGS=record` to renew the list.", file=sys.stderr)
+        print("Run `make gpu-wheels ARGS=record` to write the list anew.", file=sys.stderr)
         return RESOURCE_EXIT_CODE
 
     # Print the size of everything that is copied.
@@ -128,10 +128,10 @@ def report_size() -> int:
     tracked = measure_checkout()
     total = tracked + sum(wheels)
     print(
-        f"{len(wheels)} wheels of {format_size(sum(wheels))} and a checkout of"
+        f"Size of {len(wheels)} wheels: {format_size(sum(wheels))}; of the checkout:"
         f" {format_size(tracked)}"
     )
-    print(f"Together {format_size(total)} (limit {format_size(LIMIT_BYTES)})")
+    print(f"Total size: {format_size(total)} (limit {format_size(LIMIT_BYTES)})")
     return 0 if total <= LIMIT_BYTES else RESOURCE_EXIT_CODE
 
 

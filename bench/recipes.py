@@ -121,7 +121,9 @@ class Options(Section):
     """The options of this script."""
 
     record: bool = option(
-        False, "write bench/results/recipes.json, the recipes' headers and docs/recipes.md"
+        False,
+        "write the computed numbers to bench/results/recipes.json, the headers of the recipes and"
+        " docs/recipes.md",
     )
 
 

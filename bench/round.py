@@ -53,7 +53,7 @@ R = TypeVar("R")
 class Options(Section):
     """The options of this script."""
 
-    draft: str = option("runs/demo/draft", "folder of an EAGLE-3 head for pico")
+    draft: str = option("runs/demo/draft", "folder of an EAGLE-3 head for the model pico")
 
 
 class TimedDecoder(Decoder):

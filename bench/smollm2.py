@@ -163,8 +163,10 @@ SOURCES = {
 class Options(Section):
     """The options of this script."""
 
-    small: bool = option(False, "little data and few steps; the numbers mean nothing")
-    recipe: str = option("eagle3", "the recipe in recipes/smollm2 to train")
+    small: bool = option(
+        False, "try all steps with little data, in minutes; the numbers mean nothing"
+    )
+    recipe: str = option("eagle3", "name of the recipe in recipes/smollm2 to train")
 
 
 def main(options: Options) -> ExitCode:

@@ -81,9 +81,12 @@ class Options(Section):
     """The options of this script."""
 
     vllm_options: str = option(
-        "--block-size 32", "more options of `vllm serve`; block sizes are multiples of 32 on CPUs"
+        "--block-size 32",
+        "further options of `vllm serve`; on a CPU, the block size must be a multiple of 32",
     )
-    small: bool = option(False, "3 prompts of 8 tokens; docs/smollm2.md stays as it is")
+    small: bool = option(
+        False, "generate 8 tokens for 3 prompts only, and do not write docs/smollm2.md"
+    )
 
 
 @dataclass(frozen=True)

@@ -93,20 +93,32 @@ Recipes = Mapping[str, Any]  # by name: recipes of all methods, with different s
 class Options(Section):
     """The options of this script."""
 
-    small: bool = option(False, "little data and few steps; the numbers mean nothing")
-    recipes: list[str] = option(
-        [*SECONDS], "the recipes in recipes/smollm2 to compare", min_length=2
+    small: bool = option(
+        False, "try all steps with little data, in minutes; the numbers mean nothing"
     )
-    steps: int = option(100, "training steps of each recipe at equal tokens", ge=1)
-    minutes: float = option(3.2, "minutes of processor time of each recipe at equal minutes", gt=0)
-    longer: list[str] = option([], "recipes that are also trained longer, e.g. [eagle3,dspark]")
+    recipes: list[str] = option(
+        [*SECONDS], "names of the recipes in recipes/smollm2 to compare", min_length=2
+    )
+    steps: int = option(
+        100, "training steps of each recipe, for the comparison at equal tokens", ge=1
+    )
+    minutes: float = option(
+        3.2,
+        "minutes of processor time for training each recipe, for the comparison at equal time",
+        gt=0,
+    )
+    longer: list[str] = option(
+        [], "recipes to train also for longer_steps steps, e.g. [eagle3,dspark]"
+    )
     longer_steps: int = option(
-        200, "training steps of the recipes in longer=, evaluated after each quarter", ge=4
+        200,
+        "training steps of the recipes in longer=; they are evaluated four times on the way",
+        ge=4,
     )
     num_prompts: int = option(
-        9, "prompts to measure on, at least as many as are decoded at a time", ge=4
+        9, "number of prompts to measure on; at least 4, because 4 are decoded at a time", ge=4
     )
-    max_new_tokens: int = option(32, "tokens generated per prompt", ge=1)
+    max_new_tokens: int = option(32, "tokens to generate for each prompt", ge=1)
 
 
 def main(options: Options) -> ExitCode:
@@ -232,8 +244,9 @@ def check_same_data(recipes: Recipes) -> None:
             if data[key] != first_value:
                 raise UserError(
                     f"data.{key}",
-                    got=f"{data[key]} in smollm2/{name} and {first_value} in smollm2/{first}",
-                    expected="the same in all recipes, because their drafts are compared",
+                    got=f"{data[key]} in recipe smollm2/{name} and {first_value} in recipe"
+                    f" smollm2/{first}",
+                    expected="the same value in all recipes, because their drafts are compared",
                 )
 
 

@@ -83,25 +83,33 @@ class Options(Section):
 
     others: list[Literal["plain", "sdpa", "eager"]] = option(
         ["plain", "sdpa", "eager"],
-        "what our step is compared with: its plain form, speculators with sdpa or eager attention",
+        "trainers to compare ours with. plain: ours without optimized attention and loss; sdpa,"
+        " eager: speculators with this attention",
     )
     hidden_size: int = option(
         512, "hidden size of target and draft, a multiple of 64", ge=64, multiple_of=64
     )
     vocab_size: int = option(32_000, "tokens of the vocabulary of target and draft", ge=2)
-    num_tokens: int = option(2048, "tokens of a step", ge=8)
+    num_tokens: int = option(2048, "tokens of a training step", ge=8)
     row_lengths: list[int] = option(
-        [2048, 1024, 512, 256], "the layouts of a step: rows of that many tokens, one document each"
+        [2048, 1024, 512, 256],
+        "tokens of each row; every length in the list is measured, with num_tokens tokens per step",
     )
-    num_steps: int = option(5, "steps of the unroll", ge=1)
-    block_size: int = option(16, "positions of one block of the block drafter", ge=2)
-    num_anchors: int = option(128, "blocks in a step of the block drafter, over all rows", ge=1)
+    num_steps: int = option(5, "steps of the unroll of the EAGLE-3 head", ge=1)
+    block_size: int = option(16, "positions of each block of the block drafter", ge=2)
+    num_anchors: int = option(
+        128, "blocks in a training step of the block drafter, over all rows", ge=1
+    )
     loss_rows: int = option(
-        8192, "hidden states of head and loss alone, over all steps of the unroll", ge=8
+        8192,
+        "hidden states in the measurement of LM head and loss alone, over all steps of the unroll",
+        ge=8,
     )
-    loss_steps: int = option(7, "steps of the unroll for head and loss alone", ge=1)
-    rounds: int = option(8, "steps of each trainer that are timed", ge=2)
-    threads: int = option(2, "threads of each trainer", ge=1)
+    loss_steps: int = option(
+        7, "steps of the unroll in the measurement of LM head and loss alone", ge=1
+    )
+    rounds: int = option(8, "training steps of each trainer to time", ge=2)
+    threads: int = option(2, "CPU threads of each trainer", ge=1)
 
 
 def main(options: Options) -> ExitCode:
@@ -348,8 +356,8 @@ def request_step(process: subprocess.Popen[str], name: str) -> dict[str, float]:
     answer = process.stdout.readline()
     if not answer:
         raise ResourceError(
-            f"trainer {name} ended with exit code {process.wait()}",
-            next_step="read its output above",
+            f"the process of trainer {name} ended with exit code {process.wait()}",
+            next_step="read the output of the process above",
         )
     numbers: dict[str, float] = json.loads(answer)
     return numbers

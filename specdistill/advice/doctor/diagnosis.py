@@ -222,8 +222,8 @@ def _try_on_prompts(
         diagnosis.recorded = None
         diagnosis.findings.append(
             warning(
-                f"the draft was tried on lines of Python (suite {DEFAULT_SUITE}): it is not in the"
-                " folder of a training run, so the kind of text that it was trained for is unknown",
+                f"the draft was tried on lines of Python (suite {DEFAULT_SUITE}), because no"
+                " training run on this machine shows what text it was trained for",
                 "choose prompts like its training data with suite=",
             )
         )

@@ -167,10 +167,12 @@ class Machine(Device):
             parameters: not used here: the measured times include the arithmetic.
             num_tokens: tokens of the pass.
         """
+        # `np.interp` gives the cost of the largest measured number for all numbers beyond it, so
+        # the excess is a factor of its own.
         assert self.row_costs is not None
         rows = [*self.row_costs]
-        beyond = max(1.0, num_tokens / rows[-1])
-        return read * beyond * float(np.interp(num_tokens, rows, [*self.row_costs.values()]))
+        excess = max(1.0, num_tokens / rows[-1])
+        return read * excess * float(np.interp(num_tokens, rows, [*self.row_costs.values()]))
 
 
 class Ledger(TorchDispatchMode):
@@ -458,15 +460,15 @@ def time_products(
     for rows in row_counts:
         inputs = torch.ones(1, rows, width, dtype=dtype)
         # A product with many input rows takes longer, so four matrices are enough.
-        few = matrices[:4] if rows > NUM_ROWS[-1] else matrices
+        timed_matrices = matrices[:4] if rows > NUM_ROWS[-1] else matrices
 
         # The default values keep the tensors of this iteration for the function.
-        def multiply(inputs: Tensor = inputs, few: Tensor = few) -> None:
+        def multiply(inputs: Tensor = inputs, timed_matrices: Tensor = timed_matrices) -> None:
             """Multiply the inputs with each matrix in turn."""
-            for matrix in few:
+            for matrix in timed_matrices:
                 torch.nn.functional.linear(inputs, matrix)
 
-        seconds[rows] = time_fastest(multiply) / few.numel()
+        seconds[rows] = time_fastest(multiply) / timed_matrices.numel()
     return seconds
 
 

@@ -131,7 +131,7 @@ def compute_budget(
 
     Args:
         target: the target.
-        serving: how it is served, with a context.
+        serving: how the target is served; the context must be set (see `check_serving`).
         draft_bytes: bytes of the draft's weights; 0 without a draft.
         draft_cache: the size of the draft's KV cache; None if it has none.
         num_speculative_tokens: K, draft tokens per round.
@@ -237,7 +237,7 @@ def count_weight_bytes(target: ModelConfigInfo, dtype: torch.dtype | None = None
 
     Args:
         target: the model.
-        dtype: of the weights; None for the dtype that they are stored in.
+        dtype: the dtype of the weights; None for the dtype that they are stored in.
     """
     weigh = target.weigh(dtype)
     return sum(weigh(name, parameter) for name, parameter in target.model.named_parameters())

@@ -450,7 +450,8 @@ def _estimate_speed(
 
     Args:
         planned: the sizes of the draft.
-        passes: how many passes the draft takes per round: "K", "1" or "0".
+        passes: how many passes the draft takes per round: "K" for one per draft token, "1" for one
+            in total, "0" for a lookup.
         scenario: the target and the device, and how the target is served.
         read: bytes of weights that a draft step reads.
 
@@ -529,7 +530,8 @@ def _estimate_training(
         planned: the sizes of the draft.
         scenario: the target and the device.
         name: the name of the recipe; None if there is none.
-        recipe: the keys of this recipe, if the draft is trained with it as it is; else empty.
+        recipe: the keys of this recipe, if the draft is trained with the recipe unchanged; else
+            empty.
         tokens: distinct training tokens; None if they are not known.
 
     Returns:
@@ -804,8 +806,8 @@ def select_best_k(
         alpha: the acceptance rate, the same at every position.
         verify: v for K = 1, 2, …: the cost of verifying K draft tokens, in plain target steps.
         c: the cost of one pass of the draft, in plain target steps.
-        passes: how many passes the draft takes per round: "K", "1" or "0". The cost of drafting is
-            c times this number.
+        passes: how many passes the draft takes per round: "K" for one per draft token, "1" for one
+            in total, "0" for a lookup. The cost of drafting is c times this number.
     """
     # Compute S for every K.
     lengths = [expected_acceptance_length(alpha, k) for k in range(1, len(verify) + 1)]
@@ -840,7 +842,8 @@ def compute_speedup_range(
         shares: the cost of a draft step over that of a target step: `weights` by the bytes that
             they read, `layers` by the layers that they run.
         target_layers: layers of the target.
-        passes: how many passes the draft takes per round: "K", "1" or "0".
+        passes: how many passes the draft takes per round: "K" for one per draft token, "1" for one
+            in total, "0" for a lookup.
         verify_at_best: the costs of verifying at the high end; None for 1 at every K, as for a
             dense target with few sequences.
     """

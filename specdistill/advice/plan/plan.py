@@ -335,6 +335,8 @@ def _explain_choice(
         lookup: the row of n-gram lookup.
         target: the facts of the plan about the target.
     """
+    # Return the first reason that applies. Layers that come with the target precede all other
+    # drafts, so if there are any, the chosen draft is one of them.
     estimated_rows = [row for row in rows if row.low and row.high]
     if best is lookup:
         return "without training, and no draft that can be trained quickly promises more"
@@ -500,7 +502,7 @@ def _format_training_commands(
     if row.recipe is None or launch is None:
         return None
     number = launch.num_processes
-    trusted = target["trust_remote_code"]
+    trusted = target["trust_remote_code"]  # commands then repeat the user's consent
     launched: dict[str, object] = (
         {"launch": launch.configuration, "num_processes": number} if number > 1 else {}
     )

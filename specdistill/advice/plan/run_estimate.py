@@ -261,6 +261,7 @@ def _estimate_generation_seconds(
     length = recipe.data.max_length
     prompt_tokens = min(recipe.data.generation.prompt_tokens, length - 1)
     num_prompt_tokens = size.num_generated * prompt_tokens / (length - prompt_tokens)
+    # Reading a prompt token takes two operations for each weight of the target's layers.
     prompt_seconds = (
         2
         * num_prompt_tokens
@@ -301,8 +302,8 @@ def _time_token(recipe: TrainedRecipe, target: ModelConfigInfo, batch_size: int)
     temperatures = recipe.data.generation.temperatures
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(SAMPLED_ROWS, vocab_size, generator=generator).to(choose_fast_dtype(cpu))
-    matrix = torch.ones(SAMPLED_ROWS)
-    sampling_seconds = time_fastest(lambda: sample(logits, matrix, generator)) / SAMPLED_ROWS
+    ones = torch.ones(SAMPLED_ROWS)  # a temperature of 1 for each row
+    sampling_seconds = time_fastest(lambda: sample(logits, ones, generator)) / SAMPLED_ROWS
     # Answers at temperature 0 are greedy: they do not sample.
     sampled_share = sum(temperature > 0 for temperature in temperatures) / len(temperatures)
     pass_seconds = parameters * products[rows] + LAYER_SECONDS * target.text.num_hidden_layers
