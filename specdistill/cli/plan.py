@@ -61,7 +61,8 @@ def plan(arguments: list[str]) -> int:
     draft_name, revision = split_revision(options.draft or "")
     draft = read_model_config(draft_name, key="draft", revision=revision) if draft_name else None
 
-    # Estimate every method on this device. Ask the Hub for published drafts of this target, unless
+    # Estimate every method on the chosen device. `computed` runs a training step over tensors
+    # without content, to estimate its cost. Ask the Hub for published drafts of this target, unless
     # the user typed hub=false.
     device, serving = choose_device(options.serving, target)
     plan_of_target = make_plan(
