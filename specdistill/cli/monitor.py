@@ -138,7 +138,8 @@ def format_line(row: ResultRow) -> str:
     """Return one line with the verdict, the acceptance and the number of drafts.
 
     Args:
-        row: a result of `summarize_acceptance`, with metrics named as in a report.
+        row: a result of `summarize_acceptance`, with metrics named as in a report. `num_drafts` is
+            how many times the server has drafted tokens.
     """
     # Each metric with its confidence interval in brackets.
     length, rate = (

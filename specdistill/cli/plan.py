@@ -61,7 +61,8 @@ def plan(arguments: list[str]) -> int:
     draft_name, revision = split_revision(options.draft or "")
     draft = read_model_config(draft_name, key="draft", revision=revision) if draft_name else None
 
-    # Estimate every method on this device. Ask the Hub for published drafts of this target, unless
+    # Estimate every method on the chosen device. `computed` runs a training step over tensors
+    # without content, to estimate its cost. Ask the Hub for published drafts of this target, unless
     # the user typed hub=false.
     device, serving = choose_device(options.serving, target)
     plan_of_target = make_plan(
@@ -186,6 +187,7 @@ def _build_method_table(plan: "Plan") -> Table:
     The recommended method is green. Methods that are not possible are dim.
     """
     grid = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    # For a CPU, columns that are about GPUs have another title.
     for name in COLUMNS:
         title = CPU_COLUMN_NAMES.get(name, name) if plan.target["on_cpu"] else name
         grid.add_column(title, no_wrap=True)
@@ -198,7 +200,11 @@ def _build_method_table(plan: "Plan") -> Table:
 
 
 def _describe_drafts(drafts: Sequence["KnownDraft"]) -> str:
-    """Return the names of the most downloaded drafts, and how many more there are."""
+    """Return the names of the most downloaded drafts, and how many more there are.
+
+    Args:
+        drafts: drafts on the Hub for one target, the most downloaded first.
+    """
     names = [
         f"{draft.repository} ({draft.method}, {draft.downloads:,} downloads)"
         for draft in drafts[:SHOWN_DRAFTS]
@@ -246,8 +252,8 @@ def format_short(number: float, unit: str = "") -> str:
     while number >= 999.5 and power < len(prefixes) - 1:
         number = number / 1000
         power = power + 1
-    # 99.95 and more have three digits before the point. Numbers below 1,000 are counts, so they are
-    # printed as whole numbers.
+    # From 99.95 on, all three digits are before the decimal point. Numbers below 1,000 (power 0)
+    # are counts, so they are printed as whole numbers.
     digits = f"{number:.0f}" if number >= 99.95 or not power else f"{number:.3g}"
     space = " " if unit else ""
     return f"{digits}{space}{prefixes[power]}{unit}"
@@ -329,7 +335,8 @@ def _list_details(plan: "Plan") -> Iterator[Text]:
             " hidden states are stored",
         )
 
-    # The memory of a device that serves the target with the recommended draft, or else alone.
+    # The memory of a device that serves the target with the recommended draft, or the target alone
+    # if no draft is recommended.
     yield _format_line(
         "to serve",
         f"{serving['batch_size']:,} × {serving['context']:,} tokens in {serving['dtype']}, KV cache"
