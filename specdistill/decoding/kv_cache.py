@@ -23,7 +23,9 @@ from specdistill.decoding.tree import TreePass
 from specdistill.targets.cache import MIN_SPARE_POSITIONS
 from specdistill.targets.packed_attention import attend_cached
 
-FIRST_SIZE = 512  # positions allocated at first
+# Positions whose rotary angles are computed at first. Most prompts with their answers fit, and a
+# table for them takes some hundred kilobytes.
+FIRST_SIZE = 512
 
 # Position ids [1, S] -> (cos, sin) [1, S, d]
 RotaryFunction = Callable[[Tensor], tuple[Tensor, Tensor]]

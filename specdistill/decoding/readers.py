@@ -37,8 +37,11 @@ from specdistill.targets.cache import copy_state, roll_back
 from specdistill.targets.frozen import Features, FrozenTarget, allow_graphs, capture
 
 KEY = "eval.compile"
-MIN_CACHE_SIZE = 256  # positions
-NUM_WARM_UP_PASSES = 3  # before CUDA graphs are replayed
+# Positions. Larger sizes are powers of two, so that sequences of similar length share one graph.
+MIN_CACHE_SIZE = 256
+# torch runs a graph once eagerly and once to record it. The third pass replays the recording, and
+# is the one that is compared.
+NUM_WARM_UP_PASSES = 3
 # Token ids of the sequence that shows whether a reader computes what the target computes. After the
 # prompt a pass reads REJECTED_TOKENS: its first token is the root, which is kept, and its second
 # is a draft token, which is rejected. NEXT begins with the same root.

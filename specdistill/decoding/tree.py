@@ -41,8 +41,9 @@ from specdistill.common.errors import UserError
 from specdistill.decoding.sampling import Generators, Random, Sampling, draw_tokens
 from specdistill.recipe.sections import TreeConfig
 
-ROOT = -1
-MAX_NODES = 1024  # of one tree
+ROOT = -1  # the parent of the nodes of the first level
+# The most nodes of a tree. The mask grows with their square, and EAGLE-2 proposes 60.
+MAX_NODES = 1024
 
 # Computes the logits [B, T, W] after each node of a level, from the nodes' draft tokens [B, T] and
 # the indices [B, T] of their parents in the level before. Shorter rows are padded on the right.
