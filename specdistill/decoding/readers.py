@@ -104,7 +104,8 @@ class CachedTarget:
             Logits [B, T, V] and features (hidden states) [B, T, D] after each of these tokens.
         """
         # `keep` will need the state before the pass to forget rejected tokens. Recurrent layers
-        # cannot forget single tokens, so their state is copied if any token may be rejected.
+        # cannot forget single tokens, so their state is copied if there is a draft token, which may
+        # be rejected. A recurrent target reads one row at a time.
         self._token_ids = token_ids
         self._trees = trees
         self._snapshot = None

@@ -157,8 +157,8 @@ def build_metadata(contents: CardContents) -> ModelCardData:
 
     The Hub knows four relations of a model to its base model. For a draft that needs the target's
     layers, the relation is `adapter`, the only one that says that the draft is of no use without
-    the target. No relation describes a draft model of its own, so it is left out, and the Hub
-    chooses one.
+    the target. No relation describes a whole language model that drafts for another one, so for
+    such a draft the relation is left out, and the Hub chooses one.
     """
     # List the models and data sets on the Hub that the draft was made from.
     method = contents.release.method

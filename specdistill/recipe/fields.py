@@ -291,8 +291,8 @@ def describe_condition(variants: Sequence[type[Section]], name: str) -> str | No
 def find_default_in(variants: Sequence[type[Section]], name: str) -> object:
     """Return the default of a key in a section with variants.
 
-    It is None for a key without a default that only some of the variants have, because a recipe
-    with another variant does not need the key.
+    A key may have no default and belong to only some of the variants. A recipe with another variant
+    does not need such a key, so the default that is returned is None.
     """
     default = find_default(list_fields(variants)[name])
     is_in_all = all(name in variant.model_fields for variant in variants)

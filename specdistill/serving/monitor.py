@@ -170,7 +170,8 @@ def _estimate_blur(client: Client, page: Counters, name: str) -> float:
         page: a reading of the counters, as name -> value.
         name: the name of the counter.
     """
-    # The power of ten at or below the rounding error. With six digits it is 10 from a million on.
+    # The error is the largest power of ten up to rounding * value: for 1.23457e+06 that is 10, the
+    # largest power of ten up to 1e-5 * 1,234,570 = 12.3.
     unit: float = 10 ** math.floor(math.log10(max(1.0, client.rounding * page[name])))
     return unit if unit > 1 else 0
 

@@ -136,8 +136,9 @@ def examine_model(model: PreTrainedModel, name: str, *, key: str = "target.model
         key: the recipe key that errors name.
 
     Raises:
-        UserError: if the model computes logits by an unknown formula, or does not continue its KV
-            cache. The error names the model's class and the reason.
+        UserError: if the model computes logits by an unknown formula, or if a pass over a KV cache
+            gives other hidden states than one pass over the whole sequence. The error names the
+            model's class and the reason.
     """
     training = model.training
     try:

@@ -177,8 +177,8 @@ def choose_packing(model: PreTrainedModel) -> PackingMethod | None:
         The first way that works. None if no way works, as for recurrent layers, whose state
         continues from one document into the next, and for ALiBi, which counts positions on.
     """
-    # Make two rows of NUM_TOKENS tokens. The position ids start again at 0 after every NUM_CACHED
-    # tokens, so each row packs documents of that length.
+    # Make two rows of NUM_TOKENS tokens. The position ids start again at 0 after NUM_CACHED tokens,
+    # so each row packs two documents: one of NUM_CACHED tokens, and the rest.
     backbone = find_backbone(model)
     ids_BT = torch.arange(2 * NUM_TOKENS, device=model.device).view(2, NUM_TOKENS)
     inputs = {

@@ -847,13 +847,15 @@ def compute_speedup_range(
         verify_at_best: the costs of verifying at the high end; None for 1 at every K, as for a
             dense target with few sequences.
     """
-    # For the low end, add the overhead of an engine to the draft step and to verification. A draft
-    # that runs no layers has no overhead in its steps.
+    # For the low end, take the larger of the two cost estimates, and add the overhead of an engine
+    # to the draft step and to verification. The overhead of a draft step is that of some layers of
+    # the target; a draft that runs no layers has none.
     lower_alpha, higher_alpha = alphas
     overhead = LAYERS_OVERHEAD / target_layers if shares["layers"] else 0.0
     slow_verify = [v + VERIFY_OVERHEAD for v in verify]
     low = select_best_k(lower_alpha, slow_verify, max(shares.values()) + overhead, passes)
 
+    # For the high end, a draft step costs only the bytes that it reads, as on an idle GPU.
     fast_verify = verify_at_best or [1.0] * len(verify)
     high = select_best_k(higher_alpha, fast_verify, shares["weights"], passes)
     return low, high

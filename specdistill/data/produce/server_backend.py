@@ -347,7 +347,8 @@ def ask(
     Args:
         server: the server.
         context: the token ids that the server continues.
-        task: the temperature, the seed and the most tokens of the context with its answer.
+        task: the temperature, the seed and `max_length`, the largest number of tokens that context
+            and answer may have together.
         tokenizer: converts the answer to token ids of the target.
 
     Returns:

@@ -440,7 +440,8 @@ def _hash_source(source: str, split: str) -> str:
             set. The id of a Hub data set is returned as it is.
         split: the split, which matters for built-in sources.
     """
-    # A built-in source is named with a function that returns (hash, function that yields rows).
+    # The table has a function for each built-in source. Called with the split, it returns a hash of
+    # the content and a function that yields the rows.
     if source in BUILT_IN_SOURCES:
         return str(resolve_name(BUILT_IN_SOURCES[source])(split)[0])
     return hash_content(source)

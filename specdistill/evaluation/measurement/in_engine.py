@@ -553,7 +553,8 @@ def _build_record(
         task: the requests.
         settings: the settings of the configuration.
         entry: the prompt with its completions.
-        always_drafts: whether every round has a draft (see `build_engine_report`).
+        always_drafts: whether every round has a draft (see `build_engine_report`). Only then the
+            number of rounds is known: it is the number of drafts that the engine counts.
     """
     prompt = entry.prompt
     with_draft = _select_median(entry.speculative)

@@ -68,8 +68,9 @@ def check_measurement(
         suite: the suite that is measured.
         options: an object with `num_prompts` and `max_new_tokens`, such as a recipe's `eval:`.
         key: the key of the recipe or command that names the drafts; errors start with it.
-        recipe: the recipe, if `options` is its section `eval`. Then the prompts get its chat
-            template, and those of all its configurations are checked. None for other commands.
+        recipe: the recipe, if `options` is its section `eval`. Then the prompts are rendered by the
+            recipe's chat template, and the prompts of all configurations that the recipe measures
+            are checked. None for other commands.
 
     Raises:
         UserError: for a draft of another target, or prompts that the target cannot be given.

@@ -451,6 +451,7 @@ def _multiply_rates(conditional_rates: Sequence[Fraction | None]) -> list[Fracti
     product: Fraction | None = Fraction(1)
     products = []
     for rate in conditional_rates:
+        # A product that is 0 or unknown stays so.
         if product:
             product = None if rate is None else product * rate
         products.append(product)

@@ -78,7 +78,8 @@ class BlockProposer(FeatureProposer[BlockDraft]):
 
             Args:
                 index_BT: the tokens of the nodes, as indices among the draft's W tokens.
-                rows_BT: the parent of each node, as an index into the level before.
+                rows_BT: for each node, the index of its parent in the level before. The node takes
+                    over the parent's row of states.
             """
             slots.inherit_states(rows_BT)
             return slots.compute_logits(next(levels), self.map_to_target(index_BT))

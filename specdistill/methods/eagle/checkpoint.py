@@ -79,8 +79,8 @@ def check_eagle(
 
     Args:
         folder: the folder that holds config.json.
-        tensors: the tensors by name; they may be on the meta device, without values. Then the
-            config decides whether `fc.bias` counts as a bias or as zeros.
+        tensors: the tensors by name; they may be on the meta device, without values. A bias of
+            zeros counts as no bias; without values, the config says whether there is a bias.
         target: the target. None: only compare the head's files with each other.
         key: the recipe key that errors name.
         name: what errors call the head.

@@ -194,7 +194,11 @@ class MtpDraft(Head):
     def _run_layer(
         self, hidden_BTH: Tensor, rotary: tuple[Tensor, Tensor], kv_cache: KVCache
     ) -> Tensor:
-        """Run the decoder layer on hidden states [B, T, H]; `kv_cache` computes its attention."""
+        """Run the decoder layer on hidden states [B, T, H].
+
+        The layer has no attention mask, because its attention is replaced by that of `kv_cache`,
+        which knows what each position sees.
+        """
         # Depending on the class, a layer returns the hidden state, or a tuple that begins with it.
         output = self.layers[0](
             hidden_BTH, attention_mask=None, position_embeddings=rotary, kv_cache=kv_cache

@@ -140,9 +140,9 @@ class SuffixTrie:
             The node of the longer string, which ends with the token. None if the longer string
             occurred for the first time, so that it has no node yet.
         """
-        # At its first occurrence the longer string is stored as the position after it. At its
-        # second occurrence it gets a node with count 2, which also counts the token that followed
-        # the first occurrence.
+        # To save memory, a string that occurred once has no node: the number of the position after
+        # it stands in place of the node. At its second occurrence it gets a node with count 2. The
+        # token that followed the first occurrence becomes the node's first child.
         node.followed += 1
         child = node.children.get(token)
         if child is None:

@@ -266,10 +266,11 @@ def request_body(request: CompletionRequest) -> dict[str, object]:
 def parse_events(response: Response, k: int) -> CompletionAnswer:
     """Parse a streamed answer of llama-server, and find out what each round accepted.
 
-    Each part of the answer has the numbers of draft tokens and of accepted tokens so far. Usually a
-    round ends between two parts. If several rounds do, they are assumed to have drafted K tokens
-    each, and the later rounds to have accepted the tokens. Accepted tokens after the end of the
-    completion are not counted.
+    Each part of the answer has the numbers of draft tokens and of accepted tokens so far. Usually
+    one round ends between two parts, and the growth of both numbers belongs to this round. If the
+    number of draft tokens grows by more than K, several rounds have ended. How they share the
+    accepted tokens is unknown, so the last rounds are assumed to have accepted as many as they
+    could. Accepted tokens after the end of the completion are not counted.
 
     Args:
         response: the answer, a stream of server-sent events.

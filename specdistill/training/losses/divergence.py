@@ -230,12 +230,14 @@ def build_divergence(spec: object) -> Divergence:
 
 
 def _build_term(spec: object, key: str, **more_fields: Any) -> partial[Tensor]:
-    """Return a divergence with its options set, after checking its name and its options.
+    """Return one divergence of a weighted sum with its options set, after checking both.
 
     Args:
         spec: a mapping of `name` and options.
         key: the recipe key that errors name.
-        **more_fields: types and defaults of further options, as `pydantic.create_model` takes them.
+        **more_fields: types and defaults of further options, as `pydantic.create_model` takes them:
+            `weight` in a weighted sum. They become keywords of the returned partial, from which
+            the caller takes them.
     """
     # Find the divergence by its name.
     if not isinstance(spec, Mapping) or "name" not in spec:
