@@ -212,7 +212,10 @@ def test_a_server_of_something_else_is_one_line(target: FrozenTarget, tmp_path: 
         running(target, [1, 2, 4], tmp_path) as more,
         running(target, [1, 4], tmp_path, dtype=torch.bfloat16) as other,
     ):
-        for address, what in ((more, "3, 64] torch.float32 "), (other, "2, 64] torch.bfloat16 ")):
+        for address, what in (
+            (more, "3, 64] and dtype torch.float32 "),
+            (other, "2, 64] and dtype torch.bfloat16 "),
+        ):
             with refused("hidden_states.server", f"{address}, which writes ", holds=what):
                 compute_by_servers(target, (1,), [address], TIMEOUT)(ROWS[:1])
     somebodys = tmp_path / "model.safetensors"
@@ -238,7 +241,7 @@ def test_a_server_of_something_else_is_one_line(target: FrozenTarget, tmp_path: 
         compute_by_servers(target, (1,), [server.address], TIMEOUT)(ROWS[:1])
     with (
         running(target, [4], None) as plain,
-        pytest.raises(ResourceError, match="start it with ExampleHiddenStatesConnector"),
+        pytest.raises(ResourceError, match="start the server with ExampleHiddenStatesConnector"),
     ):
         compute_by_servers(target, (), [plain], TIMEOUT)(ROWS[:1])
     with pytest.raises(ResourceError, match="does not answer"):
@@ -279,7 +282,7 @@ def test_a_file_that_is_never_whole_or_too_short(target: FrozenTarget, tmp_path:
         ):
             compute_by_servers(target, (1,), [server.address], 0.5)(ROWS[:1])
         is_whole = True
-        with refused("hidden_states.server", holds=", 2, 64] torch.float32 for "):
+        with refused("hidden_states.server", holds=", 2, 64] and dtype torch.float32 for "):
             compute_by_servers(target, (1,), [server.address], TIMEOUT)(ROWS[:1])
     for lock in locks:
         lock.close()

@@ -162,7 +162,7 @@ def test_documents_and_pieces_without_loss_are_counted(caplog: pytest.LogCapture
     assert filtered == {"without_loss": 3, "pieces_without_loss": 3}
     assert (
         "Left out 3 of 6 documents, which are without a loss token" in caplog.text
-        and "3 pieces of 8 tokens" in caplog.text
+        and "Left out 3 pieces without a loss token" in caplog.text
     )
     with refused("data.source", "rows.jsonl", holds="no row has a loss token"):
         select_usable(masked(zero, [1, 0, 0], [0] * 20), True, 8, Counter(), "rows.jsonl")

@@ -115,12 +115,12 @@ def other_tokenizer() -> Any:
 @pytest.mark.parametrize(
     ("other", "change", "holds"),
     [
-        (row_target(weights="1" * 64), {}, "another target, 000000000000"),
-        (row_target(template=CHATML), {}, "another chat template, "),
-        (RowTarget("tiny", "0" * 64, other_tokenizer()), {}, "another tokenizer, "),
-        (row_target(), {"max_length": 64}, "another max length, 32"),
-        (row_target(), {"packing": False}, "another packing, True"),
-        (row_target(), {"loss_mask": "all"}, "another loss mask, assistant"),
+        (row_target(weights="1" * 64), {}, "another target: 000000000000"),
+        (row_target(template=CHATML), {}, "another chat template: "),
+        (RowTarget("tiny", "0" * 64, other_tokenizer()), {}, "another tokenizer: "),
+        (row_target(), {"max_length": 64}, "another max length: 32"),
+        (row_target(), {"packing": False}, "another packing: True"),
+        (row_target(), {"loss_mask": "all"}, "another loss mask: assistant"),
     ],
 )
 def test_rows_of_another_target_or_shape_are_refused_with_the_difference(
