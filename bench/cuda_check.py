@@ -322,7 +322,14 @@ def plan_head() -> PlannedDraft:
 
 
 def main(options: Options) -> ExitCode:
-    """Count all parts, print them, and compare them with the record."""
+    """Count what a GPU would do in each part of training and decoding, and print the counts.
+
+    With `record=true` they are written to the record.
+
+    Returns:
+        CHECK_FAILED if a count exceeds the record, or if the host waits for the GPU in
+        training; else DONE.
+    """
     counts_by_part = count_all_parts()
     for name, counts in counts_by_part.items():
         print(json.dumps({"part": name, **counts}), flush=True)
@@ -389,7 +396,9 @@ def find_regressions(counts_by_part: dict[str, dict[str, float]]) -> list[str]:
 
 
 def count_step_with_gradients(head: PlannedDraft, *, compiled: bool) -> dict[str, float]:
-    """Count unroll and loss of a head with their gradients, on tensors of the CPU.
+    """Count the kernels, traffic and arithmetic of a head's training step, with gradients.
+
+    The step is the unroll and the loss of the head, forward and backward, on tensors of the CPU.
 
     Args:
         head: the EAGLE-3 head.
@@ -445,7 +454,7 @@ def count(run_part: Callable[[], object]) -> dict[str, float]:
 
 
 def format_counts(ledger: LaunchLedger) -> dict[str, float]:
-    """Return the counts of a ledger under the names of the record."""
+    """Return the counts of a ledger by the names that they have in the record."""
     return {
         "kernels": ledger.kernels,
         "traffic_gb": round(ledger.traffic / 1e9, 1),

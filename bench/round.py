@@ -75,12 +75,10 @@ class TimedDecoder(Decoder):
                 setattr(owner, part, self._wrap_timed(part, getattr(owner, part)))
 
     def _wrap_timed(self, part: str, work: Callable[P, R]) -> Callable[P, R]:
-        """Return a function that calls `work`, and records how long that takes.
-
-        The seconds are added to `spent`, under the name of the part.
-        """
+        """Return a function that calls `work`, and stores its seconds in `spent[part]`."""
 
         def run_timed(*arguments: P.args, **options: P.kwargs) -> R:
+            """Call `work`, and store its seconds in `spent` under the name of the part."""
             start = read_clock(self.target.device)
             result = work(*arguments, **options)
             self.spent[part] = read_clock(self.target.device) - start
@@ -203,7 +201,8 @@ def format_length_table(decoder: TimedDecoder, token_ids: list[int]) -> str:
         decoder: the decoder with the draft.
         token_ids: the tokens that the prompts are made of.
     """
-    # pico can read more than its context, because rotary angles exist for every position.
+    # Raise pico's limit, so that the long prompts are not refused. The model can read them, because
+    # rotary angles exist for every position.
     decoder.target.config.max_position_embeddings = 2 * max(LENGTHS)
     rows = []
     for length in LENGTHS:

@@ -147,7 +147,8 @@ def main(options: Options) -> None:
     endless_target = FrozenTarget.load(str(TARGET), dtype="bfloat16")
     ignore_stop_tokens(endless_target)
 
-    # Select the prompts that leave room for the completion and for the last round's draft tokens.
+    # Select prompts that leave room in the context for the completion and for the draft tokens of
+    # the last round: four times K tokens are more than enough.
     prompts = tokenize(
         load_suite(str(SUITE)),
         target.tokenizer,

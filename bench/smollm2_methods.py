@@ -123,7 +123,7 @@ class Options(Section):
 
 def main(options: Options) -> ExitCode:
     """Train a draft with each method, measure all of them, and write the tables."""
-    # Load the recipes, which must train on the same rows.
+    # Load the recipes, and check that they train on the same data.
     keys = {name: build_keys(name, options) for name in options.recipes}
     recipes: Recipes = {name: load_recipe(Recipe, keys[name]) for name in options.recipes}
     check_same_data(recipes)
@@ -138,7 +138,8 @@ def main(options: Options) -> ExitCode:
         dict.fromkeys(options.longer, options.longer_steps), num_evaluations=4
     )
 
-    # Measure the drafts that trained for equal minutes: greedily, sampled, and in batches.
+    # Measure the drafts that trained for equal minutes, in several ways: greedily, sampled, and in
+    # batches. All ways share these settings.
     first, *_ = recipes.values()
     phase = {
         "target.model": first.target.model,
@@ -287,7 +288,8 @@ def measure(place: Path, drafts: Sequence[str], phase: Phase, ways: Sequence[str
     for way in ways:
         keys, shapes = MEASUREMENT_KEYS[way]
 
-        # List the combinations of drafts and shapes to measure. Lookups propose chains only.
+        # List the combinations of drafts and shapes to measure. Only one method supports neither
+        # batches nor trees. Lookups propose chains only.
         candidates = []
         for shape in shapes:
             needs_support = "batch_size" in keys or shape is TREE
@@ -322,10 +324,11 @@ def format_methods_table(measured: Measured) -> str:
     """Return a table with a line for each draft: its acceptance length and its speedup.
 
     Args:
-        measured: by way of measuring, the report of each draft.
+        measured: for each way of measuring, such as `T = 0` or `T = 0, 4 at a time`, the report of
+            each draft.
     """
-    # The columns: acceptance length in the ways with one request at a time, and speedup in all
-    # ways. If batches were measured, a last column has a speedup that is computed.
+    # Choose the columns: the acceptance length for the ways with one request at a time, and the
+    # speedup for all ways. If batches were measured, a last column has a computed speedup.
     single_request_ways = [way for way in measured if way in SINGLE_REQUEST_WAYS]
     has_batches = single_request_ways != list(measured)
     head = ["drafts by", "steps"]
@@ -369,7 +372,8 @@ def compute_bound_speedup(row: ResultRow) -> float:
 def format_length(row: ResultRow) -> str:
     """Format the acceptance length of a row with its confidence interval, for a table.
 
-    An empty row gives the text for a missing number.
+    A row is empty if the draft was not measured in this way. It gives the sign for a missing
+    number.
     """
     interval = format_bracketed_interval(row, "mean_acceptance_length") if row else ""
     return f"{format_number(row.get('mean_acceptance_length'))}{interval}"
@@ -381,10 +385,7 @@ def select_chains(reports: Reports) -> dict[str, Report]:
 
 
 def describe_candidate(report: Report) -> str:
-    """Return the first cell of a draft's line in a table: its method, and whether it drafts trees.
-
-    For example, `eagle3`, a tree.
-    """
+    """Return the name of a draft in a table: its method, and ", a tree" if it drafts trees."""
     tree = ", a tree" if report["settings"]["tree"] else ""
     return f"`{describe_method(report)}`{tree}"
 

@@ -113,9 +113,9 @@ class Options(Section):
 
 
 def main(options: Options) -> ExitCode:
-    """Measure training steps: of an EAGLE-3 head, of a block drafter, and of the loss alone.
+    """Compare training steps with other trainers: of an EAGLE-3 head, a block drafter, a loss.
 
-    Then write the results, and their tables in docs/performance.md.
+    Then write the results as JSON, and their tables in docs/performance.md.
     """
     results: dict[str, Measurement] = {}
 
@@ -144,7 +144,7 @@ def measure_step(options: Options) -> Measurement:
     """Measure a training step of an EAGLE-3 head, for each row length in the options."""
 
     def save(target: FrozenTarget, folder: Path) -> None:
-        """Write a fresh head that reads the layers 0, 1 and 2 of the target."""
+        """Write a fresh head that reads the target's hidden states after layers 0, 1 and 2."""
         save_eagle3(build_eagle3(target, aux_layers=[0, 1, 2]), folder)
 
     trainer_settings = {"num_steps": options.num_steps}
@@ -156,7 +156,7 @@ def measure_block(options: Options) -> Measurement:
     trainer_settings = {name: getattr(options, name) for name in ("block_size", "num_anchors")}
 
     def save(target: FrozenTarget, folder: Path) -> None:
-        """Write a fresh drafter of five layers that reads all five layers of the target."""
+        """Write a fresh drafter of five layers that reads the outputs of all five target layers."""
         shape = {
             "num_layers": 5,
             "aux_layers": [1, 2, 3, 4, 5],

@@ -149,18 +149,18 @@ def draw_inputs(
     They stand for what a target would give: no target is run.
 
     Args:
-        rows: B.
-        length: T, tokens of each row.
-        num_aux: A, layers of the target that the draft reads.
+        rows: B, the number of rows.
+        length: T, the tokens of each row.
+        num_aux: A, the number of target layers whose outputs the draft reads.
         vocab_size: tokens of the vocabulary.
-        hidden_size: H.
+        hidden_size: H, the hidden size of the target.
         bf16: whether the features are bfloat16 instead of float32.
 
     Returns:
-        Tokens [B, T], the outputs of the A layers side by side [B, T, A H], and the output of the
-        target's last layer [B, T, H].
+        Tokens [B, T]; the outputs of the A layers, concatenated along the last axis [B, T, A x H];
+        the output of the target's last layer [B, T, H].
     """
-    # The same seeds give every trainer the same inputs.
+    # Fixed seeds give every trainer the same inputs. The sizes serve as seeds.
     generator = torch.Generator().manual_seed(0)
     ids_BT = torch.randint(vocab_size, (rows, length), generator=generator).to(DEVICE)
     aux_size = num_aux * hidden_size
@@ -328,8 +328,9 @@ def build_own_block_trainer(
     from specdistill.training.losses.divergence import forward_kl
     from specdistill.training.losses.head_loss import compute_head_loss_at_once
 
-    # Replace the optimized attention and loss in the modules by their plain forms: one chunk with
-    # all blocks, and all logits at once.
+    # Replace the optimized attention and loss in the modules by their plain forms. Attention gets
+    # one chunk, from the first to the last block, which sees the whole batch. The loss computes all
+    # logits at once.
     if plainly:
         objective.split_blocks = lambda batch, anchors_N, _: [
             (0, len(anchors_N), 0, batch["input_ids"].numel())
